@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from distributed_training.protocol.types import Update
+from distributed_training.protocol.types import Event, Update
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Close:
 
 
 @dataclass(frozen=True)
-class UploadEnded:
+class UploadEnded(Event):
     """The upload for a close is in the store, or, with a cause, is not sent any more."""
 
     outer_step: int
@@ -49,7 +49,7 @@ class HeadSeen:
 
 
 @dataclass(frozen=True)
-class ChainForked:
+class ChainForked(Event):
     """There are two valid manifests for one step: nothing is applied or sent any more."""
 
     cause: str  # one line that names both, and the remedy

@@ -13,11 +13,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from distributed_training.exchange.base import ChainForked as ChainForked
 from distributed_training.exchange.base import Close
+from distributed_training.exchange.base import UploadEnded as UploadEnded
 from distributed_training.protocol.keys import PARTS, Parts
 from distributed_training.protocol.types import (
     AllReduceFault,
     AllReduceResult,
+    Event,
     Progress,
     PublicationReport,
     Revision,
@@ -141,10 +144,6 @@ class Mode(enum.Enum):
     FETCHING = "fetching"
     LOADING = "loading"
     STOPPING = "stopping"
-
-
-class Event:
-    """One of the dataclasses below; none is derived from another."""
 
 
 # --- results of commands -------------------------------------------------------------------------
@@ -380,13 +379,6 @@ class UpdateReady(Event):
     at: float
 
 
-@dataclass(frozen=True)
-class ChainForked(Event):
-    """There are two signed manifests for one outer step: nothing is applied or sent any more."""
-
-    cause: str
-
-
 # --- what follows from others ---------------------------------------------------------------------
 
 
@@ -460,20 +452,6 @@ class UploadWritten(Event):
     """The upload of ``close`` and the checkpoint of its boundary are on the disk."""
 
     close: Close
-
-
-@dataclass(frozen=True)
-class UploadEnded(Event):
-    """The upload for a close is in the store, or ``problem`` says why it never will be.
-
-    ``size``: bytes; ``seconds`` that sending took.
-    """
-
-    outer_step: int
-    serial: int
-    problem: str = ""
-    size: int = 0
-    seconds: float = 0.0
 
 
 class Stage(enum.IntEnum):

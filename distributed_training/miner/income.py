@@ -162,7 +162,7 @@ class Income:
             case ev.UploadWritten(close=close):
                 tag = f"{close.outer_step}.{close.serial}"
                 self._facts = replace(self._facts, sending=tag)
-            case ev.UploadEnded(outer_step=outer_step, serial=serial, problem=problem):
+            case ev.UploadEnded(outer_step=outer_step, serial=serial, cause=problem):
                 self._sent(f"{outer_step}.{serial}")
                 if not problem:
                     self._add(Upload(outer_step, now, f"{outer_step}.{serial}"))

@@ -208,7 +208,7 @@ class Metrics:
                 # Whoever applied an update without a share in it took no part.
                 self._count_round(state.outer_step, ok and state.update.base is Base.MERGED)
                 registry.add("rounds_missed_total", max(0, reached - state.outer_step - 1))
-            case ev.UploadEnded(problem=problem, size=size):
+            case ev.UploadEnded(cause=problem, size=size):
                 registry.add("publications_total")
                 registry.add("publications_failed_total", bool(problem))
                 registry.add("uploaded_bytes_total", size)

@@ -269,7 +269,7 @@ class StoreReporter(LoopReporter):
             case ev.UploadWritten():
                 log.info("%s", lines.UPLOAD_MODEL_START)
                 log.info(lines.UPLOADING, self._bucket)
-            case ev.UploadEnded(outer_step=outer, serial=serial, problem=problem):
+            case ev.UploadEnded(outer_step=outer, serial=serial, cause=problem):
                 tag = f"{outer}.{serial}"
                 self._report_upload(tag, problem or None, event.size, event.seconds)
                 self._record(

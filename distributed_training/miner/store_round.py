@@ -77,12 +77,10 @@ def event_of(fact: Fact) -> ev.Event:
             return ev.CloseReached(fact)
         case Update():
             return ev.UpdateReady(fact, time.monotonic())
-        case UploadEnded(outer_step=outer, serial=serial, cause=cause):
-            return ev.UploadEnded(outer, serial, cause, fact.size, fact.seconds)
         case HeadSeen(outer_step=outer):
             return ev.GlobalEpochSeen(outer, time.monotonic())
-        case ChainForked(cause=cause):
-            return ev.ChainForked(cause)
+        case UploadEnded() | ChainForked():
+            return fact
         case NetworkFinished(cause=cause):
             return ev.StopRequested(f"the network is finished: {cause}", ExitStatus.FINISHED)
 

@@ -38,6 +38,10 @@ class ExitStatus(enum.IntEnum):
 FINAL = (ExitStatus.BAD_CONFIGURATION, ExitStatus.DEREGISTERED, ExitStatus.FINISHED)
 
 
+class Event:
+    """A dataclass of what happened, in :mod:`..miner.events`; none is derived from another."""
+
+
 class Base(enum.Enum):
     """The fate of our upload for an outer step, and so from where its update is applied.
 
