@@ -8,6 +8,14 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from datetime import timedelta
+from typing import NamedTuple
+
+
+class Clocks(NamedTuple):
+    """Seconds that only grow, and this machine's Unix time."""
+
+    steady: Callable[[], float] = time.monotonic
+    unix: Callable[[], float] = time.time
 
 
 def doubling(failures: int, *, first: timedelta, longest: timedelta) -> timedelta:

@@ -18,14 +18,12 @@ import logging
 import math
 import shutil
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
 
-from distributed_training.common.backoff import Backoff
+from distributed_training.common.backoff import Backoff, Clocks
 from distributed_training.common.files import sync_folder
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Manifest, Master, State
@@ -50,13 +48,6 @@ _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=5), timedelta(minutes=5)  # after
 _LAST_REQUEST = 5.0  # seconds that one in flight gets at the end
 _VOID = "void: the close moved, or its outer step is over"
 _SHORTEST = 0.2  # seconds between two turns
-
-
-class Clocks(NamedTuple):
-    """The two clocks: seconds that only grow, and this machine's Unix time."""
-
-    steady: Callable[[], float] = time.monotonic
-    unix: Callable[[], float] = time.time
 
 
 class StoreRounds:

@@ -15,14 +15,13 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from distributed_training.chain.base import Chain, ChainUnavailable, Neuron, find
-from distributed_training.common.backoff import Throttle
+from distributed_training.common.backoff import Clocks, Throttle
 from distributed_training.common.files import write_state
 from distributed_training.protocol.types import Base
 from distributed_training.telemetry.verdict import (
@@ -65,13 +64,6 @@ def standing(neurons: Sequence[Neuron], hotkey: str) -> Standing | None:
         miners=len(miners),
         weights_block=max((n.last_update for n in neurons if n.validator_permit), default=0),
     )
-
-
-class Clocks(NamedTuple):
-    """Seconds that only grow, and this machine's Unix time."""
-
-    steady: Callable[[], float] = time.monotonic
-    unix: Callable[[], float] = time.time
 
 
 class Income:

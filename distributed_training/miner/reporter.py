@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
+from typing import Any
 
 from distributed_training.common.backoff import Repeats
 from distributed_training.protocol import lines
@@ -127,20 +128,14 @@ class Reporter(LoopReporter):
     def __init__(
         self,
         *,
-        record: Record,
         schedule: UploadSchedule,
-        warnings: Callable[[StepReport], list[str]],
-        bucket: str,
-        global_uid: int | None,
         reload_timeout: timedelta,
         judged_step: Callable[[], int | None],
         uploaded_step: int | None = None,
         clock_fault: Callable[[], str] = str,
-        clock: Callable[[], float] = time.monotonic,
+        **of_loop: Any,
     ) -> None:
-        super().__init__(
-            record=record, warnings=warnings, bucket=bucket, global_uid=global_uid, clock=clock
-        )
+        super().__init__(**of_loop)
         self._clock_fault = clock_fault
         self._judged_step = judged_step
         self._uploaded_step = uploaded_step

@@ -12,8 +12,9 @@ from typing import Any
 from bittensor.sp_core import Keypair
 from bittensor_core import verify
 
+from distributed_training.common.backoff import Clocks
 from distributed_training.exchange.base import Close, Fact
-from distributed_training.exchange.store_rounds import Clocks, StoreRounds
+from distributed_training.exchange.store_rounds import StoreRounds
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Manifest, Master, Merged, Refused, State
 from distributed_training.store.base import ObjectInfo

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distributed_training.chain.base import Neuron
+from distributed_training.common.backoff import Clocks
 from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState, Mode
-from distributed_training.miner.income import Clocks, Income, standing
+from distributed_training.miner.income import Income, standing
 from distributed_training.protocol.types import PublicationReport, Revision
 from distributed_training.telemetry.metrics import METRICS
 from distributed_training.telemetry.verdict import (

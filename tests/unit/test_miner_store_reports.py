@@ -10,11 +10,12 @@ from unittest.mock import Mock
 
 import pytest
 
+from distributed_training.common.backoff import Clocks
 from distributed_training.exchange.base import Close
 from distributed_training.miner import events as ev
 from distributed_training.miner.block_list import BlockList
 from distributed_training.miner.events import MinerState, Mode
-from distributed_training.miner.income import Clocks, Income
+from distributed_training.miner.income import Income
 from distributed_training.miner.metrics import Metrics
 from distributed_training.miner.reporter import StoreReporter
 from distributed_training.protocol.types import Base, Progress, Update

@@ -24,11 +24,12 @@ import pytest
 import torch
 
 from distributed_training.chain.base import Neuron
+from distributed_training.common.backoff import Clocks
 from distributed_training.exchange.base import Close
 from distributed_training.exchange.own_uploads import OwnUploads
 from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState, Mode
-from distributed_training.miner.income import Clocks, Income
+from distributed_training.miner.income import Income
 from distributed_training.miner.own_bucket import read_newest
 from distributed_training.protocol import keys
 from distributed_training.protocol.gradients import GradientMetadata, encode
