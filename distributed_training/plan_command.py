@@ -17,7 +17,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from distributed_training.common.gpus import CARDS, PRICED
 from distributed_training.common.llama import named_config
 from distributed_training.common.memory import (
     ModelShape,
+    Parts,
     disk_space,
     host_memory,
     scored_bytes,
@@ -36,6 +37,7 @@ from distributed_training.config import ConfigError, exit_with, load_config
 from distributed_training.config.loader import Parser, argument, ranged
 from distributed_training.config.types import Text
 from distributed_training.protocol.growth import Growth, grace_seconds
+from distributed_training.protocol.network_report import span
 from distributed_training.protocol.round_plan import (
     Member,
     OuterStep,
@@ -109,7 +111,9 @@ class Plan:
 
     def outer_step(self, step: PaperStep) -> OuterStep:
         rules, shape = self.rules, self.rules.shape
-        held = held_seconds(shape, self.machine)
+        uploads = max(1.0, rules.period // (step.seconds * rules.upload_steps))
+        # A copy of the whole model for each upload of the whole, else one for the checkpoint.
+        held = held_seconds(shape, self.machine) * (uploads if rules.uploads_all else 1)
         member = Member(step.seconds, self.up, self.down, held)
         if rules.exchange == "store":
             return through_store(
@@ -126,7 +130,7 @@ class Plan:
             peers=self.peers,
             bits=rules.bits,
             upload=self.upload_bytes,
-            uploads=max(1, rules.period // (step.seconds * rules.upload_steps)),
+            uploads=uploads,
             matchmaking=rules.matchmaking,
             timeout=rules.timeout,
             pauses=rules.pauses,
@@ -150,12 +154,8 @@ class Plan:
 
     @property
     def disk_bytes(self) -> int:
-        content = "all" if self.rules.uploads_all else "scored"
-        return disk_space(
-            self.rules.shape,
-            keep_checkpoints=_CHECKPOINTS,
-            content=content,  # type: ignore[arg-type]
-        )
+        content: Parts = "all" if self.rules.uploads_all else "scored"
+        return disk_space(self.rules.shape, keep_checkpoints=_CHECKPOINTS, content=content)
 
     @property
     def growth(self) -> Growth:
@@ -210,14 +210,14 @@ def changes(plan: Plan) -> Iterator[Change]:
         yield from _to_be_in_time(plan, outer)
     elif rules.exchange == "hivemind" and rules.pauses:
         after = replace(plan, rules=replace(rules, pauses=False))
-        why = f"inner steps pause for {duration(outer.late)} in each round"
+        why = f"inner steps pause for {span(outer.late)} in each round"
         yield _change(plan, after, why, "train in rounds (a network of format 2)")
     if rules.exchange == "hivemind":
         member = Member(step.seconds, plan.up, plan.down)
         sending = member.sending(plan.upload_bytes)
         if sending > rules.upload_steps * step.seconds:
             steps = math.ceil(sending / step.seconds)
-            why = f"an upload of {size(plan.upload_bytes)} takes {duration(sending)}"
+            why = f"an upload of {size(plan.upload_bytes)} takes {span(sending)}"
             what = f"--neuron.upload_steps {steps}"
             yield Change(why, what, f"one is sent before the next is due, each {steps} steps")
     if rules.exchange == "store":
@@ -226,7 +226,7 @@ def changes(plan: Plan) -> Iterator[Change]:
         if seconds > plan.grace:
             why = (
                 f"{_VALIDATORS_LINK:g} Mbit/s bring the validator {size(growth.validator_receives)}"
-                f" in {duration(seconds)}, and the grace is {duration(plan.grace)}"
+                f" in {span(seconds)}, and the grace is {span(plan.grace)}"
             )
             what = f"the validator's link: {_VALIDATORS_LINK * seconds / plan.grace:,.0f} Mbit/s"
             yield Change(why, what, "all uploads are there when the grace ends")
@@ -282,7 +282,7 @@ def _to_be_in_time(plan: Plan, outer: OuterStep) -> Iterator[Change]:
     rules, store = plan.rules, plan.rules.exchange == "store"
     limit = plan.grace if store else min(rules.timeout, rules.period)
     what = "an upload" if store else "a round's transfer"
-    why = f"{what} takes {duration(outer.transfer)}, and {duration(limit)} are there"
+    why = f"{what} takes {span(outer.transfer)}, and {span(limit)} are there"
     if plan.refused:
         why += ", with which dt-network init refuses the network"
     ways = []
@@ -297,7 +297,7 @@ def _to_be_in_time(plan: Plan, outer: OuterStep) -> Iterator[Change]:
         blocks *= 1.25
         longer = replace(rules, period=blocks, grace=None)
         if _in_time(replace(plan, rules=longer)):
-            words = f"a period of {duration(blocks)} (round.blocks_per_allreduce)"
+            words = f"a period of {span(blocks)} (round.blocks_per_allreduce)"
             ways.append((words, longer))
             break
     for words, changed in ways:
@@ -318,7 +318,7 @@ def _in_time(plan: Plan) -> bool:
 def _to_be_sooner(plan: Plan, outer: OuterStep) -> Iterator[Change]:
     """Yield what lets the update come before much was trained without it."""
     rules = plan.rules
-    why = f"the update comes {duration(outer.late)} after the close"
+    why = f"the update comes {span(outer.late)} after the close"
     ways = {
         "round.bits = 2": replace(plan, rules=replace(rules, bits=2)),
         "twice the network link": replace(plan, up=2 * plan.up, down=2 * plan.down),
@@ -375,11 +375,11 @@ def facts(plan: Plan) -> Iterator[tuple[str, str]]:
     )
     yield "bytes of it", f"sends {size(outer.sent)}, receives {size(outer.received)}"
     if rules.exchange == "store":
-        spare = f"of {duration(plan.grace)} grace"
-        late = f"the update comes {duration(outer.late)} after the close"
-        yield "upload", f"{duration(outer.transfer)} {spare}; {late}"
+        spare = f"of {span(plan.grace)} grace"
+        late = f"the update comes {span(outer.late)} after the close"
+        yield "upload", f"{span(outer.transfer)} {spare}; {late}"
     else:
-        yield "round", f"{duration(outer.late)}, of which {duration(outer.transfer)} transfer"
+        yield "round", f"{span(outer.late)}, of which {span(outer.transfer)} transfer"
     late = "" if outer.in_time else ": it comes too late and is not merged"
     yield "utilization", f"{outer.utilization:.1%}{late}"
     if rules.exchange == "store":
@@ -413,13 +413,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "device_bytes": step.device_bytes,
         "host_bytes": plan.host_bytes,
         "disk_bytes": plan.disk_bytes,
-        "inner_steps": outer.inner_steps,
-        "sent": outer.sent,
-        "received": outer.received,
-        "transfer_seconds": outer.transfer,
-        "update_seconds": outer.late,
-        "in_time": outer.in_time,
-        "utilization": outer.utilization,
+        **asdict(outer),
         "dollars_a_day": plan.dollars_a_day,
         "tokens": plan.tokens,
         "days": plan.days if finite else None,
@@ -436,12 +430,6 @@ def as_json(plan: Plan) -> dict[str, Any]:
 def size(count: float) -> str:
     """Return bytes in MB or GB."""
     return f"{count / 1e6:,.1f} MB" if count < 1e9 else f"{count / 1e9:,.2f} GB"
-
-
-def duration(seconds: float) -> str:
-    if seconds >= 2 * 86400:
-        return f"{seconds / 86400:,.1f} days"
-    return f"{seconds:,.0f} s" if seconds < 600 else f"{seconds / 60:,.0f} min"
 
 
 # --- arguments ------------------------------------------------------------------------------------
@@ -566,7 +554,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         f"{rules.model}, {rules.shape.parameters / 1e9:.3g} billion parameters; {options.peers} "
         f"members of {options.gpu}, {up:g} Mbit/s up and {down:g} down; rounds {how}, each "
-        f"{duration(rules.period)}"
+        f"{span(rules.period)}"
     )
     fits = plan.step is not None
     rows = list(facts(plan)) if fits else [("GPU memory", "the model does not fit")]

@@ -18,8 +18,8 @@ logits      20 bytes each, in chunks: product, float32, softmax, gradient.
 links       ``common/gpus.py``; nothing travels while something is computed.
 launches    5 us a kernel, 45 kernels a layer; 200 us a group in FSDP's hooks.
 machines    100 Gbit/s between them, of which 0.8; gradients alone pass.
-holds       a round's copies over the bus, and 8 ns a parameter for steps beside their writing:
-            measured with 125M, 1.0 s; host memory is read at 10 GB/s a rank.
+holds       a round's copies over the bus, and 8 ns a rank's parameter for steps beside their
+            writing: measured with 125M, 1.0 s; a rank reads host memory at 10 GB/s.
 ==========  =====================================================================================
 """
 
@@ -47,7 +47,7 @@ ATTENTION, BANDWIDTH = 0.5, 0.85  # of the data sheet's
 _MOST_PRODUCTS = 0.65
 _KERNEL, _HOOKS, _KERNELS = 5e-6, 200e-6, 45
 _BETWEEN = 0.8 * 100e9 / 8  # bytes a second from one machine to the others
-_BESIDE = 8e-9  # seconds a parameter that steps beside the writing of files take longer
+_BESIDE = 8e-9  # seconds a rank's parameter that steps beside the writing of files take longer
 _HOST = 10e9  # bytes a second that a rank moves in host memory
 _LARGEST_MICRO_BATCH = 32
 _CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "budget", "selective", "full")
@@ -209,4 +209,4 @@ def held_seconds(shape: ModelShape, machine: Machine, *, moments: int = 2) -> fl
     """
     n, ranks = shape.parameters, machine.gpus
     over_bus = (12 + 4 * moments) * n / (ranks * BANDWIDTH * machine.card.bus * 1e9)
-    return over_bus + 40 * n / (ranks * _HOST) + _BESIDE * n
+    return over_bus + 40 * n / (ranks * _HOST) + _BESIDE * n / ranks

@@ -76,7 +76,7 @@ def through_store(
     looks = late / _LOOK_SOON + max(0.0, period - late) / _LOOK
     whole = upload * HEADERS if in_time else max(0.0, grace - begun) * member.up * 1e6 / 8
     return OuterStep(
-        inner_steps=(period - member.held) / member.step,
+        inner_steps=max(0.0, period - member.held) / member.step,
         sent=whole + looks * _LOOK_SENT,
         received=update * HEADERS + looks * _LOOK_RECEIVED,
         transfer=member.sending(upload),

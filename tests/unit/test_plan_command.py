@@ -98,7 +98,7 @@ def test_more_of_a_link_never_costs_and_figures_agree(
     words += ["--exchange", exchange, "--tokens", "1e10"]
     slow, fast = (plan(capsys, *words, "--link", f"{n:.3f}") for n in (up, 2 * up))
     assert slow["fits"] and 0 <= slow["utilization"] <= fast["utilization"] <= 1
-    assert fast["transfer_seconds"] <= slow["transfer_seconds"]
+    assert fast["transfer"] <= slow["transfer"]
     if fast["utilization"]:
         assert fast["dollars"] == pytest.approx(fast["days"] * fast["dollars_a_day"] * peers)
         assert math.isfinite(fast["dollars"])
