@@ -8,6 +8,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+import yaml
 
 pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[2]
@@ -76,3 +77,28 @@ def test_each_event_of_a_miner_is_in_the_reference() -> None:
     assert len(kinds) > 10
     page = (ROOT / "docs" / "reference.md").read_text()
     assert [kind for kind in kinds if f"`{kind}`" not in page] == []
+
+
+#: Keys of a file of format 1.2.0 (its schema.json), of which four must be there.
+CITATION = {
+    *("abstract", "authors", "cff-version", "commit", "contact", "date-released", "doi"),
+    *("identifiers", "keywords", "license", "license-url", "message", "preferred-citation"),
+    *("references", "repository", "repository-artifact", "repository-code", "title", "type"),
+    *("url", "version"),
+}
+
+
+def test_the_citation_file_has_the_keys_of_its_format() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"authors", "cff-version", "message", "title"} <= cited.keys() <= CITATION
+    assert cited["cff-version"] == "1.2.0" and cited["type"] == "software"
+    assert cited["authors"] and all(set(author) == {"name"} for author in cited["authors"])
+    assert all(isinstance(cited[key], str) for key in ("title", "message", "license", "abstract"))
+    assert f"{cited['license']} License" in (ROOT / "LICENSE").read_text()
+
+
+def test_works_are_cited_by_a_link_to_the_number_that_is_shown() -> None:
+    page = (ROOT / "docs" / "research.md").read_text()
+    cited = re.findall(r"\[([^\]]+)\]\(https://arxiv.org/abs/([^)]+)\)", page)
+    assert len(cited) > 15
+    assert [(shown, number) for shown, number in cited if shown != number] == []

@@ -10,6 +10,8 @@ import pytest
 from tests.tools import forked
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+NAMES = ("nesterov", "signed", "sparse-uploads", "pairs")
+TOY = EXAMPLES.parent / "tests" / "toys" / "outer_rule.py"
 
 
 @pytest.mark.slow
@@ -19,3 +21,38 @@ def test_a_model_trains_with_the_trainer_alone() -> None:
     losses = [float(loss) for loss in re.findall(r"outer step \d: loss ([\d.]+)", done.stdout)]
     assert len(losses) == 2
     assert losses[1] < losses[0] < 5.6, "log(264) = 5.58 is the loss of a guess"
+
+
+@pytest.mark.slow
+def test_outer_rules_of_files_are_compared_with_the_network_s_own(tmp_path: Path) -> None:
+    """A toy and both examples; bytes are those that the rule sends."""
+    rules = [EXAMPLES / "rules" / name for name in ("sparse_uploads.py", "pairs.py")]
+    picture = tmp_path / "compare.png"
+    words = ["nesterov", TOY, *rules, "--seeds", "1", "--rounds", "1", "--steps", "2"]
+    done = forked.run(
+        EXAMPLES / "compare.py", *map(str, words), "--picture", str(picture),
+        environ={}, folder=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = {row[0]: row[1:] for row in map(str.split, done.stdout.splitlines()) if row}
+    sent, received = ({name: float(rows[name][i]) for name in NAMES} for i in (0, 1))
+    assert 0.5 < sent["nesterov"] == sent["signed"] < 0.6
+    assert sent["sparse-uploads"] < sent["nesterov"] / 4
+    assert received["sparse-uploads"] == received["nesterov"] == sent["nesterov"]
+    assert 4.5 < sent["pairs"] == received["pairs"] < 4.6, "the upload and a member's weights"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_rule_that_is_none_ends_the_comparison_with_one_line(tmp_path: Path) -> None:
+    done = forked.run(EXAMPLES / "compare.py", "nestrov", environ={}, folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "there is no outer rule called 'nestrov'" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["sparse_uploads.py", "pairs.py"])
+def test_a_rule_is_a_file_of_at_most_80_lines_and_the_page_shows_one_whole(name: str) -> None:
+    text = (EXAMPLES / "rules" / name).read_text()
+    assert len(text.splitlines()) <= 80
+    page = (EXAMPLES.parent / "docs" / "research.md").read_text()
+    assert name in page
+    assert name != "sparse_uploads.py" or f"```python\n{text}```" in page

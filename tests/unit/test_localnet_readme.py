@@ -118,6 +118,7 @@ def test_flags_exist(page: Path) -> None:
                     "hf ",
                     "bench.",
                     "python -m bench.",
+                    "python examples/",
                 )
             ):
                 continue
