@@ -44,7 +44,8 @@ def pin_data(data: dict[str, Any], *, unpinned: bool) -> None:
     sources = DataSettings(source=data["source"]).sources
     if any(kind_of(source).for_trials for source in sources):
         return
-    given = {key: data[key] for key in ("source", "dataset", "rows_url", "text_column")}
+    read = ("source", "dataset", "folder", "rows_url", "text_column")
+    given = {key: data[key] for key in read if key in data}
     free = unpinned or bool({"revision", "rows"} & set(data))
     try:
         found = readable(DataSettings(**given, request_attempts=1 if free else 2))
@@ -53,7 +54,7 @@ def pin_data(data: dict[str, Any], *, unpinned: bool) -> None:
     except NothingToRead as error:
         raise ConfigError(
             f"no miner could read the data ({error}), so no network was founded: correct "
-            "--data-source, or data.dataset and data.text_column with --set"
+            "--data-source, or data.dataset, data.folder and data.text_column with --set"
         ) from None
     except PageUnavailable as error:
         if free:

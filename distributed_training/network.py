@@ -21,7 +21,6 @@ import hashlib
 import json
 import os
 import re
-import socket
 import time
 import tomllib
 from collections.abc import Callable, Collection, Mapping
@@ -33,7 +32,7 @@ from urllib.parse import urljoin, urlsplit
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
-from distributed_training.common.addresses import Reach, reach
+from distributed_training.common.addresses import is_inside
 from distributed_training.common.files import json_line, open_at_once, parse_toml, write_bytes
 from distributed_training.common.http import TooLong, ask
 from distributed_training.common.memory import ModelShape
@@ -72,6 +71,7 @@ LATER = frozenset(
         "round.compression",
         "store.region",
         "store.addressing",
+        "data.folder",
         "data.selection",
         "data.own",
         "data.held_out",
@@ -789,21 +789,11 @@ async def download(url: str, *, most: int = LARGEST_FILE, seconds: float | None 
             # Before anything is asked of it: whoever can write to the founder's web site would have
             # this machine ask its neighbours. An operator's own URL may be of the own network. A
             # proxy reaches no private address.
-            if proxy_for(place) is None and _is_inside(place) and not _is_inside(url):
+            if proxy_for(place) is None and is_inside(place) and not is_inside(url):
                 raise NetworkAway(
                     f"{url} leads to {shown}, an internal address, so it was not asked"
                 )
     raise NetworkAway(f"{url} leads on more than {_MOST_REDIRECTS} times")
-
-
-def _is_inside(url: str) -> bool:
-    """Return whether the host of ``url`` has an address that is not a public one."""
-    try:
-        found = socket.getaddrinfo(urlsplit(url).hostname, None, type=socket.SOCK_STREAM)
-        addresses = [str(info[4][0]).partition("%")[0] for info in found]
-        return any(reach(address) is not Reach.EVERYWHERE for address in addresses)
-    except (OSError, ValueError):  # the request will say so
-        return False
 
 
 def _client() -> httpx.AsyncClient:

@@ -90,6 +90,7 @@ from distributed_training.store.errors import StoreError
 from distributed_training.store.server import store_keys
 
 _CARRIED = ("data", "training", "compression", "round", "upload", "limits", "stop")
+_SAMPLE = "sample/100BT"  # of the built-in network's dataset, which has its texts several times
 _EMBEDDED = "embedded"  # instead of a store's URL
 _EXCHANGE = "store"  # of a network whose founder names none
 _SLOWEST_LINK = 20.0  # Mbit/s up, of a member of a store network
@@ -141,7 +142,7 @@ def build_parser() -> Parser:
         help="begin with the model of such a folder of transformers, instead of random weights",
     )
     add("--tokenizer", type=text, help="a Hugging Face name (that of --from, else bytes)")
-    add("--data-source", type=text, default="hf", help="hf, stdlib or parquet:DIR (hf)")
+    add("--data-source", type=text, help="hub, hf, stdlib or parquet:DIR (hub)")
     add("--unpinned", action="store_true", help="let data and tokenizer change, and publish none")
     add("--bucket", type=text, help="the global bucket; a miner's is this and its uid (the name)")
     add(
@@ -352,8 +353,7 @@ def _succeed(options: argparse.Namespace) -> None:
         if key.partition(".")[0] in _CARRIED and key not in own | needless
     ]
     options.more = [*carried, *options.more]
-    if options.data_source == "hf":
-        options.data_source = old.get("data.source", "hf")
+    options.data_source = options.data_source or old.get("data.source", "hf")
     if options.weights is None:
         options.weights = options.folder.absolute().with_name(f"{options.folder.name}-weights")
         words = [str(options.weights), "--network", str(options.of)]
@@ -471,7 +471,7 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
         rules["private"] = True
     rules |= {"chain": chain, "model": {}}
     rules["tokenizer"]["name"] = options.tokenizer
-    rules["data"]["source"] = options.data_source
+    rules["data"]["source"] = options.data_source or "hub"
     rules["store"]["global_bucket"] = options.bucket or options.name
     if options.store == _EMBEDDED:
         host = _host_of(options)
@@ -521,6 +521,10 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
                 "or, with a TLS server in front of port "
                 f"{STORE_PORT}, --set store.endpoint=https://..."
             )
+    data = rules["data"]
+    as_built_in = data["source"] == "hub" and data["dataset"] == built_in_rules()["data"]["dataset"]
+    if as_built_in and not {"folder", "revision", "rows"} & set(data):
+        data["folder"] = _SAMPLE
     # What is given counts for the model too; a number of its parameters is compared with it.
     config = read_model(options.model, tokenizer=options.tokenizer)
     rules["model"] = {"config": config} | rules["model"]

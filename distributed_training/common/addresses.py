@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import ipaddress
+import socket
 from urllib.parse import urlsplit
 
 
@@ -67,3 +68,13 @@ def reach(text: str) -> Reach:
         if not address.is_private and address not in _GLOBAL:
             return Reach.NOWHERE
     return Reach.EVERYWHERE if address.is_global else Reach.NETWORK
+
+
+def is_inside(url: str) -> bool:
+    """Return whether the host of ``url`` has an address that is not a public one."""
+    try:
+        found = socket.getaddrinfo(urlsplit(url).hostname, None, type=socket.SOCK_STREAM)
+        addresses = [str(info[4][0]).partition("%")[0] for info in found]
+        return any(reach(address) is not Reach.EVERYWHERE for address in addresses)
+    except (OSError, ValueError):  # the request will say so
+        return False

@@ -207,6 +207,13 @@ class Config(AllSettings):
         return {what: folder / digest for what, digest in named.items() if digest}
 
     @property
+    def data_cache(self) -> Path | None:
+        """The folder of what is fetched of the data; None before a first start has made it."""
+        if self.data.cache_dir is not None:
+            return self.data.cache_dir
+        return self.run_folder / "data" / "pages" if self.run_folder.is_dir() else None
+
+    @property
     def draw_pages(self) -> DrawPages:
         """The rule by which this network's pages are drawn (``data.selection``)."""
         if self.data.selection == 1 or self.network is None:

@@ -48,6 +48,7 @@ from .types import (
     Patience,
     PeerAddress,
     Port,
+    RepositoryFolder,
     Secret,
     Span,
     Subtensor,
@@ -222,13 +223,15 @@ class DataSettings:
 
     # An operator may read a mirror. Pinned revision and rows keep it the same data.
     source: str = flag("data.source", network="data.source")
-    """'hf' (fineweb-edu over the Hugging Face rows API, as validators assign it), 'stdlib' (this
-    machine's Python sources, for the local subnet), 'parquet:DIR', 'jsonl:DIR', 'text:DIR',
-    'shards:DIR' (packed tokens), or several: 'web=hf,code=jsonl:DIR'"""
+    """'hf' (the Hugging Face rows API, as public validators assign it), 'hub' (Parquet files
+    there), 'stdlib' (this machine's Python sources, for trials), 'parquet:DIR', 'jsonl:DIR',
+    'text:DIR', 'shards:DIR' (packed tokens), or several: 'web=hf,code=jsonl:DIR'"""
     mix: Text = flag("data.mix", "")
     """shares of several sources in the sequences: 'web=0.7,code=0.3'"""
     dataset: str = rule("data.dataset")
-    """dataset of --data.source hf"""
+    """dataset of --data.source hub and hf"""
+    folder: RepositoryFolder = rule("data.folder", "")
+    """with --data.source hub: folder of the dataset that is read; empty: all of it"""
     revision: str | None = rule("data.revision")
     """commit of the dataset that the network pins; a source that serves another one is refused"""
     rows: int | None = rule("data.rows", ge=1, le=10**13)
@@ -270,9 +273,10 @@ class DataSettings:
     page_deadline: timedelta = 120 * SECOND  # of all attempts for a page, waits included
     connections: int = 4  # pages of a block that are fetched at once
     cache_dir: File | None = flag("data.cache_dir", None)
-    """folder for fetched pages; default: data/ in the run folder"""
+    """folder for what is fetched, which several miners may share; default: data/ in the run
+    folder"""
     cache_gb: float = flag("data.cache_gb", 2.0, ge=0, le=1_000_000)
-    """size bound of the fetched pages, GB; 0: no cache"""
+    """size bound of what is fetched, GB; 0: no cache"""
     table_age: timedelta = 6 * HOUR  # at which the dataset's table of configs is asked for again
 
     @property

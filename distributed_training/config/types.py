@@ -272,6 +272,13 @@ Webhook = Annotated[Secret, AfterValidator(_webhook)]
 Words = Annotated[tuple[T, ...], _from_text(_split)]
 
 Text = Annotated[str, Field(min_length=0)]  # may be empty
+RepositoryFolder = Annotated[
+    Text,
+    _holds(
+        "a folder's path without '.', '..' or a '/' at either end",
+        lambda text: text == "" or not {"", ".", ".."} & {*text.split("/")},
+    ),
+]
 FileName = Annotated[
     str,
     _holds(

@@ -90,7 +90,8 @@ class WorkerSpec:
             _FORMAT, mixed, settings.dataset, settings.text_column, settings.pages_per_block,
             settings.rows_per_page, settings.max_length, self.uid, self.rank, self.world_size,
             self.sequence_length, self.eos_id, self.vocabulary,
-            tokenizer_hash(self.tokenizer_path), *filter(None, [settings.revision]),
+            tokenizer_hash(self.tokenizer_path),
+            *filter(None, [settings.revision, settings.folder]),
             *(() if self.draw_pages is select_pages else [repr(self.draw_pages)]),
             *settings.own_text,
         ]  # fmt: skip
@@ -140,12 +141,13 @@ def _revision(spec: SourceSpec, *, wanted: str | None = None) -> str | None:
     return None if spec.folder is None else folder_revision(spec.folder, wanted=wanted)
 
 
-def served(settings: DataSettings) -> Pin:
+def served(settings: DataSettings, *, cache: Path | None) -> Pin:
     """Return what ``--data.source`` serves now; its revision is None where it does not tell.
 
-    Raises ConfigError, PageUnavailable (OtherData where it is not what the settings pin).
+    ``cache``: as of :func:`open_source`. Raises ConfigError, PageUnavailable (OtherData where it
+    is not what the settings pin).
     """
-    return _pin_of(open_source(settings), settings)
+    return _pin_of(open_source(settings, cache=cache), settings)
 
 
 def _pin_of(source: PageSource, settings: DataSettings) -> Pin:
@@ -174,10 +176,11 @@ def readable(settings: DataSettings) -> Pin:
     return pin
 
 
-def open_source(settings: DataSettings) -> PageSource:
-    """Open the one source that ``--data.source`` names, without a cache.
+def open_source(settings: DataSettings, *, cache: Path | None = None) -> PageSource:
+    """Open the one source that ``--data.source`` names, without a cache of pages.
 
-    A folder without files is opened again when rows are asked for. Raises ConfigError.
+    A folder without files is opened again when rows are asked for. ``cache``: a folder for what is
+    also fetched, such as where a file's rows begin. Raises ConfigError.
     """
     sources = settings.sources
     if len(sources) != 1:
@@ -186,8 +189,10 @@ def open_source(settings: DataSettings) -> PageSource:
             "nothing is read: give one"
         )
 
+    of_pages = not kind_of(sources[0]).caches_no_pages
+
     def open_it() -> PageSource:
-        return open_rows(settings, sources[0], cache=None, counts=Counts())
+        return open_rows(settings, sources[0], cache=None if of_pages else cache, counts=Counts())
 
     try:
         return open_it()

@@ -12,27 +12,23 @@ import hashlib
 import json
 import logging
 import os
-import random
 import threading
 import time
 import zlib
-from collections.abc import Mapping
-from datetime import timedelta
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
-from urllib3.exceptions import InvalidHeader
-from urllib3.util import Retry
 
-from distributed_training.common.backoff import Backoff, Throttle
+from distributed_training.common.backoff import Throttle
 from distributed_training.common.files import write_bytes
-from distributed_training.common.transports import Transport
 from distributed_training.config.settings import DataSettings
 from distributed_training.protocol.lines import counted
 from distributed_training.protocol.pages import SPLIT
 
 from .page_source import Counts, NothingToRead, PageUnavailable, Pin, usable_texts
+from .patient_client import PatientClient
 
 log = logging.getLogger(__name__)
 
@@ -121,42 +117,15 @@ class PageCache:
         return self._folder / name[:2] / name[2:34]
 
 
-_MAX_REPLY = 64 * 2**20  # a page of 100 rows is about 0.5 MB; more is not a page
-_FIRST_WAIT, _MAX_WAIT = timedelta(seconds=0.5), timedelta(seconds=30)
-_LONGEST_HOLD = 900.0  # whatever a server asks for
 _ASK_AGAIN = 300.0  # for the table, after a failure
 _WHOLE_TABLE_LASTS = 86400.0  # against one that leaves out configs; by then validators use that
-#: A RecursionError: of a reply that is nested too deeply.
-_UNUSABLE = (httpx.HTTPError, httpx.InvalidURL, ValueError, TimeoutError, RecursionError)
-_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 522, 524})
-_LONGEST_ERROR = 2**16  # bytes, of which the server's own sentence is shown
-_LONGEST_SENTENCE = 200  # characters
-
-
-class _Refusal(Exception):
-    """The server answered with an error: its status, its own sentence, and when to ask again."""
-
-    def __init__(self, reply: httpx.Response, body: bytes) -> None:
-        self.status = reply.status_code
-        self.wait = retry_after(reply.headers.get("Retry-After"))
-        try:
-            told = json.loads(body)
-            sentence = told["error"] if isinstance(told["error"], str) else ""
-        except (ValueError, LookupError, TypeError, RecursionError):
-            sentence = ""  # a page of a proxy
-        # Foreign text in a log line: no control characters, one line, and not long.
-        shown = "".join(c if c.isprintable() else " " for c in sentence)
-        self.sentence = " ".join(shown.split())[:_LONGEST_SENTENCE]
-        super().__init__(f"HTTP {self.status}" + (f" ({self.sentence})" if self.sentence else ""))
 
 
 class RowsApiSource:
     """``/size`` and ``/rows`` with retries over a few connections that are kept open.
 
-    Of the settings, ``request_timeout`` covers one request with its body. ``request_attempts`` are
-    made for each page within ``page_deadline``, with waits of 0.5, 1, 2, ... 30 s (jittered), or as
-    long as ``Retry-After`` asks; after a 429 all connections hold back, since the limit is on the
-    address. ``table_age``: how old the table of configs may get. ``token``: of Hugging Face.
+    Of the settings, ``table_age``: how old the table of configs may get; the others are those of
+    :class:`.patient_client.PatientClient`, as ``token`` and ``shared`` are.
     Replies of another revision than the pinned one are refused, and so is a table of another row
     count; ``revision``: of the last reply, if the server says it.
     """
@@ -168,29 +137,26 @@ class RowsApiSource:
         token: str | None,
         cache: PageCache | None,
         counts: Counts,
+        shared: Path | None = None,
     ) -> None:
-        self._url = settings.rows_url.rstrip("/")
+        self._client = PatientClient(
+            settings.rows_url, settings=settings, token=token, counts=counts, shared=shared
+        )
+        url = self._client.url
         self._dataset = settings.dataset
         self._pages_of = f"{settings.dataset}@{settings.revision or ''}".removesuffix("@")
-        self._where = f"{self._dataset} at {self._url}"
-        self._table_key = f"size {self._url} {self._pages_of}"
+        self._where = f"{self._dataset} at {url}"
+        self._table_key = f"size {url} {self._pages_of}"
         self._settings = settings
         self._pin = Pin(settings.revision, settings.rows)
         self.revision: str | None = None
         self._cache = cache
         self._counts = counts
-        self._token = token
-        self._client = httpx.Client(
-            timeout=settings.request_timeout.total_seconds(),
-            follow_redirects=True,
-            transport=Transport(limits=httpx.Limits(max_connections=settings.connections)),
-        )
         self._lock = threading.Lock()
         self._table: dict[str, int] = {}
         self._table_at = 0.0  # time.time()
         self._whole = True  # the table, or the server left out configs
         self._ask_table_at = 0.0  # time.monotonic(): not before; after a failure
-        self._hold_until = 0.0  # time.monotonic()
 
     # --- the table -----------------------------------------------------------------------------
 
@@ -264,7 +230,12 @@ class RowsApiSource:
 
         Their jobs wait, run or failed there.
         """
-        reply = self._get("size", {"dataset": self._dataset})
+        reply = self._client.get(
+            "size",
+            self._read,
+            query={"dataset": self._dataset},
+            what=f"/size {self._dataset}",
+        )
         try:
             # Pages are of this split. A test split of the same config has other rows.
             entries = [e for e in reply["size"]["splits"] if e.get("split", SPLIT) == SPLIT]
@@ -305,15 +276,17 @@ class RowsApiSource:
         if isinstance(cached, list):
             self._counts.add("pages_from_cache")
             return cached
-        reply = self._get(
+        reply = self._client.get(
             "rows",
-            {
+            self._read,
+            query={
                 "dataset": self._dataset,
                 "config": config,
                 "split": split,
                 "offset": str(row),
                 "length": str(limit),
             },
+            what=f"/rows {config}, {row}",
         )
         try:
             entries = list(reply["rows"])[:limit]
@@ -335,106 +308,8 @@ class RowsApiSource:
             self._cache.put(key, texts)
         return texts
 
-    # --- requests ------------------------------------------------------------------------------
-
-    def _get(self, path: str, query: Mapping[str, str]) -> Any:
-        """Return the JSON of a reply.
-
-        Raises PageUnavailable when attempts or deadline are used up.
-        """
-        problem, waits = "not asked", Backoff(first=_FIRST_WAIT, longest=_MAX_WAIT)
-        kind = PageUnavailable
-        deadline = time.monotonic() + self._settings.page_deadline.total_seconds()
-        attempts = self._settings.request_attempts
-        for attempt in range(attempts):
-            # While the server wants to be left alone, but not beyond the deadline.
-            while (hold := self._hold_until - time.monotonic()) > 0:
-                if time.monotonic() + hold >= deadline:
-                    break
-                time.sleep(hold + random.uniform(0, 0.2))  # not all connections at one instant
-            if hold > 0:
-                if not attempt:
-                    problem = f"the server asked to be left alone for {hold:.0f} s more"
-                break
-            pause, asked = waits.failed().total_seconds(), None
-            try:
-                # Bytes that are not UTF-8 become lone surrogates: their rows are left out alone.
-                return json.loads(self._answer(path, query).decode("utf-8", "surrogateescape"))
-            except _Refusal as refusal:
-                problem, status, asked = str(refusal), refusal.status, refusal.wait
-                self._counts.add(f"http_{status}")
-                if status not in _AGAIN:
-                    kind = NothingToRead
-                    break  # asking again gives the same answer
-                if status == 429:
-                    self._hold_until = time.monotonic() + min(asked or pause, _LONGEST_HOLD)
-            except _UNUSABLE as error:
-                problem = f"{type(error).__name__}: {error}"
-                self._counts.add("http_failures")
-            if attempt + 1 == attempts:
-                break
-            # A wait that would end after the deadline is not begun: other pages need the thread.
-            pause = max(pause, asked or 0.0)
-            if time.monotonic() + pause >= deadline:
-                break
-            time.sleep(pause)
-        where = ", ".join(query[k] for k in ("config", "offset") if k in query)
-        raise kind(f"/{path} {where or self._dataset}: {problem}")
-
-    def _answer(self, path: str, query: Mapping[str, str]) -> bytes:
-        """Return the body of a reply; without the token where the server refuses that.
-
-        Raises _Refusal and what :meth:`_request` does.
-        """
-        token = self._token
-        try:
-            return self._request(path, query, token)
-        except _Refusal as refusal:
-            if refusal.status != 401 or not token:
-                raise
-            # A public data set needs none.
-            try:
-                body = self._request(path, query, None)
-            except _Refusal as without:
-                without.args = (f"{without}; the token in HF_TOKEN is refused too ({refusal})",)
-                raise without from None
-            self._token = None
-            log.warning(
-                "%s refuses the token in HF_TOKEN (%s), so the data are read without it: "
-                "renew it, or unset it",
-                self._url,
-                refusal,
-            )
-            return body
-
-    def _request(self, path: str, query: Mapping[str, str], token: str | None) -> bytes:
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        # httpx bounds each read; a body that trickles in is bounded here.
-        timeout = self._settings.request_timeout.total_seconds()
-        end = time.monotonic() + timeout
-        body = bytearray()
-        url = f"{self._url}/{path}"
-        with self._client.stream("GET", url, params=dict(query), headers=headers) as reply:
-            if not reply.is_success:
-                for chunk in reply.iter_bytes():
-                    body += chunk
-                    if len(body) > _LONGEST_ERROR or time.monotonic() > end:
-                        break
-                raise _Refusal(reply, bytes(body))
-            self.revision = reply.headers.get("X-Revision") or reply.headers.get("X-Repo-Commit")
-            self._pin.check(self._where, revision=self.revision)
-            for chunk in reply.iter_bytes():
-                body += chunk
-                if len(body) > _MAX_REPLY:
-                    raise ValueError(f"the reply is larger than {_MAX_REPLY} bytes")
-                if time.monotonic() > end:
-                    raise TimeoutError(f"the reply took longer than {timeout:g} s")
-        return bytes(body)
-
-
-def retry_after(value: str | None) -> float | None:
-    """Return the seconds that a ``Retry-After`` header asks for: seconds or a date (RFC 9110)."""
-    try:
-        return float(Retry().parse_retry_after(value)) if value else None
-    except (InvalidHeader, ValueError, OverflowError):
-        return None
+    def _read(self, reply: httpx.Response, body: Callable[[], bytes]) -> Any:
+        self.revision = reply.headers.get("X-Revision") or reply.headers.get("X-Repo-Commit")
+        self._pin.check(self._where, revision=self.revision)
+        # Bytes that are not UTF-8 become lone surrogates: their rows are left out alone.
+        return json.loads(body().decode("utf-8", "surrogateescape"))

@@ -89,7 +89,7 @@ def _rows(config: Config, domain: Domain) -> tuple[list[str], int]:
     if domain.digest is not None:
         content = _read_pinned(domain.place, domain.digest, config.run_folder)
         return file_rows(domain.place, content, config.data.text_column), _WHOLE
-    source, draw = open_source(config.data), config.draw_pages
+    source, draw = open_source(config.data, cache=config.data_cache), config.draw_pages
     assert isinstance(draw, PagePermutation)  # the network's file was refused else
     rows: list[str] = []
     try:

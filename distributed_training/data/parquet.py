@@ -56,7 +56,7 @@ def folder_revision(folder: Path, *, wanted: str | None = None) -> str | None:
     return told[0] if told else None
 
 
-def _spans(ends: Sequence[int], first: int, end: int) -> Iterator[tuple[int, int, int]]:
+def spans(ends: Sequence[int], first: int, end: int) -> Iterator[tuple[int, int, int]]:
     """Yield (piece, its first row, rows) that cover the rows from ``first`` to before ``end``.
 
     ``ends``: the number of rows up to the end of each piece, the last at least ``end``.
@@ -70,6 +70,13 @@ def _spans(ends: Sequence[int], first: int, end: int) -> Iterator[tuple[int, int
         first, at = first + rows, at + 1
 
 
+def is_no_data(name: str) -> bool:
+    """Return whether a file or folder of this name is left out wherever it lies."""
+    # Notes of a download (.cache), marks of its writer (_SUCCESS) and what a disk's repair left at
+    # its root, which only root can list, are no rows.
+    return name.startswith((".", "_")) or name == "lost+found"
+
+
 def files_below(folder: Path, above: frozenset[str] = frozenset()) -> Iterator[Path]:
     """Yield the files of a folder and its subfolders, through links too. Raises OSError.
 
@@ -79,9 +86,7 @@ def files_below(folder: Path, above: frozenset[str] = frozenset()) -> Iterator[P
     if here in above:
         return
     for path in folder.iterdir():
-        # Notes of a download (.cache), marks of its writer (_SUCCESS) and what a disk's repair left
-        # at its root, which only root can list, are no rows.
-        if path.name.startswith((".", "_")) or path.name == "lost+found":
+        if is_no_data(path.name):
             continue
         if path.is_dir():
             yield from files_below(path, above | {here})
@@ -97,29 +102,32 @@ class FolderSource:
 
     def __init__(self, folder: Path, *, counts: Counts) -> None:
         self._folder = folder
-        # Listed once: a file that comes later would shift the rows of all behind it.
-        self._paths = self._listed()
         self._counts = counts
         self._lock = threading.Lock()
         self._scanned: dict[Path, int] = {}
         self._ends: dict[str, list[int]] = {}  # of each file's rows in its config, once known
         self._table: dict[str, int] | None = None
+        # Listed once: a file that comes later would shift the rows of all behind it.
+        self._paths = self._listed()
 
     def _listed(self) -> dict[str, list[Path]]:
         """Return the files by config. Raises PageUnavailable if there are none."""
         found: dict[str, list[Path]] = {}
-        try:
-            files = list(files_below(self._folder))
-        except OSError as error:  # what cannot be listed now is not empty
-            raise PageUnavailable(f"{error.filename} cannot be read: {error.strerror}") from None
         # Sorted: rows must have the same numbers in every process and on every machine.
-        for path in sorted(files):
+        for path in sorted(self._files()):
             if path.suffix.lower() in self.suffixes:
                 config = path.relative_to(self._folder).parent.as_posix()
                 found.setdefault("root" if config == "." else config, []).append(path)
         if not found:
             raise PageUnavailable(f"{self._folder} holds no {' or '.join(self.suffixes)} files")
         return found
+
+    def _files(self) -> list[Path]:
+        """Return the files below the folder, in any order. Raises PageUnavailable."""
+        try:
+            return list(files_below(self._folder))
+        except OSError as error:  # what cannot be listed now is not empty
+            raise PageUnavailable(f"{error.filename} cannot be read: {error.strerror}") from None
 
     def num_rows(self) -> Mapping[str, int]:
         rows = self.all_rows()
@@ -169,7 +177,7 @@ class FolderSource:
         return usable_texts(self._values(config, row, min(row + limit, count)), self._counts)
 
     def _values(self, config: str, first: int, end: int) -> Iterator[object]:
-        for at, begin, rows in _spans(self._ends[config], first, end):
+        for at, begin, rows in spans(self._ends[config], first, end):
             path = self._paths[config][at]
             try:
                 yield from self._read(path, begin, rows)
@@ -195,17 +203,16 @@ class ParquetSource(FolderSource):
     suffixes = (".parquet",)
 
     def __init__(self, folder: Path, *, text_column: str, counts: Counts) -> None:
-        super().__init__(folder, counts=counts)
         self._column = text_column
+        self._most_kept = KEPT
         self._group_ends: dict[Path, list[int]] = {}
         self._groups: OrderedDict[tuple[Path, int], list[Any]] = OrderedDict()
         self._kept = 0  # bytes of them
         self._too_large: set[tuple[Path, int]] = set()
+        super().__init__(folder, counts=counts)
 
     def _scan(self, path: Path) -> int:
-        import pyarrow.parquet as pq
-
-        meta = pq.read_metadata(path)  # Arrow's errors are OSErrors and ValueErrors
+        meta = self._metadata(path)  # Arrow's errors are OSErrors and ValueErrors
         if self._column not in meta.schema.to_arrow_schema().names:
             raise ValueError(
                 f"it has no column {self._column!r}: see data.text_column of the network's file"
@@ -217,10 +224,23 @@ class ParquetSource(FolderSource):
             raise ValueError(f"its row groups do not add up to its {meta.num_rows} rows")
         return int(meta.num_rows)
 
+    def _metadata(self, path: Path) -> Any:
+        import pyarrow.parquet as pq
+
+        return pq.read_metadata(path)
+
+    def _open(self, path: Path, group: int) -> Any:
+        """Open a file as pyarrow's, to read one group of it."""
+        del group
+        import pyarrow.parquet as pq
+
+        # By default Arrow reads all of a group's column before the first row.
+        return pq.ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False)
+
     def _read(self, path: Path, first: int, count: int) -> Iterator[object]:
         import pyarrow as pa
 
-        for group, begin, rows in _spans(self._group_ends[path], first, first + count):
+        for group, begin, rows in spans(self._group_ends[path], first, first + count):
             with self._lock:  # one thread decodes, the others find it done
                 at = 0
                 for batch in self._batches(path, group, begin + rows):
@@ -243,8 +263,6 @@ class ParquetSource(FolderSource):
 
         More of them are decoded than are asked for, as long as all may fit.
         """
-        import pyarrow.parquet as pq
-
         key = (path, group)
         if key in self._groups:
             self._groups.move_to_end(key)
@@ -252,9 +270,8 @@ class ParquetSource(FolderSource):
             return
         decoded: list[Any] | None = None if key in self._too_large else []
         rows = size = 0
-        # Opened for each group: a mirror has more files than a process may have open. By default
-        # Arrow reads all of a group's column before the first row.
-        with pq.ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False) as file:
+        # Opened for each group: a mirror has more files than a process may have open.
+        with self._open(path, group) as file:
             # Arrow would take a thread for each core, which the ranks need.
             how: dict[str, Any] = {"columns": [self._column], "use_threads": False}
             for table in file.iter_batches(batch_size=_ROWS, row_groups=[group], **how):
@@ -262,10 +279,10 @@ class ParquetSource(FolderSource):
                 if decoded is not None:
                     size += batch.nbytes
                     decoded.append(batch)
-                    while self._groups and self._kept + size > KEPT:
+                    while self._groups and self._kept + size > self._most_kept:
                         _, oldest = self._groups.popitem(last=False)
                         self._kept -= sum(part.nbytes for part in oldest)
-                    if size > KEPT:
+                    if size > self._most_kept:
                         decoded = None
                         if not self._too_large:
                             log.warning(
@@ -273,7 +290,7 @@ class ParquetSource(FolderSource):
                                 "again for each page: write the files with smaller row groups "
                                 "(10,000 rows)",
                                 path,
-                                KEPT // 2**20,
+                                self._most_kept // 2**20,
                             )
                         self._too_large.add(key)
                 yield batch

@@ -134,6 +134,7 @@ class DataPipeline:
         self._slow_line = Throttle(_SLOW_LINE_EVERY)
         # What works for it
         self._counts: Counter[str] = Counter()
+        self._refused = 0  # requests, up to the last line about slow data
         self._full_disk = Repeats(_SLOW_LINE_EVERY)
         self._block_folder = spec.blocks
         self._block_folder.mkdir(parents=True, exist_ok=True)
@@ -259,11 +260,16 @@ class DataPipeline:
         per_worker = self._prepare_seconds / self._settings.workers
         slow = self._timed >= _TIMED_LEAST and per_worker > self._train_seconds
         if slow and self._slow_line():
+            refused = self._counts["http_429"] - self._refused
+            self._refused += refused
             log.warning(
                 "Data is prepared more slowly (%.1f s a block) than it is trained on (%.1f s), so "
-                "training will wait: raise --data.workers",
+                "training will wait: %s",
                 per_worker,
                 self._train_seconds,
+                f"{refused} requests were refused as too many (429), see docs/data.md"
+                if refused
+                else "raise --data.workers",
             )
         if self._buffer is not None:
             self._buffer.clear()

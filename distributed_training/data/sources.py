@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from distributed_training.common.kinds import Kinds
@@ -23,6 +23,9 @@ from distributed_training.config.settings import DataSettings, SourceSpec
 from distributed_training.config.types import ConfigError, choose_kind, load_optional
 
 from .page_source import Counts, PageSource, StdlibSource
+
+if TYPE_CHECKING:
+    from .dataset_server import PageCache
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,13 @@ class Opening:
         assert self.spec.folder is not None
         return self.spec.folder
 
+    def page_cache(self) -> PageCache | None:
+        """Return the cache of what is fetched, in the bounds of the settings."""
+        from .dataset_server import PageCache
+
+        size = round(self.settings.cache_gb * 1e9)
+        return PageCache(self.cache, limit_bytes=size) if self.cache and size > 0 else None
+
 
 @dataclass(frozen=True)
 class SourceKind:
@@ -48,6 +58,7 @@ class SourceKind:
     ``open`` returns the rows; it raises ConfigError, or PageUnavailable to be tried again.
     ``in_folder``: a folder stands after the colon. ``checks_pin``: it compares itself what it
     serves with what the network's file pins. ``for_trials``: no network's file pins it.
+    ``caches_no_pages``: what it keeps is the same for whoever reads, and no page.
     ``tokens``: of a kind that holds no rows; returns a ``block_builder.TokenSource`` for a
     ``WorkerSpec``, the specification and the counters.
     """
@@ -56,6 +67,7 @@ class SourceKind:
     in_folder: bool = False
     checks_pin: bool = False
     for_trials: bool = False
+    caches_no_pages: bool = False
     tokens: Callable[[Any, SourceSpec, Counts], Any] | None = None
 
 
@@ -78,10 +90,9 @@ def kind_of(spec: SourceSpec) -> SourceKind:
 
 def _open_rows_api(opening: Opening) -> PageSource:
     # httpx: for this source alone, and not for whoever only trains.
-    from .dataset_server import PageCache, RowsApiSource
+    from .dataset_server import RowsApiSource
 
     settings = opening.settings
-    size = round(settings.cache_gb * 1e9)
     # Hugging Face's own convention, for its hub alone, which HF_ENDPOINT may name: a network's file
     # may name any other server.
     token, asked = None, urlsplit(settings.rows_url)
@@ -92,7 +103,21 @@ def _open_rows_api(opening: Opening) -> PageSource:
     return RowsApiSource(
         settings=settings,
         token=token,
-        cache=PageCache(opening.cache, limit_bytes=size) if opening.cache and size > 0 else None,
+        cache=opening.page_cache(),
+        counts=opening.counts,
+        shared=opening.cache,
+    )
+
+
+def _open_hub(opening: Opening) -> PageSource:
+    from .hub import HubSource
+
+    return HubSource(
+        opening.settings,
+        hub=HUB,
+        token=os.environ.get("HF_TOKEN"),
+        cache=opening.page_cache(),
+        shared=opening.cache,
         counts=opening.counts,
     )
 
@@ -141,6 +166,7 @@ def _open_own(worker: Any, spec: SourceSpec, counts: Counts) -> Any:
 
 
 SOURCES.register("hf", SourceKind(_open_rows_api, checks_pin=True))
+SOURCES.register("hub", SourceKind(_open_hub, checks_pin=True, caches_no_pages=True))
 SOURCES.register("stdlib", SourceKind(lambda _: StdlibSource(), for_trials=True))
 SOURCES.register("parquet", SourceKind(_open_parquet, in_folder=True))
 SOURCES.register("jsonl", SourceKind(_open_lines, in_folder=True))

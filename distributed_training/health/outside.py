@@ -89,8 +89,9 @@ def check_proxies(examination: Examination) -> list[Check]:
         places = {"chain": endpoints_of(chain)}
     with suppress(ValueError):  # no account yet
         places["store"] = [endpoint_of(config.store)]
-    if any(spec.kind == "hf" for spec in data.sources):
-        places["data"] = [data.rows_url]
+    of_kind = {"hf": data.rows_url, "hub": HUB}
+    if urls := [of_kind[spec.kind] for spec in data.sources if spec.kind in of_kind]:
+        places["data"] = urls
     if config.miner.global_tokenizer_name != "bytes":
         places["tokenizer"] = [HUB]
     places["calls to public addresses"] = ["http://1.1.1.1"]
@@ -444,7 +445,8 @@ def check_data(examination: Examination) -> Check:
             found = OwnText(data, Counts())
             return Check("data", "warn" if found.left_out else "ok", f"own text: {found.finding}")
         # Two tries, so that a doctor ends in a minute; a miner has more.
-        source = open_source(dataclasses.replace(data, request_attempts=2))
+        settings = dataclasses.replace(data, request_attempts=2)
+        source = open_source(settings, cache=examination.config.data_cache)
         table = source.num_rows()
         start = time.monotonic()
         texts = source.rows(min(table), 0, split="train", limit=data.rows_per_page)

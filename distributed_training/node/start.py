@@ -237,7 +237,7 @@ def require_data(config: Config) -> None:
         return
     try:
         # Once: a source that is away holds up no start, and whoever reads it later is patient.
-        served(replace(data, request_attempts=1))
+        served(replace(data, request_attempts=1), cache=config.data_cache)
     except OtherData as error:
         raise WrongData(str(error)) from None
     except PageUnavailable as error:

@@ -289,7 +289,7 @@ class PageReader:
     ) -> PageReader:
         """Make the reader of the validator with this configuration. Raises ConfigError."""
         return cls(
-            source=open_source(config.data),
+            source=open_source(config.data, cache=config.data_cache),
             tokenizer=TextTokenizer(tokenizer_path, eos_id=eos_id),
             sequence_length=config.training.sequence_length,
             ranks=config.validator.evaluation_ranks,

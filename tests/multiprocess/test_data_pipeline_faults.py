@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from distributed_training.common import processes
+from distributed_training.common.backoff import Throttle
 from distributed_training.data import block_builder
 from distributed_training.data.pipeline import DataPipeline
 from distributed_training.data.shards import open_shard
@@ -322,7 +323,12 @@ def test_training_that_waits_for_its_data_is_not_taken_for_slow_training(
             wait_ready(made, 120)
             made.begin(120, 2)
             assert made._train_seconds < made._prepare_seconds / 2
-    assert "Data is prepared more slowly" in caplog.text and "--data.workers" in caplog.text
+            assert "Data is prepared more slowly" in caplog.text
+            assert "raise --data.workers" in caplog.text
+            made._counts["http_429"] += 7  # as workers count them
+            made._slow_line = Throttle(0.0)
+            made.begin(120, 2)
+            assert "7 requests were refused as too many (429)" in caplog.text
 
 
 def test_blocks_that_wait_are_not_forgotten_for_later_ones_that_failed(

@@ -493,7 +493,7 @@ def test_redirects_lead_over_https_and_not_inside(
             return httpx.Response(302, headers={"location": steps[len(asked) - 1]})
         return httpx.Response(200, text="found")
 
-    monkeypatch.setattr("distributed_training.network.socket.getaddrinfo", resolve)
+    monkeypatch.setattr("distributed_training.common.addresses.socket.getaddrinfo", resolve)
     monkeypatch.setattr(network, "_FIRST_WAIT", 0.0)
     monkeypatch.setattr(network, "_client", by(answer))
     if not words:

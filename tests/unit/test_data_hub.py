@@ -1,0 +1,386 @@
+"""A dataset's Parquet files read by ranges from a stand-in of the hub, fault by fault."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distributed_training import network_command
+from distributed_training.config import load_config
+from distributed_training.config.settings import DataSettings
+from distributed_training.data import hub as hub_module
+from distributed_training.data import patient_client
+from distributed_training.data.block_builder import open_source, readable
+from distributed_training.data.dataset_server import PageCache
+from distributed_training.data.hub import HubSource
+from distributed_training.data.page_source import Counts, NothingToRead, OtherData, PageUnavailable
+from distributed_training.data.parquet import ParquetSource
+from distributed_training.data.patient_client import Hold
+from distributed_training.node.start import require_data
+from distributed_training.protocol.page_permutation import PagePermutation
+from tests.tools.hub_server import COMMIT, Hub
+from tests.tools.support_data import DATASET, Fault
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patient_client, "_FIRST_WAIT", timedelta(seconds=0.02))
+
+
+def write(path: Path, rows: list[Any], *, group: int = 50, column: str = "text") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    other = pa.array(range(len(rows)))
+    table = pa.table({"id": other, column: rows, "late": other})
+    pq.write_table(table, path, row_group_size=group, compression="zstd")
+
+
+@pytest.fixture(scope="module")
+def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two configs, of two files and of one, beside what is no data."""
+    folder = tmp_path_factory.mktemp("hub")
+    for name, count in (("a/0", 130), ("a/1", 90), ("b c/ü#1", 220)):
+        write(folder / f"{name}.parquet", [f"{name} {row} " + "word " * 40 for row in range(count)])
+    write(folder / "_notes/0.parquet", ["no data"] * 200)
+    (folder / "README.md").write_text("about it")
+    return folder
+
+
+def source(hub: Hub, cache: Path | None = None, **changes: Any) -> HubSource:
+    token = changes.pop("token", None)
+    values: dict[str, Any] = {
+        "source": "hub",
+        "dataset": DATASET,
+        "revision": COMMIT,
+        "request_timeout": timedelta(seconds=5),
+        "page_deadline": timedelta(seconds=20),
+    }
+    return HubSource(
+        dataclasses.replace(DataSettings(), **(values | changes)),
+        hub=hub.url,
+        token=token,
+        cache=None if cache is None else PageCache(cache, limit_bytes=10**8),
+        shared=cache,
+        counts=Counts(),
+    )
+
+
+def pages_of(made: Any, table: Mapping[str, int], *, uid: int = 3) -> list[list[str]]:
+    draw = PagePermutation("lab", 10, 3, 8, 2)
+    pages = [
+        page
+        for block in range(9)
+        for page in draw(uid=uid, local_rank=block % 4, block=block, n_pages=3, num_rows=table)
+    ]
+    return [made.rows(name, row, split=split, limit=10) for name, row, split in pages]
+
+
+def test_a_page_is_the_same_for_every_reader_and_from_a_local_copy(
+    mirror: Path, tmp_path: Path
+) -> None:
+    local = ParquetSource(mirror, text_column="text", counts=Counts())
+    with Hub(mirror, page=2) as hub:
+        first, second = source(hub, tmp_path), source(hub)
+        assert first.num_rows() == second.num_rows() == local.num_rows() == {"a": 220, "b c": 220}
+        expected = pages_of(local, local.num_rows())
+        for made in (first, second):
+            assert pages_of(made, made.num_rows()) == expected
+    assert len({text for page in expected for text in page}) == 250
+
+
+def test_a_page_costs_one_request_and_an_end_is_fetched_once_on_a_machine(
+    mirror: Path, tmp_path: Path
+) -> None:
+    with Hub(mirror) as hub:
+        made = source(hub, tmp_path)
+        made.num_rows()
+        assert sorted(hub.ranges()) == ["a/0.parquet", "a/1.parquet", "b c/ü#1.parquet"]
+        hub.requests.clear()
+        again = source(hub, tmp_path)
+        assert again.num_rows() == made.num_rows() and not hub.requests
+        assert again.rows("a", 60, split="train", limit=10)[0].startswith("a/0 60 ")
+        assert again.rows("a", 75, split="train", limit=10)[0].startswith("a/0 75 ")
+        assert hub.ranges() == ["a/0.parquet"]  # a group of 50 rows, kept decoded
+        assert len(again.rows("a", 125, split="train", limit=10)) == 10  # over the file's end
+        assert hub.ranges() == ["a/0.parquet", "a/0.parquet", "a/1.parquet"]
+
+
+def test_only_a_folder_of_it_is_read(mirror: Path) -> None:
+    with Hub(mirror) as hub:
+        assert source(hub, folder="a").num_rows() == {"root": 220}
+        with pytest.raises(NothingToRead, match="HTTP 404"):
+            source(hub, folder="nowhere")
+        with pytest.raises(NothingToRead, match="no name of a dataset"):
+            source(hub, dataset="../../secret/x")
+        with pytest.raises(PageUnavailable, match=r"some/dataset/_notes/x|HTTP 404"):
+            source(hub, folder="_notes/x")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(status=500),
+        Fault(status=503),
+        Fault(status=429, retry_after="0"),
+        Fault(cut=True),
+        Fault(hang_up=True),
+        Fault(body=b"short"),
+        Fault(drip=60.0),
+    ],
+    ids=["500", "503", "429", "cut", "hang up", "short", "slow"],
+)
+def test_faults_that_pass(fault: Fault, mirror: Path) -> None:
+    with Hub(mirror) as hub:
+        made = source(hub, request_timeout=timedelta(seconds=0.5))
+        made.num_rows()
+        hub.script[:] = [fault]
+        assert made.rows("a", 0, split="train", limit=5)[4].startswith("a/0 4 ")
+
+
+def test_a_file_that_is_another_one_is_refused(mirror: Path, tmp_path: Path) -> None:
+    with Hub(mirror) as hub:
+        made = source(hub, tmp_path)
+        made.num_rows()
+        hub.tag = "two"
+        with pytest.raises(OtherData, match="is not the file any more"):
+            made.rows("a", 0, split="train", limit=5)
+        again = source(hub, tmp_path)  # after a restart, too
+        again.num_rows()
+        with pytest.raises(OtherData, match="is not the file any more"):
+            again.rows("a", 0, split="train", limit=5)
+
+
+@pytest.mark.parametrize(("pin", "said"), [({"rows": 7}, "row count 440"), ({}, None)])
+def test_data_that_the_network_s_file_does_not_pin_are_refused(
+    pin: dict[str, int], said: str | None, mirror: Path
+) -> None:
+    with Hub(mirror) as hub:
+        if said is None:
+            assert source(hub, revision=None).revision == COMMIT
+            with pytest.raises(NothingToRead, match="404"):
+                source(hub, revision="0" * 40)
+            return
+        with pytest.raises(OtherData, match=said):
+            source(hub, **pin).num_rows()
+
+
+def test_the_token_goes_to_the_hub_and_to_no_other_host(mirror: Path) -> None:
+    with Hub(mirror) as hub:
+        made = source(hub, token="hf_secret")
+        made.rows("a", 0, split="train", limit=5)
+    assert {(at, token) for at, _, _, token in hub.requests} == {("hub", True), ("files", False)}
+
+
+@pytest.mark.parametrize(
+    ("hub_url", "place", "said"),
+    [
+        ("https://hub.example", "http://files.example/x", "anybody on the way writes"),
+        ("https://hub.example", "https://169.254.169.254/keys", "an internal address"),
+        ("https://hub.example", "https://127.0.0.1:8100/", "an internal address"),
+        ("https://hub.example", "https://hub.example/x", None),
+        ("http://127.0.0.1:1", "http://127.0.0.1:2/x", None),
+    ],
+)
+def test_where_a_redirect_may_lead(hub_url: str, place: str, said: str | None) -> None:
+    import httpx
+
+    client = patient_client.PatientClient(
+        hub_url, settings=DataSettings(), token=None, counts=Counts(), shared=None
+    )
+    request = httpx.Request("GET", place)
+    if said is None:
+        client._refuse_place(request)
+        return
+    with pytest.raises(NothingToRead, match=said):
+        client._refuse_place(request)
+
+
+def test_a_server_without_ranges_and_groups_too_large_for_them_are_named(
+    mirror: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Hub(mirror, whole=True) as hub, pytest.raises(NothingToRead, match="whole files"):
+        source(hub)
+    monkeypatch.setattr(hub_module, "LARGEST_GROUP", 300)
+    monkeypatch.setattr(HubSource, "_fetch", lambda self, path, begin, end: (
+        (mirror / path.relative_to(DATASET)).read_bytes()[begin:end]
+    ))  # fmt: skip
+    with Hub(mirror) as hub, pytest.raises(NothingToRead, match="parquet:DIR"):
+        source(hub)
+
+
+def test_a_damaged_file_is_left_out_by_name(
+    mirror: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of a local copy, so that its rows have the same numbers."""
+    write(tmp_path / "a/0.parquet", [f"row {n}" for n in range(150)])
+    write(tmp_path / "a/1.parquet", ["x"] * 150, column="other")
+    (tmp_path / "a/2.parquet").write_bytes(b"PAR1" + b"\xff" * 90 + b"PAR1")
+    (tmp_path / "a/3.parquet").write_bytes(b"")
+    with Hub(tmp_path) as hub:
+        assert source(hub).num_rows() == {"a": 150}
+    lines = [r.getMessage() for r in caplog.records if "left out" in r.getMessage()]
+    assert len(lines) == 3 and all(f"a/{n}.parquet" in "".join(lines) for n in (1, 2, 3))
+
+
+END = b"PAR1"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=400), st.integers(0, 2**32 - 1), st.data())
+def test_whatever_stands_at_a_file_s_end_costs_that_file_alone(
+    noise: bytes, length: int, data: st.DataObject
+) -> None:
+    good = pa.BufferOutputStream()
+    pq.write_table(pa.table({"text": ["a row"] * 120}), good)
+    body = bytearray(good.getvalue().to_pybytes())
+    for _ in range(data.draw(st.integers(0, 6))):
+        body[data.draw(st.integers(0, len(body) - 1))] ^= data.draw(st.integers(1, 255))
+    contents = data.draw(
+        st.sampled_from([bytes(body), noise, noise + length.to_bytes(4, "little") + END])
+    )
+    made = _without_server({"a/0.parquet": contents, "a/1.parquet": good.getvalue().to_pybytes()})
+    try:
+        table = made.num_rows()
+        for config, rows in table.items():
+            for row in range(0, rows, 60):
+                made.rows(config, row, split="train", limit=40)
+    except PageUnavailable:
+        pass
+
+
+def _without_server(files: Mapping[str, bytes]) -> HubSource:
+    class Local(HubSource):
+        def _list(self) -> None:
+            self._sizes |= {self._root / name: len(files[name]) for name in files}
+
+        def _fetch(self, path: Path, begin: int, end: int) -> bytes:
+            return files[path.relative_to(self._root).as_posix()][begin:end]
+
+    values = dataclasses.replace(DataSettings(), dataset=DATASET, revision=COMMIT)
+    how: dict[str, Any] = {"token": None, "cache": None, "shared": None, "counts": Counts()}
+    return Local(values, hub="http://127.0.0.1:1", **how)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"[]x", b"{}", b"[1]", b'[{"path": 3}]', b'[{"path": "a", "size": "x"}]', b"null",
+     b'[{"path": "../a.parquet", "size": 1, "type": "file"}]',
+     b'[{"path": "/a.parquet", "size": 1, "type": "file"}]',
+     b'[{"path": "a.parquet", "size": -1, "type": "file"}]',
+     b'[{"path": "\\ud800.parquet", "size": 1, "type": "file"}]'],
+)  # fmt: skip
+def test_a_list_of_another_form_is_a_value_error(body: bytes) -> None:
+    import httpx
+
+    with pytest.raises(ValueError, match=r".+") as caught:
+        hub_module._read_list(httpx.Response(200), lambda: body)
+    assert len(str(caught.value)) < 300
+
+
+# --- the limit ------------------------------------------------------------------------------------
+
+
+def test_a_refusal_for_asking_too_often_pauses_every_process_of_the_machine(
+    mirror: Path, tmp_path: Path
+) -> None:
+    one, other = Hold(tmp_path / "p" / "pause"), Hold(tmp_path / "p" / "pause")
+    assert one.seconds() == other.seconds() == 0.0
+    assert other.extend(30.0) and 29.0 < one.seconds() <= 30.0
+    assert not one.extend(5.0) and one.seconds() > 29.0, "the longest counts"
+    assert one.extend(10**12) is False and 899.0 < other.seconds() <= 900.0
+    os.utime(tmp_path / "p" / "pause", (time.time() + 86400,) * 2)
+    assert Hold(tmp_path / "p" / "pause").seconds() == 0.0, "a clock that was ahead"
+    with Hub(mirror) as hub:
+        first, second = source(hub, tmp_path), source(hub, tmp_path)
+        first.num_rows()
+        second.num_rows()
+        hub.limit = 0
+        first._client._settings = dataclasses.replace(DataSettings(), request_attempts=1)
+        with pytest.raises(PageUnavailable, match="429"):
+            first.rows("a", 0, split="train", limit=5)
+        asked = len(hub.requests)
+        second._client._settings = dataclasses.replace(
+            DataSettings(), page_deadline=timedelta(seconds=0.3)
+        )
+        with pytest.raises(PageUnavailable, match="left alone"):
+            second.rows("a", 100, split="train", limit=5)
+        assert len(hub.requests) == asked, "nobody knocks while another one waits"
+        hub.limit = 10**9
+        patience = dataclasses.replace(DataSettings(), page_deadline=timedelta(seconds=20))
+        second._client._settings = patience
+        began = time.monotonic()
+        assert second.rows("a", 100, split="train", limit=5)
+        assert time.monotonic() - began > 0.5, "one waits, all wait"
+
+
+def test_the_cause_is_named_with_its_remedy(
+    mirror: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for token, remedy in ((None, "give HF_TOKEN"), ("hf_x", "a plan with more requests")):
+        caplog.clear()
+        with Hub(mirror) as hub:
+            made = source(hub, token=token)
+            made.num_rows()
+            hub.script[:] = [Fault(status=429, retry_after="0.2")] * 2
+            made.rows("a", 0, split="train", limit=5)
+        (line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+        assert "answers 429" in line and "all its ranks wait" in line and remedy in line
+        assert "hf_x" not in line
+
+
+# --- a network's file -----------------------------------------------------------------------------
+
+
+def test_a_founder_s_dataset_is_pinned_and_every_kind_of_reader_shares_what_was_found(
+    mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    words = ["init", str(tmp_path / "lab"), "--exchange", "hivemind", "--name", "lab"]
+    words += ["--host", "192.0.2.7", "--registry", "https://registry.example"]
+    words += ["--set", f"data.dataset={DATASET}", "--set", "data.rows_per_page=10"]
+    with Hub(mirror) as hub:
+        monkeypatch.setattr("distributed_training.data.sources.HUB", hub.url)
+        assert network_command.main(words) == 0, capsys.readouterr().err
+        file = str(tmp_path / "lab" / "network.toml")
+        words = ["--network", file, "--neuron.run_folder", str(tmp_path / "run")]
+        config = load_config("validator", words, environ={}, dotenv=None, check=False)
+        data = config.data
+        assert (data.source, data.dataset, data.folder) == ("hub", DATASET, "")
+        assert (data.revision, data.rows, data.selection) == (COMMIT, 440, 2)
+        require_data(config)  # nothing is written before there is a run folder
+        (tmp_path / "run").mkdir()
+        require_data(config)
+        hub.requests.clear()
+        require_data(config)
+        assert not hub.requests
+        hub.tag, hub.commit = "two", "1" * 40
+        assert open_source(data, cache=config.data_cache).num_rows() == {"a": 220, "b c": 220}
+        with pytest.raises(PageUnavailable):  # the commit is gone
+            readable(data)
+
+
+def test_the_built_in_dataset_is_read_from_one_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole of it has its texts several times."""
+    init = ["init", "lab", "--name", "lab", "--registry", "https://registry.example"]
+    init += ["--store", "https://store.example"]
+    for more, folder in (
+        ([], "sample/100BT"),
+        (["--set", "data.folder=data"], "data"),
+        (["--set", "data.dataset=a/b"], None),
+        (["--data-source", "hf"], None),
+    ):
+        options = network_command.build_parser().parse_args([*init, *more])
+        options.exchange, options.tokenizer = "store", "bytes"
+        assert network_command._rules(options)["data"].get("folder") == folder
