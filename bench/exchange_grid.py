@@ -21,19 +21,25 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from bench import exchange as bench
-from bench.common import parser
+from bench.common import parser, table
 from bench.exchange import ApartSubnet, Count, counters, machines, set_link
 from distributed_training.common.files import write_json
-from distributed_training.common.memory import ModelShape
+from distributed_training.common.memory import ModelShape, scored_bytes
 from distributed_training.localnet.services import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet, Neuron, SubnetFailure
+from distributed_training.protocol.round_plan import (
+    Member,
+    OuterStep,
+    over_hivemind,
+    through_store,
+)
 from distributed_training.telemetry import read_events
 
 MODEL = bench.MODEL | {
@@ -42,13 +48,21 @@ MODEL = bench.MODEL | {
     "num_attention_heads": 6,
     "num_key_value_heads": 6,
 }
-PARAMETERS = ModelShape.from_config(MODEL).parameters
+SHAPE = ModelShape.from_config(MODEL)
+PARAMETERS = SHAPE.parameters
 STEP = 1.0  # seconds of a paced inner step
 PERIODS = {"store": (60, 40, 27, 18), "hivemind": (60, 40, 30, 80)}  # seconds
 UP = {"store": (19.7, 7.9, 2.86, 1.12), "hivemind": (10.3, 4.1, 2.3, 1.47)}  # Mbit/s
 DOWN = 5  # times as much as up
 _STORE_STEPS = 2  # outer steps of a point
 _UPLOADS = 2  # of a miner in a period over hivemind
+#: Seconds of a round in which these miners take no inner step, beside a pause: of this machine, as
+#: a step's length is.
+HELD = {"store": 0.5, "hivemind": 0.5}
+TITLES = (
+    *("rounds", "period", "up, Mbit/s", "step", "inner steps", "utilization", "computed"),
+    *("sent, MB", "computed", "received, MB", "computed"),
+)
 
 
 def options_of(exchange: Any, folder: Path, period: int) -> SubnetOptions:
@@ -177,6 +191,48 @@ class Grid:
         }
 
 
+def computed(exchange: str, period: float, up: float, step: float) -> OuterStep:
+    """Return what ``dt-plan`` computes for a point."""
+    member = Member(step, up, DOWN * up, HELD[exchange])
+    if exchange == "store":
+        return through_store(PARAMETERS, member, period=period, grace=period / 3.01)
+    return over_hivemind(
+        PARAMETERS,
+        member,
+        period=period,
+        peers=2,
+        upload=scored_bytes(SHAPE.tensors),
+        uploads=_UPLOADS,
+        timeout=period * 0.7,
+        pauses=True,
+    )
+
+
+def rows(points: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each point, of two miners with one link their mean."""
+    places: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for point in points:
+        if not point["failed"]:
+            place = point["exchange"], point["period"], point["up"]
+            places.setdefault(place, []).append(point)
+
+    for (exchange, period, up), found in places.items():
+        step, steps, sent, received = (
+            statistics.mean(each[name] for each in found)
+            for name in ("step", "steps", "sent", "received")
+        )
+        trained = statistics.mean(
+            p["steps"] * p["step"] / p["seconds"] * p["merged"] / p["rounds"] for p in found
+        )
+        plan = computed(exchange, period, up, round(step, 2))
+        yield (
+            *(exchange, f"{period} s", f"{up:g}", f"{step:.2f} s", f"{steps:.1f}"),
+            *(f"{trained:.1%}", f"{plan.utilization:.1%}"),
+            *(f"{sent / 1e6:.3f}", f"{plan.sent / 1e6:.3f}"),
+            *(f"{received / 1e6:.3f}", f"{plan.received / 1e6:.3f}"),
+        )
+
+
 def _means(rounds: Sequence[dict[str, Any]], *names: str) -> dict[str, float | None]:
     return {f"round_{name}": _mean([each.get(name) for each in rounds]) for name in names}
 
@@ -211,6 +267,7 @@ def main(argv: list[str] | None = None) -> int:
                         write_json(given.file, points)
                 except SubnetFailure as failure:
                     print(failure, flush=True)
+    table(TITLES, rows(points))
     return 0 if points else 1
 
 

@@ -263,18 +263,21 @@ def _worth(plan: Plan) -> str:
 
 
 def _to_fit(plan: Plan) -> Iterator[Change]:
-    """Yield the fewest of these cards that hold the model, and the smallest card."""
+    """Yield the fewest of these cards that hold the model, and the cheapest card."""
     why = f"{plan.rules.model} does not fit into {plan.machine}"
-    for gpus in (2, 4, 8):
-        after = replace(plan, machine=replace(plan.machine, gpus=gpus))
-        if gpus > plan.machine.gpus and _in_time(after):
-            yield _change(plan, after, why, str(after.machine))
-            break
-    for card in sorted(CARDS.values(), key=lambda card: card.price):
-        after = replace(plan, machine=replace(plan.machine, card=card), price=None)
-        if _in_time(after):
-            yield _change(plan, after, why, str(after.machine))
-            break
+    machine = plan.machine
+    counts = (n for n in (2, 4, 8) if n > machine.gpus)
+    cards = sorted(CARDS.values(), key=lambda card: card.price)
+    for kind in (
+        [replace(plan, machine=replace(machine, gpus=n)) for n in counts],
+        [replace(plan, machine=replace(machine, card=card), price=None) for card in cards],
+        [replace(plan, machine=Machine(card, 8), price=None) for card in cards],
+    ):
+        fitting = [after for after in kind if after.step is not None]
+        if found := next(filter(_in_time, fitting), next(iter(fitting), None)):
+            yield _change(plan, found, why, str(found.machine))
+            if kind[0].machine.gpus == machine.gpus:
+                return
 
 
 def _to_be_in_time(plan: Plan, outer: OuterStep) -> Iterator[Change]:
@@ -283,8 +286,10 @@ def _to_be_in_time(plan: Plan, outer: OuterStep) -> Iterator[Change]:
     limit = plan.grace if store else min(rules.timeout, rules.period)
     what = "an upload" if store else "a round's transfer"
     why = f"{what} takes {span(outer.transfer)}, and {span(limit)} are there"
+    if outer.transfer < limit < outer.late:
+        why = f"the update comes {span(outer.late)} after the close, so the next one is missed"
     if plan.refused:
-        why += ", with which dt-network init refuses the network"
+        why += "; dt-network init refuses that"
     ways = []
     if rules.bits > 2:
         fewer = 2 if store else 4
@@ -304,10 +309,11 @@ def _to_be_in_time(plan: Plan, outer: OuterStep) -> Iterator[Change]:
         if _in_time(after := replace(plan, rules=changed)):
             yield _change(plan, after, why, words)
     faster = plan
-    while not _in_time(faster) and faster.up < 1e5:
-        faster = replace(faster, up=1.1 * faster.up, down=max(plan.down, 1.1 * faster.up))
+    while not _in_time(faster) and faster.up < 1e6:
+        faster = replace(faster, up=1.05 * faster.up, down=1.05 * faster.down)
     if _in_time(faster):
-        yield _change(plan, faster, why, f"a network link of {faster.up:,.0f} Mbit/s up")
+        words = f"a network link of {faster.down:,.3g}/{faster.up:,.3g} Mbit/s"
+        yield _change(plan, faster, why, words)
 
 
 def _in_time(plan: Plan) -> bool:
@@ -558,10 +564,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     fits = plan.step is not None
     rows = list(facts(plan)) if fits else [("GPU memory", "the model does not fit")]
+    nothing = "nothing: the rest is compute" if fits else "the model: no machine here holds it"
     rows += [
         ("change first" if not number else "or then", f"{c.what}: {c.effect} ({c.why})")
         for number, c in enumerate(found)
-    ] or [("change first", "nothing: the rest is compute")]
+    ] or [("change first", nothing)]
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
         print(f"{name.ljust(width)}  {text}")

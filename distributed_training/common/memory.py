@@ -139,7 +139,9 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        return sum(map(math.prod, self.tensors))
+        one = replace(self, layers=1)  # a list of all of a deep model's tensors takes its time
+        total = sum(map(math.prod, one.tensors))
+        return total + (self.layers - 1) * (total - self.embedding_parameters - self.hidden)
 
     @property
     def embedding_parameters(self) -> int:

@@ -171,7 +171,7 @@ def predict(
         "optimizer": 40 * own / memory + (8 * own / bus if how.offload_optimizer else 0.0),
     }
     hooks = 2 * (layers + 1) * _HOOKS if n >= 50e6 else 0.0
-    kernels = _KERNELS * layers + len(shape.tensors)
+    kernels = (_KERNELS + 9) * layers + 3  # one more for each tensor's gradient
     at_peak = on_each * flops_per_token(shape, length) / card.peak
     if machine.all_gpus > 1 or card.name != _MEASURED:
         parts["not measured"] = max(0.0, at_peak / GOAL - sum(parts.values()))

@@ -70,10 +70,11 @@ def through_store(
     """
     upload, update = file_bytes(parameters, bits), file_bytes(parameters, 4)
     begun = member.step / 2 + _FIRST + CHECKPOINT * parameters
-    in_time = begun + member.sending(upload) <= grace
     waits = begun + 8 * upload * HEADERS / ((slowest or member.up) * 1e6)
     late = min(waits, grace) + _JUDGED + _LOOK_SOON / 2 + member.receiving(update)
-    looks = late / _LOOK_SOON + max(0.0, period - late) / _LOOK
+    # Who has no update at the next close uploads nothing for that one.
+    in_time = begun + member.sending(upload) <= grace and late <= period
+    looks = min(late, period) / _LOOK_SOON + max(0.0, period - late) / _LOOK
     whole = upload * HEADERS if in_time else max(0.0, grace - begun) * member.up * 1e6 / 8
     return OuterStep(
         inner_steps=max(0.0, period - member.held) / member.step,
