@@ -94,6 +94,12 @@ class MemoryPlan:
     offload_optimizer: bool
     bytes_needed: int
     note: str
+    shape: ModelShape
+    way: Arrangement
+
+    def bytes_with(self, micro_batch: int) -> int:
+        """Estimate the bytes of one rank's device with micro-batches of another size."""
+        return device_memory(self.shape, replace(self.way, micro_batch=micro_batch))
 
 
 def plan_memory(
@@ -171,6 +177,8 @@ def plan_memory(
             way.offload_optimizer,
             need,
             note,
+            shape,
+            way,
         )
         if fits:
             break

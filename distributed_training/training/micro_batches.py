@@ -32,7 +32,7 @@ from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError
 
 from .collectives import RowStream
-from .memory_plan import BatchPlan, plan_batch
+from .memory_plan import BatchPlan, MemoryPlan, plan_batch
 from .sharding import ShardedModel
 
 log = logging.getLogger(__name__)
@@ -411,13 +411,15 @@ def measured_micro_batch(
     if known.most is not None and known.most < sizes[-1]:
         sizes = [size for size in sizes if size <= known.most]
         why = f"more than {known.most} ran out of memory before"
+    budget = DeviceBudget(device) if device.type == "cuda" else None
     found = find_micro_batch(
         seconds,
         sizes,
+        first=min(stream.all_gather(_predict(step.sharded.plan, sizes, budget))),
         why=why,
         vote=stream.vote_error,
         say=step.say,
-        budget=DeviceBudget(device) if device.type == "cuda" else None,
+        budget=budget,
     )
     # One rank writes for each node: the ranks of a node share the file.
     if stream.layout.shard == 0:
@@ -425,10 +427,17 @@ def measured_micro_batch(
     return found
 
 
+def _predict(plan: MemoryPlan, sizes: Sequence[int], budget: DeviceBudget | None) -> int:
+    """Return the largest size that fits by the model of memory; the smallest on a CPU."""
+    limit = 0 if budget is None else budget.limit
+    return max((size for size in sizes if plan.bytes_with(size) <= limit), default=sizes[0])
+
+
 def find_micro_batch(
     seconds_per_sequence: Callable[[int], float],
     sizes: Sequence[int],
     *,
+    first: int = 1,
     why: str,
     vote: Callable[[str | None], str | None],
     say: Callable[[str], None],
@@ -437,46 +446,64 @@ def find_micro_batch(
     """Return the fastest micro-batch that fits, of ``sizes``: 1, 2, 4, ...
 
     ``seconds_per_sequence(n)`` runs one of ``n`` sequences; ``why``: the reason, for the log, that
-    no larger one is tried. All ranks call this; all take the same size. Memory grows by the same
-    amount for each sequence. So from the third size on it is known before the trial whether it
-    would fit ``budget``: a rank that ran out would leave the others in a collective. A doubling
-    that gains less than 2 % is not worth its memory and ends the search. Raises ConfigError if not
-    even one sequence fits.
+    no larger one is tried. All ranks call this; all take the same size. Each trial compiles, so the
+    search begins at ``first``, where memory is expected to end, and compares it with its half. A
+    doubling that gains less than 2 % is not worth its memory. Memory grows by the same amount for
+    each sequence, so from the third size on it is known before the trial whether it would fit
+    ``budget``: a rank that ran out would leave the others in a collective. Raises ConfigError if
+    not even one sequence fits.
     """
     found: dict[int, float] = {}
     peaks: dict[int, int] = {}
-    slower = False
-    for size in sizes:
+
+    def problem_of(size: int) -> str | None:
+        """Try a size; return in words why it is not to be taken, the same on all ranks."""
         # Before and after each size all ranks vote: one that stopped alone would leave the others
         # in a collective.
         problem = vote(_too_large(size, peaks, budget))
-        if problem is None:
-            seconds = math.nan
-            with contextlib.suppress(torch.OutOfMemoryError):
-                seconds = seconds_per_sequence(size)
-            if math.isnan(seconds):  # and the error is gone, whose frames hold the activations
-                _free_memory()
-                problem = f"{size} does not fit the GPU's memory"
-            elif budget is not None:
-                peaks[size] = budget.peak()
-                if peaks[size] > budget.limit:
-                    share = peaks[size] / budget.limit
-                    problem = f"{size} would fill {share:.0%} of what may be filled"
-            problem = vote(problem)
         if problem is not None:
+            return problem
+        seconds = math.nan
+        with contextlib.suppress(torch.OutOfMemoryError):
+            seconds = seconds_per_sequence(size)
+        if math.isnan(seconds):  # and the error is gone, whose frames hold the activations
+            _free_memory()
+            problem = f"{size} does not fit the GPU's memory"
+        elif budget is not None:
+            peaks[size] = budget.peak()
+            if peaks[size] > budget.limit:
+                share = peaks[size] / budget.limit
+                problem = f"{size} would fill {share:.0%} of what may be filled"
+        problem = vote(problem)
+        if problem is None:
+            found[size] = seconds
+        return problem
+
+    def is_slow(size: int) -> bool:
+        """Return whether a size is hardly faster than its half, on any rank."""
+        slow = found[size] > 0.98 * found[size // 2]
+        return vote("slower" if slow else None) is not None
+
+    at = sizes.index(first)
+    while (problem := problem_of(sizes[at])) is not None:
+        if at == 0:
+            raise ConfigError(
+                f"--neuron.local_batch_size_train auto: not even one sequence fits: "
+                f"{OUT_OF_MEMORY_ADVICE}"
+            )
+        at, why = at - 1, problem
+    best = sizes[at]
+    larger = sizes[at + 1 :] if best == first else []  # else that did not fit
+    if best == first > sizes[0] and problem_of(first // 2) is None and is_slow(first):
+        best, larger, why = first // 2, [], f"{first} is not faster than {first // 2}"
+    for size in larger:
+        if (problem := problem_of(size)) is not None:
             why = problem
             break
-        found[size] = seconds
-        gain = 1.0 if size == 1 else 1.0 - seconds / found[size // 2]
-        if vote("slower" if gain < 0.02 else None) is not None:
-            why, slower = f"{size} is not faster than {size // 2}", True
+        if is_slow(size):
+            why = f"{size} is not faster than {size // 2}"
             break
-    if not found:
-        raise ConfigError(
-            f"--neuron.local_batch_size_train auto: not even one sequence fits: "
-            f"{OUT_OF_MEMORY_ADVICE}"
-        )
-    best = max(found) // 2 if slower else max(found)
+        best = size
     rates = ", ".join(f"{n}: {1 / s:.2f}" for n, s in found.items())
     say(
         f"--neuron.local_batch_size_train auto: {best} (sequences/s by micro-batch: {rates}; {why})"

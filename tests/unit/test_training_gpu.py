@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 from collections import Counter
 from pathlib import Path
@@ -16,10 +17,12 @@ import torch
 import torch._functorch.config as functorch_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distributed_training.common.llama import named_config
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.types import Progress
-from distributed_training.training import error_feedback, model
+from distributed_training.training import error_feedback, micro_batches, model
 from distributed_training.training.collectives import HostCopies, ParameterShard
+from distributed_training.training.memory_plan import plan_memory
 from distributed_training.training.micro_batches import (
     DeviceBudget,
     KnownSize,
@@ -214,6 +217,50 @@ def test_auto_never_tries_what_it_knows_not_to_fit(limit: int) -> None:
     assert find_micro_batch(card.run, SIZES, budget=card, **SEARCH) == max(fits)
 
 
+def test_auto_begins_where_memory_is_expected_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two trials where that is right; whatever is expected, the found size fits and is fast."""
+    monkeypatch.setattr(micro_batches, "_free_memory", lambda: None)
+    for holds, fast, first in itertools.product(SIZES, repeat=3):
+        tried = list[int]()
+
+        def seconds(sequences: int, *, tried=tried, holds=holds, fast=fast) -> float:
+            tried.append(sequences)
+            if sequences > holds:
+                raise torch.OutOfMemoryError("no")
+            return 1.0 / min(sequences, fast)
+
+        found = find_micro_batch(seconds, SIZES, first=first, **SEARCH)
+        assert found <= holds and len(tried) == len(set(tried))
+        assert found == min(fast, holds) or min(found, fast) == min(first, holds, fast)
+        assert first != holds or len(tried) <= 3
+        if first == 2 * fast <= holds:
+            assert tried == [first, fast]
+
+
+def test_auto_on_an_h200_compiles_twice() -> None:
+    """By the estimate of memory and the speeds that were measured there."""
+    config, tried = named_config("1b"), list[int]()
+    budget: Any = SimpleNamespace(limit=round(0.85 * 150e9))
+    plan = plan_memory(
+        TrainingSettings(), model_config=config, world_size=1, micro_batch=1,
+        device_bytes=round(150e9), host_bytes=None,
+    )  # fmt: skip
+    sizes, why = sizes_to_try(
+        TrainingSettings(local_batch_size_train_effective=512), 1, torch.device("cuda")
+    )
+    rates = {8: 74_753, 16: 78_552, 32: 78_684}
+
+    def seconds(sequences: int) -> float:
+        tried.append(sequences)
+        return 1024 / rates[sequences]
+
+    options = SEARCH | {"why": why}
+    first = micro_batches._predict(plan, sizes, budget)
+    assert find_micro_batch(seconds, sizes, first=first, **options) == 16
+    assert tried == [32, 16]
+    assert micro_batches._predict(plan, sizes, None) == 1, "on a CPU from 1 on"
+
+
 @pytest.mark.parametrize(
     ("holds", "fast_up_to", "found", "why"),
     [
@@ -236,7 +283,7 @@ def test_auto_stops_where_memory_ends_or_speed_does(
 
 
 def test_one_rank_without_room_stops_the_search_of_all() -> None:
-    card, answers = Card(1000), iter([None] * 6 + ["rank 3: 4 would take 9.0 of 8.0 GB"])
+    card, answers = Card(1000), iter([None] * 5 + ["rank 3: 4 would take 9.0 of 8.0 GB"])
     vote = {"vote": lambda problem: problem or next(answers)}
     found = find_micro_batch(card.run, SIZES, budget=card, **(SEARCH | vote))
     assert found == 2 and card.tried == [1, 2]
