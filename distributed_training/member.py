@@ -8,68 +8,541 @@
             optimizer.zero_grad()
             net.step(loss=loss)
 
-The script keeps its model, optimizer, data and loop. :meth:`Net.step` does the rest of a miner:
-uploads at the closes, updates, checkpoints, log, events, and the files that dashboard and
-``dt-status`` read.
+The script keeps its model, optimizer, data and loop; :meth:`Net.step` does the rest of a miner.
+It is the miner's own loop, whose boundaries lie in the calls of ``step()``: the same controller
+decides, the same ranks' part uploads, saves and applies, the same subscribers write log, events and
+the files of dashboard and ``dt-status``. What waits for a network is in threads, as there.
+
+The run folder's checkpoint has the weights too, so they and what is said of them cannot differ: a
+script that starts again goes on from it, whatever it has loaded into the model itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from os import PathLike
-from typing import TYPE_CHECKING, Any, Self
+import atexit
+import itertools
+import logging
+import math
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from queue import SimpleQueue
+from typing import Any, Self
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from distributed_training.common.backoff import Repeats
+from distributed_training.common.kinds import import_plugins
+from distributed_training.common.processes import Mark
+from distributed_training.config import OPERATORS_FILE, Config, ConfigError, load_config, problems
+from distributed_training.config.schema import schema
+from distributed_training.config.versions import parse_version, under
+from distributed_training.miner import events as ev
+from distributed_training.miner import start_store
+from distributed_training.miner.assembly import Held, RankContext, open_data
+from distributed_training.miner.controller import IDLE_WAIT, Controller
+from distributed_training.miner.events import Action, Command, LocalPart
+from distributed_training.miner.init_command import argv_of
+from distributed_training.miner.launcher import occupied
+from distributed_training.miner.loop import RankLoop
+from distributed_training.miner.ranks import Ranks
+from distributed_training.miner.resume import StartupInfo, resume_training
+from distributed_training.miner.run_folder import INSTANCE, forget_ranks, write_instance
+from distributed_training.miner.start import CONTROL_TIMEOUT
+from distributed_training.node.start import NetworkFailure, make_run_folder
+from distributed_training.protocol.types import StepReport
+from distributed_training.telemetry.logs import LineFormatter, register_secret
+from distributed_training.telemetry.run_state import LauncherFile, report_running, report_stage
+from distributed_training.telemetry.verdict import SCRIPT
+from distributed_training.training.checkpoint import Checkpointer
+from distributed_training.training.collectives import Layout, open_stream
+from distributed_training.training.script_weights import (
+    STREAM_TIMEOUT,
+    ScriptWeights,
+    optimizers_of,
+)
 
-class Net:
-    """A script's membership. :func:`join` returns it; leaving its context ends it."""
+log = logging.getLogger(__name__)
 
-    outer_step: int = 0  # whose epoch-start weights the model trains from
-    inner_step: int = 0  # optimizer steps in this outer step
-
-    @property
-    def verdict(self) -> str:
-        """The verdict on this member in words, as ``dt-status`` shows it; empty beside rank 0."""
-        return ""
-
-    def step(self, loss: Tensor | float | None = None, tokens: int | None = None) -> None:
-        """Take note of an optimizer step, and do what is due. Call it on each rank.
-
-        ``loss`` and ``tokens``: of this rank's share of the step, for log and events. The weights
-        may be others afterwards: an outer step has begun. It waits for no network and raises
-        nothing.
-        """
-
-    def batches(self) -> Iterator[Tensor]:
-        """Yield int64 (sequences, length) of the text that the network assigns. On each rank."""
-        return iter(())
-
-    def close(self) -> None:
-        """Write a checkpoint and end the membership. Call it on each rank."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+PACKAGE = "distributed_training"  # the logger whose lines are ours
+_CLOSED = "the script left the network"
+_SAY_AGAIN = 600.0  # seconds between two lines of one cause
+_SILENT = 300.0  # seconds without a step, after which a close that passes is worth a line
+_MOST_BOUNDARIES = 1000  # until a stop, which is the next but for errors
+_joins = itertools.count()
 
 
 def join(
-    network: str | PathLike[str],
+    network: str | os.PathLike[str] | None,
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
     **settings: Any,
 ) -> Net:
     """Join a store network with ``model``, which gets the network's weights. On each rank.
 
-    ``network``: file, URL or name, as ``--network``. ``settings``: those of ``miner.toml``, by
-    their names with ``_`` for a dot (``wallet_name="w"``); environment, ``.env`` and ``miner.toml``
-    are read too. Weights come from the network, or after a restart from the run folder, whatever
-    the script has loaded into the model; the optimizer's state is the script's to keep.
+    ``network``: file, URL or name, as ``--network``; None: as ``miner.toml`` of the working folder
+    says. ``settings``: those of ``miner.toml`` by their names, with ``_`` for a dot
+    (``wallet_name="w"``); environment, ``.env`` and ``miner.toml`` are read too. Wrap the model
+    (DDP, ``fully_shard``) and make the optimizer before. Weights come from the network, or after a
+    restart from the run folder; the optimizer's state is the script's to keep.
 
-    Raises ValueError with one line for settings, a network or a model that do not fit.
+    Raises ValueError with one line for settings, a model or an optimizer that do not fit, and
+    RuntimeError where chain or store cannot be reached.
     """
-    raise ValueError("join() is not in this version: run dt-miner")
+    optimizers, config, ranks = optimizers_of(optimizer), _config_of(network, settings), _meet()
+    import_plugins(config.general.plugins)
+    with ExitStack() as stack:
+        net = _assemble(model, optimizers, config, ranks, stack)
+        net.keep(stack.pop_all())
+    return net
+
+
+class Net:
+    """A script's membership. :func:`join` returns it; leaving its context ends it."""
+
+    def __init__(
+        self,
+        loop: _ScriptLoop,
+        held: Held,
+        weights: ScriptWeights,
+        optimizer: Optimizer,
+        rank_zero: start_store.RankZero | None,
+        seconds: _Seconds,
+    ) -> None:
+        self._loop, self._held, self._weights = loop, held, weights
+        self._optimizer, self._rank_zero = optimizer, rank_zero
+        self._seconds = seconds
+        self._controller = None if rank_zero is None else rank_zero.controller
+        self._counted = weights.steps.step_count
+        self._sequences = self._micro_batches = 0  # given out since the last step
+        self._granted = False  # a micro-batch, by the last command
+        self._ended = self._closed = False
+        self._repeats = Repeats(_SAY_AGAIN)
+        self._stack = ExitStack()
+
+    @property
+    def outer_step(self) -> int:
+        """The outer step whose epoch-start weights the model trains from."""
+        return self._weights.outer_step
+
+    @property
+    def inner_step(self) -> int:
+        """Optimizer steps in this outer step, of which an upload takes its share away."""
+        return self._weights.inner_step
+
+    @property
+    def verdict(self) -> str:
+        """The verdict on this member in words, as ``dt-status`` has it; empty on other ranks."""
+        return "" if self._rank_zero is None else self._rank_zero.income.verdict
+
+    def step(self, loss: Tensor | float | None = None, tokens: int | None = None) -> None:
+        """Take note of an optimizer step, and do what is due. Call it on each rank.
+
+        ``loss`` and ``tokens``: of this rank's share of the step, for log and events. The weights
+        may be others afterwards: an outer step has begun. It waits for no network, and an error in
+        it is a warning.
+        """
+        if self._ended:
+            return
+        try:
+            self._take_note(loss, tokens)
+            self._pass_boundaries()
+        except Exception:  # whatever it is, it must not end the script
+            log.warning("net.step() failed; training goes on, and so does the next", exc_info=True)
+
+    def batches(self) -> Iterator[Tensor]:
+        """Yield micro-batches of the network's text, int64 (sequences, length). On each rank.
+
+        It is the text that the network assigns, or files of ``data_own_text`` where members have
+        their own. The size is ``neuron_local_batch_size_train``, 1 by default.
+        """
+        if (data := self._held.data) is None:
+            raise ValueError(
+                "members of this network train on text of their own and data_own_text names none, "
+                "so there is nothing to give out: give join() data_own_text, or iterate over yours"
+            )
+        while not self._ended:
+            if self._micro_batches and not self._weights.in_step:
+                self._weights.in_step = True
+            if self._controller is not None:
+                self._controller.idle_wait = IDLE_WAIT
+            granted, self._granted = self._granted, False
+            action = Action.TRAIN if granted else self._loop.boundary().action
+            if action is Action.STOP:
+                self._end()
+            elif action is Action.TRAIN:
+                batch = data.next()
+                if batch is None:
+                    self._post(ev.BlockUsedUp())
+                    continue
+                self._sequences += len(batch)
+                self._micro_batches += 1
+                yield batch
+                if self._micro_batches:  # no step took note of it
+                    self._post(ev.MicroBatchTrained())
+
+    def close(self) -> None:
+        """Write a checkpoint and end the membership. Call it on each rank."""
+        if self._closed:
+            return
+        if not self._ended:
+            self._post(ev.StopRequested(_CLOSED))
+            for _ in range(_MOST_BOUNDARIES):
+                if self._loop.boundary().action is Action.STOP:
+                    break
+            self._end()
+        self._leave()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        # Another rank may be in a collective of training that never ends, and the weights may be
+        # what the error is about.
+        alone = self._weights.stream.world_size == 1 and not self._weights.steps.under_way
+        if kind is None or (alone and kind in (KeyboardInterrupt, SystemExit)):
+            self.close()
+        elif not self._closed:
+            log.warning(
+                "The script ended by %s, so no checkpoint is written: a start goes on from the "
+                "last one",
+                kind.__name__,
+            )
+            self._leave()
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def keep(self, stack: ExitStack) -> None:
+        """Close what ``stack`` holds at the end."""
+        self._stack = stack
+        stack.callback(self._weights.steps.close)
+        atexit.register(self._leave)  # of a script that neither closes it nor leaves its context
+
+    def _take_note(self, loss: Tensor | float | None, tokens: int | None) -> None:
+        """Count the optimizer's steps since the last call, and report them."""
+        weights, seconds = self._weights, self._seconds.pass_step()
+        taken = weights.steps.step_count - self._counted
+        self._counted += taken
+        if not taken:
+            if (again := self._repeats("none")) is not None:
+                log.warning(
+                    "net.step() was called and no optimizer has stepped since the call before, so "
+                    "it does not count: call it once after each optimizer.step() (a step that a "
+                    "GradScaler left out is none)%s",
+                    again,
+                )
+            return
+        world = weights.stream.world_size
+        if tokens is None:
+            tokens = self._sequences * weights.sequence_length
+        weights.tokens_per_step = tokens * world // taken
+        weights.inner_step += taken
+        weights.total_inner_steps += taken
+        micro_batches, self._micro_batches, self._sequences = self._micro_batches, 0, 0
+        weights.in_step = False
+        value = _number(loss)
+        self._loop.not_finite = loss is not None and not math.isfinite(value)
+        if self._held.data is not None and not micro_batches and self._repeats("data") is not None:
+            log.warning(
+                "No text of net.batches() was trained on, and members of this network are judged "
+                "on the text that it assigns: uploads are merged, and score nothing"
+            )
+        if self._controller is None:
+            return
+        cuda = weights.device.type == "cuda"
+        memory = torch.cuda.max_memory_allocated(weights.device) / 1e9 if cuda else None
+        report = StepReport(
+            outer_step=weights.outer_step,
+            inner_step=weights.inner_step,
+            loss=value,
+            learning_rate=float(self._optimizer.param_groups[0].get("lr", 0.0)),
+            tokens=tokens * world,
+            samples=tokens * world // weights.sequence_length,
+            seconds=seconds,
+            data_wait_seconds=0.0,
+            micro_batches=max(1, micro_batches),
+            gpu_memory_gb=memory,
+            skipped=self._loop.not_finite,
+            total_inner_steps=weights.total_inner_steps,
+        )
+        self._post(ev.InnerStepDone(report))
+
+    def _pass_boundaries(self) -> None:
+        """Carry out what is due, until the next micro-batch is."""
+        if self._controller is not None:
+            self._controller.idle_wait = 0.0
+        while True:
+            action = self._loop.boundary().action
+            if action is Action.STOP:
+                self._end()
+            if action in (Action.TRAIN, Action.IDLE, Action.WAIT_FOR_DATA, Action.STOP):
+                self._granted = action is Action.TRAIN
+                return
+
+    def _post(self, event: ev.Event) -> None:
+        if self._controller is not None:
+            self._controller.post(event)
+
+    def _end(self) -> None:
+        """Take note of a stop: the last checkpoint is written."""
+        self._ended = True
+        if self._controller is not None:
+            self._controller.drain()
+            if (reason := self._controller.state.stop_reason) != _CLOSED:
+                log.warning(
+                    "This membership has ended (%s), and the script trains for itself from here "
+                    "on: start it again once that has passed",
+                    reason,
+                )
+
+    def _leave(self) -> None:
+        atexit.unregister(self._leave)
+        if not self._closed:
+            self._closed = self._ended = True
+            if self._controller is not None and not self._weights.steps.step_count:
+                log.warning(
+                    "net.step() was never called after an optimizer's step, so nothing of this "
+                    "training is in the network: call it after each optimizer.step()"
+                )
+            self._stack.close()
+
+
+def _number(loss: Tensor | float | None) -> float:
+    """Return the loss; NaN where there is none."""
+    try:
+        return math.nan if loss is None else float(loss)
+    except (TypeError, ValueError, RuntimeError):  # a tensor of several values
+        return math.nan
+
+
+class _Seconds:
+    """The time from call to call, and of the last one."""
+
+    def __init__(self) -> None:
+        self.last = time.perf_counter()
+
+    def pass_step(self) -> float:
+        """Return the seconds since the last call, which ends now."""
+        began, self.last = self.last, time.perf_counter()
+        return max(self.last - began, 1e-9)
+
+    def warn_of_silence(self, event: ev.Event) -> None:
+        """Warn where a close passes and the script calls nothing. In the exchange's thread."""
+        silent = time.perf_counter() - self.last
+        if isinstance(event, ev.CloseReached) and silent > _SILENT:
+            log.warning(
+                "net.step() was not called for %.0f s, and uploads of outer step %d are taken now: "
+                "this script's is sent if it calls it within %.0f s",
+                silent,
+                event.close.outer_step,
+                event.close.grace,
+            )
+
+
+class _ScriptLoop(RankLoop):
+    """The boundaries of one rank. An error in one is a warning, and what failed is tried again."""
+
+    not_finite = False  # the last loss: weights that may be the cause are not saved
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self._repeats = Repeats(_SAY_AGAIN)
+
+    def _next_command(self) -> Command | None:
+        try:
+            return super()._next_command()
+        except Exception as error:  # noqa: BLE001 - whatever it is; the other ranks wait for a command
+            self._warn("the decision on what is due", error)
+            return Command(Action.IDLE)
+
+    def _carry_out(self, command: Command) -> ev.Event | None:
+        action, outer_step = command.action, self._weights.outer_step
+        if action is Action.CHECKPOINT and self.not_finite:
+            if (again := self._repeats("loss")) is not None:
+                log.warning(
+                    "The loss is NaN or Inf, so no checkpoint is written: a start goes on from the "
+                    "one before%s",
+                    again,
+                )
+            return ev.CheckpointBegun(outer_step, lambda: False)
+        try:
+            return super()._carry_out(command)
+        except Exception as error:  # noqa: BLE001 - it must not end the script
+            self._warn(action.name.lower().replace("_", " "), error)
+            match action:
+                case Action.OUTER_STEP:
+                    return ev.OuterStepEnded(False, self._weights.outer_step, str(error))
+                case Action.CHECKPOINT:
+                    return ev.CheckpointBegun(outer_step, lambda: False)
+                case Action.WRITE_UPLOAD if (close := command.local.close) is not None:
+                    why = f"it was not written ({error})"
+                    return ev.UploadEnded(close.outer_step, close.serial, why)
+            return None
+
+    def _micro_batch(self) -> ev.Event | None:
+        return None  # the script does, after this boundary
+
+    def _save_last(self, local: LocalPart) -> None:
+        if not self.not_finite:
+            self._save_checkpoint(local)
+
+    def _warn(self, what: str, error: Exception) -> None:
+        if (again := self._repeats((what, type(error).__name__))) is not None:
+            log.warning("%s failed; training goes on%s", what, again, exc_info=error)
+
+
+# --- building it ----------------------------------------------------------------------------------
+
+
+def _config_of(network: str | os.PathLike[str] | None, settings: dict[str, Any]) -> Config:
+    """Return the configuration. Raises ConfigError."""
+    known, environ = schema("miner"), dict(os.environ)
+    names = {setting.name.replace(".", "_"): setting for setting in known.flags}
+    given: dict[str, str] = {}
+    for name, value in {**settings, "network": network}.items():
+        if value is None:
+            continue
+        setting = names.get(name) or known.find(name)
+        text = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        if setting.secret and setting.env:
+            environ[setting.env] = text
+        else:
+            given[setting.name] = text
+    argv = argv_of(given)
+    config = load_config("miner", argv, environ=environ, file=OPERATORS_FILE, check=False)
+    config = replace(config, of_script=True)
+    if config.exchange != "store":
+        raise ConfigError(
+            f"{config.general.network} averages over hivemind, which takes ports and a bucket of "
+            "its own, so a script cannot join it: run dt-miner there"
+        )
+    for problem in problems(config):
+        raise ConfigError(problem)
+    return config
+
+
+def _meet() -> Ranks:
+    """Return the ranks of this script, of the process group that it has made, if any."""
+    number = next(_joins)  # a name of its own in the store, where keys stay
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return Ranks(rank=0, world_size=1, group=None, store=dist.HashStore())
+    return Ranks(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        # gloo beside NCCL too: a command must not wait for what is queued on the GPU.
+        group=dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT),
+        store=dist.PrefixStore(f"{PACKAGE}-{number}", dist.distributed_c10d._get_default_store()),
+    )
+
+
+def _assemble(
+    model: nn.Module, optimizers: list[Optimizer], config: Config, ranks: Ranks, stack: ExitStack
+) -> Net:
+    """Build a rank. Raises ConfigError, NetworkFailure, OSError, ValueError."""
+    events, seconds, connections = SimpleQueue[ev.Event](), _Seconds(), None
+    if ranks.rank == 0:
+
+        def post(event: ev.Event) -> None:
+            seconds.warn_of_silence(event)
+            events.put(event)
+
+        try:
+            connections, info = _open(config, stack, post)
+        except BaseException as error:  # the other ranks wait for this word
+            ranks.share("start", {"problem": str(error) or type(error).__name__})
+            raise
+        ranks.share("start", asdict(info))
+    else:
+        info = StartupInfo(**ranks.share("start", None))
+        if info.problem:
+            raise NetworkFailure(f"rank 0 could not join: {info.problem}")
+    if info.rules and config.network is not None:
+        config = under(config, parse_version(info.rules, config.network))
+    stream = open_stream(Layout(ranks.rank, ranks.world_size), STREAM_TIMEOUT)
+    folder, hidden = config.run_folder.absolute(), None
+    if not (folder / "instance.json").exists():
+        hidden = (
+            f"{folder} is not rank 0's folder here, so its checkpoints would lack this rank's "
+            "part: give a neuron_run_folder that all machines share"
+        )
+    stream.raise_if_any(hidden, ConfigError)
+    weights = ScriptWeights(
+        model,
+        optimizers,
+        settings=config.training,
+        model_config=info.model_config,
+        stream=stream,
+    )
+    context = RankContext(config, folder, weights.device, ranks, events, stack, guest=True)
+    keep = config.miner.keep_checkpoints
+    checkpointer = Checkpointer(trainer=weights, folder=folder / "checkpoints", keep=keep)
+    data = open_data(context, info, weights.micro_batch_size) if config.reads_text else None
+    start = connections.global_folder if connections else None
+    kept = resume_training(weights, checkpointer, info, start, store=True)
+    first_block = 0 if kept else info.first_block
+    if data is not None:
+        data.load_state_dict(kept.get("data", {}))
+        if first_block:
+            data.request(first_block)
+    held = Held(weights, checkpointer, data, kept, first_block)
+    rank_zero, exchange = start_store.build_exchange(context, info, connections, held)
+    controller: Controller | None = None
+    if rank_zero is not None:
+        controller = rank_zero.controller
+        rank_zero.go_live()
+        report_running(folder)
+    loop = _ScriptLoop(
+        ranks=ranks,
+        weights=weights,
+        data=data,
+        checkpointer=checkpointer,
+        exchange=exchange,
+        controller=controller,
+    )
+    return Net(loop, held, weights, optimizers[0], rank_zero, seconds)
+
+
+def _open(
+    config: Config, stack: ExitStack, post: Callable[[ev.Event], None]
+) -> tuple[start_store.Connections, StartupInfo]:
+    """Take the run folder and ask the network. Rank 0 alone."""
+    folder = make_run_folder(config)
+    _open_log(config, stack)
+    file = LauncherFile(folder)
+    stack.enter_context(occupied(config, folder))
+    file.owned = True
+    forget_ranks(folder)  # of a miner that ran here
+    write_instance(folder, Mark(INSTANCE, secrets.token_hex(16)))
+    file.start()
+    stack.callback(file.stopped, SCRIPT)
+    report_stage(folder, 2, "asking chain and store")
+    return start_store.open_connections(config, folder, stack, lambda: True, post)
+
+
+def _open_log(config: Config, stack: ExitStack) -> None:
+    """Let the log have our lines, without touching what the script has set up."""
+    for value in config.values.values():
+        if hasattr(value, "get_secret_value"):
+            register_secret(value)
+    logger = logging.getLogger(PACKAGE)
+    before = list(logger.handlers), logger.level, logger.propagate
+
+    def restore() -> None:
+        logger.handlers[:], level, logger.propagate = before
+        logger.setLevel(level)
+
+    stack.callback(restore)
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    if not logger.hasHandlers():
+        output = logging.StreamHandler(sys.stdout)
+        output.setFormatter(LineFormatter(rank=0))
+        logger.addHandler(output)
+        logger.propagate = False  # a script that sets up its own later would show each line twice

@@ -142,6 +142,7 @@ class Config(AllSettings):
     warnings: tuple[str, ...] = ()  # what was noticed while the files were read
     network: Network | None = None  # that is named; None only while its file is not read
     node: int = 0  # number of this machine, of those that torchrun runs one miner on
+    of_script: bool = False  # a script trains, on data of its own where the members have such
 
     def get(self, name: str) -> Any:
         """Return the value of a flag by its name (``neuron.upload_steps``); None if unknown."""
@@ -159,6 +160,11 @@ class Config(AllSettings):
         All peers know the store then, and the commitment is not on a public chain.
         """
         return self.store.endpoint_url is not None and self.chain.kind != "bittensor"
+
+    @property
+    def reads_text(self) -> bool:
+        """False where a script alone reads the text that it trains on."""
+        return not (self.of_script and self.data.own and not self.data.own_text)
 
     @property
     def has_bucket(self) -> bool:
@@ -428,7 +434,7 @@ def check_exports(config: Config) -> Iterator[str]:
 
 def check_own_text(config: Config) -> Iterator[str]:
     data, own = config.data, config.data.own
-    if own and config.kind == "miner" and not data.own_text:
+    if own and config.kind == "miner" and not data.own_text and config.reads_text:
         yield (
             "data.own of the network's file is true and --data.own_text names no text, so there is "
             "nothing to train on: give your files, or a folder of them"

@@ -33,10 +33,11 @@ from distributed_training.telemetry.trackers import open_trackers
 from distributed_training.telemetry.verdict import Facts
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import Layout
+from distributed_training.training.held_weights import HeldWeights
 from distributed_training.training.trainer import Trainer
 
 from . import events as ev
-from .block_list import BlockList
+from .block_list import BlockList, NoBlocks
 from .controller import Controller
 from .device import utilization_of
 from .global_state import (
@@ -57,7 +58,8 @@ class RankContext:
     """The surroundings in which a rank is built.
 
     Its settings, folder, device and fellow ranks, rank 0's queue of events, and the stack that
-    closes what was opened. ``tick``: of the controller.
+    closes what was opened. ``tick``: of the controller. ``guest``: the process is a script's, in
+    which nothing here may end it or change its log.
     """
 
     config: Config
@@ -67,6 +69,7 @@ class RankContext:
     events: queue.SimpleQueue[ev.Event]
     stack: ExitStack
     tick: timedelta = timedelta(seconds=1)
+    guest: bool = False
 
 
 def describe_size(model: Mapping[str, Any], config: Config) -> str:
@@ -83,8 +86,10 @@ def describe_size(model: Mapping[str, Any], config: Config) -> str:
 def prepare_text(config: Config, folder: Path) -> tuple[Path, int]:
     """Return the tokenizer's path and its end of text, and check a member's own text.
 
-    Raises ConfigError, NetworkFailure.
+    Nothing of both where a script reads its own. Raises ConfigError, NetworkFailure.
     """
+    if not config.reads_text:
+        return Path(), 0
     tokenizer_path, eos_id = fetch_tokenizer(config, folder)
     if config.data.own:
         length = config.training.sequence_length
@@ -160,18 +165,26 @@ def open_versions(
 
 
 @dataclass(frozen=True)
-class Training:
-    """The objects that every rank trains with.
+class Held:
+    """The objects that every rank holds, whoever trains. ``data``: None where they are a script's.
 
     ``kept``: this rank's part of its checkpoint, empty after a fresh start; ``first_block``: the
     block that a fresh start trains on first, else 0.
     """
 
-    trainer: Trainer
+    trainer: HeldWeights
     checkpointer: Checkpointer
-    data: DataPipeline
+    data: DataPipeline | None
     kept: Mapping[str, Any]
     first_block: int
+
+
+@dataclass(frozen=True)
+class Training(Held):
+    """The objects that every rank trains with."""
+
+    trainer: Trainer
+    data: DataPipeline
 
 
 def build_training(
@@ -194,23 +207,7 @@ def build_training(
         keep=config.miner.keep_checkpoints,
     )
     alive()
-    data = DataPipeline(
-        WorkerSpec(
-            settings=config.data,
-            uid=info.uid,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            sequence_length=config.training.sequence_length,
-            tokenizer_path=Path(info.tokenizer_path),
-            eos_id=info.eos_id,
-            folder=folder / "data",
-            vocabulary=int(info.model_config["vocab_size"]),
-            draw_pages=config.draw_pages,
-        ),
-        micro_batch_size=trainer.micro_batch_size,
-        device=context.device,
-    )
-    context.stack.callback(data.close)
+    data = open_data(context, info, trainer.micro_batch_size)
     kept = resume_training(
         trainer,
         checkpointer,
@@ -225,6 +222,29 @@ def build_training(
         data.request(first_block)  # prepared while the swarm comes
     alive()
     return Training(trainer, checkpointer, data, kept, first_block)
+
+
+def open_data(context: RankContext, info: StartupInfo, micro_batch_size: int) -> DataPipeline:
+    """Open this rank's data; the context's stack closes them."""
+    config, ranks = context.config, context.ranks
+    data = DataPipeline(
+        WorkerSpec(
+            settings=config.data,
+            uid=info.uid,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            sequence_length=config.training.sequence_length,
+            tokenizer_path=Path(info.tokenizer_path),
+            eos_id=info.eos_id,
+            folder=context.folder / "data",
+            vocabulary=int(info.model_config["vocab_size"]),
+            draw_pages=config.draw_pages,
+        ),
+        micro_batch_size=micro_batch_size,
+        device=context.device,
+    )
+    context.stack.callback(data.close)
+    return data
 
 
 def rules_of(config: Config, uid: int) -> Facts:
@@ -248,13 +268,15 @@ def rules_of(config: Config, uid: int) -> Facts:
 
 def open_block_list(
     context: RankContext,
-    training: Training,
+    training: Held,
     chain: Chain,
     *,
     uid: int,
     recent: Callable[[], int],
 ) -> BlockList:
     """Return the block list as the checkpoint left it. ``recent``: see :class:`BlockList`."""
+    if training.data is None:
+        return NoBlocks(chain.block)
     blocks = BlockList(
         chain_block=chain.block,
         data=training.data,
@@ -275,7 +297,7 @@ def open_block_list(
 
 def open_metrics(
     context: RankContext,
-    training: Training,
+    training: Held,
     blocks: BlockList,
     chain: Chain,
     *,
@@ -305,7 +327,11 @@ def open_metrics(
     return Metrics(
         trackers=[open_until_end(closing(tracker)) for tracker in trackers],
         file=file,
-        counts={"data": training.data.counters, "chain": chain.counters, **counts},
+        counts={
+            **({} if training.data is None else {"data": training.data.counters}),
+            "chain": chain.counters,
+            **counts,
+        },
         gauges={
             "chain_age_seconds": lambda: chain.age().total_seconds(),
             "chain_block": chain.block,
@@ -318,7 +344,7 @@ def open_metrics(
 
 
 def record_start(
-    record: Record, context: RankContext, info: StartupInfo, training: Training, **more: object
+    record: Record, context: RankContext, info: StartupInfo, training: Held, **more: object
 ) -> None:
     """Write the event of a start. ``more``: fields of the exchange's own."""
     record(

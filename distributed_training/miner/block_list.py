@@ -424,3 +424,35 @@ class BlockList:
         # Of an earlier outer step, perhaps, whose update comes again.
         self._uploaded = int(state.get("uploaded", 0))
         self._since_step = {int(b) for b in state.get("since_step", [])}
+
+
+class NoBlocks(BlockList):
+    """The list of a script that trains on data of its own: there are always some, and no block."""
+
+    def __init__(self, chain_block: Callable[[], int]) -> None:
+        self.chain_block = chain_block
+
+    @property
+    def available(self) -> bool:
+        return True
+
+    @property
+    def in_step(self) -> bool:
+        return False
+
+    @property
+    def newest_trained(self) -> int | None:
+        return None
+
+    def on_boundary(self, *, may_begin: bool) -> DataPart:
+        del may_begin
+        return DataPart()
+
+    def on_event(self, event: ev.Event, state: MinerState) -> None:
+        """Take note of nothing."""
+
+    def blocks(self) -> list[int]:
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}

@@ -37,7 +37,7 @@ Subscriber = Callable[[ev.Event, MinerState], Iterable[ev.Event] | None]
 
 #: How long a boundary waits for an event when there is nothing to do: the other ranks sit in the
 #: broadcast for that long.
-_IDLE_WAIT = 0.2  # seconds
+IDLE_WAIT = 0.2  # seconds
 
 
 class Controller:
@@ -69,6 +69,7 @@ class Controller:
         self.in_force = None if versions is None else versions.in_force
         self._global_outer_step = global_outer_step
         self._clock = clock
+        self.idle_wait = IDLE_WAIT  # seconds
         self._tick_due = Throttle(rules.tick_seconds, clock=clock)
         self._pending: deque[Action] = deque()
         # First: whoever decides on an upload reads the list as it is after the event.
@@ -88,7 +89,7 @@ class Controller:
         self._events.put(event)
 
     def next_command(self) -> Command:
-        """Return the command of this boundary. Waits at most 0.2 s without any work."""
+        """Return the command of this boundary. Waits at most ``idle_wait`` without any work."""
         # Also while commands wait: a stop that is in the queue clears them.
         self.drain()
         if self._tick_due():
@@ -103,7 +104,7 @@ class Controller:
         if not self._pending:
             # With a request at hand there is no wait: ranks begin to fetch only with the command.
             if not data.request:
-                self._handle_next(_IDLE_WAIT)
+                self._handle_next(self.idle_wait)
             return Command(Action.WAIT_FOR_DATA if may_train else Action.IDLE, data=data)
         # With what it needs and rank 0's own part, as they are at its turn.
         command = Command(self._pending.popleft())

@@ -250,6 +250,12 @@ class Income:
         return moment - self._clocks.unix() + self._clocks.steady()
 
     @property
+    def verdict(self) -> str:
+        """The last verdict, in words."""
+        found = self._judgement
+        return f"{found.verdict}: {found.words}" if found.words else str(found.verdict)
+
+    @property
     def judged_step(self) -> int | None:
         """The outer step whose uploads validators judge now, as far as it is known."""
         return self._judgement.judged_step

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import (
@@ -29,6 +30,7 @@ from .ranks import Ranks
 if TYPE_CHECKING:  # heavy; a start that cannot succeed must say so before
     from distributed_training.data.pipeline import DataPipeline
     from distributed_training.training.checkpoint import Checkpointer
+    from distributed_training.training.held_weights import HeldWeights
     from distributed_training.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -69,116 +71,94 @@ class RankRound(Protocol):
         """End the writing of an upload under way."""
 
 
-class MinerLoop:
-    """Run boundaries until STOP.
+class RankLoop(ABC):
+    """One rank's boundaries, whoever trains between them.
 
-    ``exchange`` carries out what is of a round. ``controller`` is None on all ranks but 0.
-    ``alive``: called at each boundary. ``follow_rules``: gets the text of another version of the
-    network's file.
+    ``data``: None where that is not this program's. ``exchange`` carries out what is of a round.
+    ``controller`` is None on all ranks but 0. ``alive``: called at each boundary.
     """
 
     def __init__(
         self,
         *,
         ranks: Ranks,
-        trainer: Trainer,
-        data: DataPipeline,
+        weights: HeldWeights,
+        data: DataPipeline | None,
         checkpointer: Checkpointer,
         exchange: RankRound,
         controller: Controller | None,
-        alive: Callable[[], None],
-        follow_rules: Callable[[str], None] = lambda text: None,
+        alive: Callable[[], None] = lambda: None,
     ) -> None:
         self._ranks = ranks
-        self._trainer = trainer
+        self._weights = weights
         self._data = data
         self._checkpointer = checkpointer
         self._exchange = exchange
         self._controller = controller
         self._alive = alive
-        self._follow_rules = follow_rules
         self._requested: set[int] = set()  # blocks this rank has not reported as ready
-        self._holds_back = False
-        self._wants_others = False  # than those that a restart finds on disk
         self._last_loss = 0.0
 
-    def run(self) -> int:
-        """Run until STOP; return the exit status, the same on all ranks."""
-        while True:
-            began = time.perf_counter()
-            self._alive()
-            # The other ranks wait here for rank 0, which takes 0.2 s at most while nothing is due.
-            command = self._ranks.broadcast(
-                self._controller.next_command() if self._controller else None
-            )
-            # First: a block begins with the micro-batch of the same boundary.
-            self._follow_data(command.data)
-            # An error not answered with an event ends the miner on all ranks.
-            event: ev.Event | None = None  # where something follows from the command
-            match command.action:
-                case Action.TRAIN:
-                    event = self._micro_batch()
-                case Action.IDLE:
-                    pass
-                case Action.WAIT_FOR_DATA:
-                    self._data.missed(time.perf_counter() - began)
-                case Action.FOLLOW_SCHEDULE:
-                    self._trainer.follow_schedule(command.outer_step, command.inner_steps)
-                case Action.FOLLOW_RULES:
-                    rules = {"text": command.local.rules} if self._controller else None
-                    shared = self._ranks.share(f"rules-{command.outer_step}", rules)
-                    self._follow_rules(shared["text"])
-                case Action.LOAD | Action.REBASE:
-                    event = self._load_global(command)
-                case Action.CHECKPOINT:
-                    self._save_checkpoint(command.local)
-                    saved, held = self._checkpointer.saved, self._checkpointer.hold_seconds
-                    event = ev.CheckpointBegun(self._trainer.outer_step, saved, held)
-                case Action.ROLL_BACK:
-                    event = ev.RolledBack(*(self._checkpointer.roll_back() or (None,)))
-                case Action.STOP:
-                    # First: the checkpoint waits for the copies it holds.
-                    self._exchange.give_up()
-                    skipped = self._trainer.skipped_in_a_row
-                    if skipped < 2:
-                        self._save_checkpoint(command.local)
-                    else:
-                        log.warning(
-                            "No checkpoint of this stop: the last %d inner steps gave NaN or Inf, "
-                            "so these weights may be the cause; a start goes on from the "
-                            "checkpoint before",
-                            skipped,
-                        )
-                    # A thread writes it, and threads do not outlive the process.
-                    self._checkpointer.wait()
-                    event = ev.Stopped(command.exit_status)
-                case _:
-                    progress = self._progress(command.local)
-                    event = self._exchange.carry_out(command, progress, self._last_loss)
-                    if isinstance(event, ev.OuterStepEnded) and event.committed:
-                        self._hold_others_back()
-            if command.action in PAUSES or command.in_pause:
-                self._trainer.pause(time.perf_counter() - began)
-            if self._controller is not None and event is not None:
-                self._controller.post(event)
-            if command.action is Action.STOP:
-                return command.exit_status
+    def boundary(self) -> Command:
+        """Take the boundary's command, carry it out, and report what it came to."""
+        began = time.perf_counter()
+        self._alive()
+        # The other ranks wait here for rank 0, which takes 0.2 s at most while nothing is due.
+        command = self._ranks.broadcast(self._next_command())
+        # First: a block begins with the micro-batch of the same boundary.
+        self._follow_data(command.data)
+        if command.action is Action.WAIT_FOR_DATA and self._data is not None:
+            self._data.missed(time.perf_counter() - began)
+        event = self._carry_out(command)
+        if command.action in PAUSES or command.in_pause:
+            self._weights.pause(time.perf_counter() - began)
+        if self._controller is not None and event is not None:
+            self._controller.post(event)
+        return command
 
-    # --- inner steps ---------------------------------------------------------------------------
+    def _next_command(self) -> Command | None:
+        return self._controller.next_command() if self._controller else None
+
+    def _carry_out(self, command: Command) -> ev.Event | None:
+        """Return the event that follows, where one does.
+
+        An error not answered with an event ends the miner on all ranks.
+        """
+        match command.action:
+            case Action.TRAIN:
+                return self._micro_batch()
+            case Action.IDLE | Action.WAIT_FOR_DATA:
+                return None
+            case Action.FOLLOW_SCHEDULE:
+                self._weights.follow_schedule(command.outer_step, command.inner_steps)
+                return None
+            case Action.CHECKPOINT:
+                self._save_checkpoint(command.local)
+                saved, held = self._checkpointer.saved, self._checkpointer.hold_seconds
+                return ev.CheckpointBegun(self._weights.outer_step, saved, held)
+            case Action.STOP:
+                # First: the checkpoint waits for the copies it holds.
+                self._exchange.give_up()
+                self._save_last(command.local)
+                # A thread writes it, and threads do not outlive the process.
+                self._checkpointer.wait()
+                return ev.Stopped(command.exit_status)
+        return self._exchange.carry_out(command, self._progress(command.local), self._last_loss)
+
+    @abstractmethod
+    def _micro_batch(self) -> ev.Event | None:
+        """Train on a micro-batch, or have it trained on."""
 
     def _follow_data(self, part: DataPart) -> None:
         """Prefetch, begin a block, and tell rank 0 which of those requested are ready here."""
+        if self._data is None:
+            return
         if part.request:
             self._data.request(part.request)
             self._requested.add(part.request)
         if part.begin:
             self._data.begin(part.begin, part.sequences, part.start)
-            wanted = 0 if self._holds_back else self._trainer.preview_micro_batches
-            # None where there are too few: those of the last outer step serve until then.
-            held = self._data.load_held_out(wanted, others=self._wants_others) if wanted else None
-            if held is not None:
-                self._holds_back, self._wants_others = True, False
-                self._trainer.hold_back(held)
+            self._hold_back(self._data)
         # At each boundary: a worker that died idle would be missed only when its block is due.
         self._data.gather_blocks()
         for block in tuple(self._requested):
@@ -187,28 +167,115 @@ class MinerLoop:
                 self._ranks.report_ready(block, sequences)
                 self._requested.discard(block)
 
+    def _hold_back(self, data: DataPipeline) -> None:
+        """Set data of the block that begins aside, where they are wanted."""
+        del data
+
+    def _progress(self, local: LocalPart) -> Progress:
+        return Progress(
+            outer_step=self._weights.outer_step,
+            inner_step=self._weights.inner_step,
+            total_inner_steps=self._weights.total_inner_steps,
+            blocks=list(local.blocks),
+        )
+
+    def _save_checkpoint(self, local: LocalPart) -> None:
+        position = {} if self._data is None else self._data.state_dict()
+        self._checkpointer.save({"data": position, **local.kept}, self._progress(local))
+
+    def _save_last(self, local: LocalPart) -> None:
+        """Save the checkpoint of a stop."""
+        self._save_checkpoint(local)
+
+
+class MinerLoop(RankLoop):
+    """Run boundaries until STOP, and train in them.
+
+    ``follow_rules``: gets the text of another version of the network's file. For the rest see
+    :class:`RankLoop`.
+    """
+
+    def __init__(
+        self,
+        *,
+        trainer: Trainer,
+        data: DataPipeline,
+        follow_rules: Callable[[str], None] = lambda text: None,
+        **given: Any,
+    ) -> None:
+        super().__init__(weights=trainer, data=data, **given)
+        self._trainer, self._text = trainer, data
+        self._follow_rules = follow_rules
+        self._holds_back = False
+        self._wants_others = False  # than those that a restart finds on disk
+
+    def run(self) -> int:
+        """Run until STOP; return the exit status, the same on all ranks."""
+        while True:
+            command = self.boundary()
+            if command.action is Action.STOP:
+                return command.exit_status
+
+    def _carry_out(self, command: Command) -> ev.Event | None:
+        match command.action:
+            case Action.FOLLOW_RULES:
+                rules = {"text": command.local.rules} if self._controller else None
+                shared = self._ranks.share(f"rules-{command.outer_step}", rules)
+                self._follow_rules(shared["text"])
+                return None
+            case Action.LOAD | Action.REBASE:
+                return self._load_global(command)
+            case Action.ROLL_BACK:
+                return ev.RolledBack(*(self._checkpointer.roll_back() or (None,)))
+        event = super()._carry_out(command)
+        if isinstance(event, ev.OuterStepEnded) and event.committed:
+            self._hold_others_back()
+        return event
+
+    def _save_last(self, local: LocalPart) -> None:
+        skipped = self._trainer.skipped_in_a_row
+        if skipped < 2:
+            self._save_checkpoint(local)
+        else:
+            log.warning(
+                "No checkpoint of this stop: the last %d inner steps gave NaN or Inf, "
+                "so these weights may be the cause; a start goes on from the "
+                "checkpoint before",
+                skipped,
+            )
+
+    # --- inner steps ---------------------------------------------------------------------------
+
+    def _hold_back(self, data: DataPipeline) -> None:
+        wanted = 0 if self._holds_back else self._trainer.preview_micro_batches
+        # None where there are too few: those of the last outer step serve until then.
+        held = data.load_held_out(wanted, others=self._wants_others) if wanted else None
+        if held is not None:
+            self._holds_back, self._wants_others = True, False
+            self._trainer.hold_back(held)
+
     def _hold_others_back(self) -> None:
         """Choose other held-out data in a new outer step."""
         # Scales that were searched on the old sequences fit those better than any other.
         self._holds_back, self._wants_others = False, True
 
     def _micro_batch(self) -> ev.Event:
-        batch = self._data.next()
+        batch = self._text.next()
         if batch is None:
             # All ranks serve equally many sequences, so all of them are at the end now.
             return ev.BlockUsedUp()
-        report = self._trainer.add_micro_batch(batch, data_wait_seconds=self._data.wait_seconds)
+        report = self._trainer.add_micro_batch(batch, data_wait_seconds=self._text.wait_seconds)
         if report is None:
             return ev.MicroBatchTrained()
         self._last_loss = report.loss
         return ev.InnerStepDone(report, diverged=self._trainer.wants_roll_back)
 
-    # --- the global state, snapshots and checkpoints -------------------------------------------
+    # --- the global state ----------------------------------------------------------------------
 
     def _load_global(self, command: Command) -> ev.Event:
         # On rank 0 alone: the others get their rows from it.
         weights, outer_optimizer = state_files(command.local.folder)
-        sample = self._data.sample(self._trainer.measured_sequences)
+        sample = self._text.sample(self._trainer.measured_sequences)
         try:
             if command.action is Action.REBASE:
                 self._trainer.rebase(weights, outer_optimizer, sample)
@@ -221,15 +288,3 @@ class MinerLoop:
             return ev.LoadFailed(str(error), time.monotonic(), awful)
         self._hold_others_back()
         return ev.Loaded(command.outer_step)
-
-    def _progress(self, local: LocalPart) -> Progress:
-        return Progress(
-            outer_step=self._trainer.outer_step,
-            inner_step=self._trainer.inner_step,
-            total_inner_steps=self._trainer.total_inner_steps,
-            blocks=list(local.blocks),
-        )
-
-    def _save_checkpoint(self, local: LocalPart) -> None:
-        extra = {"data": self._data.state_dict(), **local.kept}
-        self._checkpointer.save(extra, self._progress(local))

@@ -18,8 +18,8 @@ from distributed_training.protocol import lines
 from distributed_training.protocol.types import RankFailedError
 from distributed_training.store.bucket_reader import refuse
 from distributed_training.training.checkpoint import Checkpointer
+from distributed_training.training.held_weights import HeldWeights
 from distributed_training.training.local_evaluation import WeightsWorseThanGuess
-from distributed_training.training.trainer import Trainer
 
 from .loop import not_loaded, state_files
 
@@ -94,7 +94,7 @@ def _written_at(path: Path) -> float:
 
 
 def resume_training(
-    trainer: Trainer,
+    trainer: HeldWeights,
     checkpointer: Checkpointer,
     info: StartupInfo,
     global_folder: Path | None,

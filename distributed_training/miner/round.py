@@ -43,6 +43,7 @@ from .ranks import Ranks
 if TYPE_CHECKING:
     from distributed_training.chain.server import SignedServer
     from distributed_training.exchange.hivemind.swarm import HivemindSwarm
+    from distributed_training.training.held_weights import HeldWeights
     from distributed_training.training.snapshot import SnapshotHandle
     from distributed_training.training.trainer import Trainer
 
@@ -235,7 +236,7 @@ class RoundTasks:
 
 
 def take_outer_step(
-    trainer: Trainer, ranks: Ranks, prepare: Callable[[], None]
+    trainer: HeldWeights, ranks: Ranks, prepare: Callable[[], None]
 ) -> ev.OuterStepEnded:
     """Take the outer step that ``prepare`` computes. Collective."""
     detail, began = "", time.perf_counter()

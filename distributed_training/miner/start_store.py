@@ -10,7 +10,7 @@ imports has nothing of hivemind.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from distributed_training.chain.registration import (
     RegistrationWatcher,
     WatcherCallbacks,
 )
+from distributed_training.common.backoff import Repeats
 from distributed_training.common.memory import DISK_RESERVE, checkpoint_bytes
 from distributed_training.config import Config
 from distributed_training.config.versions import Versions, has_versions
@@ -43,8 +44,8 @@ from distributed_training.training.outer_step import read_model_config
 
 from . import events as ev
 from .assembly import (
+    Held,
     RankContext,
-    Training,
     describe_member,
     describe_size,
     open_block_list,
@@ -55,7 +56,7 @@ from .assembly import (
     registration_terms,
     rules_of,
 )
-from .controller import Controller
+from .controller import Controller, Subscriber
 from .device import expects_gpu
 from .events import MinerState, Mode, Rules
 from .global_state import GlobalBucket, NetworkWatch, StartWait, pause_start
@@ -69,6 +70,7 @@ log = logging.getLogger(__name__)
 
 _UPDATE_BITS = 4  # of the validator's update, whatever the uploads have
 _NO_DIGEST = "0" * 64
+_SAY_AGAIN = 600.0  # seconds between two lines of one cause
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ class RankZero:
         context: RankContext,
         info: StartupInfo,
         connections: Connections,
-        training: Training,
+        training: Held,
     ) -> None:
         self._context, self._info = context, info
         self._connections, self._training = connections, training
@@ -204,7 +206,8 @@ class RankZero:
         """Build who is shown each event, in this order, after the block list."""
         config, folder = self._context.config, self._context.folder
         trainer, connections = self._training.trainer, self._connections
-        self.record: Record = EventLog.open(folder).write
+        log_of = "distributed_training" if self._context.guest else ""
+        self.record: Record = EventLog.open(folder, logger=log_of).write
         reporter = StoreReporter(
             record=self.record,
             warnings=lambda report: lines.step_warnings(
@@ -213,7 +216,7 @@ class RankZero:
             bucket=config.store.global_model_name,
             global_uid=self._info.global_uid,
         )
-        shapes, moments = [shape for _, shape in trainer.schema], len(trainer.optimizer.state)
+        shapes, moments = [shape for _, shape in trainer.schema], trainer.moments
         upload = largest_file(trainer.schema, config.miner.bits)
         needed = upload + checkpoint_bytes(shapes, moments)
 
@@ -221,7 +224,7 @@ class RankZero:
             close = connections.rounds.next_close
             return None if close is None else close.closes_at
 
-        income = Income(
+        self.income = income = Income(
             hotkey=self._info.hotkey,
             chain=connections.member.chain,
             rules=rules_of(config, self._info.uid),
@@ -258,7 +261,8 @@ class RankZero:
         )
         # The reporter before the uploads: a step's line stands above what it led to.
         for subscriber in (income, reporter, metrics, uploads):
-            self.controller.subscribe(subscriber.on_event)
+            follow: Subscriber = subscriber.on_event
+            self.controller.subscribe(_forgiving(follow) if self._context.guest else follow)
 
     def header(self, close: Close, block_list: Sequence[int]) -> Header:
         """Return the header of the upload for ``close``; the trainer fills in the rest."""
@@ -302,8 +306,26 @@ class RankZero:
         record_start(self.record, context, self._info, self._training)
 
 
+def _forgiving(subscriber: Subscriber) -> Subscriber:
+    """Return a subscriber whose errors are warnings: the event is decided on all the same."""
+    repeats = Repeats(_SAY_AGAIN)
+
+    def on_event(event: ev.Event, state: MinerState) -> Iterable[ev.Event] | None:
+        try:
+            return subscriber(event, state)
+        except Exception as error:
+            if (again := repeats(type(error).__name__)) is not None:
+                name = type(event).__name__
+                log.warning(
+                    "%s could not be followed; training goes on%s", name, again, exc_info=error
+                )
+            return None
+
+    return on_event
+
+
 def build_exchange(
-    context: RankContext, info: StartupInfo, connections: Connections | None, training: Training
+    context: RankContext, info: StartupInfo, connections: Connections | None, training: Held
 ) -> tuple[RankZero | None, StoreRank]:
     """Build rank 0's own part, and this rank's part of rounds.
 

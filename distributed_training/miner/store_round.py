@@ -40,7 +40,13 @@ from distributed_training.exchange.base import (
     UploadEnded,
 )
 from distributed_training.protocol import lines
-from distributed_training.protocol.types import ExitStatus, Progress, RankFailedError, Update
+from distributed_training.protocol.types import (
+    ExitStatus,
+    Progress,
+    RankFailedError,
+    Sign,
+    Update,
+)
 
 from . import events as ev
 from .events import (
@@ -61,8 +67,8 @@ from .round import take_outer_step
 if TYPE_CHECKING:
     from distributed_training.exchange.store_rounds import StoreRounds
     from distributed_training.protocol.update_file import Header
+    from distributed_training.training.held_weights import HeldWeights
     from distributed_training.training.store_outer_step import UploadHandle
-    from distributed_training.training.trainer import Sign, Trainer
 
 log = logging.getLogger(__name__)
 
@@ -280,7 +286,7 @@ class StoreRank:
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: HeldWeights,
         ranks: Ranks,
         *,
         rounds: StoreRounds | None = None,

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import os
 import queue
 import signal
 import tempfile
@@ -146,6 +147,8 @@ def sole_user(
     ``instead``: what else helps. Raises ConfigError.
     """
     with (folder / name).open("a") as file:
+        # A lock is of the open file: a fork of ours would hold it when we are gone.
+        os.register_at_fork(after_in_child=file.close)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -229,7 +232,7 @@ def require_data(config: Config) -> None:
     from distributed_training.data.page_source import OtherData, PageUnavailable
 
     if config.data.own:
-        if config.kind == "miner":
+        if config.kind == "miner" and config.reads_text:
             require_own_text(config.data)
         return
     data, sources = config.data, config.data.sources

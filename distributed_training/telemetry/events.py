@@ -54,13 +54,14 @@ class EventLog:
         self._file: int | None = self._open()
 
     @classmethod
-    def open(cls, folder: Path) -> EventLog:
+    def open(cls, folder: Path, *, logger: str = "") -> EventLog:
         """Open ``events.jsonl`` in the run folder.
 
-        From then on warnings and errors of the log are events too (``problem``: level, text).
+        From then on warnings and errors of the log are events too (``problem``: level, text), or
+        of one ``logger``.
         """
         events = cls(folder / "events.jsonl")
-        logging.getLogger().addHandler(_Problems(events))
+        logging.getLogger(logger).addHandler(_Problems(events))
         return events
 
     def write(self, kind: str, **fields: Any) -> None:

@@ -40,6 +40,7 @@ FATE_ROUNDS = 3  # round periods: what a manifest says of an upload
 OFFLINE_AFTER = 60.0
 #: Of a stop: nobody is asked to look after it, since torchrun starts all ranks again or says why.
 TORCHRUN = "its ranks have ended; torchrun's log names the cause"
+SCRIPT = "its script ended"  # that joined a network
 _CLOCK_STEP = 5.0  # a fact of the future by more was written by another clock
 _SLACK = 20.0  # seconds by which an upload may be older than it looks
 _FIRST_STEP = 1800.0  # seconds, with its compilation; a load of weights holds the loop as well
@@ -181,7 +182,11 @@ class Launch:
     @property
     def asked(self) -> bool:
         """Somebody wanted the stop."""
-        return self.stopped_by.startswith("signal") or self.stopped_by in ("finished", TORCHRUN)
+        return self.stopped_by.startswith("signal") or self.stopped_by in (
+            "finished",
+            TORCHRUN,
+            SCRIPT,
+        )
 
     def seconds_left(self, now: float) -> float | None:
         """Return how long the present stage takes from ``now`` on; None: not known."""

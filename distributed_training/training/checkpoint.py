@@ -42,9 +42,10 @@ from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.types import Progress, RankFailedError
 
 from .collectives import RowStream, enter_thread, row_range
+from .held_weights import HeldWeights
 from .inner_optimizer import checkpoint_key
 from .snapshot import write_safetensors
-from .trainer import SLOW_STEPS, Trainer
+from .trainer import SLOW_STEPS
 
 log = logging.getLogger(__name__)
 
@@ -260,7 +261,7 @@ class Checkpointer:
     to leave there.
     """
 
-    def __init__(self, *, trainer: Trainer, folder: Path, keep: int = 2) -> None:
+    def __init__(self, *, trainer: HeldWeights, folder: Path, keep: int = 2) -> None:
         self.hold_seconds = 0.0  # how long the last save held training
         self.seconds: float | None = None  # what the last one took this rank, held and written
         self.last_error: str | None = None

@@ -78,13 +78,16 @@ def row_range(rows: int, world_size: int, rank: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """One parameter on this rank. ``start``..``stop`` are its rows of the whole tensor."""
+    """One parameter on this rank. ``start``..``stop`` are its rows of the whole tensor.
+
+    ``dtensor``: those rows; or a plain tensor, of which each rank holds the whole.
+    """
 
     name: str
     shape: tuple[int, ...]
     start: int
     stop: int
-    dtensor: DTensor
+    dtensor: Tensor
 
     @property
     def local(self) -> Tensor:
@@ -94,6 +97,8 @@ class ParameterShard:
         (``discard_gradients``).
         """
         # Detached: autograd refuses a write in place to a leaf.
+        if not isinstance(self.dtensor, DTensor):
+            return self.dtensor.detach()[self.start : self.stop]
         return self.dtensor.to_local().detach()
 
     def empty_rows(self) -> Tensor:
@@ -104,8 +109,10 @@ class ParameterShard:
 def open_stream(layout: Layout, timeout: timedelta) -> RowStream:
     """Make the groups of a stream; ``timeout`` covers each of its collectives.
 
-    All ranks call this.
+    All ranks call this. One rank without a process group has nobody to meet.
     """
+    if layout.world_size == 1 and not dist.is_initialized():
+        return RowStream(group=None, layout=layout, copy=None)
     # A group of its own: FSDP queues its collectives in another order. And gloo, since what moves
     # here lies in host memory, where NCCL cannot go.
     group = dist.new_group(backend="gloo", timeout=timeout)
@@ -131,14 +138,15 @@ class RowStream:
     Over a gloo group of its own, in host memory: rank 0 receives straight into the rows of its
     destination, so nothing is held twice. Where nodes hold copies (:class:`Layout`), what
     comes from rank 0 goes on from each rank of node 0 to its peers, which hold the same rows.
+    ``group``: None for one rank alone.
     """
 
     def __init__(
         self,
         *,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         layout: Layout,
-        copy: dist.ProcessGroup,
+        copy: dist.ProcessGroup | None,
         peers: dist.ProcessGroup | None = None,
     ) -> None:
         self.group = group
@@ -172,6 +180,8 @@ class RowStream:
         """
         if not rows:
             return []
+        if self.group is None:
+            return list(rows)
         mine = torch.cat(list(rows)), [len(each) for each in rows]
         found = [mine] * self.layout.shards
         dist.all_gather_object(found, mine, group=self._copy)
@@ -207,6 +217,8 @@ class RowStream:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sum elementwise over ranks, in float64: the same bits on every rank."""
+        if self.group is None:
+            return [float(value) for value in values]
         # float64 keeps counts of tokens exact, and the square of a norm within range.
         tensor = torch.tensor(list(values), dtype=torch.float64)
         dist.all_reduce(tensor, group=self.group)
@@ -231,6 +243,8 @@ class RowStream:
     def all_gather(self, value: Result) -> list[Result]:
         """Return every rank's ``value``, on all ranks (pickled; small values only)."""
         found: list[Result] = [value] * self.world_size
+        if self.group is None:
+            return found
         dist.all_gather_object(found, value, group=self.group)
         return found
 
@@ -254,6 +268,8 @@ class RowStream:
 
     def from_rank_0(self, value: Result) -> Result:
         """Rank 0's ``value`` on every rank (pickled; small things only)."""
+        if self.group is None:
+            return value
         box = [value]
         dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]

@@ -390,7 +390,7 @@ def load(sharded: ShardedModel, path: Path | None, stream: RowStream, *, seed: i
     from them. Raises ValueError on all ranks alike, changing nothing.
     """
     shards, tied = sharded.shards, sharded.tied
-    shared = stream.from_rank_0(None if path is None else str(path))
+    shared = stream.from_rank_0(path)
     if shared is None:
         spread = getattr(sharded.model.config, "initializer_range", INITIAL_SPREAD)
         # Normal matrices, zero biases, unit norms: the same for every world size and device.
@@ -404,26 +404,36 @@ def load(sharded: ShardedModel, path: Path | None, stream: RowStream, *, seed: i
             whole = torch.empty(shard.shape).normal_(0.0, float(spread), generator=generator)
             shard.local.copy_(whole[shard.start : shard.stop])
         return
+    load_file(shards, tied, shared, stream)
+
+
+@torch.no_grad()
+def load_file(
+    shards: Sequence[ParameterShard], tied: Mapping[str, str], path: Path, stream: RowStream
+) -> None:
+    """Load weights from rank 0's file at ``path``, which all ranks name. See :func:`load`."""
     error, problem, layout = None, None, stream.layout
     try:
         if layout.on_node_0:
-            with safe_open(shared, "pt") as file:
+            with safe_open(path, "pt") as file:
                 problem = _mismatch(shards, file, tied)
     except Exception as failure:  # noqa: BLE001 - foreign bytes; the others wait for this vote
         problem = f"{type(failure).__name__}: {failure}"
     if problem is not None:
-        error = f"{shared} was not loaded: {problem}. Fetch the global state again"
+        error = f"{path} was not loaded: {problem}. Fetch the global state again"
     # Every shape was compared before the first row is copied: a file of another model changes
     # nothing.
     stream.raise_if_any(error, ValueError)
-    with safe_open(shared, "pt") if layout.on_node_0 else nullcontext() as opened:
-        _copy(sharded, opened, stream)
+    with safe_open(path, "pt") if layout.on_node_0 else nullcontext() as opened:
+        _copy(shards, tied, opened, stream)
 
 
-def _copy(sharded: ShardedModel, file: Any, stream: RowStream) -> None:
+def _copy(
+    shards: Sequence[ParameterShard], tied: Mapping[str, str], file: Any, stream: RowStream
+) -> None:
     """Copy each shard's rows from ``file``: open on node 0, None elsewhere."""
-    stored = {} if file is None else _stored_names(file, sharded.tied)
-    for shard in sharded.shards:
+    stored = {} if file is None else _stored_names(file, tied)
+    for shard in shards:
         # safetensors refuses an empty slice at the end, where a rank has no rows.
         if file is None or shard.start == shard.stop:
             rows = shard.empty_rows()

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from safetensors import safe_open
@@ -38,7 +38,6 @@ from distributed_training.protocol.compression import Code, Compression
 
 from .collectives import Layout, ParameterShard, enter_thread, to_host
 from .error_feedback import Direction
-from .inner_optimizer import InnerOptimizer
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +112,16 @@ class BoundaryCopies:
     state: dict[str, list[Tensor]]  # what was asked for, by name
 
 
+class Stepped(Protocol):
+    """An inner optimizer: its rows of every parameter by name, and how many steps it has taken."""
+
+    @property
+    def state(self) -> Mapping[str, list[Tensor]]: ...
+
+    @property
+    def step_count(self) -> int: ...
+
+
 class BoundaryCopier:
     """Takes :class:`BoundaryCopies`; of one boundary at a time, or host memory would hold several.
 
@@ -124,7 +133,7 @@ class BoundaryCopier:
     def __init__(
         self,
         shards: Sequence[ParameterShard],
-        optimizer: InnerOptimizer,
+        optimizer: Stepped,
         *,
         patience: float = 120.0,
     ) -> None:

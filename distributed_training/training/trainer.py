@@ -10,8 +10,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,23 +20,20 @@ import torch
 from torch import Tensor, nn
 
 from distributed_training.config.settings import TrainingSettings
-from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.keys import Parts
 from distributed_training.protocol.types import (
     AllReduceError,
     AllReduceFault,
     Progress,
-    Sign,
     StepReport,
-    Update,
 )
-from distributed_training.protocol.update_file import Header
 
 from . import sharding
 from .collectives import Layout, on_host, open_stream
 from .compression import compression_of
 from .epoch_starts import EpochStarts
 from .error_feedback import ErrorFeedback
+from .held_weights import HeldWeights
 from .inner_optimizer import NEAR_THE_END, InnerOptimizer, Schedule
 from .inner_state import describe_inner, write_optimizer_shard
 from .local_evaluation import MEASURED, GradientCheck, Text, load_measured
@@ -50,13 +46,12 @@ from .sharding import build_sharded_model
 from .snapshot import (
     PARTS,
     BoundaryCopier,
-    BoundaryCopies,
     Epoch,
     SnapshotHandle,
     SnapshotState,
     write_snapshot,
 )
-from .store_outer_step import StoreOuterStep, UploadHandle
+from .store_outer_step import StoreOuterStep
 from .throughput import StepMeter, start_profiler
 
 if TYPE_CHECKING:  # 80 modules that nothing else here needs
@@ -75,7 +70,7 @@ NAN_LIMIT, SLOW_STEPS = 3, 50
 _NEAR = 2
 
 
-class Trainer:
+class Trainer(HeldWeights):
     """Owns model, inner optimizer, schedule, outer step, epoch-start weights and error feedback.
 
     ``model_config``: content of a ``config.json``. Ranks meet in the default process group; on GPUs
@@ -99,7 +94,6 @@ class Trainer:
         exchange: str = "hivemind",
     ) -> None:
         self.settings = settings
-        self.device = device
         layout = layout or Layout()
         self.rank, self.world_size = layout.rank, layout.world_size
         self._say = say if self.rank == 0 else log.debug
@@ -119,7 +113,7 @@ class Trainer:
         published: Any = self.sharded.model.config
         self._published_config = {**model_config, **published.to_dict()}
         # After the model: all ranks must make their groups in one order.
-        self.stream = stream = open_stream(layout, STREAM_TIMEOUT)
+        stream = open_stream(layout, STREAM_TIMEOUT)
         shards = self.sharded.shards
         self.schedule = Schedule.of(settings)
         offload = self.sharded.plan.offload_optimizer
@@ -140,16 +134,23 @@ class Trainer:
         kind: Callable[..., OuterStep] = OuterStep
         if exchange == "store":
             kind = partial(StoreOuterStep, drop_overlap=settings.late_overlap == "dropped")
-        self.outer = kind(
+        super().__init__(
             shards=shards,
+            schema=self.sharded.schema,
+            tied=self.sharded.tied,
             stream=stream,
-            learning_rate=settings.outer_learning_rate,
-            momentum=settings.outer_momentum,
-            rule=outer_rule_of(settings, exchange),
+            outer=kind(
+                shards=shards,
+                stream=stream,
+                learning_rate=settings.outer_learning_rate,
+                momentum=settings.outer_momentum,
+                rule=outer_rule_of(settings, exchange),
+            ),
+            copier=BoundaryCopier(shards, self.optimizer),
+            device=device,
         )
         self.starts = EpochStarts(shards=shards, stream=stream)
         self._left_sketch: Tensor | None = None  # of the outer step that a round is to end
-        self.copier = BoundaryCopier(shards, self.optimizer)
         self.gradient_check = GradientCheck(
             sharded=self.sharded,
             stream=stream,
@@ -164,7 +165,6 @@ class Trainer:
             sharded=self.sharded, stream=self.stream, known=known, say=self._say
         )
 
-        self.outer_step = self.inner_step = self.total_inner_steps = 0
         self.skipped_in_a_row = 0
         self._written_at: int | None = None  # inner step of the round's pseudo-gradient
         self._warned_of_the_end = False
@@ -201,11 +201,6 @@ class Trainer:
             self._say(self.batch_plan.note)
 
     # --- weights -------------------------------------------------------------------------------
-
-    @property
-    def schema(self) -> Schema:
-        """Names and shapes in state-dict order; what peers average and upload."""
-        return self.sharded.schema
 
     def load_weights(self, path: Path | None) -> None:
         """Rank 0's safetensors file into all shards; rank 0's None: initial ones from the seed.
@@ -312,12 +307,16 @@ class Trainer:
         self.drop_step()
 
     def begin_epoch(self, outer_step: int) -> None:
-        """Make the present weights the epoch start; inner steps count from 0 again."""
-        self.outer.begin_epoch()
-        self.outer_step = outer_step
-        self.inner_step, self._written_at = 0, None
-        self.starts.loss = None
-        self.drop_step()
+        super().begin_epoch(outer_step)
+        self._written_at, self.starts.loss = None, None
+
+    @property
+    def tokens(self) -> int:
+        return self.inner_step * self.batch_plan.effective * self.settings.sequence_length
+
+    @property
+    def moments(self) -> int:
+        return len(self.optimizer.state)
 
     def drop_step(self) -> None:
         """Forget an inner step that is not finished, and every gathered weight."""
@@ -325,10 +324,6 @@ class Trainer:
         self._meter.drop()
 
     def pause(self, seconds: float) -> None:
-        """Leave ``seconds`` since the last micro-batch out of the step's time.
-
-        There was nothing to train: a round, or a wait for the global state.
-        """
         self._meter.pause(seconds)
 
     # --- what survives a restart ---------------------------------------------------------------
@@ -341,14 +336,6 @@ class Trainer:
         return self.sharded, self.optimizer, self.outer, self.feedback, self.starts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state.
-
-        JSON-able values are of all ranks alike. Lists of tensors are this rank's rows of every
-        parameter, single tensors this rank's alone, None stands for a tensor not there.
-
-        Tensors are the very ones. Of weights and the inner optimizer's rows, which the next step
-        overwrites, :attr:`copier` has copies; no other is ever changed in place.
-        """
         state = {
             "outer_step": self.outer_step,
             "inner_step": self.inner_step,
@@ -364,10 +351,6 @@ class Trainer:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Restore a :meth:`state_dict`, with this rank's rows. Collective.
-
-        Returns False, on all ranks alike, if the micro-batches of an unfinished step were dropped.
-        """
         self.drop_step()
         for component in self.components:
             component.load_state_dict(state)
@@ -533,11 +516,6 @@ class Trainer:
             )
 
     def begin_schedule(self, network_steps: int, *, follows: bool = False) -> None:
-        """Begin at the network's place in the learning rate's schedule, at a first start.
-
-        ``network_steps``: inner steps that the network has taken, 0 where its state does not say.
-        ``follows``: the place is the network's alone, also in its warm-up.
-        """
         # The warm-up is for the random weights of a new network. With trained ones it would cost a
         # newcomer's first outer steps, and AdamW finds its moments without it.
         if self.outer_step > 0:
@@ -549,15 +527,6 @@ class Trainer:
             f"Training begins at inner step {self.total_inner_steps} of the learning rate's "
             f"schedule, at {rate:.3g}"
         )
-
-    def follow_schedule(self, outer_step: int, network_steps: int) -> None:
-        """Go to the network's place in the schedule, so that all of its miners have one rate.
-
-        ``network_steps``: see :meth:`begin_schedule`; before ``outer_step``. Nothing happens where
-        that is not this miner's.
-        """
-        if network_steps and outer_step == self.outer_step:
-            self.total_inner_steps = network_steps + self.inner_step
 
     def follow_rules(self, settings: TrainingSettings) -> None:
         """Train by other constants of the schedule, and another clip, from the next step on."""
@@ -598,9 +567,7 @@ class Trainer:
         Inner steps taken since the pseudo-gradient was written belong to the new outer step.
         """
         if isinstance(self.outer, StoreOuterStep):
-            self.outer_step, before = self.outer.commit_update()
-            self.inner_step -= before
-            self.drop_step()
+            super().commit_outer_step()
             return
         self.outer.commit()
         assert self._left_sketch is not None
@@ -611,63 +578,7 @@ class Trainer:
         # Gradients of a step under way, and what FSDP has gathered, are of the weights before.
         self.drop_step()
 
-    def roll_back_outer_step(self) -> None:
-        """Forget the outer step that was prepared; weights and counters stay. Local."""
-        self.outer.roll_back()
-
-    # --- outer step of a store network ---------------------------------------------------------
-
-    @property
-    def dropped(self) -> str:
-        """The training that the last outer step dropped, in words; empty: none."""
-        return self.outer.dropped if isinstance(self.outer, StoreOuterStep) else ""
-
-    def write_upload(
-        self, path: Path | None = None, header: Header | None = None, *, sign: Sign | None = None
-    ) -> UploadHandle:
-        """Write this step boundary's upload to rank 0's ``path``, in the background. Collective.
-
-        Rank 0 alone gives arguments; the header's ``outer_step``, ``start``, ``inner_steps`` and
-        ``tokens`` are filled in here. A file at ``path`` is replaced. Training is held for the copy
-        to host memory. Raises on all ranks alike OSError where there is no room for the file, and
-        RankFailedError when a rank has no memory; later failures are in the handle.
-        """
-        assert isinstance(self.outer, StoreOuterStep)
-        started = time.perf_counter()
-        if header is not None:
-            tokens = self.inner_step * self.batch_plan.effective * self.settings.sequence_length
-            header = replace(
-                header, outer_step=self.outer_step, inner_steps=self.inner_step, tokens=tokens
-            )
-        copies = self.boundary_copies(())
-        handle = self.outer.write_upload(header, path, sign, copies)
-        handle.hold_seconds = time.perf_counter() - started
-        return handle
-
-    def prepare_update(self, update: Update | None) -> None:
-        """Compute what follows from ``update``, aside. Collective; rank 0's counts.
-
-        With whole weights it may lead to any outer step. Raises AllReduceError(LOCAL) on all ranks
-        alike, also where the weights that come out have another digest; nothing changes then.
-        :meth:`commit_outer_step` or :meth:`roll_back_outer_step` follows.
-        """
-        assert isinstance(self.outer, StoreOuterStep)
-        # The host memory that copies for an upload or a checkpoint hold is needed now.
-        self.copier.wait()
-        self.outer.prepare_update(update, inner_step=self.inner_step)
-
     # --- uploads -------------------------------------------------------------------------------
-
-    def boundary_copies(self, names: Collection[str] | None = None) -> BoundaryCopies:
-        """Copy weights and moments of this step boundary, when no round is on. Collective.
-
-        ``names``: see :meth:`~.snapshot.BoundaryCopier.copy_boundary`.
-        Raises RankFailedError on all ranks alike when one of them has no memory for its copies.
-        """
-        # What a round that failed has left would be in host memory beside the copies.
-        self.roll_back_outer_step()
-        # A rank that raised alone would leave the others in what comes next.
-        return self.stream.run_on_all(lambda: self.copier.copy_boundary(names))
 
     @torch.no_grad()
     def snapshot(
@@ -752,7 +663,6 @@ class Trainer:
 
     @property
     def preview_micro_batches(self) -> int:
-        """Micro-batches that a preview runs on each rank; none where uploads are not checked."""
         if isinstance(self.outer, StoreOuterStep):
             return 0
         at_once = self.micro_batch_size * self.world_size

@@ -20,7 +20,6 @@ HEAVY = {"torch", "transformers", "hivemind", "bittensor", "botocore", "numpy", 
     ("module", "may"),
     [
         ("distributed_training", set()),
-        ("distributed_training.member", set()),
         ("distributed_training.store.uploader_process", set()),
         ("distributed_training.data.block_builder", {"numpy"}),
         ("distributed_training.miner.launcher", set()),

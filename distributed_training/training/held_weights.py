@@ -1,0 +1,226 @@
+"""Hold one rank's weights from outer step to outer step, whoever trains them in between.
+
+:class:`~.trainer.Trainer` is one who does, a script that joined is another
+(:mod:`.script_weights`). What lies between two inner steps is the same for both: epoch start,
+counters, copies of a boundary, uploads and updates of a store network.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distributed_training.protocol.gradients import Schema
+from distributed_training.protocol.types import Sign, Update
+from distributed_training.protocol.update_file import Header
+
+from . import sharding
+from .collectives import ParameterShard, RowStream
+from .outer_step import OuterStep
+from .snapshot import BoundaryCopier, BoundaryCopies
+from .store_outer_step import StoreOuterStep, UploadHandle
+
+log = logging.getLogger(__name__)
+
+
+class HeldWeights(ABC):
+    """One rank's weights and counters. All ranks call the same methods in the same order.
+
+    ``shards``: this rank's rows of every parameter; ``schema``: names and shapes in state-dict
+    order, as peers average and upload them; ``tied``: other names of tied parameters, by which a
+    file may have them. ``outer`` and ``copier`` work on the same rows.
+    """
+
+    micro_batch_size: int  # sequences
+
+    def __init__(
+        self,
+        *,
+        shards: Sequence[ParameterShard],
+        schema: Schema,
+        tied: Mapping[str, str],
+        stream: RowStream,
+        outer: OuterStep,
+        copier: BoundaryCopier,
+        device: torch.device,
+    ) -> None:
+        self.shards, self.schema, self.tied = shards, schema, tied
+        self.stream, self.device = stream, device
+        self.outer, self.copier = outer, copier
+        self.outer_step = self.inner_step = self.total_inner_steps = 0
+
+    @property
+    @abstractmethod
+    def tokens(self) -> int:
+        """Tokens, of all ranks, that an upload of now was trained on."""
+
+    @property
+    def moments(self) -> int:
+        """Rows of the inner optimizer that a checkpoint has for each parameter."""
+        return 0
+
+    @property
+    def preview_micro_batches(self) -> int:
+        """Micro-batches that a preview runs on each rank; none where uploads are not checked."""
+        return 0
+
+    @abstractmethod
+    def drop_step(self) -> None:
+        """Forget every copy of weights that were changed, and gradients of the weights before."""
+
+    @abstractmethod
+    def pause(self, seconds: float) -> None:
+        """Leave ``seconds`` out of the inner step's time: there was nothing to train."""
+
+    @abstractmethod
+    def slow_down(self) -> None:
+        """Train more carefully for a while: the last checkpoint was loaded after NaN or Inf."""
+
+    # --- weights -------------------------------------------------------------------------------
+
+    def load_weights(self, path: Path | None) -> None:
+        """Load rank 0's safetensors file into all shards.
+
+        The inner optimizer stays. Raises ValueError on all ranks alike when the file is not this
+        model's; nothing changes then.
+        """
+        shared = self.stream.from_rank_0(path)
+        assert shared is not None
+        sharding.load_file(self.shards, self.tied, shared, self.stream)
+        self.drop_step()
+
+    def load_global(
+        self,
+        weights_path: Path | None,
+        outer_optimizer: Path | None,
+        outer_step: int,
+        sample: Tensor | None = None,
+    ) -> None:
+        """Load weights and epoch start from rank 0's file. Raises what :meth:`load_weights` does.
+
+        There is no outer momentum in a store network, and its weights need no ``sample`` to be
+        measured on: they are signed by the one who judges them.
+        """
+        del outer_optimizer, sample
+        self.load_weights(weights_path)
+        self.begin_epoch(outer_step)
+
+    def begin_epoch(self, outer_step: int) -> None:
+        """Make the present weights the epoch start; inner steps count from 0 again."""
+        self.outer.begin_epoch()
+        self.outer_step, self.inner_step = outer_step, 0
+        self.drop_step()
+
+    def begin_schedule(self, network_steps: int, *, follows: bool = False) -> None:
+        """Begin at the network's place in the learning rate's schedule, at a first start.
+
+        ``network_steps``: inner steps that the network has taken, 0 where its state does not say.
+        ``follows``: the place is the network's alone, also in its warm-up.
+        """
+        if follows:
+            self.follow_schedule(self.outer_step, network_steps)
+
+    def follow_schedule(self, outer_step: int, network_steps: int) -> None:
+        """Go to the network's place in the schedule, so that all of its miners have one rate.
+
+        ``network_steps``: see :meth:`begin_schedule`; before ``outer_step``. Nothing happens where
+        that is not this miner's.
+        """
+        if network_steps and outer_step == self.outer_step:
+            self.total_inner_steps = network_steps + self.inner_step
+
+    # --- what survives a restart ---------------------------------------------------------------
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state.
+
+        JSON-able values are of all ranks alike. Lists of tensors are this rank's rows of every
+        parameter, single tensors this rank's alone, None stands for a tensor not there.
+
+        Tensors are the very ones. Of weights and the inner optimizer's rows, which the next step
+        overwrites, :attr:`copier` has copies; no other is ever changed in place.
+        """
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Restore a :meth:`state_dict`, with this rank's rows. Collective.
+
+        Returns False, on all ranks alike, if the micro-batches of an unfinished step were dropped.
+        """
+
+    def boundary_copies(self, names: Collection[str] | None = None) -> BoundaryCopies:
+        """Copy weights and moments of this step boundary, when no round is on. Collective.
+
+        ``names``: see :meth:`~.snapshot.BoundaryCopier.copy_boundary`.
+        Raises RankFailedError on all ranks alike when one of them has no memory for its copies.
+        """
+        # What a round that failed has left would be in host memory beside the copies.
+        self.roll_back_outer_step()
+        # A rank that raised alone would leave the others in what comes next.
+        return self.stream.run_on_all(lambda: self.copier.copy_boundary(names))
+
+    # --- outer step of a store network ---------------------------------------------------------
+
+    @property
+    def dropped(self) -> str:
+        """The training that the last outer step dropped, in words; empty: none."""
+        return self.outer.dropped if isinstance(self.outer, StoreOuterStep) else ""
+
+    def write_upload(
+        self, path: Path | None = None, header: Header | None = None, *, sign: Sign | None = None
+    ) -> UploadHandle:
+        """Write this step boundary's upload to rank 0's ``path``, in the background. Collective.
+
+        Rank 0 alone gives arguments; the header's ``outer_step``, ``start``, ``inner_steps`` and
+        ``tokens`` are filled in here. A file at ``path`` is replaced. Training is held for the copy
+        to host memory. Raises on all ranks alike OSError where there is no room for the file, and
+        RankFailedError when a rank has no memory; later failures are in the handle.
+        """
+        assert isinstance(self.outer, StoreOuterStep)
+        started = time.perf_counter()
+        if header is not None:
+            header = replace(
+                header,
+                outer_step=self.outer_step,
+                inner_steps=self.inner_step,
+                tokens=self.tokens,
+            )
+        copies = self.boundary_copies(())
+        handle = self.outer.write_upload(header, path, sign, copies)
+        handle.hold_seconds = time.perf_counter() - started
+        return handle
+
+    def prepare_update(self, update: Update | None) -> None:
+        """Compute what follows from ``update``, aside. Collective; rank 0's counts.
+
+        With whole weights it may lead to any outer step. Raises AllReduceError(LOCAL) on all ranks
+        alike, also where the weights that come out have another digest; nothing changes then.
+        :meth:`commit_outer_step` or :meth:`roll_back_outer_step` follows.
+        """
+        assert isinstance(self.outer, StoreOuterStep)
+        # The host memory that copies for an upload or a checkpoint hold is needed now.
+        self.copier.wait()
+        self.outer.prepare_update(update, inner_step=self.inner_step)
+
+    def commit_outer_step(self) -> None:
+        """Replace weights, epoch start, residual and progress together.
+
+        Inner steps taken since the upload belong to the new outer step.
+        """
+        assert isinstance(self.outer, StoreOuterStep)
+        self.outer_step, before = self.outer.commit_update()
+        self.inner_step -= before
+        self.drop_step()
+
+    def roll_back_outer_step(self) -> None:
+        """Forget the outer step that was prepared; weights and counters stay. Local."""
+        self.outer.roll_back()

@@ -1,0 +1,268 @@
+"""Hold the weights of a model that somebody else's script trains: plain, under DDP, or FSDP2.
+
+Each rank owns its rows of every parameter, as FSDP2 shards them. Of a plain model, or one under
+DDP, each rank has all rows: it owns a part of them here too, and after a change of weights hands
+that part to the others. So encoding, checkpoints and host memory are shared by the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from distributed_training.config.settings import TrainingSettings
+
+from .collectives import ParameterShard, RowStream, row_range
+from .held_weights import HeldWeights
+from .model import build_meta_model, plain_name, schema_of
+from .outer_rule import outer_rule_of
+from .snapshot import BoundaryCopier
+from .store_outer_step import StoreOuterStep
+
+#: Covers each collective of the host-memory streams.
+STREAM_TIMEOUT = timedelta(minutes=10)
+_NOTHING = "so nothing was joined"
+
+
+class Steps:
+    """Count the steps of a script's optimizers; their state is the script's own affair."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.state: Mapping[str, list[Tensor]] = {}
+        self.begun, self._ended = [0] * len(optimizers), [0] * len(optimizers)
+        self._hooks = []
+        for index, optimizer in enumerate(optimizers):
+            for register, counts in (
+                (optimizer.register_step_pre_hook, self.begun),
+                (optimizer.register_step_post_hook, self._ended),
+            ):
+                self._hooks.append(register(_adder(counts, index)))
+
+    @property
+    def step_count(self) -> int:
+        """Steps that ended; of several optimizers those of the one that has the most."""
+        return max(self._ended)
+
+    @property
+    def under_way(self) -> bool:
+        """Return whether an optimizer changes weights now, or an error ended it while it did."""
+        return self.begun != self._ended
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _adder(counts: list[int], index: int) -> Any:
+    def add(*_: object) -> None:
+        counts[index] += 1
+
+    return add
+
+
+def optimizers_of(given: Any) -> list[Optimizer]:
+    """Return what really steps: Accelerate and others wrap it. Raises ValueError."""
+    found = list(given) if isinstance(given, list | tuple) else [given]
+    for index, each in enumerate(found):
+        while (inner := getattr(each, "optimizer", None)) is not None:
+            each = found[index] = inner
+        if not isinstance(each, Optimizer):
+            raise ValueError(
+                f"the optimizer is a {type(each).__name__} and no torch.optim.Optimizer, "
+                f"{_NOTHING}: give the one whose step() changes the weights"
+            )
+    if not found:
+        raise ValueError(f"no optimizer is given, {_NOTHING}: give the one that trains the model")
+    return found
+
+
+class ScriptWeights(HeldWeights):
+    """The weights of ``model``, which the script's ``steps`` train. Collective.
+
+    ``tokens_per_step``: of all ranks, as the script said last. ``in_step``: micro-batches of an
+    inner step were given out that no checkpoint has. Raises ValueError on all ranks alike, with one
+    line, for a model that is not that of ``model_config`` or that ``optimizers`` do not train.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        *,
+        settings: TrainingSettings,
+        model_config: Mapping[str, Any],
+        stream: RowStream,
+    ) -> None:
+        self.tokens_per_step, self.in_step = 0, False
+        size = settings.local_batch_size_train
+        self.micro_batch_size = size if isinstance(size, int) else 1
+        self.sequence_length = settings.sequence_length
+        self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._reshard()  # else names lead to gathered weights
+        meta = build_meta_model(model_config)
+        schema, named = schema_of(meta), _named(model)
+        first = {id(parameter): plain_name(name) for name, parameter in meta.named_parameters()}
+        tied = {
+            plain_name(name): first[id(parameter)]
+            for name, parameter in meta.named_parameters(remove_duplicate=False)
+            if plain_name(name) != first[id(parameter)]
+        }
+        trained = {id(p) for each in optimizers for g in each.param_groups for p in g["params"]}
+        layout = stream.layout
+        problems = _problems(dict(schema), tied, named, trained, layout.world_size)
+        stream.raise_if_any(next(problems, None), ValueError)
+        shards = [
+            ParameterShard(
+                name, shape, *row_range(shape[0], layout.world_size, layout.rank), named[name]
+            )
+            for name, shape in schema
+        ]
+        # None of them before all ranks are known to go on: they would count for ever.
+        self.steps = Steps(optimizers)
+        super().__init__(
+            shards=shards,
+            schema=schema,
+            tied=tied,
+            stream=stream,
+            outer=StoreOuterStep(
+                drop_overlap=settings.late_overlap == "dropped",
+                shards=shards,
+                stream=stream,
+                learning_rate=settings.outer_learning_rate,
+                momentum=settings.outer_momentum,
+                rule=outer_rule_of(settings, "store"),
+            ),
+            copier=BoundaryCopier(shards, self.steps),
+            device=shards[0].local.device,
+        )
+
+    @property
+    def tokens(self) -> int:
+        return self.inner_step * self.tokens_per_step
+
+    @torch.no_grad()
+    def drop_step(self) -> None:
+        """Hand this rank's rows of whole parameters to the others; forget gathered ones."""
+        world = self.stream.world_size
+        for shard in self.shards if world > 1 else ():
+            if isinstance(shard.dtensor, DTensor):
+                continue
+            whole = shard.dtensor.detach()
+            for rank in range(world):
+                start, stop = row_range(shard.shape[0], world, rank)
+                if stop > start:
+                    # The default group moves what DDP moves: it has a backend for this device.
+                    dist.broadcast(whole[start:stop], src=rank)
+        self._reshard()
+
+    def pause(self, seconds: float) -> None:
+        """Do nothing: how long a step takes is measured by the script's calls."""
+
+    def slow_down(self) -> None:
+        """Do nothing: the learning rate is the script's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "outer_step": self.outer_step,
+            "inner_step": self.inner_step,
+            "total_inner_steps": self.total_inner_steps,
+            "in_step": self.in_step,
+            "weights": [shard.local for shard in self.shards],
+            **self.outer.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        for shard, rows in zip(self.shards, state["weights"], strict=True):
+            shard.local.copy_(rows)
+        self.outer.load_state_dict(state)
+        self.outer_step = int(state["outer_step"])
+        self.inner_step = int(state["inner_step"])
+        self.total_inner_steps = int(state["total_inner_steps"])
+        self.drop_step()
+        return not state["in_step"]
+
+    def _reshard(self) -> None:
+        for module in self._sharded:
+            module.reshard()
+
+
+def _named(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters by all their names, without those of wrappers."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            break
+    found = model.named_parameters(remove_duplicate=False)
+    return {plain_name(name): parameter for name, parameter in found}
+
+
+def _problems(
+    schema: dict[str, tuple[int, ...]],
+    tied: Mapping[str, str],
+    named: Mapping[str, nn.Parameter],
+    trained: set[int],
+    world_size: int,
+) -> Iterator[str]:
+    """Yield why these parameters are not the network's, or cannot be trained in it."""
+    other = "build the model from the network's config.json"
+    for name, shape in schema.items():
+        parameter = named.get(name)
+        if parameter is None:
+            yield f"the model has no parameter {name}, which the network's has, {_NOTHING}: {other}"
+            continue
+        if tuple(parameter.shape) != shape:
+            yield (
+                f"{name} has the shape {tuple(parameter.shape)} and the network's {shape}, "
+                f"{_NOTHING}: {other}"
+            )
+        if parameter.dtype != torch.float32:
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            yield (
+                f"{name} is {dtype} and the network's weights are float32, which updates need, "
+                f"{_NOTHING}: keep parameters in float32, and compute in bfloat16 by "
+                "torch.autocast or FSDP's MixedPrecisionPolicy"
+            )
+        if parameter.is_meta:
+            yield f"{name} has no memory yet (device meta), {_NOTHING}: call to_empty() first"
+        if not parameter.requires_grad:
+            yield (
+                f"{name} is frozen, and in this network all parameters are trained, {_NOTHING}: "
+                "set requires_grad"
+            )
+        elif id(parameter) not in trained:
+            yield (
+                f"{name} is in no group of the optimizer, which would never train it, {_NOTHING}: "
+                "make the optimizer of model.parameters() after fully_shard(), or give all of them"
+            )
+        if isinstance(parameter.data, DTensor):
+            mesh, placements = parameter.data.device_mesh, parameter.data.placements
+            if (mesh.ndim, mesh.size(), *placements) != (1, world_size, Shard(0)):
+                yield (
+                    f"{name} is sharded as {placements} over a mesh of {tuple(mesh.shape)}, and "
+                    f"this reads rows over all {world_size} ranks, {_NOTHING}: call "
+                    "fully_shard(module) without a mesh of your own"
+                )
+    ours = {id(named[name]): name for name in reversed(schema) if name in named}
+    for name, parameter in named.items():
+        first = ours.get(id(parameter))
+        if first is None:
+            why = f" beside {tied[name]}, to which it is tied" if name in tied else ""
+            yield f"{name} is no parameter of the network's model{why}, {_NOTHING}: {other}"
+        elif name in schema and first != name:
+            yield (
+                f"{name} is tied to {first} and in the network's model it is not, {_NOTHING}: "
+                "set tie_word_embeddings as its config.json has it"
+            )

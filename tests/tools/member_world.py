@@ -1,0 +1,120 @@
+"""A store network around scripts that join it: a folder for a store, a leader, a played chain."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from bittensor_core import verify
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from distributed_training import member
+from distributed_training.chain.identity import Wallet
+from distributed_training.config import Config
+from distributed_training.exchange import store_rounds
+from distributed_training.exchange.store_rounds import StoreRounds
+from distributed_training.miner import events as ev
+from distributed_training.miner import start_store
+from distributed_training.miner.resume import StartupInfo
+from distributed_training.miner.store_round import event_of
+from distributed_training.node.identity import Member
+from distributed_training.protocol.manifest import Master
+from distributed_training.store.folder import FolderStore
+from distributed_training.training.model import hf_config
+from distributed_training.training.outer_step import read_model_config
+from tests.tools.network import ALICE, network_file
+from tests.tools.store_leader import Leader, sha256
+from tests.tools.store_ranks import MINER, STORE_RULES, UID, Chain
+from tests.tools.training_world import tiny
+
+VOCABULARY = 67
+
+
+def open_played(
+    bucket: Path,
+    config: Config,
+    folder: Path,
+    stack: ExitStack,
+    wanted: Callable[[], bool],
+    post: Callable[[ev.Event], None],
+) -> tuple[start_store.Connections, StartupInfo]:
+    """In the place of ``start_store.open_connections``: the chain alone is played."""
+    rounds = StoreRounds(
+        FolderStore(bucket, writes=True),
+        folder / "exchange",
+        lambda fact: post(event_of(fact)),
+        master=Master(config.swarm.run_id, ALICE.ss58_address, verify),
+        uid=UID,
+    )
+    stack.callback(rounds.stop)
+    resumes = any((folder / "checkpoints").glob("checkpoint-*"))
+    outer_step, place, steps = start_store.first_weights(rounds, wanted, resumes=resumes)
+    model = {**read_model_config(place), "total_inner_steps": steps}
+    info = StartupInfo(
+        UID, model, global_outer_step=outer_step, hotkey=MINER.ss58_address, follows=True
+    )
+    return start_store.Connections(Member(Wallet(MINER, None), Chain(), UID), rounds, place), info
+
+
+class MemberWorld:
+    """A network of one script, whose model is ``model``, content of a ``config.json``."""
+
+    def __init__(self, folder: Path, model: dict[str, Any] | None = None) -> None:
+        self.folder, self.bucket = folder, folder / "bucket"
+        self.model = model or tiny(vocab=VOCABULARY)
+        folder.mkdir(exist_ok=True)
+        held_out = folder / "held-out.txt"
+        held_out.write_text("words\n" * 100)
+        # Members train on text of their own.
+        own = {"data.own": True, "data.held_out": f"{held_out}#{sha256(held_out)}"}
+        self.network = network_file(folder, STORE_RULES | own, base="sn38", signer=ALICE)
+        self.run_id = member._config_of(self.network, {}).swarm.run_id
+        members = {UID: MINER.ss58_address}
+        self.leader = Leader(self.bucket, self.model, run_id=self.run_id, members=members)
+
+    @contextlib.contextmanager
+    def played(self) -> Iterator[None]:
+        """The store is a folder, and the chain played, in joins inside."""
+        opened = mock.patch.object(
+            start_store,
+            "open_connections",
+            lambda *given: open_played(self.bucket, *given),
+        )
+        soon = mock.patch.multiple(store_rounds, _INTERVAL=0.1, _SOON=0.05)
+        with opened, soon:
+            yield
+
+    def settings(self, **more: Any) -> dict[str, Any]:
+        return {
+            "neuron_run_folder": str(self.folder / "run"),
+            "neuron_checkpoint_interval": "0s",
+            "neuron_checkpoint_steps": "5",
+            **more,
+        }
+
+
+def script_model(model: dict[str, Any], seed: int = 3) -> nn.Module:
+    torch.manual_seed(seed)
+    made: nn.Module = AutoModelForCausalLM.from_config(hf_config(model))
+    return made
+
+
+def batch(step: int, count: int = 4, length: int = 16) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    start = torch.randint(0, VOCABULARY, (count, 1), generator=generator)
+    return (start + torch.arange(length)) % VOCABULARY
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> torch.Tensor:
+    ids = batch(step)
+    loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()

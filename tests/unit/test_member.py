@@ -1,0 +1,429 @@
+"""A script that joins a store network: what it sends, applies, survives, and is refused for."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import distributed_training
+from distributed_training.common.files import sha256_of
+from distributed_training.member import Net
+from distributed_training.miner import events as ev
+from distributed_training.miner import store_round
+from distributed_training.miner.controller import Controller
+from distributed_training.miner.reporter import StoreReporter
+from distributed_training.protocol.update_file import UpdateFile
+from distributed_training.store.folder import FolderStore
+from distributed_training.telemetry import read_events
+from distributed_training.telemetry.run_state import observe
+from distributed_training.telemetry.verdict import Verdict, judge
+from distributed_training.training.script_weights import ScriptWeights
+from tests.tools.member_world import MemberWorld, script_model, train_step
+from tests.tools.store_ranks import UID
+from tests.tools.training_world import tiny
+from tests.tools.waiting import wait_for
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Script:
+    """A training script; ``kill`` leaves of it what a SIGKILL would: its disk."""
+
+    def __init__(self, world: MemberWorld, *, seed: int = 3, **settings: Any) -> None:
+        self.world, self.number = world, 1000 * seed
+        self.model = script_model(world.model, seed)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3)
+        self.net: Net = distributed_training.join(
+            world.network, self.model, self.optimizer, **world.settings(**settings)
+        )
+
+    def train(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.number += 1
+            loss = train_step(self.model, self.optimizer, self.number)
+            self.net.step(loss=loss, tokens=64)
+
+    def train_until(self, condition: Callable[[], bool], what: str, seconds: float = 30) -> None:
+        def trained() -> bool:
+            self.train()
+            return condition()
+
+        wait_for(trained, what, seconds)
+
+    def upload(self) -> Path:
+        """Train until the upload for a close of now is in the store."""
+        leader = self.world.leader
+        leader.open_close()
+        path = self.world.bucket / f"uploads/{UID}/{leader.outer_step}.{leader.serial}.safetensors"
+        self.train_until(path.exists, f"{path} in the store")
+        return path
+
+    def take_outer_step(self) -> None:
+        self.upload()
+        self.world.leader.take_outer_step(UID)
+        self.follow()
+
+    def follow(self) -> None:
+        reached = self.world.leader.outer_step
+        self.train_until(lambda: self.net.outer_step == reached, f"outer step {reached}")
+        assert self.starts_as_the_leader()
+
+    def starts_as_the_leader(self) -> bool:
+        held, theirs = self.net._weights.outer.epoch_start, self.world.leader.state.weights
+        return all(torch.equal(a, b) for a, b in zip(held or [], theirs, strict=True))
+
+    def weights(self) -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+    def kill(self) -> None:
+        self.net._held.checkpointer.wait()  # a thread of this very process
+        self.net._leave()
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return list(read_events(self.world.folder / "run" / "events.jsonl", kind))
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[MemberWorld]:
+    made = MemberWorld(tmp_path)
+    with made.played():
+        yield made
+
+
+@pytest.fixture
+def script(world: MemberWorld) -> Iterator[Script]:
+    made = Script(world)
+    yield made
+    made.net._leave()
+
+
+def same(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def test_a_script_takes_outer_steps_and_tells_what_a_miner_tells(script: Script) -> None:
+    world, net = script.world, script.net
+    assert script.starts_as_the_leader()
+    assert same(script.weights(), world.leader.state.weights)
+    script.train(4)
+    assert (net.outer_step, net.inner_step) == (0, 4)
+    upload = script.upload()
+    header = UpdateFile.reopen(upload, world.leader.schema).header
+    assert header.inner_steps >= 4 and header.tokens == 64 * header.inner_steps
+    world.leader.take_outer_step(UID)
+    script.follow()
+    assert net.inner_step < header.inner_steps  # the upload's share belongs to the step before
+    script.take_outer_step()
+    net.close()
+    folder = world.folder / "run"
+    kinds = {event["kind"] for event in read_events(folder / "events.jsonl")}
+    assert kinds >= {"start", "step", "close", "upload", "checkpoint", "publication", "outer_step"}
+    assert [event["base"] for event in script.events("round")] == ["merged", "merged"]
+    facts = observe(folder, time.time())
+    assert facts.launch is not None and facts.launch.asked
+    found = judge(facts, time.time())
+    assert (found.verdict, found.bad) == (Verdict.STOPPED, False), found
+
+
+def test_a_script_that_starts_again_goes_on_from_what_it_had(script: Script) -> None:
+    world = script.world
+    script.train(7)
+    script.net.close()
+    held, steps = script.weights(), script.net.inner_step
+    again = Script(world, seed=4)  # it has other weights, as of an old checkpoint of its own
+    assert same(again.weights(), held) and again.net.inner_step == steps
+    again.take_outer_step()
+    again.net.close()
+
+
+KILLS = {
+    "trained": lambda event: isinstance(event, ev.InnerStepDone),
+    "taken": lambda event: isinstance(event, ev.UploadTaken),
+    "saved": lambda event: isinstance(event, ev.CheckpointBegun),
+    "written": lambda event: isinstance(event, ev.UploadWritten),
+    "sent": lambda event: isinstance(event, ev.UploadEnded),
+    "committed": lambda event: isinstance(event, ev.OuterStepEnded),
+}
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "taken",
+        "committed",
+        *(pytest.param(m, marks=pytest.mark.long) for m in ("trained", "saved", "written", "sent")),
+    ],
+)
+def test_a_script_killed_at_any_moment_sends_one_file_and_applies_all(
+    script: Script, moment: str
+) -> None:
+    world, controller = script.world, script.net._controller
+    assert controller is not None
+    script.train(3)
+    dead, files = threading.Event(), dict[str, str]()
+
+    class Killed(BaseException):
+        """No code of the product runs after it."""
+
+    def kill(event: ev.Event, state: object) -> None:
+        if KILLS[moment](event):
+            dead.set()
+            raise Killed
+
+    controller.subscribe(kill)
+    with contextlib.suppress(Killed):
+        script.upload()
+        if not dead.is_set():
+            world.leader.take_outer_step(UID)
+            script.follow()
+    assert dead.is_set()
+    script.kill()
+    files = {path.name: sha256_of(path) for path in (world.bucket / "uploads").rglob("*.*")}
+    again = Script(world, seed=5)
+    if world.leader.outer_step == 0:
+        if not files:
+            again.upload()
+        world.leader.take_outer_step(UID)
+    again.follow()
+    now = {path.name: sha256_of(path) for path in (world.bucket / "uploads").rglob("*.*")}
+    assert files.items() <= now.items()
+    assert again.events("round")[-1]["base"] == "merged"
+    again.take_outer_step()
+    again.net.close()
+
+
+class Stuck(FolderStore):
+    """A store that answers nothing while ``away`` is set, and notes who asks."""
+
+    away = threading.Event()
+    asked_by: set[int] = set()
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name not in ("head", "get", "get_range", "put", "put_new"):
+            return found
+
+        def call(*given: Any, **more: Any) -> Any:
+            Stuck.asked_by.add(threading.get_ident())
+            while Stuck.away.is_set():
+                time.sleep(0.01)
+            return found(*given, **more)
+
+        return call
+
+
+def test_training_waits_for_no_network(world: MemberWorld) -> None:
+    with mock.patch("tests.tools.member_world.FolderStore", Stuck):
+        script = Script(world)
+        Stuck.asked_by.clear()
+        script.take_outer_step()
+        world.leader.open_close()
+        Stuck.away.set()
+        try:
+            before, longest = script.net.inner_step, 0.0
+            for _ in range(20):
+                began = time.perf_counter()
+                script.net.step()
+                longest = max(longest, time.perf_counter() - began)
+                script.train()
+            assert script.net.inner_step - before == 20 and longest < 2.0
+        finally:
+            Stuck.away.clear()
+        script.take_outer_step()
+        script.net.close()
+    assert Stuck.asked_by and threading.get_ident() not in Stuck.asked_by
+
+
+@pytest.mark.parametrize("place", ["update", "upload", "decision", "subscriber"])
+def test_an_error_in_it_is_a_warning_and_tried_again(
+    script: Script, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    places: dict[str, tuple[Any, str]] = {
+        "update": (ScriptWeights, "prepare_update"),
+        "upload": (ScriptWeights, "write_upload"),
+        "decision": (Controller, "next_command"),
+        "subscriber": (StoreReporter, "_report_round"),
+    }
+    owner, name = places[place]
+    real, failed = getattr(owner, name), threading.Event()
+
+    def once(*given: Any, **more: Any) -> Any:
+        if not failed.is_set():
+            failed.set()
+            raise KeyError("a defect")
+        return real(*given, **more)
+
+    script.train(2)
+    with (
+        mock.patch.object(owner, name, once),
+        mock.patch.object(store_round, "_AGAIN", store_round._AGAIN / 600),
+        caplog.at_level(logging.WARNING),
+    ):
+        if place == "upload":  # of this close there is none, and of the next
+            script.world.leader.open_close()
+            script.train_until(failed.is_set, "the defect")
+        script.take_outer_step()
+    assert failed.is_set() and "a defect" in caplog.text
+    script.take_outer_step()
+
+
+def wrong(model: nn.Module, what: str) -> tuple[nn.Module, Any]:
+    """Return a model that is wrong in one way, and an optimizer."""
+    first = next(iter(model.parameters()))
+    parameters: Any = model.parameters()
+    match what:
+        case "bfloat16":
+            model = model.bfloat16()
+        case "frozen":
+            first.requires_grad_(False)
+        case "no group":
+            parameters = list(model.parameters())[1:]
+        case "more":
+            model.register_parameter("more", nn.Parameter(torch.zeros(2)))
+        case "less":
+            model.model.norm = nn.Identity()  # type: ignore[union-attr]
+        case "tied":
+            model.lm_head.weight = model.model.embed_tokens.weight  # type: ignore[union-attr]
+    return model, torch.optim.SGD(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("what", "line"),
+    [
+        ("bfloat16", "is bfloat16 and the network's weights are float32"),
+        ("frozen", "is frozen"),
+        ("no group", "is in no group of the optimizer"),
+        ("more", "more is no parameter of the network's model"),
+        ("less", "the model has no parameter model.norm.weight"),
+        ("tied", "lm_head.weight is tied to model.embed_tokens.weight"),
+        ("wider", "has the shape"),
+        ("no optimizer", "no torch.optim.Optimizer"),
+    ],
+)
+def test_a_model_that_is_not_the_networks_is_refused_in_one_line(
+    world: MemberWorld, what: str, line: str
+) -> None:
+    model = tiny(vocab=67, hidden=64) if what == "wider" else world.model
+    made, optimizer = wrong(script_model(model), what)
+    if what == "no optimizer":
+        optimizer = object()
+    before = [parameter.detach().clone() for parameter in made.parameters()]
+    with pytest.raises(ValueError, match=line) as refused:
+        distributed_training.join(world.network, made, optimizer, **world.settings())
+    assert "\n" not in str(refused.value) and "nothing was joined" in str(refused.value)
+    assert same(before, [parameter.detach() for parameter in made.parameters()])
+    assert logging.getLogger("distributed_training").handlers == []
+    Script(world).net.close()  # the run folder is free
+
+
+def test_tied_weights_of_the_network_are_tied_in_the_script(tmp_path: Path) -> None:
+    world = MemberWorld(tmp_path, {**tiny(vocab=67), "tie_word_embeddings": True})
+    with world.played():
+        script = Script(world)
+        script.take_outer_step()
+        tied: Any = script.model
+        assert tied.lm_head.weight is tied.model.embed_tokens.weight
+        script.net.close()
+        untied = script_model({**world.model, "tie_word_embeddings": False})
+        optimizer = torch.optim.SGD(untied.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match="to which it is tied"):
+            distributed_training.join(world.network, untied, optimizer, **world.settings())
+
+
+def test_a_step_that_is_called_twice_or_never_is_named(
+    script: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    script.train(2)
+    with caplog.at_level(logging.WARNING):
+        script.net.step()
+    assert script.net.inner_step == 2 and "no optimizer has stepped" in caplog.text
+    train_step(script.model, script.optimizer, 1)
+    train_step(script.model, script.optimizer, 2)
+    script.net.step()
+    assert script.net.inner_step == 4
+    script.net.close()
+    assert [event["inner_step"] for event in script.events("step")] == [1, 2, 4]
+    never = Script(script.world)
+    with caplog.at_level(logging.WARNING):
+        never.net.close()
+    assert "net.step() was never called" in caplog.text
+
+
+def test_two_scripts_with_one_identity_cost_a_line_and_no_upload(
+    script: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = script.world
+    with pytest.raises(ValueError, match=r"is running in .*run, so a second one") as refused:
+        Script(world, seed=8)
+    assert "\n" not in str(refused.value)
+    other = Script(world, seed=9, neuron_run_folder=str(world.folder / "other"))
+    script.train(2)
+    other.train(2)
+    upload = script.upload()
+    digest = sha256_of(upload)
+    with caplog.at_level(logging.WARNING):
+        other.train_until(lambda: "upload failed" in caplog.text, "a line")
+    assert sha256_of(upload) == digest
+    world.leader.take_outer_step(UID)
+    script.follow()
+    other.follow()
+    assert other.net._weights.dropped == ""
+    other.net.close()
+
+
+def test_weights_that_are_not_finite_are_not_saved(script: Script) -> None:
+    script.train(5)
+    script.net._held.checkpointer.wait()
+    good = sorted((script.world.folder / "run" / "checkpoints").glob("checkpoint-*"))
+    with torch.no_grad():
+        next(iter(script.model.parameters())).fill_(float("nan"))
+    script.train(8)
+    script.net.close()
+    assert sorted((script.world.folder / "run" / "checkpoints").glob("checkpoint-*")) == good
+    again = Script(script.world)
+    assert all(weights.isfinite().all() for weights in again.weights())
+    again.take_outer_step()
+    again.net.close()
+
+
+def test_an_interrupt_is_saved_and_an_error_is_not(world: MemberWorld) -> None:
+    running = Script.__new__(Script)
+    running.world, running.number = world, 0
+    for error, saved in ((KeyboardInterrupt, 2), (RuntimeError, 2)):
+        running.model = script_model(world.model)
+        running.optimizer = torch.optim.SGD(running.model.parameters(), lr=0.1)
+        more = world.settings(neuron_checkpoint_steps=1000)
+        with (
+            pytest.raises(error),
+            distributed_training.join(
+                world.network, running.model, running.optimizer, **more
+            ) as running.net,
+        ):
+            running.train(2)
+            raise error
+        progress = json.loads(
+            max((world.folder / "run" / "checkpoints").glob("checkpoint-*/rank-0.json")).read_text()
+        )["progress"]
+        assert progress["inner_step"] == saved
+
+
+def test_settings_are_those_of_miner_toml(world: MemberWorld) -> None:
+    model = script_model(world.model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"did you mean --neuron\.run_folder"):
+        distributed_training.join(world.network, model, optimizer, neuron_run_foldr="x")
+    with pytest.raises(ValueError, match="averages over hivemind"):
+        distributed_training.join("local", model, optimizer)
+    with pytest.raises(ValueError, match="text of their own"):
+        next(Script(world).net.batches())
