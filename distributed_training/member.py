@@ -59,7 +59,12 @@ from distributed_training.miner.start import CONTROL_TIMEOUT
 from distributed_training.node.start import NetworkFailure, make_run_folder
 from distributed_training.protocol.types import StepReport
 from distributed_training.telemetry.logs import LineFormatter, register_secret
-from distributed_training.telemetry.run_state import LauncherFile, report_running, report_stage
+from distributed_training.telemetry.run_state import (
+    SETTINGS,
+    LauncherFile,
+    report_running,
+    report_stage,
+)
 from distributed_training.telemetry.verdict import SCRIPT
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import Layout, open_stream
@@ -114,16 +119,16 @@ class Net:
         weights: ScriptWeights,
         optimizer: Optimizer,
         rank_zero: start_store.RankZero | None,
-        seconds: _Seconds,
+        called: list[float],
     ) -> None:
         self._loop, self._held, self._weights = loop, held, weights
         self._optimizer, self._rank_zero = optimizer, rank_zero
-        self._seconds = seconds
+        self._called = called  # when the script has last called step()
         self._controller = None if rank_zero is None else rank_zero.controller
         self._counted = weights.steps.step_count
         self._sequences = self._micro_batches = 0  # given out since the last step
         self._granted = False  # a micro-batch, by the last command
-        self._ended = self._closed = False
+        self._ended = self._closed = self._changes_weights = False
         self._repeats = Repeats(_SAY_AGAIN)
         self._stack = ExitStack()
 
@@ -151,11 +156,13 @@ class Net:
         """
         if self._ended:
             return
+        self._changes_weights = True  # until it ends: an interrupt may leave them half changed
         try:
             self._take_note(loss, tokens)
             self._pass_boundaries()
         except Exception:  # whatever it is, it must not end the script
             log.warning("net.step() failed; training goes on, and so does the next", exc_info=True)
+        self._changes_weights = False
 
     def batches(self) -> Iterator[Tensor]:
         """Yield micro-batches of the network's text, int64 (sequences, length). On each rank.
@@ -169,8 +176,7 @@ class Net:
                 "so there is nothing to give out: give join() data_own_text, or iterate over yours"
             )
         while not self._ended:
-            if self._micro_batches and not self._weights.in_step:
-                self._weights.in_step = True
+            self._weights.in_step = self._micro_batches > 0
             if self._controller is not None:
                 self._controller.idle_wait = IDLE_WAIT
             granted, self._granted = self._granted, False
@@ -205,9 +211,10 @@ class Net:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         # Another rank may be in a collective of training that never ends, and the weights may be
-        # what the error is about.
-        alone = self._weights.stream.world_size == 1 and not self._weights.steps.under_way
-        if kind is None or (alone and kind in (KeyboardInterrupt, SystemExit)):
+        # what the error is about, or half changed.
+        whole = not (self._changes_weights or self._weights.steps.under_way)
+        alone = self._weights.stream.world_size == 1
+        if kind is None or (alone and whole and kind in (KeyboardInterrupt, SystemExit)):
             self.close()
         elif not self._closed:
             log.warning(
@@ -227,7 +234,8 @@ class Net:
 
     def _take_note(self, loss: Tensor | float | None, tokens: int | None) -> None:
         """Count the optimizer's steps since the last call, and report them."""
-        weights, seconds = self._weights, self._seconds.pass_step()
+        weights, began = self._weights, self._called[0]
+        self._called[0] = time.perf_counter()
         taken = weights.steps.step_count - self._counted
         self._counted += taken
         if not taken:
@@ -265,7 +273,7 @@ class Net:
             learning_rate=float(self._optimizer.param_groups[0].get("lr", 0.0)),
             tokens=tokens * world,
             samples=tokens * world // weights.sequence_length,
-            seconds=seconds,
+            seconds=max(self._called[0] - began, 1e-9),
             data_wait_seconds=0.0,
             micro_batches=max(1, micro_batches),
             gpu_memory_gb=memory,
@@ -322,34 +330,10 @@ def _number(loss: Tensor | float | None) -> float:
         return math.nan
 
 
-class _Seconds:
-    """The time from call to call, and of the last one."""
-
-    def __init__(self) -> None:
-        self.last = time.perf_counter()
-
-    def pass_step(self) -> float:
-        """Return the seconds since the last call, which ends now."""
-        began, self.last = self.last, time.perf_counter()
-        return max(self.last - began, 1e-9)
-
-    def warn_of_silence(self, event: ev.Event) -> None:
-        """Warn where a close passes and the script calls nothing. In the exchange's thread."""
-        silent = time.perf_counter() - self.last
-        if isinstance(event, ev.CloseReached) and silent > _SILENT:
-            log.warning(
-                "net.step() was not called for %.0f s, and uploads of outer step %d are taken now: "
-                "this script's is sent if it calls it within %.0f s",
-                silent,
-                event.close.outer_step,
-                event.close.grace,
-            )
-
-
 class _ScriptLoop(RankLoop):
     """The boundaries of one rank. An error in one is a warning, and what failed is tried again."""
 
-    not_finite = False  # the last loss: weights that may be the cause are not saved
+    not_finite = False  # this rank's last loss: weights that may be the cause are not saved
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -364,7 +348,7 @@ class _ScriptLoop(RankLoop):
 
     def _carry_out(self, command: Command) -> ev.Event | None:
         action, outer_step = command.action, self._weights.outer_step
-        if action is Action.CHECKPOINT and self.not_finite:
+        if action is Action.CHECKPOINT and self._may_be_bad():
             if (again := self._repeats("loss")) is not None:
                 log.warning(
                     "The loss is NaN or Inf, so no checkpoint is written: a start goes on from the "
@@ -390,8 +374,12 @@ class _ScriptLoop(RankLoop):
         return None  # the script does, after this boundary
 
     def _save_last(self, local: LocalPart) -> None:
-        if not self.not_finite:
+        if not self._may_be_bad():
             self._save_checkpoint(local)
+
+    def _may_be_bad(self) -> bool:
+        """Return whether a rank's last loss was NaN or Inf. Collective."""
+        return self._weights.stream.sum([float(self.not_finite)])[0] > 0
 
     def _warn(self, what: str, error: Exception) -> None:
         if (again := self._repeats((what, type(error).__name__))) is not None:
@@ -446,12 +434,19 @@ def _assemble(
     model: nn.Module, optimizers: list[Optimizer], config: Config, ranks: Ranks, stack: ExitStack
 ) -> Net:
     """Build a rank. Raises ConfigError, NetworkFailure, OSError, ValueError."""
-    events, seconds, connections = SimpleQueue[ev.Event](), _Seconds(), None
+    events, called, connections = SimpleQueue[ev.Event](), [time.perf_counter()], None
     if ranks.rank == 0:
 
         def post(event: ev.Event) -> None:
-            seconds.warn_of_silence(event)
             events.put(event)
+            silent = time.perf_counter() - called[0]
+            if isinstance(event, ev.CloseReached) and silent > _SILENT:
+                log.warning(
+                    "net.step() was not called for %.0f s, and uploads of outer step %d are taken "
+                    "now: this script sends none until it calls it",
+                    silent,
+                    event.close.outer_step,
+                )
 
         try:
             connections, info = _open(config, stack, post)
@@ -506,7 +501,7 @@ def _assemble(
         exchange=exchange,
         controller=controller,
     )
-    return Net(loop, held, weights, optimizers[0], rank_zero, seconds)
+    return Net(loop, held, weights, optimizers[0], rank_zero, called)
 
 
 def _open(
@@ -521,7 +516,11 @@ def _open(
     forget_ranks(folder)  # of a miner that ran here
     write_instance(folder, Mark(INSTANCE, secrets.token_hex(16)))
     file.start()
-    stack.callback(file.stopped, SCRIPT)
+
+    def ended(kind: object, error: BaseException | None, trace: object) -> None:
+        file.stopped(SETTINGS if error else SCRIPT, str(error or ""))
+
+    stack.push(ended)
     report_stage(folder, 2, "asking chain and store")
     return start_store.open_connections(config, folder, stack, lambda: True, post)
 

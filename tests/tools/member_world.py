@@ -78,25 +78,27 @@ class MemberWorld:
         members = {UID: MINER.ss58_address}
         self.leader = Leader(self.bucket, self.model, run_id=self.run_id, members=members)
 
-    @contextlib.contextmanager
-    def played(self) -> Iterator[None]:
-        """The store is a folder, and the chain played, in joins inside."""
-        opened = mock.patch.object(
-            start_store,
-            "open_connections",
-            lambda *given: open_played(self.bucket, *given),
-        )
-        soon = mock.patch.multiple(store_rounds, _INTERVAL=0.1, _SOON=0.05)
-        with opened, soon:
-            yield
-
     def settings(self, **more: Any) -> dict[str, Any]:
-        return {
-            "neuron_run_folder": str(self.folder / "run"),
-            "neuron_checkpoint_interval": "0s",
-            "neuron_checkpoint_steps": "5",
-            **more,
-        }
+        return settings_in(self.folder) | more
+
+
+def settings_in(folder: Path) -> dict[str, Any]:
+    return {
+        "neuron_run_folder": str(folder / "run"),
+        "neuron_checkpoint_interval": "0s",
+        "neuron_checkpoint_steps": "5",
+    }
+
+
+@contextlib.contextmanager
+def played(bucket: Path) -> Iterator[None]:
+    """The store is a folder, and the chain played, in joins inside."""
+    opened = mock.patch.object(
+        start_store, "open_connections", lambda *given: open_played(bucket, *given)
+    )
+    soon = mock.patch.multiple(store_rounds, _INTERVAL=0.1, _SOON=0.05)
+    with opened, soon:
+        yield
 
 
 def script_model(model: dict[str, Any], seed: int = 3) -> nn.Module:

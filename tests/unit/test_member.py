@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +30,8 @@ from distributed_training.telemetry import read_events
 from distributed_training.telemetry.run_state import observe
 from distributed_training.telemetry.verdict import Verdict, judge
 from distributed_training.training.script_weights import ScriptWeights
-from tests.tools.member_world import MemberWorld, script_model, train_step
+from distributed_training.training.store_outer_step import StoreOuterStep
+from tests.tools.member_world import MemberWorld, played, script_model, train_step
 from tests.tools.store_ranks import UID
 from tests.tools.training_world import tiny
 from tests.tools.waiting import wait_for
@@ -97,7 +99,7 @@ class Script:
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[MemberWorld]:
     made = MemberWorld(tmp_path)
-    with made.played():
+    with played(made.bucket):
         yield made
 
 
@@ -329,7 +331,7 @@ def test_a_model_that_is_not_the_networks_is_refused_in_one_line(
 
 def test_tied_weights_of_the_network_are_tied_in_the_script(tmp_path: Path) -> None:
     world = MemberWorld(tmp_path, {**tiny(vocab=67), "tie_word_embeddings": True})
-    with world.played():
+    with played(world.bucket):
         script = Script(world)
         script.take_outer_step()
         tied: Any = script.model
@@ -400,7 +402,7 @@ def test_weights_that_are_not_finite_are_not_saved(script: Script) -> None:
 def test_an_interrupt_is_saved_and_an_error_is_not(world: MemberWorld) -> None:
     running = Script.__new__(Script)
     running.world, running.number = world, 0
-    for error, saved in ((KeyboardInterrupt, 2), (RuntimeError, 2)):
+    for error, saved in ((KeyboardInterrupt, 2), (RuntimeError, 2), (SystemExit, 4)):
         running.model = script_model(world.model)
         running.optimizer = torch.optim.SGD(running.model.parameters(), lr=0.1)
         more = world.settings(neuron_checkpoint_steps=1000)
@@ -418,6 +420,27 @@ def test_an_interrupt_is_saved_and_an_error_is_not(world: MemberWorld) -> None:
         assert progress["inner_step"] == saved
 
 
+def test_an_interrupt_amid_an_outer_step_saves_no_half_of_it(script: Script) -> None:
+    world = script.world
+    script.upload()
+    world.leader.take_outer_step(UID)
+
+    def half(step: StoreOuterStep) -> tuple[int, int]:
+        step._shards[0].local.fill_(7.0)
+        raise KeyboardInterrupt
+
+    with (
+        mock.patch.object(StoreOuterStep, "commit_update", half),
+        pytest.raises(KeyboardInterrupt),
+        script.net,
+    ):
+        script.follow()
+    again = Script(world, seed=6)
+    again.follow()
+    assert max(float(each.abs().max()) for each in again.weights()) < 5
+    again.net.close()
+
+
 def test_settings_are_those_of_miner_toml(world: MemberWorld) -> None:
     model = script_model(world.model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -427,3 +450,51 @@ def test_settings_are_those_of_miner_toml(world: MemberWorld) -> None:
         distributed_training.join("local", model, optimizer)
     with pytest.raises(ValueError, match="text of their own"):
         next(Script(world).net.batches())
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_joining_costs_a_step_of_half_a_second_at_most_a_percent(
+    world: MemberWorld, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same loop with and without, in turn; what differs beside ``step()`` is its threads."""
+    model, steps = script_model(world.model), 12
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    matrix = torch.randn(700, 700)
+
+    def work(count: int) -> None:
+        for _ in range(count):
+            matrix @ matrix
+
+    began = time.perf_counter()
+    work(50)
+    each = max(1, round(0.5 * 50 / (time.perf_counter() - began)))
+    alone: list[float] = []
+    joined: list[float] = []
+    inside: list[float] = []
+    for _ in range(4):
+        for number in range(steps):
+            began = time.perf_counter()
+            work(each)
+            train_step(model, optimizer, number)
+            alone.append(time.perf_counter() - began)
+        with distributed_training.join(
+            world.network, model, optimizer, **world.settings(neuron_checkpoint_steps=25)
+        ) as net:
+            for number in range(steps):
+                began = time.perf_counter()
+                work(each)
+                loss = train_step(model, optimizer, number)
+                called = time.perf_counter()
+                net.step(loss=loss, tokens=64)
+                inside.append(time.perf_counter() - called)
+                joined.append(time.perf_counter() - began)
+    ratio = statistics.median(joined) / statistics.median(alone)
+    share = sum(inside) / sum(joined)
+    with capsys.disabled():
+        print(
+            f"\na step of {statistics.median(alone):.3f} s; joined {ratio:.4f} times as long "
+            f"(medians of {len(alone)}, in turn); {1000 * sum(inside) / len(inside):.2f} ms in "
+            f"net.step(), {100 * share:.2f} %"
+        )
+    assert share <= 0.01
