@@ -199,6 +199,7 @@ class Net:
         if self._closed:
             return
         if not self._ended:
+            self._weights.in_step = self._micro_batches > 0
             self._post(ev.StopRequested(_CLOSED))
             for _ in range(_MOST_BOUNDARIES):
                 if self._loop.boundary().action is Action.STOP:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from distributed_training import member
 from distributed_training.chain.identity import Wallet
 from distributed_training.config import Config
+from distributed_training.data.tokenizer import build_tokenizer
 from distributed_training.exchange import store_rounds
 from distributed_training.exchange.store_rounds import StoreRounds
 from distributed_training.miner import events as ev
@@ -56,8 +57,16 @@ def open_played(
     resumes = any((folder / "checkpoints").glob("checkpoint-*"))
     outer_step, place, steps = start_store.first_weights(rounds, wanted, resumes=resumes)
     model = {**read_model_config(place), "total_inner_steps": steps}
+    tokenizer, eos = build_tokenizer("bytes", folder / "tokenizer")
     info = StartupInfo(
-        UID, model, global_outer_step=outer_step, hotkey=MINER.ss58_address, follows=True
+        UID,
+        model,
+        str(tokenizer),
+        eos,
+        global_outer_step=outer_step,
+        first_block=101,
+        hotkey=MINER.ss58_address,
+        follows=True,
     )
     return start_store.Connections(Member(Wallet(MINER, None), Chain(), UID), rounds, place), info
 
@@ -65,15 +74,18 @@ def open_played(
 class MemberWorld:
     """A network of one script, whose model is ``model``, content of a ``config.json``."""
 
-    def __init__(self, folder: Path, model: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, folder: Path, model: dict[str, Any] | None = None, *, own: bool = True
+    ) -> None:
         self.folder, self.bucket = folder, folder / "bucket"
         self.model = model or tiny(vocab=VOCABULARY)
         folder.mkdir(exist_ok=True)
         held_out = folder / "held-out.txt"
         held_out.write_text("words\n" * 100)
         # Members train on text of their own.
-        own = {"data.own": True, "data.held_out": f"{held_out}#{sha256(held_out)}"}
-        self.network = network_file(folder, STORE_RULES | own, base="sn38", signer=ALICE)
+        rules = {"data.own": True, "data.held_out": f"{held_out}#{sha256(held_out)}"}
+        rules = STORE_RULES | (rules if own else {})
+        self.network = network_file(folder, rules, base="sn38", signer=ALICE)
         self.run_id = member._config_of(self.network, {}).swarm.run_id
         members = {UID: MINER.ss58_address}
         self.leader = Leader(self.bucket, self.model, run_id=self.run_id, members=members)

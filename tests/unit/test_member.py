@@ -19,6 +19,7 @@ from torch import nn
 
 import distributed_training
 from distributed_training.common.files import sha256_of
+from distributed_training.data.tokenizer import BYTE_VOCABULARY
 from distributed_training.member import Net
 from distributed_training.miner import events as ev
 from distributed_training.miner import store_round
@@ -32,6 +33,7 @@ from distributed_training.telemetry.verdict import Verdict, judge
 from distributed_training.training.script_weights import ScriptWeights
 from distributed_training.training.store_outer_step import StoreOuterStep
 from tests.tools.member_world import MemberWorld, played, script_model, train_step
+from tests.tools.store_leader import Leader
 from tests.tools.store_ranks import UID
 from tests.tools.training_world import tiny
 from tests.tools.waiting import wait_for
@@ -418,6 +420,48 @@ def test_an_interrupt_is_saved_and_an_error_is_not(world: MemberWorld) -> None:
             max((world.folder / "run" / "checkpoints").glob("checkpoint-*/rank-0.json")).read_text()
         )["progress"]
         assert progress["inner_step"] == saved
+
+
+def test_the_text_that_a_network_assigns_is_given_out_and_listed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = MemberWorld(tmp_path, tiny(vocab=BYTE_VOCABULARY), own=False)
+
+    def train(steps: int, leader: Leader | None = None) -> Net:
+        model = script_model(world.model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+        more = {"data_source": "stdlib", "neuron_local_batch_size_train": 2}
+        given = 0
+        with (
+            played(world.bucket),
+            distributed_training.join(
+                world.network, model, optimizer, **world.settings(**more)
+            ) as net,
+        ):
+            for ids in net.batches():
+                assert ids.shape == (2, 32) and ids.dtype == torch.int64
+                given += 1
+                model(input_ids=ids, labels=ids).loss.backward()
+                if given % 2:
+                    continue  # the gradients of two micro-batches are a step
+                optimizer.step()
+                optimizer.zero_grad()
+                net.step(loss=1.0)
+                if leader is not None and given == 4:
+                    leader.open_close()
+                if given >= 2 * steps and (leader is None or any(world.bucket.glob("uploads/*/*"))):
+                    break
+        return net
+
+    assert train(3, world.leader).inner_step >= 3
+    (upload,) = world.bucket.glob("uploads/*/*.safetensors")
+    header = UpdateFile.reopen(upload, world.leader.schema).header
+    assert header.blocks and header.tokens == header.inner_steps * 4 * 32
+    before = caplog.text
+    net = train(2)
+    assert net.inner_step >= 5
+    assert "Data goes on in block" in caplog.text.removeprefix(before)
+    assert "No text of net.batches()" not in caplog.text
 
 
 def test_an_interrupt_amid_an_outer_step_saves_no_half_of_it(script: Script) -> None:
