@@ -89,14 +89,18 @@ def options_of(exchange: Any, folder: Path, period: int) -> SubnetOptions:
         }
     else:
         rules["round.grace"] = f"{period / 3.01:.2f}s"
-    miners = len(UP["store"]) if exchange == "store" else 2
+    miners = least = 2
+    if exchange == "store":
+        # Whoever was not merged last time is not waited for, so all in time begin together.
+        in_time = [computed(exchange, period, up, STEP).in_time for up in UP[exchange]]
+        miners, least = len(in_time), sum(in_time)
     return SubnetOptions(
         folder=folder / f"{exchange}-{period}",
         ranks=(1,) * miners,
         exchange=exchange,
         outer_steps=len(UP[exchange]) + 2,
         blocks_per_allreduce=period,
-        least_miners=1 if exchange == "store" else miners,
+        least_miners=least,
         miner_script=bench._PACED,
         miner_flags=tuple(flags),
         validator_flags=("--validator.model_config", str(model)),
@@ -120,8 +124,8 @@ class Grid:
         with machines(links) as made, made[0].inside(), ApartSubnet(made, self._options) as subnet:
             self._wait(subnet, 1, "an outer step of all", 240 + 3 * self.period)
             if self.exchange == "store":
-                first = self._reached
-                longest = 60 + (_STORE_STEPS + 2) * self.period
+                first = self._reached + 1  # who came last has caught up by then
+                longest = 60 + (_STORE_STEPS + 3) * self.period
                 self._wait(subnet, first + _STORE_STEPS, "the last outer step", longest)
                 for miner, link in zip(subnet.miners, links, strict=True):
                     yield self._point(subnet, miner, link, first)

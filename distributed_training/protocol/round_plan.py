@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 from distributed_training.protocol.growth import CHECKPOINT, file_bytes
 
-HEADERS = 1.03  # bytes on the wire for each of a file
+HEADERS = 1.045  # bytes on the wire for each of a file
 _LOOK, _LOOK_SOON = 30.0, 5.0  # seconds between two looks at the state; while an update is awaited
-_LOOK_SENT, _LOOK_RECEIVED = 3500.0, 4000.0  # bytes
+_LOOK_BYTES = 3500.0  # each way
+_REQUESTS = 30_000.0  # bytes each way of an outer step: URLs at the registry, manifest, ends
 _FIRST = 1.0  # seconds from a close until its first byte is sent, beside step and checkpoint
 _JUDGED = 4.0  # seconds from the last upload to the published update, beside fetching and judging
 _MATCHED = 2.0  # seconds beyond the least of matchmaking
@@ -75,11 +76,12 @@ def through_store(
     # Who has no update at the next close uploads nothing for that one.
     in_time = begun + member.sending(upload) <= grace and late <= period
     looks = min(late, period) / _LOOK_SOON + max(0.0, period - late) / _LOOK
+    rest = _REQUESTS + looks * _LOOK_BYTES
     whole = upload * HEADERS if in_time else max(0.0, grace - begun) * member.up * 1e6 / 8
     return OuterStep(
         inner_steps=max(0.0, period - member.held) / member.step,
-        sent=whole + looks * _LOOK_SENT,
-        received=update * HEADERS + looks * _LOOK_RECEIVED,
+        sent=whole + rest,
+        received=update * HEADERS + rest,
         transfer=member.sending(upload),
         late=late,
         utilization=max(0.0, 1 - member.held / period) if in_time else 0.0,
