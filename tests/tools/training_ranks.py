@@ -41,7 +41,7 @@ from distributed_training.training import trainer as trainer_module
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import COLLECTIVE_TIMEOUT
 from distributed_training.training.local_evaluation import WeightsWorseThanGuess
-from distributed_training.training.outer_rule import nesterov_sgd
+from distributed_training.training.outer_rule import OuterRule, nesterov_sgd
 from distributed_training.training.snapshot import SnapshotHandle
 from distributed_training.training.store_outer_step import UploadHandle
 from distributed_training.training.trainer import Trainer
@@ -181,7 +181,7 @@ def outer(folder: Path, *, window: Path | None = None) -> None:
 
 def _one_rank_fails(made: Trainer, buffers: list[torch.Tensor] | None) -> None:
     """In the middle of the outer step, wherever: nobody waits for it, and all know."""
-    fails = mock.Mock(side_effect=torch.OutOfMemoryError("no memory is left"))
+    fails = OuterRule(mock.Mock(side_effect=torch.OutOfMemoryError("no memory is left")))
     before = whole_weights(made)
     for who in (0, WORLD - 1):
         with mock.patch.object(made.outer, "rule", fails) if who == RANK else nullcontext():
