@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed_training import network_command, status_command
+from distributed_training import network_command, plan_command, status_command
 from distributed_training.config.removed import REMOVED
 from distributed_training.config.schema import schema
 from distributed_training.doctor import build_parser as doctor_parser
@@ -106,6 +106,7 @@ def test_flags_exist(page: Path) -> None:
     ):
         ours |= options_of(program)
     ours |= set(re.findall(r"--[a-z]+", status_command.__doc__ or ""))
+    ours |= set(re.findall(r"\"(--[a-z]+)\"", Path(plan_command.__file__).read_text()))
     for text in [*commands(page), *inline(page)]:
         for flag in re.findall(r"(?<![\w-])--([a-z][\w.-]*)", text):
             if flag in OF_OTHERS or text.startswith(
