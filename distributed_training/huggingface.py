@@ -1,0 +1,53 @@
+"""Make a Hugging Face ``Trainer`` a member of a network by one callback.
+
+    trainer.add_callback(NetworkCallback("network.toml"))
+
+A ``Trainer`` calls ``on_step_end`` after each optimizer step: once for all the micro-batches of
+``gradient_accumulation_steps``, after the learning rate was set and before it evaluates or writes a
+checkpoint. So its checkpoints hold the weights after an update, never half of one. When training
+begins, a ``Trainer`` that resumes has loaded its own checkpoint already. Weights and optimizer are
+then those of the member's run folder, which are as new or newer; what the ``Trainer`` counts (its
+place in the data, its schedule) stays its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from distributed_training.member import join
+
+
+class NetworkCallback(TrainerCallback):
+    """``network`` and ``settings`` as of :func:`distributed_training.join`.
+
+    ``net`` is what that returns, from the moment at which training begins. The loss that is
+    reported is the one that the ``Trainer`` logged last; tokens are reported with
+    ``include_num_input_tokens_seen``.
+    """
+
+    def __init__(self, network: str | Path, **settings: Any) -> None:
+        self.net: Any = None
+        self._network = network
+        self._settings = settings
+        self._loss: float | None = None
+        self._tokens = 0  # that were reported
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **_: Any
+    ) -> None:
+        self._tokens = state.num_input_tokens_seen
+        self.net = join(self._network, model, optimizer, **self._settings)
+
+    def on_log(self, args: Any, state: Any, control: Any, *, logs: Any, **_: Any) -> None:
+        self._loss = logs.get("loss", self._loss)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        tokens = state.num_input_tokens_seen - self._tokens  # of all ranks
+        self._tokens += tokens
+        self.net.step(loss=self._loss, tokens=tokens // args.world_size or None)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.net.close()

@@ -1,0 +1,78 @@
+"""Train a causal model with a Hugging Face ``Trainer``, as a member of a network.
+
+    python examples/join_trainer.py NETWORK TEXT ...
+
+As ``join.py``, by a callback: the two lines marked ``# network``. The ``Trainer`` keeps its own
+checkpoints in ``trainer/`` and resumes from the last one. It needs ``pip install accelerate``.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+
+from distributed_training.data.tokenizer import byte_tokenizer
+from distributed_training.huggingface import NetworkCallback  # network
+
+LENGTH = 256  # tokens of a sequence
+
+
+class Windows(Dataset[dict[str, Tensor]]):
+    """Text of files in sequences of LENGTH tokens: int64 ``input_ids`` and ``labels``."""
+
+    def __init__(self, files: Sequence[str]) -> None:
+        text = "\n".join(Path(file).read_text() for file in files)
+        self._tokens = torch.tensor(byte_tokenizer().encode(text).ids)
+
+    def __len__(self) -> int:
+        return len(self._tokens) // LENGTH
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = self._tokens[index * LENGTH : (index + 1) * LENGTH]
+        return {"input_ids": ids, "labels": ids}
+
+
+def make_model(network: str) -> Any:
+    """Return the model of a network's file, with random weights."""
+    config = tomllib.loads(Path(network).read_text())["model"]["config"]
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+
+
+def last_checkpoint(folder: Path) -> str | None:
+    """Return the newest checkpoint that no kill has cut off: its state is written last."""
+    whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
+    newest = max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    return None if newest is None else str(newest)
+
+
+def main(network: str, files: Sequence[str], steps: int = 1_000_000) -> None:
+    folder = Path("trainer")
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=10,
+        logging_steps=5,
+        save_steps=10,
+        save_total_limit=2,
+        include_num_input_tokens_seen="all",
+        report_to="none",
+    )
+    trainer = Trainer(model=make_model(network), args=arguments, train_dataset=Windows(files))
+    trainer.add_callback(NetworkCallback(network))  # network
+    trainer.train(resume_from_checkpoint=last_checkpoint(folder))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

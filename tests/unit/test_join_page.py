@@ -1,0 +1,152 @@
+"""Scripts of others that join a network: few lines of ours, and what the page shows of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "join-a-script.md"
+SCRIPTS = [ROOT / "examples" / name for name in ("join.py", "join_trainer.py")]
+MOST = 10  # lines of ours in a script of somebody else
+MODEL = """
+[model.config]
+model_type = "llama"
+architectures = ["LlamaForCausalLM"]
+vocab_size = 264
+hidden_size = 16
+intermediate_size = 32
+num_hidden_layers = 1
+num_attention_heads = 2
+num_key_value_heads = 2
+head_dim = 8
+max_position_embeddings = 256
+tie_word_embeddings = false
+"""
+
+
+def ours(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.endswith("# network")]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_needs_few_lines(script: Path) -> None:
+    assert 2 <= len(ours(script.read_text())) <= MOST
+
+
+def test_the_page_shows_lines_of_the_scripts() -> None:
+    sources = [
+        [line.removesuffix("  # network").strip() for line in script.read_text().splitlines()]
+        for script in SCRIPTS
+    ]
+    shown = blocks("python")
+    assert len(shown) >= len(SCRIPTS)
+    for block in shown:
+        lines = [line.strip() for line in block.splitlines() if line.strip()]
+        assert any(_in_order(lines, source) for source in sources), block
+
+
+def test_the_page_lists_errors_as_they_are_written() -> None:
+    source = (ROOT / "distributed_training" / "training" / "script_weights.py").read_text()
+    rows = re.findall(r"^\| (.*?) \| .* \|$", PAGE.read_text().partition("| It says")[2], re.M)
+    pieces = [piece.strip() for row in rows for piece in re.split(r"NAME|OTHER|\.{3}|;", row)]
+    said = [piece for piece in pieces if len(piece) > 5 and piece != "is bfloat16"]
+    assert len(said) >= 7
+    assert not [piece for piece in said if piece not in source]
+
+
+def _in_order(lines: list[str], source: list[str]) -> bool:
+    rest = iter(source)
+    return all(line in rest for line in lines)
+
+
+@pytest.fixture
+def network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    """The paths of a network's file and of a text, in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    Path("network.toml").write_text(MODEL)
+    Path("text.txt").write_text("one two three four " * 800)
+    return "network.toml", "text.txt"
+
+
+def load(script: Path, *without: str) -> dict[str, Any]:
+    """Run a script's definitions; ``without``: beginnings of marked lines that are left out."""
+    text = script.read_text()
+    for line in ours(text):
+        if line.strip().startswith(without):
+            kept = re.sub(r"\S.*", "if True:" if line.strip().startswith("with") else "pass", line)
+            text = text.replace(line, kept)
+    names: dict[str, Any] = {"__name__": script.stem}
+    exec(compile(text, str(script), "exec"), names)
+    return names
+
+
+@pytest.mark.slow
+def test_the_loop_without_the_lines_is_a_plain_one(
+    network: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(1)
+    path, text = network
+    load(SCRIPTS[0], "import", "with", "net.step")["main"](path, [text], 20)
+    losses = [float(word) for word in capsys.readouterr().out.split() if word != "loss"]
+    assert len(losses) == 20 and losses[-1] < losses[0]
+
+
+class Recorded:
+    """A membership that records its calls and sets the model's first weight at each step."""
+
+    def __init__(self, network: str, model: Any, optimizer: Any) -> None:
+        self.first: Any = next(model.parameters()).data.view(-1)
+        self.found = self.first[0].item()
+        self.calls: list[tuple[float | None, int | None]] = []
+        self.closed = False
+        self.first[0] = 50.0
+
+    def step(self, loss: float | None, tokens: int | None) -> None:
+        self.calls.append((loss, tokens))
+        self.first[0] = 50.0 + len(self.calls)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.slow
+def test_the_trainer_steps_once_an_optimizer_step_and_saves_what_came(
+    network: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("accelerate")
+    from safetensors.torch import load_file
+
+    from distributed_training import huggingface
+
+    joined: list[Recorded] = []
+    monkeypatch.setattr(
+        huggingface, "join", lambda *given: joined.append(Recorded(*given)) or joined[-1]
+    )
+    path, text = network
+    script = load(SCRIPTS[1])
+    script["main"](path, [text], 10)
+    (first,) = joined
+    assert [tokens for _, tokens in first.calls] == [1024] * 10, "of four micro-batches of one"
+    assert first.calls[0][0] is None and 4 < first.calls[-1][0] < 6, "as it was logged"
+    assert first.closed
+
+    def saved(step: int) -> float:
+        file = f"trainer/checkpoint-{step}/model.safetensors"
+        return load_file(file)["model.embed_tokens.weight"].view(-1)[0].item()
+
+    assert saved(10) == 60.0, "of this boundary, with what the network's step left"
+    script["main"](path, [text], 12)  # goes on from the Trainer's checkpoint
+    again = joined[-1]
+    assert again.found == 60.0 and len(again.calls) == 2 and saved(12) == 52.0
+    Path("trainer/checkpoint-12/trainer_state.json").unlink()  # a kill has cut it off
+    script["main"](path, [text], 12)
+    assert joined[-1].found == 60.0 and len(joined[-1].calls) == 2
