@@ -12,7 +12,9 @@ did since their snapshot stays: new epoch start + (weights now - snapshot). ``ha
 keep that share of it. ``own first`` is the field's correction (Kale et al. 2025, arXiv 2502.12996):
 at the close a worker applies the outer rule to its own pseudo-gradient, trains on from there, and
 puts the common update in its place when that comes. ``along`` keeps of what was trained late only
-what does not lie along the update, which has that part already.
+what does not lie along the update, which has that part already. ``one misses``: the last worker's
+upload is in time at each fourth close only. It carries all, half or nothing of its movement over
+each of the others, or what does not lie along their updates.
 """
 
 from __future__ import annotations
@@ -52,6 +54,8 @@ class Way(NamedTuple):
     goal: float | None = None  # above float32
     own_first: bool = False
     along: bool = False
+    misses: int = 0  # closes in a row, the last worker
+    carried: float = 1.0  # over each of them
 
 
 WAYS = (
@@ -65,6 +69,10 @@ WAYS = (
     Way("4 bits, late, none", 4, late=True, kept=0.0),
     Way("4 bits, late, own first", 4, late=True, own_first=True),
     Way("4 bits, late, along", 4, late=True, along=True),
+    Way("one misses, carries all", 4, late=True, misses=3),
+    Way("one misses, carries half", 4, late=True, misses=3, carried=0.5),
+    Way("one misses, carries none", 4, late=True, misses=3, carried=0.0),
+    Way("one misses, along", 4, late=True, along=True, misses=3),
 )
 
 
@@ -76,6 +84,7 @@ class LateNetwork(Network):
     late: int = 0
     snapshot: list[Tensor] | None = None  # by parameter, all workers'
     start: Sequence[Tensor] = ()  # of the outer step that was closed last
+    missed: bool = False  # by the last worker
 
     def close(self, weights: list[Tensor], folder: Path, step: int) -> None:
         """Take the workers' uploads, (workers, ...) by parameter, and merge them."""
@@ -86,7 +95,8 @@ class LateNetwork(Network):
             self._apply_own(weights, moved)
         self.snapshot = [each.clone() for each in weights]
         if self.way.bits is not None:
-            self.exchange(own, folder, step)
+            self.missed = step % (self.way.misses + 1) > 0
+            self.exchange(own, folder, step, missing=int(self.missed))
             return
         before: Sequence[Tensor | None] = self.state.momentum or [None] * len(moved)
         found = [
@@ -100,7 +110,10 @@ class LateNetwork(Network):
         assert self.snapshot is not None
         parts = zip(weights, self.state.weights, self.snapshot, self.start, strict=True)
         for mine, new, then, start in parts:
+            all_of_last = mine[-1] - start.to(mine.device)
             late = mine.sub_(then).mul_(self.way.kept)
+            if self.missed:
+                late[-1] = self.way.carried * all_of_last
             new = new.to(late.device)
             if self.way.along:
                 _without(late, new - start.to(late.device))

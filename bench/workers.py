@@ -178,14 +178,17 @@ class Network:
     def state_of(self, worker: int) -> OuterState:
         return self.states[worker % len(self.states)]
 
-    def exchange(self, weights: Sequence[Tensor], folder: Path, outer_step: int) -> None:
+    def exchange(
+        self, weights: Sequence[Tensor], folder: Path, outer_step: int, *, missing: int = 0
+    ) -> None:
         """Upload what the workers trained, and take the outer step that follows from it.
 
-        ``weights``: ``(workers, ...)`` of each parameter, on the CPU.
+        ``weights``: ``(workers, ...)`` of each parameter, on the CPU. The last ``missing`` workers
+        upload nothing.
         """
         uploads = [
             self._upload(worker, [each[worker] for each in weights], folder, outer_step)
-            for worker in range(self.workers)
+            for worker in range(self.workers - missing)
         ]
         rule = OUTER_RULES[self.rule.name]
         if rule.groups is not None:
@@ -197,7 +200,7 @@ class Network:
         path.unlink(missing_ok=True)
         _, state = merge(
             uploads,
-            [1.0] * self.workers,
+            [1.0] * len(uploads),
             self.state,
             self.rule,
             path=path,

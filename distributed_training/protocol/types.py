@@ -47,11 +47,12 @@ class Base(enum.Enum):
 
     With theta(n) the weights after the update, and "moved" what was trained since: after MERGED it
     counts from the snapshot, and the next residual is what encoding lost; after KEPT from the
-    epoch start, with the residual as it was; after REFUSED from the snapshot, with no residual.
+    epoch start, without what lies along the update, with the residual as it was; after REFUSED from
+    the snapshot, with no residual.
     """
 
     MERGED = "merged"
-    KEPT = "kept"  # late, void, not judged, or none was sent: all movement goes into the next one
+    KEPT = "kept"  # late, void, not judged, or none was sent: it goes into the next one
     REFUSED = "refused"  # for its content: what it held is dropped
 
 

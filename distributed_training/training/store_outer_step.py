@@ -226,13 +226,16 @@ class StoreOuterStep(OuterStep):
         present = self._stream.run_on_all(
             lambda: [on_host(s.local) - b for s, b in zip(self._shards, base, strict=True)], _local
         )
-        if self._drop_overlap and merged and known:
+        kept = update.base is Base.KEPT
+        if kept or (self._drop_overlap and merged and known):
             self._without_overlap(present, weights)
         for late, new in zip(present, weights, strict=True):
             late.add_(new)
         uploaded, dropped = self._written_steps if known else inner_step, ""
-        if update.base is Base.KEPT:
+        if kept:
             uploaded, residual = 0, self.residual or []
+            if inner_step:
+                dropped = f"what lies along the update, of {inner_step} inner steps that missed it"
         elif not merged:
             dropped = f"the {uploaded} inner steps of the {update.base.value} upload"
             if not known:
@@ -245,9 +248,10 @@ class StoreOuterStep(OuterStep):
     def _without_overlap(self, late: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
         """Take out of ``late`` what lies along the way to ``weights``. Collective.
 
-        Inner steps that were taken while the update was on its way went, in part, where it goes:
-        on top of it they would go there twice. Of each parameter, u its way (new - epoch start), l
-        what was trained late, l becomes l - max(0, <l, u> / <u, u>) u (bench.store_loss).
+        Inner steps that were taken while the update was on its way, or that missed it, went in part
+        where it goes: on top of it they would go there twice. Of each parameter, u its way (new -
+        epoch start), l what was trained late, l becomes l - max(0, <l, u> / <u, u>) u
+        (bench.store_loss).
         """
         each = list(zip(late, weights, self.epoch_start or [], strict=True))
 

@@ -202,10 +202,13 @@ class World:
             assert torch.equal(flat(made.outer.current()), now)
             assert made.outer.state_dict() == kept
         steps, overlap = made.inner_step, torch.zeros_like(ledger.dropped)
-        if self.drops and base is Base.MERGED and known:
+        since = store_step(made)._written or []
+        if base is Base.KEPT:
+            since = store_step(made).epoch_start or []
+        if base is Base.KEPT or (self.drops and base is Base.MERGED and known):
             overlap = overlap_of(
                 made.outer.current(),
-                store_step(made)._written or [],
+                since,
                 network.weights[target],
                 network.weights[before],
             )
@@ -225,7 +228,8 @@ class World:
             ledger.dropped = ledger.dropped + ledger.sent
         ledger.dropped = ledger.dropped - overlap
         assert made.inner_step == steps - taken
-        assert bool(store_step(made).dropped) == dropped
+        missed = base is Base.KEPT and steps > 0
+        assert bool(store_step(made).dropped) == (dropped or missed)
 
     # --- what the network does
 
