@@ -53,6 +53,7 @@ _OF_STORE = frozenset(
         "round.least",
         "round.bits",
         "publish.weights_every",
+        "store.access",
         "store.keep_uploads",
         "store.hosts",
         "store.public_url",
@@ -459,11 +460,13 @@ def _refuse_exchange(flat: Mapping[str, Any]) -> frozenset[str]:
         raise NetworkFileError(
             "round.grace is missing, so nobody would know when an upload is late", "add it"
         )
+    if flat.get("store.access") == "own":
+        return needless
     if flat.get("chain.kind") != "registry":
         raise NetworkFileError(
             f"exchange is store and chain.kind {flat.get('chain.kind')!r:.100}, so nobody would "
             "hand out access to the store",
-            'found it with a registry, or with exchange = "hivemind"',
+            'found it with a registry, or with store.access = "own"',
         )
     if "store.endpoint" not in flat:
         raise NetworkFileError(

@@ -403,16 +403,23 @@ def _refuse_options(options: argparse.Namespace) -> None:
             "--dht-port is of --exchange hivemind, so no network was founded: leave it out, no "
             "peer of this one listens"
         )
+    if _own_buckets(options):
+        return
     if options.registry is None:
         raise ConfigError(
             "--exchange store without --registry, so nobody would give members access to the store "
-            "and no network was founded: give --registry, or --exchange hivemind with --host"
+            "and no network was founded: give --registry, or --set store.access=own, by which each "
+            "member has a bucket of its own"
         )
     if options.store is None:
         raise ConfigError(
             "--store is missing, so no member could upload and no network was founded: give the "
             "URL of an S3 store (of R2 https://ACCOUNT.r2.cloudflarestorage.com), or embedded"
         )
+
+
+def _own_buckets(options: argparse.Namespace) -> bool:
+    return dict(options.more).get("store.access") == "own"
 
 
 def _choose_grace(rules: dict[str, Any], link: float | None) -> None:
@@ -790,7 +797,7 @@ def _what_to_run(options: argparse.Namespace, folder: Path) -> str:
     ]
     if options.store != _EMBEDDED:
         bucket, keys = options.bucket or options.name, "two keys"
-        if options.exchange == "store":
+        if options.exchange == "store" and not _own_buckets(options):
             keys = "a key that reads, writes and deletes objects"
         lines.append(f"\nInto .env here: {keys} of the global bucket {bucket}, which you make.")
         lengths = f"of up to {LONGEST_KEY} characters, and no account"

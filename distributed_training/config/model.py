@@ -169,7 +169,7 @@ class Config(AllSettings):
     @property
     def has_bucket(self) -> bool:
         """True where each member has a bucket of its own, False where a registry gives access."""
-        return self.exchange == "hivemind"
+        return self.exchange == "hivemind" or self.store.access == "own"
 
     @property
     def key_variables(self) -> tuple[str, ...]:
@@ -489,8 +489,8 @@ def check_exchange(config: Config) -> Iterator[str]:
             "miners would train most of it on weights that are past: in the network's file lower "
             "round.grace, or raise round.blocks_per_allreduce"
         )
-    url = config.store.endpoint_url
-    if url is not None and not keeps_secrets(url, private=config.chain.private):
+    url, private = config.store.endpoint_url, config.chain.private
+    if url and not config.has_bucket and not keeps_secrets(url, private=private):
         yield (
             f"store.endpoint is {url}, and the URLs of it that the registry hands out are secrets, "
             "so no member would use them: in the network's file give an https:// URL, or http:// "

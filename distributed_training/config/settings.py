@@ -420,6 +420,9 @@ class StoreSettings:
     """region name that requests are signed for"""
     addressing: Literal["path", "virtual"] = rule("store.addressing", "path")
     """where the bucket's name stands: after the store's host, or in it, before the rest"""
+    access: Literal["registry", "own"] = rule("store.access", "registry")
+    """with exchange 'store': the registry hands out URLs of the global bucket, or each member has a
+    bucket of its own, as over hivemind, whose read key it commits to the chain"""
     hosts: Words[HostPort] = rule("store.hosts", ())
     """with exchange 'store': hosts, or HOST:PORT, that the registry may send members to, in
     addition to those of store.endpoint and store.public_url"""

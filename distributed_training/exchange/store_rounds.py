@@ -53,9 +53,8 @@ _SHORTEST = 0.2  # seconds between two turns
 class StoreRounds:
     """Follow the network in a thread of its own; ``post`` gets what happens (:mod:`.base`).
 
-    ``folder`` is this object's alone: our copy of the chain, uploads, updates, weights.
-    ``longest``: that a transfer may take. ``at_head``: called in this thread whenever there is a
-    new outer step.
+    ``folder`` is this object's alone: our copy of the chain, updates, weights. ``longest``: that a
+    transfer may take. ``at_head``: called in this thread whenever there is a new outer step.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class StoreRounds:
         post: Post,
         *,
         master: Master,
-        uid: int,
+        uploads: OwnUploads,
         longest: timedelta = timedelta(minutes=40),
         at_head: Callable[[], object] = lambda: None,
         clocks: Clocks = Clocks(),
@@ -77,7 +76,7 @@ class StoreRounds:
         self._clocks = clocks
         self._reader = BucketReader(store, large=longest)
         self._chain = ChainCopy(self._reader, folder / "chain", master)
-        self._uploads = OwnUploads(store, folder / "uploads", uid)
+        self._uploads = uploads
         self._state: State | None = None  # that was taken; None: none yet
         self._held = 0  # the outer step whose epoch-start weights are ours
         # The outer step that was held before older weights were taken: uploads for those before it

@@ -439,7 +439,8 @@ class Services:
     @property
     def _hands_out(self) -> bool:
         """True where the registry gives access to the store, and no member has a bucket."""
-        return self.options.exchange == "store"
+        options = self.options
+        return options.exchange == "store" and options.rules.get("store.access") != "own"
 
     def stop(self) -> list[str]:
         """Stop the chain, then the store; return the problems of that."""

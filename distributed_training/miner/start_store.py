@@ -3,8 +3,8 @@
     open_connections   wallet, registry, the network's bucket, its newest weights
     RankZero           rounds, controller, then telemetry
 
-Nobody connects to such a miner: it has no server, no swarm, no bucket of its own, and what it
-imports has nothing of hivemind.
+Nobody connects to such a miner: it has no server and no swarm, a bucket of its own only with
+``store.access = "own"``, and what it imports has nothing of hivemind.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from distributed_training.common.memory import DISK_RESERVE, checkpoint_bytes
 from distributed_training.config import Config
 from distributed_training.config.versions import Versions, has_versions
 from distributed_training.exchange.base import Close
+from distributed_training.exchange.own_uploads import OwnUploads
 from distributed_training.exchange.store_rounds import StoreRounds
 from distributed_training.network import FILE
-from distributed_training.node.buckets import open_by_registry
-from distributed_training.node.identity import Member, keep_state
+from distributed_training.node.buckets import open_as_member, open_own
+from distributed_training.node.identity import Member, commit, keep_state
 from distributed_training.node.start import require_data
 from distributed_training.protocol import lines
+from distributed_training.protocol.keys import miner_bucket
 from distributed_training.protocol.manifest import Master
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.protocol.update_file import MOST_BLOCKS, Header, largest_file
@@ -61,6 +63,7 @@ from .device import expects_gpu
 from .events import MinerState, Mode, Rules
 from .global_state import GlobalBucket, NetworkWatch, StartWait, pause_start
 from .income import Income
+from .own_bucket import open_own_bucket
 from .registration import join_network
 from .reporter import Record, StoreReporter
 from .resume import StartupInfo, first_outer_step
@@ -78,13 +81,14 @@ class Connections:
     """The connections that rank 0 opens before there is a model.
 
     ``global_folder``: files of the weights that a fresh start begins with. ``versions``: of the
-    network's file, None where it has none.
+    network's file, None where it has none. ``commitment``: the read key of our own bucket.
     """
 
     member: Member
     rounds: StoreRounds
     global_folder: Path
     versions: Versions | None = None
+    commitment: str = ""
 
 
 def open_connections(
@@ -103,8 +107,13 @@ def open_connections(
         require_data(config)
     member = join_network(config, folder, stack, wanted)
     describe_member(config, member)
-    store = open_by_registry(config.store, member.chain, private=config.chain.private)
-    stack.callback(store.close)
+    store = uploads = open_as_member(config, member.chain)
+    commitment = ""
+    if config.has_bucket:
+        own = miner_bucket(config.store.global_model_name, member.uid)
+        commitment = open_own_bucket(config, member, own).commitment
+        uploads = open_own(config.store, own)
+    stack.callback(uploads.close)
     reader = BucketReader(store, large=config.round_period)
     bucket = GlobalBucket(
         open_bucket=lambda: reader, folder=folder / "global", run=config.store.run
@@ -115,7 +124,7 @@ def open_connections(
         folder / "exchange",
         lambda fact: post(event_of(fact)),
         master=Master(config.swarm.run_id, config.miner.master_ss58_address, verify),
-        uid=member.uid,
+        uploads=OwnUploads(uploads, folder / "exchange" / "uploads", member.uid),
         longest=config.round_period,
         at_head=lambda: None if watch is None else watch.look(),
     )
@@ -142,7 +151,7 @@ def open_connections(
         follows=True,
         rules=versions.in_force.files[FILE] if versions else "",
     )
-    return Connections(member, rounds, global_folder, versions), info
+    return Connections(member, rounds, global_folder, versions, commitment), info
 
 
 def first_weights(
@@ -283,6 +292,7 @@ class RankZero:
         """Begin to follow the network. Returns at once."""
         trainer, context = self._training.trainer, self._context
         config, member = context.config, self._connections.member
+        ours = {"commitment": text} if (text := self._connections.commitment) else {}
         belief, interval = registration_terms(config)
 
         def changed(event: RegistrationEvent) -> None:
@@ -292,15 +302,19 @@ class RankZero:
             chain=member.chain,
             hotkey=member.hotkey,
             uid=member.uid,
-            ours={},  # nobody has to find this miner
+            ours=ours,  # nobody calls this miner
             callbacks=WatcherCallbacks(
-                changed, on_read=lambda: keep_state(member.chain, config.chain, context.folder)
+                changed,
+                on_lost=lambda _: commit(member, text),
+                on_read=lambda: keep_state(member.chain, config.chain, context.folder),
             ),
             belief=belief,
             interval=interval,
         )
         context.stack.callback(watcher.close)
         watcher.start()
+        if text:
+            commit(member, text)
         largest = largest_file(trainer.schema, _UPDATE_BITS)
         self._connections.rounds.start(trainer.outer_step, largest_update=largest)
         record_start(self.record, context, self._info, self._training)

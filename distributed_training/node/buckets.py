@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 from pydantic import SecretStr
 
 from distributed_training.chain.base import Chain, ChainError, Neuron
 from distributed_training.chain.registry import Busy, RefusedWrite, RegistryChain
-from distributed_training.config import ConfigError
+from distributed_training.config import Config, ConfigError
 from distributed_training.config.settings import StoreSettings
 from distributed_training.node.start import NetworkFailure
 from distributed_training.protocol import keys
@@ -144,6 +144,31 @@ def open_by_registry(settings: StoreSettings, chain: Chain, *, private: bool) ->
         return AccessStore(ask, bucket=bucket, settings=settings, private=private)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+class MasterBucket:
+    """The global bucket, with the read key that the master has committed by now."""
+
+    def __init__(self, config: Config, chain: Chain) -> None:
+        self._peers = PeerBuckets(config.store, chain, small=BUCKET_CHECK)
+        self._master = config.miner.master_ss58_address
+        self.bucket = config.store.global_model_name
+
+    def close(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:  # each method of an ObjectStore
+        try:
+            return getattr(self._peers.of_master(self._master).store, name)
+        except ChainError as error:
+            raise TransientError(f"{self.bucket}: {error}") from None
+
+
+def open_as_member(config: Config, chain: Chain) -> ObjectStore:
+    """Open the global bucket of a store network to read. Raises ConfigError."""
+    if config.has_bucket:
+        return cast(ObjectStore, MasterBucket(config, chain))
+    return open_by_registry(config.store, chain, private=config.chain.private)
 
 
 # With 256 miners to look at, one whose bucket does not answer must not hold up the others.

@@ -477,7 +477,8 @@ def check_global_state(config: Config, chain: Chain) -> Check:
     """Check that the master hotkey has committed its bucket and published within a day."""
     name, master = "global state", config.miner.master_ss58_address
     try:
-        info = PeerBuckets(config.store, chain).of_master(master).head(keys.ROOT_METADATA)
+        key = keys.STATE if config.exchange == "store" else keys.ROOT_METADATA
+        info = PeerBuckets(config.store, chain).of_master(master).head(key)
     except (NoBucket, ChainError) as error:
         return Check(
             name,

@@ -25,7 +25,9 @@ from distributed_training.chain.identity import load_wallet
 from distributed_training.chain.registry import RegistryChain, answering
 from distributed_training.config import Config, ConfigError
 from distributed_training.exchange.chain_copy import ChainCopy
-from distributed_training.node.buckets import open_by_registry, open_own
+from distributed_training.node.buckets import open_as_member, open_by_registry, open_own
+from distributed_training.node.identity import follow_chain
+from distributed_training.node.start import NetworkFailure
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Manifest, Master, State
 from distributed_training.store.base import ObjectStore
@@ -48,6 +50,11 @@ def open_bucket(config: Config, stack: ExitStack) -> ObjectStore:
             print(f"{error}: so the registry is asked, as a member does", file=sys.stderr)
         else:
             return own
+    if config.has_bucket:
+        try:
+            return open_as_member(config, follow_chain(config.chain, stack))
+        except NetworkFailure as error:
+            raise ChainError(str(error)) from None
     chain = stack.enter_context(
         answering(
             url=str(config.chain.registry_url),

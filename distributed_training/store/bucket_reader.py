@@ -128,14 +128,14 @@ class BucketReader:
         self._large = large
         self._concurrency = concurrency
         self._uplink = Uplink()
-        self._store = store
+        self.store = store
         self._retry = Retry(each=min(small, large), uplink=self._uplink)
         # Two fetches at once would write and delete each other's temporary folders.
         self._fetching = threading.Lock()
 
     @property
     def name(self) -> str:
-        return self._store.bucket
+        return self.store.bucket
 
     def stop(self) -> None:
         """End a fetch under way (it raises StoppedError); what was fetched stays for the next."""
@@ -145,11 +145,11 @@ class BucketReader:
 
     def head(self, key: str) -> ObjectInfo | None:
         """Return what is known of an object; None: there is none."""
-        return self._retry(self._store.head, key)
+        return self._retry(self.store.head, key)
 
     def get(self, key: str, *, limit: int) -> bytes | None:
         """Return a small object, None if there is none. IntegrityError for more than ``limit``."""
-        return self._retry(self._store.get, key, limit=limit)
+        return self._retry(self.store.get, key, limit=limit)
 
     def metadata(self, outer_step: int | None = None) -> Metadata | None:
         """Return the metadata of an outer step, or of the root; None if there is none.
@@ -222,7 +222,7 @@ class BucketReader:
             raise ObjectMissingError(f"{self.name}/{key} is missing")
         within = min(self._large, within)
         retry = Retry(until=deadline_in(within), uplink=self._uplink)
-        return RemoteFile(self._store, info, within, retry=retry)
+        return RemoteFile(self.store, info, within, retry=retry)
 
     def download(
         self,
@@ -236,7 +236,7 @@ class BucketReader:
         """Fetch the object into ``path``, complete or not at all. Raises ObjectMissingError."""
         with _disk_errors():
             return download(
-                self._store,
+                self.store,
                 key,
                 path,
                 limit=limit,

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,7 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
 
     if not has_versions(config):
         require_data(config)
-    member = join_subnet(config, stack)
+    settings, member = config.validator, join_subnet(config, stack)
     clock = ClockWatch(partial(measure_offset, config, member.chain))
     stack.callback(clock.close)
     store = open_own(config.store, config.store.global_model_name)
@@ -158,7 +159,7 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
     tokenizer_path, eos_id = fetch_tokenizer(config, folder)
     try:
         held_out = held_out_batches(
-            config, tokenizer_path, eos_id, sequences=config.validator.held_out_sequences
+            config, tokenizer_path, eos_id, sequences=settings.held_out_sequences
         )
         pages = pages_of(config, tokenizer_path, eos_id)
     except PageUnavailable as error:
@@ -170,7 +171,11 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
         member=member,
         client=SignedClient(wallet=member.wallet, narrowest=_narrowest(config)),
         store=store,
-        open_bucket=PeerBuckets(config.store, member.chain).of_miner,
+        open_bucket=PeerBuckets(
+            config.store,
+            member.chain,
+            large=timedelta(minutes=30) if config.exchange == "hivemind" else settings.grace,
+        ).of_miner,
         pages=pages,
         held_out=held_out,
         swarm=lambda schema: HivemindSwarm(settings=config.swarm, schema=schema, run_folder=folder),
@@ -516,6 +521,7 @@ def build_of_store(
                 run_folder=folder,
             ),
             after_step=open_exports(config, folder, state, run.record, stack).after,
+            of_member=parts.open_bucket if config.has_bucket else None,
         ),
         state,
         found,

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distributed_training.chain.base import Neuron
+from distributed_training.chain.base import ChainError, Neuron
 from distributed_training.node.identity import Member, miners_of
 from distributed_training.node.start import Stopped
 from distributed_training.protocol import keys, lines
@@ -37,11 +37,17 @@ from distributed_training.scoring.evaluator import Judgement, judgement_fields
 from distributed_training.scoring.upload import (
     DataUnavailable,
     Judged,
+    OpenBucket,
     in_a_line,
     of_this_machine,
 )
 from distributed_training.store.base import ObjectInfo
-from distributed_training.store.errors import IntegrityError, ObjectMissingError, StoreError
+from distributed_training.store.errors import (
+    IntegrityError,
+    NoRoomError,
+    ObjectMissingError,
+    StoreError,
+)
 from distributed_training.training.outer_step import GlobalState
 from distributed_training.validator.judging import (
     CAUSES,
@@ -115,7 +121,10 @@ class _Reached:
 
 
 class StoreValidator(Validator):
-    """Leads rounds through the store, of which ``steps`` is the one owner."""
+    """Leads rounds through the store, of which ``steps`` is the one owner.
+
+    ``of_member``: opens a member's bucket, where each has its own.
+    """
 
     def __init__(
         self,
@@ -127,6 +136,7 @@ class StoreValidator(Validator):
         run: Run,
         reporter: Reporter,
         after_step: Callable[[GlobalState], None],
+        of_member: OpenBucket | None = None,
     ) -> None:
         super().__init__(
             rules=rules,
@@ -138,6 +148,7 @@ class StoreValidator(Validator):
         )
         self._steps = steps
         self._judge = judge
+        self._of_member = of_member
         config = rules.config  # none of these changes while it runs
         self._period = config.round_period.total_seconds()  # seconds, as the grace
         self._grace = config.validator.grace.total_seconds()
@@ -270,9 +281,10 @@ class StoreValidator(Validator):
     def _take(self, close: _Close, miners: Sequence[Neuron], block: int, now: float) -> None:
         """Fetch and judge the uploads that came since the last look."""
         hotkeys = {miner.uid: miner.hotkey for miner in miners}
+        by_uid = {miner.uid: miner for miner in miners}
         known = close.accepted.keys() | close.refused.keys()
         new: dict[int, ObjectInfo] = {}
-        for info in self._steps.list_uploads():
+        for info in self._find_uploads(close, [m for m in miners if m.uid not in known]):
             uid, *place = keys.parse_upload_key(info.key) or (-1, -1, -1)
             if place == [close.state.outer_step, close.state.serial] and uid in hotkeys:
                 close.came[uid] = info.modified
@@ -290,24 +302,50 @@ class StoreValidator(Validator):
                 self._refuse(close, uid, hotkeys[uid], "", "damaged", reason)
         wanted = [uid for uid in new if uid not in close.refused]
         # Several at a time: each may be slow. Judged one after the other, on one device.
-        fetched = each(lambda uid: self._fetch(new[uid], uid, most), wanted, stop=self._stop)
+        fetched = each(lambda u: self._fetch(new[u], by_uid[u], most), wanted, stop=self._stop)
         for uid, (path, problem) in zip(wanted, fetched, strict=True):
-            if problem:
-                self._refuse(close, uid, hotkeys[uid], "", "damaged", problem)
-            else:
+            if problem is None:
                 self._judge_one(close, uid, hotkeys[uid], path, block)
+            elif isinstance(problem, IntegrityError | ObjectMissingError):
+                self._refuse(close, uid, hotkeys[uid], "", "damaged", str(problem))
+            else:
+                close.waiting[uid] = str(problem)
             self._reporter.report(at_once=False)
 
-    def _fetch(self, info: ObjectInfo, uid: int, most: int) -> tuple[Path, str]:
-        """Return the file of an upload, or what its owner has done to it. Raises StoreError."""
-        path = self._uploads / f"{uid}.safetensors"
-        if not path.exists():  # else it waits for its text
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                self._steps.reader.download(info.key, path, limit=most)
-            except (IntegrityError, ObjectMissingError) as error:
-                return path, str(error)
-        return path, ""
+    def _find_uploads(self, close: _Close, miners: Sequence[Neuron]) -> list[ObjectInfo]:
+        """Return what is known of uploads, those of ``miners`` among them. Raises StoreError."""
+        if (of_member := self._of_member) is None:
+            return self._steps.list_uploads()
+        place = close.state.outer_step, close.state.serial
+
+        def look(miner: Neuron) -> ObjectInfo | None:
+            with suppress(StoreError, ChainError):  # its owner's loss; it is looked for again
+                return of_member(miner).head(keys.upload_key(miner.uid, *place))
+            return None
+
+        return [info for info in each(look, miners, stop=self._stop) if info is not None]
+
+    def _fetch(
+        self, info: ObjectInfo, miner: Neuron, most: int
+    ) -> tuple[Path, StoreError | ChainError | None]:
+        """Return the file of an upload, or why it cannot be had: by its owner, or not now.
+
+        Raises StoreError of the global bucket.
+        """
+        path, of_member = self._uploads / f"{miner.uid}.safetensors", self._of_member
+        if path.exists():  # it waits for its text
+            return path, None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            reader = self._steps.reader if of_member is None else of_member(miner)
+            reader.download(info.key, path, limit=most)
+        except (IntegrityError, ObjectMissingError) as error:
+            return path, error
+        except (StoreError, ChainError) as error:
+            if of_member is None or isinstance(error, NoRoomError):
+                raise
+            return path, error
+        return path, None
 
     def _judge_one(self, close: _Close, uid: int, hotkey: str, path: Path, block: int) -> None:
         revision = f"{close.state.outer_step}.{close.state.serial}"

@@ -174,3 +174,36 @@ def test_score_and_export_read_what_was_signed(run: Run) -> None:
     exported = run.subnet.folder / "exported"
     schema = parameter_schema(json.loads((exported / keys.CONFIG).read_text()))
     assert len(load_weights(exported / keys.MODEL, schema)) == len(schema)
+
+
+def test_members_with_a_bucket_each(tmp_path: Path) -> None:
+    options = SubnetOptions(
+        folder=tmp_path,
+        exchange="store",
+        ranks=(1, 1),
+        outer_steps=2,
+        blocks_per_allreduce=60,
+        rules={"round.grace": "20s", "store.access": "own", "training.sequence_length": 64},
+    )
+    with steps_of(1.0), LocalSubnet(options=paced(options, samples=4)) as subnet:
+        subnet.wait_for_outer_steps(2, WAIT)
+        services = subnet.services
+        assert services is not None
+        with contextlib.closing(services.open_bucket(subnet.validator.plan)) as bucket:
+            objects = {found.key for found in bucket.list_objects("")}
+        assert not [key for key in objects if key.startswith("uploads/")]
+        for miner in subnet.miners:
+            uid = miner.plan.uid
+            assert keys.merged_key(2, uid) in objects
+            with contextlib.closing(services.open_bucket(miner.plan)) as bucket:
+                steps = {keys.parse_upload_key(found.key) for found in bucket.list_objects("")}
+            assert steps and all(place and place[0] == uid and place[1] > 0 for place in steps)
+        status, checks, _ = doctor(
+            *services.flags(subnet.miners[-1].plan),
+            "--diagnostics.measure=0",
+            folder=tmp_path,
+            environ=services.environment(subnet.miners[-1].plan),
+        )
+    assert status == 0, checks
+    assert {checks[name]["status"] for name in ("global state", "commitment", "bucket")} == {"ok"}
+    assert subnet.problems == []

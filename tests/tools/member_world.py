@@ -19,6 +19,7 @@ from distributed_training.chain.identity import Wallet
 from distributed_training.config import Config
 from distributed_training.data.tokenizer import build_tokenizer
 from distributed_training.exchange import store_rounds
+from distributed_training.exchange.own_uploads import OwnUploads
 from distributed_training.exchange.store_rounds import StoreRounds
 from distributed_training.miner import events as ev
 from distributed_training.miner import start_store
@@ -46,12 +47,13 @@ def open_played(
     post: Callable[[ev.Event], None],
 ) -> tuple[start_store.Connections, StartupInfo]:
     """In the place of ``start_store.open_connections``: the chain alone is played."""
+    store = FolderStore(bucket, writes=True)
     rounds = StoreRounds(
-        FolderStore(bucket, writes=True),
+        store,
         folder / "exchange",
         lambda fact: post(event_of(fact)),
         master=Master(config.swarm.run_id, ALICE.ss58_address, verify),
-        uid=UID,
+        uploads=OwnUploads(store, folder / "exchange" / "uploads", UID),
     )
     stack.callback(rounds.stop)
     resumes = any((folder / "checkpoints").glob("checkpoint-*"))

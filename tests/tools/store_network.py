@@ -14,6 +14,7 @@ from bittensor_core import verify
 
 from distributed_training.common.backoff import Clocks
 from distributed_training.exchange.base import Close, Fact
+from distributed_training.exchange.own_uploads import OwnUploads
 from distributed_training.exchange.store_rounds import StoreRounds
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Manifest, Master, Merged, Refused, State
@@ -202,7 +203,7 @@ class Miner:
             folder,
             self.facts.append,
             master=Master(RUN_ID, MASTER.ss58_address, verify),
-            uid=UID,
+            uploads=OwnUploads(store, folder / "uploads", UID),
             clocks=Clocks(time.steady, time.unix),
         )
         # As start() does, but for the thread: the turns are the test's.

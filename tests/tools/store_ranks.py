@@ -30,6 +30,7 @@ from distributed_training.common.processes import leave
 from distributed_training.config import Config
 from distributed_training.data.tokenizer import build_tokenizer
 from distributed_training.exchange import store_rounds
+from distributed_training.exchange.own_uploads import OwnUploads
 from distributed_training.exchange.store_rounds import StoreRounds
 from distributed_training.miner import assembly, start, start_store
 from distributed_training.miner import events as ev
@@ -106,7 +107,7 @@ def run(moment: str, until: int, folder: Path, bucket: Path) -> None:
             folder / "exchange",
             lambda fact: events.put(event_of(fact)),
             master=Master(config.swarm.run_id, ALICE.ss58_address, verify),
-            uid=UID,
+            uploads=OwnUploads(store, folder / "exchange" / "uploads", UID),
         )
         resumes = any((folder / "checkpoints").glob("checkpoint-*"))
         outer_step, place, steps = start_store.first_weights(rounds, lambda: True, resumes=resumes)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from distributed_training.protocol.update_file import (
     write_rows,
 )
 from distributed_training.scoring.evaluator import EvaluationModel
+from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.errors import StoreError
 from distributed_training.validator import store_rounds
 from distributed_training.validator.merge import digest_of
@@ -49,6 +51,7 @@ from tests.tools.validator_world import (
 )
 
 PERIOD, GRACE = 600.0, 120.0  # seconds; the network's block takes PERIOD / 60
+_PATIENCE = timedelta(seconds=1)
 
 
 @cache
@@ -72,14 +75,14 @@ class StoreBucket(MemoryObjectStore):
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__("global", before=self._before_each, clock=clock)
         self.before_put: Callable[[str], None] = lambda key: None
-        self.down = False
+        self.down = self.unreadable = False
 
     @property
     def objects(self) -> dict[str, tuple[bytes, str, float]]:
         return self._objects
 
     def _before_each(self, operation: str, key: str) -> None:
-        if self.down:
+        if self.down or (self.unreadable and operation.startswith("get")):
             raise StoreError("the bucket does not answer")
         if operation == "put":
             self.before_put(key)
@@ -160,7 +163,8 @@ class StoreMiner:
         return keys.upload_key(self.uid, state.outer_step, state.serial)
 
     def upload(self, data: bytes | None = None, **changes: Any) -> None:
-        self.world.bucket.put(self.key, self.encode(**changes) if data is None else data)
+        bucket = self.world.own.get(self.uid, self.world.bucket)
+        bucket.put(self.key, self.encode(**changes) if data is None else data)
 
     def apply(self) -> None:
         """Apply all updates up to the head, each checked as members do."""
@@ -186,9 +190,14 @@ class StoreMiner:
 
 
 class StoreWorld:
-    """Everything around one validator of a store network; ``restart`` makes a new one."""
+    """Everything around one validator of a store network; ``restart`` makes a new one.
 
-    def __init__(self, folder: Path, *, uids: Sequence[int] = (3, 5, 17), **changes: Any) -> None:
+    ``own``: each member has a bucket of its own.
+    """
+
+    def __init__(
+        self, folder: Path, *, uids: Sequence[int] = (3, 5, 17), own: bool = False, **changes: Any
+    ) -> None:
         self.folder, self.uids = folder, tuple(uids)
         base = config_of(folder, settings(**changes))
         self.master = keypair("master")
@@ -196,11 +205,13 @@ class StoreWorld:
         self.config = replace(
             base,
             miner=replace(base.miner, **rules),
+            store=replace(base.store, access="own" if own else "registry"),
             chain=replace(base.chain, seconds_per_block=PERIOD / base.miner.blocks_per_allreduce),
         )
         self.run_id = self.config.swarm.run_id
         self.clock = Clock()
         self.bucket = StoreBucket(self.clock)
+        self.own = {uid: StoreBucket(self.clock) for uid in self.uids if own}
         self.ledger = MemoryLedger()
         self.ledger.register(self.master.ss58_address, uid=200, stake=1e5, validator_permit=True)
         self.chain = MemoryChain(hotkey=self.master.ss58_address, ledger=self.ledger)
@@ -221,7 +232,7 @@ class StoreWorld:
             member=Member(wallet, self.chain, 200),
             client=nobody,
             store=self.bucket,
-            open_bucket=nobody,
+            open_bucket=lambda neuron: BucketReader(self.own[neuron.uid], small=_PATIENCE),
             pages=lambda uid, block: self.pages(uid, block),
             held_out={self.config.domains[0].name: sequences(999_999_999, 16)},
             swarm=nobody,

@@ -278,7 +278,7 @@ def test_a_stop_while_the_bucket_is_read_is_no_warning(
             raise TransientError("503 ServiceUnavailable")
 
     reader = bucket(weights(), tmp_path)
-    store: Any = reader.follow()._store
+    store: Any = reader.follow().store
     store.put(keys.epoch_key(4, keys.METADATA), Metadata.of(Revision(5, 4, 0), "").to_json())
     store._before = before
     with watching(reader, rows=rows_of(weights())) as (watch, events):

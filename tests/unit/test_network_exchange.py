@@ -17,6 +17,7 @@ from bench.growth import Network, rows
 from distributed_training import founder
 from distributed_training.common.llama import named_config
 from distributed_training.config import Config, ConfigError, loader
+from distributed_training.config.model import KEY_VARIABLES
 from distributed_training.health import machine
 from distributed_training.health.machine import Examination
 from distributed_training.miner.init_command import main as miner_init
@@ -68,6 +69,16 @@ def test_a_store_network_has_no_key_of_a_swarm(tmp_path: Path, kind: str) -> Non
     assert not config.has_bucket and config.miner.keep_uploads == 8
 
 
+@pytest.mark.parametrize("kind", ["miner", "validator"])
+def test_buckets_of_their_own_need_no_registry_and_a_key_each(tmp_path: Path, kind: str) -> None:
+    chain = {"kind": "bittensor", "endpoint": "finney", "netuid": 5}
+    chain["master_hotkey"] = EXAMPLE["chain"]["master_hotkey"]
+    rules = store_rules(store__access="own", store__endpoint=None, chain=chain)
+    config = load(rules, tmp_path, kind)
+    assert config.has_bucket and config.key_variables == KEY_VARIABLES
+    assert any("R2_READ_ACCESS_KEY_ID" in line for line in loader.problems(config))
+
+
 @pytest.mark.parametrize("exchange", ["hivemind", "store"])
 def test_each_key_has_a_place_with_one_exchange_alone(tmp_path: Path, exchange: str) -> None:
     rules = EXAMPLE if exchange == "hivemind" else store_rules()
@@ -91,7 +102,7 @@ def test_each_key_has_a_place_with_one_exchange_alone(tmp_path: Path, exchange: 
         ({"store__endpoint": 5}, "store.endpoint"),
         ({"store__endpoint": "http://s3.example.org"}, "hands out are secrets"),
         ({"store__endpoint": "folder:///srv/store"}, "hands out are secrets"),
-        ({"store__access": "own"}, "'store.access' is not a key"),
+        ({"store__access": "shared"}, "store.access"),
         ({"store__hosts": ["a/b"]}, "HOST:PORT"),
         ({"exchange": "pigeon"}, "exchange 'pigeon'"),
         ({"chain": EXAMPLE["chain"] | {"kind": "toy"}}, "nobody would hand out access"),
@@ -222,6 +233,18 @@ def test_init_takes_the_store_where_its_founder_names_no_exchange(tmp_path: Path
     where = ("--registry", "https://registry.example.org", "--store", "https://s3.example.org")
     assert main([*words, *where]) == 0
     assert read(tmp_path / "lab").exchange == "store"
+
+
+def test_init_takes_a_public_chain_where_each_member_has_a_bucket(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("init", str(tmp_path / "lab"), "--name", "lab", "--data-source", "stdlib")
+    assert main([*words, "--netuid", "5"]) == 2
+    assert "--set store.access=own" in capsys.readouterr().err
+    assert main([*words, "--netuid", "5", "--set", "store.access=own"]) == 0
+    assert "two keys of the global bucket lab" in capsys.readouterr().out
+    config = read(tmp_path / "lab")
+    assert config.exchange == "store" and config.has_bucket and config.store.endpoint_url is None
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])

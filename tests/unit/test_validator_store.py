@@ -56,6 +56,26 @@ def test_rounds_end_with_the_same_weights_everywhere_and_a_lower_loss(world: Sto
     assert world.validator._rules.mean(world.validator._losses) < first
 
 
+def test_uploads_lie_in_the_members_own_buckets_and_one_away_costs_its_owner_alone(
+    tmp_path: Path,
+) -> None:
+    world = StoreWorld(tmp_path, own=True)
+    assert world.round().outer_step == 1
+    assert world.fates(1) == dict.fromkeys(world.uids, "merged")
+    assert not [key for key in world.bucket.objects if key.startswith("uploads/")]
+    assert keys.merged_key(1, world.uids[0]) in world.bucket.objects
+    for n, fault, fate in ((2, "down", {}), (3, "unreadable", {5: "not-judged"})):
+        world.train()
+        world.until_close()
+        for miner in world.miners.values():
+            miner.upload()
+        world.until_late()
+        setattr(world.own[5], fault, True)
+        world.tick()
+        setattr(world.own[5], fault, False)
+        assert world.fates(n) == {3: "merged", 17: "merged"} | fate
+
+
 # --- what is refused ---
 
 
