@@ -85,6 +85,7 @@ def test_ranks_of_a_script_apply_what_all_apply(ranks: Ranks, kind: str) -> None
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_kill_at_any_moment_of_a_round_leaves_each_epoch_start_equal_to_the_bit(
     ranks: Ranks, kind: str

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distributed_training
 from distributed_training.common.processes import leave
+from distributed_training.member import Net
 from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState
 from tests.tools.member_world import played, script_model, settings_in, train_step
@@ -46,6 +47,19 @@ def whole(model: nn.Module) -> list[torch.Tensor]:
     ]
 
 
+def follow_to_death(net: Net, moment: str) -> None:
+    """Kill all ranks at ``moment``."""
+
+    def follow(event: ev.Event, state: MinerState) -> None:
+        if killed_at(moment, event):
+            kill()
+
+    if moment == "prepared":
+        net._weights.commit_outer_step = kill  # type: ignore[method-assign]
+    if net._controller is not None:
+        net._controller.subscribe(follow)
+
+
 def run(kind: str, moment: str, until: int, folder: Path) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     bucket = folder / "bucket"
@@ -55,22 +69,14 @@ def run(kind: str, moment: str, until: int, folder: Path) -> None:
     network = str(folder / "network.toml")
     with played(bucket):
         net = distributed_training.join(network, model, optimizer, **settings_in(folder))
+        follow_to_death(net, moment)
+        number = 0
+        with net:
+            while net.outer_step < until:
+                number += 1
+                loss = train_step(model, optimizer, WORLD * number + RANK)
+                net.step(loss=loss, tokens=64)
     weights = net._weights
-    if moment == "prepared":
-        weights.commit_outer_step = kill  # type: ignore[method-assign]
-
-    def follow(event: ev.Event, state: MinerState) -> None:
-        if killed_at(moment, event):
-            kill()
-
-    if net._controller is not None:
-        net._controller.subscribe(follow)
-    number = 0
-    with net:
-        while net.outer_step < until:
-            number += 1
-            loss = train_step(model, optimizer, WORLD * number + RANK)
-            net.step(loss=loss, tokens=64)
     ranks = [torch.zeros_like(each) for each in whole(model)]
     for mine, first in zip(whole(model), ranks, strict=True):
         first.copy_(mine)
