@@ -20,7 +20,6 @@ from bittensor_core import verify
 
 from distributed_training.chain.identity import load_wallet
 from distributed_training.config import OPERATORS_FILE, Config, ConfigError, load_config
-from distributed_training.config.installed import require
 from distributed_training.founder import Plan, own_store
 from distributed_training.node.buckets import open_own
 from distributed_training.node.start import sole_user
@@ -177,7 +176,6 @@ def go_back(
 
 def _founders(folder: Path) -> Config:
     """Return the configuration of the validator of a founder's folder. Raises ConfigError."""
-    require(validator="the store of a founded network")
     plan = Plan.of(folder)
     return load_config("validator", plan.words["validator"], environ=plan.environ, check=False)
 

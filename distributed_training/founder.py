@@ -215,9 +215,8 @@ def check(plan: Plan) -> Config:
     from distributed_training.health.machine import refuse_model, refuse_unknown_kinds
     from distributed_training.registry.__main__ import parser
 
-    wanted = {_VALIDATOR: "a validator", _REGISTRY: "a registry", _STORE: OWN_STORE}
-    extras = {_STORE: "local"}
-    require(**{extras.get(name, name): wanted[name] for name in plan.words})
+    store = {"local": OWN_STORE} if _STORE in plan.words else {}
+    require(validator="a validator", **store)
     if _REGISTRY in plan.words:
         parser().parse_args(["serve", *plan.words[_REGISTRY]])  # ends with status 2 and its line
     config = load_config("validator", plan.words[_VALIDATOR], environ=plan.environ)

@@ -17,9 +17,8 @@ DISTRIBUTION = "distributed-training-miner"
 #: Extra -> the modules that it brings, as far as a program would miss them.
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "bittensor": ("bittensor",),
-    "hivemind": ("hivemind", "boto3", "cryptography"),
-    "registry": ("boto3",),
-    "validator": ("boto3", "openskill"),
+    "hivemind": ("hivemind", "cryptography"),
+    "validator": ("openskill",),
     "local": ("swift", "eventlet"),
     "wandb": ("wandb",),
     "tensorboard": ("tensorboard",),

@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import SecretStr
 
-from distributed_training.config.installed import require
 from distributed_training.config.loader import (
     Parser,
     add_wallet,
@@ -229,7 +228,6 @@ def _registry(given: argparse.Namespace) -> Registry:
         assert network is not None  # it was named
         given.files, given.private = network.files, config.chain.private
         if not config.has_bucket:
-            require(registry="a registry that gives access to a store")
             given.access = partial(_open_access, config, given.store)
         in_network = {**network.values, "name": network.head.name}
         in_file = [field for field in FIXED if getattr(given, field) is None]

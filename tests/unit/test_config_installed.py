@@ -29,8 +29,6 @@ REFUSED = [
     ("network_command", f"init lab {WORDS} --exchange hivemind", "hivemind"),
     ("network_command", f"init lab {WORDS} --store embedded", "local"),
     ("network_command", f"init lab {WORDS} --exchange hivemind --store embedded", "hivemind,local"),
-    ("network_command", "rewind lab --to 0", "validator"),
-    ("registry.__main__", f"serve --network {STORE}", "registry"),
     ("localnet.command", "--folder run", "local"),
 ]
 

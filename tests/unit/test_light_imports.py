@@ -42,7 +42,7 @@ def test_a_light_process_imports_nothing_heavy(module: str, may: set[str]) -> No
 
 
 #: A miner of a store network imports nothing of the wheel's extras.
-OF_EXTRAS = {"hivemind", "bittensor", "boto3", "botocore", "cryptography", "openskill", "wandb"}
+OF_EXTRAS = {"hivemind", "bittensor", "cryptography", "openskill", "wandb"}
 LOOK = f"""
 import importlib, os, sys, threading
 for name in sys.argv[1:]:

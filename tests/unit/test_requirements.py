@@ -123,9 +123,9 @@ def test_what_a_program_misses_is_in_the_extra_that_it_names(
         assert set(modules) <= of_extra(extra), extra
         assert not set(modules) & of_extra(""), extra
     assert PROJECT["project"]["name"] == installed.DISTRIBUTION
-    wanted = {"registry": "a registry", "validator": "a validator"}
+    wanted = {"hivemind": "a miner", "validator": "a validator"}
     assert installed.missing(wanted) is None
-    there = {"boto3"}
+    there = {"hivemind", "cryptography"}
     monkeypatch.setattr(installed, "find_spec", lambda name: name if name in there else None)
     assert installed.missing(wanted) == (
         "openskill not installed, which a validator cannot do without, so nothing was started: "
@@ -133,8 +133,9 @@ def test_what_a_program_misses_is_in_the_extra_that_it_names(
     )
     there.clear()
     assert installed.missing(wanted) == (
-        "boto3, openskill not installed, which a registry and a validator cannot do without, so "
-        "nothing was started: pip install 'distributed-training-miner[registry,validator]'"
+        "hivemind, cryptography, openskill not installed, which a miner and a validator cannot do "
+        "without, so nothing was started: "
+        "pip install 'distributed-training-miner[hivemind,validator]'"
     )
 
 
