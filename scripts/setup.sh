@@ -58,7 +58,7 @@ install_production() {
     if [ -z "$torch" ]; then
         if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
             torch=keep # a working CUDA build is already here
-        elif [[ $(nvidia-smi -L 2>/dev/null || true) == *GPU* ]]; then
+        elif [[ $(timeout 60 nvidia-smi -L 2>/dev/null || true) == *GPU* ]]; then
             torch=cuda
         else
             torch=cpu

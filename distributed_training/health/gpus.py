@@ -1,22 +1,74 @@
 """GPUs: as the driver sees them, as torch does, and what a start tells about them.
 
-The driver is asked without torch, by NVML; a figure is None where it cannot be had. The block at
-start is printed as the operator documents show it.
+The driver is asked without torch, by NVML; a figure is None where it cannot be had. A driver may
+hang, and then no call of it returns. So each question has a thread and a time limit, and while one
+is open no other is asked. The block at start is printed as the operator documents show it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import logging
 import os
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from distributed_training.protocol.lines import counted
 
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: Seconds. The first question after a reboot wakes up every card; a sample holds an inner step.
+START_PATIENCE, SAMPLE_PATIENCE = 60.0, 2.0
+_open_question: list[threading.Thread] = []  # that the driver has not answered
+
 _RULE = "=" * 80
+
+
+def within(seconds: float, otherwise: Any) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Give a function of the driver ``seconds``; it returns ``otherwise`` where that is too few."""
+
+    def bound(work: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(work)
+        def ask(*args: P.args, **kwargs: P.kwargs) -> T:
+            if _open_question and _open_question[0].is_alive():
+                return otherwise
+            _open_question.clear()
+            answers: list[T] = []
+            errors: list[BaseException] = []
+
+            def run() -> None:
+                try:
+                    answers.append(work(*args, **kwargs))
+                except BaseException as error:  # noqa: BLE001 - raised where it was asked
+                    errors.append(error)
+
+            thread = threading.Thread(target=run, name="NVML", daemon=True)
+            thread.start()
+            thread.join(seconds)
+            if errors:
+                raise errors[0]
+            if answers:
+                return answers[0]
+            _open_question.append(thread)
+            log.warning(
+                "The NVIDIA driver has not answered for %.0f s: its GPUs count as those seen "
+                "before, and their figures are missing. nvidia-smi says whether it hangs; then "
+                "reboot",
+                seconds,
+            )
+            return otherwise
+
+        return ask
+
+    return bound
 
 
 @dataclass(frozen=True)
@@ -40,6 +92,7 @@ class NvmlSampler:
         self.index = index
 
     @classmethod
+    @within(START_PATIENCE, None)
     def open(cls, device: int = 0) -> NvmlSampler | None:
         """Open the sampler of the process's ``device``-th visible GPU.
 
@@ -56,6 +109,7 @@ class NvmlSampler:
             return None
         return cls(nvml=nvml, handle=handles[device], index=device)
 
+    @within(SAMPLE_PATIENCE, None)
     def sample(self) -> GpuSample | None:
         """Sample the GPU.
 
@@ -72,15 +126,19 @@ class NvmlSampler:
             name=_text(name),
             memory_total_gb=memory.total / 1e9,
             memory_used_gb=memory.used / 1e9,
-            utilization=self.utilization(),
+            utilization=self._utilization(),
             temperature=self._optional(
                 lambda: nvml.nvmlDeviceGetTemperature(self._handle, nvml.NVML_TEMPERATURE_GPU)
             ),
             power_watts=self._optional(lambda: nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3),
         )
 
+    @within(SAMPLE_PATIENCE, None)
     def utilization(self) -> float | None:
         """Return the utilization in percent, 0 to 100; None if the driver does not answer."""
+        return self._utilization()
+
+    def _utilization(self) -> float | None:
         return self._optional(lambda: self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
 
     def _optional(self, read: Any) -> float | None:
@@ -89,6 +147,15 @@ class NvmlSampler:
         except self._nvml.NVMLError:  # not supported by this card, e.g. power on some laptops
             return None
 
+    @within(SAMPLE_PATIENCE, "")
+    def describe(self) -> str:
+        """Return name and UUID, by which the card is known to nvidia-smi."""
+        with contextlib.suppress(self._nvml.NVMLError):
+            names = (self._nvml.nvmlDeviceGetName, self._nvml.nvmlDeviceGetUUID)
+            return ", ".join(_text(name(self._handle)) for name in names)
+        return ""
+
+    @within(SAMPLE_PATIENCE, None)
     def close(self) -> None:
         _stop(self._nvml)
 
@@ -106,6 +173,7 @@ def sample_gpu(device: int = 0) -> GpuSample | None:
 _IDLE_BYTES = 1_000_000_000
 
 
+@within(START_PATIENCE, (None, "the NVIDIA driver does not answer"))
 def unused_gpu() -> tuple[str | None, str]:
     """Return the UUID of the first visible GPU that no process computes on.
 
@@ -137,6 +205,7 @@ def unused_gpu() -> tuple[str | None, str]:
         return None, why
 
 
+@within(START_PATIENCE, 0)
 def visible_gpu_count() -> int:
     """Count the GPUs this process may use; 0 without driver or if all are hidden.
 
@@ -146,12 +215,20 @@ def visible_gpu_count() -> int:
         return 0 if nvml is None else len(_visible_handles(nvml))
 
 
+@within(START_PATIENCE, None)
 def driver_version() -> str | None:
     with _session() as nvml:
         try:
             return _text(nvml.nvmlSystemGetDriverVersion()) if nvml is not None else None
         except nvml.NVMLError:
             return None
+
+
+@within(START_PATIENCE, 0)
+def gpus_hidden_by_mig() -> int:
+    """Count what ``CUDA_VISIBLE_DEVICES`` names and CUDA hides, since one of them is of MIG."""
+    with _session() as nvml:
+        return 0 if nvml is None else len(_named_handles(nvml)) - len(_visible_handles(nvml))
 
 
 @contextlib.contextmanager
@@ -187,7 +264,33 @@ def _stop(nvml: Any) -> None:
 
 
 def _visible_handles(nvml: Any) -> list[Any]:
-    """List handles in the order CUDA numbers them; like CUDA's, it ends at the first bad entry.
+    """List handles in the order CUDA numbers them.
+
+    A process is shown one instance of a card that MIG divides, and then no other card
+    (https://docs.nvidia.com/datacenter/tesla/mig-user-guide, *Device Enumeration*).
+    """
+    handles = _named_handles(nvml)
+    for handle in handles:
+        if (instance := _first_instance(nvml, handle)) is not None:
+            return [instance]
+    return handles
+
+
+def _first_instance(nvml: Any, handle: Any) -> Any:
+    """Return the instance that CUDA shows of a card; None if MIG does not divide it."""
+    # AttributeError: of a driver, or its library, from before MIG.
+    with contextlib.suppress(nvml.NVMLError, AttributeError):
+        if nvml.nvmlDeviceIsMigDeviceHandle(handle):
+            return handle
+        divided, _ = nvml.nvmlDeviceGetMigMode(handle)
+        for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle) if divided else 0):
+            with contextlib.suppress(nvml.NVMLError):  # not made
+                return nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
+    return None
+
+
+def _named_handles(nvml: Any) -> list[Any]:
+    """List the handles that the environment names; like CUDA's, it ends at the first bad entry.
 
     One card named twice hides all of them.
     """

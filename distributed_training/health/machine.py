@@ -43,6 +43,7 @@ from distributed_training.data.sources import kind_of
 from distributed_training.health.gpus import (
     accumulation_steps,
     driver_version,
+    gpus_hidden_by_mig,
     sample_gpu,
     visible_gpu_count,
 )
@@ -218,6 +219,10 @@ def check_gpus(examination: Examination) -> Iterator[Check]:
         remedy = "fine for --preset local; otherwise check nvidia-smi and CUDA_VISIBLE_DEVICES"
         yield Check("gpu", "warn", finding, remedy)
         return
+    if hidden := gpus_hidden_by_mig():
+        finding = f"CUDA shows a process one instance of MIG, so {hidden} more stay idle"
+        remedy = "start a miner for each, with its own run folder and hotkey, or turn MIG off"
+        yield Check("mig", "warn", finding, remedy)
     if wanted > count:
         finding = f"{wanted} ranks on {count} visible GPU(s), so ranks would share one"
         remedy = f"give --nproc_per_node {count}, or free CUDA_VISIBLE_DEVICES"

@@ -23,11 +23,17 @@ def rank_device(wanted: str, local_rank: int, *, remembered: int = 0) -> torch.d
     """Return the device of ``--neuron.device``; a GPU becomes the process's current one.
 
     ``remembered``: GPUs that earlier ranks of this run folder ran on. Raises ConfigError for cuda
-    without a GPU. Raises NetworkFailure for auto if there are GPUs, or were before: just after a
-    reboot or a driver's upgrade that passes, and a rank that is once on the CPU would stay there,
-    and take days for a step.
+    without a GPU. Raises NetworkFailure where there are fewer than ranks, and for auto if there are
+    GPUs, or were before: just after a reboot or a driver's upgrade that passes, and a rank that is
+    once on the CPU would stay there, and take days for a step.
     """
     if wanted != "cpu" and torch.cuda.is_available():
+        if local_rank >= (count := torch.cuda.device_count()):
+            raise NetworkFailure(
+                f"rank {local_rank} has no GPU, since torch sees {count}: one is lost or hidden "
+                "(nvidia-smi -L, dmesg | grep Xid). Reboot, or give --nproc_per_node "
+                f"{count}"
+            )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         return device
@@ -44,6 +50,32 @@ def rank_device(wanted: str, local_rank: int, *, remembered: int = 0) -> torch.d
             "scripts/diagnose.py say why; --neuron.device cpu takes the CPU"
         )
     return torch.device("cpu")
+
+
+def cuda_failure(error: BaseException | None, gpu: int) -> str | None:
+    """Return what is known of GPU ``gpu`` that failed, and what follows; None for another error.
+
+    ``error`` ended a rank. No further call of its process reaches the GPU after such an error, so
+    closing what was open may have raised another one behind it.
+    """
+    while error is not None:
+        first = (str(error).strip().splitlines() or [""])[0]
+        lost = isinstance(error, torch.AcceleratorError) or "CUDA error" in first
+        if lost and not isinstance(error, torch.OutOfMemoryError):
+            break
+        error = error.__cause__ or error.__context__
+    if error is None:
+        return None
+    sampler = NvmlSampler.open(gpu)
+    card = "which the driver does not show any more"
+    if sampler is not None:
+        card = sampler.describe() or card
+        sampler.close()
+    return (
+        f"GPU {gpu} ({card}) failed: {first:.200}. All ranks start again from the last "
+        "checkpoint, so the inner steps since are repeated. If it comes back: dmesg | grep Xid "
+        "says why; leave the card out with CUDA_VISIBLE_DEVICES"
+    )
 
 
 def expects_gpu(config: Config, device: torch.device) -> bool:

@@ -44,7 +44,7 @@ from distributed_training.telemetry.run_state import report_running, report_stag
 from distributed_training.training.collectives import COLLECTIVE_TIMEOUT
 
 from .assembly import RankContext, RankZero, Training, build_training
-from .device import rank_device, report_device
+from .device import cuda_failure, rank_device, report_device
 from .global_state import (
     StopBeforeStart,
 )
@@ -115,8 +115,10 @@ def run_rank(config: Config) -> int:
         if me.local_rank or INSTANCE not in os.environ:  # the launcher reports rank 0's
             log.error("%s", error)
     except Exception as error:  # the last word of this process: say it in one line, then end
-        reason = f"{type(error).__name__}: {error}"
+        reason = cuda_failure(error, me.local_rank) or f"{type(error).__name__}: {error}"
         log.exception(lines.TRAINING_LOOP_FAILED, error)
+        if reason.startswith("GPU "):
+            log.error("%s", reason)
     if me.local_rank == 0:
         with suppress(OSError):  # no room: to the launcher that is a fault
             write_exit_status(folder, status, reason, outside=outside)

@@ -48,6 +48,7 @@ from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.miner_parts import config_of
 from tests.tools.miner_states import make_miner
 from tests.tools.settings import load_config
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -441,6 +442,90 @@ def test_the_forms_that_cuda_takes(
     monkeypatch.setattr(fake_nvml, "nvmlDeviceGetHandleByUUID", by_uuid)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", form)
     assert gpus.visible_gpu_count() == cards
+
+
+class Divided(FakeNvml):
+    """Card 1 is divided by MIG, with instances 11 and 13 of seven places."""
+
+    def nvmlDeviceIsMigDeviceHandle(self, handle: int) -> bool:
+        return handle > 10
+
+    def nvmlDeviceGetMigMode(self, handle: int) -> list[int]:
+        if handle > 10:
+            raise self.NVMLError
+        return [int(handle == 1), 0]
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: int) -> int:
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: int, number: int) -> int:
+        if number not in (1, 3):
+            raise self.NVMLError
+        return 10 * handle + number
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        known = {"GPU-a": 0, "GPU-b": 1, "MIG-1": 11, "MIG-3": 13, "MIG-GPU-b/3/0": 13}
+        if uuid not in known:
+            raise self.NVMLError
+        return known[uuid]
+
+
+@pytest.mark.parametrize(
+    ("form", "shown", "hidden"),
+    [
+        *((None, [11], 2), ("0", [0], 0), ("0,2", [0, 2], 0), ("1", [11], 0), ("2,1", [11], 1)),
+        *(("MIG-1", [11], 0), ("MIG-3", [13], 0), ("MIG-3,MIG-1", [13], 1), ("MIG-9", [], 0)),
+        *(("MIG-GPU-b/3/0", [13], 0), ("GPU-a,MIG-1", [11], 1), ("MIG-1,MIG-1", [], 0)),
+    ],
+)
+def test_cuda_shows_a_process_one_instance_of_mig_and_no_card_with_it(
+    form: str | None, shown: list[int], hidden: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = Divided()
+    monkeypatch.setattr(gpus, "_start", lambda: fake)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if form is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", form)
+    assert gpus._visible_handles(fake) == shown and gpus.gpus_hidden_by_mig() == hidden
+    assert gpus.visible_gpu_count() == len(shown)
+    monkeypatch.setattr(fake, "nvmlDeviceGetMemoryInfo", lambda *_, **named: SimpleNamespace(
+        total=20 * 10**9, used=10**9
+    ))  # fmt: skip
+    monkeypatch.setattr(fake, "nvmlDeviceGetName", lambda handle: f"MIG {handle}")
+    checks = check_gpus(1, "auto")
+    assert [c.name for c in checks if c.status == "warn"] == (["mig"] if hidden else []) + (
+        [] if shown else ["gpu"]
+    )
+
+
+def test_a_driver_that_never_answers_costs_one_wait_and_one_line(
+    fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    release = threading.Event()
+    sampler = gpus.NvmlSampler.open(0)
+    assert sampler is not None and sampler.utilization() == 97
+    stuck = threading.Event()
+
+    def hang(handle: int) -> SimpleNamespace:
+        stuck.set()
+        release.wait(30)
+        return SimpleNamespace(gpu=5)
+
+    monkeypatch.setattr(fake_nvml, "nvmlDeviceGetUtilizationRates", hang)
+    bounded = gpus.within(0.2, None)(gpus.NvmlSampler._utilization)
+    assert bounded(sampler) is None and stuck.is_set()
+    began = time.monotonic()
+    assert gpus.visible_gpu_count() == 0 and gpus.driver_version() is None
+    assert sampler.sample() is None and gpus.sample_gpu() is None
+    assert gpus.unused_gpu() == (None, "the NVIDIA driver does not answer")
+    assert time.monotonic() - began < 1.0, "nobody else waits for it"
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert line.startswith("The NVIDIA driver has not answered for 0 s") and "reboot" in line
+    release.set()
+    wait_for(lambda: gpus.visible_gpu_count() == 3, "the driver's answer")
+    monkeypatch.setattr(fake_nvml, "nvmlDeviceGetUtilizationRates", lambda handle: None)
+    with pytest.raises(AttributeError):  # raised where it was asked
+        sampler.utilization()
 
 
 def test_handles_of_ctypes_are_compared_by_what_they_point_to() -> None:

@@ -410,6 +410,53 @@ def test_ranks_do_not_train_on_the_cpu_while_the_gpus_are_away(
     assert rank_device("auto", 0) == cpu, "a machine without GPUs"
 
 
+@pytest.mark.parametrize("shown", [True, False])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: unspecified launch failure\nCUDA kernel errors ..."),
+        RuntimeError("NCCL error in: x.cpp, unhandled cuda error\nCUDA error"),
+        RuntimeError("CUDA error: uncorrectable ECC error encountered"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+    ],
+)
+def test_a_gpu_lost_in_mid_step_is_named_with_what_follows(
+    error: Exception,
+    shown: bool,
+    rank_ends: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    card = SimpleNamespace(describe=lambda: "NVIDIA H200, GPU-abc", close=lambda: None)
+    sampler = SimpleNamespace(open=lambda index: card if shown else None)
+    monkeypatch.setattr(device, "NvmlSampler", sampler)
+
+    def train(*_: object) -> None:
+        try:
+            raise error
+        finally:  # what is closed meanwhile meets the dead GPU too
+            raise ValueError("closing failed")
+
+    status, (told, reason, outside) = rank_ends(train)
+    assert status == told == ExitStatus.FAULT and not outside, "the launcher starts again"
+    assert "Training Loop Failed with error" in caplog.text
+    first = str(error).splitlines()[0]
+    if "CUDA error" not in first:
+        assert reason == "ValueError: closing failed"
+        return
+    name = "NVIDIA H200, GPU-abc" if shown else "which the driver does not show any more"
+    assert reason.startswith(f"GPU 0 ({name}) failed: {first}. All ranks start again from the last")
+    assert reason in caplog.text and "dmesg | grep Xid" in reason
+
+
+def test_a_rank_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver counts a card that torch does not see any more."""
+    monkeypatch.setattr(device.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(device.torch.cuda, "device_count", lambda: 7)
+    with pytest.raises(NetworkFailure, match=r"rank 7 has no GPU, since torch sees 7: .* Xid"):
+        device.rank_device("auto", 7)
+
+
 class Lost:
     """A miner's start on a chain that does not show its hotkey; time passes in ``pause`` alone."""
 
