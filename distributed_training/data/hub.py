@@ -33,7 +33,7 @@ from distributed_training.config.settings import DataSettings
 
 from .dataset_server import PageCache
 from .page_source import Counts, NothingToRead, OtherData, PageUnavailable, Pin
-from .parquet import KEPT, ParquetSource, is_no_data, spans
+from .parquet import KEPT, ParquetSource, is_no_data
 from .patient_client import PatientClient
 
 #: Bytes of a row group's column, as it lies in the file. Larger ones are not for ranges.
@@ -75,19 +75,19 @@ class HubSource(ParquetSource):
         )
         self._dataset, self._cache, self._shared = settings.dataset, cache, shared
         self._root = Path(settings.dataset)
-        self._pin = Pin(settings.revision, settings.rows)
         self._where = f"{settings.dataset} at {self._client.url}"
         self.revision = settings.revision or self._newest()
+        self._pin = Pin(self.revision, settings.rows)
         self._key = f"{self._where}@{self.revision} {settings.folder} {settings.text_column}"
         self._sizes: dict[Path, int] = {}
         self._tags: dict[Path, str] = {}  # ETags
         self._ends_lock = threading.Lock()
         self._ends_read: OrderedDict[Path, Any] = OrderedDict()
-        self._columns: dict[tuple[Path, int], tuple[int, bytes]] = {}  # fetched, to be decoded
         folder = self._root / settings.folder
         super().__init__(folder, text_column=settings.text_column, counts=counts)
-        # Pages are of random groups: of a decoded one hardly a second page is read.
-        self._most_kept = min(KEPT, 64 * 2**20)
+        # Pages are of random groups: of a decoded one hardly a second page is read. Several are
+        # fetched side by side.
+        self._most_kept, self._one_decodes = min(KEPT, 32 * 2**20), contextlib.nullcontext()
 
     def num_rows(self) -> Mapping[str, int]:
         table = super().num_rows()
@@ -188,19 +188,6 @@ class HubSource(ParquetSource):
             "data.folder of the network's file"
         )
 
-    def _scan(self, path: Path) -> int:
-        rows = super()._scan(path)
-        meta = self._metadata(path)
-        for group in range(meta.num_row_groups):
-            begin, end = self._place(path, meta, group)
-            if end - begin > LARGEST_GROUP:
-                raise NothingToRead(
-                    f"row group {group} of {path} has {(end - begin) / 1e6:.0f} MB of text and "
-                    f"ranges are read up to {LARGEST_GROUP / 1e6:.0f}: download the data, and give "
-                    "--data.source parquet:DIR"
-                )
-        return rows
-
     def _metadata(self, path: Path) -> Any:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -235,55 +222,27 @@ class HubSource(ParquetSource):
             self._cache.put(key, base64.b64encode(end[-kept:]).decode())
         return end[-kept:]
 
-    # --- row groups ----------------------------------------------------------------------------
-
-    def _read(self, path: Path, first: int, count: int) -> Iterator[object]:
-        ends = self._group_ends[path]
-        for group, begin, rows in spans(ends, first, first + count):
-            key = (path, group)
-            # Not under the lock of what is decoded: several pages are fetched side by side.
-            if key not in self._groups:
-                self._columns[key] = self._column_of(path, group)
-            try:
-                yield from super()._read(path, (ends[group - 1] if group else 0) + begin, rows)
-            finally:
-                self._columns.pop(key, None)
-
-    def _column_of(self, path: Path, group: int) -> tuple[int, bytes]:
-        begin, end = self._place(path, self._metadata(path), group)
-        return begin, self._fetch(path, begin, end)
-
     def _open(self, path: Path, group: int) -> Any:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        # Another thread may have decoded it, and taken what was fetched.
-        fetched = self._columns.pop((path, group), None)
-        begin, data = fetched or self._column_of(path, group)
-        part = _Part(self._sizes[path], begin, data, partial(self._fetch, path))
+        # Arrow is to find the group's column itself: of a damaged end the metadata of a column end
+        # the process. With pre_buffer it reads that column at once.
+        part = _Part(self._sizes[path], 0, b"", partial(self._fetch, path))
         return pq.ParquetFile(
-            pa.PythonFile(part, mode="r"), metadata=self._metadata(path), pre_buffer=False
+            pa.PythonFile(part, mode="r"), metadata=self._metadata(path), pre_buffer=True
         )
-
-    def _place(self, path: Path, meta: Any, group: int) -> tuple[int, int]:
-        """Return where the text of a row group lies in its file, from byte to byte."""
-        begin, end = self._sizes[path], 0
-        of_group = meta.row_group(group)
-        for number in range(of_group.num_columns):
-            column = of_group.column(number)
-            if column.path_in_schema.partition(".")[0] == self._column:
-                first = min(column.dictionary_page_offset or begin, column.data_page_offset)
-                begin, end = min(begin, first), max(end, first + column.total_compressed_size)
-        if not 0 <= begin <= end <= self._sizes[path]:
-            raise ValueError(f"its row group {group} lies outside of it")
-        return begin, end
 
     def _fetch(self, path: Path, begin: int, end: int) -> bytes:
         """Return bytes of a file. Raises PageUnavailable, OtherData."""
         if begin >= end:
             return b""
         if end - begin > LARGEST_GROUP:
-            raise ValueError(f"{end - begin} bytes at once")
+            raise NothingToRead(
+                f"{path} has a row group with {(end - begin) / 1e6:.0f} MB of text, and ranges are "
+                f"read up to {LARGEST_GROUP / 1e6:.0f}: download the data, and give --data.source "
+                "parquet:DIR"
+            )
 
         def read(reply: httpx.Response, body: Callable[[], bytes]) -> bytes:
             first = (reply.history or [reply])[0].headers  # the hub's own, before another host's
@@ -294,7 +253,9 @@ class HubSource(ParquetSource):
                     "give --data.source parquet:DIR"
                 )
             tag = first.get("X-Linked-ETag") or reply.headers.get("ETag") or ""
-            size = reply.headers.get("Content-Range", "").rpartition("/")[2]
+            span, _, size = reply.headers.get("Content-Range", "").partition("/")
+            if span != f"bytes {begin}-{end - 1}":
+                raise ValueError(f"the answer has another range: {span:.50}")
             known = self._tags.get(path) or self._tags.setdefault(path, tag)
             if (known and tag and known != tag) or size not in ("*", str(self._sizes[path])):
                 raise OtherData(

@@ -208,6 +208,9 @@ class ParquetSource(FolderSource):
         self._group_ends: dict[Path, list[int]] = {}
         self._groups: OrderedDict[tuple[Path, int], list[Any]] = OrderedDict()
         self._kept = 0  # bytes of them
+        self._kept_lock = threading.Lock()
+        # One thread decodes, the others find it done.
+        self._one_decodes: contextlib.AbstractContextManager[Any] = threading.Lock()
         self._too_large: set[tuple[Path, int]] = set()
         super().__init__(folder, counts=counts)
 
@@ -241,7 +244,7 @@ class ParquetSource(FolderSource):
         import pyarrow as pa
 
         for group, begin, rows in spans(self._group_ends[path], first, first + count):
-            with self._lock:  # one thread decodes, the others find it done
+            with self._one_decodes:
                 at = 0
                 for batch in self._batches(path, group, begin + rows):
                     skipped = max(0, begin - at)
@@ -264,9 +267,12 @@ class ParquetSource(FolderSource):
         More of them are decoded than are asked for, as long as all may fit.
         """
         key = (path, group)
-        if key in self._groups:
-            self._groups.move_to_end(key)
-            yield from self._groups[key]
+        with self._kept_lock:
+            known = self._groups.get(key)
+            if known is not None:
+                self._groups.move_to_end(key)
+        if known is not None:
+            yield from known
             return
         decoded: list[Any] | None = None if key in self._too_large else []
         rows = size = 0
@@ -279,9 +285,10 @@ class ParquetSource(FolderSource):
                 if decoded is not None:
                     size += batch.nbytes
                     decoded.append(batch)
-                    while self._groups and self._kept + size > self._most_kept:
-                        _, oldest = self._groups.popitem(last=False)
-                        self._kept -= sum(part.nbytes for part in oldest)
+                    with self._kept_lock:
+                        while self._groups and self._kept + size > self._most_kept:
+                            _, oldest = self._groups.popitem(last=False)
+                            self._kept -= sum(part.nbytes for part in oldest)
                     if size > self._most_kept:
                         decoded = None
                         if not self._too_large:
@@ -297,6 +304,7 @@ class ParquetSource(FolderSource):
                 rows += len(batch)
                 if decoded is None and rows >= end:
                     return
-        if decoded is not None:
-            self._groups[key] = decoded
-            self._kept += size
+        with self._kept_lock:
+            if decoded is not None and key not in self._groups:
+                self._groups[key] = decoded
+                self._kept += size
