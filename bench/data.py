@@ -8,6 +8,10 @@ A small model trains on blocks from a rows API on loopback, 300 ms latency and 5
 pages, tokens, then steps; its waits after an error are a second here instead of a minute. Ours is
 the DataPipeline. Tokens per second and the share of the time that training waited for data; both
 alternate, medians are compared.
+
+Then eight ranks prepare blocks of Parquet files that a stand-in of the hub serves by ranges, with
+50 ms latency and nothing to train: how many tokens a second come in, how many a second of a core
+brings, and how many requests and bytes that takes.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ import argparse
 import contextlib
 import multiprocessing
 import os
+import random
+import re
 import statistics
 import sys
 import tempfile
@@ -27,18 +33,23 @@ from typing import Any
 
 import httpx
 import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from tokenizers import ByteLevelBPETokenizer
 
 from bench.common import alone, parser
 from distributed_training.common.llama import local_llama_config
 from distributed_training.config.settings import DataSettings, TrainingSettings
-from distributed_training.data.block_builder import WorkerSpec
+from distributed_training.data.block_builder import Prepared, WorkerPool, WorkerSpec
 from distributed_training.data.page_source import StdlibSource
 from distributed_training.data.pipeline import DataPipeline
 from distributed_training.data.tokenizer import TextTokenizer
+from distributed_training.protocol.page_permutation import PagePermutation
 from distributed_training.protocol.pages import select_pages
 from distributed_training.training.trainer import Trainer
+from tests.tools.hub_server import COMMIT, Hub
 from tests.tools.support_data import DATASET, RowsServer
 
 SEQUENCE, MICRO, EFFECTIVE, VOCABULARY = 256, 4, 16, 8192
@@ -219,18 +230,108 @@ def compare(
     )
 
 
+def _serve_hub(connection: Any, folder: Path, latency: float) -> None:
+    with Hub(folder, latency=latency) as hub:
+        connection.send(hub.url)
+        connection.recv()
+        wanted = [wanted for at, _, wanted, _ in hub.requests if at == "files"]
+        ends = [re.fullmatch(r"bytes=(\d+)-(\d+)", text) for text in wanted]
+        connection.send((len(wanted), sum(int(e[2]) - int(e[1]) + 1 for e in ends if e)))
+
+
+def write_files(folder: Path, rows: list[str]) -> None:
+    """Write files like those of fineweb-edu: groups of 1,000 rows of 3 kB, of several columns."""
+    draw = random.Random(3)
+    for number in range(4):
+        texts = ["".join(draw.choices(rows, k=3)) for _ in range(10_000)]
+        table = pa.table({"id": [f"{number}/{i}" for i in range(len(texts))], "text": texts})
+        pq.write_table(table, folder / f"{number}.parquet", row_group_size=1000, compression="zstd")
+
+
+def feed(folder: Path, tokenizer: Path, rows: list[str], *, ranks: int, blocks: int) -> None:
+    (folder / "files").mkdir()
+    write_files(folder / "files", rows)
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(
+        target=_serve_hub, args=(theirs, folder / "files", 0.05), daemon=True
+    )
+    process.start()
+    os.environ["HF_ENDPOINT"] = ours.recv()
+    settings = DataSettings(
+        source="hub", dataset=DATASET, revision=COMMIT, cache_dir=folder / "ends", rows=40_000
+    )
+    pools = [
+        WorkerPool(
+            WorkerSpec(
+                settings=settings,
+                uid=3,
+                rank=rank,
+                world_size=ranks,
+                sequence_length=1024,
+                tokenizer_path=tokenizer,
+                eos_id=0,
+                folder=folder / "feed",
+                draw_pages=PagePermutation("bench", 100, 5, 64, 4),
+            ),
+            count=1,
+        )
+        for rank in range(ranks)
+    ]
+    workers = [p for p in psutil.Process().children() if "block_builder" in " ".join(p.cmdline())]
+
+    def prepare(numbers: range) -> int:
+        """Return the tokens of blocks of all ranks."""
+        for number in numbers:
+            for pool in pools:
+                pool.submit(number)
+        left, tokens = ranks * len(numbers), 0
+        while left:
+            for pool in pools:
+                for answer in pool.answers():
+                    assert isinstance(answer, Prepared) and not answer.missing, answer
+                    left, tokens = left - 1, tokens + answer.sequences * 1024
+            time.sleep(0.01)
+        return tokens
+
+    def used() -> float:
+        return sum(sum(worker.cpu_times()[:2]) for worker in workers)
+
+    prepare(range(1, 2))  # imports, and the ends of the files
+    began, before = time.monotonic(), used()
+    tokens = prepare(range(100, 100 + blocks))
+    seconds, cores = time.monotonic() - began, used() - before
+    for pool in pools:
+        pool.close()
+    ours.send(None)
+    requests, size = ours.recv()
+    process.join(5)
+    pages = 5 * ranks * (blocks + 1)
+    print(
+        f"{ranks} ranks from Parquet by ranges, 50 ms a request: {tokens / seconds:,.0f} tokens/s; "
+        f"a second of a core brings {tokens / cores:,.0f}, so 560,000 need "
+        f"{560_000 * cores / tokens:.1f} cores; {cores / seconds:.2f} cores were busy with it; "
+        f"{requests / pages:.2f} requests and {size / pages / 1e6:.2f} MB a page of "
+        f"{tokens / (5 * ranks * blocks):,.0f} tokens",
+        flush=True,
+    )
+
+
 def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--repeat", type=int, default=3)
     arguments.add_argument("--blocks", type=int, default=6, help="of each repetition")
+    arguments.add_argument("--only", choices=("rows", "hub"), help="of the two sources")
     options = arguments.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     # On one thread: workers and server have the other core, as they would have theirs.
     with alone(), tempfile.TemporaryDirectory() as folder:
         rows = [row for table in corpus().values() for row in table]
         tokenizer = make_tokenizer(Path(folder) / "tokenizer.json", rows[:4000])
-        compare(Path(folder), tokenizer, options, rows=5, workers=1)
-        compare(Path(folder), tokenizer, options, rows=2, workers=3)
+        if options.only != "hub":
+            compare(Path(folder), tokenizer, options, rows=5, workers=1)
+            compare(Path(folder), tokenizer, options, rows=2, workers=3)
+        if options.only != "rows":
+            feed(Path(folder), tokenizer, rows, ranks=8, blocks=options.blocks)
     return 0
 
 

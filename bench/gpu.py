@@ -1,7 +1,9 @@
 """Everything this project claims about a GPU, measured on one, in nine minutes at most.
 
-    python bench/gpu.py                          all parts, on the first GPU
+    python bench/gpu.py                          all parts, on the first GPU; one part on all GPUs
     python bench/gpu.py --parts inner_1b,codec   some of them
+    python bench/gpu.py --minutes 20             more rows of the parts that are cut by time
+    python bench/gpu.py --length 4096            tokens of a sequence
     python bench/gpu.py --device cpu --quick     every part's code at toy size; no figure counts
     python bench/gpu.py --plan                   what is to be expected on paper; needs no GPU
     python bench/gpu.py --table FILE.json        put a report into docs/performance.md
@@ -9,10 +11,10 @@
 Needs Python 3.11 or newer and these packages with what they require: torch (2.11 or newer),
 transformers, numpy, safetensors, pydantic, pydantic-core, annotated-types, typing-inspection,
 typing-extensions, python-dotenv, base58, psutil. No network. What is missing is named before the
-first part. Each part runs in a process of its own
-with a time of its own, the most important first; ``report.json`` and ``report.txt`` (``--out``) are
-written after each, so a part that hangs or dies costs no other, and a run that is killed keeps what
-it had. A part gets what the ones before left over.
+first part. Each part runs in a process of its own with a time of its own, the most important first.
+``report.json`` and ``report.txt`` (``--out``) are written as rows come, so a part that hangs or
+dies costs no other, and a run that is killed keeps what it had. A part gets what the ones before
+left over, ends with the row that still fits, and names the rows that did not.
 
 MFU is (6 N + 12 layers heads head_dim length) x tokens per second / peak, N without the input
 embedding, recomputed activations not counted (distributed_training/training/throughput.py); the
@@ -31,8 +33,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +44,8 @@ sys.path.insert(0, str(ROOT))
 
 DOCUMENT = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- gpu: begin -->", "<!-- gpu: end -->"
-TOTAL_SECONDS = 525.0  # of all parts; nine minutes less the ends of processes
+_LOOK = 2.0  # seconds
+MINUTES = 8.75  # of all parts; nine less the ends of processes
 
 
 #: As pip names them, and the module of each.
@@ -75,6 +79,7 @@ PARTS = (
     Part("checks", "CUDA paths", "all pass", 90),
     Part("inner_1b", "inner step, 1B", "3x the public way, 55 % MFU", 105),
     Part("inner_4b", "inner step, 4B", "50 % MFU", 90),
+    Part("several", "all GPUs against one, 1B", "90 % of as many times the speed", 100),
     Part("sweep", "variations, 1B", "measured", 85),
     Part("overhead", "snapshot, preview, checkpoint", "at most 2 % of a step", 50),
     Part("codec", "gradient codec", "20x the public codec on the CPU", 30),
@@ -95,9 +100,10 @@ def main(argv: Sequence[str]) -> int:
             common.table(titles, rows)
         return 0
     if options.child:
-        from bench import gpu_parts
+        from bench import gpu_parts, gpu_ranks
 
-        return gpu_parts.run(options.child, options.out, options.device, quick=options.quick)
+        home = gpu_ranks if options.child == "several" else gpu_parts
+        return gpu_parts.run(getattr(home, options.child), options)
     wanted = options.parts.split(",") if options.parts else [part.name for part in PARTS]
     unknown = set(wanted) - {part.name for part in PARTS}
     if unknown:
@@ -114,12 +120,14 @@ def main(argv: Sequence[str]) -> int:
         return 1
     report = Report(options.out, device=options.device, quick=options.quick)
     parts = [part for part in PARTS if part.name in wanted]
-    deadline = time.monotonic() + options.seconds
+    deadline = time.monotonic() + 60 * options.minutes
+    longer = max(1.0, options.minutes / MINUTES)
     for number, part in enumerate(parts):
-        later = sum(p.seconds for p in parts[number + 1 :])
+        later = longer * sum(p.seconds for p in parts[number + 1 :])
         left = deadline - time.monotonic()
-        seconds = min(left, max(part.seconds, left - later))  # what earlier ones left over, too
-        report.add(part, run_part(part, options, seconds=seconds))
+        # What earlier ones left over, too.
+        seconds = min(left, max(longer * part.seconds, left - later))
+        report.add(part, run_part(part, options, seconds=seconds, report=report))
     print(report.text.read_text())
     return 1 if report.failed else 0
 
@@ -142,11 +150,15 @@ class Report:
             "parts": {},
         }
 
-    def add(self, part: Part, result: dict[str, Any]) -> None:
+    def put(self, part: Part, result: dict[str, Any]) -> None:
+        """Write what is known of a part, also while it runs."""
         self._content["machine"] |= result.pop("machine", {})
         self._content["parts"][part.name] = result
         write(self.json, json.dumps(self._content, indent=1) + "\n")
         write(self.text, table(self._content) + "\n")
+
+    def add(self, part: Part, result: dict[str, Any]) -> None:
+        self.put(part, result)
         print(f"{part.name}: {result['status']} ({result['seconds']:.0f} s)", flush=True)
 
     @property
@@ -161,8 +173,13 @@ def write(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def run_part(part: Part, options: argparse.Namespace, *, seconds: float) -> dict[str, Any]:
-    """In a process of its own. What it wrote before it failed or was ended is kept."""
+def run_part(
+    part: Part, options: argparse.Namespace, *, seconds: float, report: Report | None = None
+) -> dict[str, Any]:
+    """In a process of its own. What it wrote before it failed or was ended is kept.
+
+    ``report``: gets its rows as they come.
+    """
     if seconds < 5:
         return {"status": "no time left", "seconds": 0.0, "rows": []}
     found = options.out / f"{part.name}.json"
@@ -170,6 +187,7 @@ def run_part(part: Part, options: argparse.Namespace, *, seconds: float) -> dict
     log = options.out / f"{part.name}.log"
     command = [sys.executable, str(Path(__file__).resolve()), "--child", part.name]
     command += ["--out", str(found), "--device", options.device]
+    command += ["--length", str(options.length), "--until", str(time.time() + seconds)]
     environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | os.environ
     started = time.monotonic()
     with log.open("wb") as output:
@@ -181,7 +199,8 @@ def run_part(part: Part, options: argparse.Namespace, *, seconds: float) -> dict
             start_new_session=True,
         )
         try:
-            status = process.wait(seconds)
+            put = partial(report.put, part) if report is not None else lambda result: None
+            status = _wait(process, seconds, found, put)
             how = "ok" if status == 0 else f"failed with {status}"
         except subprocess.TimeoutExpired:
             how = f"ended after its {seconds:.0f} s"
@@ -189,13 +208,38 @@ def run_part(part: Part, options: argparse.Namespace, *, seconds: float) -> dict
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # a session of its own: compilers too
             process.wait()
-    content: dict[str, Any] = {"rows": []}
-    with contextlib.suppress(OSError, ValueError):
-        content = json.loads(found.read_text())
+    content = _read(found) or {"rows": []}
     content |= {"status": how, "seconds": round(time.monotonic() - started, 1)}
     if how != "ok":
         content["log"] = log.read_text(errors="replace").splitlines()[-25:]
     return content
+
+
+def _wait(
+    process: subprocess.Popen[bytes],
+    seconds: float,
+    found: Path,
+    put: Callable[[dict[str, Any]], None],
+) -> int:
+    """Wait for a part and pass on what it has written. Raises subprocess.TimeoutExpired."""
+    end, rows = time.monotonic() + seconds, 0
+    while True:
+        left = end - time.monotonic()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(max(0.0, min(left, _LOOK)))
+        if left <= _LOOK:
+            raise subprocess.TimeoutExpired("", seconds)
+        content = _read(found)
+        if content is not None and len(content["rows"]) != rows:
+            rows = len(content["rows"])
+            put(content | {"status": "not finished", "seconds": seconds - left})
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    with contextlib.suppress(OSError, ValueError):
+        content: dict[str, Any] = json.loads(path.read_text())
+        return content
+    return None
 
 
 # --- the table ----------------------------------------------------------------------------------
@@ -249,10 +293,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="folder")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--quick", action="store_true", help="toy sizes")
-    parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="of all parts")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="of all parts")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
     parser.add_argument("--plan", action="store_true", help="predict on paper; needs no GPU")
     parser.add_argument("--table", type=Path, metavar="FILE.json", help="fill the document with it")
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 

@@ -6,6 +6,7 @@ in for where it is said.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import gc
 import json
@@ -35,6 +36,7 @@ from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.types import Progress, StepReport
 from distributed_training.training import sharding
 from distributed_training.training.checkpoint import Checkpointer
+from distributed_training.training.collectives import Layout
 from distributed_training.training.trainer import Trainer
 
 UPLOAD_STEPS, CHECKPOINT_STEPS = 60, 25  # of a miner on the public network
@@ -43,8 +45,19 @@ UPLOAD_STEPS, CHECKPOINT_STEPS = 60, 25  # of a miner on the public network
 class Bench:
     """Know where a part runs, and keep its results: ``path`` is written after each row."""
 
-    def __init__(self, path: Path, device: torch.device, *, quick: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        device: torch.device,
+        *,
+        quick: bool,
+        length: int = 1024,
+        until: float | None = None,
+    ) -> None:
         self.path, self.device, self.quick = path, device, quick
+        self.length = 32 if quick else length
+        self._until = until
+        self.layout = Layout()
         self.cuda = device.type == "cuda"
         self.rows: list[dict[str, Any]] = []
         self.total = torch.cuda.get_device_properties(device).total_memory if self.cuda else 0
@@ -64,6 +77,10 @@ class Bench:
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text(json.dumps({"machine": self.machine, "rows": self.rows}))
         os.replace(temporary, self.path)
+
+    def left(self) -> float:
+        """Return the seconds that this part still has."""
+        return float("inf") if self._until is None else self._until - time.time()
 
     def wait(self) -> None:
         if self.cuda:
@@ -105,13 +122,14 @@ class Bench:
         **settings: Any,
     ) -> Trainer:
         """``weights``: as a start of the miner makes them; else some, made on the device."""
-        defaults: dict[str, Any] = {"sequence_length": 32 if self.quick else 1024}
+        defaults: dict[str, Any] = {"sequence_length": self.length}
         # A toy is not worth compiling; on a GPU what a miner does by itself is measured.
         defaults |= {"compile": "off"} if self.quick else {}
         made = Trainer(
             settings=TrainingSettings(warmup_steps=4, **(defaults | settings)),
             model_config=self.model(model),
             device=self.device,
+            layout=self.layout,
             say=lambda line: print(f"  {line}", flush=True),
             run_folder=run_folder,
         )
@@ -134,12 +152,14 @@ class Bench:
         count = trainer.batch_plan.effective * trainer.settings.sequence_length
         if self.peak is None:
             return None
-        return count * trainer.sharded.flops_per_token / step_seconds / self.peak
+        peak = self.peak * self.layout.world_size
+        return count * trainer.sharded.flops_per_token / step_seconds / peak
 
     def batches(self, trainer: Trainer, step: int) -> list[Tensor]:
         length = trainer.settings.sequence_length
         config: Any = trainer.sharded.model.config
-        return tokens(config.vocab_size, step, trainer.batch_plan, length, 0, 1)
+        where = self.layout.rank, self.layout.world_size
+        return tokens(config.vocab_size, step, trainer.batch_plan, length, *where)
 
     def steps(self, trainer: Trainer, first: int, last: int) -> list[float]:
         """Seconds of each inner step."""
@@ -165,16 +185,16 @@ class Bench:
         return median
 
 
-def micro_batch_1b(bench: Bench) -> int:
+def micro_batch_of(bench: Bench, model: str, *, ranks: int = 1) -> int:
     """By the memory model, of 1, 2, 4, ... 32, without checkpointing or offload."""
     if bench.quick:
         return 2
-    shape, fits = ModelShape.from_config(named_config("1b")), 1
+    shape, fits = ModelShape.from_config(named_config(model)), 1
     for micro_batch in (2, 4, 8, 16, 32):
         how = Arrangement(
-            world_size=1,
+            world_size=ranks,
             micro_batch=micro_batch,
-            sequence_length=1024,
+            sequence_length=bench.length,
             keep_unsharded=True,
             loss_chunk=loss_chunk(bench.total),
         )
@@ -191,8 +211,12 @@ def checks(bench: Bench) -> None:
     from tests.tools import cuda_checks
 
     failed, wanted = 0, cuda_checks.CHECKS[:: 5 if bench.quick else 1]
+    longest = 0.0
     for number, check in enumerate(wanted, 1):
-        name = check.__name__.replace("_", " ")
+        name, began = check.__name__.replace("_", " "), time.monotonic()
+        if bench.left() < 1.2 * longest:
+            bench.row("no time for", ", ".join(c.__name__ for c in wanted[number - 1 :]))
+            break
         try:
             with tempfile.TemporaryDirectory() as folder:
                 check(bench.device, Path(folder))
@@ -205,6 +229,7 @@ def checks(bench: Bench) -> None:
         # Anew after each: what is known when the time ends.
         bench.rows = [row for row in bench.rows if row["name"] != "passed"]
         bench.row("passed", f"{number - failed} of {len(wanted)}", ok=not failed)
+        longest = max(longest, time.monotonic() - began)
     if failed:
         raise SystemExit(3)
 
@@ -214,7 +239,7 @@ def checks(bench: Bench) -> None:
 
 def inner_1b(bench: Bench) -> None:
     """Both beside each other, steps alternating."""
-    micro = micro_batch_1b(bench)
+    micro = micro_batch_of(bench, "1b")
     effective = 4 if bench.quick else 128
     trainer = bench.trainer(
         "1b", local_batch_size_train=micro, local_batch_size_train_effective=effective
@@ -271,7 +296,8 @@ def inner_4b(bench: Bench) -> None:
     how: dict[str, Any] = {"local_batch_size_train": 2, "activation_checkpointing": "none"}
     if bench.cuda:
         card = max((c for c in CARDS if c * 1e9 <= 1.05 * bench.total), default=min(CARDS))
-        how = {"activation_checkpointing": CARDS[card][0], "local_batch_size_train": CARDS[card][1]}
+        fits = max(1, CARDS[card][1] * 1024 // bench.length)
+        how = {"activation_checkpointing": CARDS[card][0], "local_batch_size_train": fits}
         bench.row("plan", f"--preset public-{card}gb: {how}")
     effective = 4 if bench.quick else 64
     trainer = bench.trainer("4b", local_batch_size_train_effective=effective, **how)
@@ -311,20 +337,26 @@ KEEPS_ALL = "every activation kept"
 
 
 def sweep(bench: Bench) -> None:
-    """One change at a time, most telling first; each row is kept if the time ends."""
-    micro = micro_batch_1b(bench)
+    """One change at a time, most telling first; what has no time left is named."""
+    micro = micro_batch_of(bench, "1b")
+    # By worth: what might become another default, then what costs most, then the rest.
     variations: dict[str, dict[str, Any]] = {
         "as the miner does it": {},
-        "compile off": {"compile": "off"},
-        KEEPS_ALL: {},
         "micro-batch doubled": {"local_batch_size_train": micro * 2},
-        "micro-batch halved": {"local_batch_size_train": max(1, micro // 2)},
+        KEEPS_ALL: {},
+        "compile off": {"compile": "off"},
         "checkpointing budget": {"activation_checkpointing": "budget"},
-        "checkpointing selective": {"activation_checkpointing": "selective"},
+        "micro-batch halved": {"local_batch_size_train": max(1, micro // 2)},
         "checkpointing full": {"activation_checkpointing": "full"},
+        "checkpointing selective": {"activation_checkpointing": "selective"},
     }
     plain = {"local_batch_size_train": micro, "local_batch_size_train_effective": 4 * micro}
-    for name, changes in variations.items():
+    longest, names = 0.0, list(variations)
+    for number, (name, changes) in enumerate(variations.items()):
+        if bench.left() < 1.2 * longest:
+            bench.row("no time for", ", ".join(names[number:]))
+            break
+        began = time.monotonic()
         bench.forget()
         budget = 1.0 if name == KEEPS_ALL else sharding.LIGHT_BUDGET
         try:
@@ -336,6 +368,7 @@ def sweep(bench: Bench) -> None:
             line = (str(error).splitlines() or [""])[0][:120]
             bench.row(name, f"not possible: {type(error).__name__}: {line}")
         trainer = None  # type: ignore[assignment]
+        longest = max(longest, time.monotonic() - began)
 
 
 # --- (e) ----------------------------------------------------------------------------------------
@@ -550,15 +583,16 @@ def loss_curve(bench: Bench) -> None:
         raise RuntimeError("the curves are not the same")
 
 
-def run(name: str, path: Path, device: str, *, quick: bool) -> int:
+def run(part: Callable[[Bench], None], options: argparse.Namespace) -> int:
     """In the child: one part. Exit status 1: it failed; what it wrote is kept."""
+    device = options.device
     if device == "cuda":
         torch.cuda.set_device(0)
     place = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
-    part = globals()[name]
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    part(Bench(path, place, quick=quick))
+    how = {"quick": options.quick, "length": options.length, "until": options.until}
+    part(Bench(options.out, place, **how))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # threads of libraries outlive their use, and abort at the interpreter's end

@@ -2,7 +2,7 @@
 
     python -m bench.inner_step --ranks 2                            about 5 minutes on two cores
     python -m bench.inner_step --effective 8 --steps 3              a quick look
-    python -m bench.inner_step --ranks 4 --model 1b --micro-batch 8           four GPUs
+    python -m bench.inner_step --ranks 4 --model 1b --micro-batch 8 --length 1024   four GPUs
 
 The baseline is written by us from the protocol page, section 5: FSDP at the root only, everything
 in bf16, bf16 autocast, gradients reduced and ``.item()`` called at every micro-batch, logits whole,
@@ -40,7 +40,6 @@ from distributed_training.training.model import build_meta_model
 from distributed_training.training.throughput import flops_per_token
 from distributed_training.training.trainer import Trainer
 
-LENGTH = 256  # tokens of a sequence
 WARM_UP = 2  # steps that do not count
 
 
@@ -183,7 +182,7 @@ def run(rank: int, folder: str, options: argparse.Namespace) -> None:
         settings=TrainingSettings(
             local_batch_size_train=options.micro_batch,
             local_batch_size_train_effective=options.effective,
-            sequence_length=LENGTH,
+            sequence_length=options.length,
             precision=options.precision,
             warmup_steps=4,
         ),
@@ -226,7 +225,7 @@ def measure(
             named_config(options.model)["vocab_size"],
             step,
             trainer.batch_plan,
-            LENGTH,
+            options.length,
             rank,
             world,
         )
@@ -250,12 +249,12 @@ def report(
 ) -> None:
     cuda, world = trainer.device.type == "cuda", options.ranks
     name = torch.cuda.get_device_name() if cuda else "CPU"
-    flops = flops_per_token(trainer.sharded.model, LENGTH)
+    flops = flops_per_token(trainer.sharded.model, options.length)
     ceiling, plan = peak_flops(name) if cuda else None, trainer.batch_plan
-    count = plan.effective * LENGTH
+    count = plan.effective * options.length
     say(
         f"torch {torch.__version__}, {world} rank(s), {name}, {torch.get_num_threads()} thread(s) "
-        f"each\n{options.model}: {plan.micro_batch} x {LENGTH} tokens, "
+        f"each\n{options.model}: {plan.micro_batch} x {options.length} tokens, "
         f"{plan.micro_batches} micro-batches, {options.steps} steps each, alternating"
     )
     for way, values in seconds.items():
@@ -295,6 +294,7 @@ def parse() -> argparse.Namespace:
     arguments.add_argument(
         "--effective", type=int, default=64, help="sequences per step, all ranks"
     )
+    arguments.add_argument("--length", type=int, default=256, help="tokens of a sequence")
     arguments.add_argument("--steps", type=int, default=7)
     arguments.add_argument("--engineer", action="store_true", help="compiles: a minute more")
     arguments.add_argument("--precision", default="auto", choices=("auto", "bf16", "fp32"))

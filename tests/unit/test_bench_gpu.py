@@ -12,6 +12,8 @@ import venv
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -60,13 +62,69 @@ def test_a_part_that_hangs_or_dies_keeps_what_it_had(tmp_path: Path) -> None:
             'open(sys.argv[at], \'w\').write(\'{"rows": [{"name": "a", "text": "1"}]}\')\n'
             f"{body}\n"
         )
-        options = argparse.Namespace(out=tmp_path, device="cpu", quick=True)
+        options = argparse.Namespace(out=tmp_path, device="cpu", quick=True, length=32)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(gpu, "__file__", str(program))
             found = gpu.run_part(part, options, seconds=seconds)
         assert found["status"] == expected
         assert found["rows"] == [{"name": "a", "text": "1"}]
     assert found["log"][-1] == "no such kernel"
+
+
+@pytest.mark.slow
+def test_rows_are_in_the_report_while_their_part_runs(tmp_path: Path) -> None:
+    program = tmp_path / "gpu.py"
+    program.write_text(
+        "import sys, time\n"
+        "at = sys.argv.index('--out') + 1\n"
+        'open(sys.argv[at], \'w\').write(\'{"rows": [{"name": "a", "text": "1"}]}\')\n'
+        "time.sleep(60)\n"
+    )
+    options = argparse.Namespace(out=tmp_path, device="cpu", quick=True, length=32)
+    report, seen = gpu.Report(tmp_path / "out", device="cpu", quick=True), []
+
+    class Watched(gpu.Report):
+        def put(self, part: gpu.Part, result: dict[str, Any]) -> None:
+            seen.append(result["status"])
+            report.put(part, result)
+
+    watched = Watched(tmp_path / "out", device="cpu", quick=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "__file__", str(program))
+        patch.setattr(gpu, "_LOOK", 0.3)
+        gpu.run_part(gpu.PARTS[0], options, seconds=4.0, report=watched)
+    assert seen == ["not finished"]
+    assert "a: 1<br>**not finished**" in report.text.read_text()
+
+
+@pytest.mark.parametrize(("seconds", "ran"), [(1e9, 8), (35.0, 3), (25.0, 2), (0.0, 1)])
+def test_the_sweep_ends_with_the_row_that_fits_and_names_the_others(
+    seconds: float, ran: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row takes 10 s; the first one is measured however little is left."""
+    from bench import gpu_parts
+
+    now, rows = [0.0], list[tuple[str, str]]()
+    monkeypatch.setattr(gpu_parts.time, "monotonic", lambda: now[0])
+
+    def steps(*_: object) -> list[float]:
+        now[0] += 5.0
+        return [1.0]
+
+    bench: Any = SimpleNamespace(
+        quick=True,
+        left=lambda: seconds - now[0],
+        forget=lambda: None,
+        trainer=lambda *_, **named: None,
+        steps=steps,
+        report_steps=lambda name, *_: rows.append((name, "measured")),
+        row=lambda name, text: rows.append((name, text)),
+    )
+    gpu_parts.sweep(bench)
+    measured = [name for name, text in rows if text == "measured"]
+    assert len(measured) == ran and measured[0] == "as the miner does it"
+    left = [text for name, text in rows if name == "no time for"]
+    assert sum(len(text.split(", ")) for text in left) == 8 - ran
 
 
 def environment(folder: Path, names: Iterable[str]) -> Path:
