@@ -9,7 +9,9 @@ period. Through the store its four miners have a link each, and a point is two o
 Over hivemind two miners stop training in a round; their links are changed after each outer step,
 and a point is one outer step of one. A point is written to FILE as soon as it is measured.
 
-Utilization is what was trained and merged, in steps of the median time, over the wall time.
+Utilization is what was trained and merged, in steps of the median time, over the wall time. Bytes
+sent over hivemind are those beside uploads, as a mean over the links of a period: an upload begins
+in one outer step and ends in another.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ from bench import exchange as bench
 from bench.common import parser, table
 from bench.exchange import ApartSubnet, Count, counters, machines, set_link
 from distributed_training.common.files import write_json
-from distributed_training.common.memory import ModelShape, scored_bytes
+from distributed_training.common.memory import ModelShape
 from distributed_training.localnet.services import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet, Neuron, SubnetFailure
 from distributed_training.protocol.round_plan import (
+    HEADERS,
     Member,
     OuterStep,
     over_hivemind,
@@ -58,7 +61,7 @@ _STORE_STEPS = 2  # outer steps of a point
 _UPLOADS = 2  # of a miner in a period over hivemind
 #: Seconds of a round in which these miners take no inner step, beside a pause: of this machine, as
 #: a step's length is.
-HELD = {"store": 0.5, "hivemind": 0.5}
+HELD = {"store": 0.5, "hivemind": 0.0}
 TITLES = (
     *("rounds", "period", "up, Mbit/s", "step", "inner steps", "utilization", "computed"),
     *("sent, MB", "computed", "received, MB", "computed"),
@@ -170,9 +173,12 @@ class Grid:
         events = [e for e in read_events(miner.plan.events) if begin.at < e["time"] <= end.at]
         steps = [step for step in miner.state.steps if begin.at < step.time <= end.at]
         of_rounds = [e for e in events if e["kind"] == "round"]
+        uploaded = sum(e["bytes_sent"] for e in events if e["kind"] == "publication")
         merged = rounds
+        led = subnet.validator.state.tables["round"]
+        failed = sum(not e["ok"] and begin.at < e["time"] <= end.at + self.period / 2 for e in led)
         if self.exchange == "store":
-            merged = sum(e["base"] == "merged" for e in of_rounds)
+            merged = min(rounds, sum(e["base"] == "merged" for e in of_rounds))
         return {
             "exchange": self.exchange,
             "parameters": PARAMETERS,
@@ -184,11 +190,12 @@ class Grid:
             "step": round(statistics.median(step.seconds for step in steps), 3),
             "held": round(sum(step.between_seconds or 0.0 for step in steps) / rounds, 2),
             "rounds": rounds,
-            "failed": sum(not e["ok"] for e in of_rounds),
+            "failed": failed + sum(not e["ok"] for e in of_rounds),
             "merged": merged,
             "steps": len(steps) / rounds,
             "seconds": round(wall / rounds, 2),
             "sent": (end.sent - begin.sent) // rounds,
+            "uploaded": uploaded // rounds,
             "received": (end.received - begin.received) // rounds,
             **_means(of_rounds, "matchmaking_seconds", "transfer_seconds", "seconds"),
             "upload": _mean([e["seconds"] for e in events if e["kind"] == "publication"]),
@@ -205,21 +212,25 @@ def computed(exchange: str, period: float, up: float, step: float) -> OuterStep:
         member,
         period=period,
         peers=2,
-        upload=scored_bytes(SHAPE.tensors),
-        uploads=_UPLOADS,
         timeout=period * 0.7,
         pauses=True,
     )
 
 
 def rows(points: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each point, of two miners with one link their mean."""
+    """Yield a row for each point, of two miners with one link their mean.
+
+    Without those in which a round failed for the validator.
+    """
     places: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    beside: dict[int, list[float]] = {}
     for point in points:
         if not point["failed"]:
             place = point["exchange"], point["period"], point["up"]
             places.setdefault(place, []).append(point)
-
+            if point["exchange"] == "hivemind":
+                rest = point["sent"] - HEADERS * point["uploaded"]
+                beside.setdefault(point["period"], []).append(rest)
     for (exchange, period, up), found in places.items():
         step, steps, sent, received = (
             statistics.mean(each[name] for each in found)
@@ -228,6 +239,8 @@ def rows(points: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
         trained = statistics.mean(
             p["steps"] * p["step"] / p["seconds"] * p["merged"] / p["rounds"] for p in found
         )
+        if exchange == "hivemind":
+            sent = statistics.mean(beside[period])
         plan = computed(exchange, period, up, round(step, 2))
         yield (
             *(exchange, f"{period} s", f"{up:g}", f"{step:.2f} s", f"{steps:.1f}"),

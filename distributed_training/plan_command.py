@@ -130,7 +130,7 @@ class Plan:
             peers=self.peers,
             bits=rules.bits,
             upload=self.upload_bytes,
-            uploads=uploads,
+            upload_steps=rules.upload_steps,
             matchmaking=rules.matchmaking,
             timeout=rules.timeout,
             pauses=rules.pauses,

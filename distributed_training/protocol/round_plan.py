@@ -15,15 +15,16 @@ from dataclasses import dataclass
 from distributed_training.protocol.growth import CHECKPOINT, file_bytes
 
 HEADERS = 1.045  # bytes on the wire for each of a file
+_ACKS = 0.018  # bytes that acknowledge each byte which comes
 _LOOK, _LOOK_SOON = 30.0, 5.0  # seconds between two looks at the state; while an update is awaited
 _LOOK_BYTES = 3500.0  # each way
-_REQUESTS = 30_000.0  # bytes each way of an outer step: URLs at the registry, manifest, ends
 _FIRST = 1.0  # seconds from a close until its first byte is sent, beside step and checkpoint
 _JUDGED = 4.0  # seconds from the last upload to the published update, beside fetching and judging
-_MATCHED = 2.0  # seconds beyond the least of matchmaking
+_MATCHED = 0.5  # seconds beyond the least of matchmaking
 _AFTER = 0.096  # of matchmaking and transfer: what else a round takes (docs/swarm.md)
 _GROUP = 64  # peers at most
-_CALLS = 12_000.0  # bytes a minute of DHT, calls and polls, each way
+_COMPARED = 48 * 2**18  # bytes of the global state that a miner compares with its own (miner/)
+_CALLS = 20_000.0  # bytes a minute of DHT, calls and polls, each way
 
 
 @dataclass(frozen=True)
@@ -72,16 +73,18 @@ def through_store(
     upload, update = file_bytes(parameters, bits), file_bytes(parameters, 4)
     begun = member.step / 2 + _FIRST + CHECKPOINT * parameters
     waits = begun + 8 * upload * HEADERS / ((slowest or member.up) * 1e6)
-    late = min(waits, grace) + _JUDGED + _LOOK_SOON / 2 + member.receiving(update)
+    seen = min(waits, grace) + _JUDGED + _LOOK_SOON / 2
+    late = seen + member.receiving(update)
     # Who has no update at the next close uploads nothing for that one.
     in_time = begun + member.sending(upload) <= grace and late <= period
     looks = min(late, period) / _LOOK_SOON + max(0.0, period - late) / _LOOK
-    rest = _REQUESTS + looks * _LOOK_BYTES
-    whole = upload * HEADERS if in_time else max(0.0, grace - begun) * member.up * 1e6 / 8
+    rest = looks * _LOOK_BYTES
+    # Sending ends when the outer step is seen to be over.
+    whole = min(upload * HEADERS, max(0.0, seen - begun) * member.up * 1e6 / 8)
     return OuterStep(
         inner_steps=max(0.0, period - member.held) / member.step,
-        sent=whole + rest,
-        received=update * HEADERS + rest,
+        sent=whole + _ACKS * update + rest,
+        received=update * HEADERS + _ACKS * whole + rest,
         transfer=member.sending(upload),
         late=late,
         utilization=max(0.0, 1 - member.held / period) if in_time else 0.0,
@@ -97,35 +100,39 @@ def over_hivemind(
     peers: int,
     bits: int = 4,
     upload: int = 0,
-    uploads: float = 1.0,
+    upload_steps: int = 60,
     matchmaking: float = 3.0,
     timeout: float = float("inf"),
     pauses: bool = False,
 ) -> OuterStep:
     """Return an outer step of a network of exchange ``hivemind``.
 
-    ``peers``: of a round, without the validator. ``bits``: 4, or 32 without compression.
-    ``upload``: bytes of one of ``uploads``. ``timeout``: seconds after which no part may come.
-    ``pauses``: no inner steps in a round.
+    The validator calls a ``period`` after a round has ended. ``peers``: of a round, without it.
+    ``bits``: 4, or 32 without compression. ``upload``: bytes of one, due each ``upload_steps``.
+    ``timeout``: seconds after which no part may come. ``pauses``: no inner steps in a round.
     """
     group = min(peers + 1, _GROUP)
     value = file_bytes(parameters, 4) if bits == 4 else 4 * parameters
     # To each other peer its part of our values, and the average of ours.
     moved = 2 * (group - 1) / group * value
     transfer = max(member.sending(moved), member.receiving(moved))
-    matched = matchmaking + _MATCHED
-    late = (matched + transfer) * (1 + _AFTER)
+    late = (matchmaking + transfer) * (1 + _AFTER) + _MATCHED
+    cycle = period + late
     held = member.held + (late if pauses else 0.0)
     in_time = transfer <= timeout and late <= period
-    calls = period / 60 * _CALLS
+    inner_steps = max(0.0, cycle - held) / member.step
+    uploads = inner_steps / upload_steps
     if upload:  # no more than the link sends
-        uploads = min(uploads, max(0.0, period - transfer) / member.sending(upload))
+        uploads = min(uploads, period / member.sending(upload))
+    received = moved + min(_COMPARED, 4 * parameters)
+    sent = moved + uploads * upload
+    calls = cycle / 60 * _CALLS
     return OuterStep(
-        inner_steps=max(0.0, period - held) / member.step,
-        sent=(moved + uploads * upload) * HEADERS + calls,
-        received=moved * HEADERS + calls,
+        inner_steps=inner_steps,
+        sent=sent * HEADERS + _ACKS * received + calls,
+        received=received * HEADERS + _ACKS * sent + calls,
         transfer=transfer,
         late=late,
-        utilization=max(0.0, 1 - held / period) if in_time else 0.0,
+        utilization=max(0.0, 1 - held / cycle) if in_time else 0.0,
         in_time=in_time,
     )
