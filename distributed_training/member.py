@@ -539,6 +539,10 @@ def _open_log(config: Config, stack: ExitStack) -> None:
         logger.setLevel(level)
 
     stack.callback(restore)
+    requests = logging.getLogger("httpx")
+    if requests.level == logging.NOTSET:  # a script's basicConfig would show a line for each
+        requests.setLevel(logging.WARNING)
+        stack.callback(requests.setLevel, logging.NOTSET)
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
     if not logger.hasHandlers():

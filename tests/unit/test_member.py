@@ -401,6 +401,17 @@ def test_weights_that_are_not_finite_are_not_saved(script: Script) -> None:
     again.net.close()
 
 
+def test_a_script_that_logs_at_info_shows_no_line_for_each_request(
+    world: MemberWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = logging.getLogger("httpx")
+    monkeypatch.setattr(requests, "level", logging.NOTSET)
+    script = Script(world)
+    assert requests.level == logging.WARNING
+    script.net.close()
+    assert requests.level == logging.NOTSET
+
+
 def test_an_interrupt_is_saved_and_an_error_is_not(world: MemberWorld) -> None:
     running = Script.__new__(Script)
     running.world, running.number = world, 0
