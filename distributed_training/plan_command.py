@@ -286,7 +286,7 @@ def _to_be_in_time(plan: Plan, outer: OuterStep) -> Iterator[Change]:
     limit = plan.grace if store else min(rules.timeout, rules.period)
     what = "an upload" if store else "a round's transfer"
     why = f"{what} takes {span(outer.transfer)}, and {span(limit)} are there"
-    if outer.transfer < limit < outer.late:
+    if outer.transfer < limit and outer.late > rules.period:
         why = f"the update comes {span(outer.late)} after the close, so the next one is missed"
     if plan.refused:
         why += "; dt-network init refuses that"
