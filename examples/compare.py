@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -169,6 +170,7 @@ def run_subnets(names: Sequence[str]) -> int:
 
     for name in names:
         outer_rule_of(TrainingSettings(outer_rule=name), "store")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nothing is left behind
     results = {}
     for name in names:
         with tempfile.TemporaryDirectory(prefix="compare-") as folder:

@@ -18,7 +18,7 @@ def test_outer_rules_of_files_are_compared_with_the_network_s_own(tmp_path: Path
     """A toy and both examples; bytes are those that the rule sends."""
     rules = [EXAMPLES / "rules" / name for name in ("sparse_uploads.py", "pairs.py")]
     picture = tmp_path / "compare.png"
-    words = ["nesterov", TOY, *rules, "--seeds", "1", "--rounds", "1", "--steps", "2"]
+    words = ["nesterov", TOY, *rules, "--seeds", "1", "--rounds", "1", "--steps", "1"]
     done = forked.run(
         EXAMPLES / "compare.py", *map(str, words), "--picture", str(picture),
         environ={}, folder=tmp_path,
