@@ -42,6 +42,12 @@ def test_a_script_needs_few_lines(script: Path) -> None:
     assert 2 <= len(ours(script.read_text())) <= MOST
 
 
+def test_the_trial_needs_few_lines() -> None:
+    (diff,) = blocks("diff")
+    assert not re.findall(r"^-", diff, re.M), "nothing of the script is shown or taken away"
+    assert len(re.findall(r"^\+", diff, re.M)) <= MOST
+
+
 def test_the_page_shows_lines_of_the_scripts() -> None:
     sources = [
         [line.removesuffix("  # network").strip() for line in script.read_text().splitlines()]
