@@ -1,5 +1,8 @@
 """Add the documents outside of docs/ to the site, and lead their links to its pages.
 
+Language models get ``llms.txt`` (https://llmstxt.org), an index of the pages, and beside each page
+its text under the page's name and ``.md``.
+
 mkdocs calls the ``on_`` functions (https://www.mkdocs.org/dev-guide/plugins/#events).
 """
 
@@ -7,6 +10,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +20,18 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Documents outside of docs/, and their names on the site.
 OUTSIDE = {
     "SECURITY.md": "security.md",
+    "AGENTS.md": "agents.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "bench/README.md": "benches.md",
     "ops/README.md": "ops.md",
 }
+_ABOUT = (
+    "Train one language model together over the internet, among people who need not trust each "
+    "other: a long-running miner, validator and registry in PyTorch (DiLoCo)."
+)
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
+_TEXTS: dict[str, str] = {}
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -32,9 +42,55 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Lead links to the site's pages."""
+    _TEXTS[page.file.src_uri] = markdown
     named = {name: source for source, name in OUTSIDE.items()}
     folder = posixpath.dirname(named.get(page.file.src_uri, f"docs/{page.file.src_uri}"))
     return _LINK.sub(lambda found: link(found[1], found[2], folder), markdown)
+
+
+def on_post_build(config: Any) -> None:
+    site = Path(config.site_dir)
+    (site / "llms.txt").write_text(llms_txt(config.site_name, config.nav, _TEXTS))
+    for name, text in _TEXTS.items():
+        (site / address(name)).write_text(text)
+
+
+def llms_txt(site_name: str, nav: list[Any], texts: Mapping[str, str]) -> str:
+    """Return the index of all pages of ``nav``; ``texts`` are theirs, by path."""
+    lines = [f"# {site_name}", "", f"> {_ABOUT}"]
+    for section in nav:
+        ((title, entries),) = section.items()
+        lines += ["", f"## {title}", ""]
+        for name, path in pages(entries):
+            about = summary(texts[path])
+            lines.append(f"- [{name}]({address(path)})" + (f": {about}" if about else ""))
+    return "\n".join(lines) + "\n"
+
+
+def pages(entries: list[Any]) -> Iterator[tuple[str, str]]:
+    """Yield title and path of each page of a part of the navigation."""
+    for entry in entries:
+        for title, inside in entry.items():
+            if isinstance(inside, str):
+                yield title, inside
+            else:
+                yield from ((f"{title}: {name}", path) for name, path in pages(inside))
+
+
+def address(path: str) -> str:
+    """Return where the text of a page is, from the site's root."""
+    return f"{path.removesuffix('.md')}.html.md"
+
+
+def summary(markdown: str) -> str:
+    """Return the first sentence of a page's text; empty where none stands before its parts."""
+    text = re.sub(r"\A---\n.*?\n---\n", "", markdown, flags=re.S)
+    for paragraph in re.split(r"\n\s*\n", text.partition("\n## ")[0]):
+        # No title, picture, table, comment or code, and no list of other pages.
+        if re.match(r"(?!```|Before:)[\w*(`\[]", paragraph := paragraph.strip()):
+            plain = _LINK.sub(r"\1", " ".join(paragraph.split())).replace("**", "")
+            return re.split(r"(?<=[.?!])\s", plain)[0].rstrip(":")
+    return ""
 
 
 def link(text: str, target: str, folder: str) -> str:

@@ -3,47 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-GIT_FILES = ("git", "ls-files", "-co", "--exclude-standard", "distributed_training")
+from tests.tools.wheel import build_wheel, run
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-
-
-def run(*words: str | Path, cwd: Path, timeout: float) -> str:
-    environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run(
-        list(map(str, words)), cwd=cwd, env=environ, capture_output=True, text=True, timeout=timeout
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of programs of an environment that holds the wheel and our dependencies."""
     folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"  # a build writes into its source
-    source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        (source / name).write_bytes((ROOT / name).read_bytes())
-    names = run(*GIT_FILES, cwd=ROOT, timeout=60).splitlines()
-    for name in filter(lambda name: (ROOT / name).is_file(), names):
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        (source / name).write_bytes((ROOT / name).read_bytes())
-    pip = (sys.executable, "-m", "pip")
-    more = ("--no-deps", "--no-build-isolation", "--quiet")
-    run(*pip, "wheel", source, "--wheel-dir", folder, *more, cwd=folder, timeout=120)
+    wheel = build_wheel(folder)
     run(sys.executable, "-m", "venv", "--without-pip", folder / "env", cwd=folder, timeout=60)
-    (wheel,) = folder.glob("*.whl")
     python = folder / "env" / "bin" / "python"
-    run(*pip, "--python", python, "install", *more[::2], wheel, cwd=folder, timeout=120)
+    words = ("-m", "pip", "--python", python, "install", "--no-deps", "--quiet", wheel)
+    run(sys.executable, *words, cwd=folder, timeout=120)
     # Dependencies come from this environment; a .pth file does not activate its editable install.
     (site,) = (folder / "env" / "lib").glob("python*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")

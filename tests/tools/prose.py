@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CODE = ("distributed_training", "extras", "neurons", "scripts", "bench", "tests")
-DOCUMENTS = ("*.md", "docs/*.md", "ops/*.md")
+DOCUMENTS = ("*.md", "docs/*.md", "docs/skills/*/*.md", "ops/*.md")
 LONGEST = 35  # words of a sentence; a colon or semicolon ends it too
 BANNED = re.compile(
     r"\b(anew|besides|cure|held[- ]back|house|junk|mend(s|ed|ing)?|strangers?|whom)\b", re.I

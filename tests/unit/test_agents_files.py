@@ -1,0 +1,56 @@
+"""The files for coding agents name commands, files and pages that there are."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.timeout(60)
+ROOT = Path(__file__).parents[2]
+
+
+class _Config(yaml.SafeLoader):
+    """mkdocs.yml, without the functions of Python that it names."""
+
+
+_Config.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
+
+
+def test_agents_md_names_targets_and_files_that_there_are() -> None:
+    text = (ROOT / "AGENTS.md").read_text()
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = set(re.findall(r"\bmake ([\w-]+)", text))
+    assert len(named) > 5 and named - {"a"} <= targets
+    paths = set(re.findall(r"`([\w./-]+/[\w./-]*|[\w-]+\.(?:txt|yml|lock))`", text))
+    paths |= set(re.findall(r"\]\(([\w./-]+)\)", text))
+    below = ("", "distributed_training", "tests")
+    missing = [p for p in paths if not any((ROOT / folder / p).exists() for folder in below)]
+    assert len(paths) > 15 and not missing
+
+
+def test_llms_txt_has_each_page_of_the_site_with_its_first_sentence() -> None:
+    pytest.importorskip("mkdocs")
+    hooks: dict[str, Any] = runpy.run_path(str(ROOT / "docs" / "site" / "hooks.py"))
+    site = yaml.load((ROOT / "mkdocs.yml").read_text(), _Config)
+    outside = {name: source for source, name in hooks["OUTSIDE"].items()}
+    nav = [page for section in site["nav"] for page in hooks["pages"](next(iter(section.values())))]
+    texts = {path: (ROOT / outside.get(path, f"docs/{path}")).read_text() for _, path in nav}
+    lines = hooks["llms_txt"](site["site_name"], site["nav"], texts).splitlines()
+    assert lines[0] == "# distributed-training-miner" and lines[2].startswith("> Train one ")
+    assert [line[3:] for line in lines if line.startswith("## ")] == [
+        title for section in site["nav"] for title in section
+    ]
+    entries = [re.fullmatch(r"- \[(.+?)\]\((\S+)\)(?:: (.+))?", line) for line in lines[3:]]
+    listed = [entry[2] for entry in entries if entry is not None]
+    assert listed == [hooks["address"](path) for _, path in nav]
+    assert len(listed) + len(site["nav"]) == len([line for line in lines[3:] if line])
+    described = [(entry[2], entry[3]) for entry in entries if entry is not None and entry[3]]
+    assert len(described) > 0.8 * len(listed)
+    flat = {hooks["address"](path): " ".join(text.split()) for path, text in texts.items()}
+    for place, about in described:
+        assert all(word in flat[place] for word in about.split()[:3]) and "](" not in about, about
