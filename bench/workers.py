@@ -196,20 +196,22 @@ class Network:
             for group in rule.groups(self.workers, outer_step):
                 self._average(before, group, [uploads[worker] for worker in group])
             return
+        update = self.merge(uploads, [1.0] * len(uploads), folder, outer_step)
+        self.sent += sum(map(self._bytes_of, uploads)) / self.workers
+        self.received += update.layout.body_bytes
+
+    def merge(
+        self, uploads: Sequence[UpdateFile], factors: Sequence[float], folder: Path, outer_step: int
+    ) -> UpdateFile:
+        """Take the outer step of ``uploads``; return its update, a file in ``folder``."""
         path = folder / "update"
         path.unlink(missing_ok=True)
+        layout = self._layout("update", UPDATE_BITS, outer_step)
         _, state = merge(
-            uploads,
-            [1.0] * len(uploads),
-            self.state,
-            self.rule,
-            path=path,
-            layout=self._layout("update", UPDATE_BITS, outer_step),
-            sign=_unsigned,
+            uploads, factors, self.state, self.rule, path=path, layout=layout, sign=_unsigned
         )
         self.states = [state]
-        self.sent += sum(map(self._bytes_of, uploads)) / self.workers
-        self.received += UpdateFile.reopen(path, uploads[0].layout.schema).layout.body_bytes
+        return UpdateFile.reopen(path, layout.schema)
 
     def _upload(
         self, worker: int, weights: Sequence[Tensor], folder: Path, outer_step: int

@@ -16,18 +16,22 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from bittensor_core import verify
 
+from bench.workers import Network
 from distributed_training.config import load_config
 from distributed_training.localnet.services import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.localnet.summary import Summary
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Manifest, Master, State
+from distributed_training.protocol.update_file import UpdateFile
 from distributed_training.scoring import command, export
 from distributed_training.telemetry import read_events
 from distributed_training.training.model import parameter_schema
 from distributed_training.training.outer_step import load_weights
+from distributed_training.validator.merge import OuterState, Rule
 from tests.end_to_end.test_doctor import doctor
 from tests.tools.subnet_tools import paced, steps_of
 
@@ -41,6 +45,7 @@ class Run:
     chain: list[Manifest]
     state: State
     objects: set[str]  # keys in the bucket
+    copy: Path  # of what the bucket holds below outer/
     programs: list[str]  # command lines of the miners' processes
     secrets: set[str]  # names of variables of the miners' processes that hold keys
     checks: tuple[int, dict[str, dict[str, Any]]]  # the doctor's of the last miner
@@ -60,10 +65,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     options = SubnetOptions(
         folder=folder,
         exchange="store",
-        ranks=(2, 1),
+        ranks=(2, 1, 1, 1),
         outer_steps=outer_steps,
         blocks_per_allreduce=90,  # other tests share the cores with it
-        rules={"round.grace": "30s"},
+        rules={"round.grace": "30s", "training.sequence_length": 64},
         miner_flags=("--neuron.stop_timeout", "60"),
     )
     subnet = LocalSubnet(options=paced(options, samples=4), stop_grace=timedelta(seconds=90))
@@ -90,6 +95,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         assert export.main([str(folder / "exported"), "--subnet", str(folder)]) == 0
         with contextlib.closing(services.open_bucket(subnet.validator.plan)) as bucket:
             objects = {found.key for found in bucket.list_objects("")}
+            copy = tmp_path_factory.mktemp("copy")
+            for key in objects:
+                if keys.parse_outer_key(key) is not None:
+                    (copy / key).parent.mkdir(parents=True, exist_ok=True)
+                    (copy / key).write_bytes(bucket.get(key, limit=1 << 26) or b"")
             config = load_config(
                 "validator", ["--network", str(services.network)], check=False, dotenv=None
             )
@@ -108,6 +118,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         chain,
         state,
         objects,
+        copy,
         programs,
         secrets,
         (status, checks),
@@ -139,8 +150,30 @@ def test_every_outer_step_has_the_uploads_of_all(run: Run) -> None:
 
 
 def test_the_uploads_that_were_merged_are_scored(run: Run) -> None:
-    assert [miner.uploads_scored > 0 for miner in run.summary.miners] == [True, True]
+    assert all(miner.uploads_scored > 0 for miner in run.summary.miners)
     assert set(run.chain[-1].scores) == run.uids
+
+
+def test_the_benchs_merge_makes_the_same_updates_of_these_uploads(run: Run, tmp_path: Path) -> None:
+    start = run.copy / keys.outer_key(0, "")
+    schema = parameter_schema(json.loads((start / keys.CONFIG).read_text()))
+    names = [name for name, _ in schema]
+    state = OuterState(load_weights(start / keys.MODEL, schema))
+    for step, manifest in enumerate(run.chain[1:], 1):
+        uploads = [
+            UpdateFile.reopen(run.copy / keys.merged_key(step, one.uid), schema)
+            for one in manifest.merged
+        ]
+        rule = Rule(manifest.rule, manifest.learning_rate, manifest.mu)
+        network = Network(rule, names, [state])
+        factors = [one.factor for one in manifest.merged]
+        update = network.merge(uploads, factors, tmp_path, step)
+        published = UpdateFile.reopen(run.copy / keys.outer_key(step, keys.UPDATE), schema)
+        for name, shape in schema:
+            assert torch.equal(update.decode(name, shape), published.decode(name, shape)), name
+        digests = manifest.weights, manifest.momentum, manifest.residual
+        state = network.state
+        assert state.digests == digests, step
 
 
 def test_all_begin_each_outer_step_with_the_same_weights(run: Run) -> None:
