@@ -71,30 +71,26 @@ def test_a_part_that_hangs_or_dies_keeps_what_it_had(tmp_path: Path) -> None:
     assert found["log"][-1] == "no such kernel"
 
 
-@pytest.mark.slow
 def test_rows_are_in_the_report_while_their_part_runs(tmp_path: Path) -> None:
-    program = tmp_path / "gpu.py"
-    program.write_text(
-        "import sys, time\n"
-        "at = sys.argv.index('--out') + 1\n"
-        'open(sys.argv[at], \'w\').write(\'{"rows": [{"name": "a", "text": "1"}]}\')\n'
-        "time.sleep(60)\n"
-    )
-    options = argparse.Namespace(out=tmp_path, device="cpu", quick=True, length=32)
-    report, seen = gpu.Report(tmp_path / "out", device="cpu", quick=True), []
+    found, report = tmp_path / "a.json", gpu.Report(tmp_path, device="cpu", quick=True)
+    told, waits = list[int](), iter(["", "a", "a", "ab", None])  # names of rows, then its end
 
-    class Watched(gpu.Report):
-        def put(self, part: gpu.Part, result: dict[str, Any]) -> None:
-            seen.append(result["status"])
-            report.put(part, result)
+    def wait(timeout: float) -> int:
+        rows = next(waits)
+        if rows is None:
+            return 0
+        content = {"rows": [{"name": name, "text": "1"} for name in rows]}
+        found.write_text(json.dumps(content))
+        raise subprocess.TimeoutExpired("", timeout)
 
-    watched = Watched(tmp_path / "out", device="cpu", quick=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu, "__file__", str(program))
-        patch.setattr(gpu, "_LOOK", 0.3)
-        gpu.run_part(gpu.PARTS[0], options, seconds=4.0, report=watched)
-    assert seen == ["not finished"]
-    assert "a: 1<br>**not finished**" in report.text.read_text()
+    def put(result: dict[str, Any]) -> None:
+        told.append(len(result["rows"]))
+        report.put(gpu.PARTS[0], result)
+
+    process: Any = SimpleNamespace(wait=wait)
+    assert gpu._wait(process, 600.0, found, put) == 0
+    assert told == [1, 2], "each row once"
+    assert "a: 1<br>b: 1<br>**not finished**" in report.text.read_text()
 
 
 @pytest.mark.parametrize(("seconds", "ran"), [(1e9, 8), (35.0, 3), (25.0, 2), (0.0, 1)])
