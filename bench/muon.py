@@ -8,15 +8,11 @@ runs at several learning rates, and its best one counts. Uploads and the update 
 by the product's own encoder; what the update's encoding leaves out is carried into the next one.
 The outer rule is the public one.
 
-Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) takes the momentum of a matrix
-to the nearest orthogonal one by five Newton-Schulz steps. Its length is made AdamW's, times 0.2
-sqrt(larger side) (Liu et al. 2025, arXiv 2502.16982), so both have learning rates of one kind.
-Embeddings and vectors stay with AdamW. Muon sees whole matrices.
+Muon is the product's own, so both have learning rates of one kind. Embeddings stay with AdamW.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -34,42 +30,13 @@ from bench.workers import (
     losses,
 )
 from distributed_training.protocol.update_file import decode_rows, encode_rows
+from distributed_training.training.muon import MatrixRows, Muon
 from distributed_training.training.outer_rule import nesterov_sgd
 
 BITS = 4
 RATES = tuple(RATE * factor for factor in (1, 3, 10, 30))
-MOMENTUM, DECAY = 0.95, 0.1
+DECAY = 0.1
 GOAL = 0.01  # below AdamW
-_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-
-
-def orthogonal(matrices: Tensor) -> Tensor:
-    """Return nearly the orthogonal matrices next to ``(..., rows, columns)``."""
-    a, b, c = _NEWTON_SCHULZ
-    wide = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if wide else matrices
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
-    for _ in range(5):
-        square = x @ x.mT
-        x = a * x + (b * square + c * square @ square) @ x
-    return x.mT if wide else x
-
-
-class Muon:
-    """Steps stacked matrices, (models, rows, columns) each."""
-
-    def __init__(self, matrices: Sequence[Tensor]) -> None:
-        self._matrices = matrices
-        self._momenta = [torch.zeros_like(m) for m in matrices]
-
-    @torch.no_grad()
-    def step(self, rate: float) -> None:
-        for matrix, momentum in zip(self._matrices, self._momenta, strict=True):
-            assert matrix.grad is not None
-            momentum.lerp_(matrix.grad, 1 - MOMENTUM)
-            direction = orthogonal(matrix.grad.lerp(momentum, MOMENTUM))
-            matrix.mul_(1 - rate * DECAY)
-            matrix.sub_(direction, alpha=rate * 0.2 * max(matrix.shape[-2:]) ** 0.5)
 
 
 @dataclass
@@ -86,19 +53,26 @@ class Way:
     def __post_init__(self) -> None:
         self.momenta = dict.fromkeys(self.weights)
         self.residuals = {n: torch.zeros_like(s) for n, s in self.starts.items()}
-        hidden = {n for n in self.weights if self.name == "Muon" and n[0].isdigit()}
-        self.muon = Muon([w for n, w in self.weights.items() if n in hidden])
+        hidden = [n for n in self.weights if self.name == "Muon" and n[0].isdigit()]
         rest = [w for n, w in self.weights.items() if n not in hidden]
-        self.adamw = torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=DECAY)
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=DECAY)
+        ]
+        if hidden:  # stacked matrices, (models, rows, columns) each
+            matrices = [
+                MatrixRows.of(self.weights[n].detach(), self.weights[n].shape) for n in hidden
+            ]
+            self.weights |= dict(zip(hidden, matrices, strict=True))
+            self.optimizers.append(Muon(matrices, DECAY))
 
     def step(self, tokens: Tensor, warm: float) -> float:
         loss = losses(self.weights, tokens)
         for weight in self.weights.values():
             weight.grad = None
         loss.sum().backward()
-        self.adamw.param_groups[0]["lr"] = self.rate * warm
-        self.adamw.step()
-        self.muon.step(self.rate * warm)
+        for optimizer in self.optimizers:
+            optimizer.param_groups[0]["lr"] = self.rate * warm
+            optimizer.step()
         return float(loss.detach().mean())
 
     @torch.no_grad()

@@ -95,7 +95,7 @@ _EMBEDDED = "embedded"  # instead of a store's URL
 _EXCHANGE = "store"  # of a network whose founder names none
 _SLOWEST_LINK = 20.0  # Mbit/s up, of a member of a store network
 _SWARM_PORT = 8009
-_HIGHEST_RATE = 0.1  # of AdamW
+_HIGHEST_RATE = 0.1  # of AdamW and Muon
 
 
 def build_parser() -> Parser:
@@ -555,10 +555,11 @@ def _write(path: Path, text: str) -> None:
         config = load_config("miner", given, environ={}, dotenv=None, check=False)
         problems = [*check_schedule(config), *check_exchange(config)]
         rate = config.training.learning_rate
-        if config.training.optimizer == "adamw" and rate > _HIGHEST_RATE:
+        name = {"adamw": "AdamW", "muon": "Muon"}.get(config.training.optimizer)
+        if name and rate > _HIGHEST_RATE:
             problems.append(
-                f"training.learning_rate {rate} is above {_HIGHEST_RATE}, at which AdamW trains no "
-                "model, so nothing was signed: give a rate such as 2.5e-4"
+                f"training.learning_rate {rate} is above {_HIGHEST_RATE}, at which {name} trains "
+                "no model, so nothing was signed: give a rate such as 2.5e-4"
             )
         if problems:
             raise ConfigError(problems[0])

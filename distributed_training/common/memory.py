@@ -15,8 +15,8 @@ size h, query width q, key and value width k, MLP width i, vocabulary V:
     gradients      4 N + 4 N / W     if reduced at the last micro-batch only: accumulated whole, and
                                      reduced into memory of another stream's (one rank: 4 N), or
                    4 N / W + 8 (N - embeddings) / L    if reduced at every micro-batch
-    optimizer      4 M N / W         M float32 tensors, AdamW's two moments; 0 on the device if
-                                     offloaded
+    optimizer      4 M N / W         M float32 tensors, AdamW's two moments (Muon: one of a matrix
+                                     of a layer, else two); 0 on the device if offloaded
     activations    b s L (2 (6 h + 2 k + 4 i) + 8 h)    what a layer keeps for its backward, bf16,
                                      and the two float32 inputs of its norms; compiled layers keep
                                      half of it (0.45 measured). With checkpointing of every layer:
@@ -147,6 +147,16 @@ class ModelShape:
     def embedding_parameters(self) -> int:
         return self.vocab * self.hidden * (1 if self.tied else 2)
 
+    def moments(self, plain: int, of_matrices: int) -> float:
+        """Return the tensors that an optimizer keeps of a parameter on average.
+
+        ``of_matrices``: of one of a decoder layer's, which nearly all outside of embeddings are.
+        """
+        if plain == of_matrices:
+            return plain
+        share = 1 - self.embedding_parameters / self.parameters
+        return plain + (of_matrices - plain) * share
+
 
 def loss_chunk(device_bytes: int | None) -> int:
     """Return the float32 logits alive at once on a device with so much memory (None: no GPU).
@@ -172,7 +182,7 @@ class Arrangement:
     compiled: bool = True  # counts on a GPU alone
     loss_chunk: int = LOSS_CHUNK
     train_in_rounds: bool = False
-    moments: int = 2  # that the inner optimizer keeps of a parameter
+    moments: float = 2  # that the inner optimizer keeps of a parameter, on average
 
 
 MARGIN = 0.90  # of the device's memory; the rest is the allocator's and other libraries'
@@ -252,13 +262,13 @@ def host_memory(shape: ModelShape, how: Arrangement) -> int:
     """
     n = shape.parameters
     on_device = 0 if how.cuda else device_memory(shape, how) * how.world_size
-    moments = 0
+    moments = 0.0
     if how.offload_optimizer:
         pinned = sum(_pinned(shape.tensors, how.world_size))
         moments = how.moments * (pinned if how.cuda else 4 * n)
     always = (16 if how.train_in_rounds else 12) * n + moments
     passing = (8 + 4 * how.moments) * n
-    return always + 4 * n + passing + on_device
+    return round(always + 4 * n + passing + on_device)
 
 
 def _pinned(tensors: Iterable[tuple[int, ...]], ranks: int) -> Iterator[int]:
@@ -269,7 +279,7 @@ def _pinned(tensors: Iterable[tuple[int, ...]], ranks: int) -> Iterator[int]:
 
 
 def disk_space(
-    shape: ModelShape, *, keep_checkpoints: int, moments: int = 2, content: Parts = "all"
+    shape: ModelShape, *, keep_checkpoints: int, moments: float = 2, content: Parts = "all"
 ) -> int:
     """Return the most that a miner has on disk at once; ``moments``: as in :class:`Arrangement`.
 
@@ -291,16 +301,16 @@ def disk_space(
     return checkpoints + last + largest + 3 * 8 * shape.parameters
 
 
-def checkpoint_bytes(tensors: Iterable[tuple[int, ...]], moments: int = 2) -> int:
+def checkpoint_bytes(tensors: Iterable[tuple[int, ...]], moments: float = 2) -> int:
     """Return the bytes on disk of one checkpoint of a model with these shapes.
 
     With the outer step's start and momentum, which its first checkpoint also writes.
     """
-    return (8 + 4 * moments + 8) * sum(map(math.prod, tensors))
+    return round((8 + 4 * moments + 8) * sum(map(math.prod, tensors)))
 
 
 def snapshot_bytes(
-    tensors: Iterable[tuple[int, ...]], moments: int = 2, parts: Parts = "all"
+    tensors: Iterable[tuple[int, ...]], moments: float = 2, parts: Parts = "all"
 ) -> int:
     """Return the bytes on disk of one snapshot of a model with these shapes.
 
@@ -309,7 +319,7 @@ def snapshot_bytes(
     """
     shapes = list(tensors)
     of_each = {"scored": 0, "model": 4, "all": 4 + 4 * moments}[parts]
-    return of_each * sum(map(math.prod, shapes)) + 2 * scored_bytes(shapes)
+    return round(of_each * sum(map(math.prod, shapes))) + 2 * scored_bytes(shapes)
 
 
 def scored_bytes(tensors: Iterable[tuple[int, ...]]) -> int:

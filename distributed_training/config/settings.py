@@ -563,7 +563,8 @@ class TrainingSettings:
     decay_steps: int | None = rule("training.decay_steps", ge=1, le=10**9)
     """inner steps of that decay"""
     optimizer: str = rule("training.optimizer", "adamw")
-    """the inner optimizer, by the name that it is registered with"""
+    """the inner optimizer: 'adamw', 'muon' (of matrices of decoder layers; AdamW for the rest), or
+    the name that a plug-in registers"""
     weight_decay: float = rule("training.weight_decay", ge=0, le=10)
     """weight decay of AdamW"""
     weight_decay_on: Literal["all", "matrices"] = rule("training.weight_decay_on", "all")

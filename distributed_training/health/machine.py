@@ -316,7 +316,7 @@ def arrange(
         compiled=training.compile != "off",
         loss_chunk=loss_chunk(gpu),
         train_in_rounds=True,
-        moments=count_moments(training),
+        moments=count_moments(training, shape),
     )
     wanted = config.miner.train_in_rounds
     if wanted is None:
@@ -369,14 +369,15 @@ def check_memory(examination: Examination) -> Iterator[Check]:
             yield Check(name, "ok", finding)
 
 
-def count_moments(training: TrainingSettings) -> int:
-    """Count the tensors that the network's inner optimizer keeps of a parameter."""
-    if training.optimizer == "adamw":
-        return 2  # without torch, for which the checks at a start have no time
-    from distributed_training.training.inner_optimizer import find_state
+def count_moments(training: TrainingSettings, shape: ModelShape) -> float:
+    """Count the tensors that the network's inner optimizer keeps of a parameter, on average."""
+    # Without torch, for which the checks at a start have no time.
+    if (known := {"adamw": (2, 2), "muon": (2, 1)}.get(training.optimizer)) is not None:
+        return shape.moments(*known)
+    from distributed_training.training.inner_optimizer import moments_of
 
     with contextlib.suppress(ConfigError):  # unknown, or refused: the miner says so itself
-        return len(find_state(training).rows)
+        return shape.moments(*moments_of(training))
     return 2
 
 
@@ -418,7 +419,7 @@ def refuse_model(config: Config, *, ranks: int) -> None:
                 offload_optimizer=offload,
                 cuda=gpu is not None,
                 train_in_rounds=config.miner.train_in_rounds is True,
-                moments=count_moments(config.training),
+                moments=count_moments(config.training, shape),
             )
             ways.append({"host memory": host_memory(shape, how)})
             if how.cuda:
@@ -452,7 +453,7 @@ def check_room(examination: Examination) -> Check:
     needed = max(round(config.diagnostics.minimum_disk_gb * 1e9), DISK_RESERVE)
     folder = config.run_folder.absolute()
     if shape is not None:
-        keep, moments = config.miner.keep_checkpoints, count_moments(config.training)
+        keep, moments = config.miner.keep_checkpoints, count_moments(config.training, shape)
         content = "scored" if config.exchange == "store" else config.store.content
         most = disk_space(shape, keep_checkpoints=keep, moments=moments, content=content)
         # What is there is part of the need: counted twice, a restart on a disk of the documented

@@ -354,7 +354,7 @@ def check_line(config: Config, bucket: str, shape: ModelShape | None) -> Check:
     finding = f"{8 * speed / 1e6:.0f} Mbit/s up, on one connection"
     if shape is None:
         return Check("line", "ok", finding)
-    moments = count_moments(config.training)
+    moments = count_moments(config.training, shape)
     seconds = snapshot_bytes(shape.tensors, moments, config.store.content) / speed
     limit = config.store.longest_transfer
     finding += f": an upload takes about {seconds / 60:.0f} min"

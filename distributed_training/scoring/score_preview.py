@@ -110,10 +110,11 @@ def read_judged(
         schema = parameter_schema(model_config)
         folder.mkdir(parents=True, exist_ok=True)
         if miners is not None:
+            shape = ModelShape.from_config(model_config, sum(math.prod(s) for _, s in schema))
             most = disk_space(
-                ModelShape.from_config(model_config, sum(math.prod(s) for _, s in schema)),
+                shape,
                 keep_checkpoints=MinerSettings().keep_checkpoints,
-                moments=count_moments(config.training),
+                moments=count_moments(config.training, shape),
                 content=config.store.content,
             )
             # With checkpoints it is a miner's; a validator's or a subnet's takes no such room.

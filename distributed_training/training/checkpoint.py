@@ -43,7 +43,7 @@ from distributed_training.protocol.types import Progress, RankFailedError
 
 from .collectives import RowStream, enter_thread, row_range
 from .held_weights import HeldWeights
-from .inner_optimizer import checkpoint_key
+from .inner_optimizer import checkpoint_key, may_lack_rows
 from .snapshot import write_safetensors
 from .trainer import SLOW_STEPS
 
@@ -170,8 +170,9 @@ class Parts:
             for kind in {_kind(key) for key in files if _kind(key)}:
                 for name, shape in self._schema:
                     first, last = row_range(shape[0], self._count, part)
-                    rows = files[f"{kind}/{name}"].get_slice(f"{kind}/{name}")
-                    if rows.get_shape() != [last - first, *shape[1:]]:
+                    found = files[f"{kind}/{name}"].get_slice(f"{kind}/{name}").get_shape()
+                    lacks = may_lack_rows(kind) and found == [0, *shape[1:]]
+                    if found != [last - first, *shape[1:]] and not lacks:
                         raise CheckpointError(f"{name} has another shape: it is of another model")
             self._files[part] = files
         except DAMAGE as error:
@@ -198,8 +199,9 @@ class Parts:
 
     def _rows_of(self, key: str, shape: tuple[int, ...]) -> Tensor:
         mine = [
-            self._files[part][key].get_slice(key)[low:high]
+            rows[low:high]
             for part, low, high in self._pieces(shape[0])
+            if (rows := self._files[part][key].get_slice(key)).get_shape()[0]
         ]
         return torch.cat(mine) if mine else torch.empty((0, *shape[1:]))
 

@@ -27,6 +27,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from distributed_training.protocol.types import RankFailedError
@@ -100,6 +101,11 @@ class ParameterShard:
         if not isinstance(self.dtensor, DTensor):
             return self.dtensor.detach()[self.start : self.stop]
         return self.dtensor.to_local().detach()
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The ranks that the rows lie over; None: this rank alone has them."""
+        return self.dtensor.device_mesh if isinstance(self.dtensor, DTensor) else None
 
     def empty_rows(self) -> Tensor:
         """Return a new host tensor for this rank's rows."""

@@ -138,7 +138,7 @@ class ErrorFeedback:
 
         def encode_later(i: int, moments: Sequence[Tensor] | None) -> Code:
             rows = gradient(i)
-            if moments is None:
+            if moments is None or moments[i].shape != rows.shape:  # Muon keeps none of a matrix
                 return self._encode_rows(i, rows)
             # The loss bends along an entry about as AdamW's second moment says (the diagonal of the
             # Fisher matrix), so an entry weighs |g| v^0.5 (arXiv 2509.11167).

@@ -63,8 +63,8 @@ class HeldWeights(ABC):
         """Tokens, of all ranks, that an upload of now was trained on."""
 
     @property
-    def moments(self) -> int:
-        """Rows of the inner optimizer that a checkpoint has for each parameter."""
+    def moments(self) -> float:
+        """Rows of the inner optimizer that a checkpoint has for each parameter, on average."""
         return 0
 
     @property

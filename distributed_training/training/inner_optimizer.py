@@ -3,7 +3,8 @@
 Any ``torch.optim.Optimizer`` will do. A network names one, and its factory in :data:`OPTIMIZERS`
 makes it. What it keeps of a parameter is found out by a step of a small one (:func:`find_state`):
 tensors of the parameter's shape, which are sharded, copied, offloaded and uploaded as row blocks,
-and counts. Neither snapshot, checkpoint nor memory plan know more of it.
+and counts. Neither snapshot, checkpoint nor memory plan know more of it. Matrices of decoder layers
+come to a factory as :class:`~.muon.MatrixRows`, and may be kept and stepped in a way of their own.
 
 The learning rate rises linearly during the warm-up and then follows a cosine; shape and constants
 are the public network's (protocol page, section 5). Or it stays, until the founder has it decay.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +28,7 @@ from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError, choose_kind
 
 from .collectives import ParameterShard
+from .muon import MatrixRows, Muon
 
 LOWEST = 0.1  # of the peak, after the warm-up
 #: Of the total steps; from here on, where the rate is the lowest, the operator is warned.
@@ -104,17 +107,25 @@ Factory = Callable[[list[nn.Parameter], TrainingSettings], torch.optim.Optimizer
 OPTIMIZERS: Kinds[Factory] = Kinds("inner optimizer")
 
 
-# The public network's.
-OPTIMIZERS.register(
-    "adamw",
-    lambda parameters, settings: torch.optim.AdamW(
+def adamw(parameters: list[nn.Parameter], settings: TrainingSettings) -> torch.optim.Optimizer:
+    """Make the public network's."""
+    return torch.optim.AdamW(
         parameters,
         betas=(settings.adam_beta1, settings.adam_beta2),
         eps=1e-8,
         weight_decay=settings.weight_decay,
         fused=True,
-    ),
-)
+    )
+
+
+def muon(parameters: list[nn.Parameter], settings: TrainingSettings) -> torch.optim.Optimizer:
+    """Make Muon for matrices of decoder layers, and AdamW for what is none."""
+    matrices = [each for each in parameters if isinstance(each, MatrixRows)]
+    return Muon(matrices, settings.weight_decay) if matrices else adamw(parameters, settings)
+
+
+OPTIMIZERS.register("adamw", adamw)
+OPTIMIZERS.register("muon", muon)
 
 
 @dataclass(frozen=True)
@@ -125,18 +136,20 @@ class StateNames:
     counts: Mapping[str, Any]  # each a tensor or a number, with the value that it begins with
 
 
-def find_state(settings: TrainingSettings) -> StateNames:
+def find_state(settings: TrainingSettings, *, matrix: bool = False) -> StateNames:
     """Find out what the network's optimizer keeps of a parameter, by steps of a small one.
 
-    Raises ConfigError for a name that nobody registered, and for an optimizer whose steps would
-    depend on the number of ranks, or whose state a checkpoint would not bring back.
+    ``matrix``: of a matrix of a decoder layer. Raises ConfigError for a name that nobody
+    registered, and for an optimizer whose steps would depend on the number of ranks, or whose state
+    a checkpoint would not bring back.
     """
     factory = choose_kind(OPTIMIZERS, settings.optimizer, key="training.optimizer")
     gradient = torch.arange(6.0).view(2, 3) - 2
 
     def step(begun: Mapping[str, Any], rows: slice) -> tuple[Tensor, dict[str, Any], bool]:
         """Return those rows after a step, their state, and whether a group has changed."""
-        parameter = nn.Parameter(torch.ones(2, 3)[rows])
+        values = torch.ones(2, 3)[rows]
+        parameter = MatrixRows.of(values, values.shape) if matrix else nn.Parameter(values)
         optimizer = factory([parameter], settings)
         optimizer.state[parameter] = copy.deepcopy(dict(begun))  # it is changed in place
         parameter.grad = gradient[rows].clone()
@@ -171,7 +184,10 @@ def find_state(settings: TrainingSettings) -> StateNames:
         same, again, _ = step(zeros, slice(None))
         if not torch.equal(after, same) or repr(found) != repr(again):
             problem = "keeps state that begins with other values than zeros"
-        elif not torch.allclose(after, torch.cat([step({}, slice(i, i + 1))[0] for i in (0, 1)])):
+        # Who asks whether rows are a matrix's asks for the others too.
+        elif not matrix and not torch.allclose(
+            after, torch.cat([step({}, slice(i, i + 1))[0] for i in (0, 1)])
+        ):
             problem = "steps each row by what is in other rows, which other ranks may have"
     if problem:
         raise ConfigError(
@@ -181,10 +197,21 @@ def find_state(settings: TrainingSettings) -> StateNames:
     return StateNames(rows, {name: zeros[name] for name in counts})
 
 
+def moments_of(settings: TrainingSettings) -> tuple[int, int]:
+    """Count the tensors kept of a parameter, and of a matrix of a decoder layer."""
+    plain, matrix = (len(find_state(settings, matrix=matrix).rows) for matrix in (False, True))
+    return plain, matrix
+
+
 def checkpoint_key(name: str) -> str:
     """Return the key in a checkpoint of the rows that the optimizer calls ``name``."""
     # AdamW's are those of 0.2.0. Another's may be called as the outer step's: "momentum", for one.
     return name if name in ("exp_avg", "exp_avg_sq") else f"inner_{name}"
+
+
+def may_lack_rows(key: str) -> bool:
+    """Return whether the optimizer may keep no such rows of a parameter; see `checkpoint_key`."""
+    return key.startswith(("exp_avg", "inner_"))
 
 
 OFFLOAD_BUCKET = 1 << 26  # elements whose state is on the device at once when offloaded
@@ -234,10 +261,11 @@ class _Lane:
 class InnerOptimizer:
     """Updates the shards in place; bits do not depend on ``offload``.
 
-    ``embeddings``: names of those of the model.
-    ``state``: by name, this rank's rows for every parameter. With ``offload`` they live in (pinned)
-    host memory and visit the device bucket by bucket, in two places that are used in turn: while
-    one bucket is computed the next one comes and the one before leaves, on streams of their own.
+    ``embeddings``: names of those of the model, ``matrices``: of those of its decoder layers.
+    ``state``: by name, this rank's rows for every parameter, none of one that it is not kept of.
+    With ``offload`` they live in (pinned) host memory and visit the device bucket by bucket, in two
+    places that are used in turn: while one bucket is computed the next one comes and the one before
+    leaves, on streams of their own.
     """
 
     def __init__(
@@ -247,6 +275,7 @@ class InnerOptimizer:
         *,
         offload: bool,
         embeddings: Collection[str] = (),
+        matrices: Collection[str] = (),
     ) -> None:
         self.offload = offload
         #: Names of the parameters that have no weight decay by ``weight_decay_on``. A row of an
@@ -257,36 +286,42 @@ class InnerOptimizer:
             if settings.weight_decay_on == "matrices"
             and (len(shard.shape) < 2 or shard.name in embeddings)
         )
-        self._names = names = find_state(settings)
         device = shards[0].local.device
         self._device = device
         # Plain tensors over the shards' memory, not DTensors: those would be dispatched one by one
         # in each step.
-        self._params = [nn.Parameter(shard.local) for shard in shards]
+        self._params = [
+            MatrixRows.of(shard.local, shard.shape, shard.mesh)
+            if shard.name in matrices
+            else nn.Parameter(shard.local)
+            for shard in shards
+        ]
+        plain, of_matrix = (find_state(settings, matrix=matrix) for matrix in (False, True))
+        #: By parameter, what is kept of it.
+        self.keeps = [
+            of_matrix if isinstance(param, MatrixRows) else plain for param in self._params
+        ]
+        # Matrices have an optimizer of their own.
+        self._apart = any(isinstance(p, MatrixRows) for p in self._params) and (
+            plain.rows != of_matrix.rows
+        )
         # Only a copy from or to pinned memory lets the host go on.
         pinned = offload and device.type == "cuda"
         home = torch.device("cpu") if offload else device
         # Of its own: to read the optimizer's count for a report would wait for the device.
         self.step_count = 0
         self.state = {
-            name: [torch.zeros(p.shape, device=home, pin_memory=pinned) for p in self._params]
-            for name in names.rows
+            name: [
+                torch.zeros(
+                    p.shape if name in keeps.rows else (0, *p.shape[1:]),
+                    device=home,
+                    pin_memory=pinned,
+                )
+                for p, keeps in zip(self._params, self.keeps, strict=True)
+            ]
+            for name in dict.fromkeys((*plain.rows, *(of_matrix.rows if self._apart else ())))
         }
-        # Parameters that are stepped together, by an optimizer of their own: all that are decayed
-        # alike, unless their state visits the device.
-        buckets: list[list[int]] = []
-        for decayed in (True, False):
-            buckets.append([])
-            size = 0
-            for i, param in enumerate(self._params):
-                if (shards[i].name not in self.undecayed) is not decayed or param.numel() == 0:
-                    continue  # fewer rows than ranks: this rank has none of it
-                if offload and buckets[-1] and size + param.numel() > OFFLOAD_BUCKET:
-                    buckets.append([])
-                    size = 0
-                buckets[-1].append(i)
-                size += param.numel()
-        self._buckets = [bucket for bucket in buckets if bucket]
+        self._buckets = self._make_buckets(shards)
         self._coming = _Lane(device if pinned else None)
         self._leaving = _Lane(device if pinned else None)
         factory = OPTIMIZERS[settings.optimizer]
@@ -296,11 +331,23 @@ class InnerOptimizer:
             factory(part, rest if shards[bucket[0]].name in self.undecayed else settings)
             for bucket, part in zip(self._buckets, parts, strict=True)
         ]
-        # Of a rank that has no rows as well: what the optimizer says of itself.
-        model = factory([nn.Parameter(torch.zeros(1))], settings)
-        self.name, self.group = type(model).__name__, model.param_groups[0]
+        # Of a rank that has no rows as well: what the optimizers say of themselves.
+        models = [factory([nn.Parameter(torch.zeros(1))], settings)]
+        if self._apart:
+            models.append(factory([MatrixRows.of(torch.zeros(1, 1), (1, 1))], settings))
+        self.names = [type(model).__name__ for model in models]
+        self.group: dict[str, Any] = models[0].param_groups[0]
+        self.matrix_group: dict[str, Any] | None = None
+        #: Names of those that it is for.
+        self.matrices: list[str] = []
+        if self._apart:
+            self.matrix_group = models[1].param_groups[0]
+            self.matrices = [shard.name for shard in shards if shard.name in matrices]
         # When offloaded, room for the state of the largest bucket, twice: buckets take turns.
-        sizes = [len(names.rows) * sum(p.numel() for p in part) for part in parts]
+        sizes = [
+            sum(self._params[i].numel() * len(self.keeps[i].rows) for i in bucket)
+            for bucket in self._buckets
+        ]
         count = min(2, len(sizes)) if offload else 0
         places = [torch.empty(max(sizes), device=device) for _ in range(count)]
         for number, (bucket, optimizer) in enumerate(
@@ -311,31 +358,60 @@ class InnerOptimizer:
             where = device if group.get("fused") or group.get("capturable") else "cpu"
             start = 0
             for i in bucket:
-                rows = {name: self.state[name][i] for name in names.rows}
+                rows = {name: self.state[name][i] for name in self.keeps[i].rows}
                 if offload:
                     for name, kept in rows.items():
                         room = places[number % 2][start : start + kept.numel()]
                         rows[name], start = room.view(kept.shape), start + kept.numel()
                 counts = {
                     name: zero.to(where, copy=True) if isinstance(zero, Tensor) else zero
-                    for name, zero in names.counts.items()
+                    for name, zero in self.keeps[i].counts.items()
                 }
                 optimizer.state[self._params[i]] = counts | rows
+
+    def _make_buckets(self, shards: Sequence[ParameterShard]) -> list[list[int]]:
+        """Divide the parameters into those that are stepped together, by an optimizer of their own.
+
+        These are all that are decayed alike, unless their state visits the device.
+        """
+        buckets: list[list[int]] = []
+        for decayed, matrix in itertools.product((True, False), (False, True)):
+            buckets.append([])
+            size = 0
+            for i, (shard, param) in enumerate(zip(shards, self._params, strict=True)):
+                of_matrix = self._apart and isinstance(param, MatrixRows)
+                if (shard.name not in self.undecayed) is not decayed or of_matrix is not matrix:
+                    continue
+                values = param.numel()
+                if of_matrix:
+                    # Alike on all ranks, which step it together, also those without rows of it.
+                    values = math.prod(shard.shape) // (shard.mesh.size() if shard.mesh else 1)
+                elif values == 0:
+                    continue  # fewer rows than ranks: this rank has none of it
+                if self.offload and buckets[-1] and size + values > OFFLOAD_BUCKET:
+                    buckets.append([])
+                    size = 0
+                buckets[-1].append(i)
+                size += values
+        return [bucket for bucket in buckets if bucket]
 
     @property
     def line(self) -> str:
         """The optimizer and the place of its state, for the log."""
         where = "host memory, copied beside the arithmetic" if self.offload else "device memory"
         fused = "fused " if self.group.get("fused") else ""
-        return f"✓ Using {fused}{self.name}, its state in {where}"
+        plain, *matrix = self.names
+        what = f"{matrix[0]} for matrices of decoder layers, for the rest " if matrix else ""
+        return f"✓ Using {what}{fused}{plain}, its state in {where}"
 
     def counts(self) -> dict[str, float]:
         """Return the single numbers that the optimizer keeps, alike for all parameters."""
-        counts = dict.fromkeys(self._names.counts, 0.0)
+        counts = {name: 0.0 for keeps in self.keeps for name in keeps.counts}
         for bucket, optimizer in zip(self._buckets, self._optimizers, strict=True):
             state = optimizer.state[self._params[bucket[0]]]
-            counts = {name: float(state[name]) for name in counts if name != "step"}
-        if "step" in self._names.counts:
+            names = self.keeps[bucket[0]].counts.keys() - {"step"}
+            counts |= {name: float(state[name]) for name in names}
+        if "step" in counts:
             counts["step"] = float(self.step_count)  # known without a look at the device
         return counts
 
@@ -347,8 +423,13 @@ class InnerOptimizer:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         # Into the tensors that there are: the optimizers' own state and pinned memory refer to
-        # them. None: the checkpoint is of another optimizer, and this one begins.
-        new = any(state[checkpoint_key(name)] is None for name in self.state)
+        # them. None, or not of each parameter: the checkpoint is of another optimizer, and this one
+        # begins.
+        new = any(
+            state[key] is None or [len(mine) for mine in kept] != [len(rows) for rows in state[key]]
+            for name, kept in self.state.items()
+            for key in (checkpoint_key(name),)
+        )
         self.reset()
         if new:
             return
@@ -371,7 +452,7 @@ class InnerOptimizer:
         for bucket, optimizer in zip(self._buckets, self._optimizers, strict=True):
             for i in bucket:
                 state = optimizer.state[self._params[i]]
-                for name in self._names.counts:
+                for name in self.keeps[i].counts:
                     if isinstance(state[name], Tensor):
                         state[name].fill_(values.get(name, 0.0))
                     else:
@@ -416,7 +497,7 @@ class InnerOptimizer:
         """Yield the rows of a bucket: (in host memory, in the bucket's place on the device)."""
         for i in self._buckets[bucket]:
             state = self._optimizers[bucket].state[self._params[i]]
-            for name in self._names.rows:
+            for name in self.keeps[i].rows:
                 yield self.state[name][i], state[name]
 
     def _fetch(self, bucket: int) -> None:

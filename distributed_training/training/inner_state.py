@@ -29,7 +29,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from distributed_training.common.files import atomic_file
 from distributed_training.protocol.gradients import Schema
 
-from .inner_optimizer import InnerOptimizer, Schedule
+from .inner_optimizer import InnerOptimizer, Schedule, StateNames
 
 
 def describe_inner(
@@ -45,11 +45,13 @@ def describe_inner(
     here = {"lr": rate, "foreach": None, "fused": None}
     group = {key: here.get(key, value) for key, value in optimizer.group.items() if key != "params"}
     group |= {"initial_lr": schedule.peak}
-    names = [name for name, _ in schema]
+    names = [name for name, _ in schema if name not in optimizer.matrices]
     groups = [group | {"params": [name for name in names if name not in optimizer.undecayed]}]
     if optimizer.undecayed:
         rest = [name for name in names if name in optimizer.undecayed]
         groups.append(group | {"weight_decay": 0.0, "params": rest})
+    if optimizer.matrix_group is not None:
+        groups.append(optimizer.matrix_group | {"lr": rate, "params": [*optimizer.matrices]})
     return {
         "optimizer_state_dict": {"param_groups": groups},
         "learning_rate": rate,
@@ -74,11 +76,13 @@ def write_optimizer_shard(
     ranks: int,
     counts: Mapping[str, float],
     moments: Mapping[str, Sequence[Tensor]],
+    keeps: Sequence[StateNames],
 ) -> None:
     """Write the file of ``rank`` durably, in the form torch 2.5.1 loads. Raises OSError.
 
     ``description``: :func:`describe_inner`. By the optimizer's own names ``counts`` of each
-    parameter, and ``moments``: the rank's rows of every parameter, in host memory.
+    parameter, and ``moments``: the rank's rows of every parameter, in host memory. ``keeps``: which
+    of them a parameter has.
     """
     mesh = _Mesh(ranks, rank)
 
@@ -91,9 +95,9 @@ def write_optimizer_shard(
 
     entries: dict[str, dict[str, Tensor]] = {}
     for i, (name, shape) in enumerate(schema):
-        entries[name] = {count: torch.tensor(value) for count, value in counts.items()}
-        for kind, rows in moments.items():
-            entries[name][kind] = sharded(shape, rows[i])
+        entries[name] = {count: torch.tensor(counts[count]) for count in keeps[i].counts}
+        for kind in keeps[i].rows:
+            entries[name][kind] = sharded(shape, moments[kind][i])
     state = {"state": entries, **description["optimizer_state_dict"]}
     with atomic_file(path) as file:
         # With torch's own pickle module validators would refuse it: see the module's docstring.

@@ -24,7 +24,7 @@ from distributed_training.common.memory import (
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError
 
-from .inner_optimizer import find_state
+from .inner_optimizer import moments_of
 
 # Below this many parameters the whole model is one FSDP group. Each group costs a collective, and
 # over gloo a collective costs about as much as moving 10 MB: measured with 1.7 M parameters on two
@@ -134,7 +134,7 @@ def plan_memory(
     keeps = _choices(settings.keep_unsharded, "on")[::-1]
     if not per_block:
         keeps = keeps[:1]  # one group is whole in forward and backward anyway
-    moments = len(find_state(settings).rows)
+    moments = shape.moments(*moments_of(settings))
     how = Arrangement(
         world_size=world_size,
         micro_batch=micro_batch,

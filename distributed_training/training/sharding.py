@@ -71,6 +71,22 @@ class ShardedModel:
     compiled: bool
     flops_per_token: float
 
+    @property
+    def embeddings(self) -> set[str]:
+        """The names of the embeddings' weights."""
+        return {
+            f"{plain_name(name)}.weight"
+            for name, module in self.model.named_modules()
+            if isinstance(module, nn.Embedding)
+        }
+
+    @property
+    def matrices(self) -> set[str]:
+        """The names of the decoder layers' matrices."""
+        # By identity: a layer does not know the name that the model has for it.
+        own = {id(parameter) for parameter in blocks_of(self.model).parameters()}
+        return {s.name for s in self.shards if len(s.shape) == 2 and id(s.dtensor) in own}
+
     def state_dict(self) -> dict[str, Any]:
         return {"weights": [shard.local for shard in self.shards]}
 

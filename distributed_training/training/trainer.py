@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.keys import Parts
@@ -39,7 +40,6 @@ from .inner_state import describe_inner, write_optimizer_shard
 from .local_evaluation import MEASURED, GradientCheck, Text, load_measured
 from .memory_plan import plan_batch
 from .micro_batches import KnownSize, MicroBatches, facts_of, measured_micro_batch
-from .model import plain_name
 from .outer_rule import outer_rule_of
 from .outer_step import OuterStep
 from .sharding import build_sharded_model
@@ -116,13 +116,13 @@ class Trainer(HeldWeights):
         stream = open_stream(layout, STREAM_TIMEOUT)
         shards = self.sharded.shards
         self.schedule = Schedule.of(settings)
-        offload = self.sharded.plan.offload_optimizer
-        embeddings = {
-            f"{plain_name(name)}.weight"
-            for name, module in self.sharded.model.named_modules()
-            if isinstance(module, nn.Embedding)
-        }
-        self.optimizer = InnerOptimizer(shards, settings, offload=offload, embeddings=embeddings)
+        self.optimizer = InnerOptimizer(
+            shards,
+            settings,
+            offload=self.sharded.plan.offload_optimizer,
+            embeddings=self.sharded.embeddings,
+            matrices=self.sharded.matrices,
+        )
         self._say(self.optimizer.line)
         self.feedback = ErrorFeedback(
             mode=settings.error_feedback,
@@ -315,8 +315,9 @@ class Trainer(HeldWeights):
         return self.inner_step * self.batch_plan.effective * self.settings.sequence_length
 
     @property
-    def moments(self) -> int:
-        return len(self.optimizer.state)
+    def moments(self) -> float:
+        kept = sum(rows.numel() for rows in chain.from_iterable(self.optimizer.state.values()))
+        return kept / max(1, sum(shard.local.numel() for shard in self.shards))
 
     def drop_step(self) -> None:
         """Forget an inner step that is not finished, and every gathered weight."""
@@ -658,6 +659,7 @@ class Trainer(HeldWeights):
         return handle
 
     def hold_back(self, sequences: Tensor | None) -> None:
+                keeps=self.optimizer.keeps,
         """See :meth:`~.local_evaluation.GradientCheck.hold_back`."""
         self.gradient_check.hold_back(sequences)
 

@@ -65,6 +65,14 @@ def test_two_ranks(scenario: str, tmp_path: Path) -> None:
     Ranks(scenario, 2, tmp_path).finish()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("scenario", "world"), [("muon", 3), ("muon_of_nodes", 4)])
+def test_muon_steps_as_one_rank_would_on_any_layout(
+    scenario: str, world: int, tmp_path: Path
+) -> None:
+    Ranks(scenario, world, tmp_path).finish()
+
+
 def test_snapshot_of_two_ranks_is_that_of_the_whole_model(tmp_path: Path) -> None:
     Ranks("snapshot", 2, tmp_path).finish()
     assert not (tmp_path / "no file system in common").exists()

@@ -636,7 +636,7 @@ def toys(folder: Path) -> None:
         "commitment": chain.commitment("5Me"),
         "files": sorted(sent),
         "gradient": sorted({key.rpartition(".")[2] for key in gradient if "." in key}),
-        "optimizer": miner.trainer.optimizer.name,
+        "optimizer": miner.trainer.optimizer.names[0],
         "metrics": (folder / "metrics.prom").read_text(),
     }
     (folder / "found.json").write_text(json.dumps(found))

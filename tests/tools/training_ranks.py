@@ -35,11 +35,18 @@ from distributed_training.protocol.types import (
     RankFailedError,
     Update,
 )
-from distributed_training.training import local_evaluation, outer_step, store_outer_step
+from distributed_training.training import (
+    inner_optimizer,
+    local_evaluation,
+    outer_step,
+    store_outer_step,
+)
+from distributed_training.training import muon as muon_module
 from distributed_training.training import snapshot as snapshots
 from distributed_training.training import trainer as trainer_module
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import COLLECTIVE_TIMEOUT
+from distributed_training.training.inner_optimizer import InnerOptimizer
 from distributed_training.training.local_evaluation import WeightsWorseThanGuess
 from distributed_training.training.outer_rule import OuterRule, nesterov_sgd
 from distributed_training.training.snapshot import SnapshotHandle
@@ -61,6 +68,7 @@ from tests.tools.training_world import (
     memory_ends,
     save_checkpoint,
     sequences,
+    tiny,
     train,
     trainer,
     whole_weights,
@@ -624,7 +632,8 @@ def until_killed(folder: Path) -> None:
 def toy_optimizer(folder: Path) -> None:
     """A plug-in's optimizer goes on from its checkpoint to the bit, and its rows are uploaded."""
     import_plugins(["tests.toys.optimizer"])
-    for name, state in (("lion", "exp_avg"), ("sgd", "momentum_buffer")):
+    kept = {"lion": "exp_avg", "sgd": "momentum_buffer", "muon": "momentum_buffer"}
+    for name, state in kept.items():
         place = folder / name
         made = trainer(rank=RANK, world_size=WORLD, optimizer=name)
         train(made, 0, 3)
@@ -632,9 +641,11 @@ def toy_optimizer(folder: Path) -> None:
         save_checkpoint(keeper, Progress(0, 3, 3, [3]), {"rank": RANK})
         finished(made.snapshot(place / "a", progress=Progress(0, 3, 3, [7]), block=9, last_loss=1))
         dist.barrier()
-        first, *_ = made.optimizer.state[state]
+        _, first, *_ = made.optimizer.state[state]  # after the embedding, a matrix of a layer
         file = torch_2_5.load(place / "a" / f"inner_optimizer.rank{RANK + 1:04d}-of-2.pt")
-        (entry, *_) = file["optimizer_state_dict"]["state"].values()
+        (embedding, entry, *_) = file["optimizer_state_dict"]["state"].values()
+        of_adamw = {"step", "exp_avg", "exp_avg_sq"}
+        assert embedding.keys() == (of_adamw if name == "muon" else {state})
         assert entry.keys() == {state} and torch.equal(entry[state]._local_tensor, first)
         again = trainer(rank=RANK, world_size=WORLD, optimizer=name, seed=7)
         assert Checkpointer(trainer=again, folder=place / "checkpoints").restore() is not None
@@ -642,6 +653,48 @@ def toy_optimizer(folder: Path) -> None:
         assert losses[0] == losses[1]
         same(whole_weights(made), whole_weights(again))
         same(made.optimizer.state[state], again.optimizer.state[state])
+    _muon_steps_whole_matrices(made)
+
+
+def muon(folder: Path) -> None:
+    """The last of three ranks has no row of some matrices."""
+    made = trainer(rank=RANK, world_size=WORLD, optimizer="muon", model=tiny(heads=16))
+    _muon_steps_whole_matrices(made)
+
+
+def muon_of_nodes(folder: Path) -> None:
+    """Two nodes of two ranks; the second one's card would compute something else."""
+    made = trainer(rank=RANK, world_size=WORLD, local_ranks=2, optimizer="muon")
+    _muon_steps_whole_matrices(made, other_card=RANK >= 2)
+
+
+def _muon_steps_whole_matrices(made: Trainer, *, other_card: bool = False) -> None:
+    """To the bit as one rank steps them, which has all rows, also where the state is offloaded."""
+    shards, generator = made.sharded.shards, torch.Generator().manual_seed(1)
+    whole = made.stream.from_rank_0(whole_weights(made))
+    assert whole is not None
+    names = made.optimizer.matrices
+    matrices = [i for i, shard in enumerate(shards) if shard.name in names]
+    alone = [muon_module.MatrixRows.of(whole[i], shards[i].shape) for i in matrices]
+    expected = muon_module.Muon(alone, made.settings.weight_decay)
+    expected.param_groups[0]["lr"] = 1e-2
+    with mock.patch.object(inner_optimizer, "OFFLOAD_BUCKET", 1500):  # a few matrices each
+        offloaded = InnerOptimizer(shards, made.settings, offload=True, matrices=names)
+    for optimizer in (made.optimizer, offloaded):
+        optimizer.reset()
+        for mine in alone:
+            expected.state.pop(mine, None)
+        for _ in range(2):
+            gradients = [torch.randn(shard.shape, generator=generator) for shard in shards]
+            for mine, i in zip(alone, matrices, strict=True):
+                mine.grad = gradients[i]
+            expected.step()
+            rows = [g[s.start : s.stop] for g, s in zip(gradients, shards, strict=True)]
+            wrong = mock.patch.object(muon_module, "orthogonal", torch.zeros_like)
+            with wrong if other_card else nullcontext():
+                optimizer.step(rows, 1e-2)
+        for mine, i in zip(alone, matrices, strict=True):
+            assert torch.equal(mine[shards[i].start : shards[i].stop], shards[i].local)
 
 
 def unlike_gpus(folder: Path) -> None:

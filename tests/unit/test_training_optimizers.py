@@ -7,19 +7,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from distributed_training.common.llama import named_config
+from distributed_training.common.memory import ModelShape
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError
 from distributed_training.health.machine import count_moments
 from distributed_training.protocol.types import Progress
 from distributed_training.training.checkpoint import Checkpointer
-from distributed_training.training.inner_optimizer import OPTIMIZERS, find_state
+from distributed_training.training.inner_optimizer import OPTIMIZERS, find_state, moments_of
 from distributed_training.training.inner_state import describe_inner
 from distributed_training.training.memory_plan import plan_memory
+from distributed_training.training.muon import MatrixRows, Muon
 from tests.tools.training_world import (
     SETTINGS,
     same,
@@ -34,8 +39,8 @@ from tests.toys.optimizer import lion, sgd
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("process_group")]
 
 
-@pytest.mark.parametrize(("name", "rate"), [("lion", 2e-3), ("sgd", 0.1)])
-def test_a_toy_learns_alike_wherever_its_state_lies(name: str, rate: float) -> None:
+@pytest.mark.parametrize(("name", "rate"), [("lion", 2e-3), ("sgd", 0.1), ("muon", 2e-3)])
+def test_another_learns_alike_wherever_its_state_lies(name: str, rate: float) -> None:
     here, there = (
         trainer(optimizer=name, learning_rate=rate, offload_optimizer=where)
         for where in ("off", "on")
@@ -45,7 +50,7 @@ def test_a_toy_learns_alike_wherever_its_state_lies(name: str, rate: float) -> N
     assert same(whole_weights(here), whole_weights(there))
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_weight_decay_on_matrices_leaves_norms_and_embeddings_alone(name: str, tied: bool) -> None:
     """A step without gradients: what it changes is the decay. Plug-ins need nothing for it."""
@@ -65,9 +70,10 @@ def test_weight_decay_on_matrices_leaves_norms_and_embeddings_alone(name: str, t
                 torch.testing.assert_close(new, expected, rtol=1e-6, atol=0, msg=key)
 
 
-def test_a_run_by_matrices_is_resumed_to_the_bit(tmp_path: Path) -> None:
-    """Also where the state is offloaded; the upload's file names both groups."""
-    by = {"weight_decay_on": "matrices", "weight_decay": 0.5}
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_run_by_matrices_is_resumed_to_the_bit(name: str, tmp_path: Path) -> None:
+    """Also where the state is offloaded; the upload's file names all groups."""
+    by = {"weight_decay_on": "matrices", "weight_decay": 0.5, "optimizer": name}
     unbroken, first, again = trainer(**by), trainer(**by), trainer(**by, offload_optimizer="on")
     losses = [report.loss for report in train(unbroken, 0, 8)]
     train(first, 0, 5)
@@ -79,7 +85,8 @@ def test_a_run_by_matrices_is_resumed_to_the_bit(tmp_path: Path) -> None:
     groups = describe_inner(
         again.schema, again.schedule, again.optimizer, finished_steps=8, outer_step=0
     )["optimizer_state_dict"]["param_groups"]
-    assert [group["weight_decay"] for group in groups] == [0.5, 0.0]
+    assert [group["weight_decay"] for group in groups] == [0.5, 0.0, 0.5][: len(groups)]
+    assert len(groups) == (3 if name == "muon" else 2)
     named = sorted(name for group in groups for name in group["params"])
     assert named == sorted(name for name, _ in again.schema)
 
@@ -106,16 +113,19 @@ def test_a_step_is_that_of_torch(name: str, factory: Callable[..., Any] | None) 
 
 def test_the_memory_plan_counts_what_the_optimizer_keeps() -> None:
     needed = {}
-    for name, moments in (("adamw", 2), ("lion", 1), ("sgd", 1)):
+    shape = ModelShape.from_config(named_config("1b"))
+    of_rest = shape.embedding_parameters / shape.parameters
+    for name, moments in (("adamw", 2), ("lion", 1), ("sgd", 1), ("muon", 1 + of_rest)):
         settings = TrainingSettings(optimizer=name, offload_optimizer="off")
-        assert len(find_state(settings).rows) == count_moments(settings) == moments
+        assert shape.moments(*moments_of(settings)) == count_moments(settings, shape)
+        assert count_moments(settings, shape) == pytest.approx(moments)
         plan = plan_memory(
             settings, model_config=named_config("1b"), world_size=1, micro_batch=1,
             device_bytes=None,
         )  # fmt: skip
         needed[name] = plan.bytes_needed
     parameters = 1.1e9
-    assert needed["lion"] == needed["sgd"]
+    assert needed["lion"] == needed["sgd"] < needed["muon"] < needed["adamw"]
     assert needed["adamw"] - needed["lion"] == pytest.approx(1.08 * 4 * parameters, rel=0.03)
 
 
@@ -127,6 +137,57 @@ def test_a_checkpoint_of_another_optimizer_keeps_the_weights_and_begins_its_stat
     assert same(whole_weights(made), whole_weights(other))
     assert other.optimizer.step_count == 0 and other.total_inner_steps == 3
     assert not any(rows.any() for rows in other.optimizer.state["momentum_buffer"])
+
+
+@pytest.mark.parametrize(("before", "after"), [("adamw", "muon"), ("muon", "adamw")])
+def test_a_network_may_come_to_muon_and_leave_it(before: str, after: str, tmp_path: Path) -> None:
+    """The weights stay; what the other optimizer kept is none of this one's."""
+    made, other = trainer(optimizer=before), trainer(optimizer=after)
+    train(made, 0, 3)
+    save_checkpoint(Checkpointer(trainer=made, folder=tmp_path), Progress(0, 3, 3, []))
+    assert Checkpointer(trainer=other, folder=tmp_path).restore() is not None
+    assert same(whole_weights(made), whole_weights(other))
+    assert other.optimizer.step_count == 0 and other.total_inner_steps == 3
+    assert not any(rows.any() for kept in other.optimizer.state.values() for rows in kept)
+    train(other, 3, 5)
+
+
+def test_muon_keeps_one_tensor_of_a_matrix_of_a_layer_and_two_of_the_rest() -> None:
+    made = trainer(optimizer="muon")
+    for i, (name, shape) in enumerate(made.schema):
+        kept = {key for key, rows in made.optimizer.state.items() if rows[i].shape == shape}
+        of_layer = ".layers." in name and len(shape) == 2
+        assert kept == ({"momentum_buffer"} if of_layer else {"exp_avg", "exp_avg_sq"}), name
+    assert "Muon for matrices of decoder layers, for the rest fused AdamW" in made.optimizer.line
+
+
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 40),
+    rate=st.floats(1e-4, 0.1),
+    decay=st.sampled_from([0.0, 0.1]),
+    seed=st.integers(0, 99),
+)
+@hypothesis.settings(deadline=None, max_examples=25)
+def test_a_step_of_muon_is_that_of_torch_but_for_its_rounding_to_bf16(
+    rows: int, columns: int, rate: float, decay: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    before = torch.randn(rows, columns, generator=generator)
+    mine = MatrixRows.of(before.clone(), before.shape)
+    theirs = nn.Parameter(before.clone())
+    made = Muon([mine], decay)
+    made.param_groups[0]["lr"] = rate
+    reference = torch.optim.Muon(
+        [theirs], lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"
+    )
+    for _ in range(3):
+        mine.grad = torch.randn(rows, columns, generator=generator)
+        theirs.grad = mine.grad.clone()
+        made.step()
+        reference.step()
+    length = rate * 0.2 * max(rows, columns) ** 0.5
+    torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=0, atol=0.1 * length)
 
 
 class Odd(torch.optim.Optimizer):
@@ -204,5 +265,5 @@ def test_a_checkpoint_brings_back_what_an_optimizer_keeps(kind: str, tmp_path: P
 
 
 def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"training\.optimizer: .*'muon': there are adamw, lion"):
-        trainer(optimizer="muon")
+    with pytest.raises(ConfigError, match=r"'soap': there are adamw, lion, muon"):
+        trainer(optimizer="soap")
