@@ -282,7 +282,7 @@ class Checkpointer:
         self._repeats = Repeats(_SAY_AGAIN)
 
     def save(self, extra: dict[str, Any], progress: Progress) -> None:
-        """Copy everything to host memory, then write in a thread. Collective.
+        """Write in a thread what is copied to host memory from here on. Collective.
 
         ``extra``: this rank's own JSON-able things (data cursor). ``progress``: rank 0's counts.
         Waits first for a write still under way. A failure to write is logged, not raised: training
@@ -418,6 +418,7 @@ class Checkpointer:
         enter_thread(self._trainer.device)
         started = time.perf_counter()
         try:
+            held[2].wait()
             parsed = json.loads(content)
             epoch = f"epoch-{parsed['state']['epoch_id']}-of-{self._layout.shards}"
             # Where the manifest is, the tensors are whole: it comes last.

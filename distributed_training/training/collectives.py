@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -283,35 +284,39 @@ class RowStream:
 
 STAGE = 1 << 25  # elements of float32 in each of the two buffers: 128 MiB
 
-#: A flat part of a tensor, and where it goes.
+#: A tensor, or a flat part of one, and where it goes.
 Piece = tuple[Tensor, Tensor]
 
 
 class HostCopies:
-    """Copies from one device to host memory, for one thread.
+    """Copies from one device to host memory, for one thread at a time.
 
     ``stage``: float32 elements that a buffer holds.
     """
 
     def __init__(self, device: torch.device, *, stage: int = STAGE) -> None:
         cuda = device.type == "cuda"
-        self._device, self._stage = device, stage
+        self._device, self._stage, self._turn = device, stage, threading.Lock()
         self._stream = torch.cuda.Stream(device) if cuda else None
         self._copied = [torch.cuda.Event(), torch.cuda.Event()] if cuda else []
         self._buffers = [torch.empty(stage, pin_memory=cuda) for _ in range(2)]
 
-    def copy_to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copy float32 ``tensors`` to new host tensors, once the current stream's queue is done.
+    def fill(self, pairs: Sequence[Piece], after: torch.cuda.Event | None = None) -> None:
+        """Copy float32 tensors to the host tensor of each pair. Returns when the values are there.
 
-        Returns when the values are there.
+        ``after``: of what they wait for; None: of all that the current stream has queued.
         """
-        taken = [torch.empty(t.shape) for t in tensors]
-        if self._stream is not None:
-            # Only the side stream waits for what training queued. The host does not.
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with self._turn:
+            if self._stream is not None:
+                # Only the side stream waits for what training queued. The host does not.
+                after = after or torch.cuda.current_stream(self._device).record_event()
+                self._stream.wait_event(after)
+            self._fill(pairs)
+
+    def _fill(self, pairs: Sequence[Piece]) -> None:
         under_way: tuple[int, list[Piece]] | None = None
         # One turn behind: while the bus fills one buffer, the cores empty the other.
-        for turn, load in enumerate(self._loads(tensors, taken)):
+        for turn, load in enumerate(self._loads(pairs)):
             with torch.cuda.stream(self._stream):  # without one: nothing
                 for part, (source, _) in self._parts(turn % 2, load):
                     # The host goes on only because the buffer is pinned.
@@ -323,13 +328,12 @@ class HostCopies:
             under_way = turn % 2, load
         if under_way is not None:
             self._empty(*under_way)
-        return taken
 
-    def _loads(self, tensors: Sequence[Tensor], taken: Sequence[Tensor]) -> Iterator[list[Piece]]:
+    def _loads(self, pairs: Sequence[Piece]) -> Iterator[list[Piece]]:
         """Yield as many pieces at a time as a buffer holds."""
         load: list[Piece] = []
         room = self._stage
-        for source, target in zip(tensors, taken, strict=True):
+        for source, target in pairs:
             flat, into = source.detach().reshape(-1), target.view(-1)
             start = 0
             while start < flat.numel():
@@ -361,18 +365,32 @@ _copies = functools.cache(HostCopies)  # by device
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy to host memory, which later steps do not change. For the training thread."""
+    """Copy to host memory, which later steps do not change."""
     if not tensors or tensors[0].device.type != "cuda":
         # copy: without it a tensor of the host would be itself, and the next step would change it.
         return [t.detach().to("cpu", copy=True) for t in tensors]
-    return _copies(tensors[0].device).copy_to_host(tensors)
+    pairs = [(tensor, torch.empty(tensor.shape)) for tensor in tensors]
+    fill_host(pairs)
+    return [taken for _, taken in pairs]
+
+
+def fill_host(pairs: Sequence[Piece], after: torch.cuda.Event | None = None) -> None:
+    """Copy float32 tensors to the host tensor of each pair; see :meth:`HostCopies.fill`."""
+    on_gpu = [pair for pair in pairs if pair[0].device.type == "cuda"]
+    if on_gpu:
+        _copies(on_gpu[0][0].device).fill(on_gpu, after)
+    for tensor, taken in pairs:
+        if tensor.device.type != "cuda":
+            taken.copy_(tensor.detach())
+
+
+def queued(device: torch.device) -> torch.cuda.Event | None:
+    """Return the event of all that is queued on ``device`` now; None: nothing ever is."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """Return the values in host memory: ``tensor`` itself if it lies there.
-
-    For the training thread.
-    """
+    """Return the values in host memory: ``tensor`` itself if it lies there."""
     return tensor if tensor.device.type == "cpu" else to_host([tensor])[0]
 
 

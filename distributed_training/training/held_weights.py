@@ -160,7 +160,8 @@ class HeldWeights(ABC):
     def boundary_copies(self, names: Collection[str] | None = None) -> BoundaryCopies:
         """Copy weights and moments of this step boundary, when no round is on. Collective.
 
-        ``names``: see :meth:`~.snapshot.BoundaryCopier.copy_boundary`.
+        ``names``: see :meth:`~.snapshot.BoundaryCopier.copy_boundary`. Most are copied beside the
+        next micro-batches: who changes weights or moments calls ``copier.finish`` before.
         Raises RankFailedError on all ranks alike when one of them has no memory for its copies.
         """
         # What a round that failed has left would be in host memory beside the copies.
@@ -181,9 +182,10 @@ class HeldWeights(ABC):
         """Write this step boundary's upload to rank 0's ``path``, in the background. Collective.
 
         Rank 0 alone gives arguments; the header's ``outer_step``, ``start``, ``inner_steps`` and
-        ``tokens`` are filled in here. A file at ``path`` is replaced. Training is held for the copy
-        to host memory. Raises on all ranks alike OSError where there is no room for the file, and
-        RankFailedError when a rank has no memory; later failures are in the handle.
+        ``tokens`` are filled in here. A file at ``path`` is replaced. Training is held for the
+        vectors, and until :meth:`boundary_copies` returns. Raises on all ranks alike OSError where
+        there is no room for the file, and RankFailedError when a rank has no memory; later failures
+        are in the handle.
         """
         assert isinstance(self.outer, StoreOuterStep)
         started = time.perf_counter()

@@ -7,7 +7,7 @@ that part to the others. So encoding, checkpoints and host memory are shared by 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +25,7 @@ from .collectives import ParameterShard, RowStream, row_range
 from .held_weights import HeldWeights
 from .model import build_meta_model, plain_name, schema_of
 from .outer_rule import outer_rule_of
-from .snapshot import BoundaryCopier
+from .snapshot import BoundaryCopier, BoundaryCopies
 from .store_outer_step import StoreOuterStep
 
 #: Covers each collective of the host-memory streams.
@@ -163,6 +163,12 @@ class ScriptWeights(HeldWeights):
                     # The default group moves what DDP moves: it has a backend for this device.
                     dist.broadcast(whole[start:stop], src=rank)
         self._reshard()
+
+    def boundary_copies(self, names: Collection[str] | None = None) -> BoundaryCopies:
+        """See :meth:`~.held_weights.HeldWeights.boundary_copies`; they are whole at once."""
+        copies = super().boundary_copies(names)
+        self.copier.finish()  # a script may change its weights in ways that nobody sees
+        return copies
 
     def pause(self, seconds: float) -> None:
         """Do nothing: how long a step takes is measured by the script's calls."""

@@ -1,10 +1,10 @@
 """A snapshot: what a miner uploads, of one step boundary, written beside training.
 
-Training waits only for the copy to host memory. After that a thread of each rank writes; it uses no
-collective, since training goes on with its own. All ranks of a miner share one file system: each
-writes its rows of ``model.safetensors`` at their place in the one file, so no process holds the
-whole model. Files appear under their names only when complete; ``rank-r.done.json`` of a rank comes
-after its files.
+Weights and moments are copied to host memory beside the next step's micro-batches; its optimizer
+step alone waits for that. A thread of each rank writes; it uses no collective, since training goes
+on with its own. All ranks of a miner share one file system: each writes its rows of
+``model.safetensors`` at their place in the one file, so no process holds the whole model. Files
+appear under their names only when complete; ``rank-r.done.json`` of a rank comes after its files.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -36,7 +37,7 @@ from distributed_training.common.files import atomic_file, sync_folder, write_at
 from distributed_training.protocol import keys
 from distributed_training.protocol.compression import Code, Compression
 
-from .collectives import Layout, ParameterShard, enter_thread, to_host
+from .collectives import Layout, ParameterShard, Piece, enter_thread, fill_host, queued
 from .error_feedback import Direction
 
 log = logging.getLogger(__name__)
@@ -105,11 +106,20 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 class BoundaryCopies:
     """Rows of weights and of the inner optimizer's ``state`` at one step boundary, in host memory.
 
-    With AdamW all of them take 12 bytes a parameter. Nobody changes them.
+    With AdamW all of them take 12 bytes a parameter. Nobody changes them. The values of the
+    weights' vectors are there at once, all others after :meth:`wait`.
     """
 
     weights: list[Tensor]
     state: dict[str, list[Tensor]]  # what was asked for, by name
+    copying: list[BackgroundWrite] = field(default_factory=list)
+
+    def wait(self) -> None:
+        """Wait until all values are there. Raises RuntimeError where they could not be copied."""
+        for each in self.copying:
+            each.join()
+            if each.error is not None:
+                raise RuntimeError(f"what is to be written was not copied: {each.error}")
 
 
 class Stepped(Protocol):
@@ -125,9 +135,11 @@ class Stepped(Protocol):
 class BoundaryCopier:
     """Takes :class:`BoundaryCopies`; of one boundary at a time, or host memory would hold several.
 
-    A snapshot and a checkpoint of the same boundary get the same ones. While those of an earlier
-    boundary are still being written, training waits up to ``patience`` seconds for them. Who writes
-    keeps the object until he is done. For the training thread.
+    A snapshot and a checkpoint of the same boundary get the same ones. Weights and state stay as
+    they are until the next optimizer step, so they are copied beside its micro-batches; whoever
+    changes them calls :meth:`finish` before. While copies of an earlier boundary are still being
+    written, training waits up to ``patience`` seconds for them. Who writes keeps the object until
+    he is done. For the training thread.
     """
 
     def __init__(
@@ -140,6 +152,7 @@ class BoundaryCopier:
         self._shards, self._optimizer, self._patience = shards, optimizer, patience
         self._last: weakref.ref[BoundaryCopies] | None = None
         self._boundary: tuple[int, ...] = ()
+        self._under_way: list[BackgroundWrite] = []
         self._released = threading.Event()
         self._released.set()
 
@@ -158,27 +171,50 @@ class BoundaryCopier:
         moments = chain.from_iterable(self._optimizer.state.values())
         tensors = (*(shard.local for shard in self._shards), *moments)
         boundary = (self._optimizer.step_count, *(tensor._version for tensor in tensors))
-        last = None if self._last is None else self._last()
-        if last is not None and boundary == self._boundary:
-            # Into the same object, which whoever copied less before may hold for longer.
-            for name in wanted.keys() - last.state.keys():
-                last.state[name] = to_host(wanted[name])
-            return last
-        # This very reference would keep alive what is waited for.
-        del last
-        self.wait()
-        made = BoundaryCopies(
-            to_host([shard.local for shard in self._shards]),
-            {name: to_host(rows) for name, rows in wanted.items()},
-        )
-        self._released = released = threading.Event()
-        # Who writes holds the object. When the last one lets go of it, the next copies may be made.
-        self._last = weakref.ref(made, lambda _: released.set())
-        self._boundary = boundary
+        made = None if self._last is None else self._last()
+        pairs: list[Piece] = []
+        if made is None or boundary != self._boundary:
+            # This very reference would keep alive what is waited for.
+            del made
+            self.wait()
+            made = BoundaryCopies([shard.empty_rows() for shard in self._shards], {})
+            pairs = [(s.local, into) for s, into in zip(self._shards, made.weights, strict=True)]
+            # The ranks encode vectors together, at this boundary.
+            fill_host([pair for pair in pairs if pair[0].dim() == 1])
+            pairs = [pair for pair in pairs if pair[0].dim() != 1]
+            self._released = released = threading.Event()
+            # Who writes holds the object. When the last one lets go of it, the next copies may be
+            # made.
+            self._last = weakref.ref(made, lambda _: released.set())
+            self._boundary = boundary
+        # Into the same object, which whoever copied less before may hold for longer. All of them or
+        # none: memory may end here, and what is in it counts as copied.
+        new = {
+            name: [torch.empty(each.shape) for each in rows]
+            for name, rows in wanted.items()
+            if name not in made.state
+        }
+        made.state.update(new)
+        for name, rows in new.items():
+            pairs += zip(wanted[name], rows, strict=True)
+        if pairs:
+            copying = BackgroundWrite("copies")
+            made.copying.append(copying)
+            self._under_way.append(copying)
+            device = self._shards[0].local.device
+            # The event now: what the next micro-batches queue is no reason to wait.
+            copying.start(partial(_copy, made, pairs, queued(device), device))
         return made
+
+    def finish(self) -> None:
+        """Wait until weights and state are copied: from here on they may change."""
+        for copying in self._under_way:
+            copying.join()
+        self._under_way.clear()
 
     def wait(self) -> None:
         """Wait until no thread writes earlier copies any more. A round needs the same memory."""
+        self.finish()
         if not self._released.wait(self._patience):
             log.warning(
                 "A snapshot or checkpoint is still being written after %.0f s, so training goes on "
@@ -187,6 +223,18 @@ class BoundaryCopier:
                 self._patience,
             )
             self._released.set()  # once for each
+
+
+def _copy(
+    held: BoundaryCopies,
+    pairs: Sequence[Piece],
+    after: torch.cuda.Event | None,
+    device: torch.device,
+    _: BackgroundWrite,
+) -> None:
+    """Fill what ``held`` has, which stays until it is whole, in a thread."""
+    enter_thread(device)
+    fill_host(pairs, after)
 
 
 PARTS = ".parts"  # folder of what ranks hand to rank 0, in a snapshot's
@@ -344,9 +392,11 @@ def write_snapshot(state: SnapshotState, handle: SnapshotHandle) -> None:
     enter_thread(state.shards[0].local.device)
     # The error feedback advances here as well, and previews need the codes.
     if not state.layout.on_node_0:
+        state.copies.wait()
         handle.codes = {each.name: each.encode(handle.check) for each in state.directions}
         return
     try:
+        state.copies.wait()
         _write_files(state, handle)
     except BaseException as error:
         parts, why = handle.folder / PARTS, f"{type(error).__name__}: {error}"

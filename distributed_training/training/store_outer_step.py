@@ -376,6 +376,7 @@ def _write_upload(state: _UploadState, handle: UploadHandle) -> None:
         return  # its peer there writes the same rows
     parts = _parts(path)
     try:
+        state.copies.wait()
         _write_own_rows(state, handle, parts / path.name)
         write_json(ready_file(parts, layout.shard), {"error": None, "not_finite": None})
         if layout.rank == 0:

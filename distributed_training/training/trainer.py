@@ -208,6 +208,7 @@ class Trainer(HeldWeights):
         AdamW and schedule stay. Raises ValueError on all ranks alike when the file is not this
         model's; nothing changes then.
         """
+        self.copier.finish()
         sharding.load(self.sharded, path, self.stream, seed=self.settings.seed)
         self.drop_step()
 
@@ -222,6 +223,7 @@ class Trainer(HeldWeights):
         """
         if isinstance(self.outer, StoreOuterStep):  # signed by the one who judges them
             return self.load_weights(path)
+        self.copier.finish()
         text = Text.of(
             sample,
             batches=MEASURED,
@@ -352,6 +354,7 @@ class Trainer(HeldWeights):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
+        self.copier.finish()
         self.drop_step()
         for component in self.components:
             component.load_state_dict(state)
@@ -435,6 +438,7 @@ class Trainer(HeldWeights):
             clip = self.settings.gradient_clip
             if clip and norm > clip:
                 torch._foreach_mul_(gradients, clip / (norm + 1e-6))
+            self.copier.finish()  # first: they are of the weights and moments before
             self.optimizer.step(gradients, rate)
             for item in self.sharded.shards:
                 # None, not zero: FSDP adds to what is there, and the next step begins with nothing.
@@ -567,6 +571,7 @@ class Trainer(HeldWeights):
 
         Inner steps taken since the pseudo-gradient was written belong to the new outer step.
         """
+        self.copier.finish()
         if isinstance(self.outer, StoreOuterStep):
             super().commit_outer_step()
             return
@@ -594,12 +599,13 @@ class Trainer(HeldWeights):
         """Write the ``parts`` of an upload, of this step boundary, in the background.
 
         ``block`` is the chain's; rank 0's ``progress.blocks`` become the block list. Training is
-        held for the copy to host memory and the codes of vectors only (with DCT for all codes).
+        held for the codes of vectors only (with DCT for all codes), and the next optimizer step
+        until the rest is copied to host memory.
         Raises on all ranks alike OSError when ``folder`` cannot be made, RankFailedError when a
         rank has no memory; later failures are in the handle.
         """
         started = time.perf_counter()
-        start, layout = self.outer.epoch_start, self.stream.layout
+        start, layout, shards = self.outer.epoch_start, self.stream.layout, self.sharded.shards
         if start is None:
             raise AllReduceError(AllReduceFault.LOCAL, "no epoch-start weights are kept")
         # No copy is made of what is not uploaded.
@@ -612,6 +618,8 @@ class Trainer(HeldWeights):
             except OSError as error:
                 problem = f"{folder} cannot hold a snapshot: {error}"
         self.stream.raise_if_any(problem, OSError)  # no rank writes before
+        if not all(len(s.shape) == 1 or self.feedback.by_rows(i) for i, s in enumerate(shards)):
+            copies.wait()  # else vectors alone are encoded here
         # Here and not in the thread: it is collective, and would meet training's collectives.
         directions = self.feedback.directions(
             start,
@@ -631,7 +639,7 @@ class Trainer(HeldWeights):
             counts["total_inner_steps"] = progress.total_inner_steps
         state = SnapshotState(
             layout=layout,
-            shards=self.sharded.shards,
+            shards=shards,
             copies=copies,
             directions=directions,
             compression=self.feedback.compression,
@@ -650,6 +658,7 @@ class Trainer(HeldWeights):
                 ranks=layout.shards,
                 counts=self.optimizer.counts(),
                 moments=copies.state,
+                keeps=self.optimizer.keeps,
             ),
             parts=parts,
         )
@@ -659,7 +668,6 @@ class Trainer(HeldWeights):
         return handle
 
     def hold_back(self, sequences: Tensor | None) -> None:
-                keeps=self.optimizer.keeps,
         """See :meth:`~.local_evaluation.GradientCheck.hold_back`."""
         self.gradient_check.hold_back(sequences)
 
@@ -672,6 +680,7 @@ class Trainer(HeldWeights):
 
     def check_gradient(self, handle: SnapshotHandle) -> float | None:
         """See :meth:`~.local_evaluation.GradientCheck.run`."""
+        self.copier.finish()
         # Many ranks have enough with less than a micro-batch each.
         wanted = -(-self.settings.preview_sequences // self.world_size)
         return self.gradient_check.run(

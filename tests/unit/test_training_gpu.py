@@ -15,12 +15,14 @@ from unittest import mock
 import pytest
 import torch
 import torch._functorch.config as functorch_config
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed_training.common.llama import named_config
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.types import Progress
-from distributed_training.training import error_feedback, micro_batches, model
+from distributed_training.training import error_feedback, micro_batches, model, snapshot
+from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import HostCopies, ParameterShard
 from distributed_training.training.memory_plan import plan_memory
 from distributed_training.training.micro_batches import (
@@ -36,7 +38,16 @@ from distributed_training.training.model import (
 from distributed_training.training.sharding import set_up_gpu
 from distributed_training.training.throughput import StepMeter
 from tests.tools.device_stand_in import OnDevice
-from tests.tools.training_world import sequences, take_snapshot, train, trainer
+from tests.tools.outer_steps import header, sign
+from tests.tools.training_world import (
+    finished,
+    same,
+    save_checkpoint,
+    sequences,
+    take_snapshot,
+    train,
+    trainer,
+)
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("process_group")]
 
@@ -380,15 +391,102 @@ def test_copies_to_the_host_go_through_two_small_buffers(stage: int) -> None:
     copies = HostCopies(torch.device("cpu"), stage=stage)
     some = [torch.randn(shape) for shape in ((5, 9), (0, 4), (64,), (), (3, 7))]
     for _ in range(2):
-        taken = copies.copy_to_host(some)
+        taken = [torch.empty(each.shape) for each in some]
+        copies.fill(list(zip(some, taken, strict=True)))
         assert all(torch.equal(a, b) for a, b in zip(taken, some, strict=True))
         assert all(
             a.data_ptr() != b.data_ptr() for a, b in zip(taken, some, strict=True) if b.numel()
         )
         assert [b.numel() for b in copies._buffers] == [stage, stage]
-    loads = list(copies._loads(some, taken))
+    loads = list(copies._loads(list(zip(some, taken, strict=True))))
     sizes = [sum(len(source) for source, _ in load) for load in loads]
     assert sum(sizes) == 45 + 64 + 1 + 21 and all(size == stage for size in sizes[:-1])
+
+
+@pytest.mark.parametrize("how", ["snapshot", "checkpoint", "upload"])
+def test_only_the_optimizer_waits_for_copies(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bus that stands still: forward and backward of the next step go on beside it."""
+    made = trainer(exchange="store" if how == "upload" else "hivemind")
+    train(made, 0, 1)
+    before = [shard.local.clone() for shard in made.sharded.shards]
+    moves, waits, done = threading.Event(), threading.Event(), threading.Event()
+    copied, real, finish = [0], snapshot.fill_host, made.copier.finish
+
+    def fill_host(pairs: Any, after: Any = None) -> None:
+        if threading.current_thread().name == "copies":
+            assert moves.wait(60)
+        copied[0] += sum(4 * tensor.numel() for tensor, _ in pairs)
+        real(pairs, after)
+
+    def finishes() -> None:
+        waits.set()
+        finish()
+
+    monkeypatch.setattr(snapshot, "fill_host", fill_host)
+    monkeypatch.setattr(made.copier, "finish", finishes)
+    keeper = Checkpointer(trainer=made, folder=tmp_path / "checkpoints")
+    written: list[Any] = []
+    if how == "upload":
+        written.append(made.write_upload(tmp_path / "u", header("upload", 0, serial=1), sign=sign))
+    if how == "snapshot":
+        progress = Progress(0, 1, 1, [7])
+        written.append(made.snapshot(tmp_path / "s", progress=progress, block=1, last_loss=1.0))
+    keeper.save({}, Progress(0, 1, 1, []))  # of the same boundary: no byte is copied twice
+    waits.clear()
+    *most, last = sequences(1).split(made.micro_batch_size)
+    for part in most:
+        assert made.add_micro_batch(part) is None
+    assert not waits.is_set(), "no micro-batch waits"
+    reports: list[Any] = []
+    end = threading.Thread(
+        target=lambda: (reports.append(made.add_micro_batch(last)), done.set()), name="training"
+    )
+    end.start()
+    assert waits.wait(60) and not done.is_set()
+    assert same(before, [shard.local for shard in made.sharded.shards])
+    assert not any(handle.done() for handle in written) and keeper.saved() is None
+    moves.set()
+    assert done.wait(60) and reports[0].inner_step == 2
+    end.join()
+    keeper.wait()
+    assert not same(before, [shard.local for shard in made.sharded.shards])
+    assert copied[0] == 12 * sum(w.numel() for w in before)
+    again = trainer(exchange="store" if how == "upload" else "hivemind", seed=7)
+    assert Checkpointer(trainer=again, folder=tmp_path / "checkpoints").restore() is not None
+    assert same(before, [shard.local for shard in again.sharded.shards])
+    for handle in written:
+        finished(handle)
+    if how == "snapshot":
+        content = load_file(tmp_path / "s" / "model.safetensors")
+        assert same(before, [content[name] for name, _ in made.schema])
+
+
+def test_copies_that_fail_cost_what_was_to_be_written_and_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trainer()
+    train(made, 0, 1)
+    real = snapshot.fill_host
+
+    def lost(pairs: Any, after: Any = None) -> None:
+        if after is None and threading.current_thread().name == "copies":
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        real(pairs, after)
+
+    monkeypatch.setattr(snapshot, "fill_host", lost)
+    handle = made.snapshot(tmp_path / "s", progress=Progress(0, 1, 1, [7]), block=1, last_loss=1.0)
+    handle.join()
+    assert "was not copied: CUDA error" in str(handle.error)
+    assert "was not copied" in (tmp_path / "s" / "rank-0.done.json").read_text()
+    keeper = Checkpointer(trainer=made, folder=tmp_path / "checkpoints")
+    save_checkpoint(keeper, Progress(0, 1, 1, []))
+    assert keeper.last_error is not None and "was not copied" in keeper.last_error
+    del handle
+    monkeypatch.undo()
+    train(made, 1, 2)
+    take_snapshot(made, tmp_path / "next", Progress(0, 2, 2, [7]))
 
 
 def test_an_offloaded_step_ends_when_the_host_copies_are_whole(

@@ -677,6 +677,26 @@ def test_copies_of_another_boundary_wait_until_these_are_written(
     assert not held and not caplog.records and third is not first
 
 
+def test_memory_that_ends_at_a_second_tensor_leaves_none_that_was_not_copied() -> None:
+    made = trainer()
+    train(made, 0, 1)
+    held = made.copier.copy_boundary(())
+    real, room = torch.empty, [len(made.schema) + 1]
+
+    def empty(*shape: Any, **how: Any) -> torch.Tensor:
+        room[0] -= 1
+        if room[0] < 0:
+            raise MemoryError("no memory is left")
+        return real(*shape, **how)
+
+    with mock.patch.object(torch, "empty", empty), pytest.raises(MemoryError):
+        made.copier.copy_boundary()
+    assert made.copier.copy_boundary() is held
+    held.wait()
+    for name, rows in made.optimizer.state.items():
+        assert same(rows, held.state[name])
+
+
 @pytest.mark.parametrize("parts", keys.PARTS)
 def test_a_snapshot_copies_and_writes_what_is_uploaded(tmp_path: Path, parts: keys.Parts) -> None:
     """Whatever it is, the pseudo-gradient is the same and a checkpoint beside it has all."""
@@ -760,7 +780,8 @@ def test_without_a_thread_training_waits_for_what_is_written(
         take_snapshot(made, tmp_path / "failed", Progress(0, 1, 1, [7]))
     keeper = Checkpointer(trainer=made, folder=tmp_path / "checkpoints")
     save_checkpoint(keeper, Progress(0, 1, 1, []))
-    assert none_left.call_count == 3 and keeper.last_error is None
+    # Both snapshots and the checkpoint; and the copies, once.
+    assert none_left.call_count == 4 and keeper.last_error is None
     assert keeper.restore() is not None
 
 
