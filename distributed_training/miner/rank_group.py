@@ -329,7 +329,7 @@ def _become_rank(program: str, config: Config, environ: Mapping[str, str]) -> No
     # What the server imported is half a million objects. A full collection would look at each, a
     # third of a second, and so copy the pages that the ranks share.
     gc.freeze()
-    gc.enable()  # preload.py has disabled it
+    gc.enable()  # preload.py has disabled it; the loop disables it again
     # A session of its own: Ctrl-C at the terminal reaches the launcher alone.
     os.setsid()
     for number in _TERMINAL_SIGNALS:

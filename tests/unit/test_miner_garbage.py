@@ -1,0 +1,84 @@
+"""Python's garbage on ranks: it waits for a moment that all ranks have, and what grows is small."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from distributed_training.miner import loop
+from tests.tools.training_world import train, trainer
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def collector() -> Iterator[None]:
+    """Turn it on again: it is this process's."""
+    yield
+    gc.set_debug(0)
+    gc.garbage.clear()
+    gc.enable()
+
+
+@pytest.fixture
+def collected(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The generations that were collected."""
+    found: list[int] = []
+    monkeypatch.setattr(gc, "collect", lambda generation=2: found.append(generation))
+    return found
+
+
+def test_it_is_collected_after_an_outer_step_and_after_some_inner_ones(
+    collected: list[int],
+) -> None:
+    garbage = loop.Garbage()
+    assert not gc.isenabled() and collected == [2]
+    for step in range(loop.GARBAGE_STEPS):
+        garbage.follow(0, step)
+        garbage.follow(0, step)  # a boundary in the middle of a step
+    assert len(collected) == 1
+    garbage.follow(1, step)
+    assert len(collected) == 2
+    for later in range(step + 1, step + 2 * loop.GARBAGE_STEPS + 1):
+        garbage.follow(1, later)
+    assert len(collected) == 4
+    garbage.follow(2, 3)  # another state of the network
+    garbage.follow(2, 4)
+    assert len(collected) == 5
+
+
+def test_it_is_collected_in_a_pause_where_threads_make_much(
+    collected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    garbage = loop.Garbage()
+    monkeypatch.setattr(gc, "get_count", lambda: (loop.GARBAGE_OBJECTS, 9, 9))
+    garbage.follow(0, 0)
+    assert len(collected) == 1
+    monkeypatch.setattr(gc, "get_count", lambda: (loop.GARBAGE_OBJECTS + 1, 9, 9))
+    garbage.follow(0, 0)
+    assert len(collected) == 2
+
+
+def test_objects_are_counted_while_the_collector_is_off() -> None:
+    loop.Garbage()
+    before = gc.get_count()[0]
+    kept: list[Any] = [[] for _ in range(5000)]
+    assert gc.get_count()[0] - before >= 5000 == len(kept)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("how", [{}, {"wrap": "block"}, {"activation_checkpointing": "full"}])
+def test_steps_leave_no_tensor_to_the_collector(how: dict[str, Any]) -> None:
+    """Else a GPU would fill until the next collection."""
+    made = trainer(**how)
+    train(made, 0, 1)
+    loop.Garbage()
+    train(made, 1, 4)
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    gc.collect()
+    assert not [x for x in gc.garbage if isinstance(x, torch.Tensor)]
+    assert len(gc.garbage) < 3 * 4 * 100  # of three steps of four micro-batches
