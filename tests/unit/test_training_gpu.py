@@ -40,6 +40,7 @@ from distributed_training.training.throughput import StepMeter
 from tests.tools.device_stand_in import OnDevice
 from tests.tools.outer_steps import header, sign
 from tests.tools.training_world import (
+    SEQUENCE,
     finished,
     same,
     save_checkpoint,
@@ -298,6 +299,49 @@ def test_one_rank_without_room_stops_the_search_of_all() -> None:
     vote = {"vote": lambda problem: problem or next(answers)}
     found = find_micro_batch(card.run, SIZES, budget=card, **(SEARCH | vote))
     assert found == 2 and card.tried == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes", [{}, pytest.param({"activation_checkpointing": "full"}, marks=pytest.mark.long)]
+)
+def test_a_layer_is_compiled_once_for_each_shape_and_never_breaks(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All layers share one graph; a preview is another, and so is a piece after memory ran out."""
+    graphs: list[int] = []
+    real = torch.compile
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(len(next(x for x in inputs if isinstance(x, torch.Tensor))))
+        return graph.forward
+
+    def compile(what: Any, **how: Any) -> Any:
+        return real(what, backend=backend, fullgraph=True, **how)  # raises at a break
+
+    monkeypatch.setattr(torch, "compile", compile)
+    made = trainer(compile="on", wrap="block", **changes)
+    made.sharded.root._of_logits = compile(fused_logit_gradient, dynamic=False)
+    made.hold_back(sequences(99, count=4))
+    graphs.clear()  # of the probe
+    train(made, 0, 2)
+    assert graphs == [2, 2 * (SEQUENCE - 1)]  # a layer and the loss
+    for turn in range(2):
+        first = 2 + 3 * turn
+        train(made, first, first + 2)
+        handle = take_snapshot(made, tmp_path / f"{turn}", Progress(0, first, first, [1]))
+        assert made.check_gradient(handle) is not None
+        train(made, first + 2, first + 3)
+        assert graphs[2:] == [2], "what a preview runs, without gradients"
+    made.step.known.most = 1
+    train(made, 8, 10)
+    assert graphs[3:] == [1, SEQUENCE - 1]
+    assert made.step.compiled
+    torch._dynamo.reset()
+    for size in (1, 2, 4, 8):  # as auto tries them, and forgets
+        graphs.clear()
+        made.step.seconds_per_sequence(size, SEQUENCE)
+        assert graphs == [size, size * (SEQUENCE - 1)]
 
 
 @pytest.mark.parametrize("compile", ["on", "off"])
