@@ -614,6 +614,8 @@ class TrainingSettings:
     costs up to a third of the speed"""
     compile: Literal["auto", "on", "off"] = flag("neuron.compile", "auto")
     """torch.compile of each block; 'auto': on with a GPU, off without"""
+    deterministic: bool = flag("neuron.deterministic", False)
+    """on a GPU: the same start trains to the same bits, as on a CPU; slower"""
     # When ranks reduce their gradients: at the last micro-batch of a step (fastest; holds the whole
     # gradient on each GPU) or at every one. auto: by memory, as the next one.
     gradient_sync: Literal["auto", "last", "every"] = "auto"

@@ -170,6 +170,8 @@ def build_sharded_model(
         memory = torch.cuda.get_device_properties(device).total_memory
     dtype, line = compute_dtype(settings.precision, device)
     say(line)
+    if line := choose_algorithms(device, deterministic=settings.deterministic):
+        say(line)
     length = settings.sequence_length
     model = build_meta_model(model_config)
     config: Any = model.config
@@ -250,6 +252,30 @@ def _least(here: int | None) -> int:
     if dist.is_initialized():
         dist.all_reduce(number, dist.ReduceOp.MIN)
     return int(number)
+
+
+def choose_algorithms(device: torch.device, *, deterministic: bool) -> str:
+    """Let the process's operations add in one order or in any; return a line of what follows.
+
+    On a CPU all that is run here adds in one order anyway, so there is nothing to say.
+    """
+    # Of the process, so it is set in both cases.
+    torch.use_deterministic_algorithms(deterministic)
+    if not deterministic:
+        line = (
+            "Restarts: the same losses except for rounding, since attention's backward adds in any "
+            "order on a GPU; --neuron.deterministic makes them the same to the bit"
+        )
+        return line if device.type == "cuda" else ""
+    import torch._inductor.config as inductor
+
+    # Read at cuBLAS's first product: with more buffers two streams may take each other's.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Else each new tensor is filled with NaN first. Here all are written before they are read.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    # Else the fastest of several kernels is chosen, another one each time.
+    inductor.deterministic = True
+    return "✓ Deterministic: a restart on the same GPUs trains to the same bits"
 
 
 def set_up_gpu(device: torch.device, model: nn.Module, compute_dtype: torch.dtype) -> list[str]:
