@@ -76,12 +76,12 @@ class Part:
 
 
 PARTS = (
-    Part("checks", "CUDA paths", "all pass", 90),
+    Part("checks", "CUDA paths", "all pass", 80),
     Part("inner_1b", "inner step, 1B", "3x the public way, 55 % MFU", 105),
     Part("inner_4b", "inner step, 4B", "50 % MFU", 90),
     Part("several", "all GPUs against one, 1B", "90 % of as many times the speed", 100),
-    Part("sweep", "variations, 1B", "measured", 85),
-    Part("overhead", "snapshot, preview, checkpoint", "at most 2 % of a step", 50),
+    Part("sweep", "variations, 1B", "measured", 65),
+    Part("overhead", "snapshot, preview, checkpoint", "at most 2 % of the time", 80),
     Part("codec", "gradient codec", "20x the public codec on the CPU", 30),
     Part("out_of_memory", "out of memory on purpose", "half, and training continues", 35),
     Part("loss_curve", "100 steps: GPU bf16, CPU fp32", "the same curve", 40),

@@ -11,6 +11,7 @@ import dataclasses
 import gc
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -30,7 +31,13 @@ from bench import codec as codec_bench
 from bench.inner_step import AsThePublicMiner, our_step, set_weights, tokens
 from distributed_training.common.gpus import peak_flops
 from distributed_training.common.llama import named_config
-from distributed_training.common.memory import Arrangement, ModelShape, device_memory, loss_chunk
+from distributed_training.common.memory import (
+    Arrangement,
+    ModelShape,
+    device_memory,
+    host_bytes,
+    loss_chunk,
+)
 from distributed_training.config.model import CARDS
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.types import Progress, StepReport
@@ -375,24 +382,34 @@ def sweep(bench: Bench) -> None:
 
 
 def overhead(bench: Bench) -> None:
-    """Inner steps with everything a miner does beside them, against bare ones."""
-    effective = 4 if bench.quick else 512
+    """Inner steps with everything a miner does beside them, against bare ones.
+
+    Of a 1B where there is room for it, in steps of 128 sequences: of 512 they would take too long.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        disk = shutil.disk_usage(folder).free
+    # Its snapshot and checkpoint are 40 GB, and lie in host memory meanwhile.
+    room = bench.total > 50e9 and disk > 50e9 and (host_bytes() or 0) > 90e9
+    model, of = ("1b", 128) if room else ("125m", 512)
+    effective = 4 if bench.quick else of
     micro = 2 if bench.quick else 16
     trainer = bench.trainer(
-        "125m",
-        weights=True,
+        model,
+        weights=not room,  # made on the host they would take half of the time
         local_batch_size_train=micro,
         local_batch_size_train_effective=effective,
     )
+    trainer.begin_epoch(0)
     length, wanted = trainer.settings.sequence_length, trainer.preview_micro_batches * micro
     trainer.hold_back(torch.zeros((wanted, length), dtype=torch.int64))
     bench.steps(trainer, 0, 2)
-    bare = bench.report_steps("bare step, 125M", trainer, bench.steps(trainer, 2, 6))
+    name = f"bare step of {effective}, {model.upper()}"
+    bare = bench.report_steps(name, trainer, bench.steps(trainer, 2, 6))
     with tempfile.TemporaryDirectory() as folder:
-        held, beside = _busy(bench, trainer, Path(folder), bare)
+        held, beside = _busy(bench, trainer, Path(folder), bare, turns=1 if room else 2)
     names = ("snapshot", "preview", "checkpoint")
     snapshot, preview, checkpoint = (statistics.mean(held[name]) for name in names)
-    rounds = UPLOAD_STEPS * bare
+    rounds = UPLOAD_STEPS * bare * (512 / of)
     total = snapshot + preview + UPLOAD_STEPS / CHECKPOINT_STEPS * checkpoint + beside
     bench.row(
         "training held",
@@ -412,14 +429,14 @@ def overhead(bench: Bench) -> None:
 
 
 def _busy(
-    bench: Bench, trainer: Trainer, folder: Path, bare: float
+    bench: Bench, trainer: Trainer, folder: Path, bare: float, *, turns: int
 ) -> tuple[dict[str, list[float]], float]:
     """Seconds that each thing held training; and how much longer the steps beside them took."""
     checkpointer = Checkpointer(trainer=trainer, folder=folder / "checkpoints", keep=1)
     held: dict[str, list[float]] = {"snapshot": [], "preview": [], "checkpoint": []}
     events = (folder / "events.jsonl").open("a")
     beside, step = 0.0, 10
-    for turn in range(2):
+    for turn in range(turns):
         progress = Progress(0, step, step, [1])
         began = time.perf_counter()
         handle = trainer.snapshot(
@@ -428,7 +445,7 @@ def _busy(
         held["snapshot"].append(time.perf_counter() - began)
         checkpointer.save({}, progress)
         held["checkpoint"].append(checkpointer.hold_seconds)
-        while not handle.done() and step < 40:
+        while not handle.done() and step < 60:
             batches = bench.batches(trainer, step)
             began = time.perf_counter()
             report = bench.step(trainer, batches)
@@ -444,7 +461,7 @@ def _busy(
         if checkpointer.last_error is not None:
             raise RuntimeError(checkpointer.last_error)
     events.close()
-    return held, max(0.0, beside) / 2
+    return held, max(0.0, beside) / turns
 
 
 # --- (f) ----------------------------------------------------------------------------------------
