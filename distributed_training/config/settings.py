@@ -265,9 +265,9 @@ class DataSettings:
     """blocks prepared ahead of the one in training"""
     max_prefetch_blocks: int = flag("data.max_prefetch_blocks", 8, ge=1, le=1000)
     """the most blocks ahead while the source is slow"""
-    workers: int = flag("data.workers", 1, ge=1, le=256)
-    """processes of each rank that fetch and tokenize; raise this if the log says that data is
-    prepared more slowly than it is trained on"""
+    workers: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = flag("data.workers", "auto")
+    """processes of each rank that fetch and tokenize; 'auto': one, and up to four where data is
+    prepared about as slowly as it is trained on"""
     request_timeout: timedelta = 20 * SECOND  # of one HTTP request for rows, body included
     request_attempts: int = 6  # for a page, with growing waits, before it is left out
     page_deadline: timedelta = 120 * SECOND  # of all attempts for a page, waits included

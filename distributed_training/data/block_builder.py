@@ -465,7 +465,15 @@ class WorkerPool:
     """``count`` workers. Not thread-safe; nothing here waits for a worker."""
 
     def __init__(self, spec: WorkerSpec, *, count: int) -> None:
+        self._spec = spec
         self._workers = [DataWorker(spec) for _ in range(count)]
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def add(self) -> None:
+        """Start one more."""
+        self._workers.append(DataWorker(self._spec))
 
     @property
     def restarts(self) -> int:

@@ -81,6 +81,8 @@ _KEPT_FILES = 16  # prepared blocks on disk, of this rank
 _LEAST_LEAD = 20.0  # seconds
 _SLOW_LINE_EVERY = 600.0
 _TIMED_LEAST = 3  # blocks, before what is measured is more than the start of everything
+#: Of a rank by itself; and from which part of the time of training a block on it gets one more.
+_MOST_WORKERS, _NARROW = 4, 0.8
 
 
 @dataclass
@@ -146,7 +148,9 @@ class DataPipeline:
         self._held_out = HeldOut(self._block_folder / "held-back")
         self._buffer = DeviceBuffer(device) if device and device.type == "cuda" else None
         # Last: a worker may write as soon as it runs, and what earlier ones left is removed above.
-        self._workers = WorkerPool(spec, count=settings.workers)
+        self._workers = WorkerPool(
+            spec, count=1 if settings.workers == "auto" else settings.workers
+        )
 
     # --- blocks ahead --------------------------------------------------------------------------
 
@@ -257,10 +261,29 @@ class DataPipeline:
         self._used.pop(block, None)
         self._used[block] = None
         self._forget(earlier)
-        per_worker = self._prepare_seconds / self._settings.workers
-        slow = self._timed >= _TIMED_LEAST and per_worker > self._train_seconds
-        if slow and self._slow_line():
-            refused = self._counts["http_429"] - self._refused
+        if self._timed >= _TIMED_LEAST:
+            self._compare_speeds()
+        if self._buffer is not None:
+            self._buffer.clear()
+            self._stage()
+
+    def _compare_speeds(self) -> None:
+        """Start one more worker, or warn, where blocks are prepared more slowly than trained on."""
+        per_worker = self._prepare_seconds / len(self._workers)
+        # None helps against a server that refuses requests.
+        refused = self._counts["http_429"] - self._refused
+        may_grow = self._settings.workers == "auto" and len(self._workers) < _MOST_WORKERS
+        if may_grow and not refused and per_worker > _NARROW * self._train_seconds:
+            self._workers.add()
+            self._timed = 0  # what is measured next is of one more
+            log.info(
+                "Data: a block is prepared in %.1f s and trained on in %.1f s, so this rank has %d "
+                "workers from here on",
+                per_worker,
+                self._train_seconds,
+                len(self._workers),
+            )
+        elif per_worker > self._train_seconds and self._slow_line():
             self._refused += refused
             log.warning(
                 "Data is prepared more slowly (%.1f s a block) than it is trained on (%.1f s), so "
@@ -271,9 +294,6 @@ class DataPipeline:
                 if refused
                 else "raise --data.workers",
             )
-        if self._buffer is not None:
-            self._buffer.clear()
-            self._stage()
 
     def next(self) -> torch.Tensor | None:
         """Return int64 (micro-batch, sequence); None when the block is used up.

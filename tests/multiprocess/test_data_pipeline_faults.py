@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import itertools
 import json
@@ -314,6 +315,7 @@ def test_a_worker_that_could_not_be_started_is_not_its_block_s_fault(
 def test_training_that_waits_for_its_data_is_not_taken_for_slow_training(
     tokenizer: tuple[Path, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     with RowsServer(TABLES, latency=0.2) as server:
         with pipeline(server, tokenizer, tmp_path, connections=1, cache_gb=0.0) as made:
             for block in (1, 50, 90):
@@ -321,6 +323,11 @@ def test_training_that_waits_for_its_data_is_not_taken_for_slow_training(
                 serve(made, block)
             made.request(120)
             wait_ready(made, 120)
+            made.begin(120, 2)
+            assert "this rank has 2 workers" in caplog.text and len(made._workers) == 2
+            made.begin(120, 2)
+            assert len(made._workers) == 2, "first it is measured again"
+            made._timed, made._settings = 3, dataclasses.replace(made._settings, workers=2)
             made.begin(120, 2)
             assert made._train_seconds < made._prepare_seconds / 2
             assert "Data is prepared more slowly" in caplog.text
