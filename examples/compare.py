@@ -1,6 +1,6 @@
 """Compare outer rules: held-out loss against bytes and time, three seeds, as a picture and a table.
 
-    python examples/compare.py                       five minutes of two cores
+    python examples/compare.py                       five minutes of a core
     python examples/compare.py nesterov my_rule.py   one of a file, beside the network's own
     python examples/compare.py my_rule.py --subnet   the same in real processes, of which one is
                                                      killed each minute, behind thin network links
@@ -13,7 +13,6 @@ program's own code. ``--subnet`` needs root, for the network namespaces of bench
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import statistics
 import subprocess
@@ -222,7 +221,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.error("workers, seeds, rounds and steps are 1 at the least")
     if not options.picture.absolute().parent.is_dir():
         arguments.error(f"there is no folder for the picture {options.picture}")
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
     try:
         names = list(dict.fromkeys(find_rule(rule) for rule in options.rules))
         for name in names:
