@@ -29,7 +29,7 @@ NO_FLAGS = ("flags", "experiments", "performance")
 OF_OTHERS = {"help", "help-all", "version"} | {  # and of torchrun
     *("nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port", "max_restarts"),
     "gpus-per-node",  # of Slurm
-    "resume-from-step",  # of nanochat
+    *("num-iterations", "resume-from-step"),  # of nanochat
 }
 NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
 pages = pytest.mark.parametrize("page", PAGES, ids=NAMES)
@@ -120,6 +120,7 @@ def test_flags_exist(page: Path) -> None:
                     "hf ",
                     "bench.",
                     "python -m bench.",
+                    ".venv/bin/python -m bench.",
                     "make gpu ",
                     "python3 -m venv ",
                     "uv ",
