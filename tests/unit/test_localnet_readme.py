@@ -122,6 +122,7 @@ def test_flags_exist(page: Path) -> None:
                     "python -m bench.",
                     ".venv/bin/python -m bench.",
                     "make gpu ",
+                    "NCCL_DEBUG=INFO make gpu ",
                     "python bench/",
                     "python3 -m venv ",
                     "uv ",
