@@ -109,7 +109,7 @@ def rows() -> list[str]:
     for name, (_, config) in FAMILIES.items():
         with tempfile.TemporaryDirectory() as folder:
             status, told = init(Path(folder), config)
-        answer, cells = "founded", ["", ""]
+        answer, cells = "trained", ["", ""]
         if status == 0:
             cells = [" / ".join(f"{x:.0e}" for x in path) for path in differences(config)]
         else:
