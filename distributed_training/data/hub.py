@@ -178,10 +178,10 @@ class HubSource(ParquetSource):
                 inner = Path(name).relative_to(below) if Path(name).is_relative_to(below) else None
                 if inner is not None and not any(map(is_no_data, inner.parts)):
                     self._sizes[self._root / name] = size
-            if not following:
-                return
             if len(self._sizes) > _MOST_FILES:
                 break
+            if not following:
+                return
             query = {"recursive": "true", "cursor": following}
         raise NothingToRead(
             f"{self._where} has more than {_MOST_FILES} Parquet files: name a folder of it as "

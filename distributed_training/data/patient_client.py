@@ -18,7 +18,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -61,13 +61,13 @@ class Hold:
 
     def seconds(self) -> float:
         """Return how much of the pause is left, 0 without one."""
-        until = self._until
+        ends = [self._until]
         if self._path is not None:
             with suppress(OSError):
-                until = max(until, self._path.stat().st_mtime)
-        left = until - time.time()
+                ends.append(self._path.stat().st_mtime)
+        now = time.time()
         # More was written while a clock was ahead.
-        return left if 0.0 < left <= _LONGEST_HOLD else 0.0
+        return max((end - now for end in ends if 0.0 < end - now <= _LONGEST_HOLD), default=0.0)
 
     def extend(self, seconds: float) -> bool:
         """Pause for ``seconds``, or for as long as before; return whether nobody paused yet."""
@@ -122,7 +122,7 @@ class PatientClient:
     ) -> None:
         self.url = url.rstrip("/")
         self._settings = settings
-        self._token = token
+        self._token = _usable(token)
         self._counts = counts
         parts = urlsplit(self.url)
         self._scheme, self._places = parts.scheme, {parts.hostname}
@@ -131,8 +131,6 @@ class PatientClient:
         self._hold_due = Throttle(600.0)
         self._client = httpx.Client(
             timeout=settings.request_timeout.total_seconds(),
-            follow_redirects=True,
-            max_redirects=_MOST_REDIRECTS,
             # Also for what a redirect leads to, before anything is asked there.
             event_hooks={"request": [self._refuse_place]},
             transport=Transport(limits=httpx.Limits(max_connections=settings.connections)),
@@ -269,14 +267,21 @@ class PatientClient:
             timeout += most / _LEAST_RATE
         end = time.monotonic() + timeout
         url = f"{self.url}/{path}"
-        with self._client.stream("GET", url, params=dict(query) or None, headers=sent) as reply:
+        request = self._client.build_request("GET", url, params=dict(query) or None, headers=sent)
+        with ExitStack() as opened:
+            history: list[httpx.Response] = []
+            while True:
+                reply = self._client.send(request, stream=True)
+                opened.callback(reply.close)
+                if reply.next_request is None or len(history) == _MOST_REDIRECTS:
+                    break
+                # httpx would read all of it, however long. A short one frees its connection.
+                _begin_of(reply, end)
+                history.append(reply)
+                request = reply.next_request
+            reply.history = history
             if not reply.is_success:
-                body = bytearray()
-                for chunk in reply.iter_bytes():
-                    body += chunk
-                    if len(body) > _LONGEST_ERROR or time.monotonic() > end:
-                        break
-                raise _Refusal(reply, bytes(body))
+                raise _Refusal(reply, _begin_of(reply, end))
 
             def read_body() -> bytes:
                 body = bytearray()
@@ -289,6 +294,28 @@ class PatientClient:
                 return bytes(body)
 
             return read(reply, read_body)
+
+
+def _begin_of(reply: httpx.Response, end: float) -> bytes:
+    """Return what a body begins with, until ``end`` (time.monotonic()) at the latest."""
+    body = bytearray()
+    for chunk in reply.iter_bytes():
+        body += chunk
+        if len(body) > _LONGEST_ERROR or time.monotonic() > end:
+            break
+    return bytes(body)
+
+
+def _usable(token: str | None) -> str | None:
+    """Return a token that a header may hold; else None, with a warning."""
+    token = (token or "").strip()  # the newline of a file that it was kept in
+    if token.isascii() and token.isprintable():
+        return token or None
+    # h11 refuses it by an error that shows it.
+    log.warning(
+        "HF_TOKEN has characters that no token has, so data are read without it: set it again"
+    )
+    return None
 
 
 def retry_after(value: str | None) -> float | None:

@@ -6,11 +6,12 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -195,8 +196,6 @@ def test_the_token_goes_to_the_hub_and_to_no_other_host(mirror: Path) -> None:
     ],
 )
 def test_where_a_redirect_may_lead(hub_url: str, place: str, said: str | None) -> None:
-    import httpx
-
     client = patient_client.PatientClient(
         hub_url, settings=DataSettings(), token=None, counts=Counts(), shared=None
     )
@@ -206,6 +205,43 @@ def test_where_a_redirect_may_lead(hub_url: str, place: str, said: str | None) -
         return
     with pytest.raises(NothingToRead, match=said):
         client._refuse_place(request)
+
+
+def test_what_a_redirect_has_for_a_body_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each lead to the next one, with a body that does not end."""
+    monkeypatch.setattr(patient_client, "_LONGEST_ERROR", 1000)
+    sent = []
+
+    class Endless(httpx.SyncByteStream):
+        def __iter__(self) -> Iterator[bytes]:
+            while True:
+                sent.append(bytes(600))
+                yield sent[-1]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(302, headers={"Location": "/on"}, stream=Endless())
+
+    client = patient_client.PatientClient(
+        "http://127.0.0.1:1", settings=DataSettings(), token=None, counts=Counts(), shared=None
+    )
+    client._client._transport = httpx.MockTransport(answer)
+    with pytest.raises(NothingToRead, match="HTTP 302"):
+        client.get("a", lambda reply, body: body(), what="a")
+    assert len(sent) == 2 * 6
+
+
+@pytest.mark.parametrize("token", ["hf_secret\n", "hf_sec\nret", "hf_s\u20accret"])
+def test_a_token_that_no_header_holds_is_in_no_error(
+    token: str, mirror: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The errors of h11 show the header."""
+    with Hub(mirror) as hub:
+        made = source(hub, token=token)
+        made.rows("a", 0, split="train", limit=5)
+        whole = token.strip() == "hf_secret"
+        assert ("hub", whole) in {(at, sent) for at, _, _, sent in hub.requests}
+        assert ("HF_TOKEN has characters" in caplog.text) is not whole
+    assert "hf_s" not in caplog.text
 
 
 def test_a_server_without_ranges_and_groups_too_large_for_them_are_named(
@@ -282,8 +318,6 @@ def _without_server(files: Mapping[str, bytes]) -> HubSource:
      b'[{"path": "\\ud800.parquet", "size": 1, "type": "file"}]'],
 )  # fmt: skip
 def test_a_list_of_another_form_is_a_value_error(body: bytes) -> None:
-    import httpx
-
     with pytest.raises(ValueError, match=r".+") as caught:
         hub_module._read_list(httpx.Response(200), lambda: body)
     assert len(str(caught.value)) < 300
@@ -302,6 +336,7 @@ def test_a_refusal_for_asking_too_often_pauses_every_process_of_the_machine(
     assert one.extend(10**12) is False and 899.0 < other.seconds() <= 900.0
     os.utime(tmp_path / "p" / "pause", (time.time() + 86400,) * 2)
     assert Hold(tmp_path / "p" / "pause").seconds() == 0.0, "a clock that was ahead"
+    assert one.seconds() > 800.0, "a process keeps to its own"
     with Hub(mirror) as hub:
         first, second = source(hub, tmp_path), source(hub, tmp_path)
         first.num_rows()
