@@ -20,6 +20,7 @@ script that starts again goes on from it, whatever it has loaded into the model 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import logging
 import math
@@ -27,6 +28,7 @@ import os
 import secrets
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -82,6 +84,8 @@ _SAY_AGAIN = 600.0  # seconds between two lines of one cause
 _SILENT = 300.0  # seconds without a step, after which a close that passes is worth a line
 _MOST_BOUNDARIES = 1000  # until a stop, which is the next but for errors
 _joins = itertools.count()
+#: A script may have made another device torch's default, and what is built here is in host memory.
+_HOST = torch.device("cpu")
 
 
 def join(
@@ -103,7 +107,7 @@ def join(
     """
     optimizers, config, ranks = optimizers_of(optimizer), _config_of(network, settings), _meet()
     import_plugins(config.general.plugins)
-    with ExitStack() as stack:
+    with _HOST, ExitStack() as stack:
         net = _assemble(model, optimizers, config, ranks, stack)
         net.keep(stack.pop_all())
     return net
@@ -157,11 +161,11 @@ class Net:
         if self._ended:
             return
         self._changes_weights = True  # until it ends: an interrupt may leave them half changed
-        try:
+        with self._loop.survives("net.step()"):
             self._take_note(loss, tokens)
+        # Also where the first failed: the other ranks wait in the boundaries for this one.
+        with self._loop.survives("net.step()"):
             self._pass_boundaries()
-        except Exception:  # whatever it is, it must not end the script
-            log.warning("net.step() failed; training goes on, and so does the next", exc_info=True)
         self._changes_weights = False
 
     def batches(self) -> Iterator[Tensor]:
@@ -199,12 +203,13 @@ class Net:
         if self._closed:
             return
         if not self._ended:
-            self._weights.in_step = self._micro_batches > 0
-            self._post(ev.StopRequested(_CLOSED))
-            for _ in range(_MOST_BOUNDARIES):
-                if self._loop.boundary().action is Action.STOP:
-                    break
-            self._end()
+            with self._loop.survives("the last checkpoint"):
+                self._weights.in_step = self._micro_batches > 0
+                self._post(ev.StopRequested(_CLOSED))
+                for _ in range(_MOST_BOUNDARIES):
+                    if self._loop.boundary().action is Action.STOP:
+                        break
+                self._end()
         self._leave()
 
     def __enter__(self) -> Self:
@@ -230,13 +235,22 @@ class Net:
     def keep(self, stack: ExitStack) -> None:
         """Close what ``stack`` holds at the end."""
         self._stack = stack
-        stack.callback(self._weights.steps.close)
         atexit.register(self._leave)  # of a script that neither closes it nor leaves its context
+        this = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: None if (net := this()) is None else net._drop())
+
+    def _drop(self) -> None:
+        """Do nothing from here on: this is a fork, and the membership is the script's own."""
+        self._ended = self._closed = True
 
     def _take_note(self, loss: Tensor | float | None, tokens: int | None) -> None:
         """Count the optimizer's steps since the last call, and report them."""
         weights, began = self._weights, self._called[0]
         self._called[0] = time.perf_counter()
+        # First: a step whose tokens are none is counted by the next call.
+        if tokens is None:
+            tokens = self._sequences * weights.sequence_length
+        tokens = int(tokens)
         taken = weights.steps.step_count - self._counted
         self._counted += taken
         if not taken:
@@ -249,8 +263,6 @@ class Net:
                 )
             return
         world = weights.stream.world_size
-        if tokens is None:
-            tokens = self._sequences * weights.sequence_length
         weights.tokens_per_step = tokens * world // taken
         weights.inner_step += taken
         weights.total_inner_steps += taken
@@ -320,7 +332,8 @@ class Net:
                     "net.step() was never called after an optimizer's step, so nothing of this "
                     "training is in the network: call it after each optimizer.step()"
                 )
-            self._stack.close()
+            with self._loop.survives("net.close()"):
+                self._stack.close()
 
 
 def _number(loss: Tensor | float | None) -> float:
@@ -340,6 +353,18 @@ class _ScriptLoop(RankLoop):
         super().__init__(**given)
         self._repeats = Repeats(_SAY_AGAIN)
 
+    @contextlib.contextmanager
+    def survives(self, what: str) -> Iterator[None]:
+        """Make a warning of an error, which must not end the script."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            self._warn(what, error)
+
+    def boundary(self) -> Command:
+        with _HOST:
+            return super().boundary()
+
     def _next_command(self) -> Command | None:
         try:
             return super()._next_command()
@@ -349,6 +374,14 @@ class _ScriptLoop(RankLoop):
 
     def _carry_out(self, command: Command) -> ev.Event | None:
         action, outer_step = command.action, self._weights.outer_step
+        if action is Action.FOLLOW_RULES:  # those that change nothing but rates, or the validator
+            if self._controller is not None:
+                log.info(
+                    "Version %d of the network's file holds from here on: where it changes the "
+                    "learning rate, that of the script is yours to change",
+                    command.outer_step,
+                )
+            return None
         if action is Action.CHECKPOINT and self._may_be_bad():
             if (again := self._repeats("loss")) is not None:
                 log.warning(
@@ -476,6 +509,7 @@ def _assemble(
         model_config=info.model_config,
         stream=stream,
     )
+    stack.callback(weights.steps.close)
     context = RankContext(config, folder, weights.device, ranks, events, stack, guest=True)
     keep = config.miner.keep_checkpoints
     checkpointer = Checkpointer(trainer=weights, folder=folder / "checkpoints", keep=keep)

@@ -110,7 +110,7 @@ class ParameterShard:
 
     def empty_rows(self) -> Tensor:
         """Return a new host tensor for this rank's rows."""
-        return torch.empty((self.stop - self.start, *self.shape[1:]))
+        return torch.empty((self.stop - self.start, *self.shape[1:]), dtype=torch.float32)
 
 
 def open_stream(layout: Layout, timeout: timedelta) -> RowStream:

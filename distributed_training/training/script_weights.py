@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,14 +39,13 @@ class Steps:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.state: Mapping[str, list[Tensor]] = {}
-        self.begun, self._ended = [0] * len(optimizers), [0] * len(optimizers)
+        self._ended = [0] * len(optimizers)
+        self._under_way = set[int]()
         self._hooks = []
         for index, optimizer in enumerate(optimizers):
-            for register, counts in (
-                (optimizer.register_step_pre_hook, self.begun),
-                (optimizer.register_step_post_hook, self._ended),
-            ):
-                self._hooks.append(register(_adder(counts, index)))
+            begin, end = partial(self._begin, index), partial(self._end, index)
+            self._hooks.append(optimizer.register_step_pre_hook(begin))
+            self._hooks.append(optimizer.register_step_post_hook(end))
 
     @property
     def step_count(self) -> int:
@@ -55,18 +55,20 @@ class Steps:
     @property
     def under_way(self) -> bool:
         """Return whether an optimizer changes weights now, or an error ended it while it did."""
-        return self.begun != self._ended
+        return bool(self._under_way)
+
+    def _begin(self, index: int, *_: object) -> None:
+        self._under_way.add(index)
+
+    def _end(self, index: int, *_: object) -> None:
+        # Where step() of a class calls that of its base, torch calls the hooks for both.
+        if index in self._under_way:
+            self._under_way.discard(index)
+            self._ended[index] += 1
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
-
-
-def _adder(counts: list[int], index: int) -> Any:
-    def add(*_: object) -> None:
-        counts[index] += 1
-
-    return add
 
 
 def optimizers_of(given: Any) -> list[Optimizer]:

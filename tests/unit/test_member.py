@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import statistics
 import threading
 import time
@@ -24,13 +25,14 @@ from distributed_training.member import Net
 from distributed_training.miner import events as ev
 from distributed_training.miner import store_round
 from distributed_training.miner.controller import Controller
+from distributed_training.miner.events import Action, Command
 from distributed_training.miner.reporter import StoreReporter
 from distributed_training.protocol.update_file import UpdateFile
 from distributed_training.store.folder import FolderStore
 from distributed_training.telemetry import read_events
 from distributed_training.telemetry.run_state import observe
 from distributed_training.telemetry.verdict import Verdict, judge
-from distributed_training.training.script_weights import ScriptWeights
+from distributed_training.training.script_weights import ScriptWeights, Steps
 from distributed_training.training.store_outer_step import StoreOuterStep
 from tests.tools.member_world import MemberWorld, played, script_model, train_step
 from tests.tools.store_leader import Leader
@@ -363,6 +365,81 @@ def test_a_step_that_is_called_twice_or_never_is_named(
     with caplog.at_level(logging.WARNING):
         never.net.close()
     assert "net.step() was never called" in caplog.text
+
+
+def test_a_step_that_calls_that_of_its_base_counts_once() -> None:
+    class Derived(torch.optim.SGD):
+        broken = False
+
+        def step(self, closure: Any = None) -> Any:
+            if self.broken:
+                raise ArithmeticError
+            return super().step(closure)
+
+    parameters = [nn.Parameter(torch.ones(2))]
+    torch.optim.SGD(parameters)  # at a class's first instance torch makes its step() call hooks
+    optimizer = Derived(parameters)
+    steps = Steps([optimizer])
+    optimizer.step()
+    assert (steps.step_count, steps.under_way) == (1, False)
+    optimizer.broken = True
+    with pytest.raises(ArithmeticError):
+        optimizer.step()
+    assert (steps.step_count, steps.under_way) == (1, True)
+    optimizer.broken = False
+    optimizer.step()
+    assert (steps.step_count, steps.under_way) == (2, False)
+
+
+def test_a_device_that_a_script_has_made_the_default_is_not_ours(script: Script) -> None:
+    step = script.net.step
+
+    def elsewhere(**given: Any) -> None:
+        torch.set_default_device("meta")
+        try:
+            step(**given)
+        finally:
+            torch.set_default_device(None)
+
+    with mock.patch.object(script.net, "step", elsewhere):
+        script.take_outer_step()
+    assert script.events("round")[-1]["base"] == "merged"
+
+
+def test_what_a_script_does_wrong_or_the_end_raises_is_a_line(
+    script: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = script.net
+    train_step(script.model, script.optimizer, 1)
+    wrong: Any = "many"
+    net.step(tokens=wrong)
+    assert "net.step() failed" in caplog.text and net.inner_step == 0
+    rules = mock.Mock(return_value=Command(Action.FOLLOW_RULES, outer_step=2))
+    with mock.patch.object(net._controller, "next_command", rules):
+        rules.side_effect = [rules.return_value, Command(Action.IDLE)]
+        net.step()
+    assert net.inner_step == 1 and "follow rules failed" not in caplog.text
+    net._stack.callback(mock.Mock(side_effect=OSError("away")))
+    net.close()
+    assert "net.close() failed" in caplog.text
+
+
+def test_a_fork_of_a_script_leaves_its_membership(script: Script) -> None:
+    script.train(3)
+    checkpoints = script.world.folder / "run" / "checkpoints"
+    before = sorted(checkpoints.glob("*"))
+    if (child := os.fork()) == 0:
+        try:
+            script.optimizer.step()  # without gradients
+            script.net.step()
+            script.net.close()
+        finally:
+            os._exit(int(script.net.inner_step != 3))
+    assert os.waitpid(child, 0)[1] == 0
+    assert sorted(checkpoints.glob("*")) == before
+    with pytest.raises(ValueError, match="is running in"):
+        Script(script.world, seed=8)
+    script.take_outer_step()
 
 
 def test_two_scripts_with_one_identity_cost_a_line_and_no_upload(
