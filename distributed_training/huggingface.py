@@ -38,6 +38,12 @@ class NetworkCallback(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **_: Any
     ) -> None:
+        if args.load_best_model_at_end:
+            raise ValueError(
+                "load_best_model_at_end=True puts earlier weights into the model before the last "
+                "checkpoint, which the next start would go on from, so nothing was joined: leave "
+                "it out, and load the best checkpoint afterwards"
+            )
         self._tokens = state.num_input_tokens_seen
         self.net = join(self._network, model, optimizer, **self._settings)
 

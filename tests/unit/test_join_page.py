@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -156,3 +157,11 @@ def test_the_trainer_steps_once_an_optimizer_step_and_saves_what_came(
     Path("trainer/checkpoint-12/trainer_state.json").unlink()  # a kill has cut it off
     script["main"](path, [text], 12)
     assert joined[-1].found == 60.0 and len(joined[-1].calls) == 2
+
+
+def test_a_trainer_that_ends_with_earlier_weights_is_refused() -> None:
+    huggingface = pytest.importorskip("distributed_training.huggingface")
+    given: Any = SimpleNamespace(load_best_model_at_end=True)
+    callback = huggingface.NetworkCallback("network.toml")
+    with pytest.raises(ValueError, match="nothing was joined"):
+        callback.on_train_begin(given, None, None, model=None, optimizer=None)
