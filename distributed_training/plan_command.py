@@ -112,8 +112,9 @@ class Plan:
     def outer_step(self, step: PaperStep) -> OuterStep:
         rules, shape = self.rules, self.rules.shape
         uploads = max(1.0, rules.period // (step.seconds * rules.upload_steps))
-        # A copy of the whole model for each upload of the whole, else one for the checkpoint.
-        held = held_seconds(shape, self.machine) * (uploads if rules.uploads_all else 1)
+        # The whole model is written for each upload of the whole, else once for the checkpoint.
+        writes = uploads if rules.uploads_all else 1.0
+        held = held_seconds(shape, self.machine, step=step.seconds, writes=writes)
         member = Member(step.seconds, self.up, self.down, held)
         if rules.exchange == "store":
             return through_store(

@@ -8,8 +8,10 @@ Assumed, and from where:
 
 ==========  =====================================================================================
 products    a share of the peak that grows with the width, at most 0.65: 0.75 h / (h + 480).
-            Fitted to that H200; others publish 39 to 46 % MFU at 8 H100 (core review, torchtitan
-            and llm-foundry), 48 to 53 with compiled layers: so 48 % is the goal of several.
+            Fitted to that H200. Eight H100 reach 42 % MFU with a 1B and 46 with a 3B (llm-foundry,
+            scripts/train/benchmarking); compiled layers are worth 1.16 times (torchtitan,
+            benchmarks/llama3_h100_202412_torchtitan.md), which makes 48 to 53: so 48 % is the goal
+            of several.
 attention   half of the peak; a causal kernel does half of what MFU counts; backward 2.5 times.
 bandwidth   0.85 of the data sheet's, of device memory and of the bus.
 traffic     what compiled layers read and write between products, counted by hand at a budget of 0.8
@@ -18,8 +20,10 @@ logits      20 bytes each, in chunks: product, float32, softmax, gradient.
 links       ``common/gpus.py``; nothing travels while something is computed.
 launches    5 us a kernel, 45 kernels a layer; 200 us a group in FSDP's hooks.
 machines    100 Gbit/s between them, of which 0.8; gradients alone pass.
-holds       a round's copies over the bus, and 8 ns a rank's parameter for steps beside their
-            writing: measured with 125M, 1.0 s; a rank reads host memory at 10 GB/s.
+holds       an update over the bus and in host memory, where a rank moves 10 GB/s; 8 ns a rank's
+            parameter for steps beside the writing of files: measured with 125M, 1.0 s; of the
+            copies that are written what lasts longer than a step, since the next optimizer step
+            waits for them (training/snapshot.py).
 ==========  =====================================================================================
 """
 
@@ -201,12 +205,16 @@ def best_step(
     return next((step for step in steps if step.seconds <= 1.01 * least), None)
 
 
-def held_seconds(shape: ModelShape, machine: Machine, *, moments: int = 2) -> float:
-    """Return for how long a round through the store holds training: its upload and its update.
+def held_seconds(
+    shape: ModelShape, machine: Machine, *, step: float, writes: float = 1, moments: float = 2
+) -> float:
+    """Return for how long a round holds training, of inner steps of ``step`` seconds.
 
-    The copies of upload and checkpoint, the update's preparation in host memory, and what steps
-    take longer while files are written.
+    The update's preparation in host memory, and ``writes`` times what the writing of the whole
+    model costs: longer steps, and copies that are not there when a step ends.
     """
-    n, ranks = shape.parameters, machine.gpus
-    over_bus = (12 + 4 * moments) * n / (ranks * BANDWIDTH * machine.card.bus * 1e9)
-    return over_bus + 40 * n / (ranks * _HOST) + _BESIDE * n / ranks
+    own, card = shape.parameters / machine.gpus, machine.card
+    bus = BANDWIDTH * card.bus * 1e9
+    copies = (4 + 4 * moments) * own / min(bus, _HOST)
+    written = _BESIDE * own + max(0.0, copies - step)
+    return 8 * own / bus + 40 * own / _HOST + writes * written

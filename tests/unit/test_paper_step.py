@@ -66,7 +66,20 @@ def test_a_step_fits_and_what_was_not_measured_counts_at_most_the_goal(
     assert step.seconds >= max(step.parts.values())
     more = best_step(shape_of(model), Machine(machine.card, machine.gpus, machine.machines + 1))
     assert more is not None and more.tokens_per_second > 0.5 * step.tokens_per_second
-    assert held_seconds(shape_of(model), machine) > 0
+    held = held_seconds(shape_of(model), machine, step=step.seconds)
+    assert 0 < held < held_seconds(shape_of(model), machine, step=0.0)
+
+
+def test_copies_hold_training_by_what_lasts_longer_than_a_step() -> None:
+    shape, machine = shape_of("1b"), Machine(CARDS["h200"])
+    copies = 12 * shape.parameters / 10e9
+    none, half, all_of_it = (
+        held_seconds(shape, machine, step=step) for step in (copies, copies / 2, 0.0)
+    )
+    assert held_seconds(shape, machine, step=60.0) == none
+    assert (half - none, all_of_it - none) == pytest.approx((copies / 2, copies))
+    twice = held_seconds(shape, machine, step=0.0, writes=2)
+    assert twice - all_of_it == pytest.approx(copies + 8e-9 * shape.parameters)
 
 
 def test_cards_without_peer_access_lose_a_fifth_to_their_bus() -> None:
