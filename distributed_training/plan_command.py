@@ -469,7 +469,9 @@ def shape_of(wanted: str) -> ModelShape:
     try:
         if not wanted.endswith(".json"):
             return ModelShape.from_config(named_config(wanted))
-        return ModelShape.from_config(read_json_object(Path(wanted)) or {})
+        if (config := read_json_object(Path(wanted))) is None:
+            raise ValueError("it is no file of a JSON object that can be read")
+        return ModelShape.from_config(config)
     except ValueError as error:
         raise ConfigError(
             f"--model {wanted}: {error}, so nothing was planned: give tiny, 125m, 1b, 4b or the "

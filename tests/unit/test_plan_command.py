@@ -133,6 +133,12 @@ def test_bad_input_is_one_line(flag: str, word: str, capsys: pytest.CaptureFixtu
         assert status in (0, 1) and "change first" in said.out and said.err == ""
 
 
+def test_a_config_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "/nowhere/config.json", "--gpu", "h100", "--link", "1"]) == 2
+    said = capsys.readouterr().err
+    assert "/nowhere/config.json: it is no file" in said and "hidden_size" not in said
+
+
 @pytest.mark.parametrize(
     "words",
     [
