@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,28 @@ def test_a_plan_names_all_that_is_promised(capsys: pytest.CaptureFixture[str]) -
     assert "sends 2.00 GB" in lines["bytes of it"] and "388.14 GB" in lines["store"]
     assert "566 a day" in lines["dollars"] and "73 billion tokens" in lines
     assert "->" in lines["change first"]
+
+
+_ROW = re.compile(
+    r"\| ([\d.]+ [MB]) \| (\d) x (?:RTX )?(\w+) \| (.+?) \| (.+?) each \| (.+?)(?: a month)? \|"
+)
+
+
+def test_the_readme_has_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = _ROW.findall((Path(__file__).parents[2] / "README.md").read_text())
+    assert len(rows) == 3
+    models = {"125 M": "125m", "1.1 B": "1b", "3.6 B": "4b"}
+    for model, count, card, steps, moved, price in rows:
+        gpu = f"{card.lower()}x{count}"
+        assert not main(
+            ["--model", models[model], "--gpu", gpu, "--link", "100/20", "--peers", "4"]
+        )
+        said = capsys.readouterr().out
+        sent, unit = moved.split()
+        places = 2 if unit == "GB" else 0
+        there = re.findall(rf"(?:sends|receives) ([\d.]+) {unit}", said)
+        assert [f"{float(each):.{places}f}" for each in there] == [sent, sent]
+        assert f" {steps}, " in said and f": {price})" in said
 
 
 def test_a_plan_goes_by_the_networks_file(
