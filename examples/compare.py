@@ -57,7 +57,7 @@ class Curve:
 
     def hours(self, options: argparse.Namespace) -> list[float]:
         """Return when each outer step was taken by a worker that waits while it sends."""
-        up, down = (each * 1e6 / 8 for each in options.link)
+        down, up = (each * 1e6 / 8 for each in options.link)
         trained = options.steps * options.step_seconds
         return [
             (number * trained + options.parameters * (sent / up + received / down)) / 3600
@@ -139,7 +139,7 @@ def draw(curves: dict[str, Curve], options: argparse.Namespace) -> None:
     figure.suptitle(
         f"{options.workers} workers, {options.seeds} seeds, {options.rounds} outer steps of "
         f"{options.steps} inner steps. Bytes and hours for {options.parameters / 1e9:g} billion "
-        f"parameters,\n{' up and '.join(f'{each:g}' for each in options.link)} Mbit/s down, "
+        f"parameters,\n{' down and '.join(f'{each:g}' for each in options.link)} Mbit/s up, "
         f"{options.step_seconds:g} s an inner step",
         fontsize=10,
     )
@@ -198,10 +198,10 @@ def run_subnets(names: Sequence[str]) -> int:
 
 
 def link(text: str) -> tuple[float, float]:
-    up, down = map(float, text.split("/"))
-    if not min(up, down) > 0:
+    down, up = map(float, text.split("/"))
+    if not min(down, up) > 0:
         raise ValueError(text)
-    return up, down
+    return down, up
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -212,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--outer-learning-rate", type=float, default=0.8, help="[0.8]")
     add("--outer-momentum", type=float, default=0.9, help="[0.9]")
     add("--parameters", type=float, default=1e9, help="of the model that bytes and hours are for")
-    add("--link", type=link, default=link("20/100"), metavar="UP/DOWN", help="Mbit/s [20/100]")
+    add("--link", type=link, default=link("100/20"), metavar="DOWN/UP", help="Mbit/s [100/20]")
     add("--step-seconds", type=float, default=5.0, help="of an inner step of that model [5]")
     add("--picture", type=Path, default=Path("compare.png"), help="[compare.png]")
     add("--subnet", action="store_true", help="real processes, kills and thin network links")
