@@ -67,10 +67,11 @@ def require_hotkey(settings: ChainSettings) -> None:
     """
     path = _hotkey_file(settings.wallet_path, settings.wallet_name, settings.wallet_hotkey)
     if not os.path.isfile(path):  # False also where a folder on the way may not be entered
+        is_public = settings.kind == "bittensor"  # a registry's members have no btcli
         raise ConfigError(
             f"no hotkey at {path}, so the miner has no identity: check --wallet.name, "
-            "--wallet.hotkey and --wallet.path (dt-miner init asks for them), or create it with "
-            "`btcli wallet new-hotkey`"
+            "--wallet.hotkey and --wallet.path (dt-miner init asks for them), or "
+            + ("create it with `btcli wallet new-hotkey`" if is_public else "join with dt-join")
         )
     if not os.access(path, os.R_OK):
         raise ConfigError(

@@ -69,7 +69,9 @@ def test_bad_wallet_is_one_line(tmp_path: Path) -> None:
             load_wallet(settings_of(tmp_path))
         assert "\n" not in str(caught.value)
 
-    fails("--wallet.name")
+    fails("--wallet.name.*btcli wallet new-hotkey")
+    with pytest.raises(ConfigError, match=r"or join with dt-join$"):  # it has no btcli
+        load_wallet(replace(settings_of(tmp_path), kind="registry"))
     sdk = bittensor.Wallet(name="miner", hotkey="default", path=str(tmp_path))
     sdk.create_new_hotkey(suppress=True, use_password=True, hotkey_password="secret word")
     fails("encrypted")
