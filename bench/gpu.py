@@ -29,6 +29,7 @@ import importlib.util
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -188,14 +189,22 @@ def run_part(
     command = [sys.executable, str(Path(__file__).resolve()), "--child", part.name]
     command += ["--out", str(found), "--device", options.device]
     command += ["--length", str(options.length), "--until", str(time.time() + seconds)]
-    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | os.environ
+    environment = {
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "TORCHINDUCTOR_CACHE_DIR": str((options.out / "compiled").absolute()),  # for all parts
+    } | os.environ
+    # Here and not in /tmp, which may lie in memory: a 1B writes 40 GB, and a part that is ended
+    # removes nothing itself.
+    scratch = (options.out / "scratch").absolute()
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
     started = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, *(["--quick"] if options.quick else [])],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment | {"PYTHONFAULTHANDLER": "1"},
+            env=environment | {"PYTHONFAULTHANDLER": "1", "TMPDIR": str(scratch)},
             start_new_session=True,
         )
         try:
@@ -208,6 +217,7 @@ def run_part(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # a session of its own: compilers too
             process.wait()
+            shutil.rmtree(scratch, ignore_errors=True)
     content = _read(found) or {"rows": []}
     content |= {"status": how, "seconds": round(time.monotonic() - started, 1)}
     if how != "ok":

@@ -57,7 +57,8 @@ def test_a_part_that_hangs_or_dies_keeps_what_it_had(tmp_path: Path) -> None:
         ("sys.exit('no such kernel')", 60.0, "failed with 1"),
     ):
         program.write_text(
-            "import os, sys, time\n"
+            "import os, sys, tempfile, time\n"
+            "open(tempfile.mkdtemp() + '/40 GB', 'w').close()\n"
             "at = sys.argv.index('--out') + 1\n"
             'open(sys.argv[at], \'w\').write(\'{"rows": [{"name": "a", "text": "1"}]}\')\n'
             f"{body}\n"
@@ -66,7 +67,7 @@ def test_a_part_that_hangs_or_dies_keeps_what_it_had(tmp_path: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(gpu, "__file__", str(program))
             found = gpu.run_part(part, options, seconds=seconds)
-        assert found["status"] == expected
+        assert found["status"] == expected and not list(tmp_path.glob("**/40 GB"))
         assert found["rows"] == [{"name": "a", "text": "1"}]
     assert found["log"][-1] == "no such kernel"
 
