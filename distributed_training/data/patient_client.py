@@ -275,8 +275,9 @@ class PatientClient:
                 opened.callback(reply.close)
                 if reply.next_request is None or len(history) == _MOST_REDIRECTS:
                     break
-                # httpx would read all of it, however long. A short one frees its connection.
+                # httpx would read all of it, however long. A short one leaves its connection open.
                 _begin_of(reply, end)
+                reply.close()  # at once: the next request may need that connection
                 history.append(reply)
                 request = reply.next_request
             reply.history = history

@@ -210,7 +210,8 @@ def test_where_a_redirect_may_lead(hub_url: str, place: str, said: str | None) -
 def test_what_a_redirect_has_for_a_body_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each lead to the next one, with a body that does not end."""
     monkeypatch.setattr(patient_client, "_LONGEST_ERROR", 1000)
-    sent = []
+    sent: list[bytes] = []
+    held: list[httpx.SyncByteStream] = []
 
     class Endless(httpx.SyncByteStream):
         def __iter__(self) -> Iterator[bytes]:
@@ -218,8 +219,13 @@ def test_what_a_redirect_has_for_a_body_is_not_read(monkeypatch: pytest.MonkeyPa
                 sent.append(bytes(600))
                 yield sent[-1]
 
+        def close(self) -> None:
+            held.remove(self)
+
     def answer(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(302, headers={"Location": "/on"}, stream=Endless())
+        assert not held, "a connection is given back before the next is asked for"
+        held.append(Endless())
+        return httpx.Response(302, headers={"Location": "/on"}, stream=held[0])
 
     client = patient_client.PatientClient(
         "http://127.0.0.1:1", settings=DataSettings(), token=None, counts=Counts(), shared=None
@@ -227,7 +233,7 @@ def test_what_a_redirect_has_for_a_body_is_not_read(monkeypatch: pytest.MonkeyPa
     client._client._transport = httpx.MockTransport(answer)
     with pytest.raises(NothingToRead, match="HTTP 302"):
         client.get("a", lambda reply, body: body(), what="a")
-    assert len(sent) == 2 * 6
+    assert len(sent) == 2 * 6 and not held
 
 
 @pytest.mark.parametrize("token", ["hf_secret\n", "hf_sec\nret", "hf_s\u20accret"])
