@@ -289,7 +289,8 @@ def _read_list(
             name.encode()  # lone surrogates
             if entry["type"] != "file" or not name.lower().endswith(".parquet"):
                 continue
-            if size < 0 or name.startswith("/") or ".." in name.split("/"):
+            is_below = not name.startswith("/") and ".." not in name.split("/")
+            if size < 0 or not is_below or not name.isprintable():  # names are in log lines
                 raise ValueError(f"it names {name!r:.100}")
             files.append((name, size))
     # Of this only the place: the answer does not decide who is asked.

@@ -321,6 +321,7 @@ def _without_server(files: Mapping[str, bytes]) -> HubSource:
      b'[{"path": "../a.parquet", "size": 1, "type": "file"}]',
      b'[{"path": "/a.parquet", "size": 1, "type": "file"}]',
      b'[{"path": "a.parquet", "size": -1, "type": "file"}]',
+     b'[{"path": "a\\nERROR.parquet", "size": 1, "type": "file"}]',
      b'[{"path": "\\ud800.parquet", "size": 1, "type": "file"}]'],
 )  # fmt: skip
 def test_a_list_of_another_form_is_a_value_error(body: bytes) -> None:
