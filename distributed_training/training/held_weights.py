@@ -76,12 +76,11 @@ class HeldWeights(ABC):
     def drop_step(self) -> None:
         """Forget every copy of weights that were changed, and gradients of the weights before."""
 
-    @abstractmethod
     def pause(self, seconds: float) -> None:
         """Leave ``seconds`` out of the inner step's time: there was nothing to train."""
+        del seconds  # who trains may measure it itself
 
-    @abstractmethod
-    def slow_down(self) -> None:
+    def slow_down(self) -> None:  # noqa: B027 - a script's learning rate is its own
         """Train more carefully for a while: the last checkpoint was loaded after NaN or Inf."""
 
     # --- weights -------------------------------------------------------------------------------

@@ -172,12 +172,6 @@ class ScriptWeights(HeldWeights):
         self.copier.finish()  # a script may change its weights in ways that nobody sees
         return copies
 
-    def pause(self, seconds: float) -> None:
-        """Do nothing: how long a step takes is measured by the script's calls."""
-
-    def slow_down(self) -> None:
-        """Do nothing: the learning rate is the script's."""
-
     def state_dict(self) -> dict[str, Any]:
         return {
             "outer_step": self.outer_step,
@@ -206,12 +200,9 @@ class ScriptWeights(HeldWeights):
 
 def _named(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters by all their names, without those of wrappers."""
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
+    for module in model.modules():  # torch.compile may be around it
+        if isinstance(module, DistributedDataParallel):
+            model = module.module
             break
     found = model.named_parameters(remove_duplicate=False)
     return {plain_name(name): parameter for name, parameter in found}
