@@ -114,6 +114,10 @@ def script(world: MemberWorld) -> Iterator[Script]:
     made.net._leave()
 
 
+def first_daily(first: str, *rest: str) -> list[Any]:
+    return [first, *(pytest.param(each, marks=pytest.mark.long) for each in rest)]
+
+
 def same(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
@@ -164,14 +168,7 @@ KILLS = {
 }
 
 
-@pytest.mark.parametrize(
-    "moment",
-    [
-        "taken",
-        "committed",
-        *(pytest.param(m, marks=pytest.mark.long) for m in ("trained", "saved", "written", "sent")),
-    ],
-)
+@pytest.mark.parametrize("moment", first_daily("taken", *(m for m in KILLS if m != "taken")))
 def test_a_script_killed_at_any_moment_sends_one_file_and_applies_all(
     script: Script, moment: str
 ) -> None:
@@ -252,7 +249,7 @@ def test_training_waits_for_no_network(world: MemberWorld) -> None:
     assert Stuck.asked_by and threading.get_ident() not in Stuck.asked_by
 
 
-@pytest.mark.parametrize("place", ["update", "upload", "decision", "subscriber"])
+@pytest.mark.parametrize("place", first_daily("update", "upload", "decision", "subscriber"))
 def test_an_error_in_it_is_a_warning_and_tried_again(
     script: Script, place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -305,35 +302,32 @@ def wrong(model: nn.Module, what: str) -> tuple[nn.Module, Any]:
     return model, torch.optim.SGD(parameters, lr=0.1)
 
 
-@pytest.mark.parametrize(
-    ("what", "line"),
-    [
-        ("bfloat16", "is bfloat16 and the network's weights are float32"),
-        ("frozen", "is frozen"),
-        ("no group", "is in no group of the optimizer"),
-        ("more", "more is no parameter of the network's model"),
-        ("less", "the model has no parameter model.norm.weight"),
-        ("tied", "lm_head.weight is tied to model.embed_tokens.weight"),
-        ("wider", "has the shape"),
-        ("no optimizer", "no torch.optim.Optimizer"),
-    ],
-)
-def test_a_model_that_is_not_the_networks_is_refused_in_one_line(
-    world: MemberWorld, what: str, line: str
-) -> None:
-    model = tiny(vocab=67, hidden=64) if what == "wider" else world.model
-    made, optimizer = wrong(script_model(model), what)
-    if what == "no optimizer":
-        optimizer = object()
-    before = [parameter.detach().clone() for parameter in made.parameters()]
-    with pytest.raises(ValueError, match=line) as refused:
-        distributed_training.join(world.network, made, optimizer, **world.settings())
-    assert "\n" not in str(refused.value) and "nothing was joined" in str(refused.value)
-    assert same(before, [parameter.detach() for parameter in made.parameters()])
-    assert logging.getLogger("distributed_training").handlers == []
+def test_a_model_that_is_not_the_networks_is_refused_in_one_line(world: MemberWorld) -> None:
+    lines = {
+        "bfloat16": "is bfloat16 and the network's weights are float32",
+        "frozen": "is frozen",
+        "no group": "is in no group of the optimizer",
+        "more": "more is no parameter of the network's model",
+        "less": "the model has no parameter model.norm.weight",
+        "tied": "lm_head.weight is tied to model.embed_tokens.weight",
+        "wider": "has the shape",
+        "no optimizer": "no torch.optim.Optimizer",
+    }
+    for what, line in lines.items():
+        model = tiny(vocab=67, hidden=64) if what == "wider" else world.model
+        made, optimizer = wrong(script_model(model), what)
+        if what == "no optimizer":
+            optimizer = object()
+        before = [parameter.detach().clone() for parameter in made.parameters()]
+        with pytest.raises(ValueError, match=line) as refused:
+            distributed_training.join(world.network, made, optimizer, **world.settings())
+        assert "\n" not in str(refused.value) and "nothing was joined" in str(refused.value)
+        assert same(before, [parameter.detach() for parameter in made.parameters()]), what
+        assert logging.getLogger("distributed_training").handlers == []
     Script(world).net.close()  # the run folder is free
 
 
+@pytest.mark.long
 def test_tied_weights_of_the_network_are_tied_in_the_script(tmp_path: Path) -> None:
     world = MemberWorld(tmp_path, {**tiny(vocab=67), "tie_word_embeddings": True})
     with played(world.bucket):
@@ -391,6 +385,7 @@ def test_a_step_that_calls_that_of_its_base_counts_once() -> None:
     assert (steps.step_count, steps.under_way) == (2, False)
 
 
+@pytest.mark.long
 def test_a_device_that_a_script_has_made_the_default_is_not_ours(script: Script) -> None:
     step = script.net.step
 
@@ -439,9 +434,11 @@ def test_a_fork_of_a_script_leaves_its_membership(script: Script) -> None:
     assert sorted(checkpoints.glob("*")) == before
     with pytest.raises(ValueError, match="is running in"):
         Script(script.world, seed=8)
-    script.take_outer_step()
+    script.train()
+    assert script.net.inner_step == 4
 
 
+@pytest.mark.long
 def test_two_scripts_with_one_identity_cost_a_line_and_no_upload(
     script: Script, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -465,6 +462,7 @@ def test_two_scripts_with_one_identity_cost_a_line_and_no_upload(
     other.net.close()
 
 
+@pytest.mark.long
 def test_weights_that_are_not_finite_are_not_saved(script: Script) -> None:
     script.train(5)
     script.net._held.checkpointer.wait()
@@ -491,6 +489,7 @@ def test_a_script_that_logs_at_info_shows_no_line_for_each_request(
     assert requests.level == logging.NOTSET
 
 
+@pytest.mark.long
 def test_an_interrupt_is_saved_and_an_error_is_not(world: MemberWorld) -> None:
     running = Script.__new__(Script)
     running.world, running.number = world, 0
@@ -512,6 +511,7 @@ def test_an_interrupt_is_saved_and_an_error_is_not(world: MemberWorld) -> None:
         assert progress["inner_step"] == saved
 
 
+@pytest.mark.long
 def test_the_text_that_a_network_assigns_is_given_out_and_listed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -554,6 +554,7 @@ def test_the_text_that_a_network_assigns_is_given_out_and_listed(
     assert "No text of net.batches()" not in caplog.text
 
 
+@pytest.mark.long
 def test_an_interrupt_amid_an_outer_step_saves_no_half_of_it(script: Script) -> None:
     world = script.world
     script.upload()
