@@ -9,7 +9,7 @@
     ... doctor --probe 203.0.113.7               are that miner's ports open from here?
     ... doctor --probe 203.0.113.7:48091,48009   the same, at a rented container's outside ports
 
-    ... doctor                                 the public network
+    ... doctor                                 the network that miner.toml names
     ... doctor --preset local --offline        this machine alone
     ... doctor --model 1b --nproc_per_node 4   another model, four ranks
     ... doctor --diagnostics.measure 0         without the 10-second measurement

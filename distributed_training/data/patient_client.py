@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -154,6 +155,7 @@ class PatientClient:
         Raises PageUnavailable when attempts or deadline are used up, NothingToRead where asking
         again gives the same answer.
         """
+        ask = partial(self._request, path, query or {}, headers or {}, read, most)
         problem, waits = "not asked", Backoff(first=_FIRST_WAIT, longest=_MAX_WAIT)
         kind = PageUnavailable
         deadline = time.monotonic() + self._settings.page_deadline.total_seconds()
@@ -170,7 +172,7 @@ class PatientClient:
                 break
             pause, asked = waits.failed().total_seconds(), None
             try:
-                return self._answer(path, query or {}, headers or {}, read, most)
+                return self._answer(ask)
             except _Refusal as refusal:
                 problem, status, asked = str(refusal), refusal.status, refusal.wait
                 self._counts.add(f"http_{status}")
@@ -206,37 +208,31 @@ class PatientClient:
     def _refuse_place(self, request: httpx.Request) -> None:
         """Raise NothingToRead for a redirect to what others write, or only this machine reaches."""
         url, host = str(request.url), request.url.host
+        place = f"{request.url.scheme}://{host}"  # the rest may be a signature, which is a secret
         if request.url.scheme != "https" and self._scheme == "https":
-            raise NothingToRead(f"{self.url} leads to {url:.200}, which anybody on the way writes")
+            raise NothingToRead(f"{self.url} leads to {place}, which anybody on the way writes")
         if host in self._places:
             return
         if proxy_for(url) is None and is_inside(url) and not is_inside(self.url):
             raise NothingToRead(
-                f"{self.url} leads to {url:.200}, an internal address, so it was not asked"
+                f"{self.url} leads to {place}, an internal address, so it was not asked"
             )
         self._places.add(host)
 
-    def _answer(
-        self,
-        path: str,
-        query: Mapping[str, str],
-        headers: Mapping[str, str],
-        read: Callable[[httpx.Response, Callable[[], bytes]], T],
-        most: int | None,
-    ) -> T:
-        """Return the answer; without the token where the server refuses that.
+    def _answer(self, ask: Callable[[str | None], T]) -> T:
+        """Return what ``ask`` does with the token, or without where the server refuses that.
 
         Raises _Refusal and what :meth:`_request` does.
         """
         token = self._token
         try:
-            return self._request(path, query, headers, read, most, token)
+            return ask(token)
         except _Refusal as refusal:
             if refusal.status != 401 or not token:
                 raise
             # A public data set needs none.
             try:
-                answer = self._request(path, query, headers, read, most, None)
+                answer = ask(None)
             except _Refusal as without:
                 without.args = (f"{without}; the token in HF_TOKEN is refused too ({refusal})",)
                 raise without from None
