@@ -75,6 +75,8 @@ class _Signed:
         """JSON with sorted keys, without white space, in ASCII, as that of a network's file."""
         # Twice: else numbers as keys would be sorted as numbers.
         content = json.loads(json.dumps(asdict(self), allow_nan=False))  # type: ignore[call-overload]
+        if content.get("gate") == 0:  # else programs from before it would refuse every state
+            del content["gate"]
         return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
 
     @functools.cached_property

@@ -161,6 +161,15 @@ def test_another_signer_is_refused() -> None:
     assert bytes.fromhex(json.loads(signed)["signature"][2:]).startswith(b"state.json 1 ")
 
 
+def test_a_state_that_no_gate_refused_is_the_one_of_programs_without_a_gate() -> None:
+    old = STATE.replace(b'"gate":2,', b"")
+    state = parse(State, old)
+    assert state.gate == 0
+    assert state.to_bytes(lambda message: bytes.fromhex(json.loads(old)["signature"][2:])) == old
+    with pytest.raises(ValueError, match="canonical"):
+        parse(State, STATE.replace(b'"gate":2', b'"gate":0'))
+
+
 def states(**changes: Any) -> State:
     return dataclasses.replace(parse(State, STATE), **changes)
 
