@@ -94,7 +94,7 @@ def options_of(exchange: Any, folder: Path, period: int) -> SubnetOptions:
         rules["round.grace"] = f"{period / 3.01:.2f}s"
     miners = least = 2
     if exchange == "store":
-        # Whoever was not merged last time is not waited for, so all in time begin together.
+        # A newcomer is not waited for at each close, so all in time begin together.
         in_time = [computed(exchange, period, up, STEP).in_time for up in UP[exchange]]
         miners, least = len(in_time), sum(in_time)
     return SubnetOptions(

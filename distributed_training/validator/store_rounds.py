@@ -1,11 +1,12 @@
 """Lead the rounds of a store network: take the uploads of a close, judge, merge, publish.
 
 From a close on each upload is fetched as it comes and judged once (:mod:`.judging`). The round
-ends when all members that uploaded last time have, at the latest after the grace. The accepted
-uploads are merged (:mod:`.merge`). The outer step is published (:mod:`.outer_steps`) if the
-held-out loss allows it; if not, whoever spoils it is looked for by halves. Whatever fails on the
-way, a store, a disk or a kill, is begun again from what is in the store: a round may be late, and
-nothing of it is lost.
+ends when all who are waited for have uploaded, at the latest after the grace. Those are the members
+that came to the close before, and at times the others: a newcomer whose link is slower than all
+others' would else find each round over. The accepted uploads are merged (:mod:`.merge`). The outer
+step is published (:mod:`.outer_steps`) if the held-out loss allows it; if not, whoever spoils it is
+looked for by halves. Whatever fails on the way, a store, a disk or a kill, is begun again from what
+is in the store: a round may be late, and nothing of it is lost.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ log = logging.getLogger(__name__)
 
 LEDGER = "ledger.json"  # beside an outer step's files: the scores that hold once it is published
 _LOOK = 2.0  # seconds between two looks at the store
+_ALL_AWAITED = 8  # closes: at each such one nobody's absence counts
 _PATIENT = 3  # closes in a row that the held-out loss refuses, before the founder is asked
 _UPDATE_BITS = 4
 
@@ -91,6 +93,7 @@ class _Close:
     state: State
     random_block: int  # of the text that all its uploads are judged on
     began: float  # by time.monotonic()
+    awaited: frozenset[str]  # hotkeys: the round does not end before them, within the grace
     came: dict[int, float] = field(default_factory=dict)  # by uid: when, by the store's clock
     accepted: dict[int, Accepted] = field(default_factory=dict)
     refused: dict[int, Refused] = field(default_factory=dict)
@@ -158,6 +161,7 @@ class StoreValidator(Validator):
         self._close: _Close | None = None
         self._reached_step: _Reached | None = None
         self._samples: Mapping[int, Tensor] = {}  # of what was merged last
+        self._missed: dict[str, int] = {}  # by hotkey: closes in a row, since our start
         self._looked = 0.0
         self._problem = ""
 
@@ -246,14 +250,18 @@ class StoreValidator(Validator):
             return self._publish(self._reached_step)
         if self.finished or now < state.closes_at:
             return False
+        miners = self._miners()
         if self._close is None or self._close.state.serial != state.serial:
             self._close = _Close(
-                state, self._rng.randrange(*random_block_range(block)), time.monotonic()
+                state,
+                self._rng.randrange(*random_block_range(block)),
+                time.monotonic(),
+                self._choose_awaited(state.serial, miners),
             )
             shutil.rmtree(self._uploads, ignore_errors=True)
             log.info("Close %d of outer step %d", state.serial, state.outer_step)
             self._report("round")
-        close, miners = self._close, self._miners()
+        close = self._close
         self._take(close, miners, block, now)
         if self._missing(close, miners, now):
             self._reporter.report(at_once=False)
@@ -265,15 +273,33 @@ class StoreValidator(Validator):
         }
         return self._end(close, block, now)
 
+    def _choose_awaited(self, serial: int, miners: Sequence[Neuron]) -> frozenset[str]:
+        """Return the hotkeys of those whose uploads the round of a close waits for.
+
+        Whoever missed n closes is waited for where n + 1 is a power of two, all at each
+        ``_ALL_AWAITED``-th close: so those who stay away, however many, delay few rounds.
+        """
+        missed = {m.hotkey: self._missed.get(m.hotkey, 0) for m in miners}
+        everybody = serial % _ALL_AWAITED == 0
+        return frozenset(hotkey for hotkey, n in missed.items() if everybody or not n & (n + 1))
+
+    def _leave_close(self) -> None:
+        """Forget the close, whose round has ended, but for who missed it."""
+        came = {} if self._close is None else self._close.came
+        self._missed = {
+            entry.hotkey: 0 if uid in came else self._missed.get(entry.hotkey, 0) + 1
+            for uid, entry in self.standings.present().items()
+        }
+        self._close = None
+
     def _missing(self, close: _Close, miners: Sequence[Neuron], now: float) -> bool:
         """Return whether there is somebody to wait for."""
         judged = close.accepted.keys() | close.refused.keys()
         end = close.state.closes_at + close.state.grace
         if now < end:
-            head = self._steps.head
-            last = {one.uid for one in head.merged} | {one.uid for one in head.refused}
-            last &= {miner.uid for miner in miners}
-            return not last or bool(close.waiting) or not last <= judged
+            awaited = {miner.uid for miner in miners if miner.hotkey in close.awaited}
+            few = len(close.accepted) < self._rules.settings.least
+            return few or bool(close.waiting) or not awaited <= judged
         # Text that cannot be had is waited for, up to half of a period, where most need some: a
         # member chooses its block, and one whose text nobody has is to cost that member alone.
         return len(close.waiting) > len(close.accepted) and now < end + self._period / 2
@@ -584,7 +610,8 @@ class StoreValidator(Validator):
             reason="",
         )
         self._steps.went_on(manifest, reached.values)
-        self._reached_step, self._close, self._samples = None, None, reached.samples
+        self._reached_step, self._samples = None, reached.samples
+        self._leave_close()
         try:
             os.replace(self._steps.place(manifest.outer_step) / LEDGER, self._standings_path)
         except OSError:  # the disk had no room for it
@@ -616,7 +643,7 @@ class StoreValidator(Validator):
         """Let the close be a period later: what was sent for it is void."""
         gate = close.state.gate + 1 if fault == GATE else 0
         self._show(now, gate=gate)
-        self._close = None
+        self._leave_close()
         self.standings.failed_rounds += 1
         self._remember_round(self._past(close, fault, detail, 0))
         self._save()

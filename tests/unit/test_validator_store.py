@@ -230,7 +230,7 @@ def test_a_close_without_enough_uploads_moves(world: StoreWorld) -> None:
     assert not [key for key in world.bucket.objects if key.startswith("uploads/")]  # they are past
 
 
-def test_a_merge_waits_for_nobody_but_those_who_came_last_time(world: StoreWorld) -> None:
+def test_a_round_ends_when_all_who_came_last_time_have_uploaded(world: StoreWorld) -> None:
     world.round()
     world.train()
     world.until_close()
@@ -241,6 +241,66 @@ def test_a_merge_waits_for_nobody_but_those_who_came_last_time(world: StoreWorld
     world.tick()
     assert world.state.outer_step == 2
     assert world.clock() < world.manifest(2).closed_at + GRACE
+
+
+def _newcomer(world: StoreWorld, uid: int) -> None:
+    world.ledger.register(keypair(f"miner-{uid}").ss58_address, uid=uid)
+    world.miners[uid] = StoreMiner(world, uid)
+    world.miners[uid].outer_step = world.state.outer_step
+
+
+def test_a_newcomer_that_is_slower_than_all_others_is_merged(world: StoreWorld) -> None:
+    for n, slow in ((0, 17), (1, 17), (2, 4)):  # one that missed the first close, a newcomer
+        if slow not in world.miners:
+            _newcomer(world, slow)
+        fast = [uid for uid in world.miners if uid != slow]
+        world.train(*world.miners)
+        world.until_close()
+        for uid in fast:
+            world.miners[uid].upload()
+        world.tick()
+        assert world.state.outer_step == n, "nobody waits for the slow one"
+        if n:
+            world.clock.ahead += GRACE / 2
+            world.miners[slow].upload()
+        else:
+            world.until_late()
+        world.tick()
+        assert world.fates(n + 1) == dict.fromkeys(fast + [slow] * bool(n), "merged")
+
+
+def test_absent_members_delay_few_rounds_however_many_they_are(world: StoreWorld) -> None:
+    for uid in range(30, 40):
+        _newcomer(world, uid)
+    delayed = []
+    for n in range(9):
+        world.train(3)
+        world.until_close()
+        world.miners[3].upload()
+        world.tick()
+        if world.state.outer_step == n:
+            delayed.append(world.state.serial)
+            world.until_late()
+            world.tick()
+        assert world.state.outer_step == n + 1
+    assert delayed == [1, 2, 4, 8]
+
+
+def test_a_round_with_too_few_accepted_takes_whoever_comes_within_the_grace(
+    world: StoreWorld,
+) -> None:
+    for n in range(3):
+        world.train(3, 5, 17)
+        world.until_close()
+        for uid in (3, 5):
+            world.miners[uid].upload(b"damaged" if n == 2 else None)
+        if n < 2:
+            world.until_late()
+        world.tick()
+    assert world.state.outer_step == 2, "both uploads are refused, and the grace is not over"
+    world.miners[17].upload()
+    world.tick()
+    assert world.fates(3) == {3: "damaged", 5: "damaged", 17: "merged"}
 
 
 def test_text_that_cannot_be_had_is_no_fault_of_an_upload(world: StoreWorld) -> None:
