@@ -319,23 +319,30 @@ class StoreValidator(Validator):
         self._attend(close, miners)
         late = close.state.closes_at + close.state.grace
         most = largest_file(self.state.schema, self._judge.bits)
-        for uid, info in new.items():
+
+        def refuse_late(uid: int, info: ObjectInfo) -> bool:
             if info.modified > late:
                 reason = f"it came {info.modified - late:.0f} s after close and grace"
                 self._refuse(close, uid, hotkeys[uid], "", "late", reason)
-            elif info.size > most:
+            return info.modified > late
+
+        for uid, info in new.items():
+            if not refuse_late(uid, info) and info.size > most:
                 reason = f"it has {info.size} bytes, and no upload has more than {most}"
                 self._refuse(close, uid, hotkeys[uid], "", "damaged", reason)
         wanted = [uid for uid in new if uid not in close.refused]
         # Several at a time: each may be slow. Judged one after the other, on one device.
         fetched = each(lambda u: self._fetch(new[u], by_uid[u], most), wanted, stop=self._stop)
-        for uid, (path, problem) in zip(wanted, fetched, strict=True):
-            if problem is None:
-                self._judge_one(close, uid, hotkeys[uid], path, block)
-            elif isinstance(problem, IntegrityError | ObjectMissingError):
-                self._refuse(close, uid, hotkeys[uid], "", "damaged", str(problem))
+        for uid, found in zip(wanted, fetched, strict=True):
+            if isinstance(found, ObjectInfo):
+                # Its owner may have replaced it since the look, by a copy of one that came later.
+                close.came[uid] = found.modified
+                if not refuse_late(uid, found):
+                    self._judge_one(close, uid, hotkeys[uid], block)
+            elif isinstance(found, IntegrityError | ObjectMissingError):
+                self._refuse(close, uid, hotkeys[uid], "", "damaged", str(found))
             else:
-                close.waiting[uid] = str(problem)
+                close.waiting[uid] = str(found)
             self._reporter.report(at_once=False)
 
     def _find_uploads(self, close: _Close, miners: Sequence[Neuron]) -> list[ObjectInfo]:
@@ -351,29 +358,32 @@ class StoreValidator(Validator):
 
         return [info for info in each(look, miners, stop=self._stop) if info is not None]
 
+    def _upload_path(self, uid: int) -> Path:
+        return self._uploads / f"{uid}.safetensors"
+
     def _fetch(
         self, info: ObjectInfo, miner: Neuron, most: int
-    ) -> tuple[Path, StoreError | ChainError | None]:
-        """Return the file of an upload, or why it cannot be had: by its owner, or not now.
+    ) -> ObjectInfo | StoreError | ChainError:
+        """Fetch an upload; return what came, or why it cannot be had: by its owner, or not now.
 
         Raises StoreError of the global bucket.
         """
-        path, of_member = self._uploads / f"{miner.uid}.safetensors", self._of_member
+        path, of_member = self._upload_path(miner.uid), self._of_member
         if path.exists():  # it waits for its text
-            return path, None
+            return info
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             reader = self._steps.reader if of_member is None else of_member(miner)
-            reader.download(info.key, path, limit=most)
+            return reader.download(info.key, path, limit=most)
         except (IntegrityError, ObjectMissingError) as error:
-            return path, error
+            return error
         except (StoreError, ChainError) as error:
             if of_member is None or isinstance(error, NoRoomError):
                 raise
-            return path, error
-        return path, None
+            return error
 
-    def _judge_one(self, close: _Close, uid: int, hotkey: str, path: Path, block: int) -> None:
+    def _judge_one(self, close: _Close, uid: int, hotkey: str, block: int) -> None:
+        path = self._upload_path(uid)
         revision = f"{close.state.outer_step}.{close.state.serial}"
         if uid not in close.waiting:
             self._record(
@@ -425,6 +435,7 @@ class StoreValidator(Validator):
         self, close: _Close, uid: int, hotkey: str, digest: str, cause: str, reason: str
     ) -> None:
         close.refused[uid] = refusal(uid, hotkey, digest, cause, reason)
+        close.waiting.pop(uid, None)
         reset = Judgement.reset(uid, close.state.outer_step, CAUSES[cause], reason)
         self._record("upload_scored", **judgement_fields(reset, ""))
         log.info("uid %d: refused (%s): %s", uid, cause, reason)
@@ -438,10 +449,9 @@ class StoreValidator(Validator):
 
     def _end(self, close: _Close, block: int, now: float) -> bool:
         """End the round of a close: publish its outer step, or let the close move."""
-        for uid, why in close.waiting.items():
+        for uid, why in [*close.waiting.items()]:
             hotkey = self.standings.entries[uid].hotkey
             self._refuse(close, uid, hotkey, "", "not-judged", why)
-        close.waiting.clear()
         for uid, why in find_copies([*close.accepted.values()], self._samples).items():
             self._blame(close, uid, "copy", why)
         least = self._rules.settings.least

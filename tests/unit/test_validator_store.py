@@ -76,6 +76,28 @@ def test_uploads_lie_in_the_members_own_buckets_and_one_away_costs_its_owner_alo
         assert world.fates(n) == {3: "merged", 17: "merged"} | fate
 
 
+def test_an_upload_that_becomes_a_copy_after_the_look_comes_later(tmp_path: Path) -> None:
+    world = StoreWorld(tmp_path, own=True)
+    world.train()
+    world.until_close()
+    copier, bucket, looks = world.miners[17], world.own[17], iter((False, True))
+
+    def replace_before_the_download(operation: str, key: str) -> None:
+        if operation == "head" and next(looks, False):
+            world.clock.ahead += 1
+            copier.upload(moved=world.miners[3].moved)
+
+    copier.upload()
+    world.clock.ahead += 1
+    for uid in (3, 5):
+        world.miners[uid].upload()
+    bucket._before = replace_before_the_download
+    world.until_late()
+    world.clock.ahead -= 10
+    world.tick()
+    assert world.fates(1) == {3: "merged", 5: "merged", 17: "copy"}
+
+
 # --- what is refused ---
 
 
