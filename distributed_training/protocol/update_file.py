@@ -401,7 +401,7 @@ class UpdateFile:
         part = self.layout.parts[index]
         if not 0 <= first <= stop <= part.rows:
             raise ValueError(f"{part.name} has {part.rows} rows, not {first} to {stop}")
-        out = torch.empty((stop - first, part.columns))
+        out = torch.empty((stop - first, part.columns), dtype=torch.float32)
         codes = self._rows(part.codes, part.code_bytes, first, stop)
         decode_rows(self._scales(part, first, stop), codes, out, self.header.bits)
         return out

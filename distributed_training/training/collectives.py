@@ -299,7 +299,7 @@ class HostCopies:
         self._device, self._stage, self._turn = device, stage, threading.Lock()
         self._stream = torch.cuda.Stream(device) if cuda else None
         self._copied = [torch.cuda.Event(), torch.cuda.Event()] if cuda else []
-        self._buffers = [torch.empty(stage, pin_memory=cuda) for _ in range(2)]
+        self._buffers = [torch.empty(stage, dtype=torch.float32, pin_memory=cuda) for _ in range(2)]
 
     def fill(self, pairs: Sequence[Piece], after: torch.cuda.Event | None = None) -> None:
         """Copy float32 tensors to the host tensor of each pair. Returns when the values are there.
@@ -369,7 +369,7 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     if not tensors or tensors[0].device.type != "cuda":
         # copy: without it a tensor of the host would be itself, and the next step would change it.
         return [t.detach().to("cpu", copy=True) for t in tensors]
-    pairs = [(tensor, torch.empty(tensor.shape)) for tensor in tensors]
+    pairs = [(tensor, torch.empty(tensor.shape, dtype=torch.float32)) for tensor in tensors]
     fill_host(pairs)
     return [taken for _, taken in pairs]
 

@@ -386,14 +386,16 @@ def test_a_step_that_calls_that_of_its_base_counts_once() -> None:
 
 
 @pytest.mark.long
-def test_a_device_that_a_script_has_made_the_default_is_not_ours(script: Script) -> None:
+def test_what_a_script_has_made_the_default_of_tensors_is_not_ours(script: Script) -> None:
     step = script.net.step
 
     def elsewhere(**given: Any) -> None:
         torch.set_default_device("meta")
+        torch.set_default_dtype(torch.bfloat16)
         try:
             step(**given)
         finally:
+            torch.set_default_dtype(torch.float32)
             torch.set_default_device(None)
 
     with mock.patch.object(script.net, "step", elsewhere):
