@@ -38,7 +38,9 @@ from .patient_client import PatientClient
 
 #: Bytes of a row group's column, as it lies in the file. Larger ones are not for ranges.
 LARGEST_GROUP = 64 * 2**20
-_LARGEST_END = 64 * 2**20  # bytes, of a file's description at its end
+# Bytes of a file's description at its end, and columns of row groups that it may describe: parsed
+# it takes up to 230 times its bytes.
+_LARGEST_END, _MOST_COLUMNS = 16 * 2**20, 1_000_000
 _END = 2**20  # of it that are asked for at once
 _ARROW_READS = 2**16  # of a file's end, at least
 _MOST_FILES = 50_000
@@ -82,6 +84,7 @@ class HubSource(ParquetSource):
         self._sizes: dict[Path, int] = {}
         self._tags: dict[Path, str] = {}  # ETags
         self._ends_lock = threading.Lock()
+        self._one_parses = threading.Lock()
         self._ends_read: OrderedDict[Path, Any] = OrderedDict()
         folder = self._root / settings.folder
         super().__init__(folder, text_column=settings.text_column, counts=counts)
@@ -198,7 +201,11 @@ class HubSource(ParquetSource):
                 return self._ends_read[path]
         end, size = self._end(path), self._sizes[path]
         part = _Part(size, size - len(end), end, partial(self._fetch, path))
-        meta = pq.read_metadata(pa.PythonFile(part, mode="r"))
+        with self._one_parses:
+            meta = pq.read_metadata(pa.PythonFile(part, mode="r"))
+        columns = sum(meta.row_group(i).num_columns for i in range(meta.num_row_groups))
+        if columns > _MOST_COLUMNS:
+            raise ValueError(f"it describes {columns} columns of row groups")
         with self._ends_lock:
             self._ends_read[path] = meta
             if len(self._ends_read) > _ENDS_KEPT:
@@ -213,8 +220,10 @@ class HubSource(ParquetSource):
         size = self._sizes[path]
         end = self._fetch(path, max(0, size - _END), size)
         length = 8 + int.from_bytes(end[-8:-4], "little")
-        if end[-4:] != _MAGIC or not 8 < length <= min(size, _LARGEST_END):
+        if end[-4:] != _MAGIC or not 8 < length <= size:
             raise ValueError("it does not end as a Parquet file does")
+        if length > _LARGEST_END:
+            raise ValueError(f"its end, which says where rows are, has {length / 1e6:.0f} MB")
         kept = min(size, max(length, _ARROW_READS))
         if kept > len(end):
             end = self._fetch(path, size - kept, size)

@@ -277,6 +277,20 @@ def test_a_damaged_file_is_left_out_by_name(
     assert len(lines) == 3 and all(f"a/{n}.parquet" in "".join(lines) for n in (1, 2, 3))
 
 
+def test_a_description_of_too_many_columns_is_left_out(
+    mirror: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file of 2 MB may describe as many as take 600 MB."""
+    monkeypatch.setattr(hub_module, "_MOST_COLUMNS", 9)
+    with Hub(mirror) as hub:
+        assert source(hub).num_rows() == {"a": 220}
+    assert "it describes 15 columns of row groups" in caplog.text
+    monkeypatch.setattr(hub_module, "_LARGEST_END", 20)
+    with Hub(mirror) as hub, pytest.raises(PageUnavailable, match="the largest config has 0 rows"):
+        source(hub).num_rows()
+    assert "has 0 MB" in caplog.text
+
+
 END = b"PAR1"
 
 
