@@ -98,6 +98,15 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 
 @pytest.fixture(autouse=True)
+def garbage_is_collected() -> Iterator[None]:
+    """A loop that ran in this process has switched the collector off."""
+    yield
+    if not gc.isenabled():
+        gc.unfreeze()
+        gc.enable()
+
+
+@pytest.fixture(autouse=True)
 def loggers_as_they_were() -> Iterator[None]:
     """A program run in this process may quieten a logger: not for the tests after it."""
     ours = "distributed_training"

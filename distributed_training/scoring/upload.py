@@ -100,7 +100,7 @@ class Cause(enum.Enum):
     )
     NO_BLOCKS = (
         "reset, as if it ranked last: block_list in config.json is missing or empty",
-        "upload again; every block that was trained on belongs into the list",
+        "upload again; every block that was trained on belongs in the list",
     )
     OLD_BLOCKS = (
         "reset, as if it ranked last: the newest trained block is too old",

@@ -160,7 +160,7 @@ def test_error_of_any_kind_in_a_scored_upload_costs_that_upload(
         "looked at": (
             BucketReader,
             "metadata",
-            lambda self, *_: self._store is world.miners[17].bucket,
+            lambda self, *_: self.store is world.miners[17].bucket,
         ),
         "read": (upload, "load_payload", lambda raw, *_: raw == mine),
         "measured": (world, "pages", lambda uid, block: uid == 17),

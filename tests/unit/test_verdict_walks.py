@@ -124,6 +124,7 @@ class Walk:
         self.due: list[tuple[float, Callable[[], None]]] = []
         self.mode, self.outer_step, self.called = Mode.TRAINING, 0, 0.0
         self.alive = True
+        self.gate_seen = 0  # closes in a row of whose uploads no half passed, as the state says
         self.income = self.follower()
 
     # --- the miner
@@ -139,6 +140,7 @@ class Walk:
             measured=lambda: {
                 "called_at": self.unix(self.called),
                 "store_silent_since": self.store_silent and self.unix(self.store_silent),
+                "gate": self.gate_seen,
             },
             record=lambda *_, **__: None,
             folder=self.folder,
@@ -423,7 +425,7 @@ class Store(Walk):
         self.uploads = OwnUploads(MemoryObjectStore(), folder / "uploads", 1)
         self.closes_at, self.serial, self.head = self.PERIOD, 1, 0
         self.manifests: dict[int, Manifest] = {}
-        self.forked = False
+        self.forked, self.gate = False, 0
         super().__init__(seed, folder, said)
 
     def rules(self) -> Facts:
@@ -443,6 +445,8 @@ class Store(Walk):
             self.tell(ev.InnerStepDone(report))  # type: ignore[arg-type]
         if self.now >= self.closes_at:
             self.close()
+        if self.store_up:
+            self.gate_seen = self.gate
         if self.alive and self.store_up and self.rng.random() < 0.5:
             self.follow()
 
@@ -450,6 +454,11 @@ class Store(Walk):
         """Take one outer step: the miner's upload is sent, judged, and named in a manifest."""
         rng, step, serial = self.rng, self.head, self.serial
         merged, refused = list[Merged](), list[Refused]()
+        self.gate = self.gate + 1 if rng.random() < 0.1 else 0
+        if self.gate:  # no outer step: this close moves
+            self.serial += 1
+            self.closes_at += self.PERIOD
+            return
         if self.alive and self.store_up and self.outer_step == step and rng.random() < 0.8:
             path = self.uploads.path(step, serial)
             fault = rng.choice(("", "", "", "late", "close", "start", "empty", "worse"))
