@@ -52,7 +52,7 @@ def published(tmp_path: Path) -> MemoryObjectStore:
 
 
 def remote(store: MemoryObjectStore) -> BucketReader:
-    return BucketReader(store, large=timedelta(seconds=2), concurrency=2)
+    return BucketReader(store, large=timedelta(seconds=30), concurrency=2)  # of a busy disk
 
 
 def test_fetch_gives_the_same_files_and_is_not_repeated(
