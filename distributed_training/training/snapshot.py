@@ -194,6 +194,10 @@ class BoundaryCopier:
             for name, rows in wanted.items()
             if name not in made.state
         }
+        device = self._shards[0].local.device
+        # The event now: what the next micro-batches queue is no reason to wait. And before anything
+        # counts as copied, or as under way: a GPU that is lost raises here.
+        after = queued(device)
         made.state.update(new)
         for name, rows in new.items():
             pairs += zip(wanted[name], rows, strict=True)
@@ -201,9 +205,7 @@ class BoundaryCopier:
             copying = BackgroundWrite("copies")
             made.copying.append(copying)
             self._under_way.append(copying)
-            device = self._shards[0].local.device
-            # The event now: what the next micro-batches queue is no reason to wait.
-            copying.start(partial(_copy, made, pairs, queued(device), device))
+            copying.start(partial(_copy, made, pairs, after, device))
         return made
 
     def finish(self) -> None:

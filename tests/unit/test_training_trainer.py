@@ -27,6 +27,7 @@ from distributed_training.store.errors import IntegrityError
 from distributed_training.store.snapshot_folder import wait_complete
 from distributed_training.store.uplink import Uplink
 from distributed_training.training import checkpoint, sharding
+from distributed_training.training import snapshot as snapshots
 from distributed_training.training import trainer as trainer_module
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import Layout
@@ -695,6 +696,20 @@ def test_memory_that_ends_at_a_second_tensor_leaves_none_that_was_not_copied() -
     held.wait()
     for name, rows in made.optimizer.state.items():
         assert same(rows, held.state[name])
+
+
+def test_a_gpu_that_is_lost_before_a_copy_begins_leaves_nobody_waiting() -> None:
+    made = trainer()
+    train(made, 0, 1)
+    held = made.copier.copy_boundary(())
+    lost = mock.patch.object(snapshots, "queued", side_effect=RuntimeError("CUDA error"))
+    with lost, pytest.raises(RuntimeError, match="CUDA error"):
+        made.copier.copy_boundary()
+    assert not held.state, "it would count as copied"
+    made.copier.finish()
+    assert made.copier.copy_boundary() is held
+    held.wait()
+    assert same(made.optimizer.state["exp_avg"], held.state["exp_avg"])
 
 
 @pytest.mark.parametrize("parts", keys.PARTS)
