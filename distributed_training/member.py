@@ -338,6 +338,8 @@ class Net:
 
 def _number(loss: Tensor | float | None) -> float:
     """Return the loss; NaN where there is none."""
+    if isinstance(loss, Tensor):
+        loss = loss.detach()  # torch warns of a float that has a graph
     try:
         return math.nan if loss is None else float(loss)
     except (TypeError, ValueError, RuntimeError):  # a tensor of several values

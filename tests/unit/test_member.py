@@ -9,6 +9,7 @@ import os
 import statistics
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -414,7 +415,8 @@ def test_what_a_script_does_wrong_or_the_end_raises_is_a_line(
     rules = mock.Mock(return_value=Command(Action.FOLLOW_RULES, outer_step=2))
     with mock.patch.object(net._controller, "next_command", rules):
         rules.side_effect = [rules.return_value, Command(Action.IDLE)]
-        net.step()
+        with warnings.catch_warnings(action="error"):
+            net.step(loss=torch.ones((), requires_grad=True))
     assert net.inner_step == 1 and "follow rules failed" not in caplog.text
     net._stack.callback(mock.Mock(side_effect=OSError("away")))
     net.close()
