@@ -412,12 +412,13 @@ def test_what_a_script_does_wrong_or_the_end_raises_is_a_line(
     wrong: Any = "many"
     net.step(tokens=wrong)
     assert "net.step() failed" in caplog.text and net.inner_step == 0
+    caplog.clear()
     rules = mock.Mock(return_value=Command(Action.FOLLOW_RULES, outer_step=2))
     with mock.patch.object(net._controller, "next_command", rules):
         rules.side_effect = [rules.return_value, Command(Action.IDLE)]
         with warnings.catch_warnings(action="error"):
             net.step(loss=torch.ones((), requires_grad=True))
-    assert net.inner_step == 1 and "follow rules failed" not in caplog.text
+    assert net.inner_step == 1 and "failed" not in caplog.text
     net._stack.callback(mock.Mock(side_effect=OSError("away")))
     net.close()
     assert "net.close() failed" in caplog.text
