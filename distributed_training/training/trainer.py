@@ -30,7 +30,7 @@ from distributed_training.protocol.types import (
 )
 
 from . import sharding
-from .collectives import Layout, on_host, open_stream
+from .collectives import Layout, ParameterShard, RowStream, on_host, open_stream
 from .compression import compression_of
 from .epoch_starts import EpochStarts
 from .error_feedback import ErrorFeedback
@@ -68,6 +68,21 @@ NAN_LIMIT, SLOW_STEPS = 3, 50
 #: Outer steps that two states may be apart while their losses are alike. A miner that refuses a
 #: state for its own better one takes the network's of a few rounds later: it is not left behind.
 _NEAR = 2
+
+
+def _outer_step_of(
+    settings: TrainingSettings, exchange: str, shards: Sequence[ParameterShard], stream: RowStream
+) -> OuterStep:
+    kind: Callable[..., OuterStep] = OuterStep
+    if exchange == "store":
+        kind = partial(StoreOuterStep, drop_overlap=settings.late_overlap == "dropped")
+    return kind(
+        shards=shards,
+        stream=stream,
+        learning_rate=settings.outer_learning_rate,
+        momentum=settings.outer_momentum,
+        rule=outer_rule_of(settings, exchange),
+    )
 
 
 class Trainer(HeldWeights):
@@ -131,21 +146,12 @@ class Trainer(HeldWeights):
             shards=shards,
             stream=stream,
         )
-        kind: Callable[..., OuterStep] = OuterStep
-        if exchange == "store":
-            kind = partial(StoreOuterStep, drop_overlap=settings.late_overlap == "dropped")
         super().__init__(
             shards=shards,
             schema=self.sharded.schema,
             tied=self.sharded.tied,
             stream=stream,
-            outer=kind(
-                shards=shards,
-                stream=stream,
-                learning_rate=settings.outer_learning_rate,
-                momentum=settings.outer_momentum,
-                rule=outer_rule_of(settings, exchange),
-            ),
+            outer=_outer_step_of(settings, exchange, shards, stream),
             copier=BoundaryCopier(shards, self.optimizer),
             device=device,
         )
