@@ -25,7 +25,7 @@ def test_a_model_is_what_its_config_says_or_is_refused_by_name(family: str, tmp_
     refused, config = FAMILIES[family]
     status, told = init(tmp_path, config)
     document = (DOCS / "model.md").read_text(encoding="utf-8")
-    assert f"| {family} | {f'refused: `{refused}`' if refused else 'founded'} |" in document
+    assert f"| {family} | {f'refused: `{refused}`' if refused else 'trained'} |" in document
     if refused:
         (line,) = told.splitlines()
         assert status == 2 and refused in line and "so nothing was signed" in line
