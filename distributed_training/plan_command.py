@@ -93,12 +93,12 @@ class Plan:
 
     @property
     def grace(self) -> float:
-        """As the file says, or as init computes it."""
+        """Seconds of the grace: the file's, or what ``dt-network init`` computes."""
         return min(self._grace, self.rules.period / 3)
 
     @property
     def refused(self) -> bool:
-        """Whether dt-network init refuses it, since the grace would be above a third."""
+        """True where ``dt-network init`` refuses the grace: it is above a third of the period."""
         store = self.rules.exchange == "store"
         return store and self.rules.grace is None and self._grace > self.rules.period / 3
 
@@ -139,14 +139,14 @@ class Plan:
 
     @property
     def upload_bytes(self) -> int:
-        """Of one upload over hivemind."""
+        """Bytes of one upload over hivemind."""
         shapes = self.rules.shape.tensors
         scored = scored_bytes(shapes)
         return snapshot_bytes(shapes) - scored if self.rules.uploads_all else scored
 
     @property
     def host_bytes(self) -> int:
-        """Of the whole member, all its machines alike."""
+        """Bytes of host memory that one machine of the member takes."""
         step = self.step
         assert step is not None
         store = self.rules.exchange == "store"
@@ -176,7 +176,7 @@ class Plan:
 
     @property
     def days(self) -> float:
-        """Until so many tokens are trained and merged; infinite if none are."""
+        """Days until the tokens are trained and merged; infinite if none are."""
         if (step := self.step) is None:
             return math.inf
         speed = self.peers * step.tokens_per_second * self.outer_step(step).utilization

@@ -77,7 +77,7 @@ class Growth:
 
     @property
     def dollars_a_month(self) -> float:
-        """Of what is kept, at R2's price."""
+        """Dollars a month for what the store keeps, at R2's price."""
         return self.stored / 1e9 * GB_MONTH
 
     def describe_store(self) -> str:
