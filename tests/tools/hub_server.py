@@ -14,13 +14,13 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
-from tests.tools.support_data import DATASET, Fault
+from tests.tools.support_data import DATASET, Fault, QuietServer
 
 COMMIT = "c0ffee00" * 5
 
@@ -84,14 +84,7 @@ class Hub:
             def log_message(self, format: str, *args: object) -> None:
                 del format, args
 
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-            request_queue_size = 128
-
-            def handle_error(self, request: object, client_address: object) -> None:
-                del request, client_address  # clients that give up are part of the tests
-
-        server = Server(("127.0.0.1", 0), Handler)
+        server = QuietServer(("127.0.0.1", 0), Handler)
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         self._stack.callback(thread.join, 10)

@@ -21,6 +21,16 @@ from tests.tools.waiting import wait_for
 DATASET = "some/dataset"
 
 
+class QuietServer(ThreadingHTTPServer):
+    """A stand-in's server: many clients at once, and those that give up are part of the tests."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        del request, client_address
+
+
 @dataclass(frozen=True)
 class Fault:
     """Name what happens to one request instead of a good answer.
@@ -72,14 +82,7 @@ class RowsServer:
             def log_message(self, format: str, *args: object) -> None:
                 del format, args
 
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-            request_queue_size = 64
-
-            def handle_error(self, request: object, client_address: object) -> None:
-                del request, client_address  # clients that give up are part of the tests
-
-        self._server = Server(("127.0.0.1", 0), Handler)
+        self._server = QuietServer(("127.0.0.1", 0), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
         self._thread.start()
         return self
