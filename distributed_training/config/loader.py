@@ -232,7 +232,9 @@ def _help(setting: Setting) -> str:
     text = setting.help
     if setting.secret:
         return f"{text} (refused here: give {setting.env} in the environment or .env)"
-    if setting.default is not None:
+    if setting.network:
+        text += " [the network's file]"
+    elif setting.default not in (None, ()):
         text += f" [{show(setting.default)}]"
     if setting.bounds:
         text += f" ({setting.bounds})"

@@ -70,16 +70,16 @@ TASKS: Mapping[str, tuple[str, ...]] = {
 USUAL = frozenset(name for names in TASKS.values() for name in names)
 
 TITLES: Mapping[str, str] = {
-    "usual": "Usual",
-    "general": "General",
-    "miner": "Loop and launcher",
+    "usual": "Common flags",
+    "general": "Plug-ins",
+    "miner": "Checkpoints and restarts",
     "training": "Training",
     "data": "Data",
     "store": "Object store",
-    "swarm": "Swarm",
+    "swarm": "Peers over hivemind",
     "chain": "Chain and wallet",
-    "diagnostics": "Diagnostics",
-    "telemetry": "Log and events",
+    "diagnostics": "Doctor",
+    "telemetry": "Logs and dashboard",
     "validator": "Validator",
     "network": "Set by the network's file",
 }

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import textwrap
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,8 +22,7 @@ from annotated_types import Ge, Le
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
-from .model import PRESETS, TITLES, USUAL, Config, Kind
-from .removed import FIXED, MOVED, NO_EFFECT, RULES
+from .model import TITLES, USUAL, Config, Kind
 from .settings import AllSettings
 from .types import ConfigError, show
 
@@ -294,60 +292,45 @@ def read_settings(folder: Path) -> dict[str, str]:
 
 
 def markdown() -> str:
-    """Write ``docs/flags.md``. The validator's schema holds the miner's, so it is documented."""
+    """Return the text of ``docs/flags.md``: the flags of miner and validator."""
     lines = [
         "# Flags",
         "",
-        "Written by `python -m distributed_training flags`; do not edit.",
+        "This page is written by `python -m distributed_training flags`. Do not edit it.",
         "",
-        "Dashes and underscores in a flag are the same: `--neuron.upload-steps 60` and",
-        "`--neuron.upload_steps=60`. Switches need no value; `--flag false` turns one off. What",
-        "wins, strongest first: flags, environment variables, `.env` (with or without `export`),",
-        "`miner.toml` next to it (or the TOML file of `--config`), the network's file, the preset,",
-        "the default. Secrets come from the environment or `.env` only and are refused on the",
-        "command line. Unknown flags are errors, and so are values outside the range, and a start",
-        "without `--network`.",
+        "A setting can be given in several places. The strongest comes first:",
+        "",
+        "1. the command line: `--neuron.upload_steps 60` and `--neuron.upload-steps=60` are the",
+        "    same, and a switch needs no value (`--logging.debug`, `--logging.debug false`);",
+        "2. an environment variable, where the table names one;",
+        "3. the same variable in `.env`;",
+        "4. `miner.toml`, or the TOML file that `--config` names;",
+        "5. [the network's file](network-file.md);",
+        "6. the preset, then the default.",
+        "",
+        "Secrets are read from the environment or `.env` only. A start refuses unknown flags and",
+        "values outside of the range, and says what to do about a flag of an earlier version.",
+        "`dt-miner config` prints every setting and its origin.",
     ]
-    for group, settings in groupby(schema("validator"), key=lambda setting: setting.group):
+    flags = schema("validator").flags
+    for group, settings in groupby(flags, key=lambda setting: setting.group):
         lines += ["", f"## {TITLES[group]}", ""]
-        if group == "network":
-            lines += [
-                "Keys of [the network's file](network-file.md), on which all peers must agree: no",
-                "flags. The defaults are the public network's.",
-                "",
-            ]
         if group == "validator":
-            lines += ["Understood by `neurons/validator.py` only.", ""]
-        first = "Key" if group == "network" else "Flag"
-        lines += [f"| {first} | Default | Range | Environment | Meaning |", "| --- " * 5 + "|"]
+            lines += ["Only the validator knows these flags.", ""]
+        lines += ["| Flag | Meaning | Default | Range |", "| --- " * 4 + "|"]
         lines += [_row(setting) for setting in settings]
-    lines += ["", "## No flags any more", ""]
-    lines += ["Any value is taken, with one line at the start: flags of the public miner that mean"]
-    lines += ["nothing here, and such by which no result changes.", "", "```"]
-    lines += [*textwrap.wrap(" ".join(sorted(NO_EFFECT)), 96), "```", ""]
-    lines += ["Another value than this one is refused:", "", "```"]
-    lines += [f"{name} = {value}" for name, value in sorted(FIXED.items())]
-    lines += ["```", "", "Refused, with what to do instead:", ""]
-    lines += [f"- `--{name}`: {remedy}" for name, remedy in sorted(MOVED.items())]
-    lines += ["", "Refused unless it has the value of the network's file:", "", "```"]
-    lines += [f"{name} = {key}" for name, key in sorted(RULES.items())]
-    lines += ["```", "", "## Presets", "", "```"]
-    for preset, values in PRESETS.items():
-        texts = ", ".join(f"{name} {value}" for name, value in values.items())
-        lines += textwrap.wrap(f"{preset}: {texts or '-'}", 96, subsequent_indent="    ")
-    lines += ["```"]
     return "\n".join(lines) + "\n"
 
 
 def _row(setting: Setting) -> str:
-    name = f"`{setting.name}`" if setting.is_rule else f"`--{setting.name}`"
-    name = "(environment only)" if setting.secret else name
+    names = [] if setting.secret else [f"`--{setting.name}`"]
+    names += [f"`{setting.env}`"] if setting.env else []
     default = "" if setting.default in (None, "", ()) else f"`{show(setting.default)}`"
-    variable = f"`{setting.env}`" if setting.env else ""
+    if setting.network:
+        default = "the file's"
     meaning = setting.help
-    if setting.choices:
+    if setting.choices and not setting.bounds:
         meaning += f" ({', '.join(setting.choices)})"
-    if setting.network and not setting.is_rule:
-        meaning += f" (in the file: `{setting.network}`)"
-    cells = (name, default, setting.bounds, variable, meaning)
+    bounds = setting.bounds.replace(" to ", "–")
+    cells = ("<br>".join(names), meaning, default, bounds)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -70,20 +70,16 @@ class GeneralSettings:
     """Settings that name the origin of defaults."""
 
     network: str | None = flag("network", None, env="DT_NETWORK")
-    """the network to join, without which nothing starts: its file, the https:// URL of it, or a
-    name: sn38 (the public one), local (a subnet on this machine)"""
+    """The network to join: its file, its https:// URL, sn38 or local. Nothing starts without it."""
     preset: Literal[
         "public", "public-12gb", "public-16gb", "public-24gb", "public-40gb", "public-48gb",
         "public-80gb", "public-141gb", "local",
     ] = flag("preset", "public", env="DT_PRESET")  # fmt: skip
-    """what fits GPUs of so much memory (by the memory model); local: a neuron of a subnet on this
-    machine, with --network local unless another is given"""
+    """Settings that fit GPUs with this much memory. 'local' serves a subnet on this machine."""
     config: File | None = flag("config", None)
-    """TOML file of flags, e.g. [neuron] upload_steps = 60, in place of miner.toml; flags win over
-    it"""
+    """TOML file of flags, read in place of miner.toml."""
     plugins: Words[str] = flag("plugins", (), env="DT_PLUGINS")
-    """modules of your own, imported before anything else, that register an optimizer, a data source
-    or another kind"""
+    """Your own modules, imported first, which register an optimizer, a data source or the like."""
 
 
 @dataclass(frozen=True, config=SETTINGS)
@@ -96,13 +92,13 @@ class ChainSettings:
 
     # identity
     netuid: int = flag("netuid", network="chain.netuid", fixed=True, ge=0, le=65535)
-    """number of the subnet (38 on the public network)"""
+    """Number of the subnet."""
     wallet_name: FileName = flag("wallet.name", "default", env="BT_WALLET_NAME")
-    """folder of the wallet (its coldkey is not read)"""
+    """Folder of the wallet. Its coldkey is not read."""
     wallet_hotkey: FileName = flag("wallet.hotkey", "default", env="BT_WALLET_HOTKEY")
-    """name of the hotkey in the wallet"""
+    """Name of the hotkey in the wallet."""
     wallet_path: str = flag("wallet.path", "~/.bittensor/wallets/", env="BT_WALLET_PATH")
-    """folder of all wallets"""
+    """Folder that holds all wallets."""
 
     # chain
     kind: str = rule("chain.kind")
@@ -110,7 +106,7 @@ class ChainSettings:
     network: Subtensor = rule("chain.endpoint")
     """chain to use: finney, test, local, or a ws:// or wss:// URL"""
     chain_endpoint: NodeUrl | None = flag("subtensor.chain_endpoint", None)
-    """URL of the chain node; wins over chain.endpoint"""
+    """URL of the chain node, used in place of the file's chain.endpoint."""
     fallback_endpoints: tuple[str, ...] = ()  # tried after the first; of the SDK if empty
     private: bool = rule("private", False)
     """true: all machines are in one private network (LAN, VPN, cluster), so private addresses are
@@ -119,7 +115,7 @@ class ChainSettings:
     """https:// URL of a registry, the chain of a network without a public one; it is then used
     instead of a Subtensor"""
     invitation: Secret | None = flag("chain.invitation", None, env="DT_INVITATION")
-    """invitation of the network's founder, with which a registry gives this hotkey a uid"""
+    """The founder's invitation, for which the registry gives this hotkey a uid."""
     seconds_per_block: float = rule("round.seconds_per_block", ge=0.01, le=3600)
     """seconds from one block of the chain to the next"""
     poll_interval: timedelta = 6 * SECOND  # between two looks at the current block
@@ -127,7 +123,7 @@ class ChainSettings:
     call_timeout: timedelta = 45 * SECOND  # of connecting, and of one read
     write_timeout: timedelta = 120 * SECOND  # of one write, inclusion in a block included
     start_timeout: Duration = flag("chain.start_timeout", 120 * SECOND, ge=SECOND / 10, le=DAY)
-    """how long the start waits for a first answer of the chain"""
+    """How long the start waits for the chain's first answer."""
 
     @property
     def narrowest(self) -> Reach:
@@ -146,16 +142,16 @@ class ChainSettings:
 
     # signed server
     axon_port: Port = flag("axon.port", 8091)
-    """port of the signed HTTP server; 0 takes a free one"""
+    """Port of the signed HTTP server. 0 takes a free one."""
     # Both versions of IP: the chain may have an address of either.
     axon_ip: IpAddress = flag("axon.ip", "[::]")
-    """address the signed HTTP server listens on"""
+    """Address on which the signed HTTP server listens."""
     external_ip: Found[IpAddress] = flag("axon.external_ip", None)
-    """address others reach this machine at: written to the chain, and announced to the swarm unless
-    --dht.ip gives another (default, or auto: --dht.ip, else asked from public services)"""
+    """Address at which others reach this machine. By default --dht.ip, or public services are
+    asked."""
     external_port: OuterPort | None = flag("axon.external_port", None)
-    """port validators reach this server at, where a router or a container maps another one to
-    --axon.port (default: --axon.port)"""
+    """Port at which validators reach --axon.port if a router or container maps another one to
+    it."""
     max_connections: int = 256  # open ones of the signed server, all addresses together
     max_connections_per_address: int = 16
     requests_per_address: float = 50.0  # a second (burst: 6 times)
@@ -223,11 +219,11 @@ class DataSettings:
 
     # An operator may read a mirror. Pinned revision and rows keep it the same data.
     source: str = flag("data.source", network="data.source")
-    """'hf' (the Hugging Face rows API, as public validators assign it), 'hub' (Parquet files
-    there), 'stdlib' (this machine's Python sources, for trials), 'parquet:DIR', 'jsonl:DIR',
-    'text:DIR', 'shards:DIR' (packed tokens), or several: 'web=hf,code=jsonl:DIR'"""
+    """Where text is read: hf (rows API), hub (Parquet files there), stdlib (Python sources, for
+    trials), parquet:DIR, jsonl:DIR, text:DIR, shards:DIR (packed tokens), or several as
+    web=hf,code=jsonl:DIR."""
     mix: Text = flag("data.mix", "")
-    """shares of several sources in the sequences: 'web=0.7,code=0.3'"""
+    """Shares of several sources, such as web=0.7,code=0.3."""
     dataset: str = rule("data.dataset")
     """dataset of --data.source hub and hf"""
     folder: RepositoryFolder = rule("data.folder", "")
@@ -259,24 +255,24 @@ class DataSettings:
     """true: each member trains on text of his own, --data.own_text, which is never uploaded;
     uploads are judged only on data.held_out"""
     own_text: Words[str] = flag("data.own_text", ())
-    """files, or folders of files, of your own text, in a network whose file says data.own: Parquet,
-    JSON lines (.jsonl), or text in UTF-8"""
+    """Files or folders of your own text (Parquet, .jsonl, UTF-8), if the network's file says
+    data.own."""
     prefetch_blocks: int = flag("data.prefetch_blocks", 2, ge=1, le=1000)
-    """blocks prepared ahead of the one in training"""
+    """Data blocks prepared ahead of the one in training."""
     max_prefetch_blocks: int = flag("data.max_prefetch_blocks", 8, ge=1, le=1000)
-    """the most blocks ahead while the source is slow"""
+    """Most data blocks prepared ahead while the source is slow."""
     workers: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = flag("data.workers", "auto")
-    """processes of each rank that fetch and tokenize; 'auto': one, and up to four where data is
-    prepared about as slowly as it is trained on"""
+    """Processes of each rank that fetch and tokenize. 'auto' starts one, and up to four if training
+    waits."""
     request_timeout: timedelta = 20 * SECOND  # of one HTTP request for rows, body included
     request_attempts: int = 6  # for a page, with growing waits, before it is left out
     page_deadline: timedelta = 120 * SECOND  # of all attempts for a page, waits included
     connections: int = 4  # pages of a block that are fetched at once
     cache_dir: File | None = flag("data.cache_dir", None)
-    """folder for what is fetched, which several miners may share; default: data/ in the run
-    folder"""
+    """Folder for fetched data, which several miners may share. By default data/ in the run
+    folder."""
     cache_gb: float = flag("data.cache_gb", 2.0, ge=0, le=1_000_000)
-    """size bound of what is fetched, GB; 0: no cache"""
+    """Largest size of the fetched data, in GB. 0 keeps none."""
     table_age: timedelta = 6 * HOUR  # at which the dataset's table of configs is asked for again
 
     @property
@@ -292,12 +288,11 @@ class DiagnosticsSettings:
     """Settings of the doctor and of the checks at a start."""
 
     minimum_disk_gb: float = flag("diagnostics.minimum_disk_gb", 10.0, ge=0, le=1e9)
-    """free disk in the run folder that the doctor wants beyond the checkpoints it computes; at
-    least the 1 GB that always stays free"""
+    """Free disk, in GB, that the doctor demands in addition to the checkpoints."""
     measure: Duration = flag("diagnostics.measure", 10 * SECOND, ge=0 * SECOND, le=HOUR)
-    """how long the doctor trains to estimate the step time; 0 leaves it out"""
+    """How long the doctor trains to estimate the step time. 0 skips this."""
     start_check: bool = flag("diagnostics.start_check", True)
-    """run the doctor's quick checks (no network) at start and refuse to start on a failure"""
+    """Run the doctor's quick checks at the start, and refuse to start if one fails."""
 
 
 @dataclass(frozen=True, config=SETTINGS)
@@ -344,28 +339,22 @@ class MinerSettings(RoundSettings):
     """Settings of the loop and the launcher that no package owns."""
 
     name: FileName = flag("neuron.name", "miner")
-    """name of this neuron: in the default run folder, in TensorBoard and W&B"""
+    """Name of this neuron in its run folder, TensorBoard and W&B."""
     # None by default, since it is made of two other settings: Config.run_folder.
     run_folder: File | None = flag("neuron.run_folder", None, env="DT_RUN_FOLDER")
-    """everything this neuron must not lose: checkpoints, journals, logs; one per neuron (default
-    ./runs/<neuron.name>-<wallet.hotkey>)"""
+    """Folder for checkpoints, journals and logs, one for each neuron. By default
+    ./runs/NAME-HOTKEY."""
     nproc_per_node: int | None = flag("nproc_per_node", None, ge=1, le=64)
-    """ranks to start, usually one per GPU (default: one per visible GPU, or 1 without a GPU)"""
+    """Ranks to start. By default one for each visible GPU, or one without a GPU."""
     device: Literal["auto", "cuda", "cpu"] = flag("neuron.device", "auto")
-    """what the ranks train on: auto takes the GPU if there is one"""
+    """Device of the ranks. 'auto' takes the GPU if there is one."""
     stop_timeout: Patience = flag("neuron.stop_timeout", 60 * SECOND)
-    """how long a stop may take (finish the micro-batch, checkpoint, close) before the ranks are
-    ended by force; at least twice what the last checkpoint took, and 20 s. What stops the miner
-    (pm2's kill_timeout, systemd's TimeoutStopSec) must wait 25 s longer"""
+    """How long a stop may take before the ranks are killed. Let pm2 or systemd wait 25 s longer."""
     hang_timeout: Patience = flag("neuron.hang_timeout", 1200 * SECOND)
-    """ranks that come to no micro-batch boundary for this long, or no further in their start, hang:
-    the stacks of all processes are written to stacks.txt in the run folder, and the ranks start
-    again from their last checkpoint. Waiting for data, a round or an upload does not count;
-    compiling, loading weights and waiting until a checkpoint is written do"""
+    """After this long without progress the ranks write stacks.txt and restart from their
+    checkpoint."""
     deregistered_wait: Duration = flag("neuron.deregistered_wait", DAY, ge=SECOND, le=365 * DAY)
-    """a hotkey that lost its uid ends training and uploads at once; weights and run folder are kept
-    and the miner waits this long to be registered again (`btcli subnet register`), then ends with
-    status 3. Metric dt_registered is 0 while it waits, 1 while it runs"""
+    """How long a miner that lost its uid waits for a new one before it ends with status 3."""
     global_tokenizer_name: str = rule("tokenizer.name")
     """tokenizer, by its Hugging Face name or as a folder"""
     master_ss58_address: Hotkey = rule("chain.master_hotkey")
@@ -374,18 +363,15 @@ class MinerSettings(RoundSettings):
     """after the start of a round: how long to wait for the validator's new global state before this
     miner compares epochs and loads what the bucket holds"""
     train_in_rounds: bool | None = flag("neuron.train_in_rounds", None)
-    """inner steps continue while the swarm averages, and the outer step keeps what they trained.
-    Takes 4 bytes of host memory a parameter more in a round (default: in a network of format 2,
-    where the host memory is there)"""
+    """Train while peers average, for 4 bytes of memory a parameter. By default on if format 2 and
+    memory allow it."""
     epoch_check_blocks: Count = 25  # between two looks at the global bucket while training
     checkpoint_steps: Count = flag("neuron.checkpoint_steps", 25)
-    """inner steps between two local checkpoints, at least; one is also written after each outer
-    step and at each stop"""
+    """Fewest inner steps between two checkpoints. Outer steps and stops write one too."""
     checkpoint_interval: Span = flag("neuron.checkpoint_interval", 600 * SECOND)
-    """time trained between two local checkpoints, at least. A checkpoint of 4 billion parameters is
-    64 GB: on fast hardware checkpoint_steps by itself would write one each minute"""
+    """Shortest time of training between two checkpoints."""
     keep_checkpoints: int = flag("neuron.keep_checkpoints", 2, ge=1, le=1000)
-    """local checkpoints to keep; older ones are deleted"""
+    """Local checkpoints to keep."""
 
 
 @dataclass(frozen=True, config=SETTINGS)
@@ -398,26 +384,25 @@ class StoreSettings:
 
     # Keys are of type Secret, which no command line may hold; the account's id is none.
     account_id: str | None = flag("r2.account_id", None, env="R2_ACCOUNT_ID")
-    """Cloudflare account id, 32 hexadecimal digits"""
+    """Cloudflare account id, 32 hexadecimal digits."""
     read_access_key_id: Key = flag("r2.read_access_key_id", env="R2_READ_ACCESS_KEY_ID")
-    """key that may only read, published on the chain; from the R2 dashboard, Manage API tokens"""
+    """Id of the key that may only read. It is published on the chain."""
     read_secret_access_key: Key = flag("r2.read_secret_access_key", env="R2_READ_SECRET_ACCESS_KEY")
-    """secret of the reading key, published on the chain; from the R2 dashboard, Manage API
-    tokens"""
+    """Secret of the reading key. It is published on the chain."""
     write_access_key_id: Key = flag("r2.write_access_key_id", env="R2_WRITE_ACCESS_KEY_ID")
-    """key that may read and write, never published; from the R2 dashboard, Manage API tokens"""
+    """Id of the key that may write. It is never published."""
     write_secret_access_key: Key = flag(
         "r2.write_secret_access_key", env="R2_WRITE_SECRET_ACCESS_KEY"
     )
-    """secret of the writing key, never published; from the R2 dashboard, Manage API tokens"""
+    """Secret of the writing key. It is never published."""
     endpoint_url: EndpointUrl | None = flag(
         "r2.endpoint_url", network="store.endpoint", fixed=True, env="R2_ENDPOINT_URL"
     )
-    """object store to use instead of R2, e.g. http://127.0.0.1:9000, or a folder: folder:///PLACE"""
+    """Object store in place of R2, such as http://127.0.0.1:9000 or folder:///PLACE."""
     jurisdiction: Literal["default", "eu", "fedramp", "us"] = flag("r2.jurisdiction", "default")
-    """R2 jurisdiction the buckets were made in"""
+    """R2 jurisdiction of the buckets."""
     region: str = flag("r2.region", "auto", network="store.region")
-    """region name that requests are signed for"""
+    """Region for which requests are signed."""
     addressing: Literal["path", "virtual"] = rule("store.addressing", "path")
     """where the bucket's name stands: after the store's host, or in it, before the rest"""
     access: Literal["registry", "own"] = rule("store.access", "registry")
@@ -439,18 +424,18 @@ class StoreSettings:
     """what a miner uploads: 'scored', the compressed pseudo-gradient that validators score, or
     'all', the model and the inner optimizer too, as the public network does"""
     upload_steps: Count = flag("neuron.upload_steps", 60)
-    """inner steps between two uploads, at least"""
+    """Fewest inner steps between two uploads."""
     minimum_valid_inner_step: CountFrom0 = rule("round.minimum_valid_inner_step")
     """first inner step of an outer step to upload; lowered, with a warning, if that is too late"""
     age_limit: Age = rule("round.upload_age_limit")
     """age of gradients.pt from which validators count the bucket as stale"""
     keep_epochs: int = flag("neuron.keep_epochs", 3, ge=1, le=1000)
-    """outer steps kept in the bucket; of local snapshots only the newest uploaded one stays"""
+    """Outer steps to keep in the bucket."""
     part_size: int = 0  # bytes of a multipart upload's parts; 0: by the file's size
     concurrency: int = 6  # parts sent or fetched at the same time
     snapshot_timeout: timedelta = 600 * SECOND  # until all ranks have written their files of one
     take_bucket: bool = flag("r2.take_bucket", False)
-    """upload even though another miner claimed this bucket within the last minutes"""
+    """Upload even if another miner claimed this bucket within the last minutes."""
 
     @property
     def longest_transfer(self) -> timedelta:
@@ -466,17 +451,16 @@ class SwarmSettings:
     """Timeouts form one hierarchy: chunk < all-reduce < round < reload (checked at start)."""
 
     dht_port: Port = flag("dht.port", 8009)
-    """TCP port of the swarm; must be reachable from outside; 0 takes a free one"""
+    """TCP port for peers, open to the internet. 0 takes a free one."""
     dht_ip: Found[Ipv4Address] = flag("dht.ip", None)
-    """IPv4 address other peers reach this machine at; it is announced to the swarm (default, or
-    auto: --axon.external_ip, or what is found for it)"""
+    """IPv4 address at which peers reach this machine. By default --axon.external_ip, or what is
+    found for it."""
     dht_external_port: OuterPort | None = flag("dht.external_port", None)
-    """port other peers reach the swarm at, where a router or a container maps another one to
-    --dht.port (default: --dht.port)"""
+    """Port at which peers reach --dht.port if a router or container maps another one to it."""
     dht_listen_ip: Ipv4Address = flag("dht.listen_ip", "0.0.0.0")
-    """IPv4 address the swarm listens on"""
+    """IPv4 address on which the swarm listens."""
     initial_peers: Words[PeerAddress] = flag("neuron.initial_peers", network="swarm.initial_peers")
-    """peers through which the swarm is joined, as /ip4/<ip>/tcp/<port>/p2p/<peer id>"""
+    """Peers to connect to first, each as /ip4/IP/tcp/PORT/p2p/PEER-ID."""
     run_id: str = rule("run_id")
     """names the swarm; all peers of a run must agree"""
     min_group_size: int = rule("round.min_group_size", ge=2, le=LARGEST_GROUP)
@@ -505,30 +489,28 @@ class TelemetrySettings:
     """Settings of logs, metrics and events, and of their places."""
 
     debug: bool = flag("logging.debug", False)
-    """log debug lines (never secrets)"""
+    """Log debug lines. They hold no secrets."""
     trace: bool = flag("logging.trace", False)
-    """log debug lines of hivemind, bittensor and boto3 too"""
+    """Log debug lines of hivemind, bittensor and boto3 too."""
     page_port: Port | Literal["off"] = flag("neuron.page_port", 8010)
-    """port of the page that shows this neuron in a browser; 0: any free one. A validator's is 8011
-    where none is given"""
+    """Port of this neuron's dashboard. 0 takes a free one. A validator's default is 8011."""
     page_host: Text = flag("neuron.page_host", "127.0.0.1")
-    """address of the page; any other than this machine's own needs DT_PAGE_TOKEN"""
+    """Address of the dashboard. Any other than this machine's own needs DT_PAGE_TOKEN."""
     page_token: Secret | None = flag("neuron.page_token", None, env="DT_PAGE_TOKEN")
-    """16 characters or more that whoever opens the page must know"""
+    """Token of at least 16 characters that the dashboard asks for."""
     notify_url: Webhook | None = flag("notify.url", None, env="DT_NOTIFY_URL")
-    """webhook of ntfy, Slack, Discord, Telegram (.../sendMessage?chat_id=ID) or your own, which
-    gets a message when a miner needs somebody, when that is over, and once a day how it was"""
+    """Webhook of ntfy, Slack, Discord, Telegram (.../sendMessage?chat_id=ID) or your own, for
+    alerts and a daily report."""
     price_per_hour: float | None = flag("cost.price_per_hour", None, ge=0, le=1e6)
-    """what this machine costs in an hour, in any currency: the page sets it against the income"""
+    """Price of this machine for an hour. The dashboard compares it with the income."""
     tensorboard_dir: File | None = flag("neuron.tensorboard_dir", None)
-    """write every step's figures for `tensorboard --logdir` into a folder of this miner there"""
+    """Folder in which each step's figures are written for TensorBoard."""
     wandb: Literal["off", "online", "offline"] = flag("neuron.wandb", "off")
-    """send every step's figures to Weights & Biases; offline: keep them in the run folder for
-    `wandb sync`"""
+    """Send each step's figures to Weights & Biases. 'offline' keeps them for wandb sync."""
     wandb_project: Text = flag("neuron.wandb_project", "distributed_training")
-    """project of W&B; its team is the key's, or WANDB_ENTITY in the environment"""
+    """Project of W&B. Set WANDB_ENTITY for another team than the key's."""
     wandb_api_key: Secret | None = flag("neuron.wandb_api_key", None, env="WANDB_API_KEY")
-    """key of W&B (default: that of `wandb login`)"""
+    """Key of W&B. By default the one of wandb login."""
 
 
 MicroBatch = Annotated[int, Field(ge=1, le=65536)]
@@ -541,12 +523,11 @@ class TrainingSettings:
     local_batch_size_train: MicroBatch | Literal["auto"] = flag(
         "neuron.local_batch_size_train", "auto"
     )
-    """sequences per micro-batch and rank; 'auto' measures at the first start which size that fits
-    is the fastest, up to 32 and on a CPU up to 16. When memory runs out it is lowered by itself"""
+    """Sequences of a micro-batch on each rank. 'auto' measures which size is the fastest."""
     local_batch_size_train_effective: Count = flag(
         "neuron.local_batch_size_train_effective", network="training.effective_batch", fixed=True
     )
-    """sequences per inner step over all ranks; rounded up to a multiple of micro-batch x ranks"""
+    """Sequences of an inner step over all ranks, rounded up to whole micro-batches."""
     sequence_length: int = rule("training.sequence_length", ge=2, le=1_000_000)
     """tokens per sequence, as the validators evaluate"""
     learning_rate: float = rule("training.learning_rate", ge=0, le=10)
@@ -591,42 +572,38 @@ class TrainingSettings:
     target_chunk: int = rule("compression.chunk", ge=1, le=4096)
     """largest chunk side of the uploaded pseudo-gradient's format"""
     use_dct: bool = flag("neuron.use_dct", network="compression.dct", fixed=True)
-    """upload DCT coefficients; the validators of the public network cannot read them"""
+    """Upload DCT coefficients, which the public network's validators cannot read."""
     momentum_decay: float = rule("compression.momentum_decay", ge=0, le=1)
     """decay of the error feedback of the uploaded gradient"""
     # What is uploaded (training/error_feedback.py); the benches train by 'upload' too.
     error_feedback: Literal["best", "upload", "off"] = "best"
     step_length: Literal["search", "plain"] = flag("neuron.step_length", "search")
-    """'search': multiply the uploaded values by the factor that lowers the loss on held-out
-    sequences most, as validators apply them; 'plain': upload them as they are, as the public
-    miner does. 'search' needs --neuron.preview_sequences"""
+    """'search' scales an upload so that it lowers held-out loss most. 'plain' does not."""
     preview_sequences: int = flag("neuron.preview_sequences", 32, ge=0, le=10_000)
-    """sequences of the miner, over all ranks, that are left out of training, others after each
-    outer step: each gradient to be uploaded is tried on them as validators do; 0: no preview"""
+    """Sequences kept from training, on which each upload is tried first. 0 turns this off."""
     precision: Literal["auto", "bf16", "fp32"] = flag("neuron.precision", "auto")
-    """of the computation; weights and optimizer are always float32. 'auto': bf16 where the hardware
-    has it, else float32"""
+    """Precision of the computation. 'auto' takes bf16 if the hardware has it. Weights stay
+    float32."""
     activation_checkpointing: Literal["none", "budget", "selective", "full"] = flag(
         "neuron.activation_checkpointing", "none"
     )
-    """recompute activations instead of keeping them: 'budget' the cheaper half of each block, as
-    torch.compile chooses it; 'selective' every second block; 'full' every block. Saves memory,
-    costs up to a third of the speed"""
+    """Recompute activations to save memory, up to a third slower: 'budget' half of each layer,
+    'selective' every second layer, 'full' all."""
     compile: Literal["auto", "on", "off"] = flag("neuron.compile", "auto")
-    """torch.compile of each block; 'auto': on with a GPU, off without"""
+    """Compile decoder layers with torch.compile. 'auto' does so on a GPU."""
     deterministic: bool = flag("neuron.deterministic", False)
-    """on a GPU: the same start trains to the same bits, as on a CPU; slower"""
+    """Train to the same bits at each start on a GPU too, but more slowly."""
     # When ranks reduce their gradients: at the last micro-batch of a step (fastest; holds the whole
     # gradient on each GPU) or at every one. auto: by memory, as the next one.
     gradient_sync: Literal["auto", "last", "every"] = "auto"
     keep_unsharded: Literal["auto", "on", "off"] = "auto"  # the gathered weights, through a step
     wrap: Literal["auto", "block", "root"] = "auto"  # what FSDP gathers at once; auto: by size
     offload_optimizer: Literal["auto", "on", "off"] = flag("neuron.offload_optimizer", "auto")
-    """keep AdamW's state in host memory: 'on', 'off', or 'auto': where it would not fit the GPU"""
+    """Keep the optimizer's state in host memory. 'auto' does so if the GPU cannot hold it."""
     seed: int = flag("neuron.seed", 42, ge=0, le=2**63 - 1)
-    """seed of initial weights where none are loaded"""
+    """Seed of random initial weights."""
     profile_steps: int = flag("profile.steps", 0, ge=0, le=10_000)
-    """write a torch profiler trace of this many inner steps, without stopping the miner"""
+    """Write a torch profiler trace of this many inner steps."""
 
 
 @dataclass(frozen=True, config=SETTINGS)
@@ -641,10 +618,9 @@ class ValidatorSettings(RoundSettings):
     # While fewer miners are alive than a round needs; then it has failed.
     sweep_patience: timedelta = 120 * SECOND
     minimum_peers: int = flag("validator.minimum_peers", 3, ge=1, le=LARGEST_GROUP)
-    """fewest peers (this validator included, failed ones not) of a round and of its average"""
+    """Fewest peers of a round, with this validator and without failed ones."""
     loss_tolerance: float = flag("validator.loss_tolerance", 0.25, ge=0, le=1000)
-    """in a network of format 1 an outer step is refused when it makes the held-out loss worse by
-    more than this fraction"""
+    """Format 1: refuse an outer step that raises held-out loss by more than this fraction."""
     top_candidates: int = 3  # miners, best first, whose checkpoint is tried as our contribution
     upload_content: Literal["scored", "all"] = rule("upload.content", "all")
     """what a miner uploads: 'scored', the compressed pseudo-gradient that validators score, or
@@ -654,27 +630,26 @@ class ValidatorSettings(RoundSettings):
 
     # the initial model, only when the global bucket is empty
     model_config: File | None = flag("validator.model_config", None)
-    """config.json of the model to publish when the global bucket is empty (default: a Llama of
-    about 2 million parameters)"""
+    """config.json of the model to publish into an empty bucket. By default a Llama of 2 million
+    parameters."""
     weights: File | None = flag("validator.weights", None)
-    """folder as transformers writes it: the weights of outer step 0, when the global bucket is
-    empty"""
+    """Folder of a transformers model to publish as outer step 0 into an empty bucket."""
     model_from: MemberUid | Literal["own", "none"] | None = flag("validator.model_from", None)
-    """what the network continues with when the global bucket is empty since it was lost: 'own', the
-    copy in the run folder; a member's uid, its model; 'none', nothing: outer step 0"""
+    """How to fill a lost bucket: 'own' (the copy in the run folder), a member's uid, or 'none'
+    (outer step 0)."""
 
     # the founder's look at the model
     export_every: CountFrom0 = flag("validator.export_every", 0)
-    """outer steps between two exports of the model into exports/ of the run folder; 0: never"""
+    """Outer steps between two exports into exports/ of the run folder. 0 exports none."""
     keep_exports: int = flag("validator.keep_exports", 3, ge=1, le=10_000)
-    """exports to keep, the newest"""
+    """Newest exports to keep."""
     export_command: Text = flag("validator.export_command", "")
-    """command that is run with each export: its folder and outer step are the last two arguments,
-    and its last line, a number or a JSON object of numbers, goes to events, page and W&B"""
+    """Command to run with each export's folder and outer step. Its last line, numbers, is
+    recorded."""
 
     # scoring
     score_blocks: Count = flag("validator.score_blocks", 25)
-    """blocks between two scoring passes over the miners' uploads"""
+    """Chain blocks between two scoring passes over the uploads."""
     score_uids: int = 25  # scored in one pass
     upload_age_limit: Age = rule("round.upload_age_limit")
     """age of gradients.pt from which validators count the bucket as stale"""
