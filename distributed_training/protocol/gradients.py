@@ -105,7 +105,17 @@ def encoded_shape(
     target_chunk: int = TARGET_CHUNK,
     use_dct: bool = False,
 ) -> tuple[int, ...]:
-    """Return the shape of a parameter's ``idxs`` and ``vals``."""
+    """Return the shape that ``idxs`` and ``vals`` of a parameter have.
+
+    Args:
+        shape: The parameter's, of 1 or 2 dimensions.
+        topk: Entries to keep in each selection, at least 1.
+        target_chunk: Upper bound of a chunk's length, in entries.
+        use_dct: Whether entries are coefficients of tiles instead of the values themselves.
+
+    Raises:
+        ValueError: As :func:`layout`.
+    """
     found = layout(shape, target_chunk=target_chunk, use_dct=use_dct)
     return (*found.coded, min(topk, found.candidates))
 
@@ -117,10 +127,23 @@ def encode(
     target_chunk: int = TARGET_CHUNK,
     use_dct: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``(idxs int16, vals float32)`` of a parameter-shaped tensor, on its device.
+    """Compress a parameter-shaped tensor to its entries largest in magnitude.
 
-    The implementation breaks ties. NaN counts as the largest magnitude, so it is sent and not
-    hidden. Raises ValueError as :func:`layout` does, and for ``topk < 1``.
+    NaN counts as the largest magnitude, so it is sent and not hidden. Which of two equal entries is
+    sent is up to the implementation.
+
+    Args:
+        tensor: Any floating dtype, of 1 or 2 dimensions, on any device.
+        topk: Entries to keep in each selection, at least 1.
+        target_chunk: Upper bound of a chunk's length, in entries.
+        use_dct: Transform tiles by a DCT-II first, and keep its largest coefficients.
+
+    Returns:
+        ``idxs`` (int16) and ``vals`` (float32), both of :func:`encoded_shape`, on the tensor's
+            device.
+
+    Raises:
+        ValueError: As :func:`layout`, and for ``topk < 1``.
     """
     if topk < 1:
         raise ValueError(f"topk is {topk}; at least 1 entry must be kept")
@@ -134,11 +157,20 @@ def encode(
 
 
 def encode_rows(rows: torch.Tensor, *, topk: int = TOPK) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select the ``min(topk, columns)`` largest magnitudes of each row.
+    """Select the ``min(topk, columns)`` entries of each row that are largest in magnitude.
 
-    ``rows``: float32, contiguous, ``(n, columns)``. Returns ``idxs`` (int16) and ``vals``
-    (float32), both ``(n, k)`` and ascending by index within a row. ``encode`` of a matrix without
-    DCT is exactly this, reshaped.
+    Without DCT, :func:`encode` of a matrix is exactly this, reshaped.
+
+    Args:
+        rows: float32, contiguous, ``(n, columns)``.
+        topk: Entries to keep in each row, at least 1.
+
+    Returns:
+        ``idxs`` (int16) and ``vals`` (float32), both ``(n, min(topk, columns))`` and ascending by
+        index within a row.
+
+    Raises:
+        ValueError: If an index would not fit into int16.
     """
     n, columns = rows.shape
     k = min(topk, columns)
@@ -178,11 +210,23 @@ def decode(
     target_chunk: int = TARGET_CHUNK,
     use_dct: bool = False,
 ) -> torch.Tensor:
-    """Return the float32 tensor of ``shape`` that a code stands for.
+    """Rebuild the tensor that a pair ``idxs``, ``vals`` stands for; an entry not sent is 0.
 
-    Entries that were not sent are 0. ``idxs`` of any integer type, ``vals`` float32. As the
-    network's validators do, accepts fewer entries or rows than the full code and averages entries
-    sent twice. Raises ValueError for any other shape or type, and for an index outside its range.
+    As the network's validators do, accepts fewer entries or rows than the full code, and averages
+    entries that were sent twice.
+
+    Args:
+        idxs: int16, int32 or int64, of :func:`encoded_shape` or smaller.
+        vals: float32, of the same shape.
+        shape: The parameter's, of 1 or 2 dimensions.
+        target_chunk: As the encoder had it.
+        use_dct: As the encoder had it.
+
+    Returns:
+        float32 of ``shape``, on the device of ``vals``.
+
+    Raises:
+        ValueError: For any other shape or dtype, and for an index outside its range.
     """
     found = layout(shape, target_chunk=target_chunk, use_dct=use_dct)
     check_code(idxs, vals, found)
@@ -205,10 +249,17 @@ def subtract_sent_(
     target_chunk: int = TARGET_CHUNK,
     use_dct: bool = False,
 ) -> None:
-    """Subtract ``decode(idxs, vals)`` from ``tensor`` in place, given the encoder's own code of it.
+    """Subtract ``decode(idxs, vals)`` from ``tensor`` in place.
 
-    Without DCT the entries sent are the tensor's own, so they are set to 0 and nothing is decoded.
-    ``tensor``: float32, contiguous.
+    Without DCT the entries that were sent are the tensor's own, so they are set to 0 and nothing is
+    decoded.
+
+    Args:
+        tensor: float32, contiguous, of 1 or 2 dimensions.
+        idxs: int16, as :func:`encode` returned them for this very tensor.
+        vals: float32, as :func:`encode` returned them.
+        target_chunk: As the encoder had it.
+        use_dct: As the encoder had it.
     """
     if use_dct:
         tensor -= decode(idxs, vals, tensor.shape, target_chunk=target_chunk, use_dct=True)

@@ -28,14 +28,23 @@ _SLOT_BITS = 32
 
 @dataclass(frozen=True)
 class PagePermutation:
-    """The draw of one network.
+    """The rule by which a network draws the pages of each uid, rank and block.
 
     Args:
         key: Names the network, whatever the version of its file.
         rows_per_page: Rows of a page; a config's rest of fewer rows is never read.
         pages_per_block: Pages that a rank reads of a block.
         max_uids: Uids of the network, from 0 on.
-        held_out_pages: Pages that nobody reads.
+        held_out_pages: Pages that nobody trains on.
+
+    Examples:
+        >>> draw = PagePermutation("lab", rows_per_page=100, pages_per_block=2, max_uids=8,
+        ...                        held_out_pages=4)
+        >>> pages = draw(uid=3, local_rank=0, block=1, n_pages=2, num_rows={"a": 5_000})
+        >>> len(pages), pages[0][0], pages[0][1] % 100, pages[0][2]
+        (2, 'a', 0, 'train')
+        >>> set(pages) & set(draw.held_out({"a": 5_000}))
+        set()
     """
 
     key: str
@@ -76,7 +85,14 @@ class PagePermutation:
         return self._pages(places, num_rows, split)
 
     def held_out(self, num_rows: Mapping[str, int]) -> list[tuple[str, int, str]]:
-        """Return the held-out pages. Raises ValueError as a draw does."""
+        """Return the pages that nobody trains on, as ``(config, first row, split)``.
+
+        Args:
+            num_rows: Row count of each config of the dataset.
+
+        Raises:
+            ValueError: If the data have no more pages than are held out.
+        """
         self._free(num_rows)
         return self._pages(range(self.held_out_pages), num_rows, SPLIT)
 
@@ -118,7 +134,16 @@ def permuted(place: int, count: int, *, key: str) -> int:
     """Return the value at ``place`` of the permutation of ``range(count)`` that ``key`` names.
 
     A Feistel network over SHA-256 permutes the least square of a power of two that holds
-    ``count``. What falls beyond ``count`` is permuted again until it does not.
+    ``count``. A result beyond ``count`` is permuted again until it is below.
+
+    Args:
+        place: Position in the permutation, ``0 <= place < count``.
+        count: How many values there are.
+        key: Any text; another key gives another permutation.
+
+    Examples:
+        >>> sorted(permuted(place, 5, key="lab") for place in range(5))
+        [0, 1, 2, 3, 4]
     """
     half = -(-max(1, (count - 1).bit_length()) // 2)  # bits
     while True:

@@ -23,14 +23,25 @@ def select_pages(
     num_rows: Mapping[str, int],
     split: str = SPLIT,
 ) -> list[tuple[str, int, str]]:
-    """Return ``n_pages`` of ``(config, first row, split)`` for one rank of a miner.
+    """Return the pages of text that one rank of a miner trains on at a block.
 
-    ``num_rows`` maps each config of the dataset (without ``default``) to its row count; its order
-    does not matter. A page is ``ROWS_PER_PAGE`` rows from the first row on. Neighbours share data
-    by construction: uid u's rank 1 has the pages of uid u + 1's rank 0, and block b + 3 repeats the
-    last three of block b's five pages.
+    A page is ``ROWS_PER_PAGE`` rows from its first row on. Neighbours share data by construction:
+    uid u's rank 1 has the pages of uid u + 1's rank 0, and block b + 3 repeats the last three of
+    block b's five pages.
 
-    Raises ValueError for negative arguments, no configs, or a config of fewer than 102 rows.
+    Args:
+        uid: The miner's, at least 0.
+        local_rank: The rank's number on its machine, at least 0.
+        block: The chain block that the pages belong to.
+        n_pages: How many pages to draw.
+        num_rows: Row count of each config of the dataset, without ``default``, in any order.
+        split: Split of the dataset, copied into each page.
+
+    Returns:
+        ``n_pages`` tuples ``(config, first row, split)``.
+
+    Raises:
+        ValueError: For negative arguments, no configs, or a config of fewer than 102 rows.
     """
     import numpy as np  # here: config, which --help waits for, knows this function
 
@@ -56,13 +67,24 @@ def select_pages(
 
 
 def pages_read_by(*, rank: int, world_size: int, n_pages: int) -> list[tuple[int, int]]:
-    """List the pages of a block that one rank reads: ``(rank whose page it is, its number)``.
+    """List the pages of a block that one rank reads.
 
     A validator evaluates the first two pages of ranks 0 to 3 (protocol page, section 5). A miner of
     four ranks or more reads as the public one does: each rank its own pages, in order. A smaller
     one deals the pages of four ranks out among its own, the judged ones first, so that all of them
     are trained on. Every rank gets equally many: ``n_pages``, or as many more as the judged pages
-    take. Raises ValueError unless ``0 <= rank < world_size`` and ``n_pages >= 1``.
+    take.
+
+    Args:
+        rank: The reading rank, from 0.
+        world_size: Number of ranks of this miner.
+        n_pages: Pages that a rank of the public miner reads of a block, at least 1.
+
+    Returns:
+        Tuples ``(rank whose page it is, number of the page)``.
+
+    Raises:
+        ValueError: Unless ``0 <= rank < world_size`` and ``n_pages >= 1``.
     """
     if not 0 <= rank < world_size or n_pages < 1:
         raise ValueError(f"rank {rank} of {world_size} cannot read {n_pages} pages")

@@ -34,7 +34,13 @@ RANDOM_BLOCK_AHEAD = 20  # the random evaluation's block is drawn from [now + 20
 
 
 def round_due(*, block: int, last_allreduce_block: int, bpa: int) -> bool:
-    """Return whether ``bpa`` blocks have passed since the last round."""
+    """Return whether the next round is due.
+
+    Args:
+        block: The chain's present block.
+        last_allreduce_block: Block of the last round.
+        bpa: Blocks between two rounds (blocks per all-reduce).
+    """
     return block - last_allreduce_block >= bpa
 
 
@@ -43,13 +49,25 @@ def scored_epoch(*, outer_step: int, block: int, last_allreduce_block: int, bpa:
 
     For the first bpa/2 blocks after a round that is the outer step before: the miners' last uploads
     of it are judged, against the global weights of *that* outer step.
+
+    Args:
+        outer_step: The network's present one, from 0.
+        block: The chain's present block.
+        last_allreduce_block: Block of the last round.
+        bpa: Blocks between two rounds (blocks per all-reduce).
     """
     early = block - last_allreduce_block < bpa / 2
     return outer_step - 1 if early and outer_step != 0 else outer_step
 
 
 def blocks_are_fresh(block_list: Sequence[int], *, block: int, bpa: int) -> bool:
-    """Return whether an upload's block list passes: not empty, newest block at most bpa/2 old."""
+    """Return whether an upload's block list is not empty and its newest block at most bpa/2 old.
+
+    Args:
+        block_list: Blocks that the upload was trained on, in any order.
+        block: The chain's present block.
+        bpa: Blocks between two rounds (blocks per all-reduce).
+    """
     # A block of the future passes, as it does on the public network.
     return bool(block_list) and block - max(block_list) <= bpa / 2
 
@@ -57,14 +75,20 @@ def blocks_are_fresh(block_list: Sequence[int], *, block: int, bpa: int) -> bool
 def upload_age_limit(*, failed_rounds: int, base: timedelta = UPLOAD_AGE_LIMIT) -> timedelta:
     """Return the age that an upload must stay below; each failed round adds ``base``.
 
-    ``failed_rounds``: since the last success. They prolong the time in which no new outer step
-    appears.
+    Args:
+        failed_rounds: Rounds that failed since the last success. They prolong the time in which no
+            new outer step appears.
+        base: The limit without a failed round.
     """
     return base * (1 + failed_rounds)
 
 
 def random_block_range(block: int) -> tuple[int, int]:
-    """Return [low, high) for the block whose pages all uids share in the random evaluation."""
+    """Return [low, high) for the block whose pages all uids share in the random evaluation.
+
+    Args:
+        block: The chain's present block.
+    """
     low = block + RANDOM_BLOCK_AHEAD
     # In a chain's first blocks 10 * block is below low, and the range would be empty.
     return low, max(low + 1, 10 * block)
@@ -81,7 +105,12 @@ MAX_MISSED_SWEEPS = 10  # more failed IsAlive sweeps in a row than this force th
 
 
 def relative_improvement(before: float, after: float) -> float:
-    """Return (before - after) / before; 0 when before is 0, which only a reset has."""
+    """Return (before - after) / before; 0 when ``before`` is 0, as in a reset only.
+
+    Args:
+        before: Loss without the upload, nats per token.
+        after: Loss with it.
+    """
     return (before - after) / before if before else 0.0
 
 
@@ -89,6 +118,18 @@ class ScoreBoard:
     """Scores of a fixed set of uids, as one validator keeps them.
 
     A rating's mu starts at 25, its sigma at 25/3.
+
+    Args:
+        uids: The first uids on the board; :meth:`add` adds more.
+
+    Examples:
+        >>> board = ScoreBoard([0, 1])
+        >>> losses = {0: (2.0, 1.5), 1: (2.0, 1.9)}  # uid: loss before, loss after
+        >>> board.update_round(losses, {0: (2.0, 1.4), 1: (2.0, 1.95)})
+        >>> board.random_score(0) > board.random_score(1)
+        True
+        >>> board.assigned_score(0), board.assigned_score(1)
+        (0.05, 0.0)
     """
 
     def __init__(self, uids: Iterable[int]) -> None:
@@ -108,7 +149,11 @@ class ScoreBoard:
         return tuple(self._ratings)
 
     def add(self, uid: int) -> None:
-        """Start ``uid`` afresh: new on the board, or registered by another hotkey."""
+        """Start the scores of ``uid`` again: it is new, or another hotkey registered it.
+
+        Args:
+            uid: The uid, on the board or not.
+        """
         self._ratings[uid] = self._model.rating(name=str(uid))
         self._assigned[uid] = 0.0
 
@@ -117,13 +162,21 @@ class ScoreBoard:
         random: Mapping[int, tuple[float, float]],
         assigned: Mapping[int, tuple[float, float]],
     ) -> None:
-        """Take in one round's evaluations: uid -> (loss before, loss after), ``RESET`` for failed.
+        """Change ratings and assigned scores by the evaluations of one scoring pass.
 
         The order of ``random`` matters where an improvement is exactly 0 (module docstring). With
-        fewer than two uids there is nobody to compare with and ratings stay as they are. A uid
-        that is only in ``random`` counts as reset in ``assigned``; one only in ``assigned`` is an
-        error. Raises KeyError for a uid that is not on the board, ValueError for a loss that is
-        not finite.
+        fewer than two uids there is nobody to compare with and ratings stay as they are. A uid that
+        is only in ``random`` counts as reset in ``assigned``.
+
+        Args:
+            random: ``(loss before, loss after)`` of each uid on the random pages, in nats per
+                token; ``RESET`` for an upload that could not be judged.
+            assigned: The same on the pages assigned to that uid.
+
+        Raises:
+            KeyError: For a uid that is not on the board, or only in ``assigned``. Nothing has
+                changed.
+            ValueError: For a loss that is not finite. Nothing has changed.
         """
         # All of it before anything changes: half of a pass would stay in the ratings.
         for losses in (random, assigned):
@@ -149,31 +202,51 @@ class ScoreBoard:
             self._assigned[uid] = average
 
     def rating(self, uid: int) -> tuple[float, float]:
-        """Return (mu, sigma)."""
+        """Return ``(mu, sigma)`` of a uid's rating.
+
+        Args:
+            uid: A uid on the board.
+        """
         rating = self._ratings[uid]
         return float(rating.mu), float(rating.sigma)
 
     def random_score(self, uid: int) -> float:
-        """Return mu - 3 sigma."""
+        """Return mu - 3 sigma of a uid's rating.
+
+        Args:
+            uid: A uid on the board.
+        """
         mu, sigma = self.rating(uid)
         return mu - 3 * sigma
 
     def assigned_score(self, uid: int) -> float:
-        """Return the moving average of a uid, in 0..1."""
+        """Return the moving average of a uid's assigned comparisons, in 0..1.
+
+        Args:
+            uid: A uid on the board.
+        """
         return self._assigned[uid]
 
     def train_score(self, uid: int) -> float:
-        """Return the rating times the average of ``assigned``, at least 0."""
+        """Return a uid's random score times its assigned score, at least 0.
+
+        Args:
+            uid: A uid on the board.
+        """
         assigned = self._assigned[uid] if self.assigned_counts else 1.0
         return max(0.0, self.random_score(uid) * assigned)
 
     def total_scores(
         self, *, all_reduce: Mapping[int, float], repo_valid: Mapping[int, float]
     ) -> dict[int, float]:
-        """Return the total of each uid on the board.
+        """Return the total score of each uid on the board.
 
-        A uid missing from either mapping counts as 0 there. The sums to normalise by run over all
-        uids, invalid repositories included.
+        A uid missing from either mapping counts as 0 there. Each sum to normalise by runs over all
+        uids, those of invalid repositories included.
+
+        Args:
+            all_reduce: All-reduce score of each uid, at least 0.
+            repo_valid: 1 for a uid whose bucket is valid, else 0; it multiplies the total.
         """
         train = {uid: self.train_score(uid) for uid in self._ratings}
         train_sum = sum(abs(s) for s in train.values())
@@ -187,7 +260,7 @@ class ScoreBoard:
         return totals
 
     def state(self) -> dict[str, Any]:
-        """Return a JSON-able state that :meth:`restore` takes."""
+        """Return a JSON-able state for :meth:`restore`."""
         return {
             str(uid): {"mu": mu, "sigma": sigma, "assigned": self._assigned[uid]}
             for uid in self._ratings
@@ -195,7 +268,15 @@ class ScoreBoard:
         }
 
     def restore(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Restore a :meth:`state`, adding its uids to the board. Raises KeyError, ValueError."""
+        """Restore a :meth:`state`, and add its uids to the board.
+
+        Args:
+            state: By uid in decimal digits, the numbers ``mu``, ``sigma`` and ``assigned``.
+
+        Raises:
+            KeyError: If a number is missing.
+            ValueError: If a uid or a number is none.
+        """
         for text, entry in state.items():
             uid = int(text)
             self._ratings[uid] = self._model.rating(
@@ -207,6 +288,9 @@ class ScoreBoard:
 def moving_average(previous: float, newest: float, *, alpha: float = EMA_ALPHA) -> float:
     """Return ``previous`` after one more value, whose weight is ``alpha``.
 
-    By default that is the published score after one more total.
+    Args:
+        previous: The average so far.
+        newest: The value to add.
+        alpha: Weight of ``newest``, in 0..1. The default is that of the published score.
     """
     return alpha * newest + (1 - alpha) * previous

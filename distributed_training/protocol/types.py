@@ -79,7 +79,18 @@ class Update:
 class Revision:
     """A point of training: ``{run}.{outer_step}.{inner_step}`` (protocol page, section 1).
 
-    The global model is always ``{run}.{E}.0``.
+    The global model is always ``{run}.{E}.0``. Revisions compare in the order of their fields.
+
+    Args:
+        run: Number of the network's run.
+        outer_step: Outer steps before it.
+        inner_step: Inner steps since the last outer step.
+
+    Examples:
+        >>> Revision.parse("5.12.0") < Revision(run=5, outer_step=12, inner_step=50)
+        True
+        >>> Revision(5, 12, 50).tag
+        '5.12.50'
     """
 
     # In the order by which revisions compare.
@@ -94,9 +105,13 @@ class Revision:
 
     @classmethod
     def parse(cls, tag: str) -> Revision:
-        """Read a revision.
+        """Read a revision from its tag.
 
-        Raises ValueError unless ``tag`` is three non-negative integers and two dots.
+        Args:
+            tag: Three non-negative integers with dots between them, such as ``5.12.0``.
+
+        Raises:
+            ValueError: If ``tag`` is anything else.
         """
         parts = tag.split(".")
         # isdigit and int take the digits of every script.
@@ -107,7 +122,34 @@ class Revision:
 
 @dataclass(frozen=True)
 class StepReport:
-    """The result of one inner step. A figure that could not be measured is None, never invented."""
+    """The result of one inner step. A figure that could not be measured is None, never invented.
+
+    Args:
+        outer_step: The outer step in which it was trained.
+        inner_step: Its number after the step: the first step of an outer step reports 1.
+        loss: Mean cross-entropy in nats over all tokens of the step, all ranks.
+        learning_rate: The rate of this step.
+        tokens: Tokens of all ranks.
+        samples: Sequences of all ranks.
+        seconds: Wall time of the step, data wait included.
+        data_wait_seconds: The part of ``seconds`` in which there was no data.
+        micro_batches: Micro-batches of each rank.
+        grad_norm: Norm of the gradient before clipping.
+        gpu_memory_gb: Peak allocated since the previous step, in units of 1e9 bytes.
+        gpu_utilization: Percent, 0..100.
+        mfu: Model FLOPs utilization, 0..1.
+        skipped: Whether loss or gradient was NaN or Inf, so the optimizer was not stepped.
+        note: What the trainer changed in this step, in words; else empty.
+        total_inner_steps: Inner steps since the first outer step, this one included.
+        learning_rate_share: ``learning_rate`` as a part of the highest rate, 0..1.
+
+    Examples:
+        >>> report = StepReport(outer_step=3, inner_step=1, loss=2.5, learning_rate=4e-4,
+        ...                     tokens=8192, samples=8, seconds=2.0, data_wait_seconds=0.0,
+        ...                     micro_batches=4)
+        >>> report.tokens_per_second
+        4096.0
+    """
 
     outer_step: int
     inner_step: int  # after this step: the first step of an epoch reports 1
@@ -229,7 +271,18 @@ class PublicationReport:
 
 @dataclass
 class Progress:
-    """The point of training at which a snapshot or a checkpoint was taken."""
+    """The point of training at which a snapshot or a checkpoint was taken.
+
+    Args:
+        outer_step: The outer step under way.
+        inner_step: Inner steps done in this outer step.
+        total_inner_steps: Inner steps of all outer steps; the schedule counts it.
+        blocks: Chain blocks trained on since the last upload.
+
+    Examples:
+        >>> Progress(outer_step=3, inner_step=40).revision(run=5).tag
+        '5.3.40'
+    """
 
     outer_step: int = 0
     inner_step: int = 0  # inner steps done in this outer step
@@ -237,7 +290,11 @@ class Progress:
     blocks: list[int] = field(default_factory=list)  # trained since the last upload
 
     def revision(self, run: int) -> Revision:
-        """Return the revision of this progress in ``run``."""
+        """Return the revision of this progress.
+
+        Args:
+            run: Number of the network's run.
+        """
         return Revision(run, self.outer_step, self.inner_step)
 
 

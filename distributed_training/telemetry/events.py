@@ -150,9 +150,13 @@ class _Problems(logging.Handler):
 
 
 def read_events(path: Path, kind: str | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the events of ``path`` (and of ``<path>.1`` before it), oldest first.
+    """Yield the events of a file and of its rotated part, oldest first.
 
     Broken lines are skipped. Yields nothing if neither file exists.
+
+    Args:
+        path: ``events.jsonl`` of a run folder; ``<path>.1`` is read before it.
+        kind: Only events of this kind, such as ``step``; None: all.
     """
     with contextlib.closing(EventFollower(path)) as follower:
         for event in follower.history(at_most=sys.maxsize):
@@ -202,6 +206,20 @@ class EventFollower:
 
     The file may be rotated: the old one is read to its end before the new one is begun. Of a line
     longer than 1 MiB nothing is kept in memory.
+
+    Args:
+        path: The file; it need not exist yet.
+
+    Examples:
+        >>> import tempfile, pathlib
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "events.jsonl"
+        >>> follower = EventFollower(path)
+        >>> follower.poll()
+        []
+        >>> _ = path.write_text('{"time": 0, "kind": "step", "loss": 2.5}' + chr(10))
+        >>> [event["loss"] for event in follower.poll()]
+        [2.5]
+        >>> follower.close()
     """
 
     def __init__(self, path: Path) -> None:
@@ -210,10 +228,13 @@ class EventFollower:
         self._rest = b""
 
     def history(self, *, at_most: int) -> Iterator[dict[str, Any]]:
-        """Yield the events in the last ``at_most`` bytes; :meth:`poll` goes on there.
+        """Yield the events at the end of the file; :meth:`poll` continues after them.
 
-        The rotated file counts too. One by one: a week of them takes ten times as much memory as
-        the file.
+        The rotated file counts too. Events come one by one: a week of them takes ten times as much
+        memory as the file.
+
+        Args:
+            at_most: How many bytes to read, counted from the end.
         """
         size = self.path.stat().st_size if self.path.exists() else 0
         if size < at_most:
@@ -270,6 +291,7 @@ class EventFollower:
                 yield event
 
     def close(self) -> None:
+        """Close the file; :meth:`poll` would open it again from its beginning."""
         if self._file is not None:
             self._file.close()
             self._file = None
