@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.tools import pictures
+
 pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[2]
 
@@ -54,6 +56,26 @@ def test_code_block_of_a_numbered_step_is_indented_by_four() -> None:
 def test_the_page_of_metrics_is_that_of_the_catalogue() -> None:
     page = runpy.run_path(str(ROOT / "docs" / "site" / "metrics.py"))["page"]()
     assert (ROOT / "docs" / "metrics.md").read_text() == page, "python docs/site/metrics.py"
+
+
+def test_each_picture_is_shown_with_its_command_date_and_commit() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    paragraphs = [part for page in pages for part in page.read_text().split("\n\n")]
+    for picture in (ROOT / "docs" / "images").glob("*.png"):
+        places = [i for i, text in enumerate(paragraphs) if f"images/{picture.name})" in text]
+        assert places, f"no page shows {picture.name}"
+        for place in places:
+            captions = map(pictures.CAPTION.search, paragraphs[place : place + 2])
+            assert any(captions), f"{picture.name} is shown without its command, date and commit"
+
+
+def test_a_drawn_picture_gets_the_date_and_commit_of_its_own_command_only() -> None:
+    drawn, other = f"`{pictures.COMMAND}`, 2026-01-02, at commit 01234567", "`make run`"
+    page = f"*{drawn}.* *{other}, 2026-01-02, at commit 01234567.*"
+    assert pictures.dated(page, "2026-03-04", "89abcdef") == (
+        f"*`{pictures.COMMAND}`, 2026-03-04, at commit 89abcdef.* "
+        f"*{other}, 2026-01-02, at commit 01234567.*"
+    )
 
 
 def test_each_table_of_figures_is_as_it_was_measured() -> None:
