@@ -24,6 +24,7 @@ from bench.common import parser
 
 PRODUCT = ("distributed_training", "neurons", "scripts")
 OTHERS = ("extras", "tests", "bench", "examples")
+DOCUMENTS = ("*.md", "docs/**/*.md", "bench/*.md", "ops/*.md")
 _ANY_LINE = 3  # characters of a line that is code; a bracket alone says nothing of density
 _SILENT = frozenset(
     {
@@ -53,6 +54,7 @@ class Tree:
     constructors: dict[str, int] = field(default_factory=dict)  # parameters
     flags: set[str] = field(default_factory=set)  # declared by the settings, all programs
     broad: list[str] = field(default_factory=list)
+    words: int = 0  # of the documents; a bar or a ruler of a table is no word
 
     @property
     def total(self) -> int:
@@ -166,6 +168,8 @@ def measure(tree: Path) -> Tree:
             if (source := path.read_text())
         ]
         found.others[top] = (sum(counts), len(counts))
+    for path in {path for pattern in DOCUMENTS for path in tree.glob(pattern)}:
+        found.words += sum(any(map(str.isalnum, word)) for word in path.read_text().split())
     return found
 
 
@@ -199,6 +203,7 @@ def rows(found: Tree) -> Iterator[Row]:
     ):
         lines, files = found.others.get(top, (0, 0))
         yield Row(f"lines of {top}", lines, goal, f"{files} files")
+    yield Row("words of documents", found.words, "<= 30000")
     yield Row("comments per 100 lines", round(100 * found.comments / found.total, 1), ">= 5")
     longest = max(found.functions, key=lambda name: found.functions[name])
     yield Row("longest function, all lines", found.functions[longest], "<= 100", longest)
