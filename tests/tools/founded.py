@@ -35,6 +35,7 @@ MODULES = {
     "dt-validator": "distributed_training.validator",
     "dt-miner": "distributed_training.miner",
     "dt-export": "distributed_training.scoring.export",
+    "dt-status": "distributed_training.status_command",
     "front": "tests.tools.front",
     "stranger": "tests.tools.stranger_peer",
 }
