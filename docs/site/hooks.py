@@ -45,7 +45,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     _TEXTS[page.file.src_uri] = markdown
     named = {name: source for source, name in OUTSIDE.items()}
     folder = posixpath.dirname(named.get(page.file.src_uri, f"docs/{page.file.src_uri}"))
-    return _LINK.sub(lambda found: link(found[1], found[2], folder), markdown)
+    place = posixpath.dirname(page.file.src_uri)
+    return _LINK.sub(lambda found: link(found[1], found[2], folder, place), markdown)
 
 
 def on_post_build(config: Any) -> None:
@@ -93,13 +94,16 @@ def summary(markdown: str) -> str:
     return ""
 
 
-def link(text: str, target: str, folder: str) -> str:
-    """Return a link of a file in ``folder`` as the site has it; other files are only named."""
+def link(text: str, target: str, folder: str, place: str = "") -> str:
+    """Return a link of a file in ``folder`` as the site's page in the folder ``place`` has it.
+
+    Files that are no pages are only named.
+    """
     if target.startswith(("http:", "https:", "#")):
         return f"[{text}]({target})"
     path, _, anchor = target.partition("#")
     path = posixpath.normpath(posixpath.join(folder, path))
     if path not in OUTSIDE and not path.startswith("docs/"):
         return text if path == "README.md" else f"{text} (`{path}`)"
-    path = OUTSIDE.get(path) or path.removeprefix("docs/")
+    path = posixpath.relpath(OUTSIDE.get(path) or path.removeprefix("docs/"), place or ".")
     return f"[{text}]({path}{'#' if anchor else ''}{anchor})"
