@@ -2,8 +2,8 @@
 
     python -m tests.tools.prose
 
-It refuses sentences of more than 35 words and words that docs/glossary.md replaces. In documents it
-also refuses words that make a reader stop: *alone* for *only*, *goes on* for *continues*.
+It refuses sentences of more than 35 words, and words that make a reader stop: *alone* for *only*,
+*goes on* for *continues*. CONTRIBUTING.md has the rules.
 test_document_figures.py checks citations of docs/protocol.md.
 """
 
@@ -36,7 +36,7 @@ def findings(text: str) -> Iterator[str]:
             if (words := len(sentence.split())) > LONGEST:
                 yield f"{words} words: {sentence[:60]}..."
         for word in BANNED.finditer(" ".join(paragraph.split())):
-            yield f"the word {word[0]!r}: see docs/glossary.md"
+            yield f"the word {word[0]!r}: see CONTRIBUTING.md"
 
 
 def of_code(path: Path) -> Iterator[str]:
