@@ -25,6 +25,7 @@ from distributed_training.common.files import read_json_object
 from distributed_training.common.gpus import CARDS, PRICED
 from distributed_training.common.llama import named_config
 from distributed_training.common.memory import (
+    MOST_WORKERS,
     ModelShape,
     Parts,
     disk_space,
@@ -36,6 +37,7 @@ from distributed_training.common.paper_step import Machine, PaperStep, best_step
 from distributed_training.config import ConfigError, exit_with, load_config
 from distributed_training.config.loader import Parser, argument, ranged
 from distributed_training.config.types import Text
+from distributed_training.health.machine import count_moments
 from distributed_training.protocol.growth import Growth, grace_seconds
 from distributed_training.protocol.network_report import span
 from distributed_training.protocol.round_plan import (
@@ -63,6 +65,7 @@ class Rules:
     period: float
     sequences: int
     length: int
+    moments: float = 2  # tensors that the inner optimizer keeps of a parameter, on average
     grace: float | None = None  # None: as dt-network init chooses it
     bits: int = 4  # of an upload through the store; over hivemind of a round
     uploads_all: bool = False
@@ -89,7 +92,13 @@ class Plan:
     @property
     def step(self) -> PaperStep | None:
         rules = self.rules
-        return best_step(rules.shape, self.machine, length=rules.length, sequences=rules.sequences)
+        return best_step(
+            rules.shape,
+            self.machine,
+            length=rules.length,
+            sequences=rules.sequences,
+            moments=rules.moments,
+        )
 
     @property
     def grace(self) -> float:
@@ -114,7 +123,9 @@ class Plan:
         uploads = max(1.0, rules.period // (step.seconds * rules.upload_steps))
         # The whole model is written for each upload of the whole, else once for the checkpoint.
         writes = uploads if rules.uploads_all else 1.0
-        held = held_seconds(shape, self.machine, step=step.seconds, writes=writes)
+        held = held_seconds(
+            shape, self.machine, step=step.seconds, writes=writes, moments=rules.moments
+        )
         member = Member(step.seconds, self.up, self.down, held)
         if rules.exchange == "store":
             return through_store(
@@ -142,7 +153,8 @@ class Plan:
         """Bytes of one upload over hivemind."""
         shapes = self.rules.shape.tensors
         scored = scored_bytes(shapes)
-        return snapshot_bytes(shapes) - scored if self.rules.uploads_all else scored
+        moments = self.rules.moments
+        return snapshot_bytes(shapes, moments) - scored if self.rules.uploads_all else scored
 
     @property
     def host_bytes(self) -> int:
@@ -150,13 +162,22 @@ class Plan:
         step = self.step
         assert step is not None
         store = self.rules.exchange == "store"
-        how = replace(step.how, train_in_rounds=not store and not self.rules.pauses)
+        how = replace(
+            step.how,
+            train_in_rounds=not store and not self.rules.pauses,
+            workers=MOST_WORKERS * self.machine.gpus,
+        )
         return host_memory(self.rules.shape, how) - store * 4 * self.rules.shape.parameters
 
     @property
     def disk_bytes(self) -> int:
         content: Parts = "all" if self.rules.uploads_all else "scored"
-        return disk_space(self.rules.shape, keep_checkpoints=_CHECKPOINTS, content=content)
+        return disk_space(
+            self.rules.shape,
+            keep_checkpoints=_CHECKPOINTS,
+            moments=self.rules.moments,
+            content=content,
+        )
 
     @property
     def growth(self) -> Growth:
@@ -370,7 +391,7 @@ def facts(plan: Plan) -> Iterator[tuple[str, str]]:
         words.append(f"--neuron.activation_checkpointing {how.checkpointing}")
     words += [] if how.keep_unsharded else ["weights gathered each time"]
     words += [] if how.reduce_at_last else ["gradients reduced each time"]
-    words += ["AdamW's state in host memory"] if how.offload_optimizer else []
+    words += ["the optimizer's state in host memory"] if how.offload_optimizer else []
     of = f"{step.device_bytes / 1e9:.0f} of {plan.machine.card.memory:g} GB"
     yield "GPU memory", f"{of}: {', '.join(words)}"
     host = f"{plan.host_bytes / 1e9:.0f} GB"
@@ -515,6 +536,7 @@ def rules_of(options: argparse.Namespace) -> Rules:
         period=blocks * config.chain.seconds_per_block,
         sequences=config.training.local_batch_size_train_effective,
         length=config.training.sequence_length,
+        moments=count_moments(config.training, shape),
         grace=None if founded else miner.grace.total_seconds(),
         bits=miner.bits if exchange == "store" else 4 if four else 32,
         uploads_all=not founded and exchange != "store" and config.store.content == "all",

@@ -120,8 +120,13 @@ def flops_per_token(shape: ModelShape, length: int) -> float:
     return 6.0 * trained_parameters(shape) + 12.0 * shape.layers * shape.query_width * length
 
 
-def arrangements(shape: ModelShape, machine: Machine, length: int) -> Iterator[Arrangement]:
-    """Yield the ways to train that fit, those first that a miner takes by itself."""
+def arrangements(
+    shape: ModelShape, machine: Machine, length: int, moments: float = 2
+) -> Iterator[Arrangement]:
+    """Yield the ways to train that fit, those first that a miner takes by itself.
+
+    ``moments``: tensors that the inner optimizer keeps of a parameter, on average.
+    """
     limit = MARGIN * machine.card.memory * 1e9
     largest = max(1, min(_LARGEST_MICRO_BATCH, _LARGEST_MICRO_BATCH * 1024 // length))
     for checkpointing in _CHECKPOINTING:
@@ -131,6 +136,7 @@ def arrangements(shape: ModelShape, machine: Machine, length: int) -> Iterator[A
             sequence_length=length,
             checkpointing=checkpointing,
             loss_chunk=loss_chunk(round(machine.card.memory * 1e9)),
+            moments=moments,
         )
         for way in list_ways(how):
             for power in reversed(range(largest.bit_length())):
@@ -172,7 +178,8 @@ def predict(
         "compute": on_each * compute / card.peak,
         "memory": on_each * passing / memory,
         "reduction": moved / memory + sent / (card.link * 1e9) + copies / _BETWEEN,
-        "optimizer": 40 * own / memory + (8 * own / bus if how.offload_optimizer else 0.0),
+        "optimizer": 40 * own / memory
+        + (4 * how.moments * own / bus if how.offload_optimizer else 0.0),
     }
     hooks = 2 * (layers + 1) * _HOOKS if n >= 50e6 else 0.0
     kernels = (_KERNELS + 9) * layers + 3  # one more for each tensor's gradient
@@ -191,13 +198,18 @@ def predict(
 
 @functools.cache
 def best_step(
-    shape: ModelShape, machine: Machine, *, length: int = 1024, sequences: int = 512
+    shape: ModelShape,
+    machine: Machine,
+    *,
+    length: int = 1024,
+    sequences: int = 512,
+    moments: float = 2,
 ) -> PaperStep | None:
     """Return the fastest step of all arrangements; None: the model does not fit."""
     largest = max(1, sequences // machine.all_gpus)
     steps = [
         predict(shape, machine, how, sequences=sequences)
-        for how in arrangements(shape, machine, length)
+        for how in arrangements(shape, machine, length, moments)
         if how.micro_batch <= largest
     ]
     # Of equal ones the first; one that is hardly faster is not worth a flag.

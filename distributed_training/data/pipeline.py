@@ -24,6 +24,7 @@ import torch
 
 from distributed_training.common.backoff import Repeats, Throttle
 from distributed_training.common.files import FULL
+from distributed_training.common.memory import MOST_WORKERS
 from distributed_training.config.types import load_optional
 
 from .block_builder import Failure, Prepared, WorkerPool, WorkerSpec, check_folder
@@ -81,8 +82,8 @@ _KEPT_FILES = 16  # prepared blocks on disk, of this rank
 _LEAST_LEAD = 20.0  # seconds
 _SLOW_LINE_EVERY = 600.0
 _TIMED_LEAST = 3  # blocks, before what is measured is more than the start of everything
-#: Of a rank by itself; and from which part of the time of training a block on it gets one more.
-_MOST_WORKERS, _NARROW = 4, 0.8
+#: Share of a block's training time from which its preparation is slow, so one more worker starts.
+_NARROW = 0.8
 
 
 @dataclass
@@ -272,7 +273,7 @@ class DataPipeline:
         per_worker = self._prepare_seconds / len(self._workers)
         # None helps against a server that refuses requests.
         refused = self._counts["http_429"] - self._refused
-        may_grow = self._settings.workers == "auto" and len(self._workers) < _MOST_WORKERS
+        may_grow = self._settings.workers == "auto" and len(self._workers) < MOST_WORKERS
         if may_grow and not refused and per_worker > _NARROW * self._train_seconds:
             self._workers.add()
             self._timed = 0  # what is measured next is of one more

@@ -28,6 +28,7 @@ from distributed_training.common.control_groups import usable_cores
 from distributed_training.common.files import free_bytes
 from distributed_training.common.memory import (
     DISK_RESERVE,
+    MOST_WORKERS,
     Arrangement,
     ModelShape,
     device_memory,
@@ -317,6 +318,7 @@ def arrange(
         loss_chunk=loss_chunk(gpu),
         train_in_rounds=True,
         moments=count_moments(training, shape),
+        workers=ranks * (MOST_WORKERS if config.data.workers == "auto" else config.data.workers),
     )
     wanted = config.miner.train_in_rounds
     if wanted is None:
@@ -420,6 +422,7 @@ def refuse_model(config: Config, *, ranks: int) -> None:
                 cuda=gpu is not None,
                 train_in_rounds=config.miner.train_in_rounds is True,
                 moments=count_moments(config.training, shape),
+                workers=ranks,  # auto starts with one each
             )
             ways.append({"host memory": host_memory(shape, how)})
             if how.cuda:

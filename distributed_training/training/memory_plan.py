@@ -13,6 +13,7 @@ import torch
 
 from distributed_training.common.memory import (
     MARGIN,
+    MOST_WORKERS,
     Arrangement,
     Checkpointing,
     ModelShape,
@@ -144,6 +145,7 @@ def plan_memory(
         compiled=settings.compile != "off",
         loss_chunk=loss_chunk(device_bytes),
         moments=moments,
+        workers=MOST_WORKERS * world_size,
     )
     every = _choices(settings.gradient_sync, "every")
     ways = list_ways(

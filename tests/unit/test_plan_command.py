@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from distributed_training.common.gpus import CARDS
 from distributed_training.common.llama import named_config
+from distributed_training.common.memory import MOST_WORKERS, WORKER_BYTES, ModelShape
 from distributed_training.plan_command import main
 from tests.tools.network import network_file
 
@@ -83,6 +84,39 @@ def test_a_plan_goes_by_the_networks_file(
     assert found["inner_steps"] * found["step_seconds"] == pytest.approx(1200, rel=0.02)
     paused, local = (plan(capsys, "--network", name, *machine) for name in ("sn38", "local"))
     assert not paused["fits"] and "stored" not in local
+
+
+def test_a_plan_counts_one_moment_of_a_matrix_with_muon(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rules = {
+        "exchange": "store",
+        "private": True,
+        "chain.url": "http://127.0.0.1:8100",
+        "model.config": {k: v for k, v in named_config("1b").items() if v is not None},
+        "model.parameters": ModelShape.from_config(named_config("1b")).parameters,
+    }
+    adamw, muon = (
+        plan(
+            capsys,
+            *("--network", network_file(tmp_path / name, rules | {"training.optimizer": name})),
+            *("--gpu", "h100x8", "--link", "100/20"),
+        )
+        for name in ("adamw", "muon")
+    )
+    shape = ModelShape.from_config(named_config("1b"))
+    fewer = 4 * (shape.parameters - shape.embedding_parameters)  # bytes: a float32 of each
+    assert adamw["device_bytes"] - muon["device_bytes"] == pytest.approx(1.08 * fewer / 8, rel=0.01)
+    assert adamw["host_bytes"] - muon["host_bytes"] == pytest.approx(fewer, rel=0.01)
+    assert adamw["disk_bytes"] - muon["disk_bytes"] == pytest.approx(3 * fewer, rel=0.01)
+
+
+def test_a_plan_counts_the_data_workers_of_each_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    one, eight = (
+        plan(capsys, "--model", "125m", "--gpu", f"h100x{gpus}", "--link", "100")["host_bytes"]
+        for gpus in (1, 8)
+    )
+    assert eight - one == 7 * MOST_WORKERS * WORKER_BYTES
 
 
 @pytest.mark.parametrize(
