@@ -21,11 +21,26 @@ from distributed_training.member import join
 
 
 class NetworkCallback(TrainerCallback):
-    """``network`` and ``settings`` as of :func:`distributed_training.join`.
+    """Makes a Hugging Face ``Trainer`` a member of a store network.
 
-    ``net`` is what that returns, from the moment at which training begins. The loss that is
-    reported is the one that the ``Trainer`` logged last; tokens are reported with
+    ``net`` is the membership, from the moment at which training begins. The reported loss is the
+    last one that the ``Trainer`` logged; tokens are reported with
     ``include_num_input_tokens_seen``.
+
+    Args:
+        network: File, URL or name, as for :func:`distributed_training.join`.
+        **settings: Settings of ``miner.toml``, as for :func:`distributed_training.join`.
+
+    Examples:
+        ```python
+        from transformers import Trainer
+
+        from distributed_training.huggingface import NetworkCallback
+
+        trainer = Trainer(model=model, args=arguments, train_dataset=dataset)
+        trainer.add_callback(NetworkCallback("network.toml", wallet_name="w"))
+        trainer.train()
+        ```
     """
 
     def __init__(self, network: str | Path, **settings: Any) -> None:

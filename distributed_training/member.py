@@ -9,12 +9,13 @@
             net.step(loss=loss)
 
 The script keeps its model, optimizer, data and loop; :meth:`Net.step` does the rest of a miner.
-It is the miner's own loop, whose boundaries lie in the calls of ``step()``: the same controller
-decides, the same ranks' part uploads, saves and applies, the same subscribers write log, events and
-the files of dashboard and ``dt-status``. What waits for a network is in threads, as there.
+It runs the miner's own loop: the same controller decides, the same code uploads, saves and applies
+updates, and the same subscribers write log, events and the files of dashboard and ``dt-status``.
+Transfers run in threads, as in a miner.
 
-The run folder's checkpoint has the weights too, so they and what is said of them cannot differ: a
-script that starts again goes on from it, whatever it has loaded into the model itself.
+The run folder's checkpoint holds the weights and the record of what was uploaded, so the two always
+agree. A script that starts again continues from that checkpoint, whatever weights it has loaded
+into the model itself.
 """
 
 from __future__ import annotations
@@ -94,16 +95,27 @@ def join(
     optimizer: Optimizer | Sequence[Optimizer],
     **settings: Any,
 ) -> Net:
-    """Join a store network with ``model``, which gets the network's weights. On each rank.
+    """Join a store network with ``model``, which gets the network's weights.
 
-    ``network``: file, URL or name, as ``--network``; None: as ``miner.toml`` of the working folder
-    says. ``settings``: those of ``miner.toml`` by their names, with ``_`` for a dot
-    (``wallet_name="w"``); environment, ``.env`` and ``miner.toml`` are read too. Wrap the model
-    (DDP, ``fully_shard``) and make the optimizer before. Weights come from the network, or after a
-    restart from the run folder; the optimizer's state is the script's to keep.
+    Call it on each rank, after the model was wrapped (DDP, ``fully_shard``) and the optimizer was
+    made. Weights come from the network, or after a restart from the run folder; the optimizer's
+    state is the script's to keep. Settings are also read from the environment, ``.env`` and
+    ``miner.toml``.
 
-    Raises ValueError with one line for settings, a model or an optimizer that do not fit, and
-    RuntimeError where chain or store cannot be reached.
+    Args:
+        network: File, URL or name, as ``--network``; None: as ``miner.toml`` of the working folder
+            says.
+        model: Has the network's parameters, float32, by the same names and of the same shapes.
+        optimizer: The optimizer that trains it, or several.
+        **settings: Settings of ``miner.toml`` by their names, with ``_`` for a dot, such as
+            ``wallet_name="w"``.
+
+    Returns:
+        The membership: call its :meth:`Net.step` after each step of the optimizer.
+
+    Raises:
+        ValueError: With one line for settings, a model or an optimizer that do not fit.
+        RuntimeError: Where chain or store cannot be reached.
     """
     optimizers, config, ranks = optimizers_of(optimizer), _config_of(network, settings), _meet()
     import_plugins(config.general.plugins)
@@ -114,7 +126,22 @@ def join(
 
 
 class Net:
-    """A script's membership. :func:`join` returns it; leaving its context ends it."""
+    """A script's membership of a network, which :func:`join` returns; leaving its context ends it.
+
+    Examples:
+        ```python
+        import distributed_training
+
+        with distributed_training.join("network.toml", model, optimizer) as net:
+            for batch in net.batches():  # or your own batches
+                loss = model(input_ids=batch, labels=batch).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                net.step(loss=loss)
+            print(net.outer_step, net.verdict)
+        ```
+    """
 
     def __init__(
         self,
@@ -152,11 +179,15 @@ class Net:
         return "" if self._rank_zero is None else self._rank_zero.income.verdict
 
     def step(self, loss: Tensor | float | None = None, tokens: int | None = None) -> None:
-        """Take note of an optimizer step, and do what is due. Call it on each rank.
+        """Record a step of the optimizer, and do what is due: upload, apply an update, save.
 
-        ``loss`` and ``tokens``: of this rank's share of the step, for log and events. The weights
-        may be others afterwards: an outer step has begun. It waits for no network, and an error in
-        it is a warning.
+        Call it on each rank. The model may have other weights afterwards, those of a new outer
+        step. It waits for no network, and an error in it is a warning.
+
+        Args:
+            loss: Mean loss of this rank's share of the step, in nats per token, for log and events.
+            tokens: Tokens of this rank's share; None: those that :meth:`batches` gave out since the
+                last call.
         """
         if self._ended:
             return
@@ -169,10 +200,13 @@ class Net:
         self._changes_weights = False
 
     def batches(self) -> Iterator[Tensor]:
-        """Yield micro-batches of the network's text, int64 (sequences, length). On each rank.
+        """Yield micro-batches of the network's text, int64 ``(sequences, length)``, on each rank.
 
-        It is the text that the network assigns, or files of ``data_own_text`` where members have
-        their own. The size is ``neuron_local_batch_size_train``, 1 by default.
+        It is the text that the network assigns, or the files of ``data_own_text`` where members
+        have their own. The number of sequences is ``neuron_local_batch_size_train``, 1 by default.
+
+        Raises:
+            ValueError: Where members have text of their own and ``data_own_text`` names none.
         """
         if (data := self._held.data) is None:
             raise ValueError(
@@ -233,7 +267,11 @@ class Net:
     # --- inside ---------------------------------------------------------------------------------
 
     def keep(self, stack: ExitStack) -> None:
-        """Close what ``stack`` holds at the end."""
+        """Close the contents of ``stack`` when the membership ends.
+
+        Args:
+            stack: Holds the threads, files and locks of this rank.
+        """
         self._stack = stack
         atexit.register(self._leave)  # of a script that neither closes it nor leaves its context
         this = weakref.ref(self)

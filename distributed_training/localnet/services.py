@@ -53,7 +53,31 @@ _TIMES |= {"min_matchmaking_time", "reload_timeout"}
 
 @dataclass(frozen=True)
 class SubnetOptions:
-    """The options of a run of the local subnet. ``ranks``: world size of each miner, in order."""
+    """The options of a run of the local subnet.
+
+    Args:
+        folder: Where everything is written; new, empty, or of a local subnet before.
+        ranks: World size of each miner, in order.
+        exchange: ``hivemind`` or ``store``.
+        outer_steps: Outer steps that the run is to take; a summary with fewer names it.
+        seconds_per_block: Block time of the chain; None: one second, and on a machine that is
+            slower than two free cores as many times longer.
+        slowness: How many times slower this machine is; timeouts are as many times longer.
+        blocks_per_allreduce: Blocks between two rounds; None: as ``networks/local.toml`` says.
+        least_miners: Miners without which no round is called, so peers of a group less one; None:
+            all, so that a slow start leaves none out. Lower it to kill miners.
+        restart_miners: Start a miner again that ended with a fault, as pm2 would.
+        miner_flags: More flags for every miner.
+        validator_flags: More flags for the validator.
+        rules: Keys of the network's file, such as ``training.sequence_length``, and their values.
+        miner_script: Another miner's program; None: this package's.
+        validator_script: Another validator's program; None: this package's.
+
+    Examples:
+        >>> options = SubnetOptions(Path("runs/trial"), blocks_per_allreduce=60, outer_steps=2)
+        >>> options.period, options.longest
+        (60.0, datetime.timedelta(seconds=300))
+    """
 
     folder: Path
     ranks: tuple[int, ...] = (2, 1)

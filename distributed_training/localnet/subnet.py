@@ -1,16 +1,9 @@
 """Run a whole subnet on this machine: object store, chain, validator and miners as real processes.
 
-The orchestrator starts them, follows the events they write and ends them. It takes no part in the
-protocol: everything between the neurons goes over the object store, the chain, signed HTTP and the
-DHT, as between machines. The run folder is locked while it is used, and emptied only if a local
-subnet wrote it.
-
-Used by ``make run`` (``command.py``) and by tests::
-
-    with LocalSubnet(options=SubnetOptions(folder=tmp_path)) as subnet:
-        subnet.wait_for_outer_steps(1, deadline=timedelta(minutes=3))
-        subnet.kill_miner(0)
-        subnet.restart_miner(0)
+The orchestrator starts them, follows their events and ends them. It has no part in the protocol:
+neurons talk through the object store, the chain, signed HTTP and the DHT, as between machines. The
+run folder is locked while it is used, and emptied only if a local subnet wrote it. ``make run``
+(``command.py``) and tests use it.
 """
 
 from __future__ import annotations
@@ -108,7 +101,14 @@ class RunFolder:
 
 
 class SubnetFailure(RuntimeError):
-    """The subnet did not do what it was started for. The text is for the operator."""
+    """The subnet did not do what it was started for.
+
+    The text is for the operator: what did not happen, and where each neuron stands.
+
+    Examples:
+        >>> str(SubnetFailure("outer step 1 did not come within 180 s"))
+        'outer step 1 did not come within 180 s'
+    """
 
 
 @dataclass
@@ -121,12 +121,35 @@ class Neuron:
 
 
 class LocalSubnet:
-    """Start with :meth:`start` (or ``with``), end with :meth:`stop`, which always may be called.
+    """A network of real processes on this machine: object store, chain, validator and miners.
 
-    ``tell``: called with a line for each thing worth saying; ``refresh``: called often with this
-    object while waiting, to redraw a view. ``stop_grace`` covers the stop of the miners, half of
-    it then that of the validator; what does not end in it is killed and reported. ``settle``: how
-    long a miner may be behind the validator's published outer step before nobody waits for it.
+    Start it with :meth:`start` or as a context; end it with :meth:`stop`, which may be called at
+    any time and more than once.
+
+    Args:
+        options: Number of miners, kind of exchange, folder, times.
+        tell: Is called with one line of text for each thing that happens.
+        refresh: Is called with this object, ten times a second while it waits, to redraw a view.
+        stop_grace: Time for the miners' stop; the validator then has half as long. A process that
+            does not end in it is killed and reported.
+        settle: How long a miner may be behind the validator's published outer step before
+            :meth:`wait_for_outer_steps` no longer waits for it.
+
+    Examples:
+        ```python
+        from datetime import timedelta
+        from pathlib import Path
+
+        from distributed_training.localnet.services import SubnetOptions
+        from distributed_training.localnet.subnet import LocalSubnet
+
+        options = SubnetOptions(folder=Path("runs/trial"), exchange="store", ranks=(1, 1))
+        with LocalSubnet(options=options, tell=print) as subnet:
+            subnet.wait_for_outer_steps(1, deadline=timedelta(minutes=5))
+            subnet.kill_miner(0)
+            subnet.restart_miner(0)
+            print(subnet.summary().text())
+        ```
     """
 
     def __init__(
@@ -159,10 +182,11 @@ class LocalSubnet:
     # --- life ---------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Bring everything up; the validator is waited for, the miners are not.
+        """Start all processes and wait for the validator; the miners are not waited for.
 
-        Raises ConfigError if the folder cannot be used, SubnetFailure if a service or the validator
-        does not come.
+        Raises:
+            ConfigError: If the folder cannot be used. Nothing was started.
+            SubnetFailure: If a service or the validator does not come up. All processes were ended.
         """
         self._folder.acquire()
         with ExitStack() as undo:
@@ -207,9 +231,15 @@ class LocalSubnet:
             undo.pop_all()
 
     def stop(self, grace: timedelta | None = None) -> list[str]:
-        """End miners, validator, chain and store, in this order, and sweep up what is left.
+        """End miners, validator, chain and store, in this order, and whatever they left behind.
 
-        Returns what went wrong in it. Called again it does nothing.
+        Called again it does nothing.
+
+        Args:
+            grace: Time for the miners' stop, in place of ``stop_grace``.
+
+        Returns:
+            One line for each thing that went wrong.
         """
         if self._stopped:
             return []
@@ -259,17 +289,26 @@ class LocalSubnet:
         return [n for n in self.neurons if n.plan.kind == "miner"]
 
     def kill_miner(self, index: int) -> None:
-        """Send SIGKILL to a miner's whole process tree, as a crash of its machine would."""
+        """Send SIGKILL to a miner's whole process tree, as a crash of its machine would.
+
+        Args:
+            index: The miner's place in ``SubnetOptions.ranks``.
+        """
         self.miners[index].child.kill_tree()
 
     def restart_miner(self, index: int) -> None:
-        """Start a miner again that was killed or stopped, with the folder it had."""
+        """Start a miner that was killed or stopped again, in its own folder.
+
+        Args:
+            index: The miner's place in ``SubnetOptions.ranks``.
+        """
         self._start_neuron(self.miners[index])
 
     def invite(self) -> str:
         """Register one more hotkey and write settings with which a miner joins from outside.
 
-        Returns what to type, for an operator who rehearses with flags and pm2 of his own.
+        Returns:
+            The commands to type, for an operator who rehearses with flags and pm2 of his own.
         """
         assert self.services is not None
         folder = self.folder / GUEST
@@ -285,7 +324,11 @@ class LocalSubnet:
         )
 
     def poll(self) -> None:
-        """Take in new events; SubnetFailure if a neuron ended that nobody had stopped."""
+        """Read new events, and start a miner whose turn has come.
+
+        Raises:
+            SubnetFailure: If a neuron or a service ended that nobody had stopped.
+        """
         # The next miner that never ran, if its imports would not delay another's: on two cores the
         # imports of two miners at once double the time to the first inner step.
         starting = [m for m in self.miners if m.child.running and not m.state.losses]
@@ -313,7 +356,16 @@ class LocalSubnet:
     def wait_until(
         self, condition: Callable[[], bool], deadline: timedelta, what: str = "the condition"
     ) -> None:
-        """Follow the subnet until ``condition()``; SubnetFailure when ``deadline`` is over."""
+        """Follow the subnet until a condition holds.
+
+        Args:
+            condition: Is called ten times a second.
+            deadline: The longest wait.
+            what: Names the condition in the failure's text.
+
+        Raises:
+            SubnetFailure: When ``deadline`` has passed, or as :meth:`poll`.
+        """
         if not self._follow(condition, deadline):
             raise SubnetFailure(
                 f"{what} did not come within {deadline.total_seconds():.0f} s; it stands at: "
@@ -325,10 +377,17 @@ class LocalSubnet:
             )
 
     def wait_for_outer_steps(self, count: int, deadline: timedelta) -> None:
-        """Wait until the validator and every running miner took ``count`` outer steps.
+        """Wait until the validator and every running miner have taken some outer steps.
 
-        They count since the start. A miner that is not there ``settle`` after the validator is not
-        waited for: the summary shows that it missed the step.
+        A miner that is not there ``settle`` after the validator is not waited for: the summary
+        shows that it missed the step.
+
+        Args:
+            count: Outer steps since the start.
+            deadline: The longest wait.
+
+        Raises:
+            SubnetFailure: As :meth:`wait_until`.
         """
 
         def reached() -> bool:
@@ -346,16 +405,24 @@ class LocalSubnet:
         self.wait_until(reached, deadline, f"outer step {count}")
 
     def wait_for_figures(self, deadline: timedelta) -> None:
-        """Wait until an upload of every miner was judged and scored, or ``deadline`` is over.
+        """Wait until an upload of every miner was judged and scored.
 
         Scores come on the validator's schedule; a summary without them shows that.
+
+        Args:
+            deadline: The longest wait, on a machine with two free cores; no failure when it has
+                passed.
         """
         state, uids = self.validator.state, {m.plan.uid for m in self.miners}
         scored = lambda: uids <= state.scores.keys() & state.judged.keys()
         self._follow(scored, deadline * self.options.slowness)
 
     def summary(self, problems: Sequence[str] = ()) -> Summary:
-        """Return what ``summary.json`` holds, from the events so far; ``problems`` are added."""
+        """Return the content of ``summary.json`` from the events so far.
+
+        Args:
+            problems: Lines to add to the problems that were found.
+        """
         return summarize(
             wanted_outer_steps=self.options.outer_steps,
             started_at=self.started_at,

@@ -36,15 +36,37 @@ _SAY_AGAIN = 600.0  # seconds between two lines of skipped blocks
 
 
 class BlockList:
-    """Rank 0 only; subscribes to the event stream.
+    """Chooses the blocks to train on and lists those since the last upload; on rank 0 only.
 
-    ``chain_block``: the chain's newest. ``data`` says how many blocks to request ahead of the one
-    in training, at most, and how many seconds before the queue runs dry the next one is requested:
-    a block that waits in the queue ages, and validators judge an upload by its newest *trained*
-    block. ``hold_back``: micro-batches to leave out at the end of a new block that is twice as
-    long, for previews: of the first one, unless ``data`` holds some from before, and of the first
-    one after each outer step. ``recent``: validators refuse a list whose newest block is more than
-    so many behind the chain's (half a round).
+    It subscribes to the miner's stream of events.
+
+    Args:
+        chain_block: Returns the chain's newest block.
+        data: Says how many blocks to request ahead of the one in training, at most, and how many
+            seconds before the queue runs dry the next one is requested: a block that waits in the
+            queue ages, and validators judge an upload by its newest *trained* block.
+        ranks: Says which blocks every rank holds.
+        micro_batch_size: Sequences of a micro-batch of one rank.
+        uid: The miner's; with another uid every block has other pages.
+        hold_back: Micro-batches to leave out, for previews, at the end of a new block that is twice
+            as long: of the first one, unless ``data`` holds some from before, and of the first one
+            after each outer step.
+        recent: Returns how many blocks behind the chain's a list's newest block may be before
+            validators refuse it (half a round period).
+        clock: Seconds that only grow.
+
+    Examples:
+        ```python
+        blocks = BlockList(
+            chain_block=lambda: chain.block,
+            data=data,
+            ranks=ranks,
+            micro_batch_size=4,
+            recent=lambda: 200,
+        )
+        part = blocks.on_boundary(may_begin=True)
+        print(part.request, part.begin)  # block to prefetch, block to train on; 0: none
+        ```
     """
 
     #: Seconds without any ready block after which a block that was served before is trained on
@@ -111,7 +133,11 @@ class BlockList:
         return bool(self._since_step)
 
     def on_boundary(self, *, may_begin: bool) -> DataPart:
-        """Return the block to prefetch and, if ``may_begin``, the one to train on from here."""
+        """Return the block to prefetch and the block to train on from here.
+
+        Args:
+            may_begin: Whether a new block may begin now.
+        """
         for block in tuple(self._requested):
             sequences = self._ranks.ready_everywhere(block, self._data.ready(block))
             if sequences is None:
@@ -247,7 +273,12 @@ class BlockList:
     # --- what was trained ----------------------------------------------------------------------
 
     def on_event(self, event: ev.Event, state: MinerState) -> None:
-        """Keep the list as micro-batches, steps, rounds and publications end."""
+        """Change the list as micro-batches, steps, rounds and uploads end.
+
+        Args:
+            event: The event that was just handled.
+            state: The miner's state after it.
+        """
         match event:
             case ev.MicroBatchTrained():
                 self.micro_batch_done()
@@ -283,6 +314,7 @@ class BlockList:
                 return
 
     def micro_batch_done(self) -> None:
+        """Count one micro-batch of the block in training."""
         now = self._clock()
         if self._done_at is not None:
             self._seconds.append(now - self._done_at)
@@ -291,7 +323,11 @@ class BlockList:
         self._since_step.add(self._current[0])
 
     def step_done(self, *, skipped: bool = False) -> None:
-        """Note that an inner step ended. Tokens of a skipped step (NaN/Inf) were not learned."""
+        """List the blocks of an inner step that ended.
+
+        Args:
+            skipped: Whether loss or gradient was NaN or Inf, so that its tokens were not learned.
+        """
         self._steps += 1
         if not skipped:
             # With the step. The public miner lists a block when it is fetched, learned from or not.
@@ -299,13 +335,16 @@ class BlockList:
         self._since_step.clear()
 
     def blocks(self) -> list[int]:
-        """Return the blocks trained on since the last upload, in order."""
+        """Return the blocks trained on since the last upload, in the order of training."""
         return list(self._trained)
 
     def publication_ended(self, revision: Revision, *, ok: bool, newest: int | None = None) -> None:
-        """Take the blocks back from an upload that failed or was superseded.
+        """Drop the blocks of an upload that succeeded, or list them again if it failed.
 
-        ``newest``: the newest block of its list, which a process before this one may have begun.
+        Args:
+            revision: The point of training of the upload.
+            ok: Whether it succeeded.
+            newest: The newest block of its list, for an upload that an earlier process began.
         """
         step = revision.outer_step, revision.inner_step
         blocks = self._published.pop(step, {})
@@ -351,17 +390,23 @@ class BlockList:
     def load_state_dict(
         self, state: dict[str, Any], cursor: dict[str, Any], *, exact: bool = True, first: int = 0
     ) -> None:
-        """Go on after a restart, from a checkpoint's ``state`` and the data's ``cursor``.
+        """Continue after a restart, from a checkpoint's state.
 
-        Both are empty after a fresh start, which begins with the block ``first`` if that is not 0:
-        the ranks have prepared it. Else the block that was under way is begun again where it was,
-        then those that were prefetched. With another uid every block has other pages: none counts
-        as trained on, and those under way start over.
+        The block that was under way begins again where it was, then those that were prefetched.
+        With another uid every block has other pages: none counts as trained on, and those under way
+        start over.
 
         With another number of ranks or another micro-batch, a rank's sequences of a block are cut
         differently, and the trainer drops the micro-batches of the inner step under way. So it does
         where ``exact`` is False. Then the blocks that they were of, and the one in training, start
         over: no page of a block that is listed goes untrained.
+
+        Args:
+            state: A :meth:`state_dict`; empty at a fresh start.
+            cursor: The data's place, with ``block``, ``sequences`` and ``offset``; empty as
+                ``state``.
+            exact: Whether the trainer kept the micro-batches under way.
+            first: The block to begin with at a fresh start, which the ranks have prepared; 0: none.
         """
         if not state:
             self._ahead = [first] if first else []
@@ -409,10 +454,13 @@ class BlockList:
             self._ahead = [block, *(b for b in self._ahead if b != block)]
 
     def roll_back(self, state: dict[str, Any]) -> None:
-        """Go back to the weights of the checkpoint with ``state``; data goes on from here.
+        """Return to the list of a checkpoint whose weights were loaded; data continue from here.
 
         Later training is not in the weights any more, and blocks uploaded since are not listed
         again.
+
+        Args:
+            state: The :meth:`state_dict` of the checkpoint.
         """
         saved = {int(b): int(step) for b, step in state.get("blocks", [])}
         owed = {b: step for b, step in saved.items() if self._done.get(b, 0) < step}

@@ -47,8 +47,22 @@ def evaluation_device(wanted: str) -> torch.device:
 class EvaluationModel:
     """A Hugging Face causal model whose weights are changed between evaluations.
 
-    ``micro_batch``: sequences at once. Computes in bf16 on CUDA, as the network's validators do,
-    and in float32 on the CPU, where improvements of small models would drown in rounding.
+    Computes in bf16 on CUDA, as the network's validators do, and in float32 on the CPU, where
+    improvements of small models would drown in rounding.
+
+    Args:
+        model_config: Content of a ``config.json``.
+        device: Where it computes.
+        micro_batch: Sequences at once.
+        stop: When set, an evaluation ends between two micro-batches; None: it never does.
+
+    Examples:
+        ```python
+        model = EvaluationModel(model_config=config, device=torch.device("cpu"))
+        before = model.loss_of(weights, sequences)  # nats per predicted token
+        model.subtract("lm_head.weight", delta, factor=0.35)
+        print(before - model.loss(sequences))
+        ```
     """
 
     def __init__(
@@ -80,25 +94,44 @@ class EvaluationModel:
         return [self._parameters[name].detach().cpu().clone() for name, _ in self.schema]
 
     def load(self, weights: Sequence[Tensor]) -> None:
-        """Copy ``weights``, in the order of ``schema``, into the model."""
+        """Copy weights into the model.
+
+        Args:
+            weights: One tensor of each parameter, in the order of ``schema``.
+        """
         for (name, _), tensor in zip(self.schema, weights, strict=True):
             self._parameters[name].copy_(tensor)
 
     def subtract(self, name: str, delta: Tensor, factor: float) -> None:
-        """Subtract ``factor * delta`` from the weight of that name."""
+        """Subtract ``factor * delta`` from one parameter.
+
+        Args:
+            name: The parameter's name.
+            delta: float32 of its shape, on any device.
+            factor: The factor.
+        """
         self._parameters[name].sub_(delta.to(self.device), alpha=factor)
 
     def tokens(self, sequences: Tensor) -> tuple[int, ...]:
-        """Count the predicted tokens of each micro-batch."""
+        """Count the predicted tokens of each micro-batch.
+
+        Args:
+            sequences: int64 ``(n, length)``.
+        """
         # Nothing comes before the first token of a sequence, so nobody predicts it.
         return tuple(b.shape[0] * (b.shape[1] - 1) for b in sequences.split(self._micro_batch))
 
     @torch.no_grad()
     def losses(self, sequences: Tensor) -> tuple[float, ...]:
-        """Return the mean cross-entropy of each micro-batch, nats per predicted token.
+        """Return the mean cross-entropy of each micro-batch, in nats per predicted token.
 
-        ``sequences``: int64 ``(n, length)``. Raises ValueError without sequences, ConfigError for
-        tokens that the model does not have, Stopped when asked to in between.
+        Args:
+            sequences: int64 ``(n, length)``, on any device.
+
+        Raises:
+            ValueError: Without sequences.
+            ConfigError: For tokens that the model does not have.
+            Stopped: If ``stop`` was set.
         """
         if sequences.shape[0] == 0:
             raise ValueError("there is no sequence to evaluate")
@@ -120,16 +153,22 @@ class EvaluationModel:
         return tuple(found)
 
     def loss(self, sequences: Tensor) -> float:
-        """Return the mean over all predicted tokens. Raises as :meth:`losses`."""
+        """Return the mean cross-entropy over all predicted tokens, in nats.
+
+        Args:
+            sequences: int64 ``(n, length)``, on any device.
+        """
         # Weighted: the last micro-batch may be smaller than the others.
         tokens = self.tokens(sequences)
         pairs = zip(self.losses(sequences), tokens, strict=True)
         return sum(loss * n for loss, n in pairs) / sum(tokens)
 
     def loss_of(self, weights: Sequence[Tensor], sequences: Tensor) -> float:
-        """Load ``weights`` and return the model's loss; they stay loaded.
+        """Load weights, which stay loaded, and return the model's loss with them.
 
-        Raises as :meth:`losses`.
+        Args:
+            weights: One tensor of each parameter, in the order of ``schema``.
+            sequences: int64 ``(n, length)``, on any device.
         """
         self.load(weights)
         return self.loss(sequences)
@@ -144,10 +183,20 @@ Pages = Callable[[int, int], Tensor]
 
 @dataclass(frozen=True)
 class Comparison:
-    """Loss before and after one upload on the text of ``blocks``.
+    """Loss before and after one upload on the text of some blocks.
 
-    ``before`` and ``after``: nats per predicted token of each micro-batch; ``tokens``: predicted
-    tokens of each.
+    Args:
+        blocks: Blocks whose text was read.
+        tokens: Predicted tokens of each micro-batch.
+        before: Loss of each micro-batch without the upload, in nats per predicted token.
+        after: Loss of each micro-batch with it.
+
+    Examples:
+        >>> found = Comparison((5120,), tokens=(100, 300), before=(2.0, 3.0), after=(1.8, 2.9))
+        >>> found.losses
+        (2.75, 2.625)
+        >>> round(found.absolute, 3)
+        0.125
     """
 
     blocks: tuple[int, ...]
@@ -237,9 +286,22 @@ def t_quantile(freedom: int, chance: float = 0.975) -> float:
 
 @dataclass(frozen=True)
 class Judgement:
-    """One upload on random and assigned text.
+    """The evaluation of one upload on random and assigned text.
 
-    Both are None if it was reset, and ``reason`` says why.
+    Args:
+        uid: The miner's.
+        outer_step: X, the folder of the bucket that was judged.
+        random: On text that nobody was assigned; None if the upload was reset.
+        assigned: On text that the miner was assigned; None if the upload was reset, or where miners
+            train on text of their own.
+        cause: Why it was reset; None if it was not.
+        reason: The finding in words; empty if it was not reset.
+
+    Examples:
+        >>> better = Comparison((5120,), (100, 100), (2.0, 2.1), (1.9, 2.0))
+        >>> judgement = Judgement(uid=17, outer_step=3, random=better, assigned=better)
+        >>> judgement.ok, judgement.assigned_wins
+        (True, False)
     """
 
     uid: int
@@ -256,6 +318,14 @@ class Judgement:
 
     @classmethod
     def reset(cls, uid: int, outer_step: int, cause: Cause, reason: str) -> Judgement:
+        """Return the judgement of an upload that is reset.
+
+        Args:
+            uid: The miner's.
+            outer_step: X, the folder of the bucket that was judged.
+            cause: What stands in the way.
+            reason: The finding in words.
+        """
         return cls(uid, outer_step, cause=cause, reason=reason)
 
     @property
@@ -284,7 +354,19 @@ class Judgement:
 class Evaluator:
     """Judges uploads against the global weights of one outer step.
 
-    ``assigned``: False where miners train on text that nobody else has.
+    Args:
+        model: Computes the losses.
+        pages: Returns the text of ``(uid, block)``, int64 ``(n, sequence_length)``.
+        assigned: Whether to measure assigned text too; False where miners train on text of their
+            own.
+
+    Examples:
+        ```python
+        evaluator = Evaluator(model, PageReader.from_settings(config, tokenizer_path, eos_id=0))
+        upload = read_upload(repository, judged, timeout=timedelta(minutes=5))
+        judgement = evaluator.judge(upload, judged, random_blocks=[5140])
+        print(judgement.random.relative, judgement.assigned_wins)
+        ```
     """
 
     model: EvaluationModel
@@ -292,10 +374,18 @@ class Evaluator:
     assigned: bool = True
 
     def judge(self, upload: Upload, judged: Judged, *, random_blocks: Sequence[int]) -> Judgement:
-        """Measure an upload on random and assigned text.
+        """Measure by how much an upload lowers the loss on random and assigned text.
 
-        ``random_blocks``: one, as validators draw it; more make the figures surer. Raises
-        DataUnavailable, Stopped, and torch.AcceleratorError, after which a GPU is of no more use.
+        Args:
+            upload: The upload to apply.
+            judged: The global weights to apply it to, and the outer learning rate.
+            random_blocks: One block, as validators draw it; more make the figures surer.
+
+        Raises:
+            DataUnavailable: If the text cannot be read or measured, which says nothing of the
+                upload.
+            Stopped: If the model's ``stop`` was set.
+            torch.AcceleratorError: After it the GPU cannot be used by this process any more.
         """
         uid, outer_step = upload.uid, judged.outer_step
         # As the network's validators draw it, by a generator seeded with the uid. Not the global

@@ -140,9 +140,27 @@ class Cause(enum.Enum):
 class Judged:
     """The global state that uploads are judged against, at one block.
 
-    ``outer_step``: X, the folder of a miner's bucket that is judged now. After a round it is the
-    one before for half a period. ``weights``: global, of X, in schema order. ``bpa``: blocks
-    between two rounds.
+    Args:
+        block: The chain's present block.
+        bpa: Blocks between two rounds (blocks per all-reduce).
+        outer_step: X, the folder of a miner's bucket that is judged now: after a round it is the
+            outer step before, for half a round period.
+        schema: Names and shapes of the parameters, in state-dict order.
+        weights: Global weights of outer step X, float32 on the CPU, in the order of ``schema``.
+        learning_rate: The outer learning rate.
+        compression: How uploads are encoded.
+
+    Examples:
+        ```python
+        judged = Judged(
+            block=5120,
+            bpa=750,
+            outer_step=state.outer_step,
+            schema=state.schema,
+            weights=state.weights,
+            learning_rate=state.learning_rate,
+        )
+        ```
     """
 
     block: int
@@ -265,11 +283,25 @@ _OF_DOMAINS = 64  # sequences that uploads are judged on, by the domains' weight
 
 @dataclass(frozen=True)
 class PageReader:
-    """Sequences of ``(uid, block)`` for the evaluator, the same number of each rank.
+    """Reads the text of ``(uid, block)`` for the evaluator, as the miner with that uid reads it.
 
-    ``ranks``: how many ranks of the miner are looked at, ``pages`` of each, of ``rows_per_page``
-    rows cut after ``max_length`` tokens, as the miner reads them; ``limit``: at most so many
-    sequences in all (0: no limit).
+    Args:
+        source: Has the rows of the data set.
+        tokenizer: Turns rows into tokens.
+        sequence_length: Tokens of a sequence.
+        ranks: How many ranks of the miner are read.
+        pages: Pages of each rank.
+        rows_per_page: Rows of a page.
+        max_length: Tokens after which a row is cut.
+        limit: The most sequences in all; 0: no limit.
+        draw_pages: The network's draw of pages.
+        patience: The longest time for the pages of a block, apart from the last page's own.
+
+    Examples:
+        ```python
+        read = PageReader.from_settings(config, tokenizer_path, eos_id=0)
+        sequences = read(17, 5120)  # uid, block: int64 (n, sequence_length)
+        ```
     """
 
     source: PageSource
@@ -287,7 +319,17 @@ class PageReader:
     def from_settings(
         cls, config: Config, tokenizer_path: Path, eos_id: int, *, limit: int = 0
     ) -> PageReader:
-        """Make the reader of the validator with this configuration. Raises ConfigError."""
+        """Make the reader that a validator with this configuration has.
+
+        Args:
+            config: The validator's configuration, with the network's rules.
+            tokenizer_path: A ``tokenizer.json``.
+            eos_id: Token id that ends a row.
+            limit: The most sequences of a block; 0: no limit.
+
+        Raises:
+            ConfigError: If the data source cannot be opened.
+        """
         return cls(
             source=open_source(config.data, cache=config.data_cache),
             tokenizer=TextTokenizer(tokenizer_path, eos_id=eos_id),
@@ -345,7 +387,17 @@ Result = TypeVar("Result")
 
 
 class InvalidUpload(ValueError):
-    """An upload that is reset: validators count it as no improvement, which ranks it last."""
+    """An upload that is reset: validators count it as no improvement, which ranks it last.
+
+    Args:
+        cause: What stands in the way, with its remedy.
+        reason: The finding in words, for the log.
+
+    Examples:
+        >>> error = InvalidUpload(Cause.OLD_BLOCKS, "block 5000 is too old")
+        >>> str(error), error.cause.name
+        ('block 5000 is too old', 'OLD_BLOCKS')
+    """
 
     def __init__(self, cause: Cause, reason: str) -> None:
         super().__init__(reason)
@@ -362,7 +414,21 @@ class Payload(Protocol):
 
 @dataclass(frozen=True)
 class Upload:
-    """One miner's upload, read and checked."""
+    """One miner's upload, read and checked.
+
+    Args:
+        uid: The miner's.
+        blocks: Trained blocks as the miner lists them; never empty.
+        payload: The pseudo-gradient.
+
+    Examples:
+        ```python
+        upload = read_upload(repository, judged, timeout=timedelta(minutes=5))
+        print(upload.uid, max(upload.blocks))
+        for name, shape in judged.schema:
+            delta = upload.payload.decode(name, shape)  # float32, or None: not sent
+        ```
+    """
 
     uid: int
     blocks: tuple[int, ...]  # as the miner lists them; never empty
@@ -411,10 +477,16 @@ def fulfil(promised: Future[Result], task: Callable[[], Result]) -> None:
 
 
 def read_upload(repository: Repository, judged: Judged, *, timeout: timedelta) -> Upload:
-    """Read and check an upload; ``timeout`` covers all that is read.
+    """Read and check the upload in a miner's bucket.
 
-    Raises InvalidUpload, also for a bucket that does not answer, and DataUnavailable where this
-    machine could not read it.
+    Args:
+        repository: The bucket, as :func:`inspect` found it.
+        judged: The global state to judge it against.
+        timeout: Time for all reading.
+
+    Raises:
+        InvalidUpload: If the upload cannot be used, or the bucket does not answer.
+        DataUnavailable: If this machine could not read it.
     """
     try:
         return within(timeout, partial(_read, repository, judged))

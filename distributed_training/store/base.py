@@ -89,9 +89,21 @@ _COMPARED = 16 * 1024 * 1024  # bytes of a range
 
 
 class ObjectStore(Protocol):
-    """One bucket. All methods are thread-safe and raise :class:`StoreError` of the kind that fits.
+    """One bucket of an object store.
 
-    A :class:`~.uplink.Section` is sent from its beginning.
+    All methods are thread-safe, make one attempt, and raise :class:`StoreError` of the kind that
+    fits. A :class:`~.uplink.Section` is sent from its beginning.
+
+    Examples:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from distributed_training.store.folder import FolderStore
+        >>> store = FolderStore(Path(tempfile.mkdtemp()), writes=True)
+        >>> etag = store.put("models/a", b"bytes")
+        >>> store.get("models/a", limit=100), store.head("models/a").etag == etag
+        (b'bytes', True)
+        >>> [found.key for found in store.list_objects("models/")]
+        ['models/a']
     """
 
     @property
@@ -100,59 +112,149 @@ class ObjectStore(Protocol):
         ...
 
     def head(self, key: str) -> ObjectInfo | None:
-        """Return what is known of an object, None if there is none."""
+        """Return size, etag and age of an object; None if there is no such object.
+
+        Args:
+            key: The object's name in the bucket.
+        """
         ...
 
     def get(self, key: str, *, limit: int) -> bytes | None:
-        """Return a whole object, None if there is none. IntegrityError if it exceeds ``limit``."""
+        """Return a whole object; None if there is no such object.
+
+        Args:
+            key: The object's name in the bucket.
+            limit: The most bytes to read.
+
+        Raises:
+            IntegrityError: If the object is larger than ``limit``.
+        """
         ...
 
     def get_range(self, key: str, start: int, length: int, *, etag: str = "") -> bytes:
-        """Return a range, shorter at the object's end.
+        """Return a range of an object, shorter at the object's end.
 
-        Raises ObjectMissingError, PreconditionError if its etag is no longer ``etag``.
+        Args:
+            key: The object's name in the bucket.
+            start: First byte.
+            length: Number of bytes.
+            etag: The etag that the object must still have; empty: any.
+
+        Raises:
+            ObjectMissingError: If there is no such object.
+            PreconditionError: If its etag is another.
         """
         ...
 
     def put(self, key: str, data: bytes | Section) -> str:
-        """Write an object; return its etag, which :meth:`head` gives from then on."""
+        """Write an object; return its etag, which :meth:`head` gives from then on.
+
+        Args:
+            key: The object's name in the bucket.
+            data: All of its bytes.
+        """
         ...
 
     def delete(self, key: str) -> None:
-        """Delete an object; a missing one is fine."""
+        """Delete an object; a missing one is no error.
+
+        Args:
+            key: The object's name in the bucket.
+        """
         ...
 
     def list_objects(self, prefix: str = "", *, most: int = MOST_LISTED) -> list[ObjectInfo]:
-        """Return what is known of each object, by key. StoreError for more than ``most``."""
+        """List the objects of a bucket, in the order of their keys.
+
+        Args:
+            prefix: Only keys that begin with it.
+            most: The most objects to list.
+
+        Raises:
+            StoreError: If there are more than ``most``.
+        """
         ...
 
     def multipart(self) -> MultipartStore | None:
-        """Return this store if it takes a file in parts, else None."""
+        """Return this store if it accepts a file in parts, else None."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close the store's connections."""
+        ...
 
 
 class MultipartStore(ObjectStore, Protocol):
-    """A store that takes a file in parts: nothing is visible before the last call."""
+    """A bucket that accepts a file in parts; nothing is visible before the last call.
+
+    Examples:
+        ```python
+        upload = store.create_multipart("models/a")
+        parts = [
+            store.upload_part("models/a", upload, number, data)
+            for number, data in enumerate(pieces, 1)
+        ]
+        etag = store.complete_multipart("models/a", upload, parts)
+        ```
+    """
 
     def create_multipart(self, key: str) -> str:
-        """Begin an upload; return its id."""
+        """Begin an upload in parts; return its id.
+
+        Args:
+            key: The object's name in the bucket.
+        """
         ...
 
     def upload_part(self, key: str, upload_id: str, number: int, data: bytes | Section) -> PartInfo:
-        """Send the part ``number``, from 1. ContradictionError if the store holds other bytes."""
+        """Send one part of an upload.
+
+        Args:
+            key: The object's name in the bucket.
+            upload_id: As :meth:`create_multipart` returned it.
+            number: The part's number, from 1.
+            data: All bytes of the part.
+
+        Raises:
+            ContradictionError: If the store holds other bytes afterwards.
+        """
         ...
 
-    def list_parts(self, key: str, upload_id: str) -> list[PartInfo]: ...
+    def list_parts(self, key: str, upload_id: str) -> list[PartInfo]:
+        """List the parts that an upload holds.
+
+        Args:
+            key: The object's name in the bucket.
+            upload_id: As :meth:`create_multipart` returned it.
+        """
+        ...
 
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[PartInfo]) -> str:
-        """Put the parts together; return the object's etag."""
+        """Put the parts of an upload together; return the object's etag.
+
+        Args:
+            key: The object's name in the bucket.
+            upload_id: As :meth:`create_multipart` returned it.
+            parts: All parts, in the order of their numbers.
+        """
         ...
 
-    def abort_multipart(self, key: str, upload_id: str) -> None: ...
+    def abort_multipart(self, key: str, upload_id: str) -> None:
+        """Abort an upload and delete its parts.
 
-    def list_multiparts(self, prefix: str = "") -> list[MultipartInfo]: ...
+        Args:
+            key: The object's name in the bucket.
+            upload_id: As :meth:`create_multipart` returned it.
+        """
+        ...
+
+    def list_multiparts(self, prefix: str = "") -> list[MultipartInfo]:
+        """List the uploads that were begun and neither completed nor aborted.
+
+        Args:
+            prefix: Only keys that begin with it.
+        """
+        ...
 
 
 def put_once(store: ObjectStore, key: str, data: bytes | Section) -> str:
@@ -199,10 +301,19 @@ def _same(store: ObjectStore, held: ObjectInfo, data: bytes | Section) -> bool:
 
 
 class OpenStore(Protocol):
-    """A kind of store: opens a bucket of the place that ``settings`` name.
+    """A function that opens a bucket, registered in :data:`STORES` as a kind of store.
 
-    ``write``: with the right to write. ``credentials``: of another's bucket, as its owner
-    committed them; None: it is ours. Raises ValueError, with a line for the operator.
+    It is called with ``settings`` (endpoint, keys, limits), ``bucket`` (the name), ``write``
+    (whether to open it for writing) and ``credentials``: those of another's bucket, as its owner
+    committed them, or None for our own bucket. It raises ValueError, with a line for the operator.
+
+    Examples:
+        ```python
+        def open_mine(settings, bucket, *, write, credentials):
+            return MyStore(settings.endpoint_url, bucket)
+
+        STORES.register("mine", open_mine)
+        ```
     """
 
     def __call__(

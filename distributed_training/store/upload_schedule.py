@@ -43,11 +43,17 @@ _SPARE_STEPS = 0.5
 
 @dataclass(frozen=True)
 class Rounds:
-    """The times of rounds, in seconds.
+    """The times of rounds, in seconds of the schedule's clock.
 
-    ``next_at``: when the next one will be called, infinite if unknown; ``period``: between two of
-    them, infinite if unknown; ``pause``: how long one keeps training, and the uplink, for itself;
-    ``half``: how long validators take a block list.
+    Args:
+        next_at: When the next round will be called; infinite if unknown.
+        period: Time between two rounds; infinite if unknown.
+        pause: How long a round keeps training and the uplink busy.
+        half: How long validators accept a block list.
+
+    Examples:
+        >>> Rounds(next_at=9000.0, period=9000.0, pause=300.0, half=4500.0).half
+        4500.0
     """
 
     next_at: float
@@ -66,7 +72,16 @@ _PAUSE_SHARE = 1 / 24  # of a period that a round takes, before one was seen
 
 @dataclass(frozen=True)
 class Decision:
-    """``snapshot``: take one at this step boundary. ``lines``: (level, text) for the log."""
+    """The schedule's answer at the end of an inner step.
+
+    Args:
+        snapshot: Whether to take a snapshot at this step boundary.
+        lines: Pairs ``(level, text)`` for the log.
+
+    Examples:
+        >>> Decision(snapshot=False, lines=(("info", "an upload is under way"),)).snapshot
+        False
+    """
 
     snapshot: bool
     lines: tuple[tuple[str, str], ...] = ()
@@ -88,11 +103,25 @@ class _Asked:
 
 
 class UploadSchedule:
-    """Fed with each inner step and the report of each upload; times are of one monotonic clock.
+    """Chooses the inner steps after which a miner of the hivemind kind uploads.
 
-    ``minimum_inner_step``: nothing of an outer step is uploaded before it, unless that would come
-    too late for validators, who refuse inner step 0 only. ``age_limit``: of a file.
-    ``published_at``: of what the bucket held at the start.
+    It is told of each inner step and of the end of each upload. All times are seconds of one clock.
+
+    Args:
+        upload_steps: Inner steps between two uploads.
+        minimum_inner_step: First inner step of an outer step that may be uploaded, unless that
+            would come too late for validators, who refuse only inner step 0.
+        age_limit: The age from which validators ignore a file.
+        published_at: Time of the upload that the bucket held at the start; None: there was none.
+
+    Examples:
+        >>> from distributed_training.protocol.types import StepReport
+        >>> schedule = UploadSchedule(upload_steps=2, minimum_inner_step=1,
+        ...                           age_limit=timedelta(seconds=4800))
+        >>> report = lambda n: StepReport(outer_step=0, inner_step=n, loss=2.5, learning_rate=4e-4,
+        ...     tokens=8192, samples=8, seconds=2.0, data_wait_seconds=0.0, micro_batches=4)
+        >>> [schedule.step(report(n), now=2.0 * n).snapshot for n in (1, 2)]
+        [False, True]
     """
 
     def __init__(
@@ -130,20 +159,32 @@ class UploadSchedule:
     def expect_round(
         self, at: float | None, period: float | None = None, *, half: float | None = None
     ) -> None:
-        """Expect the next round ``at`` this time, None if unknown or overdue. Seconds.
+        """Set the time of the next round and the time between rounds.
 
-        ``half``: how long validators take a block list, by the network's file; None: half of
-        ``period``, which calls may have shown to be another.
+        Args:
+            at: When the next round is expected; None: unknown or overdue.
+            period: Seconds between two rounds; None: unknown.
+            half: Seconds for which validators accept a block list, by the network's file; None:
+                half of ``period``, which calls may have shown to be another.
         """
         if at is not None or period is None:
             self._next_round_at = at
         self._period, self._half = period, half
 
     def repo_age(self, now: float) -> float | None:
-        """Return the upload age in seconds; None if nothing was uploaded yet."""
+        """Return the upload age in seconds; None if nothing was uploaded yet.
+
+        Args:
+            now: The present time.
+        """
         return None if self.published_at is None else max(0.0, now - self.published_at)
 
     def repo_age_line(self, now: float) -> str:
+        """Return the log line that compares the upload age with its limit.
+
+        Args:
+            now: The present time.
+        """
         age = self.repo_age(now)
         if age is None:
             return f"Repo age: nothing uploaded yet (limit {self.age_limit:.0f}s)"
@@ -152,8 +193,11 @@ class UploadSchedule:
     def step(self, report: StepReport, now: float, *, block_age: float | None = None) -> Decision:
         """Decide after an inner step whether it should end with a snapshot.
 
-        ``block_age``: seconds since the chain was at the newest block that would be listed; None if
-        not known.
+        Args:
+            report: The inner step.
+            now: The present time.
+            block_age: Seconds since the chain was at the newest block that would be listed; None:
+                unknown.
         """
         # The first step of a process also compiles and fills caches.
         self.step_seconds = _mean(self.step_seconds if self._steps > 1 else None, report.seconds)
@@ -191,9 +235,12 @@ class UploadSchedule:
         return Decision(due, tuple(said))
 
     def published(self, report: PublicationReport) -> None:
-        """Take the end of an upload, well or not.
+        """Record the end of an upload.
 
-        Only the one under way frees the way for the next.
+        Only the end of the upload under way lets the next one begin.
+
+        Args:
+            report: The upload's result.
         """
         asked, place = self._asked, (report.revision.outer_step, report.revision.inner_step)
         ours = asked is not None and place == asked.step  # else: what a start found in the journal
@@ -215,24 +262,34 @@ class UploadSchedule:
         self._asked = None
 
     def next_at(self, now: float) -> float | None:
-        """Return about when the next upload begins; None while one is under way, or not known."""
+        """Return about when the next upload begins; None while one is under way, or if unknown.
+
+        Args:
+            now: The present time.
+        """
         if self._asked is not None or self.step_seconds is None:
             return None
         return now + max(1, self._every - self._steps_since) * self.step_seconds
 
     def counts(self, outer_step: int, now: float) -> bool:
-        """Return whether the last upload is of ``outer_step``, and validators score it."""
+        """Return whether the last upload is of an outer step and validators still score it.
+
+        Args:
+            outer_step: The outer step.
+            now: The present time.
+        """
         return now < self._counts_until(self._rounds(now), outer_step)
 
     def interrupt(self) -> None:
-        """Note a pause of uploads: the one under way does not measure how long sending takes."""
+        """Record a pause of uploads: the one under way does not measure the time of sending."""
         if self._asked is not None:
             self._asked.interrupted = True
 
     def cancelled(self, *, again: bool = False) -> None:
-        """Undo a decision: the snapshot was not taken or not submitted.
+        """Undo a decision for a snapshot that was not taken or not submitted.
 
-        ``again``: the next step asks for one.
+        Args:
+            again: Whether the next step is to ask for one.
         """
         if self._asked is not None:
             self._last = self._asked.before

@@ -50,10 +50,20 @@ Parts = list[Callable[[], Code] | Code | None]  # by parameter: see Direction
 
 @dataclass
 class Direction:
-    """One rank's part of one direction of an upload, fixed at a step boundary.
+    """One rank's part of one candidate for an upload, fixed at a step boundary.
 
-    ``parts``: per parameter a function that encodes this rank's rows later, in another thread; or
-    the finished code (rank 0; None elsewhere). ``lock`` is held while they run; then ``done``.
+    Args:
+        name: ``upload``, ``off`` or ``curved``.
+        parts: By parameter: a function that encodes this rank's rows later, in another thread; or
+            the finished code on rank 0 and None elsewhere.
+        lock: Is held while ``parts`` run.
+        done: Is called after they have run.
+
+    Examples:
+        >>> code = (torch.tensor([[0]], dtype=torch.int16), torch.tensor([[1.5]]))
+        >>> direction = Direction("off", [lambda: code, None])
+        >>> direction.encode()[0] is code, direction.encode()[1]
+        (True, None)
     """
 
     name: str
@@ -62,7 +72,11 @@ class Direction:
     done: Callable[[], None] = lambda: None
 
     def encode(self, check: Callable[[], None] = lambda: None) -> list[Code | None]:
-        """Encode this rank's rows, or wholes on rank 0. ``check`` may raise to give up."""
+        """Encode this rank's rows; on rank 0 also the parameters that must be whole.
+
+        Args:
+            check: Is called before each parameter, and may raise to give up.
+        """
         codes: list[Code | None] = []
         with self.lock:
             for part in self.parts:
@@ -73,10 +87,27 @@ class Direction:
 
 
 class ErrorFeedback:
-    """One rank's part. ``residual``: host row blocks like the shards; None: nothing left out yet.
+    """Owns one rank's residual: what uploads of this outer step and earlier ones left out.
 
-    No tensor of ``residual`` is ever changed in place, nor the list: a reference taken at a step
-    boundary stays what it was.
+    ``residual`` has host row blocks like the shards; None: nothing was left out yet. No tensor of
+    it is ever changed in place, nor the list: a reference taken at a step boundary stays what it
+    was.
+
+    Args:
+        mode: ``best``, ``upload`` or ``off`` (see the module).
+        decay: Factor of the residual at each upload, in 0..1.
+        compression: Encodes rows and whole parameters.
+        shards: This rank's rows of every parameter.
+        stream: Sends rows between the ranks.
+
+    Examples:
+        ```python
+        feedback = trainer.feedback
+        start = trainer.outer.epoch_start
+        current = trainer.outer.current()
+        for direction in feedback.directions(start, current, lr=0.7):
+            codes = direction.encode()  # one pair (idxs, vals) for each parameter
+        ```
     """
 
     def __init__(
@@ -99,9 +130,15 @@ class ErrorFeedback:
         self._loads = 0
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the residual for a checkpoint."""
         return {"residual": self.residual}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace the residual by that of a :meth:`state_dict`.
+
+        Args:
+            state: The state, with this rank's rows.
+        """
         with self._swap:
             self.residual = state["residual"]
             # An upload under way that began before must not advance it: it is of steps given up.
@@ -114,7 +151,11 @@ class ErrorFeedback:
         return frozenset({"exp_avg_sq"} if curved else ())
 
     def by_rows(self, index: int) -> bool:
-        """Return whether ranks encode their own rows of this parameter."""
+        """Return whether ranks encode their own rows of a parameter.
+
+        Args:
+            index: The parameter's place in ``shards``.
+        """
         return len(self._shards[index].shape) == 2 and self.compression.by_rows
 
     def directions(
@@ -125,12 +166,19 @@ class ErrorFeedback:
         *,
         second_moment: Sequence[Tensor] | None = None,
     ) -> list[Direction]:
-        """List the directions that may be uploaded now; the first is, when nothing is measured.
+        """List the candidates for an upload of now; the first is sent if nothing is measured.
 
-        ``start``, ``current``, AdamW's ``second_moment`` (for ``curved``): host row blocks that do
-        not change any more. Collective. With ``best`` and ``upload`` EF advances, once the
-        direction of that name is encoded. Raises RankFailedError on all ranks alike when one has no
-        memory; EF has not advanced then.
+        Collective. With ``best`` and ``upload`` the residual advances, once the direction of that
+        name is encoded.
+
+        Args:
+            start: Epoch-start weights, float32 host row blocks that do not change any more.
+            current: Present weights, as ``start``.
+            lr: The outer learning rate.
+            second_moment: AdamW's second moment, as ``start``, for ``curved``; None: there is none.
+
+        Raises:
+            RankFailedError: On all ranks, when one has no memory. The residual has not advanced.
         """
 
         def gradient(i: int) -> Tensor:

@@ -157,7 +157,25 @@ class Rows(NamedTuple):
 
 
 class OuterStep:
-    """Owns epoch-start weights and outer momentum of one rank (host row blocks)."""
+    """Owns the epoch-start weights and the outer momentum of one rank, in host memory.
+
+    Args:
+        shards: This rank's rows of every parameter.
+        stream: Sends rows between the ranks.
+        learning_rate: Of the outer step.
+        momentum: Of the outer step, below 1.
+        rule: Computes new weights and momentum from an average.
+
+    Examples:
+        ```python
+        outer = trainer.outer  # on every rank, in the same order
+        buffers = [torch.empty(shape) for _, shape in trainer.schema] if trainer.rank == 0 else None
+        norm = outer.write_pseudo_gradient(buffers)
+        averaged = buffers  # here the swarm averages them with those of peers
+        outer.prepare(averaged)
+        outer.commit()  # or outer.roll_back()
+        ```
+    """
 
     #: Lists of tensors in the state that change with ``epoch_id`` alone.
     of_epoch: ClassVar = ("epoch_start", "momentum")
@@ -184,7 +202,7 @@ class OuterStep:
         self._written: list[Tensor] | None = None  # what the pseudo-gradient was written from
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state; ``epoch_id`` names its rows, which outer steps alone change."""
+        """Return the state; ``epoch_id`` names its rows, which change in outer steps only."""
         return {
             "outer_learning_rate": self.learning_rate,
             "outer_momentum": self.mu,
@@ -194,6 +212,11 @@ class OuterStep:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a :meth:`state_dict`, with this rank's rows.
+
+        Args:
+            state: The state.
+        """
         self.learning_rate = float(state["outer_learning_rate"])
         self.mu = float(state["outer_momentum"])
         self.epoch_id = str(state["epoch_id"])
@@ -203,9 +226,14 @@ class OuterStep:
     def open_window(self, buffers: Sequence[Tensor] | None, path: str | None) -> None:
         """Let every rank read and write its rows of rank 0's ``buffers`` itself from now on.
 
-        ``path``: where the other ranks map them, one after the other; rank 0's, None elsewhere, or
-        if they cannot be mapped. Without a window the rows go through rank 0, one rank after the
-        other, while training stands. Collective.
+        Without a window the rows go through rank 0, one rank after the other, while training
+        stands. Collective.
+
+        Args:
+            buffers: Rank 0's, float32 on the CPU, one of each parameter's shape; None on other
+                ranks.
+            path: Rank 0's file in which ``buffers`` lie one after the other, for the others to map;
+                None elsewhere, or if they cannot be mapped.
         """
         if self._stream.world_size == 1:
             return
@@ -270,18 +298,22 @@ class OuterStep:
         return [Rows(s.name, s.start, rows) for s, rows in zip(self._shards, start, strict=False)]
 
     def trained(self) -> list[Tensor]:
-        """Return what was trained in this outer step: current - epoch start, host rows."""
+        """Return this rank's rows of current - epoch start, in host memory."""
         assert self.epoch_start is not None
         return [
             now.sub_(start) for now, start in zip(self.current(), self.epoch_start, strict=True)
         ]
 
     def load_with_weights(self, path: Path | None, *, load_weights: Callable[[], None]) -> None:
-        """Load momentum and learning rate from rank 0's ``outer_optimizer.pt``; None: start fresh.
+        """Load momentum and learning rate from rank 0's file together with the weights. Collective.
 
-        ``load_weights`` loads the weights that belong to it. Collective. Raises ValueError on all
-        ranks alike when rank 0 cannot read the file, and the errors of ``load_weights``; nothing
-        changes then.
+        Args:
+            path: Rank 0's ``outer_optimizer.pt``; None: start without momentum.
+            load_weights: Loads the weights that belong to it, on all ranks.
+
+        Raises:
+            ValueError: On all ranks, when rank 0 cannot read the file. Nothing has changed then,
+                nor after an error of ``load_weights``.
         """
         before = self.momentum, self.learning_rate, self.mu
         schema = [(shard.name, shard.shape) for shard in self._shards]
@@ -311,13 +343,22 @@ class OuterStep:
     def write_pseudo_gradient(
         self, buffers: Sequence[Tensor] | None, *, trains_on: bool = False
     ) -> float:
-        """Write epoch start - current, tensor by tensor, into rank 0's float32 CPU ``buffers``.
+        """Write epoch start - current into rank 0's buffers, one parameter after the other.
 
-        Returns its norm over all parameters, on every rank. At most one tensor's rows are held
-        beside ``buffers``. ``trains_on``: inner steps follow before the average is there, so a copy
-        of the weights is kept, and :meth:`prepare` adds what was trained since. Raises
-        AllReduceError(LOCAL) on all ranks alike when buffers do not match the model or the
-        pseudo-gradient holds NaN or Inf.
+        Collective. Apart from ``buffers``, at most one parameter's rows are in memory.
+
+        Args:
+            buffers: Rank 0's, float32 on the CPU, one of each parameter's shape; None on other
+                ranks.
+            trains_on: Whether inner steps follow before the average is there: then a copy of the
+                weights is kept, and :meth:`prepare` adds the training since.
+
+        Returns:
+            The norm over all parameters, on every rank.
+
+        Raises:
+            AllReduceError: LOCAL, on all ranks, when buffers do not match the model or the
+                pseudo-gradient holds NaN or Inf.
         """
         problem = self._buffer_problem(buffers)
         if self.epoch_start is None:
@@ -343,11 +384,18 @@ class OuterStep:
 
     @torch.no_grad()
     def prepare(self, averaged: Sequence[Tensor] | None) -> None:
-        """Compute new weights and momentum from rank 0's ``averaged``, aside.
+        """Compute new weights and momentum from rank 0's average, without using them yet.
 
-        Raises AllReduceError on all ranks alike: SCHEMA when the tensors do not match, NOT_FINITE,
-        LOCAL for anything else. Nothing that training uses has changed then or afterwards, until
-        :meth:`commit`.
+        Collective. Nothing that training uses has changed until :meth:`commit`, also after an
+        error.
+
+        Args:
+            averaged: Rank 0's, float32 on the CPU, one of each parameter's shape; None on other
+                ranks.
+
+        Raises:
+            AllReduceError: On all ranks: SCHEMA when the tensors do not match, NOT_FINITE, LOCAL
+                for anything else.
         """
         self._prepared = None
         problem = self._buffer_problem(averaged)
@@ -386,10 +434,10 @@ class OuterStep:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Swap in what :meth:`prepare` computed. Local to the rank; cannot fail half-way.
+        """Replace weights and momentum by those that :meth:`prepare` computed.
 
-        The caller drops gathered weights and gradients (``discard_gradients``) and saves a
-        checkpoint: across a SIGKILL the checkpoint decides.
+        Local to the rank; it cannot fail half-way. The caller drops gathered weights and gradients
+        and saves a checkpoint: across a SIGKILL the checkpoint decides.
         """
         prepared = self._prepared
         if prepared is None:
@@ -404,7 +452,7 @@ class OuterStep:
         self._prepared = None
 
     def roll_back(self) -> None:
-        """Forget what was prepared."""
+        """Discard the weights and the momentum that :meth:`prepare` computed."""
         self._prepared = self._written = None
 
     def _new_epoch_id(self) -> str:

@@ -86,14 +86,52 @@ def _outer_step_of(
 
 
 class Trainer(HeldWeights):
-    """Owns model, inner optimizer, schedule, outer step, epoch-start weights and error feedback.
+    """Trains one rank: model, inner optimizer, schedule, outer step, epoch start, error feedback.
 
-    ``model_config``: content of a ``config.json``. Ranks meet in the default process group; on GPUs
-    initialise that with ``"cpu:gloo,cuda:nccl"``. One rank alone needs none. ``utilization``: of
-    this rank's GPU in percent, None where it cannot be had. ``say`` gets one line for each thing
-    that was decided, and why. ``run_folder``: where it is remembered how many sequences the GPU
-    holds; None: nowhere. ``exchange``: the network's, hivemind or store. Raises ConfigError for
-    settings the model or the hardware cannot follow.
+    Ranks meet in the default process group; on GPUs initialise it with ``"cpu:gloo,cuda:nccl"``. A
+    single rank needs none.
+
+    Args:
+        settings: The training settings of the network's file and of this miner.
+        model_config: Content of a ``config.json``.
+        device: Where this rank trains.
+        layout: This rank's place among the ranks; None: it is the only one.
+        utilization: Returns the utilization of this rank's GPU in percent, or None if unknown.
+        say: Is called with one line of text for each thing that was decided, and why.
+        run_folder: Remembers how many sequences the GPU holds, in ``micro-batch.json``; None:
+            nothing is remembered.
+        exchange: The network's, ``hivemind`` or ``store``.
+
+    Raises:
+        ConfigError: For settings that the model or the hardware cannot follow.
+
+    Examples:
+        ```python
+        import torch
+
+        from transformers import LlamaConfig
+
+        from distributed_training.config.settings import TrainingSettings
+        from distributed_training.training.trainer import Trainer
+
+        model = LlamaConfig(
+            vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=4,
+        )
+        settings = TrainingSettings(sequence_length=64, local_batch_size_train_effective=8)
+        trainer = Trainer(
+            settings=settings,
+            model_config=model.to_dict() | {"architectures": ["LlamaForCausalLM"]},
+            device=torch.device("cpu"),
+        )
+        trainer.load_weights(None)  # the initial ones
+        trainer.begin_epoch(0)
+        report = None
+        while report is None:  # several micro-batches are one inner step
+            batch = torch.randint(256, (trainer.micro_batch_size, 64))
+            report = trainer.add_micro_batch(batch)
+        print(report.loss)
+        ```
     """
 
     def __init__(
@@ -196,7 +234,11 @@ class Trainer(HeldWeights):
     # --- batch arithmetic ----------------------------------------------------------------------
 
     def plan_micro_batches(self, size: int) -> None:
-        """Plan micro-batches of ``size`` sequences from now on; at a step's boundary."""
+        """Plan micro-batches of another size from now on, at a step's boundary.
+
+        Args:
+            size: Sequences of a micro-batch.
+        """
         self.micro_batch_size = size
         self.batch_plan = plan_batch(
             micro_batch=size,
@@ -209,10 +251,15 @@ class Trainer(HeldWeights):
     # --- weights -------------------------------------------------------------------------------
 
     def load_weights(self, path: Path | None) -> None:
-        """Rank 0's safetensors file into all shards; rank 0's None: initial ones from the seed.
+        """Load rank 0's safetensors file, or the initial weights, into the shards of all ranks.
 
-        AdamW and schedule stay. Raises ValueError on all ranks alike when the file is not this
-        model's; nothing changes then.
+        Optimizer state and schedule stay. Collective.
+
+        Args:
+            path: Rank 0's file; None: initial weights from the seed. Other ranks' value is ignored.
+
+        Raises:
+            ValueError: On all ranks, if the file is not this model's. Nothing has changed.
         """
         self.copier.finish()
         sharding.load(self.sharded, path, self.stream, seed=self.settings.seed)
@@ -223,9 +270,18 @@ class Trainer(HeldWeights):
     ) -> None:
         """Load weights as :meth:`load_weights`, but refuse those that are worse than a guess.
 
-        ``sample``: int64 (sequences, length) of this rank's text, None if it has none now. Weights
-        far worse than the epoch start of about the same outer step are refused too. Those that an
-        earlier outer step of this miner began with are taken whatever they are.
+        Weights far worse than the epoch start of about the same outer step are refused too. Weights
+        with which an earlier outer step of this miner began are accepted whatever their loss. In a
+        store network nothing is measured: the weights are signed by the one who judges them.
+
+        Args:
+            path: Rank 0's file, as for :meth:`load_weights`.
+            outer_step: The outer step that begins with these weights.
+            sample: int64 ``(sequences, length)`` of this rank's text; None if it has none now.
+
+        Raises:
+            ValueError: As :meth:`load_weights`.
+            WeightsWorseThanGuess: On all ranks. Nothing has changed.
         """
         if isinstance(self.outer, StoreOuterStep):  # signed by the one who judges them
             return self.load_weights(path)
@@ -279,11 +335,18 @@ class Trainer(HeldWeights):
         outer_step: int,
         sample: Tensor | None = None,
     ) -> None:
-        """Load weights, outer momentum and epoch start from rank 0's files (None: fresh ones).
+        """Load weights, outer momentum and epoch start from rank 0's files. Collective.
 
-        ``sample``: see :meth:`load_checked_weights`. Raises on all ranks alike ValueError when one
-        is not this model's, WeightsWorseThanGuess, and RankFailedError when a rank has no memory;
-        nothing changes then.
+        Args:
+            weights_path: Rank 0's safetensors file; None: initial weights.
+            outer_optimizer: Rank 0's ``outer_optimizer.pt``; None: no momentum.
+            outer_step: The outer step that begins with these weights.
+            sample: int64 ``(sequences, length)``, as for :meth:`load_checked_weights`.
+
+        Raises:
+            ValueError: On all ranks, if a file is not this model's.
+            WeightsWorseThanGuess: As :meth:`load_checked_weights`.
+            RankFailedError: On all ranks, when one has no memory. No error leaves anything changed.
         """
         self.outer.load_with_weights(
             outer_optimizer,
@@ -298,10 +361,15 @@ class Trainer(HeldWeights):
         outer_optimizer: Path | None,
         sample: Tensor | None = None,
     ) -> None:
-        """Load epoch start and outer momentum from rank 0's files; what was trained since stays.
+        """Load epoch start and outer momentum from rank 0's files; later training stays.
 
-        The pseudo-gradient is the same afterwards; the inner step too. Raises on all ranks alike
-        what :meth:`load_global` raises; nothing changes then.
+        The pseudo-gradient is the same afterwards; the inner step too. Raises as
+        :meth:`load_global`.
+
+        Args:
+            weights_path: Rank 0's safetensors file; None: initial weights.
+            outer_optimizer: Rank 0's ``outer_optimizer.pt``; None: no momentum.
+            sample: int64 ``(sequences, length)``, as for :meth:`load_checked_weights`.
         """
         # First of all: the load overwrites the weights that it is measured from.
         trained = self.stream.run_on_all(self.outer.trained)
@@ -315,6 +383,11 @@ class Trainer(HeldWeights):
         self.drop_step()
 
     def begin_epoch(self, outer_step: int) -> None:
+        """Make the present weights the epoch start; inner steps count from 0 again.
+
+        Args:
+            outer_step: The outer step that begins.
+        """
         super().begin_epoch(outer_step)
         self._written_at, self.starts.loss = None, None
 
@@ -333,6 +406,11 @@ class Trainer(HeldWeights):
         self._meter.drop()
 
     def pause(self, seconds: float) -> None:
+        """Leave a pause out of the inner step's time.
+
+        Args:
+            seconds: The time without anything to train.
+        """
         self._meter.pause(seconds)
 
     # --- what survives a restart ---------------------------------------------------------------
@@ -345,6 +423,7 @@ class Trainer(HeldWeights):
         return self.sharded, self.optimizer, self.outer, self.feedback, self.starts
 
     def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state for a checkpoint (see :meth:`.HeldWeights.state_dict`)."""
         state = {
             "outer_step": self.outer_step,
             "inner_step": self.inner_step,
@@ -360,6 +439,14 @@ class Trainer(HeldWeights):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Restore a :meth:`state_dict`, with this rank's rows. Collective.
+
+        Args:
+            state: The state, of any number of ranks.
+
+        Returns:
+            False, on all ranks, if micro-batches of an unfinished step were dropped.
+        """
         self.copier.finish()
         self.drop_step()
         for component in self.components:
@@ -389,15 +476,25 @@ class Trainer(HeldWeights):
     def add_micro_batch(
         self, batch: Tensor, *, data_wait_seconds: float = 0.0
     ) -> StepReport | None:
-        """Train on int64 (micro-batch, sequence); return the report of a finished inner step.
+        """Train on one micro-batch; return the report of the inner step if this one finished it.
 
         Forward and backward in pieces that fit, gradients summed over micro-batches and ranks, one
         step of the optimizer. When memory ran out, the whole step is run again in smaller pieces:
-        one rank alone can do that, with several this rank ends the miner and the next start knows.
+        a single rank can do that, with several this rank ends the miner and the next start knows.
         The loss of the step is the mean over the predicted tokens of all micro-batches of all
-        ranks; the gradient is that mean's, at every world size. Raises ValueError for another shape
-        than that of the settings, torch.OutOfMemoryError when not even one sequence fits, or when
-        other ranks were left in a collective.
+        ranks; the gradient is that mean's, at every world size.
+
+        Args:
+            batch: int64 ``(micro_batch_size, sequence_length)`` token ids, on the host.
+            data_wait_seconds: Time for which this rank waited for the batch.
+
+        Returns:
+            None as long as the inner step needs more micro-batches.
+
+        Raises:
+            ValueError: For another shape than that of the settings. torch.OutOfMemoryError: When
+                not even one sequence fits, or when other ranks were left in a
+                collective.
         """
         expected = (self.micro_batch_size, self.settings.sequence_length)
         if tuple(batch.shape) != expected:
@@ -527,6 +624,12 @@ class Trainer(HeldWeights):
             )
 
     def begin_schedule(self, network_steps: int, *, follows: bool = False) -> None:
+        """Begin at the network's place in the learning rate's schedule, at a first start.
+
+        Args:
+            network_steps: Inner steps that the network has taken; 0 if its state does not say.
+            follows: Whether the place is the network's, also in its warm-up.
+        """
         # The warm-up is for the random weights of a new network. With trained ones it would cost a
         # newcomer's first outer steps, and AdamW finds its moments without it.
         if self.outer_step > 0:
@@ -540,7 +643,11 @@ class Trainer(HeldWeights):
         )
 
     def follow_rules(self, settings: TrainingSettings) -> None:
-        """Train by other constants of the schedule, and another clip, from the next step on."""
+        """Train with another schedule and another clip, from the next step on.
+
+        Args:
+            settings: The settings of the new version of the network's file.
+        """
         slowed = self.schedule.state_dict()
         self.settings, self.schedule = settings, Schedule.of(settings)
         self.schedule.load_state_dict(slowed)
@@ -561,12 +668,24 @@ class Trainer(HeldWeights):
     def write_pseudo_gradient(
         self, buffers: Sequence[Tensor] | None, *, trains_on: bool = False
     ) -> float:
-        """See :meth:`~.outer_step.OuterStep.write_pseudo_gradient`."""
+        """Write this outer step's pseudo-gradient into rank 0's buffers. Collective.
+
+        Args:
+            buffers: As for :meth:`.OuterStep.write_pseudo_gradient`.
+            trains_on: Whether inner steps follow before the average is there.
+
+        Returns:
+            The norm over all parameters, on every rank.
+        """
         self._written_at = self.inner_step if trains_on else None
         return self.outer.write_pseudo_gradient(buffers, trains_on=trains_on)
 
     def prepare_outer_step(self, averaged: Sequence[Tensor] | None) -> None:
-        """See :meth:`~.outer_step.OuterStep.prepare`."""
+        """Compute the new weights and momentum from rank 0's average, without using them yet.
+
+        Args:
+            averaged: As for :meth:`.OuterStep.prepare`, which raises what this raises.
+        """
         # A round needs the host memory that copies for a snapshot or a checkpoint hold.
         self.copier.wait()
         self.outer.prepare(averaged)
@@ -602,13 +721,24 @@ class Trainer(HeldWeights):
         last_loss: float,
         parts: Parts = "all",
     ) -> SnapshotHandle:
-        """Write the ``parts`` of an upload, of this step boundary, in the background.
+        """Write the files of an upload, as of this step boundary, in the background. Collective.
 
-        ``block`` is the chain's; rank 0's ``progress.blocks`` become the block list. Training is
-        held for the codes of vectors only (with DCT for all codes), and the next optimizer step
-        until the rest is copied to host memory.
-        Raises on all ranks alike OSError when ``folder`` cannot be made, RankFailedError when a
-        rank has no memory; later failures are in the handle.
+        Training waits for the codes of vectors only (with DCT for all codes), and the next
+        optimizer step waits until the rest is copied to host memory.
+
+        Args:
+            folder: Rank 0's folder of the files; it is emptied.
+            progress: The point of training; rank 0's ``progress.blocks`` become the block list.
+            block: The chain's present block.
+            last_loss: Loss of the last inner step, in nats per token.
+            parts: The files to write; all, or those that are scored.
+
+        Returns:
+            The snapshot under way; later failures are in it.
+
+        Raises:
+            OSError: On all ranks, when ``folder`` cannot be made.
+            RankFailedError: On all ranks, when one has no memory.
         """
         started = time.perf_counter()
         start, layout, shards = self.outer.epoch_start, self.stream.layout, self.sharded.shards
@@ -674,7 +804,11 @@ class Trainer(HeldWeights):
         return handle
 
     def hold_back(self, sequences: Tensor | None) -> None:
-        """See :meth:`~.local_evaluation.GradientCheck.hold_back`."""
+        """Use sequences of this rank as the held-out data of its gradient checks.
+
+        Args:
+            sequences: int64 ``(sequences, length)``; None: this rank has none.
+        """
         self.gradient_check.hold_back(sequences)
 
     @property
@@ -685,7 +819,15 @@ class Trainer(HeldWeights):
         return -(-self.settings.preview_sequences // at_once)
 
     def check_gradient(self, handle: SnapshotHandle) -> float | None:
-        """See :meth:`~.local_evaluation.GradientCheck.run`."""
+        """Measure by how much a snapshot's gradient changes the loss on held-out data. Collective.
+
+        Args:
+            handle: A snapshot whose codes are finished.
+
+        Returns:
+            Loss with minus loss without it, in nats per token, so below 0 is good. None when no
+                rank has held-out data, or one has no memory.
+        """
         self.copier.finish()
         # Many ranks have enough with less than a micro-batch each.
         wanted = -(-self.settings.preview_sequences // self.world_size)
