@@ -231,7 +231,7 @@ def test_each_miner_begins_with_who_it_is_and_keeps_its_settings(run: Run) -> No
         assert settings.stat().st_mode & 0o777 == 0o600
 
 
-def test_each_line_of_a_miners_log_can_be_looked_up(run: Run) -> None:
+def test_each_warning_of_a_miners_log_is_explained(run: Run) -> None:
     reference = Reference()
     for miner in run.subnet.miners:
         lines = miner.child.log.read_text().splitlines()

@@ -1,8 +1,9 @@
-"""Whatever the program logs can be looked up in docs/troubleshooting.md or docs/log-messages.md.
+"""docs/troubleshooting.md explains each alert and error, in words that the program prints.
 
-The format of each line is collected from the source. Formats without own words (``"%s"``) pass on
-what something else reports, so there is nothing to look up by; the log of a real subnet is compared
-in tests/end_to_end/test_localnet_end_to_end.py.
+The format of each line is collected from the source. A warning that names its own remedy, or says
+that the program continues, needs no row. A format without own words (``"%s"``) passes on what
+something else reports, so there is nothing to look up by; the log of a real subnet is compared in
+tests/end_to_end/test_localnet_end_to_end.py.
 """
 
 from __future__ import annotations
@@ -12,12 +13,21 @@ import re
 from collections.abc import Iterator
 
 import pytest
+import yaml
 
-from tests.tools.log_reference import DOCS
+from tests.tools.log_reference import (
+    CONTRACT,
+    DOCS,
+    EXPLAINS_ITSELF,
+    PACKAGE,
+    PAGE,
+    documented,
+    fixed,
+    fragments,
+    printed,
+)
 
-PACKAGE = DOCS.parent / "distributed_training"
-WARNINGS = {"warning", "error", "critical", "exception"}
-PAGES = ("troubleshooting.md", "log-messages.md")
+ERRORS = {"error", "critical", "exception"}
 #: Functions that get one line for the log each.
 SAY = {"say", "_say", "info"}
 LOGGERS = {"log", "logger", "logging"}
@@ -26,8 +36,8 @@ PLACEHOLDER = re.compile(r"%[-+# 0-9.*]*[a-zA-Z]|%%|\0")
 OTHERS = ("validator", "localnet", "registry", "scoring/score_preview.py")
 
 
-def formats() -> Iterator[tuple[str, str, bool]]:
-    """File and line, format, and whether it is a warning or an error."""
+def formats() -> Iterator[tuple[str, str, str]]:
+    """File and line, format, and level (or function) of each line that is logged."""
     for path in sorted(PACKAGE.rglob("*.py")):
         place = str(path.relative_to(PACKAGE))
         if place.startswith(OTHERS):
@@ -35,7 +45,7 @@ def formats() -> Iterator[tuple[str, str, bool]]:
         for node in ast.walk(ast.parse(path.read_text())):
             kind = kind_of(node.func) if isinstance(node, ast.Call) and node.args else None
             if isinstance(node, ast.Call) and kind and (text := fixed(node.args[0])):
-                yield f"{place}:{node.lineno}", text, kind in WARNINGS
+                yield f"{place}:{node.lineno}", text, kind
 
 
 def kind_of(function: ast.expr) -> str | None:
@@ -45,46 +55,91 @@ def kind_of(function: ast.expr) -> str | None:
     if not isinstance(function, ast.Attribute):
         return None
     owner = function.value.id if isinstance(function.value, ast.Name) else ""
-    if owner in LOGGERS and function.attr in {*WARNINGS, "info"}:
+    if owner in LOGGERS and function.attr in {*ERRORS, "warning", "info"}:
         return function.attr
     return function.attr if function.attr in {"say", "_say"} else None
-
-
-def fixed(node: ast.expr) -> str:
-    """The text of a literal; what is put into an f-string becomes a zero byte."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value
-    if isinstance(node, ast.JoinedStr):
-        return "".join(fixed(v) if isinstance(v, ast.Constant) else "\0" for v in node.values)
-    return ""
 
 
 def to_search_for(text: str) -> list[str]:
     """The beginnings of what stands between two placeholders, where that is words."""
     parts = [part.strip(" ,;:.()`").split() for part in PLACEHOLDER.split(text)]
-    return [" ".join(words[:5]).strip(" ,;:.()`") for words in parts if len(words) > 1]
+    return [" ".join(words[:4]).strip(" ,;:.()`") for words in parts if len(words) > 1]
 
 
 def promised() -> Iterator[tuple[str, str]]:
-    """Texts of protocol/lines.py."""
+    """Texts of protocol/lines.py that scripts search for."""
     tree = ast.parse((PACKAGE / "protocol" / "lines.py").read_text())
-    tree.body = [node for node in tree.body if getattr(node, "name", "") != "judged_upload"]
-    for node in ast.walk(tree):  # of which the validator's is left out
+    others = {"judged_upload", "worse_weights", "worse_weights_back"}
+    tree.body = [node for node in tree.body if getattr(node, "name", "") not in others]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Assign | ast.Return) and node.value and (text := fixed(node.value)):
             yield f"protocol/lines.py:{node.lineno}", text
 
 
-def missing(found: list[tuple[str, str]]) -> list[str]:
-    pages = " ".join(" ".join((DOCS / page).read_text().split()) for page in PAGES)
-    wanted = {place: to_search_for(words) for place, words in found}
-    return [f"{p}: {w}" for p, w in wanted.items() if w and not any(part in pages for part in w)]
+def missing(found: list[tuple[str, str]], page: str) -> list[str]:
+    """Formats that no row of ``page`` names: by their first words, or by the row's own words."""
+    rows = [" ".join(row.split()) for row in documented(page)]
+
+    def named(text: str, words: list[str]) -> bool:
+        begins = any(part in row for part in words for row in rows)
+        return begins or any(
+            (parts := fragments(row)) and all(part in text for part in parts) for row in rows
+        )
+
+    wanted = {place: (text, to_search_for(text)) for place, text in found}
+    return [f"{p}: {w}" for p, (text, w) in wanted.items() if w and not named(text, w)]
+
+
+def contract() -> str:
+    _, heading, rows = PAGE.read_text(encoding="utf-8").partition(CONTRACT)
+    assert heading
+    return rows
 
 
 @pytest.mark.slow
 def test_formats_are_found() -> None:
-    assert sum(warns for *_, warns in formats()) > 60 and len(list(formats())) > 110
+    levels = [level for *_, level in formats()]
+    assert len(levels) > 110 and len([one for one in levels if one in {*ERRORS, "warning"}]) > 60
     assert to_search_for("Block %d is left out: %s") == ["is left out"]
+    assert fragments("Nothing was heard of node 1 (rank 4) for 60 s") == [
+        "Nothing was heard of node"
+    ]
 
 
-def test_every_line_can_be_looked_up() -> None:
-    assert missing([*((place, text) for place, text, _ in formats()), *promised()]) == []
+def test_each_error_and_each_bare_warning_has_a_row() -> None:
+    found = [
+        (place, text)
+        for place, text, level in formats()
+        if level in ERRORS or (level == "warning" and not EXPLAINS_ITSELF.search(text))
+    ]
+    assert missing(found, PAGE.read_text(encoding="utf-8")) == []
+
+
+def test_each_promised_line_is_in_the_contract() -> None:
+    assert missing([*promised()], contract()) == []
+
+
+def test_each_row_is_printed_by_the_program() -> None:
+    texts = printed()
+    strange = {
+        row: absent
+        for row in documented(messages())
+        if (absent := [part for part in fragments(row) if part not in texts])
+    }
+    assert strange == {}
+
+
+def messages() -> str:
+    """The page without its tables of alerts and of files."""
+    page = PAGE.read_text(encoding="utf-8")
+    sections = re.split(r"(?m)^(?=## )", page)
+    return "".join(s for s in sections if not s.startswith(("## Alerts", "## A damaged file")))
+
+
+def test_each_alert_is_named_with_its_section() -> None:
+    rules = yaml.safe_load((DOCS.parent / "ops/prometheus/miner.rules.yml").read_text())
+    alerts = {
+        rule["alert"] for group in rules["groups"] for rule in group["rules"] if "alert" in rule
+    }
+    _, _, rest = PAGE.read_text(encoding="utf-8").partition("## Alerts")
+    assert set(documented(rest.partition("\n## ")[0])) == alerts
