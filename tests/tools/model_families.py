@@ -1,4 +1,4 @@
-"""Print the table of docs/model.md: families of models, and what becomes of each here.
+"""Print the families of models of docs/model.md, with the differences in loss and gradient.
 
 python -m tests.tools.model_families
 """
