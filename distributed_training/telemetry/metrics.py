@@ -69,168 +69,131 @@ def register_metric(
 
 # torchtitan's figures under this project's prefix, by the report's field.
 for _name, _field, _about in (
-    ("train_outer_step", "outer_step", "outer step"),
-    ("train_inner_step", "inner_step", "inner steps done in this outer step"),
-    ("train_loss", "loss", "mean cross-entropy of the last inner step, nats per token"),
-    ("train_learning_rate", "learning_rate", "learning rate of the last inner step"),
+    ("train_outer_step", "outer_step", "outer steps taken"),
+    ("train_inner_step", "inner_step", "inner steps since the outer step"),
+    ("train_loss", "loss", "mean cross-entropy, nats per token"),
+    ("train_learning_rate", "learning_rate", "learning rate"),
     (
         "train_learning_rate_share",
         "learning_rate_share",
-        "the same as a share of training.learning_rate, 0 to 1",
+        "learning rate divided by training.learning_rate",
     ),
-    ("train_step_seconds", "seconds", "wall time of the last inner step"),
-    ("train_data_wait_seconds", "data_wait_seconds", "of it, without data"),
+    ("train_step_seconds", "seconds", "duration of the last inner step"),
+    ("train_data_wait_seconds", "data_wait_seconds", "part of it spent waiting for data"),
     ("train_tokens_per_second", "tokens_per_second", "tokens per second, all ranks"),
     ("train_samples_per_second", "samples_per_second", "sequences per second, all ranks"),
     ("train_grad_norm", "grad_norm", "norm of the gradient before clipping"),
     ("train_mfu", "mfu", "model FLOP utilization, 0 to 1"),
-    (
-        "gpu_memory_gb",
-        "gpu_memory_gb",
-        "peak allocated on rank 0's GPU since the previous step, GB = 1e9 bytes",
-    ),
-    ("gpu_utilization_percent", "gpu_utilization", "utilization of rank 0's GPU by NVML"),
+    ("gpu_memory_gb", "gpu_memory_gb", "peak use of rank 0's GPU, in GB"),
+    ("gpu_utilization_percent", "gpu_utilization", "utilization of rank 0's GPU"),
     ("train_tokens_total", "tokens", "tokens trained on, all ranks"),
-    ("train_steps_skipped_total", "skipped", "inner steps with NaN or Inf, which were skipped"),
+    ("train_steps_skipped_total", "skipped", "inner steps skipped for NaN or Inf"),
 ):
     register_metric(_name, _about, step=attrgetter(_field))
 register_metric("train_steps_total", "inner steps", step=lambda report: not report.skipped)
 
 # Each is set where it is known.
 for _name, _about in {
-    "start_timestamp_seconds": "when the miner began to train, after its last start",
-    "last_step_timestamp_seconds": "when an inner step was last done; first, when training began",
+    "start_timestamp_seconds": "when training began",
+    "last_step_timestamp_seconds": "end of the last inner step",
     # start, by the launcher
-    "launcher_running": "1 while the launcher is there, 0 without: by its dashboard",
-    "starts_refused_in_a_row": "starts that the disk, a port, the driver, the chain, the store or "
-    "another node refused since the miner trained last",
+    "launcher_running": "1 while the launcher runs",
+    "starts_refused_in_a_row": "refused starts since the last training",
     # uploads
     "last_publication_timestamp_seconds": "when the newest gradient was uploaded",
-    "publication_age_seconds": "age of the newest uploaded gradient, the repo age",
-    "publication_age_limit_seconds": "age at which validators score it zero",
-    "publication_seconds_left": "until then",
+    "publication_age_seconds": "age of the newest uploaded gradient",
+    "publication_age_limit_seconds": "age at which validators score it 0",
+    "publication_seconds_left": "time left until that age",
     "publications_total": "uploads, successful or not",
-    "publications_failed_total": "of them, failed",
+    "publications_failed_total": "failed uploads",
     "snapshots_refused_total": (
-        "snapshots that were due and not uploaded, by kind: disk (no room), blocks (none was "
-        "trained), list (all blocks too old), write (the files could not be written); unchecked: "
-        "its gradient could not be checked, that of the upload it would replace was"
+        "snapshots that were not uploaded, by kind: disk (no room), blocks (none was trained), "
+        "list (all blocks too old), write (files not written), unchecked (no gradient check)"
     ),
-    "uploaded_bytes_total": "bytes uploaded to the bucket",
-    "snapshot_ready_seconds": (
-        "from the last snapshot until its gradient was checked and the uploader got its files"
-    ),
-    "preview_loss_change": "loss change by the last uploaded gradient, nats per token",
-    "block_list_newest_block": "newest chain block whose data was trained on",
-    "block_list_age_blocks": "how far the newest uploaded block is behind the chain",
-    "block_list_limit_blocks": "blocks behind the chain at which an upload is too old",
-    "block_list_blocks_left": "blocks until then, for the newest upload",
+    "uploaded_bytes_total": "bytes uploaded",
+    "snapshot_ready_seconds": "time from snapshot to upload",
+    "preview_loss_change": "loss change by the last uploaded gradient",
+    "block_list_newest_block": "newest chain block trained on",
+    "block_list_age_blocks": "age of the newest uploaded block",
+    "block_list_limit_blocks": "age at which uploads are too old",
+    "block_list_blocks_left": "blocks left until that age",
     # income, as the chain shows it
-    "earning": "1 while the miner earns, 0 while it does not; absent: not known",
-    "incentive": "share of what the network pays, 0 to 1",
-    "emission": "that this gives per tempo, in the subnet's token",
-    "incentive_rank": "place among the miners by incentive, 1 is the highest",
-    "weights_block": "block at which a validator set weights last, 0 before the first ones",
-    "last_call_timestamp_seconds": "when a validator was last answered",
+    "earning": "1 while the miner earns, else 0",
+    "incentive": "share of the pay, 0 to 1",
+    "emission": "tokens of the subnet per tempo",
+    "incentive_rank": "place by incentive; 1 is highest",
+    "weights_block": "block of the last set weights",
+    "last_call_timestamp_seconds": "when a validator was answered",
     # rounds
     "rounds_total": "finished rounds, successful or not",
-    "rounds_failed_total": "of them, without an outer step, or without our upload in it",
-    "rounds_failed_in_a_row": "failed or missed rounds since the last one that worked",
-    "rounds_missed_total": "outer steps of the network that were loaded instead",
-    "round_participation_ratio": "share of the last 20 rounds that this miner had a share in",
-    "round_seconds": "length of the last round: a pause, or from a close to its update",
-    "next_round_timestamp_seconds": "when the next round is expected; in the past when overdue",
-    "dht_peers": "other peers that the DHT node knows",
+    "rounds_failed_total": "rounds without our upload or outer step",
+    "rounds_failed_in_a_row": "failures since the last good round",
+    "rounds_missed_total": "outer steps that were loaded instead",
+    "round_participation_ratio": "share of the last 20 rounds with this miner",
+    "round_seconds": "duration of the last round",
+    "next_round_timestamp_seconds": "when the next round is expected",
+    "dht_peers": "other peers in the DHT",
     # chain and server
-    "chain_block": "newest chain block known",
-    "chain_seconds_per_block": "from one block of the chain to the next, as seen lately",
-    "chain_age_seconds": "since the chain was last heard of",
-    "registered": "1 while the miner runs, 0 while it waits for its hotkey to be registered again",
+    "chain_block": "newest chain block",
+    "chain_seconds_per_block": "recent time between two blocks",
+    "chain_age_seconds": "time since the chain last answered",
+    "registered": "0 while the hotkey is not registered",
     "server_connections": "open connections of the signed server",
     # a validator's, of its network
-    "network_training": (
-        "1 while members answer and the last round was good, else 0; absent once it is finished"
-    ),
-    "network_gate": "1 while no half of the uploads passes the held-out text, else 0",
-    "network_outer_step": "outer step of the network",
-    "network_held_out_loss": "loss on held-out text, nats per token, by the text's name",
-    "network_members": "miners that are registered and have an endpoint",
-    "network_members_alive": "of them, those that answered the last sweep at the outer step",
-    "network_members_needed": "of them, those that a round takes",
-    "network_members_scored": "of them, those with a score above 0",
-    "network_member_score": "score of each, by uid",
-    "network_member_upload_timestamp_seconds": "when the upload of each came, by uid",
-    "network_rounds_total": "rounds that the validator led since its start, good or not",
-    "network_rounds_failed_total": "of them, without an outer step",
-    "network_rounds_failed_in_a_row": "failed rounds since the last good one",
-    "network_round_seconds": "length of the last round, from the first sweep to its publication",
-    "network_round_participants": "miners in the average of the last round",
+    "network_training": "1 while members answer and the last round was good, else 0",
+    "network_gate": "1 while no half of the uploads passes the held-out text",
+    "network_outer_step": "outer steps of the network",
+    "network_held_out_loss": "held-out loss by text, nats per token",
+    "network_members": "registered miners with an endpoint",
+    "network_members_alive": "miners that answered the last sweep",
+    "network_members_needed": "miners that a round needs",
+    "network_members_scored": "miners with a score above 0",
+    "network_member_score": "score by uid",
+    "network_member_upload_timestamp_seconds": "when its upload came, by uid",
+    "network_rounds_total": "rounds since the validator's start",
+    "network_rounds_failed_total": "rounds without an outer step",
+    "network_rounds_failed_in_a_row": "failures since the last good round",
+    "network_round_seconds": "duration of the last round",
+    "network_round_participants": "miners in the last round's outer step",
     "network_last_outer_step_timestamp_seconds": "when the last outer step was published",
     "network_next_round_timestamp_seconds": "when the next round is due",
-    "network_tokens": "tokens that all outer steps were trained on, as the uploads say",
-    "network_tokens_per_second": "the same of the last outer step, by the time that it took",
-    "network_uploads_judged_total": "uploads that the validator judged since its start",
-    "network_uploads_reset_total": "of them, those that were reset",
+    "network_tokens": "tokens in all outer steps",
+    "network_tokens_per_second": "tokens per second in the last outer step",
+    "network_uploads_judged_total": "uploads judged since the start",
+    "network_uploads_reset_total": "uploads that were reset",
     # programs
-    "build_info": "1, with the version of this program as its label",
-    "protocol_run": "run number of this program; peers of another one are not understood",
-    "global_outer_step": "outer step of the global state in its bucket; ours should not be behind",
-    "global_run": "run number of the global state in its bucket",
+    "build_info": "1; its label is the version",
+    "protocol_run": "run number of this program",
+    "global_outer_step": "outer step of the global state",
+    "global_run": "run number of the global state",
     # machine
-    "clock_offset_seconds": "by which this machine's clock is ahead of the store's, or the chain's",
-    "disk_free_bytes": "free where the run folder is",
-    "disk_needed_bytes": "that a snapshot, a checkpoint and the reserve take",
-    "memory_bytes": "resident memory of rank 0 and the processes it started",
-    "memory_growth_bytes_per_hour": "slope of it over the last hours: a leak, if it stays",
-    "memory_total_bytes": "that the miner may use: the machine's, or the limit of its cgroup",
+    "clock_offset_seconds": "how far this machine's clock is ahead",
+    "disk_free_bytes": "free disk of the run folder",
+    "disk_needed_bytes": "disk for a snapshot, a checkpoint and the reserve",
+    "memory_bytes": "resident memory of rank 0 and its processes",
+    "memory_growth_bytes_per_hour": "its growth over the last hours",
+    "memory_total_bytes": "memory limit of the machine or cgroup",
     # of each rank, by number; its GPU has the same
-    "rank_memory_bytes": "resident memory of the rank's process",
-    "rank_gpu_memory_bytes": "used on its GPU, by all processes",
-    "rank_gpu_utilization_percent": "share of the last moments in which its GPU ran a kernel",
+    "rank_memory_bytes": "resident memory of the rank",
+    "rank_gpu_memory_bytes": "memory in use on its GPU",
+    "rank_gpu_utilization_percent": "utilization of its GPU",
     "rank_gpu_temperature_celsius": "temperature of its GPU",
-    "rank_gpu_power_watts": "power its GPU draws",
+    "rank_gpu_power_watts": "power of its GPU",
     "metrics_written_timestamp_seconds": "when these figures were written",
 }.items():
     register_metric(_name, _about)
 
 #: Counts of the chain package since the process started; each is absent until the first.
 CHAIN_COUNTS: Mapping[str, str] = {
-    "chain_reads_total": (
-        "times that the neurons were read; if it stands still, the chain does not answer "
-        "(dt_chain_age_seconds says for how long) or dt_chain_neurons_failed_total rises"
-    ),
-    "chain_failures_total": (
-        "times that a node of the chain could not be reached or read, so the next is asked; if it "
-        "keeps rising, name a better node with --subtensor.chain_endpoint"
-    ),
-    "chain_connections_total": (
-        "connections made to nodes of the chain; if it keeps rising, they break: check the line, "
-        "or name another node with --subtensor.chain_endpoint"
-    ),
-    "chain_went_back_total": (
-        "looks that showed a lower block than before; a few are reorganizations, many a node that "
-        "lags: name another with --subtensor.chain_endpoint"
-    ),
-    "chain_neurons_failed_total": (
-        "reads of the neurons that failed while others may have worked; those known last are used, "
-        "so if it keeps rising name another node with --subtensor.chain_endpoint"
-    ),
-    "chain_commitments_failed_total": (
-        "reads of the commitments that failed while others may have worked; those known last are "
-        "used, so if it keeps rising name another node with --subtensor.chain_endpoint"
-    ),
-    "chain_commitments_skipped_total": (
-        "commitments, at each read, that are not of this network's form; anybody with a uid may "
-        "write such, and nothing needs to be done"
-    ),
-    "chain_writes_total": (
-        "transactions tried (commitment, endpoint, weights); if a miner's rises long after its "
-        "start, what it wrote was lost: check that no second miner uses the hotkey"
-    ),
-    "chain_writes_failed_total": (
-        "of them, those that did not go through and are tried again; if it keeps rising, others "
-        "cannot find this node: grep -E 'not (written|set)' in the log for the reason"
-    ),
+    "chain_reads_total": "reads of the neurons; if it stands still, the chain does not answer",
+    "chain_failures_total": "endpoints that failed, so the next was asked",
+    "chain_connections_total": "connections to endpoints; if it keeps rising, they break",
+    "chain_went_back_total": "reads that showed a lower block than before",
+    "chain_neurons_failed_total": "failed reads of the neurons",
+    "chain_commitments_failed_total": "failed reads of the commitments",
+    "chain_commitments_skipped_total": "commitments of another form; nothing needs to be done",
+    "chain_writes_total": "tried writes; if it rises, check that no second miner has the hotkey",
+    "chain_writes_failed_total": "failed writes; grep -E 'not (written|set)' in the log",
 }
 
 log = logging.getLogger(__name__)

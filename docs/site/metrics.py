@@ -10,26 +10,39 @@ _HEAD = """# Metrics
 
 Written by `python docs/site/metrics.py`; do not edit.
 
-The dashboard serves them at `/metrics`; `metrics.prom` in the run folder holds the latest. A
-counter only grows. A gauge that could not be measured is absent. Counts of bad data are in
-[data](data.md#bad-input), those of calls in [chain and calls](chain-and-calls.md#refusals). A
-member of a store network has no swarm, no server and no age limit of uploads, so theirs are absent.
+The dashboard serves these metrics at `/metrics`; the file `metrics.prom` in the run folder has the
+latest. A name with `_total` is a counter, any other a gauge; timestamps are Unix seconds. A value
+that could not be measured is absent. A member of a store network has no metrics of the DHT, the
+server and the age limits. Counts of bad data are in [data](data.md#bad-input), counts of calls in
+[chain and calls](chain-and-calls.md#refusals).
 """
+_CHAIN = "If a count of failures keeps rising, set `--subtensor.chain_endpoint`.\n"
+#: Title of each section, and the beginnings of its metrics' names; the first that fits counts.
+_SECTIONS = {
+    "Does it run?": ("start", "launcher", "last_step", "build", "protocol", "metrics"),
+    "Training": ("train_",),
+    "Uploads": ("last_pub", "publication", "snapshot", "uploaded", "preview", "block_list"),
+    "Income": ("earning", "incentive", "emission", "weights_block", "registered"),
+    "Rounds": ("round", "next_round", "dht", "global", "last_call", "server", "clock"),
+    "Machine and GPUs": ("gpu", "rank", "disk", "memory"),
+    "A validator's network": ("network_",),
+}
 
 
 def page() -> str:
-    catalogue = _table({name: METRICS[name].about for name in METRICS})
-    chain = f"\n## The chain\n\nEach is absent until the first count.\n{_table(CHAIN_COUNTS)}"
-    return _HEAD + catalogue + chain
+    """Return the page: a table for each task, then the chain's."""
+    left = {name: METRICS[name].about for name in METRICS}
+    text = _HEAD
+    for title, beginnings in _SECTIONS.items():
+        found = {name: about for name, about in left.items() if name.startswith(beginnings)}
+        text += f"\n## {title}\n{_table(found)}"
+        left = {name: about for name, about in left.items() if name not in found}
+    return f"{text}\n## The chain\n\n{_CHAIN}{_table({**left, **CHAIN_COUNTS})}"
 
 
 def _table(metrics: Mapping[str, str]) -> str:
-    rows = [f"| `dt_{name}` | {_kind(name)} | {text} |\n" for name, text in metrics.items()]
-    return "\n| Name | Kind | Meaning |\n| --- | --- | --- |\n" + "".join(rows)
-
-
-def _kind(name: str) -> str:
-    return "counter" if name.endswith("_total") else "gauge"
+    rows = [f"| `dt_{name}` | {text} |\n" for name, text in metrics.items()]
+    return "\n| Name | Meaning |\n| --- | --- |\n" + "".join(rows)
 
 
 if __name__ == "__main__":
