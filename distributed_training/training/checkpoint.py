@@ -415,7 +415,7 @@ class Checkpointer:
     # --- writing --------------------------------------------------------------------------------
 
     def _write(self, name: str, held: list[Any], content: str) -> None:
-        enter_thread(self._trainer.device)
+        enter_thread(self._trainer.device, background=True)
         started = time.perf_counter()
         try:
             held[2].wait()

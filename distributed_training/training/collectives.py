@@ -12,17 +12,23 @@ same steps, so a snapshot or a checkpoint of one machine is one of all.
 
 Copies from a GPU use two pinned buffers in turn: the bus fills one on a stream of its own while all
 cores empty the other. A plain ``.to("cpu")`` goes through a small buffer of the driver's, and one
-core empties it into memory that was never touched before.
+core empties it into memory that was never touched before. Copies to a GPU use the same buffers: the
+driver locks its context while it reads memory that is not pinned, and kernels that another thread
+queues wait for that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import math
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -32,6 +38,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from distributed_training.protocol.types import RankFailedError
+
+log = logging.getLogger(__name__)
 
 #: Covers each collective of the model's groups: gathering weights, reducing gradients. Ranks come
 #: to one within seconds of each other; compiling the model may put minutes between them. NCCL
@@ -289,7 +297,7 @@ Piece = tuple[Tensor, Tensor]
 
 
 class HostCopies:
-    """Copies from one device to host memory, for one thread at a time.
+    """Copies between one device and host memory, for one thread at a time.
 
     ``stage``: float32 elements that a buffer holds.
     """
@@ -299,7 +307,8 @@ class HostCopies:
         self._device, self._stage, self._turn = device, stage, threading.Lock()
         self._stream = torch.cuda.Stream(device) if cuda else None
         self._copied = [torch.cuda.Event(), torch.cuda.Event()] if cuda else []
-        self._buffers = [torch.empty(stage, dtype=torch.float32, pin_memory=cuda) for _ in range(2)]
+        self._buffers = _make_buffers(stage, device)
+        self._next = 0  # buffer to send from
 
     def fill(self, pairs: Sequence[Piece], after: torch.cuda.Event | None = None) -> None:
         """Copy float32 tensors to the host tensor of each pair. Returns when the values are there.
@@ -307,11 +316,32 @@ class HostCopies:
         ``after``: of what they wait for; None: of all that the current stream has queued.
         """
         with self._turn:
+            for copied in self._copied:
+                copied.synchronize()  # the bus may still read what was sent
             if self._stream is not None:
                 # Only the side stream waits for what training queued. The host does not.
                 after = after or torch.cuda.current_stream(self._device).record_event()
                 self._stream.wait_event(after)
             self._fill(pairs)
+
+    def send(self, pairs: Sequence[Piece]) -> None:
+        """Copy float32 host tensors to the device tensor of each pair, on the current stream.
+
+        Returns when the host tensors may change. The values are there for what this stream does
+        next.
+        """
+        with self._turn:
+            for load in self._loads(pairs):
+                turn, self._next = self._next, 1 - self._next
+                if self._copied:
+                    # The one wait of the host: before it the bus still reads the buffer.
+                    self._copied[turn].synchronize()
+                for part, (source, target) in self._parts(turn, load):
+                    part.copy_(source)
+                    # The host continues only because the buffer is pinned.
+                    target.copy_(part, non_blocking=True)
+                if self._copied:
+                    self._copied[turn].record(torch.cuda.current_stream(self._device))
 
     def _fill(self, pairs: Sequence[Piece]) -> None:
         under_way: tuple[int, list[Piece]] | None = None
@@ -361,6 +391,22 @@ class HostCopies:
             start += size
 
 
+def _make_buffers(stage: int, device: torch.device) -> list[Tensor]:
+    """Make two buffers of ``stage`` float32 elements, pinned for a GPU if memory allows it."""
+    make = partial(torch.empty, stage, dtype=torch.float32)
+    if device.type == "cuda":
+        try:
+            return [make(pin_memory=True) for _ in range(2)]
+        except (RuntimeError, MemoryError) as error:
+            log.warning(
+                "%s: no pinned memory for copies (%s), so snapshots and checkpoints slow training "
+                "down: free host memory, or raise the limit of locked memory (ulimit -l)",
+                device,
+                str(error).split("\n", 1)[0],
+            )
+    return [make() for _ in range(2)]
+
+
 _copies = functools.cache(HostCopies)  # by device
 
 
@@ -384,6 +430,23 @@ def fill_host(pairs: Sequence[Piece], after: torch.cuda.Event | None = None) -> 
             taken.copy_(tensor.detach())
 
 
+def fill_device(pairs: Sequence[Piece]) -> None:
+    """Copy float32 host tensors to the tensor of each pair; see :meth:`HostCopies.send`."""
+    on_gpu = [pair for pair in pairs if pair[1].device.type == "cuda"]
+    if on_gpu:
+        _copies(on_gpu[0][1].device).send(on_gpu)
+    for taken, tensor in pairs:
+        if tensor.device.type != "cuda":
+            tensor.copy_(taken)
+
+
+def to_device(rows: Tensor, device: torch.device) -> Tensor:
+    """Copy float32 host ``rows`` to a new tensor of ``device``, on the current stream."""
+    made = torch.empty(rows.shape, dtype=torch.float32, device=device)
+    fill_device([(rows, made)])
+    return made
+
+
 def queued(device: torch.device) -> torch.cuda.Event | None:
     """Return the event of all that is queued on ``device`` now; None: nothing ever is."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
@@ -394,10 +457,28 @@ def on_host(tensor: Tensor) -> Tensor:
     return tensor if tensor.device.type == "cpu" else to_host([tensor])[0]
 
 
-def enter_thread(device: torch.device) -> None:
-    """Make ``device`` the calling thread's own; first line of a thread that may touch a GPU."""
+_LOWER = 5  # added to the niceness of a thread that writes
+
+
+def enter_thread(device: torch.device, *, background: bool = False) -> None:
+    """Make ``device`` the calling thread's own; first line of a thread that may touch a GPU.
+
+    ``background``: where a GPU trains, the thread also lets others go first, with the threads it
+    starts. The one that queues the GPU's work then always finds a core.
+    """
     if device.type == "cuda":
         # A thread starts on GPU 0. Leaving a stream of another GPU returns to the stream before,
         # which is GPU 0's, and with that makes a CUDA context there: half a gigabyte of rank 0's
         # memory for every other rank, from the first snapshot on.
         torch.cuda.set_device(device)
+        # Not the main thread, which trains, and writes itself where no thread can be started.
+        if background and threading.current_thread() is not threading.main_thread():
+            lower_priority()
+
+
+def lower_priority() -> None:
+    """Let other threads of this machine go before the calling one, for the rest of its life."""
+    with contextlib.suppress(OSError):  # a system without priorities of threads
+        thread = threading.get_native_id()
+        now = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, now + _LOWER)

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from distributed_training.protocol.compression import Code, Compression
 
-from .collectives import ParameterShard, RowStream
+from .collectives import ParameterShard, RowStream, to_device
 
 #: By device, for the thread that writes: neither it nor training waits for the other.
 side_stream = cache(torch.cuda.Stream)
@@ -258,7 +258,7 @@ class ErrorFeedback:
                 contextlib.suppress(torch.OutOfMemoryError),
                 torch.cuda.stream(side_stream(device)),
             ):
-                parts = [self.compression.encode_rows(piece.to(device)) for piece in pieces]
+                parts = [self.compression.encode_rows(to_device(piece, device)) for piece in pieces]
                 # These wait for the side stream alone, and in the thread that writes, not in
                 # training's.
                 where, values = (

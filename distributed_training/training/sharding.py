@@ -41,7 +41,15 @@ from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError
 from distributed_training.protocol.gradients import Schema
 
-from .collectives import COLLECTIVE_TIMEOUT, Layout, ParameterShard, RowStream, row_range
+from .collectives import (
+    COLLECTIVE_TIMEOUT,
+    Layout,
+    ParameterShard,
+    Piece,
+    RowStream,
+    fill_device,
+    row_range,
+)
 from .memory_plan import MemoryPlan, compute_dtype, plan_memory
 from .model import (
     INITIAL_SPREAD,
@@ -95,8 +103,13 @@ class ShardedModel:
 
         The caller drops gathered weights (:meth:`discard_gradients`).
         """
+        from_host: list[Piece] = []
         for shard, rows in zip(self.shards, state["weights"], strict=True):
-            shard.local.copy_(rows)
+            if rows.device.type == "cpu":
+                from_host.append((rows, shard.local))
+            else:
+                shard.local.copy_(rows)
+        fill_device(from_host)
 
     def discard_gradients(self) -> None:
         """Drop gathered weights and all gradients accumulated, also after a failed backward.

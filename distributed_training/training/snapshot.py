@@ -391,7 +391,7 @@ def write_snapshot(state: SnapshotState, handle: SnapshotHandle) -> None:
     ``handle`` has this rank's codes before any other rank can know that they are made. Raises
     TimeoutError, OSError, RuntimeError (another rank failed).
     """
-    enter_thread(state.shards[0].local.device)
+    enter_thread(state.shards[0].local.device, background=True)
     # The error feedback advances here as well, and previews need the codes.
     if not state.layout.on_node_0:
         state.copies.wait()

@@ -370,7 +370,7 @@ def _write_upload(state: _UploadState, handle: UploadHandle) -> None:
 
     Raises TimeoutError, OSError, ValueError (NaN or Inf), RuntimeError (another rank failed).
     """
-    enter_thread(state.shards[0].local.device)
+    enter_thread(state.shards[0].local.device, background=True)
     layout, path = state.layout, handle.path
     if not layout.on_node_0:
         return  # its peer there writes the same rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import os
 import threading
 from collections import Counter
 from pathlib import Path
@@ -21,7 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distributed_training.common.llama import named_config
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.types import Progress
-from distributed_training.training import error_feedback, micro_batches, model, snapshot
+from distributed_training.training import (
+    collectives,
+    error_feedback,
+    micro_batches,
+    model,
+    snapshot,
+)
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import HostCopies, ParameterShard
 from distributed_training.training.memory_plan import plan_memory
@@ -165,12 +172,7 @@ def test_no_thread_enters_a_stream_before_the_gpu_is_its_own(
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: note("device", device))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: note("stream of", stream))
     monkeypatch.setattr(error_feedback, "side_stream", lambda device: device)
-    real = torch.Tensor.to
-
-    def to(tensor: torch.Tensor, *where: Any, **how: Any) -> torch.Tensor:
-        return tensor if where == (torch.device("cuda:0"),) else real(tensor, *where, **how)
-
-    monkeypatch.setattr(torch.Tensor, "to", to)
+    monkeypatch.setattr(error_feedback, "to_device", lambda rows, device: rows)
     take_snapshot(made, tmp_path / "snapshot", Progress(0, 1, 1, [7]))
     threads = {name for name, what in seen if what == "stream of cuda:0"}
     assert threads and threading.current_thread().name not in threads
@@ -445,6 +447,68 @@ def test_copies_to_the_host_go_through_two_small_buffers(stage: int) -> None:
     loads = list(copies._loads(list(zip(some, taken, strict=True))))
     sizes = [sum(len(source) for source, _ in load) for load in loads]
     assert sum(sizes) == 45 + 64 + 1 + 21 and all(size == stage for size in sizes[:-1])
+
+
+class Pinned(torch.Tensor):
+    """A host tensor, as those that the bus reads without the driver's help."""
+
+
+@pytest.mark.parametrize("stage", [1, 7, 64, 1000])
+def test_nothing_goes_to_the_gpu_but_from_the_two_buffers(stage: int) -> None:
+    """Else the driver locks its context meanwhile, and training's kernels wait."""
+    copies = HostCopies(torch.device("cpu"), stage=stage)
+    copies._buffers = [buffer.as_subclass(Pinned) for buffer in copies._buffers]
+    some = [torch.randn(shape) for shape in ((5, 9), (0, 4), (64,), (), (3, 7))]
+    there = [torch.empty(each.shape) for each in some]
+    sent: Counter[bool] = Counter()  # values, by whether they came from a buffer
+
+    class Bus(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            if func is torch.ops.aten.copy_.default and not isinstance(args[0], Pinned):
+                sent[isinstance(args[1], Pinned)] += args[1].numel()
+            return func(*args, **(kwargs or {}))
+
+    with Bus():
+        copies.send(list(zip(some, there, strict=True)))
+    assert all(torch.equal(a, b) for a, b in zip(there, some, strict=True))
+    assert sent == {True: 45 + 64 + 1 + 21}
+
+
+def test_without_pinned_memory_copies_take_other_memory_and_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = torch.empty
+
+    def empty(*shape: Any, pin_memory: bool = False, **how: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory\nmore lines")
+        return real(*shape, **how)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    assert [len(buffer) for buffer in collectives._make_buffers(8, GPU)] == [8, 8]
+    (record,) = caplog.records
+    assert "cuda: no pinned memory for copies (CUDA error: out of memory)" in record.message
+
+
+def test_only_a_thread_that_writes_beside_a_gpu_lets_others_go_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    before, found = os.getpriority(os.PRIO_PROCESS, 0), list[int]()
+
+    def enters(device: torch.device, background: bool) -> None:
+        collectives.enter_thread(device, background=background)
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) - before)
+
+    cases = ((GPU, True), (GPU, False), (torch.device("cpu"), True))
+    for case in cases:
+        thread = threading.Thread(target=enters, args=case)
+        thread.start()
+        thread.join()
+    enters(GPU, True)  # the thread that trains
+    assert found == [5, 0, 0, 0]
 
 
 @pytest.mark.parametrize("how", ["snapshot", "checkpoint", "upload"])
