@@ -20,10 +20,17 @@ logits      20 bytes each, in chunks: product, float32, softmax, gradient.
 links       ``common/gpus.py``; nothing travels while something is computed.
 launches    5 us a kernel, 45 kernels a layer; 200 us a group in FSDP's hooks.
 machines    100 Gbit/s between them, of which 0.8; gradients alone pass.
-holds       an update over the bus and in host memory, where a rank moves 10 GB/s; 8 ns a rank's
-            parameter for steps beside the writing of files: measured with 125M, 1.0 s; of the
-            copies that are written what lasts longer than a step, since the next optimizer step
-            waits for them (training/snapshot.py).
+holds       an update over the bus and in host memory, where a rank moves 10 GB/s; of the copies
+            that are written what lasts longer than a step, since the next optimizer step waits for
+            them (training/snapshot.py).
+writing     0.26 ns for each byte that a rank writes during training. Measured: 1.04 s for the 30
+            bytes a parameter of a snapshot and a checkpoint of the 125M. This was before copies
+            to the GPU were pinned and threads that write gave way, so it is an upper bound.
+preview     14 forward passes of 32 sequences in all, each with its gather, and the start of the
+            outer step brought to the device: scale 1, four scales of each direction, and one more.
+            The first two of a start run 29 and 19.
+encoding    0.2 ns a parameter and direction on the GPU: the 0.06 s of *gradient codec*. A store
+            network's upload is encoded by the host's cores.
 ==========  =====================================================================================
 """
 
@@ -40,9 +47,13 @@ from distributed_training.common.memory import (
     Arrangement,
     Checkpointing,
     ModelShape,
+    Parts,
+    checkpoint_bytes,
     device_memory,
     list_ways,
     loss_chunk,
+    scored_bytes,
+    snapshot_bytes,
 )
 
 GOAL = 0.48  # MFU of what was not measured
@@ -51,9 +62,12 @@ ATTENTION, BANDWIDTH = 0.5, 0.85  # of the data sheet's
 _MOST_PRODUCTS = 0.65
 _KERNEL, _HOOKS, _KERNELS = 5e-6, 200e-6, 45
 _BETWEEN = 0.8 * 100e9 / 8  # bytes a second from one machine to the others
-_BESIDE = 8e-9  # seconds a rank's parameter that steps beside the writing of files take longer
+_WRITTEN = 0.26e-9  # seconds that training loses for a byte that a rank writes
 _HOST = 10e9  # bytes a second that a rank moves in host memory
 _LARGEST_MICRO_BATCH = 32
+_TRIALS, _PREVIEWED = 14, 32  # evaluations of a preview, sequences of each
+_DIRECTIONS, _TOP_K = 3, 0.2e-9  # of an upload; seconds a parameter and direction
+_CHECKPOINT_SECONDS, _CHECKPOINT_STEPS = 600.0, 25  # between two checkpoints, at least
 _CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "budget", "selective", "full")
 
 
@@ -217,6 +231,11 @@ def best_step(
     return next((step for step in steps if step.seconds <= 1.01 * least), None)
 
 
+def _copies(own: float, card: Card, floats: float) -> float:
+    """Return the seconds that copies of so many float32 values a parameter take a rank."""
+    return 4 * floats * own / min(BANDWIDTH * card.bus * 1e9, _HOST)
+
+
 def held_seconds(
     shape: ModelShape, machine: Machine, *, step: float, writes: float = 1, moments: float = 2
 ) -> float:
@@ -227,6 +246,65 @@ def held_seconds(
     """
     own, card = shape.parameters / machine.gpus, machine.card
     bus = BANDWIDTH * card.bus * 1e9
-    copies = (4 + 4 * moments) * own / min(bus, _HOST)
-    written = _BESIDE * own + max(0.0, copies - step)
-    return 8 * own / bus + 40 * own / _HOST + writes * written
+    copies = _copies(own, card, 1 + moments)
+    written = _WRITTEN * checkpoint_bytes(shape.tensors, moments) / machine.gpus
+    return 8 * own / bus + 40 * own / _HOST + writes * (written + max(0.0, copies - step))
+
+
+@dataclass(frozen=True)
+class Publication:
+    """The seconds that one publication takes from training, by what takes them.
+
+    ``period``: seconds from one to the next; ``copied``: bytes a rank copies to the host for it
+    and for its share of the checkpoints, ``written``: those it writes.
+    """
+
+    parts: dict[str, float]
+    period: float
+    copied: float
+    written: float
+
+    @property
+    def share(self) -> float:
+        return sum(self.parts.values()) / self.period
+
+
+def publication(
+    shape: ModelShape, machine: Machine, step: PaperStep, *, upload: Parts | None, period: float
+) -> Publication:
+    """Return what an upload each ``period`` seconds costs, with AdamW.
+
+    ``upload``: what one over hivemind holds; None: a store network's, of 4 bits a parameter.
+    """
+    card, own = machine.card, shape.parameters / machine.gpus
+    memory = BANDWIDTH * card.bandwidth * 1e12
+    late = max(0.0, _copies(own, card, 3) - step.seconds)  # of one checkpoint
+    checkpoints = period / max(_CHECKPOINT_STEPS * step.seconds, _CHECKPOINT_SECONDS)
+    checkpoint = checkpoint_bytes(shape.tensors) / machine.gpus - 8 * own  # less its start
+    parts = {"copies": 0.0, "writing": 0.0, "encoding": 0.0, "preview": 0.0}
+    if upload is None:
+        # A checkpoint comes with the upload, of the same copies and with the outer step's start.
+        checkpoints = max(1.0, checkpoints)
+        copied, written = 0.0, (0.5 + 4 / 256 + 8) * own
+    else:
+        # Of what is scored the weights, and AdamW's second moment for one of the directions.
+        floats = 3 if upload == "all" else 2
+        copied = 4 * floats * own
+        written = snapshot_bytes(shape.tensors, parts=upload) - scored_bytes(shape.tensors)
+        written /= machine.gpus
+        parts["copies"] = max(0.0, _copies(own, card, floats) - step.seconds)
+        parts["encoding"] = _DIRECTIONS * _TOP_K * own
+        # Forward is a third of a step's work; a step has other gathers and sums besides.
+        work = step.parts["compute"] + step.parts["memory"] + step.parts.get("not measured", 0.0)
+        previewed = math.ceil(_PREVIEWED / machine.all_gpus) * machine.all_gpus
+        forward = work / 3 * previewed * step.how.sequence_length / step.tokens
+        gather = 14 * shape.parameters / memory
+        gather += 2 * (shape.parameters - own) / (card.link * 1e9)
+        kernels = (shape.layers + 1) * _HOOKS + shape.layers * _KERNELS / 3 * _KERNEL
+        trial = max(forward + gather, kernels)
+        parts["preview"] = _TRIALS * trial + 16 * own / memory + 4 * own / _HOST
+    copied += checkpoints * 12 * own
+    written += checkpoints * checkpoint
+    parts["copies"] += checkpoints * late
+    parts["writing"] = _WRITTEN * written
+    return Publication(parts, period, copied, written)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 import subprocess
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from bench.gpu_plan import compared, shape_of, tables
 from distributed_training.common.gpus import CARDS
 from distributed_training.common.llama import named_config
-from distributed_training.common.memory import MARGIN
+from distributed_training.common.memory import MARGIN, Parts
 from distributed_training.common.paper_step import (
     GOAL,
     Machine,
@@ -23,6 +24,7 @@ from distributed_training.common.paper_step import (
     flops_per_token,
     held_seconds,
     product_share,
+    publication,
 )
 from distributed_training.training import throughput
 from distributed_training.training.model import build_meta_model
@@ -79,7 +81,36 @@ def test_copies_hold_training_by_what_lasts_longer_than_a_step() -> None:
     assert held_seconds(shape, machine, step=60.0) == none
     assert (half - none, all_of_it - none) == pytest.approx((copies / 2, copies))
     twice = held_seconds(shape, machine, step=0.0, writes=2)
-    assert twice - all_of_it == pytest.approx(copies + 8e-9 * shape.parameters)
+    assert twice - all_of_it == pytest.approx(copies + 24 * 0.26e-9 * shape.parameters)
+
+
+def test_writing_costs_what_an_h200_lost_to_it() -> None:
+    """Before copies to the GPU were pinned, and threads that write gave way."""
+    shape, machine = shape_of("125m"), Machine(CARDS["h200"])
+    step = best_step(shape, machine)
+    assert step is not None
+    # A snapshot of the whole, one checkpoint beside it, and half of an outer step's start.
+    found = publication(shape, machine, step, upload="all", period=600.0)
+    assert found.written == pytest.approx((12.1 + 16) * shape.parameters, rel=0.01)
+    lost = found.parts["writing"] + 0.26e-9 * 2 * shape.parameters
+    assert lost == pytest.approx(1.038, rel=0.05)
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+@pytest.mark.parametrize(("upload", "most"), [(None, 0.01), ("scored", 0.016), ("all", 0.025)])
+def test_publications_of_a_1b_take_about_a_hundredth(
+    gpus: int, upload: Parts | None, most: float
+) -> None:
+    shape, machine = shape_of("1b"), Machine(CARDS["h200"], gpus)
+    step = best_step(shape, machine)
+    assert step is not None
+    period = 4800.0 if upload is None else 60 * step.seconds
+    found = publication(shape, machine, step, upload=upload, period=period)
+    assert 0 < found.share <= most
+    # With a step in which copies do not fit, each of them holds training.
+    short = dataclasses.replace(step, parts={"compute": 0.01, "memory": 0.0}, launches=0.0)
+    held = publication(shape, machine, short, upload=upload, period=period)
+    assert held.parts["copies"] > found.parts["copies"] == 0
 
 
 def test_cards_without_peer_access_lose_a_fifth_to_their_bus() -> None:
@@ -98,7 +129,9 @@ def test_the_tables_are_printed_without_torch() -> None:
     assert "8 x H100" in done.stdout and "does not fit" in done.stdout
 
 
-@pytest.mark.parametrize(("number", "name"), [(0, "paper-measured"), (1, "paper-cards")])
+@pytest.mark.parametrize(
+    ("number", "name"), [(0, "paper-measured"), (1, "paper-cards"), (2, "paper-publications")]
+)
 def test_the_published_tables_are_what_is_computed(number: int, name: str) -> None:
     figure = json.loads((ROOT / "docs" / "figures" / f"{name}.json").read_text())
     titles, rows = list(tables())[number]
