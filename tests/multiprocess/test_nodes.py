@@ -32,7 +32,6 @@ pytestmark = [pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "tools" / "node_program.py"
-PAGE = (ROOT / "docs" / "several-machines.md").read_text()
 FLAGS = small_miner.FLAGS | {"diagnostics.start_check": "false"}
 RULES = small_miner.RULES | {"tokenizer.name": "bytes"}
 AGAIN = 90.0  # seconds from the last beat until training goes on, beside the silence of 60
