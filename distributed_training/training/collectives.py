@@ -399,8 +399,9 @@ def _make_buffers(stage: int, device: torch.device) -> list[Tensor]:
             return [make(pin_memory=True) for _ in range(2)]
         except (RuntimeError, MemoryError) as error:
             log.warning(
-                "%s: no pinned memory for copies (%s), so snapshots and checkpoints slow training "
-                "down: free host memory, or raise the limit of locked memory (ulimit -l)",
+                "%s: no pinned memory for copies (%s), so training continues, but slower during "
+                "snapshots and checkpoints: free host memory, or raise the limit of locked memory "
+                "(ulimit -l)",
                 device,
                 str(error).split("\n", 1)[0],
             )
