@@ -26,7 +26,7 @@ from distributed_training.scoring.export import ExportError, export_model, open_
 from distributed_training.store.errors import StoreError
 from distributed_training.telemetry.page import PageProcess
 
-# Ctrl-C: miners get this long, the validator half of it; with services and sweep that is < 15 s.
+# Ctrl-C: miners get this long, the validator half as long; with services and sweep that is < 15 s.
 INTERRUPT_GRACE = timedelta(seconds=6)
 _PROMPTS = ("def ", "import ", "class ", "    # ")
 _ROUND = 1.15  # periods from outer step to outer step, with the round itself
@@ -47,9 +47,9 @@ def build_parser() -> Parser:
     about = "how uploads become an update: a name, or a plug-in's FILE.py (default nesterov)"
     add("--outer-rule", type=text, help=about)
     how_long = parser.add_mutually_exclusive_group()
-    about = "stop after so many outer steps (default 2)"
+    about = "stop after this many outer steps (default 2)"
     how_long.add_argument("--outer-steps", type=count, default=2, help=about)
-    about = "as many outer steps as fit into so many minutes"
+    about = "run as many outer steps as fit into this many minutes"
     how_long.add_argument("--minutes", type=ranged(1.0, 1e5), help=about)
     add("--folder", type=path, default=Path("runs/localnet"), help="where everything is written")
     block = ranged(0.01, 60.0)
@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"model of outer step {step}: {folder}\nwhat it writes: {text}")
         except ExportError as error:
             print(f"no sample: {error}", file=sys.stderr)
-        # Buckets, checkpoints and snapshots; logs, events and metrics are files beside these.
+        # Buckets, checkpoints and snapshots; logs, events and metrics are files next to these.
         bulk = [subnet.folder / STORE_FOLDER]
         for neuron in subnet.neurons:
             bulk += [path for path in neuron.plan.folder.iterdir() if path.is_dir()]
@@ -177,7 +177,7 @@ def _run(
     signals: StopSignals,
     arguments: argparse.Namespace,
 ) -> str:
-    """Start, follow and stop the subnet; what failed, or "". Raises ConfigError."""
+    """Start, follow and stop the subnet; return the failure, or "". Raises ConfigError."""
     try:
         subnet.start()
         if arguments.minutes:
@@ -197,7 +197,7 @@ def _run(
             # Scores come after the last step; a run without them would seem to have failed.
             subnet.wait_for_figures(timedelta(seconds=20))
             if arguments.stay:
-                view.report(f"the subnet goes on until Ctrl-C; {joining}")
+                view.report(f"the subnet runs until Ctrl-C; {joining}")
                 subnet.wait_until(lambda: False, timedelta(days=365))
         view.report("done; stopping")
     except (SubnetFailure, StoreError) as failure:
@@ -215,7 +215,7 @@ def _run(
 
 
 def _show_page(line: str, view: View) -> None:
-    """Say where the page is; on a desktop, open it."""
+    """Print the page's address; on a desktop, open it."""
     view.report(line)
     address = line.removeprefix("page: ")
     desktop = sys.platform == "darwin" or "DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ

@@ -1,4 +1,4 @@
-"""Measure how busy or slow this machine is, before a local subnet's times are chosen.
+"""Measure how slow or busy this machine is, to choose a local subnet's times.
 
 Rounds of a local subnet come after a number of blocks, and uploads grow old in blocks. With blocks
 of a fixed length a machine that many programs share trains a step or two between two rounds, and
@@ -21,7 +21,7 @@ _REFERENCE = 1450.0
 _SECONDS = 1.5
 _SPARED = 1.3  # times as slow: less is noise
 _MOST = 60.0  # times: a block of a minute
-_LONGEST = 60.0  # seconds for all of it: a machine on which it takes longer is as slow as any
+_LONGEST = 60.0  # seconds for all processes: beyond this a machine counts as slowest
 _PROGRAM = f"""
 import time, numpy
 a = numpy.ones((256, 256), dtype="float32")

@@ -1,4 +1,4 @@
-"""Plan a local subnet's neurons, and start what is around them: object store, chain, wallets.
+"""Plan a local subnet's neurons, and start their object store, chain and wallets.
 
 Children of a subnet are started, watched, stopped in time, and leave nothing behind. Each carries
 a mark (``common.processes``) with the subnet's id, so whatever a neuron started is found again,
@@ -53,7 +53,7 @@ _TIMES |= {"min_matchmaking_time", "reload_timeout"}
 
 @dataclass(frozen=True)
 class SubnetOptions:
-    """The options of a run of the local subnet.
+    """Options of a run of the local subnet.
 
     Args:
         folder: Where everything is written; new, empty, or of a local subnet before.
@@ -184,11 +184,11 @@ MARK = "DT_LOCAL_SUBNET"  # environment variable; its value is the subnet's id
 
 
 class ChildFailure(RuntimeError):
-    """A command did not come up. The text is for the operator."""
+    """A command did not start. The text is for the operator."""
 
 
 class Child:
-    """One long-running command; what it says goes to ``log.txt`` in its folder.
+    """Run one long-running command, with its output in ``log.txt`` of its folder.
 
     It gets a session of its own, so Ctrl-C at the terminal reaches only the orchestrator, which
     stops its children in order. If the orchestrator itself is killed, the kernel sends SIGTERM.
@@ -241,7 +241,7 @@ class Child:
         return self._process.poll() if self._process else None
 
     def wait_ready(self, timeout: timedelta = timedelta(seconds=60)) -> None:
-        """Wait until it writes ``READY`` and its pid, after its imports.
+        """Wait until the command writes ``READY`` and its pid, after its imports.
 
         Raises ChildFailure; it has ended then.
         """
@@ -282,7 +282,7 @@ class Child:
 
     @property
     def obituary(self) -> str:
-        """A text on how it ended, with its last lines."""
+        """The exit status in words, with the last lines of the log."""
         status = self.exit_status
         if status is None:
             how = "does not answer"
@@ -296,7 +296,7 @@ class Child:
         try:
             with self.log.open("rb") as log:
                 log.seek(0, os.SEEK_END)
-                # The end alone: the log of a miner of days has hundreds of megabytes.
+                # Only the end: after days a miner's log has hundreds of megabytes.
                 log.seek(max(0, log.tell() - 64 * 1024))
                 text = log.read().decode("utf-8", errors="replace")
         except OSError:
@@ -323,7 +323,7 @@ def stop_together(children: Sequence[Child], grace: timedelta) -> list[str]:
 
 
 class ObjectStoreServer:
-    """Starts and stops the server; its data lies in ``folder`` and is there at the next start."""
+    """Start and stop the object store; its data lies in ``folder`` and survives a restart."""
 
     def __init__(self, *, folder: Path, environment: Mapping[str, str] | None = None) -> None:
         self.folder = folder
@@ -413,7 +413,7 @@ class Services:
     # --- life -----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Store and chain up, buckets made, hotkeys registered, the validator's address known.
+        """Start store and chain, make buckets, register hotkeys, announce the validator's address.
 
         Raises ChildFailure.
         """
@@ -467,7 +467,7 @@ class Services:
         return options.exchange == "store" and options.rules.get("store.access") != "own"
 
     def stop(self) -> list[str]:
-        """Stop the chain, then the store; return the problems of that."""
+        """Stop the chain, then the store; return the problems met."""
         problems = stop_together(self.children[1:], timedelta(seconds=10))
         self._store.stop()
         return problems
@@ -493,7 +493,7 @@ class Services:
             grace = min(_GRACE * options.slowness, options.period / 3)
             changed |= {"round.grace": f"{grace:.1f}s", "round.least": self._least}
         else:
-            # Of the validator alone: it is there first, and through it miners find each other.
+            # Only the validator's: it is there first, and through it miners find each other.
             first = f"/ip4/127.0.0.1/tcp/{self._validator.dht_port}/p2p/{peer_id}"
             # The validator is one of the group.
             changed |= {"round.min_group_size": self._least + 1, "swarm.initial_peers": [first]}
@@ -584,7 +584,7 @@ class Services:
 
     @property
     def _least(self) -> int:
-        """Miners without which no round is called."""
+        """The least number of miners for which a round is called."""
         return self.options.least_miners or len(self.options.ranks)
 
     def environment(self, plan: NeuronPlan) -> dict[str, str]:

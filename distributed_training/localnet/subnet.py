@@ -49,7 +49,7 @@ GUEST = "guest"  # folder of a miner that joins by hand
 
 
 class RunFolder:
-    """``path`` is absolute. The lock goes when the process does, however it ends."""
+    """Hold the lock of the run folder ``path`` (absolute) until the process ends."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
@@ -59,7 +59,7 @@ class RunFolder:
         """Lock it and empty it. Raises ConfigError; nothing has changed then."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            # Locked before a look at the contents: they may be those of a subnet that runs.
+            # Locked before a look at the contents: another subnet may be running there.
             self._lock = (self.path / LOCK_FILE).open("ab")
         except OSError as error:
             raise ConfigError(
@@ -101,7 +101,7 @@ class RunFolder:
 
 
 class SubnetFailure(RuntimeError):
-    """The subnet did not do what it was started for.
+    """The subnet did not reach its goal.
 
     The text is for the operator: what did not happen, and where each neuron stands.
 
@@ -113,7 +113,7 @@ class SubnetFailure(RuntimeError):
 
 @dataclass
 class Neuron:
-    """A neuron's plan, its process and what its events say."""
+    """A neuron's plan, its process and its state by its events."""
 
     plan: NeuronPlan
     child: Child
@@ -231,7 +231,7 @@ class LocalSubnet:
             undo.pop_all()
 
     def stop(self, grace: timedelta | None = None) -> list[str]:
-        """End miners, validator, chain and store, in this order, and whatever they left behind.
+        """End miners, validator, chain and store, in this order, and their remaining processes.
 
         Called again it does nothing.
 

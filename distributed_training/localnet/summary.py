@@ -36,7 +36,7 @@ def held_out(event: Mapping[str, Any]) -> str:
 
 
 def event_line(event: Mapping[str, Any], *, of_validator: bool) -> str:
-    """Return a line for an event that is worth one on the screen, else "".
+    """Return the line that the screen shows for an event; "" for an unimportant event.
 
     ``event``: as :meth:`NeuronState.apply` returns it.
     """
@@ -71,9 +71,9 @@ def event_line(event: Mapping[str, Any], *, of_validator: bool) -> str:
 
 
 def neuron_line(state: NeuronState) -> str:
-    """Show one neuron; the least important comes last, where a narrow terminal cuts it off."""
+    """Return the line of one neuron. Least important last: a narrow terminal cuts the end off."""
     head = f"{state.name:<10} {state.phase[:15]:<15} outer {state.outer_step:>2}"
-    if told := state.tables["held_out"]:  # by a validator alone
+    if told := state.tables["held_out"]:  # only by a validator
         totals = [
             f"{uid}: {scores['total']:.2f}"
             for uid, scores in sorted(state.scores.items())
@@ -93,7 +93,7 @@ def neuron_line(state: NeuronState) -> str:
 
 
 class View:
-    """Says what happens, and every ``interval`` how each neuron stands."""
+    """Print events, and the state of each neuron every ``interval`` seconds."""
 
     def __init__(
         self, console: Console | None = None, *, interval: timedelta = timedelta(seconds=15)
@@ -151,7 +151,7 @@ class OuterStepResult:
 
 @dataclass(frozen=True)
 class MinerResult:
-    """``uploads_scored`` of ``uploads_judged`` got a score, the others were reset.
+    """One miner of a run. ``uploads_scored`` of ``uploads_judged`` got a score; others were reset.
 
     ``uploads_searched``: scored ones whose gradient was checked, and its scale searched, before.
     """
@@ -193,7 +193,7 @@ class Summary:
     def verdict(self) -> str:
         """The last line of a run."""
         if not self.ok:
-            return "not all of it worked: see the problems above"
+            return "not everything worked: see the problems above"
         scored = sum(m.uploads_scored for m in self.miners)
         judged = sum(m.uploads_judged for m in self.miners)
         losses = [step.loss_after for step in self.outer_steps]
@@ -329,7 +329,7 @@ def _outer_step(
     reached: int, seconds: float, validator: NeuronState, miners: Sequence[NeuronState]
 ) -> OuterStepResult:
     took_part = [m.name for m in miners if any(step == reached for step, _ in m.outer_steps)]
-    # For one outer step the last evaluation counts: those of refused averages come before it.
+    # For one outer step the last evaluation counts: those of refused averages come earlier.
     losses = _newest(validator, "held_out", outer_step=reached)
     led = _newest(validator, "round", outer_step=reached - 1, ok=True)
     return OuterStepResult(
@@ -362,7 +362,7 @@ def _miner(miner: NeuronState, world_size: int, validator: NeuronState) -> Miner
                 if upload["ok"]
                 and str(upload["revision"]).split(".")[-2:-1] == [str(scored.get("outer_step"))]
             }
-            # The tag is that of the newest upload, which may be of the next outer step.
+            # The tag is the newest upload's, which may belong to the next outer step.
             newest = next(reversed(there.values()), False)
             searched += there.get(str(scored.get("revision")), newest)
     return MinerResult(

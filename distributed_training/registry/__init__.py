@@ -1,4 +1,4 @@
-"""The chain of a network that has no public chain: who belongs to it, and where each one is found.
+"""Keep the members of a network without a public chain, and their addresses.
 
 One service keeps registrations, commitments, endpoints, weights and a block clock, over HTTP
 behind a TLS proxy. :mod:`.ledger` has the rules, :mod:`.store` keeps them in SQLite,

@@ -1,4 +1,4 @@
-"""Found, serve and keep the registry of a network: its chain, where it has no public one.
+"""Create, serve and administer the registry of a network that has no public chain.
 
     dt-registry serve --folder F --network FILE                 found it, or go on with it
     dt-registry invite --network FILE --uses 3                  print an invitation (founder)
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from distributed_training.registry.access import Access
     from distributed_training.registry.store import Registry
 
-_OTHER_FILES = 64  # that the service opens beside its connections
+_OTHER_FILES = 64  # that the service opens in addition to its connections
 
 
 def parser() -> Parser:
@@ -202,7 +202,7 @@ def serve(given: argparse.Namespace) -> None:
 
 
 def _registry(given: argparse.Namespace) -> Registry:
-    """Open the registry of ``--folder``, or found it. Raises ConfigError, StoreFault."""
+    """Open the registry of ``--folder``, or create it. Raises ConfigError, StoreFault."""
     from distributed_training.common.files import FSTAB, late_mount
     from distributed_training.registry import store
     from distributed_training.store.server import CREDENTIALS
@@ -276,7 +276,7 @@ def _registry(given: argparse.Namespace) -> Registry:
 
 
 def _open_access(config: Config, folder: Path | None, master: str) -> Access:
-    """Open the global bucket, of which the registry grants URLs to members.
+    """Open the global bucket, whose URLs the registry signs for members.
 
     By the keys of the object store in ``folder``, or R2_WRITE_... of .env. Raises ConfigError.
     """
@@ -361,7 +361,7 @@ def _chain(given: argparse.Namespace) -> AbstractContextManager[RegistryChain]:
 
 
 def invite(given: argparse.Namespace) -> None:
-    """Print a new token, of which the registry gets the hash alone; or list or end earlier ones.
+    """Print a new invitation, or list or end earlier ones. The registry keeps only hashes.
 
     With the network's file the token stands in a line that is all that who joins needs.
     """
@@ -407,7 +407,7 @@ def invite(given: argparse.Namespace) -> None:
                 "invitation was made: start it again with --network and this file"
             )
         token, expires = secrets.token_urlsafe(24), time.time() + given.days * 86400
-        # The hash: whoever reads the registry's file or a backup of it can let nobody in.
+        # Only the hash: whoever reads the registry's file or its backup can let nobody in.
         chain.invite(hash_of(token), uses=given.uses, expires=expires)
     until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(expires))
     print(f"invitation {hash_of(token)[:ID_LENGTH]}, good for {given.uses} until {until}; a secret")
@@ -468,7 +468,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; return 2 for flags that are refused, 1 for what was found outside."""
+    """Run a command; return 2 for refused flags, 1 for a fault outside of the program."""
     given = parser().parse_args(argv)
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter(rank=0))

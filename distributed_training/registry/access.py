@@ -1,4 +1,4 @@
-"""Decide which member may do what with which object of the global bucket, and sign a URL for it.
+"""Decide what each member may read and write in the global bucket, and sign URLs for that.
 
 The store's own key never leaves this machine. A member gets URLs instead, each for one operation on
 one object (:mod:`..store.presigned`): to read anything but ``uploads/``, for an hour, and to write
@@ -47,11 +47,11 @@ Md5 = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 
 
 class StoreAway(ChainError):
-    """The store did not answer, or has no state yet: later it may be otherwise."""
+    """The store did not answer, or has no state yet. A later request may succeed."""
 
 
 class Access:
-    """Grants by the store's own key. Thread-safe. Close it.
+    """Sign URLs for members with the store's own key. Thread-safe. Close it.
 
     ``store``: the global bucket, opened to write. ``parameters``: of the model, which bound an
     upload. ``clock``: Unix seconds.
@@ -101,7 +101,7 @@ class Access:
         if do == "read":
             if key.startswith(UPLOADS):
                 raise ChainError(
-                    f"access: {key} is read by the validator alone; what it merged lies in outer/"
+                    f"access: {key} is read only by the validator; what it merged lies in outer/"
                 )
             reads = ("get_object", "head_object")
             urls = {name: self._store.presign(name, key, READ_SECONDS) for name in reads}
@@ -146,7 +146,7 @@ class Access:
     def _in_parts(
         self, key: str, size: int, md5: tuple[str, ...], left: float, *, complete: bool
     ) -> Grant:
-        """Grant the parts that are missing, or put them together."""
+        """Return URLs for the missing parts of an upload, or complete the upload."""
         store = self._store
         began = [found for found in store.list_multiparts(key) if found.key == key]
         if not began and complete:
@@ -205,7 +205,7 @@ class Access:
         return state
 
     def _abort_earlier(self, close: tuple[int, int]) -> None:
-        """Abort what members began in parts for other closes than ``close``; once for each."""
+        """Abort unfinished uploads in parts of closes other than ``close``, once for each."""
         if self._swept == close:
             return
         for found in self._store.list_multiparts(UPLOADS):

@@ -33,7 +33,7 @@ MAX_UIDS = 256
 FIRST_BLOCK = 1000
 #: Blocks after its registration during which nobody takes a neuron's uid, as on the public chain.
 IMMUNITY = 4096
-MOST_LOSSES = 1000  # outer steps of which the held-out loss is kept
+MOST_LOSSES = 1000  # outer steps whose held-out loss is kept
 _DAY = 86400.0
 
 TABLES = """
@@ -55,7 +55,7 @@ CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 def _plain_ip(text: str) -> str:
     """Raise ValueError unless ``text`` is an IP address without a zone.
 
-    Validators make a URL of it, and programs print it.
+    Validators make a URL of the address, and programs print it.
     """
     try:
         ipaddress.ip_address("" if "%" in text else text)
@@ -74,7 +74,7 @@ _REPORT: TypeAdapter[tuple[float, NetworkReport]] = TypeAdapter(tuple[float, Net
 
 @dataclass(frozen=True)
 class Member:
-    """A neuron and what only the founder's page shows of it.
+    """A neuron, with the fields that only the network's page shows.
 
     ``since``: when its uid was given away, in seconds since the epoch. ``earned``: its mean
     incentive of a day, as of ``counted``; see :meth:`earned_by`.
@@ -114,7 +114,7 @@ class View:
 
     @cached_property
     def report(self) -> tuple[float, NetworkReport] | None:
-        """When the validator's last report came, in seconds since the epoch, and the report."""
+        """Arrival of the validator's last report (seconds since the epoch), and the report."""
         if self.reported is None:
             return None
         try:
@@ -171,7 +171,7 @@ class Ledger:
         return block + math.floor((time.monotonic() - since) / self.seconds_per_block)
 
     def advance(self, blocks: int = 1) -> None:
-        """Let blocks pass at once; a negative number is a reorganization."""
+        """Advance the block number at once; a negative count is a reorganization."""
         block, since = self._origin
         self._origin = (block + blocks, since)
 
@@ -190,7 +190,7 @@ class Ledger:
 
     @contextmanager
     def change(self) -> Iterator[None]:
-        """Make one write, all of it or nothing; a write within a write is part of it."""
+        """Make one atomic write; a write inside a write is part of the outer one."""
         with self._lock:
             if self._db.in_transaction:
                 yield
@@ -289,7 +289,7 @@ class Ledger:
             if uid >= self.most_uids:
                 raise ChainError(f"register: uids are 0 to {self.most_uids - 1} here")
             if old == uid:
-                # A change of stake or permit is no new registration: the immunity goes on.
+                # A change of stake or permit is no new registration: the immunity continues.
                 self._db.execute(
                     "UPDATE neurons SET stake = ?, permit = ?, last_update = ? WHERE uid = ?",
                     (stake, validator_permit, self.height, uid),
@@ -355,7 +355,7 @@ class Ledger:
             self._db.execute(update, (self.height, voter))
 
     def report(self, report: NetworkReport) -> None:
-        """Take in the validator's report. Outer steps above its one were taken back."""
+        """Keep the validator's report, and drop losses of outer steps above the report's."""
         with self.change():
             step, now = report.outer_step, time.time()
             # Bounded: all of them go into each page.

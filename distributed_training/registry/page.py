@@ -1,6 +1,6 @@
 """Draw the network's page, which a registry serves at ``/``, and its figures for Prometheus.
 
-The verdict and what is said of members come from the founder's report alone. Everything on the page
+The verdict and what is said of members come only from the founder's report. Everything on the page
 is text that is escaped; it runs no script, loads nothing, and asks for itself again each minute.
 """
 
@@ -51,7 +51,7 @@ _ANSWERS = {
 
 
 def draw_page(registry: Registry) -> str:
-    """Return the page: the verdict, figures, rounds, and who is there with what it earned."""
+    """Return the page: verdict, figures, rounds, and each member with its score."""
     charter, view = registry.charter, registry.view
     received, report = view.report or (0.0, None)
     age, listened = registry.ages()
@@ -93,7 +93,7 @@ def draw_page(registry: Registry) -> str:
 
 
 def _cards(report: NetworkReport, age: float) -> Iterable[str]:
-    """Yield the figures that are looked at first."""
+    """Yield the cards at the head of the page: tokens, held-out loss and the like."""
     members = f"{report.alive} of {len(report.members)}"
     yield _card("Members at work", members, f"a round takes {counted(report.least, 'miner')}")
     yield _card("Outer step", str(report.outer_step), counted(report.good_rounds, "good round"))
@@ -128,7 +128,7 @@ def _short(count: int) -> str:
 
 
 def _curve(registry: Registry) -> str:
-    """Draw how the held-out loss fell: the newest in words, all of them as a line."""
+    """Return the curve of the held-out loss, with the newest value in words."""
     losses = registry.view.losses
     if not losses:
         return ""
@@ -175,7 +175,7 @@ def _rounds(report: NetworkReport, received: float) -> str:
 
 
 def _member(member: Member, told: MemberReport | None, received: float) -> tuple[str, ...]:
-    """Return the cells of a neuron. ``told``: what the last report says of it."""
+    """Return the table cells of a neuron. ``told`` is its part of the last report."""
     neuron = member.neuron
     ip = f"[{neuron.ip}]" if ":" in neuron.ip else neuron.ip
     name = f"{neuron.hotkey[:6]}…{neuron.hotkey[-4:]}"

@@ -1,7 +1,7 @@
 """Answer a registry's callers over HTTP, all of it bounded (:mod:`..chain.http_server`).
 
 Reads are open and come from an immutable view; a poller that names the ETag of what it has gets 304
-and the block alone. Writes are checked cheapest first: path, size, rates, receiver, freshness,
+and the block. Writes are checked cheapest first: path, size, rates, receiver, freshness,
 signature; then a thread stores them, one after the other, while reads go on.
 
 ``GET /state``, ``/health``, ``/metrics``, ``/network.toml`` and ``/``, the page.
@@ -75,7 +75,7 @@ _PAGE_HEADERS = {
 class Limits:
     """``proxy``: address of a TLS proxy, whose ``X-Forwarded-For`` names its callers.
 
-    ``host_names``: names, beside loopback's, at which page and metrics are shown. ``private``:
+    ``host_names``: names, and loopback's, at which page and metrics are shown. ``private``:
     members announce addresses of one private network, whoever the proxy names.
     """
 
@@ -137,7 +137,7 @@ class Service(BoundedServer):
         self._writes = {path: validate_call(write) for path, write in writes.items()}
         self._grants = Buckets(rate=_GRANTS_PER_SECOND, burst=_GRANTS_BURST, capacity=16384)
         self._granting = 0
-        # In memory alone, so that no grant writes to the disk. What a call of the moment before a
+        # Only in memory, so that no grant writes to the disk. What a call of the moment before a
         # restart granted it would grant again, to whoever could read that grant.
         self._granted = auth.NonceMemory(
             window=timedelta(seconds=auth.BTAUTH_MAX_AGE + CLOCK_SKEW),
@@ -163,7 +163,7 @@ class Service(BoundedServer):
             self._reads.setdefault(f"/{name}", partial(lambda file, _: file, file))
         self._made = (float("-inf"), b"")  # when, and the page
         self._may_warn = Throttle(60.0)
-        # One: a slow disk holds up writes alone, while the event loop answers reads.
+        # One: a slow disk holds up only writes, while the event loop answers reads.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="registry-writer")
         trusted = TrustedAddresses()
         # Or the bad requests of one of its callers would shut out everybody behind the proxy.
@@ -299,7 +299,7 @@ class Service(BoundedServer):
         fields = parse_fields(body)
         if head.path == "/access":
             return self._grant(claim, fields)
-        # A neuron writes for itself, the founder for whom the fields name.
+        # A neuron writes for itself; the founder writes for the hotkey that the fields name.
         own: tuple[Any, ...] = () if head.path in _FOUNDERS else (claim.hotkey,)
         if head.path == "/serve":
             found = narrowest(self._listens_at, self._caller(head))
@@ -310,11 +310,11 @@ class Service(BoundedServer):
         return loop.run_in_executor(self._writer, self._answer, head.path, write)
 
     async def _grant(self, claim: auth.Claim, fields: dict[str, Any]) -> bytes:
-        """Answer what a member asks of the store, beside the writes. Raises Refused."""
+        """Answer a member's request for access to the store. Raises Refused."""
         asks_store = fields.get("do") != "read"
         view = self.registry.view
         member = find(view.neurons, claim.hotkey)
-        if member is None:  # before anything of it is kept: anybody makes hotkeys for nothing
+        if member is None:  # before anything is kept: anybody can make hotkeys at no cost
             expelled = " was expelled" if claim.hotkey in view.expelled else " has no uid"
             self._counts["refused/access"] += 1
             reason = f"access: hotkey {claim.hotkey}{expelled}, so nothing is granted"
@@ -333,7 +333,7 @@ class Service(BoundedServer):
             self._granting -= 1
 
     def _answer(self, path: str, action: Callable[[], Any]) -> bytes:
-        """Do what was asked, on a thread; return the answer, or that it is refused and why."""
+        """Run the request on a thread; return the answer, or a refusal with its reason."""
         try:
             done = action()
         except Replayed as error:

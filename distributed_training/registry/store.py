@@ -4,9 +4,9 @@ One folder holds one registry: ``registry.db`` (WAL mode, each write synced befo
 and a lock.
 
 *Blocks* pass by the wall clock from the founding on, and by a monotonic clock while a process runs.
-The file holds a block number that is ahead of what was shown. A start whose clock is behind goes on
-from there, so block numbers never go back. So does a start whose clock is more than a day beyond
-it: whether the registry was away or the clock is wrong, no block was seen that would be missing.
+The file holds a block number that is ahead of the shown ones. A start whose clock is behind
+continues there, so block numbers never go back. So does a start whose clock is more than a day
+beyond it: whether the registry was away or the clock is wrong, no seen block would be missing.
 
 *Replay.* A write is signed with its caller's clock as nonce (``btauth/1``), for this registry's
 identity as its receiver. Nonces are stored with their writes, and none is accepted twice, whatever
@@ -91,7 +91,7 @@ class Replayed(ChainError):
 
 @dataclass(frozen=True)
 class Charter:
-    """The terms that a registry is founded with. Only ``admission`` changes later."""
+    """The terms with which a registry is created. Only ``admission`` changes later."""
 
     name: str
     master: str
@@ -153,7 +153,7 @@ class Registry(Ledger):
         self.start = secrets.token_hex(4)  # of this process: versions count within it only
         self.faults = 0  # writes that could not be stored
         self.files: Mapping[str, str] = {}  # by name: the network's, for whoever joins
-        #: Folder of the object store beside this registry, if there is one, and the global bucket.
+        #: Folder of the object store next to this registry, if there is one, and the global bucket.
         self.object_store: tuple[Path, str] | None = None
         self._let_in: dict[str, str] | None = None  # by hotkey, the bucket that the store knows of
         # Blocks are tried every 2 s and writes come from anybody: the log shares the full disk.
@@ -185,7 +185,7 @@ class Registry(Ledger):
 
     @classmethod
     def at(cls, folder: Path, charter: Charter | None) -> Registry:
-        """Open the registry of ``folder``, founding it with ``charter`` if there is none yet.
+        """Open the registry of ``folder``, or create it with ``charter``.
 
         Its founder is the first who is registered.
         """
@@ -270,7 +270,7 @@ class Registry(Ledger):
         self._set_meta("charter", asdict(self.charter))
 
     def reserve_blocks(self) -> None:
-        """Keep the file's block ahead of what is shown; to be called every few seconds."""
+        """Keep the file's block ahead of the shown block. Call it every few seconds."""
         ahead = math.ceil(_RESERVED_SECONDS / self.seconds_per_block)
         height = self.height
         # At half of it: some tries may fail before a block is shown that the file does not cover.
@@ -388,7 +388,7 @@ class Registry(Ledger):
         self._db.execute("INSERT OR REPLACE INTO joined VALUES (?, ?)", (hotkey, hashed))
 
     def store_keys(self, hotkey: str) -> dict[str, str] | None:
-        """Return a member's keys of the object store beside this registry; None: there is none."""
+        """Return a member's keys of the object store next to this registry; None without one."""
         uid = self._own("store_keys", hotkey)
         if self.object_store is None:
             return None
@@ -400,7 +400,7 @@ class Registry(Ledger):
             raise ChainError(f"store_keys: the keys in {folder} cannot be read ({error})") from None
 
     def let_into_store(self) -> None:
-        """Tell the object store beside this registry who is a member, where that has changed.
+        """Tell the object store next to this registry who is a member, if that has changed.
 
         Raises ChainError.
         """
@@ -509,7 +509,7 @@ class Registry(Ledger):
             return self._came_by(found[0])
 
     def invite(self, hashed: _Hash, uses: _Uses, expires: _Expires) -> None:
-        """Make the invitation whose token has the hash ``hashed`` good for ``uses`` hotkeys."""
+        """Store an invitation for ``uses`` hotkeys, by the hash ``hashed`` of its token."""
         with self.change():
             oldest = time.time() - _INVITATIONS_KEPT
             self._db.execute("DELETE FROM invitations WHERE expires < ?", (oldest,))
@@ -527,7 +527,7 @@ class Registry(Ledger):
 
 
 def hash_of(invitation: str) -> str:
-    """Return the hash of an invitation, which is all that a registry keeps of it."""
+    """Return the hash of an invitation, the only form in which a registry keeps it."""
     return hashlib.sha256(invitation.strip().encode()).hexdigest()
 
 
@@ -577,9 +577,9 @@ def _open(path: Path) -> sqlite3.Connection:
     return db
 
 
-#: By the schema of the file, what makes the next one of it. ``{now}``: ns, with the skew of clocks.
+#: By schema, the statements that bring a file to the next one. ``{now}``: ns, with clock skew.
 _UPGRADES = {
-    # The last nonces alone are known. One of the future is remembered as used; what else was
+    # Only the last nonces are known. One of the future is remembered as used; what else was
     # accepted while the clocks were ahead cannot be told from what was not.
     1: """
     CREATE TABLE used (hotkey TEXT, nonce INTEGER, PRIMARY KEY (hotkey, nonce)) WITHOUT ROWID;
@@ -615,7 +615,7 @@ _UPGRADES = {
 
 
 def _upgrade(db: sqlite3.Connection) -> None:
-    """Bring the file of an older version to this one's tables, each step of it or nothing."""
+    """Upgrade an older file to the tables of this version; each step is atomic."""
     now = time.time_ns() + round(CLOCK_SKEW * 1e9)
     for schema in range(db.execute("PRAGMA user_version").fetchone()[0], SCHEMA):
         step = _UPGRADES[schema].replace("{now}", str(now))
@@ -643,7 +643,7 @@ def backup(source: Path, target: Path, *, to_restore: bool = False) -> int:
         ):
             db.backup(copy)
             copy.execute("PRAGMA journal_mode = DELETE")  # one file, to be copied anywhere
-            # Of the copy: a damaged page is told today, and not when the backup is needed.
+            # Check the copy: a damaged page is reported today, and not when the backup is needed.
             (state,) = copy.execute("PRAGMA integrity_check").fetchone()
             if state != "ok":
                 raise sqlite3.DatabaseError(state)

@@ -125,7 +125,7 @@ def test_uploads_are_read_by_nobody_but_the_owner_of_the_key(
     other = world.member(MINER)
     store.put(OURS, b"ours")
     for member in (store, other):
-        with pytest.raises(RefusedError, match="validator alone"):
+        with pytest.raises(RefusedError, match="only by the validator"):
             member.get(OURS, limit=9)
         with pytest.raises(RefusedError):
             member.get_range(OURS, 0, 1)
@@ -711,7 +711,7 @@ def test_the_program_grants_urls_and_hands_out_no_key(world: AccessWorld, tmp_pa
             assert chain.store_keys() is None and not chain.hands_out_keys()
             member = open_by_registry(world.settings, chain, private=False)
             assert member.get(keys.STATE, limit=10**6) == world.owner.get(keys.STATE, limit=10**6)
-            with pytest.raises(RefusedError, match="validator alone"):
+            with pytest.raises(RefusedError, match="only by the validator"):
                 member.get(OURS, limit=9)
         process.terminate()
         printed, _ = process.communicate(timeout=60)
