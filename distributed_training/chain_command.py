@@ -1,6 +1,6 @@
 """Check the chain of a store network, or go back in it: ``dt-network audit`` and ``rewind``.
 
-Whoever audits needs the bucket alone: as its founder, by the keys of that machine; as a member, by
+An audit needs only the bucket: as its founder, by the keys of that machine; as a member, by
 the registry; or from a copy of its files. A rewind is one more outer step, signed by the master,
 whose weights are those of an earlier one. Nothing that was published is taken back.
 """
@@ -38,7 +38,7 @@ from distributed_training.validator.replay import Chain, ChainBroken, write_set
 
 
 def audit(options: argparse.Namespace) -> int:
-    """Print what fits and what does not; return the exit status, 1 where something does not fit.
+    """Print which objects fit; return the exit status, 1 if one does not fit.
 
     Raises ConfigError, ChainError, StoreError.
     """
@@ -129,7 +129,7 @@ def go_back(
     period: float,
     grace: float,
 ) -> Manifest:
-    """Publish what outer step ``to`` had as the next outer step; return its manifest.
+    """Publish the weights of outer step ``to`` as the next outer step; return its manifest.
 
     ``config``: the model's. Where uploads are not kept any more, momentum and residual begin again.
     Raises ChainBroken, GlobalStateError, StoreError.

@@ -1,7 +1,7 @@
 """Several sources at once: ``--data.source web=hf,code=jsonl:DIR --data.mix web=0.7,code=0.3``.
 
-Weights are shares of the sequences. Which source a micro-batch comes from depends on the weights
-alone, so all ranks train on the same source at the same time whatever their pages hold.
+Weights are shares of the sequences. Which source a micro-batch comes from depends only on the
+weights, so all ranks train on the same source at the same time whatever their pages hold.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ Exit status: 0 done, 1 some shards are missing, damaged or could not be made, 2 
 130 interrupted.
 
 Each config's rows are cut into units of equally many rows; a unit becomes one shard, named by its
-config and first row, whatever process makes it and in whatever order. A run that was killed goes on
+config and first row, whatever process makes it and in whatever order. A killed run continues
 with the units whose shards are not there or not whole.
 """
 
@@ -195,7 +195,7 @@ def _check(out: Path, units: list[Unit]) -> int:
 
 
 def _shown(made: Iterable[Made], units: list[Unit]) -> Iterator[Made]:
-    """Pass on what is made, and show rows done, tokens a second and the time left.
+    """Yield each unit, and show rows done, tokens a second and the time left.
 
     Where it is no terminal that is a line now and then.
     """
@@ -295,7 +295,7 @@ def units_of(table: dict[str, int], rows_per_shard: int) -> list[Unit]:
 
 
 def claim_folder(out: Path, plan: Plan) -> None:
-    """Make ``out`` this plan's folder, and clear away what a killed run left half-written.
+    """Make ``out`` this plan's folder, and delete files that a killed run left half-written.
 
     Raises ConfigError when it holds shards of another plan.
     """
@@ -402,7 +402,7 @@ def _make(unit: Unit) -> Made:
 
 
 def make_all(plan: Plan, out: Path, units: list[Unit], processes: int) -> Iterator[Made]:
-    """Make what is missing, in ``processes`` processes; yields each unit as it is done.
+    """Make the missing units in ``processes`` processes; yield each as it is done.
 
     Raises OSError when shards cannot be written, ConfigError when a process cannot start or is
     killed. What was finished stays.
@@ -418,7 +418,7 @@ def make_all(plan: Plan, out: Path, units: list[Unit], processes: int) -> Iterat
     ) as pool:
         try:
             while True:
-                # Not all at once: of a large data set the futures alone would fill memory.
+                # Not all at once: of a large data set even the futures would fill memory.
                 while len(waiting) < 4 * processes and (unit := next(todo, None)) is not None:
                     waiting.add(pool.submit(_make, unit))
                 if not waiting:

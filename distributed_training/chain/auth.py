@@ -6,7 +6,7 @@ signature (43 us). The scheme of a call decides nothing about what its caller ma
 signature covers the hash of nothing in place of the body (protocol/synapses.py).
 
 ``btauth/1`` signs the lines of :func:`_btauth_text`. It is bittensor's (its guide "Signed
-requests"), and is here since a member of a registry's network needs of bittensor the keys alone.
+requests"), and is here since a member of a registry's network needs only the keys of bittensor.
 
 *Replay.* A nonce is the caller's clock in nanoseconds. A call is fresh while its nonce is at most
 some seconds old by our clock (:func:`check_fresh`), and a replay when the same call was accepted
@@ -78,7 +78,7 @@ class Refusal(enum.Enum):
 
 
 class Refused(Exception):
-    """``more``: fields of the reply beside the message."""
+    """``more``: fields of the reply other than the message."""
 
     def __init__(self, refusal: Refusal, **more: str) -> None:
         super().__init__(refusal.message)
@@ -242,7 +242,7 @@ class KeptFile:
         self._saved: Kept | None = None
 
     def load(self) -> Kept:
-        """Return what was kept; without a file nothing was ever accepted."""
+        """Return the saved calls; without a file nothing was ever accepted."""
         if self._path is None:
             return Kept(-1, clean=True)
         remove_leftovers(self._path)
@@ -338,7 +338,7 @@ class NonceMemory:
             return True
 
     def _forget(self, now: float) -> None:
-        """Forget what is too old or too much. It raises the floor, so that it stays refused."""
+        """Forget calls that are too old or too many. The raised floor keeps them refused."""
         future, oldest = self._clock() + self._window, now - KEPT.total_seconds()
         while len(self._accepted) > MOST_CALLS or next(iter(self._accepted.values())) < oldest:
             call, _ = self._accepted.popitem(last=False)

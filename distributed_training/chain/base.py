@@ -1,7 +1,7 @@
 """The chain as the rest of the program sees it, and the last known state of a subnet.
 
-A chain is a network away and may be gone for hours while training goes on. So readers get what was
-known last, at once and from memory; a thread of the chain brings it up to date.
+A chain is a network away and may be gone for hours while training continues. So readers get the
+last known state, at once and from memory; a thread of the chain brings it up to date.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Chain(abc.ABC):
         self._ahead_of_monotonic = seconds - self._monotonic()
 
     def state(self, chain: str) -> ChainState | None:
-        """Return what is to be kept for a later start; None before all of it was read."""
+        """Return the state for a later start; None before all of it was read."""
         if not self._counts["reads"] or self._commitments is None:
             return None
         # When it was read, not now: what was recalled must not become younger by that.
@@ -291,7 +291,7 @@ class Chain(abc.ABC):
         """Write weights by uid; they need not sum to one. Raises ChainError."""
 
     def report(self, report: NetworkReport) -> None:  # noqa: B027 - not on every chain
-        """Write what the founder's validator knows of its network. Raises ChainError."""
+        """Write the founder's validator's report on its network. Raises ChainError."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -237,7 +237,7 @@ class Exchange:
             self._length = int(self._head.headers.get("content-length", "0"))
             if self._length > self._server.max_body:
                 raise Refused(Refusal.TOO_LARGE)
-            # What the head alone decides is refused before any of the body is waited for.
+            # A head that is enough for a refusal is refused before any of the body is waited for.
             self._claim = self._server.check_head(self._head)
             del self._received[:end]
         # Bytes after the body would be a second request, before the first one is answered.
@@ -422,7 +422,7 @@ RECEIVE_BUFFER = 16 * 1024
 BATCH = 256  # connections accepted in one go
 FLOOD_PAUSE = 0.02  # seconds, after one of them was refused
 EXHAUSTED_PAUSE = 1.0  # out of file descriptors
-#: A SIGKILL loses the accepted calls of so long: see the module auth.
+#: A SIGKILL loses the accepted calls of this time: see the module auth.
 KEEP_INTERVAL = 2.0  # seconds
 _RESET = struct.pack("ii", 1, 0)  # struct linger: on, 0 s
 
@@ -486,7 +486,7 @@ class BoundedServer(abc.ABC):
 
     @abc.abstractmethod
     def check_head(self, head: Head) -> Any:
-        """Decide what the head alone allows, and return the named sender. Raises Refused."""
+        """Check the head, and return the sender that it names. Raises Refused."""
 
     @abc.abstractmethod
     def answer(self, head: Head, claim: Any, body: bytes) -> Reply | Awaitable[Reply]:
@@ -613,7 +613,7 @@ class BoundedServer(abc.ABC):
             self._admission.disconnect(address)
 
     async def _next(self, accepted: socket.socket) -> bytes | None:
-        """Return what the next request begins with, None if there is none."""
+        """Return the first bytes of the next request, None if there is none."""
         assert self._idle is not None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._idle.total_seconds()):

@@ -33,7 +33,7 @@ CONFIRMATIONS = 2
 REWRITE_EVERY = 600.0  # seconds: two miners with one hotkey would write in turn without end
 #: From the first read without our hotkey until a deregistration is believed.
 MISSING_FOR = timedelta(minutes=30)
-#: The same where one endpoint alone answered all that time.
+#: The same where only one endpoint answered all that time.
 MISSING_FOR_ALONE = timedelta(hours=2)
 ASK_ANOTHER = timedelta(minutes=2)  # between two questions to another endpoint
 
@@ -106,7 +106,7 @@ class _Missing:
             self._refused = True
             log.warning(
                 "The chain node %s shows no neurons, or not the master hotkey %s, so its list is "
-                "not used: training goes on, and another endpoint is asked; if this lasts, see "
+                "not used: training continues, and another endpoint is asked; if this lasts, see "
                 "--subtensor.chain_endpoint and the file's chain.master_hotkey",
                 self._chain.answered_by(),
                 self._belief.master,
@@ -127,7 +127,7 @@ class _Missing:
         if self._since is None:
             self._since = now
             log.warning(
-                "The chain node %s does not show hotkey %s any more: training goes on, another "
+                "The chain node %s does not show hotkey %s any more: training continues, another "
                 "endpoint is asked, and training stops if this lasts %.0f minutes",
                 answered_by,
                 self._hotkey,
@@ -136,7 +136,7 @@ class _Missing:
         self._answered.add(answered_by)
         self._ask_another()
         lasted = timedelta(seconds=now - self._since)
-        # One endpoint alone is believed in the end: the others may be gone for good.
+        # A single endpoint is believed in the end: the others may be gone for good.
         wanted = 1 if lasted >= MISSING_FOR_ALONE else min(2, self._chain.endpoints())
         return lasted >= self._belief.missing_for and len(self._answered) >= wanted
 
@@ -159,7 +159,7 @@ class RegistrationRecord:
 
     @classmethod
     def load(cls, path: Path) -> RegistrationRecord:
-        """Read ``path``; what is missing or damaged is the record of no hotkey."""
+        """Read ``path``; a file that is missing or damaged gives the record of no hotkey."""
         lost = "a miner that lost its registration would not wait for it at this start"
         return read_state(path, cls, lost=lost) or cls()
 
@@ -287,7 +287,7 @@ class RegistrationWatcher:
             line = (
                 f"hotkey {self._hotkey} is no longer registered on the subnet, so it earns nothing "
                 "and training stops; its weights are kept: register it again with "
-                f"`{self._belief.remedy}`, and the miner goes on by itself"
+                f"`{self._belief.remedy}`, and the miner continues by itself"
             )
         return RegistrationEvent(found, line)
 

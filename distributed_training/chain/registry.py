@@ -62,7 +62,7 @@ _ROW: TypeAdapter[_Row] = TypeAdapter(_Row)
 
 
 def _usable(rows: Any) -> Any:
-    """Leave out what is no row: one must not hide all others.
+    """Leave out values that are no rows: one must not hide all others.
 
     A list with more of those than rows is another program's, and none of it is taken.
     """
@@ -177,7 +177,7 @@ class RegistryChain(Chain):
             verify = certificates() if self._url.startswith("https") else False
         except NetworkFileError as error:
             raise ConfigError(f"{error}, so the registry cannot be asked: {error.remedy}") from None
-        # A loop that runs during calls alone: only there a deadline can cover all of an answer.
+        # A loop that runs only during calls: only there a deadline can cover all of an answer.
         self._runner = asyncio.Runner()
         self._client = httpx.AsyncClient(
             timeout=timeout.total_seconds(),
@@ -216,11 +216,11 @@ class RegistryChain(Chain):
         return uid
 
     def hands_out_keys(self) -> bool:
-        """Return whether members get keys of a store beside the registry. Raises ChainError."""
+        """Return whether members get keys of the registry's own store. Raises ChainError."""
         return (json_line(self.file("health").encode()) or {}).get("store_keys") is True
 
     def store_keys(self) -> dict[str, str] | None:
-        """Ask for our keys of the object store beside the registry; None where it has none.
+        """Ask for our keys of the registry's object store; None where it has none.
 
         By the names of their variables. Raises ChainError.
         """
@@ -275,7 +275,7 @@ class RegistryChain(Chain):
         return list(self._write("revoke", {"invitation": invitation}))
 
     def invite(self, hashed: str, *, uses: int, expires: float) -> None:
-        """Make an invitation good, of which the registry learns only a hash. For the founder."""
+        """Register an invitation by its hash, as the founder."""
         self._write("invite", {"hashed": hashed, "uses": uses, "expires": expires})
 
     def allow(self, hotkey: str, allowed: bool = True) -> None:
@@ -305,7 +305,7 @@ class RegistryChain(Chain):
                 raise ChainError(f"{kind}: the chain was closed")
             try:
                 if self._seen is None:
-                    self._read_state()  # whom to sign for
+                    self._read_state()  # for which receiver to sign
                 result = self._post(kind, fields)
                 if changes:
                     self._read_state()
@@ -430,7 +430,7 @@ class RegistryChain(Chain):
                     # Once for each outage, and for each other program that answers in its place.
                     if not self.trouble or (isinstance(error, Unusable) and why != self.trouble):
                         log.warning(
-                            "The registry at %s does not answer (%s): training goes on with what "
+                            "The registry at %s does not answer (%s): training continues with what "
                             "was last known, and it is asked again; if it lasts, see chain.url of "
                             "the network's file",
                             self._url,
@@ -444,7 +444,7 @@ class RegistryChain(Chain):
                 self._runner.run(self._client.aclose())
 
     def _read_state(self) -> None:
-        """Ask for what is new; with the lock held."""
+        """Ask for the changes since the last answer; with the lock held."""
         state, seen = self._ask(), self._seen
         if seen is not None and state.start != seen.start:
             own = self._wallet.ss58 if self._wallet is not None else ""

@@ -1,10 +1,10 @@
 """The signed HTTP server validators call: ``IsAlive`` and ``AllReduce``.
 
-It runs on its own thread and event loop beside the training, answers at once and never waits for
+It runs on its own thread and event loop during training, answers at once and never waits for
 the chain, the loop or a disk. Checks run cheapest first: size, route, headers, known hotkey, rate,
 freshness, replay; only then the body is taken and the signature verified, and only a proven
 caller's permit and stake are looked at. An accepted AllReduce becomes one event; while its round
-runs, further calls are told so and cause nothing.
+runs, further calls get that answer and cause nothing.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class SignedServer(BoundedServer):
     # one request
 
     def check_head(self, head: Head) -> auth.Claim:
-        """Check what the head claims, of which nothing is proven yet; record nothing.
+        """Check the claims of the head, which are not proven yet; record nothing.
 
         Raises Refused.
         """
@@ -287,7 +287,7 @@ class SignedServer(BoundedServer):
         return neuron is not None and neuron.validator_permit and neuron.stake >= LEAST_STAKE
 
     def _all_reduce(self, claim: auth.Claim, fields: Mapping[str, Any]) -> str | None:
-        """Start a round, or what the caller is told of the running one. Raises Refused."""
+        """Start a round, or return the answer about the running one. Raises Refused."""
         try:
             request = synapses.parse_all_reduce(
                 fields,

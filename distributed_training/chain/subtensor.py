@@ -87,7 +87,7 @@ class NewestBlocks:
             self._believed_at = now
             log.warning(
                 "No chain node that answers is newer than %s, which is %.0f minutes behind this "
-                "machine's clock, so what it shows may be old: going on with it; see whether "
+                "machine's clock, so what it shows may be old, and it is used; see whether "
                 "timedatectl says 'synchronized: yes', or name another node with "
                 "--subtensor.chain_endpoint",
                 endpoint,
@@ -267,7 +267,7 @@ class BittensorChain(Chain):
                 with _sdk_errors():
                     others = set(endpoints) - {endpoint}
                     await self._follow(endpoint, others=others, tried_all=rounds > 0)
-            except (ChainError, TimeoutError) as error:  # training goes on with what is known
+            except (ChainError, TimeoutError) as error:  # training continues
                 self._failed(endpoint, error)
             # Pauses grow only while no endpoint can be read whole.
             if self._looked_at != before:

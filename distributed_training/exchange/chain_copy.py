@@ -62,7 +62,7 @@ class ChainCopy:
         return ""
 
     def state(self, info: ObjectInfo | None, now: float) -> State:
-        """Return the network's state: that of ``info``, the object as it is now.
+        """Return the network's state from the object that ``info`` describes.
 
         ``now``: Unix seconds, by the store's clock. Raises StateUnavailable, and ForkError.
         """
@@ -92,8 +92,8 @@ class ChainCopy:
             raise StateUnavailable(
                 f"{keys.STATE} of outer step {state.outer_step} has expired at "
                 f"{datetime.fromtimestamp(state.expires, UTC):%Y-%m-%d %H:%M:%S} UTC: nobody leads "
-                "the network now; training goes on, and no upload is made before there is a newer "
-                "one"
+                "the network now; training continues, and no upload is made before there is a "
+                "newer one"
             )
         return state
 
@@ -160,7 +160,7 @@ class ChainCopy:
         raise ForkError(self.forked)
 
     def _fetch_missing(self, first: int, end: int) -> Iterator[tuple[Manifest, bytes]]:
-        """Yield the manifests, in order, and the bytes of those of which we have no copy."""
+        """Yield the manifests, in order, with the bytes of those that we have no copy of."""
 
         def fetch(outer_step: int) -> tuple[Manifest, bytes]:
             if (ours := self.copy(outer_step)) is not None:

@@ -33,9 +33,9 @@ from .base import Close, UploadEnded
 
 log = logging.getLogger(__name__)
 
-#: A larger file goes in parts of as many bytes, which a restart goes on with.
+#: A larger file goes in parts of as many bytes; a restart sends only the missing ones.
 ONE_PIECE = 64 * 1024 * 1024
-#: Causes of a refusal by which what the upload holds is dropped; by others it is uploaded again.
+#: Causes of a refusal after which the upload's movement is dropped; after others it is carried.
 FOR_CONTENT = frozenset({"worse", "copy", "spoiler"})
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=5), timedelta(minutes=1)
 _SENT = "sent"
@@ -62,7 +62,7 @@ class Fate(NamedTuple):
 
 
 class OwnUploads:
-    """Our uploads as files of ``folder``, with a note beside each that was to be sent."""
+    """Our uploads as files of ``folder``, with a note next to each that was to be sent."""
 
     def __init__(self, store: ObjectStore, folder: Path, uid: int) -> None:
         self._store = store
@@ -84,7 +84,7 @@ class OwnUploads:
         return note is not None and not note.ended
 
     def send(self, close: Close, within: float, uplink: Uplink) -> UploadEnded:
-        """Send the file of ``close`` and say what became of it. Raises StoppedError.
+        """Send the file of ``close`` and return the result. Raises StoppedError.
 
         ``within``: seconds. ``uplink``: ends the sending when it is stopped.
         """
@@ -129,7 +129,7 @@ class OwnUploads:
         return UploadEnded(*place, cause)
 
     def find_fate(self, manifest: Manifest) -> Fate:
-        """Return what an outer step has made of our upload for it."""
+        """Return how an outer step dealt with our upload: merged, or refused with a cause."""
         cause = ""
         for serial, note in self._notes(manifest.outer_step - 1):
             found = self.path(manifest.outer_step - 1, serial)
@@ -138,7 +138,7 @@ class OwnUploads:
             if any(each.digest == note.digest for each in manifest.merged):
                 return Fate(Base.MERGED, path)
             for each in manifest.refused:
-                # Of a file that was not read its uid alone is known.
+                # Of a file that was not read only its uid is known.
                 unread = not each.digest and each.uid == self._uid and serial == manifest.serial
                 if unread or each.digest == note.digest:
                     cause = f"{each.cause}: {each.reason}"

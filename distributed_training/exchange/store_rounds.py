@@ -1,15 +1,15 @@
 """Follow a network whose rounds go through the store: rank 0's thread of a miner.
 
 The thread looks at ``state.json``. At its close it posts :class:`~.base.Close`, and the loop
-answers with an upload, which is sent beside it (:mod:`.own_uploads`). Where the network is ahead,
-it checks the signed manifests up to the head (:mod:`.chain_copy`), fetches the update that follows
-ours, and posts it; the next one follows when that is applied. Who has missed much gets whole
-weights instead.
+answers with an upload, which another thread sends (:mod:`.own_uploads`). Where the network is
+ahead, it checks the signed manifests up to the head (:mod:`.chain_copy`), fetches the update that
+follows ours, and posts it; the next one follows when that is applied. A member that has missed much
+gets whole weights instead.
 
 Nothing here ever stops training. What the store shows is taken only where all of it fits; a store
 that does not answer, or shows something else, costs one line and is asked again.
 
-Times are the store's: a machine whose clock is wrong takes part all the same, and is told.
+Times are the store's: a machine whose clock is wrong joins rounds all the same, and logs it.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _SHORTEST = 0.2  # seconds between two turns
 
 
 class StoreRounds:
-    """Follow the network in a thread of its own; ``post`` gets what happens (:mod:`.base`).
+    """Follow the network in a thread of its own; ``post`` gets each event (:mod:`.base`).
 
-    ``folder`` is this object's alone: our copy of the chain, updates, weights. ``longest``: that a
+    Only this object writes ``folder``: our copy of the chain, updates, weights. ``longest``: that a
     transfer may take. ``at_head``: called in this thread whenever there is a new outer step.
     """
 
@@ -160,7 +160,7 @@ class StoreRounds:
         self._wake.set()
 
     def forget(self, before: int) -> None:
-        """Delete what only a checkpoint of an outer step before ``before`` would need."""
+        """Delete files that only a checkpoint of an outer step before ``before`` would need."""
         self._uploads.forget(before)
         forget_files(self._folder / "updates", before + 1)
 
@@ -216,7 +216,7 @@ class StoreRounds:
             self._wake.wait(wait)
 
     def turn(self) -> float:
-        """Do what is due. Returns the seconds until something may be, if nothing happens before."""
+        """Do the work that is due. Return the seconds until the next turn."""
         steady = self._clocks.steady
         if steady() >= self._next_look and not self._chain.forked:
             self._look()
@@ -240,7 +240,7 @@ class StoreRounds:
         return max(_SHORTEST, due - steady())
 
     def _look(self) -> None:
-        """Read the state, and say once what is wrong with it or with the store."""
+        """Read the state, and log once for each fault of it or of the store."""
         steady, before = self._clocks.steady, self._state
         self._next_look = steady() + _INTERVAL
         try:
@@ -254,7 +254,7 @@ class StoreRounds:
             self._report("state", str(error))
         except (StoreError, OSError) as error:
             # One line for an outage, not one for each look.
-            text = f"The store cannot be read ({error}). Training goes on, and it is asked again"
+            text = f"The store cannot be read ({error}). Training continues, and it is asked again"
             self.silent_since = self.silent_since or steady()
             self._report("store", text, kind="away")
         else:
@@ -329,7 +329,7 @@ class StoreRounds:
         thread.start()
 
     def _send(self, close: Close, uplink: Uplink) -> None:
-        """Send one upload, in a thread of its own: beside it the state is looked at."""
+        """Send one upload, in a thread of its own, so that the state is read meanwhile."""
         try:
             fact = self._uploads.send(close, close.ends_at - self.now(), uplink)
         except StoppedError:
@@ -355,7 +355,7 @@ class StoreRounds:
             self._post(close)
 
     def _fetch_next(self) -> None:
-        """Fetch what leads from our outer step to the head, and post it."""
+        """Fetch the updates or weights from our outer step to the head, and post them."""
         state, steady = self._state, self._clocks.steady
         said = self._said
         if state is None or self._answered == said or steady() < self._not_before:
@@ -371,7 +371,7 @@ class StoreRounds:
         except (StoreError, OSError) as error:
             wait = self._waits.failed().total_seconds()
             self._not_before = steady() + wait
-            text = f"Outer step {state.outer_step} is not taken over: {error}. Training goes on"
+            text = f"Outer step {state.outer_step} is not taken over: {error}. Training continues"
             self._report("fetch", text, kind=str(error))
             return
         self._waits.succeeded()
@@ -381,7 +381,7 @@ class StoreRounds:
             self._post(fact)
 
     def _next(self, state: State) -> Update:
-        """Return what the loop applies next. Raises StoreError, OSError."""
+        """Return the update or weights that the loop applies next. Raises StoreError, OSError."""
         held, newest = self._held, max(state.weights_at, default=-1)
         if self._wants_weights and newest >= 0:
             first, reason = min(held, newest), "they were asked for"
@@ -447,7 +447,7 @@ class StoreRounds:
             log.warning("%s", text)
 
     def _settle(self, what: str, line: str) -> None:
-        """Log that ``what`` is right again, if a line said that it was not."""
+        """Log that ``what`` works again, if a line said that it did not."""
         if self._reported.pop(what, None) is not None:
             log.info("%s", line)
 

@@ -16,7 +16,7 @@ Code = tuple[Tensor, ...]  # in the order of the compression's ``endings``
 
 
 class Compression(ABC):
-    """Encodes one parameter of a pseudo-gradient, and decodes what a peer has sent of it.
+    """Encodes one parameter of a pseudo-gradient, and decodes a peer's code of it.
 
     ``endings``: of the keys under which a code's tensors travel. ``scaled``: the endings of those
     that are multiplied where the pseudo-gradient is. ``by_rows``: whether the code of some rows of

@@ -192,7 +192,7 @@ def encode_rows(rows: torch.Tensor, *, topk: int = TOPK) -> tuple[torch.Tensor, 
     def work(slab: slice) -> None:
         _select(source[slab], k, out_idxs[slab], out_vals[slab])
 
-    # No more than torch has: the encoder runs beside training.
+    # No more than torch has: the encoder runs during training.
     threads = min(torch.get_num_threads(), len(slabs))
     if threads > 1:
         list(_pool(threads).map(work, slabs))  # list: raises what a slab raised

@@ -33,7 +33,7 @@ def grace_seconds(parameters: int, bits: int, link: float, *, period: float) -> 
 
 @dataclass(frozen=True)
 class Growth:
-    """A network with so many members that upload in each outer step; all results are bytes."""
+    """A network of ``members``, each of which uploads in each outer step. Results are in bytes."""
 
     members: int
     parameters: int
@@ -77,11 +77,11 @@ class Growth:
 
     @property
     def dollars_a_month(self) -> float:
-        """Dollars a month for what the store keeps, at R2's price."""
+        """Dollars a month for the bytes in the store, at R2's price."""
         return self.stored / 1e9 * GB_MONTH
 
     def describe_store(self) -> str:
-        """Return what the store keeps, and what that costs."""
+        """Return a sentence with the bytes in the store and their price."""
         return (
             f"with {self.members} members the store keeps {self.stored / 1e9:.2f} GB (at R2's "
             f"price of {GB_MONTH} $ a GB and month: {self.dollars_a_month:.2f} $)"

@@ -140,7 +140,7 @@ def parse_epoch_key(key: str) -> tuple[int, str] | None:
 
 
 def outer_key(outer_step: int, name: str) -> str:
-    """Return ``outer/N/name``: what made the epoch-start weights of outer step N."""
+    """Return ``outer/N/name``, the key of a file about the epoch-start weights of outer step N."""
     return f"outer/{outer_step}/{name}"
 
 

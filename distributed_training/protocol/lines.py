@@ -1,7 +1,7 @@
 """Word each log line that operators search for, in one place.
 
 Texts are those of the public miner (protocol page, section 9) and of the operator documents, emoji
-rendered. So ``pm2 logs distributed_training_miner | grep "Successfully pushed"`` goes on working.
+rendered. So ``pm2 logs distributed_training_miner | grep "Successfully pushed"`` continues to work.
 Misspellings in them (``Succesfully``) are part of the text.
 """
 
@@ -66,8 +66,8 @@ def worse_weights_back(outer_step: int, ours: int, why: object) -> str:
     """Return the warning that the network's weights of an outer step taken here are worse."""
     return (
         f"The network is at outer step {outer_step} with other weights than this miner had there, "
-        f"and they are not taken over: {why}. Training goes on at outer step {ours}, and the state "
-        "is tried again later. If this lasts, take it as it is: stop, delete checkpoints/, start"
+        f"and they are not taken over: {why}. Training continues at outer step {ours}, and the "
+        "state is tried again later. If this lasts, accept it: stop, delete checkpoints/, start"
     )
 
 

@@ -72,7 +72,7 @@ class _Signed:
 
     @property
     def canonical(self) -> bytes:
-        """JSON with sorted keys, without white space, in ASCII, as that of a network's file."""
+        """JSON with sorted keys, without white space, in ASCII, like a network's file."""
         # Twice: else numbers as keys would be sorted as numbers.
         content = json.loads(json.dumps(asdict(self), allow_nan=False))  # type: ignore[call-overload]
         if content.get("gate") == 0:  # else programs from before it would refuse every state
@@ -207,13 +207,13 @@ class Manifest(_Signed):
     """The account of how the epoch-start weights of ``outer_step`` came about; see the module.
 
     Attributes:
-        rules_id: Of the version of the network's file that was gone by.
+        rules_id: The id of the version of the network's file that was in force.
         previous: Digest of the manifest before; empty at outer step 0.
         update: Digest of ``update.safetensors``, what all subtract from the epoch-start weights;
             empty at outer step 0 and after a rewind, whose weights the store holds whole.
         weights: Digest of the epoch-start weights (section 11).
-        momentum, residual: Digests likewise; empty: all are zeros.
-        files: Digests of what else lies beside the manifest, by name.
+        momentum, residual: Digests of the same form; empty: all are zeros.
+        files: Digests of the other files next to the manifest, by name.
         learning_rate, mu, rule: Of the outer step, as the network's file has them.
         merged: Ascending by uid: the order in which they were added up.
         losses_before, losses_after: On held-out text by its name, in nats a token.

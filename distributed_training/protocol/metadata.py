@@ -42,7 +42,7 @@ class BucketCredentials:
 def build_commitment(credentials: BucketCredentials, *, any_length: bool = False) -> str:
     """Return the commitment: 128 ASCII characters where the lengths are R2's.
 
-    ``any_length``: the store is known to all peers, so others are keys alone.
+    ``any_length``: the store is known to all peers, so a commitment may have only the keys.
 
     Raises CommitmentError naming the part whose length is wrong.
     """
@@ -64,7 +64,7 @@ def build_commitment(credentials: BucketCredentials, *, any_length: bool = False
 
 
 def parse_commitment(text: str, *, any_length: bool = False) -> BucketCredentials:
-    """Read a commitment; the form of keys alone only with ``any_length``.
+    """Read a commitment; the form of only keys needs ``any_length``.
 
     Raises CommitmentError for any other text.
     """
@@ -74,7 +74,7 @@ def parse_commitment(text: str, *, any_length: bool = False) -> BucketCredential
         if len(keys) != 2 or not all(0 < len(k) <= LONGEST_KEY and _visible_ascii(k) for k in keys):
             raise CommitmentError("the commitment is not two keys with one space between them")
         return BucketCredentials("", *keys)
-    # By length alone: there is no separator between the parts.
+    # Only by length: there is no separator between the parts.
     if len(text) != LENGTH:
         raise CommitmentError(f"a commitment has {LENGTH} characters, this one has {len(text)}")
     if not _visible_ascii(text):
@@ -92,7 +92,7 @@ _BASE58 = frozenset("123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 
 
 class MetadataError(ValueError):
-    """A document of a bucket that is not what the protocol says."""
+    """A document of a bucket does not have the protocol's form."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ _LONGEST_NOTE = 300  # characters
 
 @dataclass(frozen=True)
 class RoundNotes:
-    """``round.json``: what the validator's last round says of single miners.
+    """``round.json``: the causes for which miners were not in the validator's last round.
 
     ``outer_step``: which the round was meant to end; ``miners``: by uid, why one was not called or
     is not in the average.

@@ -38,7 +38,7 @@ from .types import AllReduceFault
 
 MOST_ROUNDS = 20
 MOST_DOMAINS = 16
-MOST_CAUSES = 256  # members whose cause is told; more would be longer than a registry takes
+MOST_CAUSES = 256  # members with a cause; more would be longer than a registry accepts
 LONGEST_CAUSE = 120  # characters
 LONGEST_TEXT = 300
 WORSE = "WORSE"  # fault of a round whose average made the model worse than tolerated
@@ -134,7 +134,7 @@ def judge_network(
 
     Args:
         report: None: there was never one.
-        received: When, in seconds since the epoch; for the words alone.
+        received: When, in seconds since the epoch; only the words need it.
         age: Seconds since then.
         listened: Seconds for which the reader could have received one.
     """
@@ -149,7 +149,7 @@ def judge_network(
     if age > report.next_report:
         last = f"its last report is of {at}, {span(age)} ago"
         if listened <= report.next_report:
-            since = f"this registry has listened for {span(listened)} alone"
+            since = f"this registry has listened for only {span(listened)}"
             return Verdict("waiting for the validator", f"{last}, and {since}", "wait")
         remedy = "what it said then is below; its log tells the founder why"
         return Verdict("validator silent", f"{last}; {remedy}", "bad")

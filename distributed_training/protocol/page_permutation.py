@@ -21,7 +21,7 @@ DrawPages = Callable[..., list[tuple[str, int, str]]]
 
 HELD_OUT_PAGES = 32  # where the network's file does not say it
 RANKS = 8  # of a miner whose slots are neighbours
-_LEAST_PAGES = 3  # slots of a rank: two or three ranks may read so many of one that has two
+_LEAST_PAGES = 3  # slots of a rank: of a rank with two, two or three ranks may read three
 _ROUNDS = 8  # of the Feistel network
 _SLOT_BITS = 32
 

@@ -157,7 +157,7 @@ class Name:
 
 @dataclass(frozen=True)
 class Made:
-    """Stands for what a call would have made; takes whatever a pickle does to it.
+    """Stands for the result of a call; accepts anything that a pickle does to it.
 
     ``arguments``: of the call. They may hold one another many times over, so nothing prints them.
     """

@@ -52,7 +52,7 @@ def quantize(groups: Tensor, numbers: Tensor, bits: int) -> Tensor:
         scales = scales.double().sqrt_().float().mul_(_SPREAD[bits])
     scales.mul_(scales >= _LEAST_SCALE)  # a NaN stays one
     factors = torch.where(scales > 0, scales.reciprocal(), 0).div_(step)
-    # Two operations, each rounded: a fused one would round once, on some machines alone. Then the
+    # Two operations, each rounded: a fused one would round once, on only some machines. Then the
     # conversion cuts off what is left of the half.
     torch.mul(groups, factors.unsqueeze(-1), out=work).add_(offset / step + 0.5)
     if bits != 4:

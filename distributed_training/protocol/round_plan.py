@@ -18,8 +18,8 @@ HEADERS = 1.045  # bytes on the wire for each of a file
 _ACKS = 0.018  # bytes that acknowledge each byte which comes
 _LOOK, _LOOK_SOON = 30.0, 5.0  # seconds between two looks at the state; while an update is awaited
 _LOOK_BYTES = 3500.0  # each way
-_FIRST = 1.0  # seconds from a close until its first byte is sent, beside step and checkpoint
-_JUDGED = 4.0  # seconds from the last upload to the published update, beside fetching and judging
+_FIRST = 1.0  # seconds from a close until its first byte is sent, without step and checkpoint
+_JUDGED = 4.0  # seconds from the last upload to the published update, without fetching and judging
 _MATCHED = 0.5  # seconds beyond the least of matchmaking
 _AFTER = 0.096  # of matchmaking and transfer: all else in a round (measured with 134 M parameters)
 _GROUP = 64  # peers at most
@@ -37,7 +37,7 @@ class Member:
     held: float = 0.0
 
     def sending(self, count: float) -> float:
-        """Return the seconds in which it sends so many bytes."""
+        """Return the seconds that it takes to send ``count`` bytes."""
         return 8 * count * HEADERS / (self.up * 1e6)
 
     def receiving(self, count: float) -> float:

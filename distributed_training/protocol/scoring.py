@@ -136,7 +136,7 @@ class ScoreBoard:
         from openskill.models import PlackettLuce  # here: a miner asks for no scores
 
         self._model = PlackettLuce(beta=7, tau=0.1)
-        #: False: text that miners are assigned is not known, and the rating alone counts.
+        #: False: the text that miners are assigned is not known, and only the rating counts.
         self.assigned_counts = True
         self._ratings: dict[int, Any] = {}
         self._assigned: dict[int, float] = {}

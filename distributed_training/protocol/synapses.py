@@ -78,9 +78,9 @@ class IsAliveReply:
 
 
 def build_is_alive(epoch: int | None = None, *, model: bool = False) -> dict[str, Any]:
-    """Build the body of a call. ``epoch``: the caller's own outer step, of which it tells.
+    """Build the body of a call. ``epoch``: the caller's own outer step.
 
-    ``model``: the next upload is to have the model too. It is read from the master alone.
+    ``model``: the next upload is to have the model too. Only the master's is obeyed.
     """
     asked: dict[str, Any] = dict.fromkeys(("peer_id", "addresses", "run_id"))
     if model:  # else not: the body is that of versions before
@@ -94,7 +94,7 @@ def asks_for_model(body: Mapping[str, Any]) -> bool:
 
 
 def caller_epoch(body: Mapping[str, Any]) -> int | None:
-    """Return the outer step at which the caller of IsAlive says that it is; None: it does not."""
+    """Return the outer step that the caller of IsAlive states; None: it states none."""
     epoch = body.get("epoch")
     return epoch if _is_epoch(epoch) else None
 

@@ -39,7 +39,7 @@ FINAL = (ExitStatus.BAD_CONFIGURATION, ExitStatus.DEREGISTERED, ExitStatus.FINIS
 
 
 class Event:
-    """A dataclass of what happened, in :mod:`..miner.events`; none is derived from another."""
+    """One thing that happened: a dataclass of :mod:`..miner.events`, derived from no other."""
 
 
 class Base(enum.Enum):
@@ -60,7 +60,7 @@ class Base(enum.Enum):
 class Update:
     """The next outer step of a store network, on the disk, of digests that its manifest names.
 
-    ``whole``: ``path`` is a ``model.safetensors``, beside its ``config.json``, in place of the
+    ``whole``: ``path`` is a ``model.safetensors``, next to its ``config.json``, in place of the
     updates that were missed. ``base``, ``own_upload`` and ``cause`` are then those of the outer
     step that was held: it may have merged our upload.
     """

@@ -131,7 +131,7 @@ class UpdateLayout:
         return cls(schema, header, tuple(parts), codes)
 
     def head(self, body: str, signature: str) -> bytes:
-        """Return what comes before the body, with the body's digest and the signature in it."""
+        """Return the bytes before the body, with the body's digest and the signature in them."""
         said = _canonical(asdict(self.header))
         table: dict[str, Any] = {
             "__metadata__": {"body": body, "header": said, "signature": signature}
@@ -312,7 +312,7 @@ def _digest_rest(file: Any) -> str:
 
 
 def _message(layout: UpdateLayout, body: str) -> bytes:
-    """Return what is signed: it covers the header, and by the digest of the body the rest."""
+    """Return the signed text. It covers the header, and through the body's digest the body."""
     head = layout.head(body, _NO_SIGNATURE)
     return b"update-file 1 " + hashlib.sha256(head).hexdigest().encode()
 
@@ -390,7 +390,7 @@ class UpdateFile:
     def reopen(cls, path: Path, schema: Schema) -> UpdateFile:
         """Open a file that this machine has made, or has checked before, as rank 0 does.
 
-        Its header alone is looked at. Raises ValueError, in one line, and OSError.
+        It reads only the header. Raises ValueError, in one line, and OSError.
         """
         with open(path, "rb") as file:
             layout, _, _ = _read_head(file, os.fstat(file.fileno()).st_size, schema)

@@ -134,8 +134,8 @@ def test_a_peer_that_meets_nobody_is_alone_and_says_why(
             wait_for(lambda said=obstacle: host.obstacle == said, "it is told")
             assert made.alive() and joined(made) == (not obstacle)
         assert [line for line in caplog.messages if "clock" in line or "joined" in line] == [
-            "This machine's clock is 5 s ahead; so this peer joins no round yet. Training goes on, "
-            "and it is tried again",
+            "This machine's clock is 5 s ahead; so this peer joins no round yet. Training "
+            "continues, and it is tried again",
             "The swarm is joined",
         ]
         host.end()

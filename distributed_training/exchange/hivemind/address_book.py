@@ -33,7 +33,7 @@ class AddressBook:
 
     def __init__(self, path: Path, prefix: str) -> None:
         self._path, self._prefix = path, prefix
-        lost = "peers are found through the initial peers alone"
+        lost = "peers are found only through the initial peers"
         kept = read_state(path, _Met, lost=lost)
         self._peers: dict[str, list[str]] = {}
         known = kept.addresses if kept and kept.prefix == prefix else []

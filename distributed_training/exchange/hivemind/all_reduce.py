@@ -71,7 +71,7 @@ _MOST_OF_USUAL = 1.5
 _BETWEEN_TWO = 10.0
 #: hivemind wants a positive weight of whoever contributes nothing (the validator's 1e-6).
 MOST_WEIGHT_OF_NOTHING = 1e-6
-#: Of fewer values chance alone may make a part far longer at some peers than at others.
+#: Of fewer values chance may make a part far longer at some peers than at others.
 _FEW_VALUES = 64
 #: A peer whose own values are zeros, or few steps old, knows the scale of one share, not of each
 #: layer. Few values of other layers (norms') may still be out of bounds, at nobody's fault.
@@ -205,7 +205,7 @@ class AllReduce:
         """Leave out who cannot be done in time, while there is time for the others.
 
         A slow link shows in what its peer sends us and takes from us. So reducers get the benefit
-        of the doubt: one that sent in time may itself wait for a sender that is slow to it alone,
+        of the doubt: one that sent in time may itself wait for a sender that is slow only to it,
         until it leaves that one out. At the end whoever is not done is left out, senders first: the
         reducers that waited for them then have time to answer.
         """
@@ -240,7 +240,7 @@ class AllReduce:
             self._give_up(index, "it was not done in time")
 
     def _give_up(self, index: int, cause: str) -> None:
-        """Keep the local values of what a reducer has yet to average; wait for it no longer."""
+        """Keep local values where a reducer has not averaged yet; stop waiting for it."""
         patience = self._patience.pop(index, None)
         if patience is not None:
             self._blame(self.group.peers[index], cause)
@@ -354,7 +354,7 @@ class AllReduce:
     # --- as a reducer --------------------------------------------------------------------------
 
     async def serve(self, stream: Stream, first: wire.Arriving) -> None:
-        """Average what a peer sends with the others' and answer with the differences.
+        """Average a peer's values with the others' and answer with the differences.
 
         ``first`` is the beginning of its first message. A peer that sends something else than the
         parts of our share, or takes too long, is left out.
@@ -447,7 +447,7 @@ async def _sleep(seconds: float) -> float:
 
 
 class Averaged(asyncio.Event):
-    """Set once a part is averaged. ``encoded``: what goes to everybody, where it has four bits."""
+    """Set once a part is averaged. ``encoded``: the average in four bits, for everybody."""
 
     encoded: Tensor | None = None
 
@@ -499,7 +499,7 @@ class Scale(NamedTuple):
     own: float
 
     def longest(self, own: float, values: int) -> float:
-        """Return how long an average of so many values may be where our part is ``own`` long.
+        """Return the longest norm of an average of ``values`` where our part's norm is ``own``.
 
         At most twice as long as our part. But a sound average is longer than that where our values
         are short, as they are at a peer that joined late. By how much, our share shows. Another
@@ -542,7 +542,7 @@ def _norm(values: Tensor) -> float:
 def usual_norm(norms: Collection[float]) -> float:
     """Return the norm that is usual among ``norms`` of contributions.
 
-    It is the median, of an even number the greater of both: one peer alone, were it the longest,
+    It is the median, of an even number the greater of both: a single peer, were it the longest,
     never makes it, and those that joined late and have short ones do not either, unless they are
     the majority. Of two contributions no majority tells which is usual: the longer counts, but for
     at most ten times the shorter.
@@ -600,7 +600,7 @@ class Reducer:
 
     @property
     def scale(self) -> Scale | None:
-        """The scale of what others sent; None where nobody has sent anything."""
+        """The scale of the others' values; None where nobody has sent any."""
         if not self._squares:
             return None
         sent = self._squares.values()
@@ -610,7 +610,7 @@ class Reducer:
         return Scale(rms, own)
 
     def add(self, sender: PeerID, index: int, values: Tensor, weight: float) -> Averaged:
-        """Take what ``sender`` sent of part ``index``. Each sender sends each part once, in order.
+        """Add ``sender``'s values of part ``index``. Each sender sends each part once, in order.
 
         Once the event is set, ``values`` holds the average minus what it held before, unless
         averages have four bits. Raises ValueError for a weight or values that nobody may send, and
@@ -658,7 +658,7 @@ class Reducer:
         return [sender for sender, count in came.items() if count == least]
 
     def unfinished(self) -> list[PeerID]:
-        """Return the senders of which parts are missing."""
+        """Return the senders whose parts are missing."""
         return [sender for sender in self._active if self._came[sender] < len(self._parts)]
 
     def _check_heard(self) -> None:

@@ -7,7 +7,7 @@ as lines of JSON (:mod:`.supervisor`). Standard output and error are hivemind's 
 process group of its own, with p2pd in it, and ends that group when rank 0 is gone or when it cannot
 go on itself.
 
-The averager is wire-compatible with the public network. hivemind's own is a process beside the
+The averager is wire-compatible with the public network. hivemind's own is a process next to the
 DHT's process, with pipes and shared-memory futures between them. Here DHT node, matchmaking and
 all-reduce share one event loop: there is one process to watch, and what changes from round to round
 (group size, timeouts) is an argument. Matchmaking is hivemind's; the all-reduce is ours
@@ -426,7 +426,7 @@ class _Admitting(Matchmaking):
         self._servicer, self._servicer_type = self._servicer_type, self
 
     def get_stub(self, p2p: P2P, leader: PeerID, *, namespace: str) -> Any:
-        """Return hivemind's stub, of which the answers are looked at."""
+        """Return hivemind's stub, whose answers are checked."""
         stub = self._servicer.get_stub(p2p, leader, namespace=namespace)
         ask = stub.rpc_join_group
 
@@ -743,7 +743,7 @@ async def serve(config: HostConfig, connection: socket.socket) -> None:
         await Host(config, orders, answers).run()
     except HostFailed as error:
         why = str(error)
-    except Exception as error:  # whatever hivemind raises: rank 0 is told, and starts another
+    except Exception as error:  # whatever hivemind raises: rank 0 learns of it, and starts another
         log.exception("The swarm process ends")
         why = f"{type(error).__name__}: {error}"
     else:

@@ -189,7 +189,7 @@ class BoundedP2P(P2P):  # type: ignore[misc]  # hivemind has no types
 
 
 async def receive_bounded(reader: asyncio.StreamReader) -> bytes:
-    """Receive what hivemind frames, if it is short. In place of hivemind's, which takes any."""
+    """Receive a message of hivemind's framing, if it is short. It replaces hivemind's own."""
     length = int.from_bytes(await reader.readexactly(P2P.HEADER_LEN), "big")
     if length > MOST_MESSAGE_BYTES:
         raise ConnectionError(f"a message of {length} bytes")
@@ -197,7 +197,7 @@ async def receive_bounded(reader: asyncio.StreamReader) -> bytes:
 
 
 class RecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
-    """Accepts what averagers of the run declare: small, short-lived, each under its peer id.
+    """Accepts only averagers' declarations: small, short-lived, each under its peer id.
 
     ``prefix``: of the averager's keys (protocol page, section 1). ``longest``: seconds for which a
     value may be kept.

@@ -1,7 +1,7 @@
 """Meet other peers: at a start, when nobody is known any more, and before a round.
 
-p2pd is started alone, and connected from here to the initial peers and to those that were met
-before. So whatever is in the way of one of them (it is away, it hangs, the line loses large
+p2pd is started without peers, and connected from here to the initial peers and to peers that were
+met before. So whatever is in the way of one of them (it is away, it hangs, the line loses large
 packets, a clock is wrong) costs no start: it is named, and tried again.
 
 libp2p forgets the addresses of a peer half an hour after it lost it; the address book
@@ -41,7 +41,7 @@ _ASKED_AT_ONCE = 16  # peers that are not connected any more
 
 
 class Kind(enum.IntEnum):
-    """Kinds of what may be in the way of joining; of several, the greatest is told."""
+    """Obstacles to joining; of several, the line names the greatest."""
 
     NOTHING = 0
     AWAY = 1
@@ -95,7 +95,7 @@ class Meeting:
     async def rejoin(self) -> Obstacle:
         """Tell the initial peers that we are here; join if nobody is known.
 
-        One that was started again knows nobody. Returns what is in the way of rounds.
+        One that was started again knows nobody. Returns the obstacle to rounds.
         """
         if self.alone:
             return await self.join()
@@ -174,7 +174,7 @@ class Meeting:
         }
 
     async def _connect(self, peer: PeerID, addresses: list[str], connected: bool) -> Obstacle:
-        """Connect to a peer and enter it into the table. Return what is in the way."""
+        """Connect to a peer and enter it into the table. Return the obstacle."""
         place, protocol = addresses[0].rpartition("/p2p/")[0], self._node.protocol
         try:
             async with asyncio.timeout(_MEET_TIMEOUT):

@@ -1,7 +1,7 @@
 """Start the swarm process, notice when it ends, and start it again.
 
 hivemind's network daemon, DHT node and averager run in a process of their own
-(:mod:`.averager_process`), so that rank 0 can kill whatever hangs there and training goes on.
+(:mod:`.averager_process`), so that rank 0 can kill whatever hangs there and training continues.
 Rank 0 sees that process as a process group and one socket (:class:`HostProcess`); a thread of
 :class:`HostKeeper` replaces it when it ends.
 
@@ -123,14 +123,14 @@ class Close:
 
 @dataclass(frozen=True)
 class Joined:
-    """The swarm is joined now, or not any more: ``obstacle`` says why it is not, empty: it is."""
+    """The swarm was joined or left. ``obstacle``: why it is not joined; empty: it is."""
 
     obstacle: str
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The DHT node runs: it joined the swarm, or is alone."""
+    """The DHT node runs: it joined the swarm, or has no peer."""
 
     peer_id: str
     maddrs: list[str]
@@ -247,8 +247,8 @@ class HostKeeper:
     SwarmUnavailable when the DHT node does not start in ``settings.start_timeout``, tried three
     times: the port is taken, or p2pd is missing.
 
-    A peer that cannot join the swarm starts alone and training goes on. It joins as soon as an
-    initial peer, or one that it has met before, can be met.
+    A peer that cannot join the swarm starts without it, and training continues. It joins as soon as
+    an initial peer, or one that it has met before, can be met.
     """
 
     def __init__(
@@ -313,7 +313,7 @@ class HostKeeper:
             self._in_use.release()
 
     def restart(self) -> None:
-        """Start the swarm process again, after its end and that of all that it started.
+        """Start the swarm process again, after it and all its children have ended.
 
         Raises SwarmUnavailable.
         """
@@ -323,7 +323,7 @@ class HostKeeper:
     def announce(self, ip: str) -> None:
         """Announce another address: start the swarm process again, after a round that runs.
 
-        Raises SwarmUnavailable; the keeper's thread goes on trying then.
+        Raises SwarmUnavailable; the keeper's thread then tries again.
         """
         self._settings = replace(self._settings, dht_ip=ip)
         self.restart()
@@ -473,7 +473,7 @@ def bound_log(path: Path, most: int = _LOG_BYTES) -> None:
             os.truncate(path, 0)
 
 
-#: Without a sign of life for so long (they come every 2 s) the process is taken for hung.
+#: Without a sign of life for this time (they come every 2 s) the process counts as hung.
 HANG = 20.0
 PROGRAM = "distributed_training.exchange.hivemind.averager_process"
 _CLOSE = 6.0  # seconds to leave the swarm
@@ -508,7 +508,7 @@ class HostLaunch:
             )
 
     def end(self) -> None:
-        """Kill it and what it started. Idempotent."""
+        """Kill the process and its children. Idempotent."""
         if not self._ended:
             self._ended = True
             # It leads its session: p2pd is in this group, and nobody else.
@@ -518,7 +518,7 @@ class HostLaunch:
 
 
 class HostProcess:
-    """A swarm process that follows ``config``. :meth:`end` it, whatever became of it.
+    """A swarm process that follows ``config``. Always :meth:`end` it.
 
     ``ended`` is set once it is gone or has to be ended; ``why`` says why then.
     """
@@ -613,7 +613,7 @@ class HostProcess:
                 self.obstacle = obstacle
                 if obstacle:
                     log.warning(
-                        "%s; so this peer joins no round yet. Training goes on, and it is tried "
+                        "%s; so this peer joins no round yet. Training continues, and it is tried "
                         "again",
                         obstacle,
                     )

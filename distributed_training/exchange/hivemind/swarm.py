@@ -141,7 +141,7 @@ class HivemindSwarm:
     ) -> AllReduceResult:
         """Average ``buffers`` with the peers; blocks, at most until the round's deadline.
 
-        ``cancelled``: the caller's, for this round alone. Set before :meth:`cancel`, it ends the
+        ``cancelled``: the caller's, only for this round. Set before :meth:`cancel`, it ends the
         round even if :meth:`cancel` comes before this call has begun. Raises AllReduceError. Call
         it from a thread of its own.
         """
@@ -269,7 +269,7 @@ class Judge:
     comes from a peer whose step is out of proportion. Usual is the median of ``norms``, those of
     the last averages; while fewer than three are known, the norm that is usual in this round. Our
     own pseudo-gradient is the worse measure: short when we joined late, long when it is we who
-    diverged. What others sent us to average is the better one: one peer alone does not make it.
+    diverged. What others sent us to average is the better one: a single peer does not make it.
 
     ``path`` keeps ``norms`` of the swarm named ``run_id`` over a restart. A file that cannot be
     read or written costs the memory of past rounds, never a round.

@@ -45,7 +45,7 @@ _ACCEPT_AGAIN = 1.0  # seconds, after a stream could not be accepted
 
 
 class StreamError(ConnectionError):
-    """The stream could not be opened, or ended before what was expected."""
+    """The stream could not be opened, or ended too early."""
 
 
 class Stream:
@@ -116,7 +116,7 @@ class Stream:
         try:
             message.ParseFromString(data)
         except DecodeError as error:
-            raise StreamError(f"p2pd sent what is no message: {error}") from None
+            raise StreamError(f"p2pd sent bytes that are no message: {error}") from None
 
     def end_sending(self) -> None:
         """End the stream in this direction: the other side reads the end after the data.
@@ -203,7 +203,7 @@ class Daemon:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.setblocking(False)
             listener.bind(str(path))
-            # Before p2pd is told of it: a stream that comes at once would be refused.
+            # Before p2pd learns of it: a stream that comes at once would be refused.
             listener.listen(_BACKLOG)
             accepting = asyncio.create_task(accept())
             try:
@@ -287,7 +287,7 @@ _Short = TypeVar("_Short", bound=Message)
 
 
 class FrameError(ConnectionError):
-    """A peer sent what is no part of an all-reduce, or not the one that was due."""
+    """A peer sent a message that is no part of an all-reduce, or not the part that was due."""
 
 
 def encode(
@@ -353,7 +353,7 @@ def framed(data: bytes) -> tuple[bytes, bytes]:
 
 @dataclass
 class Arriving:
-    """A message of which the beginning was read. ``group_id`` and ``code`` are known already."""
+    """A message whose beginning was read: ``group_id`` and ``code`` are known already."""
 
     group_id: bytes
     code: int
