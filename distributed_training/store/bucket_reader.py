@@ -80,7 +80,7 @@ _ETAGS = ".etags.json"  # in a state's folder: of the objects that its files are
 _REFUSED = "refused.json"  # in a state's folder
 _TRIED_AGAIN = "this state is tried once more"
 _CHUNK = 4 * 1024 * 1024  # divides by every item size
-#: Of a float: an integer of its size, and the bits that are all set in NaN and Inf alone.
+#: By float type: an integer of its size, and the bits that only NaN and Inf have all set.
 _FLOATS = {
     "F64": ("<u8", 0x7FF0_0000_0000_0000),
     "F32": ("<u4", 0x7F80_0000),
@@ -88,7 +88,7 @@ _FLOATS = {
     "BF16": ("<u2", 0x7F80),
     "F8_E5M2": ("<u1", 0x7C),
     "F8_E4M3": ("<u1", 0x7F),  # has NaN, no Inf
-    "F8_E8M0": ("<u1", 0xFF),  # likewise
+    "F8_E8M0": ("<u1", 0xFF),  # has NaN, no Inf
 }
 _OF_STORAGE = {
     **{"DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16"},
@@ -138,13 +138,13 @@ class BucketReader:
         return self.store.bucket
 
     def stop(self) -> None:
-        """End a fetch under way (it raises StoppedError); what was fetched stays for the next."""
+        """End a fetch under way (it raises StoppedError); the next one continues with its files."""
         self._uplink.stop()
 
     # --- small objects --------------------------------------------------------------------------
 
     def head(self, key: str) -> ObjectInfo | None:
-        """Return what is known of an object; None: there is none."""
+        """Return size, etag and age of an object; None if there is no such object."""
         return self._retry(self.store.head, key)
 
     def get(self, key: str, *, limit: int) -> bytes | None:
@@ -275,8 +275,8 @@ class BucketReader:
         """Return the folder ``destination/epoch-N`` with the files of an outer step, checked.
 
         A folder of the same objects that is there already is returned as it is. Room for the sum of
-        the files, and ``reserved`` bytes beside them, is asked for before the first byte; the
-        oldest states are deleted for it. ``limit``: most bytes of one file. Raises StateUnavailable
+        the files and for ``reserved`` more bytes is made before the first byte; the oldest states
+        are deleted for it. ``limit``: most bytes of one file. Raises StateUnavailable
         (not there, unsound, changed meanwhile), NoRoomError, other StoreErrors when the store does
         not answer, StoppedError.
         """
@@ -427,7 +427,7 @@ class RemoteFile(io.RawIOBase):
                 seconds = self._within.total_seconds()
                 raise DeadlineError(f"{where}: {came} of {count} bytes came in {seconds:g} s")
             length = min(RANGE, count - came)
-            for _ in range(2):  # one empty answer alone makes no object shorter
+            for _ in range(2):  # a single empty answer makes no object shorter
                 piece = self._retry(
                     self._store.get_range, self.name, first + came, length, etag=self._etag
                 )

@@ -202,8 +202,8 @@ def sweep_uploads(
 ) -> None:
     """Abort stuck uploads in the daemon: never raises, logs the result.
 
-    A bucket that another than ``instance`` has claimed is left alone: uploads that look stuck may
-    be that one's. ``spare``: ids of the uploads that a resume will go on with.
+    Nothing is aborted in a bucket that another miner than ``instance`` has claimed: uploads that
+    look stuck may be that miner's. ``spare``: ids of the uploads that a resume will continue.
     """
     try:
         check_claim(store, instance)

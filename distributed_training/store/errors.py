@@ -39,7 +39,7 @@ class AccessDeniedError(StoreError):
 
 
 class ContradictionError(TransientError):
-    """An answer contradicts what was sent or asked for, as other bytes do. Once more it may not.
+    """An answer contradicts the request, as other bytes do. A second try may succeed.
 
     Twice in a row is no accident: see :class:`~.transfer.Retry`.
     """
@@ -81,15 +81,15 @@ class TakenError(PreconditionError):
 
 
 class UnsupportedError(StoreError):
-    """501: the store has no such operation, or does not know a condition of it."""
+    """501: the store has no such operation, or does not know one of its conditions."""
 
 
 class IntegrityError(StoreError):
-    """Bytes at the store differ from those sent, or a file is not what it should be."""
+    """The store has other bytes than were sent, or a file fails its check."""
 
 
 class NoRoomError(StoreError):
-    """The disk has no room for a download; what came of it is kept."""
+    """The disk has no room for a download; the bytes that came are kept."""
 
 
 class DeadlineError(StoreError):
@@ -97,7 +97,7 @@ class DeadlineError(StoreError):
 
 
 class StoppedError(StoreError):
-    """The operation was ended on request; a journal keeps what was done."""
+    """The operation was ended on request; a journal keeps its progress."""
 
 
 def disk_problem(error: OSError) -> str:

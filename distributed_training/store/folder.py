@@ -81,10 +81,10 @@ class FolderStore:
 
     def _put(self, key: str, data: bytes | Section, *, new: bool = False) -> str:
         if not self._writes:
-            raise AccessDeniedError(f"write {self.bucket}/{key}: it was opened to read alone")
+            raise AccessDeniedError(f"write {self.bucket}/{key}: it was opened for reading only")
         path = self._path(key)
         with self._errors(key):
-            self._folder.stat()  # or it would be made, beside a disk that is not mounted
+            self._folder.stat()  # or it would be made where a disk is not mounted
         with self._errors(key), atomic_file(path, new=new) as file:
             if isinstance(data, Section):
                 data.seek(0)

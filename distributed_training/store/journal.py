@@ -99,7 +99,7 @@ class Journal:
         self._pending = content.pending.submission() if content.pending else None
         self._checked = content.checked
         if not path.exists():
-            self._save()  # a disk that cannot be written is told now, not amid an upload
+            self._save()  # a disk that cannot be written is reported now, not amid an upload
 
     def _save(self, lost: str = "") -> None:
         """Write the file. Raises OSError, unless ``lost`` names the consequence for a line."""

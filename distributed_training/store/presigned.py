@@ -1,13 +1,13 @@
 """Use the global bucket without a key: each request goes to a URL that the registry hands out.
 
 A presigned URL bears the signature of the store's owner for one operation on one object, and ends
-by itself. Whoever has it may use it. So its query is a secret, as a password is: it stands in no
-log, exception or event, and it goes to the hosts alone that the network's signed file names.
+by itself. Whoever has the URL may use it. So its query is a secret, as a password is: no log,
+exception or event has it, and it is sent only to the hosts that the network's signed file names.
 The registry (:mod:`distributed_training.registry.access`) decides who gets which.
 
 Members read everything but ``uploads/``, and write one object there, once for each close. A large
 one goes in parts of :data:`PART` bytes; the registry begins and completes that, so a miner that
-restarts sends what is missing and nothing twice.
+restarts sends the missing parts and nothing twice.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .s3 import S3ObjectStore, base64_md5
 from .transfer import multipart_etag, run_all
 from .uplink import Section
 
-PART = 64 * 1024 * 1024  # bytes of a request; what is larger goes in parts of as many
+PART = 64 * 1024 * 1024  # bytes of a request; a larger object goes in parts of this size
 MOST_PARTS = 4096
 UPLOADS = "uploads/"
 #: Asks the registry, as :meth:`~distributed_training.chain.registry.RegistryChain.access` does.
@@ -97,7 +97,7 @@ class AccessStore(S3ObjectStore):
     # requests
 
     def _choose_url(self, params: Any, model: Any, context: Any, **_: Any) -> None:
-        """Find the URL of a request before anything of it is built. Raises StoreError."""
+        """Find the URL of a request before the request is built. Raises StoreError."""
         key = params["Key"].removeprefix(self._prefix)
         operation = _READS.get(model.name)
         if operation is None:
@@ -119,7 +119,7 @@ class AccessStore(S3ObjectStore):
         context["url"] = url
 
     def _granted(self, do: Do, key: str, **more: Any) -> Grant:
-        """Ask the registry; return what it grants. Raises StoreError."""
+        """Ask the registry for URLs; return the grant. Raises StoreError."""
         try:
             return _GRANT.validate_python(self._ask({"do": do, "key": key, **more}))
         except ValidationError:
@@ -179,21 +179,21 @@ class AccessStore(S3ObjectStore):
     # objects
 
     def head(self, key: str) -> ObjectInfo | None:
-        if key.startswith(UPLOADS):  # of one's own alone, which nobody may read yet
+        if key.startswith(UPLOADS):  # one's own upload, which nobody may read yet
             return self._granted("look", key).info
         return super().head(key)
 
     def put(self, key: str, data: bytes | Section) -> str:
         """Write one's own upload, in parts if it is large; return its etag.
 
-        One that was interrupted goes on with the parts that are missing. Fine if the same bytes are
-        there. Raises TakenError if there are others.
+        An interrupted upload continues with the missing parts. It is no error if the store has the
+        same bytes already. Raises TakenError if it has others.
         """
         parts = _cut(data)
         digests = [md5_of(part) for part in parts]
         if (held := self.head(key)) is not None:
             own = _etag_of_parts(parts, digests)
-            # An etag that is no MD5 tells nothing; what is there then is what was sent before.
+            # An etag that is no MD5 proves nothing; the object is then the one sent before.
             same = same_etag(held.etag, own) or not _OF_MD5.fullmatch(held.etag)
             if held.size == len(data) and same:
                 return held.etag
@@ -240,7 +240,7 @@ class AccessStore(S3ObjectStore):
         raise AccessDeniedError(f"list {self._bucket}/{prefix}: no member may list this bucket")
 
     def multipart(self) -> None:
-        """Return None: what is large goes in parts by itself."""
+        """Return None: :meth:`put` cuts a large upload into parts itself."""
 
 
 _READS = {"GetObject": "get_object", "HeadObject": "head_object"}

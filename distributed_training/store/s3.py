@@ -60,7 +60,7 @@ from .uplink import Section
 
 _PASSING_STATUS = frozenset({408, 429})
 # By code as well: S3 gives two of them status 400, which is otherwise for good. The last ones are
-# the 409 that pass: another request for the same key is not over yet. HEAD has the status alone.
+# the 409 that pass: another request for the same key is not over yet. HEAD has only the status.
 _PASSING_CODES = frozenset(
     {"SlowDown", "RequestTimeout", "IncompleteBody", "InternalError"}
     | {"OperationAborted", "ConditionalRequestConflict", "Conflict", "409"}
@@ -202,7 +202,7 @@ class S3ObjectStore:
                 aws_access_key_id=self._keys.key_id.get_secret_value(),
                 aws_secret_access_key=self._keys.secret.get_secret_value(),
                 config=Config(
-                    # Named, or what is signed for others would be of version 2 at some regions.
+                    # Named, or URLs signed for others would be of version 2 in some regions.
                     signature_version="s3v4" if keys is not None else UNSIGNED,
                     # R2 refuses the trailers of botocore's default, when_supported.
                     request_checksum_calculation="when_required",
@@ -380,12 +380,12 @@ class S3ObjectStore:
             call(self._client.delete_object, Key=key)
 
     def has_versioning(self) -> bool:
-        """Return whether what is deleted or replaced stays, and is billed."""
+        """Return whether deleted and replaced objects stay and are billed."""
         with self._errors("ask about versions of", "") as call:
             return call(self._client.get_bucket_versioning).get("Status") == "Enabled"
 
     def list_objects(self, prefix: str = "", *, most: int = MOST_LISTED) -> list[ObjectInfo]:
-        """Return what is known of each object, by key. StoreError for more than ``most``."""
+        """List the objects, in the order of their keys. StoreError for more than ``most``."""
         with self._errors("list", ""):
             listed = islice(self._entries("list_objects_v2", "Contents", prefix), most + 1)
             found = [

@@ -4,8 +4,8 @@
 
 reads its keys from ``DIR/credentials.json`` (:func:`store_keys`, mode 0600) and prints ``READY``
 and its pid when it answers. There are two keys of one account: one that may do everything and one
-that may only read. ``DIR/members.json`` names members beside them (:func:`write_members`): each has
-a key that writes one bucket. What bears no signature of these keys is refused. Objects survive a
+that may only read. ``DIR/members.json`` adds members (:func:`write_members`): each has a key that
+writes one bucket. A request without a signature of one of these keys is refused. Objects survive a
 SIGKILL. Linux only: Swift keeps metadata in extended attributes.
 
 It is made for a laboratory or a trial: one process, one copy of each object, and no service of
@@ -100,7 +100,7 @@ def _write_configuration(folder: Path, port: int) -> dict[int, Path]:
     from swift.common.ring import RingBuilder
 
     (folder / "devices" / "disk").mkdir(parents=True, exist_ok=True)
-    # Prefix and suffix take part in where objects lie: they must never change for this folder.
+    # Prefix and suffix decide where objects lie: they must never change for this folder.
     (folder / "swift.conf").write_text(
         "[swift-hash]\nswift_hash_path_prefix = localnet\nswift_hash_path_suffix = localnet\n"
         "[storage-policy:0]\nname = single\ndefault = yes\n"

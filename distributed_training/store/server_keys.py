@@ -16,7 +16,7 @@ from swift.common.swob import HTTPForbidden
 
 from .server import secret_of
 
-_PARTS = "+segments"  # Swift's bucket of what is uploaded in parts, beside the bucket
+_PARTS = "+segments"  # ending of the bucket in which Swift keeps the parts of uploads
 
 
 class Keys(TempAuth):  # type: ignore[misc]

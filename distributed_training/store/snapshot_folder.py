@@ -1,12 +1,12 @@
-"""A snapshot folder before and after its upload: what must hold, and what is deleted.
+"""Check a snapshot folder before its upload, and delete old ones after it.
 
 A validator resets the score of a miner whose upload it cannot use, and a reset ranks below a
 harmful gradient. So no upload is better than a bad one. A snapshot is complete, of one revision and
 finite, and its block list is not empty, or it is refused.
 
-The writers name in ``rank-r.done.json`` what is not finite, so nothing is read twice. The uploader
-is a small process beside training, and importing torch or numpy there would cost more memory than
-all the rest of it.
+The writers name in ``rank-r.done.json`` the tensors that are not finite, so nothing is read twice.
+The uploader is a small process that runs during training: importing torch or numpy there would cost
+more memory than everything else in it.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def preview_warning(preview_delta: float | None) -> str | None:
 
 
 def describe_shortage(folder: Path, needed: int, *, older: int = 0) -> str | None:
-    """Return None if ``needed`` bytes fit beside ``DISK_RESERVE``, else how many are free.
+    """Return None if ``needed`` bytes fit and ``DISK_RESERVE`` stays free, else how many are free.
 
     ``older``: bytes there that can be deleted for them. Raises OSError.
     """

@@ -115,7 +115,7 @@ class Progress:
             now, (at, before) = self._clock(), self._since
             before += held
             self._since = at, before
-            # Of kept bytes alone no rate is known, and so no time that is left.
+            # Kept bytes give no rate, and so no remaining time.
             if not count or now - at < EVERY or self._there >= self._total:
                 return
             rate = (self._there - before) / (now - at)
@@ -183,7 +183,7 @@ class Retry:
             except StoreError as error:
                 if not error.retryable:
                     raise
-                # A pause breaks off what is under way: no failure. After a stop wait_open raises.
+                # A pause breaks off the transfer: no failure. After a stop wait_open raises.
                 if uplink.paused or uplink.stopped:
                     continue
                 if isinstance(error, ContradictionError):
@@ -243,7 +243,7 @@ def download(
 ) -> ObjectInfo:
     """Download one object into ``path``, in parallel ranges, complete or not at all.
 
-    An interrupted download of the same object goes on where it was, also in another process.
+    An interrupted download of the same object continues where it was, also in another process.
     ``limit``: most bytes; ``deadline`` (time.monotonic()) covers all, and no range is begun after
     it; ``concurrency`` ranges are in memory at once; ``progress`` is of a transfer of several
     files, else this one has its own. ``snapshot_folder.DISK_RESERVE`` bytes stay free for the
@@ -488,7 +488,7 @@ class Sender:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def upload_all(self, files: Iterable[tuple[str, Path]]) -> None:
-        """Upload many files: parts of large ones in parallel, small ones beside each other."""
+        """Upload many files: parts of a large one in parallel, several small ones at a time."""
         staged = [self.stage(key, path) for key, path in files]
         self.publish_all(staged)
         self._journal.drop(*(s.key for s in staged))
@@ -496,7 +496,7 @@ class Sender:
     @property
     def _multipart(self) -> MultipartStore:
         found = self._store.multipart()
-        assert found is not None, "the journal has uploads in parts of stores that take them alone"
+        assert found is not None, "the journal has uploads in parts of other stores only"
         return found
 
     # --- stage ----------------------------------------------------------------------------------
@@ -531,7 +531,7 @@ class Sender:
                 upload_id = self._retry(self._multipart.create_multipart, key)
                 record = UploadRecord(self._store.bucket, key, upload_id, size, identity, part_size)
                 # On the disk before a part is sent: parts of an upload without a record are paid
-                # for, and nothing goes on with them.
+                # for, and nothing would continue them.
                 self._journal.put(record)
             if record.etag:
                 return Staged(key, path, size, record)
@@ -599,7 +599,7 @@ class Sender:
     def _send_missing(
         self, record: UploadRecord, cut: _Parts, kept: dict[int, PartInfo], until: float
     ) -> tuple[PartInfo, ...]:
-        """Send what is missing; return all parts in their order.
+        """Send the missing parts; return all parts in their order.
 
         Raises IntegrityError if the upload was aborted meanwhile.
         """

@@ -1,4 +1,4 @@
-"""The network link that transfers share with rounds, and what is sent over it.
+"""The network link that transfers share with rounds, and the bytes sent over it.
 
 An all-reduce needs the whole link for a minute or two. So transfers check it between parts and at
 each read of a part, and parts that a pause interrupts are sent again.

@@ -37,7 +37,7 @@ from distributed_training.protocol.types import PublicationReport, StepReport
 #: How long before a round or the age limit an upload should end at least, in seconds.
 SLACK = 240.0
 # Between the last snapshot and the expected call: steps vary, and an earlier call leaves none. Each
-# whole step costs 1 % of the looks that find an upload. The check goes on in the round.
+# whole step costs 1 % of the looks that find an upload. The check continues in the round.
 _SPARE_STEPS = 0.5
 
 
@@ -105,7 +105,7 @@ class _Asked:
 class UploadSchedule:
     """Chooses the inner steps after which a miner of the hivemind kind uploads.
 
-    It is told of each inner step and of the end of each upload. All times are seconds of one clock.
+    Report each inner step and the end of each upload to it. All times are seconds of one clock.
 
     Args:
         upload_steps: Inner steps between two uploads.
@@ -137,7 +137,7 @@ class UploadSchedule:
         self.age_limit = age_limit.total_seconds()
         self.step_seconds: float | None = None
         self.upload_seconds: float | None = None  # snapshot and upload, measured
-        self._upload_varies: float | None = None  # by so many seconds, measured
+        self._upload_varies: float | None = None  # by this many seconds, measured
         self.published_at = published_at  # of the newest gradients.pt in the bucket
         self._published_step: int | None = None  # its outer step
         self._block_time: float | None = None  # of its newest listed block, if it was listed here
@@ -297,7 +297,7 @@ class UploadSchedule:
             self._owed = again
         self._asked = None
 
-    # --- what is known ----------------------------------------------------------------------------
+    # --- measured times ---------------------------------------------------------------------------
 
     def _variation(self) -> float:
         if self._upload_varies is None:
@@ -355,10 +355,10 @@ class UploadSchedule:
         listed = self.published_at if self._block_time is None else self._block_time
         return min(self.published_at + fresh, listed + rounds.half)
 
-    # --- what follows -----------------------------------------------------------------------------
+    # --- decisions --------------------------------------------------------------------------------
 
     def _is_due(self, report: StepReport, now: float, *, regular: bool) -> bool:
-        """Return whether a snapshot now is one of those of the module's docstring."""
+        """Return whether to take a snapshot now, by the rules of the module's docstring."""
         if self._last is not None and self._steps_since < self._every:
             return False  # upload_steps bounds the frequency, whatever presses
         if regular and self.upload_seconds is None:
@@ -424,7 +424,7 @@ class UploadSchedule:
             )
         if timed and minimum < self._minimum:
             said += self._once(
-                f"minimum {minimum.bit_length()}",  # what is half as much is news
+                f"minimum {minimum.bit_length()}",  # a minimum of half as much is news
                 f"⚠️  The first upload of an outer step is at inner step {minimum}, not "
                 f"{self._minimum} (round.minimum_valid_inner_step): {self._minimum} steps of "
                 f"{step:.1f}s and an upload of {upload:.1f}s would end "

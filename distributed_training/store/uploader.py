@@ -25,8 +25,7 @@ class Start:
     """First message to the uploader.
 
     ``folder``: for its journal, kept across restarts. ``miner_began``: time.time(), absent when the
-    uploader alone was started again; snapshots from before it that the journal does not name are
-    leftovers.
+    uploader only was started again. Earlier snapshots that the journal does not name are leftovers.
     """
 
     settings: StoreSettings
@@ -45,7 +44,7 @@ class Paused:
 
 @dataclass(frozen=True)
 class PeerId:
-    """A message to the uploader: this peer id belongs into the root metadata."""
+    """A message to the uploader: write this peer id into the root metadata."""
 
     peer_id: str
 
@@ -69,7 +68,7 @@ class Uploader:
     ``snapshots``: where local snapshots lie that may be deleted once a newer one is uploaded;
     None: they are the caller's to delete.
 
-    An uploader that dies is started again and goes on where its journal stands.
+    An uploader that dies is started again and continues where its journal ends.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class Uploader:
     def pause(self) -> None:
         """Free the uplink within a second. Parts under way are sent again after :meth:`resume`."""
         with self._child.lock:
-            # Also for an uploader that is started again while the round goes on.
+            # Also for an uploader that is started again during the round.
             self._paused = True
             self._child.send(Paused(True))
 
@@ -182,7 +181,7 @@ class Uploader:
     # --- the process ------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Send an uploader that was just started what it must know."""
+        """Send the settings and the peer id to an uploader that was just started."""
         self._child.send(self._start)
         self._start = replace(self._start, miner_began=None)
         # Before the submissions: an upload begins at once, and must see both.

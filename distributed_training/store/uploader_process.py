@@ -112,7 +112,7 @@ class Publication:
         revision, settings, uplink = submission.revision, self.settings, self.uplink
         checked, files = submission.preview_delta is not None, dict[str, FileRecord]()
         try:
-            # First of all: after a kill from here on, the next process goes on with it.
+            # First of all: after a kill from here on, the next process continues it.
             self.journal.set_pending(submission)
             # More is the schedule's to ask for: validators refuse inner step 0 only.
             if revision.inner_step < 1:
@@ -195,7 +195,7 @@ class Publication:
     def _verify(self, file: Staged, etag: str) -> ObjectInfo:
         """Return what the store holds of a file that was just made visible.
 
-        Raises IntegrityError if it is not what was sent.
+        Raises IntegrityError if the store has other bytes than were sent.
         """
         # One answer that contradicts what was just done is no reason to send it all again.
         for wait in (0.0, FIRST_WAIT.total_seconds()):
@@ -301,7 +301,7 @@ class UploadLoop:
     # --- the threads ------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Upload what is submitted until closed."""
+        """Upload each submitted snapshot until the uploader is closed."""
         for work in (self._renew_claim, self._clean_up):
             threading.Thread(
                 target=self._until_closed, args=(work,), name=work.__name__, daemon=True
