@@ -1,6 +1,6 @@
-"""The model of every n-th outer step as a folder, and the founder's command that looks at it.
+"""Write the model of every n-th outer step to a folder, and run the founder's command on it.
 
-Both run beside the rounds, in processes of their own at a low priority: ``dt-export`` writes the
+Both run during the rounds, in processes of their own at a low priority: ``dt-export`` writes the
 folder from the run folder's copy of the state, then the command gets folder and outer step as its
 last arguments. What it prints last, a number or a JSON object of numbers, is its result. Whatever
 fails or hangs there costs a line, and is ended with all that it started.

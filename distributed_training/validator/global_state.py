@@ -132,7 +132,7 @@ class GlobalPublisher:
     """Writes the global bucket, and reads it back at a start.
 
     ``folder``: local copies, ``epoch-N/`` each, and the journal of uploads, by which a restarted
-    validator goes on with a large file where it was. ``run``: its number in the metadata.
+    validator continues a large file where it was. ``run``: its number in the metadata.
     ``keep_epochs``: outer steps left in the bucket; the present one and the one before are always
     left.
     """

@@ -30,7 +30,7 @@ from distributed_training.protocol.update_file import UpdateFile
 from distributed_training.scoring.evaluator import Evaluator, Judgement
 from distributed_training.scoring.upload import Cause, Judged, Upload
 
-#: The causes of a refusal, by the word that a manifest has, and what it counts as in scores.
+#: The causes of a refusal, by their word in a manifest, and the cause that scores report.
 CAUSES: Mapping[str, Cause] = {
     "late": Cause.STALE,
     "not-judged": Cause.NO_DATA,
@@ -43,7 +43,7 @@ CAUSES: Mapping[str, Cause] = {
     "spoiler": Cause.MAKES_IT_WORSE,
 }
 COPY = 0.9  # cosine of two uploads up to which the later one is never called a copy
-LONELY_COPY = 0.999  # where there are two alone
+LONELY_COPY = 0.999  # where there are only two
 # Norms of uploads that a factor in float32 clips to each other, and no sum of which is too large.
 _LEAST_NORM, _MOST_NORM = 1e-12, 1e12
 _SAMPLE = 1 << 16  # values of an upload that are compared
@@ -197,9 +197,9 @@ def find_copies(uploads: Sequence[Accepted], earlier: Mapping[int, Tensor]) -> d
 
     ``earlier``: samples of the uploads merged in the outer step before, which all can read.
 
-    What is usual between honest members differs from close to close: in the first ones all learn
-    the same. So the limit lies at a quarter of the usual distance. Two uploads alone show nothing
-    that is usual, and must be nearly the same.
+    The usual distance between honest members differs from close to close: in the first ones all
+    learn the same. So the limit lies at a quarter of the usual distance. Two uploads have no
+    usual distance, and must be nearly the same to count as copies.
     """
     ordered = sorted(uploads, key=lambda one: (one.modified, one.uid))
     cosines = {

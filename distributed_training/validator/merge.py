@@ -1,13 +1,13 @@
 """Merge the uploads of a close into the update of an outer step (protocol page, section 12).
 
 The accepted uploads are clipped and averaged, each with weight 1. The outer rule makes an update of
-the mean. What quantization took from the update before, the *residual*, is added. The sum is
-quantized; what it loses becomes the next residual. So nothing that was merged is ever lost, and all
-apply the same bytes, the validator too.
+the mean. The *residual*, which quantization took from the update before, is added. The sum is
+quantized; its loss becomes the next residual. So no merged upload is ever lost, and all apply the
+same bytes, the validator too.
 
 Whoever replays the outer step must get the same bits on another machine. So all of it is float32 on
 the CPU, upload by upload in the manifest's order, and each product and each sum is rounded by
-itself: torch's ``add(alpha=)`` and ``addcmul`` are one fused operation on some processors alone.
+itself: torch's ``add(alpha=)`` and ``addcmul`` are one fused operation on some processors only.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from distributed_training.protocol.update_file import (
 from distributed_training.training.outer_rule import OUTER_RULES, nesterov_sgd
 
 NESTEROV = "nesterov"
-#: Outer steps whose merged norms bound those of an upload.
+#: Outer steps whose merged norms bound the norm of an upload.
 HISTORY = 10
-_CLIP = 2.0  # times what is usual
+_CLIP = 2.0  # times the usual norm
 _CHUNK = 1 << 22  # values handled at once, of one upload
 
 
@@ -185,14 +185,14 @@ def _subtract(tensors: Sequence[Tensor], update: UpdateFile) -> None:
 
 
 def _chunks(layout: UpdateLayout, index: int) -> Iterator[tuple[int, int]]:
-    """Yield the rows of a parameter, first and after the last, so many as are handled at once."""
+    """Yield ranges of a parameter's rows, first and after the last, each handled at once."""
     part = layout.parts[index]
     step = max(1, _CHUNK // max(1, part.columns))
     return ((first, min(first + step, part.rows)) for first in range(0, part.rows, step))
 
 
 def find_spoilers(count: int, passes: Callable[[Sequence[int]], bool]) -> tuple[int, ...] | None:
-    """Find those of ``count`` uploads without which the merge of the others passes the gate.
+    """Find the uploads, of ``count``, without which the merge of the others passes the gate.
 
     The merge of all has failed. The least trusted come last. ``passes``: whether the merge of some
     does, by their places. It is asked at most ``2 log2 count + 2`` times; where that is not enough,
@@ -202,10 +202,10 @@ def find_spoilers(count: int, passes: Callable[[Sequence[int]], bool]) -> tuple[
     passes. If the others pass without it, it is to blame; else another one is looked for too.
     """
     left, found, asked = list(range(count)), list[int](), 0
-    good = 0  # so many of the first pass
+    good = 0  # the first ``good`` uploads pass
     most = math.floor(2 * math.log2(max(1, count)) + 2)
     while len(left) > 1:
-        bad = len(left)  # so many of the first fail
+        bad = len(left)  # the first ``bad`` uploads fail
         while bad - good > 1:
             if (asked := asked + 1) > most:
                 return None

@@ -1,10 +1,10 @@
 """Own the global bucket of a store network: its state, its chain of manifests, their files.
 
-An outer step is published by its manifest, which is written last and by one validator alone. Until
-then all that members read is the step before. So a kill at any byte leaves the old outer step or
+Its manifest publishes an outer step; it is written last and by a single validator. Until then
+members read the step before. So a kill at any byte leaves the old outer step or
 the new one; ``state.json``, which names the head, is corrected at the next start.
 
-The store is the truth. What this machine keeps of it saves a download at a start.
+The store is the truth. This machine's copy saves a download at a start.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _UPDATES = "updates-sent.json"  # the journal of uploads, in our folder
 class Prepared:
     """An outer step that waits for its publication.
 
-    ``files``: by their names beside the manifest, which they have on the disk too; ``uploads``: the
-    merged ones, by uid. ``data``: the manifest as it is signed.
+    ``files``: by their names in the manifest's folder, which are their names on the disk too;
+    ``uploads``: the merged ones, by uid. ``data``: the manifest as it is signed.
     """
 
     manifest: Manifest
@@ -158,7 +158,7 @@ class OuterSteps:
         return self.now() if info is None else info.modified + (info.age_seconds or 0.0)
 
     def list_uploads(self) -> list[ObjectInfo]:
-        """Return what is known of all uploads of members."""
+        """List all uploads of members."""
         return self._retry(self._store.list_objects, "uploads/")
 
     # --- the local copy ---------------------------------------------------------------------------

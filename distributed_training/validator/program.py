@@ -209,7 +209,7 @@ def open_versions(config: Config, network: Network, folder: Path, store: ObjectS
         if problem:
             log.warning("%s", problem)
     outer_step = 0
-    with suppress(ValueError):  # damaged: what is gone on from is found out later
+    with suppress(ValueError):  # damaged: where the network continues is found out later
         if config.exchange == "store":
             if found := store.get(keys.STATE, limit=State.most_bytes):
                 master = config.miner.master_ss58_address
@@ -230,8 +230,8 @@ def open_versions(config: Config, network: Network, folder: Path, store: ObjectS
 def follow_rules(config: Config, parts: Parts) -> Callable[[int, str], Config | None]:
     """Return what looks for versions, and gives the rules of an outer step if they are others.
 
-    It gets why the network is finished, which the bucket goes on to say. It raises NetworkFailure
-    for rules that take a restart.
+    Its second argument says why the network is finished, and the bucket then keeps saying so. It
+    raises NetworkFailure for rules that need a restart.
     """
     versions, problem = parts.versions, ""
     published = versions.newest if versions is not None else None
@@ -267,7 +267,7 @@ def follow_rules(config: Config, parts: Parts) -> Callable[[int, str], Config | 
 
 
 def _narrowest(config: Config) -> Reach:
-    """Return the narrowest reach of an endpoint to call: that of our address or our registry's."""
+    """Return the narrowest reach of an endpoint to call: our address's or our registry's."""
     if config.chain.private:
         return config.chain.narrowest
     registry = urlsplit(config.chain.registry_url or "").hostname
@@ -319,7 +319,7 @@ def run_validator(
         OSError,
     ) as error:
         log.error("%s", error)
-        # The model is its own network's; of two validators the one started last goes on.
+        # The model is its own network's; of two validators the one started last continues.
         if isinstance(error, UnfitModelError | AnotherLeadsError):
             return ExitStatus.BAD_CONFIGURATION
         return exit_status_of(error)
@@ -614,7 +614,7 @@ def watch_address(
             return  # it was given, and the line says to give another
         try:
             swarm.announce(ip)
-        except SwarmUnavailable as error:  # its keeper goes on trying, with the new address
+        except SwarmUnavailable as error:  # its keeper tries again, with the new address
             log.warning("%s", error)
 
     follow_address(

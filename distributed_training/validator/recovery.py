@@ -1,10 +1,10 @@
 """Bring a network back whose global state is lost, with the validator's copy or a member's model.
 
-An empty bucket is also that of a new network, whose outer step 0 all members would load over what
-they have trained. So nothing is published while somebody is further on, until the master says with
-``--validator.model_from`` what the network goes on with.
+A new network has an empty bucket too. All members would load its outer step 0 over their trained
+weights. So nothing is published while a member is further on, until the master names with
+``--validator.model_from`` the model that the network continues with.
 
-Where members upload what is scored alone, no bucket of theirs has the model. So the master asks one
+Where members upload only the scored files, no bucket has a member's model. So the master asks one
 member for it by name, with IsAlive calls, until an upload has it. These weights are published as
 the next outer step, which all members load. The outer momentum begins at zero.
 """
@@ -35,7 +35,7 @@ _ASK_EVERY = timedelta(seconds=10)
 
 
 def read_own_copy(folder: Path) -> GlobalState:
-    """Return the newest state of ``folder``, where the validator wrote what it has published.
+    """Return the newest state of ``folder``, where the validator keeps its published states.
 
     Raises GlobalStateError where there is none that is whole.
     """
@@ -124,7 +124,7 @@ def ask_member_for_state(
 def _load(config: Config, neuron: Neuron, open_bucket: OpenBucket, folder: Path) -> GlobalState:
     """Return the state that a member's bucket has the model of.
 
-    Raises StoreError, ValueError, OSError for what is not there or not this network's.
+    Raises StoreError, ValueError, OSError for a state that is missing or another network's.
     """
     bucket, run = open_bucket(neuron), config.store.run
     root = bucket.metadata()

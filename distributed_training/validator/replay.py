@@ -1,10 +1,10 @@
 """Read the chain of a store network, check it, and compute its outer steps once more.
 
-The bucket has everything that made the weights of today: a signed manifest for each outer step, the
-updates since the older set of weights, and the uploads that the last outer steps have merged. With
-updates alone the weights of an outer step follow from those of an earlier one. With the uploads the
-updates themselves, the outer momentum and the residual follow too, to the bit. So a validator whose
-disk is empty goes on from the bucket, and anybody may check what it has published.
+The bucket has everything that made the present weights: a signed manifest for each outer step, the
+updates since the older set of weights, and the uploads that the last outer steps have merged. The
+updates are enough to compute the weights of an outer step from earlier weights. With the uploads
+the updates themselves, the outer momentum and the residual follow too, to the bit. So a validator
+whose disk is empty continues from the bucket, and anybody may check its publications.
 
 The bucket is believed in nothing: each object has a digest in a manifest, each manifest is signed
 and names the one before.
@@ -117,7 +117,7 @@ class Audit:
             return None
 
     def count(self, step: int, known: bool, whole: bool) -> None:
-        """Take in what is known of an outer step, one after the other."""
+        """Add the state of the next outer step."""
         first, all_from = self.weights_from, self.replayed_from
         self.weights_from = (step if first is None else first) if known else None
         self.replayed_from = (step if all_from is None else all_from) if whole else None
@@ -177,7 +177,7 @@ class Chain:
         return path
 
     def set_of(self, manifest: Manifest) -> OuterState:
-        """Return the set of weights, momentum and residual that lies beside a manifest."""
+        """Return the set of weights, momentum and residual in a manifest's folder."""
         step, limit = manifest.outer_step, model_bytes(self.schema)
         key = keys.outer_key(step, keys.MODEL)
         limits = {keys.MODEL: limit, keys.OUTER_STATE: 2 * limit, keys.CONFIG: MAX_CONFIG_BYTES}
@@ -248,7 +248,7 @@ class Chain:
         except ValueError as error:
             raise ChainBroken(key, f"is refused: {error}") from None
         finally:
-            path.unlink()  # what was opened is mapped, and stays
+            path.unlink()  # an opened file is mapped, and stays
         place = (before.outer_step, before.weights)
         if (file.header.outer_step, file.header.start) != place:
             raise ChainBroken(key, f"counts from other weights than outer step {place[0]}'s")
@@ -283,8 +283,8 @@ class Chain:
     def replay(self, state: State, to: int | None = None, *, whole: bool = True) -> OuterState:
         """Return weights, momentum and residual of outer step ``to`` (None: the newest).
 
-        They follow from the last set before it and the uploads since. Not ``whole``: the weights
-        alone, by the updates since.
+        They follow from the last set before it and the uploads since. Not ``whole``: only the
+        weights, by the updates since.
         """
         to = state.outer_step if to is None else to
         base = max((step for step in state.weights_at if step <= to), default=None)
@@ -295,7 +295,7 @@ class Chain:
         for step in range(base + 1, to + 1):
             manifest = self.manifest(step)
             self._check_link(manifest, before)
-            if not manifest.update:  # a rewind, beside which they lie whole
+            if not manifest.update:  # a rewind, whose folder has them whole
                 found, before = self.set_of(manifest), manifest
                 continue
             update = self.update(manifest, before)
@@ -376,7 +376,7 @@ class Chain:
         needed: bool,
         found: Audit,
     ) -> tuple[OuterState | None, bool]:
-        """Check the files of an outer step; return what is known after it, and whether all is."""
+        """Check an outer step's files; return the state after it, and whether it is complete."""
         if not manifest.update:
             return None, False
         update = found.get(partial(self.update, manifest, before), needed=needed)
@@ -400,7 +400,7 @@ class Chain:
 
 
 def _check_history(manifest: Manifest, chain: Sequence[Manifest]) -> None:
-    """Check what a manifest says of those before it. Raises ChainBroken."""
+    """Check a manifest against the manifests before it. Raises ChainBroken."""
     key = keys.outer_key(manifest.outer_step, keys.MANIFEST)
     if manifest.rewound_to is not None:
         to = chain[manifest.rewound_to]

@@ -41,9 +41,9 @@ from distributed_training.validator.scorer import Standings
 log = logging.getLogger(__name__)
 
 EVERY = 300.0  # seconds between two reports where nothing happens
-# A look at one upload, or at the text of an outer step, may take so long beside.
+# A judgement of one upload, or reading an outer step's text, may take this long.
 _LONGEST_SILENCE = 3 * EVERY
-_PATIENCE = 2.0  # seconds for the registry; then the validator goes on
+_PATIENCE = 2.0  # seconds for the registry; then the validator continues
 _LAST_PATIENCE = 10.0  # for the report of the stop
 
 

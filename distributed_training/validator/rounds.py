@@ -108,7 +108,7 @@ def unless_stopped(task: Callable[[], Result], *, stop: threading.Event) -> Resu
 _AT_ONCE = 16  # buckets that are asked
 _LOOK = 0.2  # seconds between two looks at a stop
 _ALIVE_WANTED = 64  # miners; with fewer two sweeps that find the same ones end the wait
-_ALL_ASKED = 10  # after so many sweeps for a round those that were silent are asked again
+_ALL_ASKED = 10  # after this many sweeps for a round the silent miners are asked again
 # Our weight when no miner's checkpoint could be loaded: a pseudo-gradient of zeros must not dilute
 # the miners', but hivemind wants a positive weight.
 WEIGHT_OF_NOTHING = 1e-6
@@ -116,10 +116,10 @@ WEIGHT_OF_NOTHING = 1e-6
 
 @dataclass(frozen=True)
 class Attendance:
-    """The miners of a sweep. ``alive``: who answered with our outer step.
+    """The miners of an IsAlive sweep. ``alive``: uids that answered with our outer step.
 
-    ``answered``: all that did, by uid; ``elsewhere``: those of them with another outer step, and
-    which; ``other_runs``: those whose network's file is another, and its run id.
+    ``answered``: all answers, by uid; ``elsewhere``: another outer step that a uid answered from;
+    ``other_runs``: the run id of a uid whose network's file is another.
     """
 
     asked: tuple[int, ...]
@@ -131,11 +131,11 @@ class Attendance:
 
 @dataclass
 class RoundOutcome:
-    """The course of a round, filled in as it goes on.
+    """The course of a round, filled in during the round.
 
     ``averaged``: copies of the buffers after a good round, None after a failed one;
-    ``inner_steps``: the median of those that the called miners uploaded. ``left_out``: who was
-    alive and not called, and why; ``causes``: who was called and is not in the average.
+    ``inner_steps``: median of the inner steps that the called miners uploaded. ``left_out``: why a
+    living miner was not called; ``causes``: why a called miner is not in the average.
     """
 
     attendance: Attendance
@@ -260,13 +260,12 @@ class RoundCaller:
                 (c for c in found if c is not None),
                 key=lambda c: (-scores.get(c.neuron.uid, 0), -c.metadata.inner_step),
             )
-            # What a running miner says of itself is newer than what it has published.
+            # A running miner's answer is newer than its published metadata.
             published = {c.neuron.uid: c.metadata.peer_id for c in candidates}
             answered = attendance.answered
             peer_ids = published | {uid: r.peer_id for uid, r in answered.items() if r.peer_id}
-            # Of too many those who score least are left out; of equals those who were called last.
-            # What a miner says of its inner steps decides between those of whom nothing else is
-            # known.
+            # If there are too many, the lowest scores are left out; of equals the last ones called.
+            # Between miners of whom nothing else is known, the inner steps they claim decide.
             steps = {c.neuron.uid: c.metadata.inner_step for c in candidates}
             ordered = sorted(
                 alive,
@@ -300,7 +299,7 @@ class RoundCaller:
             ]
             # The median: one miner, a liar or a beginner, does not move it.
             outcome.inner_steps = statistics.median_low(steps_now) if steps_now else 0
-            # Of what is scored alone nothing is contributed: the average is that of the miners.
+            # Uploads of only the scored files hold no model, so the validator contributes none.
             of_models = candidates if self._settings.upload_content == "all" else ()
             outcome.top_uid = self._contribute(state, of_models)
             addresses = [a for n in called for a in answered[n.uid].addresses]
@@ -333,7 +332,7 @@ class RoundCaller:
 
     @property
     def _needed(self) -> int:
-        """The miners that a good round takes, beside the validator."""
+        """The number of miners that a good round needs, the validator not counted."""
         peers = max(self._settings.minimum_peers, self._swarm_settings.min_group_size)
         return max(1, peers - 1)
 
@@ -401,7 +400,7 @@ class RoundCaller:
                 weights = unless_stopped(fetch, stop=self._stop)
                 if limit is None:
                     limit = loss_limit(state.model_config, self._loss(state.weights))
-                # Finite values alone: one miner could move the whole network to where it likes.
+                # Finite values are not enough: one miner could move the network to where it likes.
                 if not (loss := self._loss(weights)) <= limit:
                     raise ValueError(f"loss {loss:.2f} on held-out data, limit {limit:.2f}")
             except Exception as error:  # noqa: BLE001 - foreign bytes: the next one's will do

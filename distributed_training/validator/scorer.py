@@ -5,8 +5,8 @@ restarts.
 
 Some bytes may end the process itself: by a fault in a library, or the memory of the machine. So the
 standings name the upload that is judged before it is begun. A process that finds that note at its
-start judges the miner's next upload last, and alone: a reboot costs nobody a score. After the
-second end its uploads are reset unread for a round period, then for two, for four.
+start judges the miner's next upload last, in a pass of its own: a reboot costs nobody a score.
+After the second end its uploads are reset unread for a round period, then for two, for four.
 """
 
 from __future__ import annotations
@@ -175,10 +175,10 @@ class Standings:
                 self.suspects.forget(uid)
 
     def record_sweep(self, attendance: Attendance, *, block: int, patience: int) -> None:
-        """Take in who answered a sweep.
+        """Record which miners answered a sweep.
 
         Who answers from another outer step has missed none for ``patience`` blocks: after a round
-        that failed here alone all miners do, until they have gone back.
+        that failed only here all miners do, until they have gone back.
         """
         for uid in self.entries.keys() & set(attendance.asked):
             entry = self.entries[uid]
@@ -210,8 +210,8 @@ class Standings:
     def judged(
         self, judgements: Sequence[Judgement], valid: Mapping[int, bool], *, block: int
     ) -> dict[int, dict[str, float]]:
-        """Take in one scoring pass; all scores by uid, as an event tells them."""
-        # Also of miners that are not judged in this pass: their totals are computed anew as well.
+        """Record one scoring pass; return all scores by uid, as in an event."""
+        # Also of miners that are not judged in this pass: their totals are computed again too.
         for uid, is_valid in valid.items():
             self.entries[uid].repo_valid = int(is_valid)
         self.board.update_round(
@@ -428,7 +428,7 @@ class Scorer:
         return silent and not self.store_answers()
 
     def _choose(self, repositories: Sequence[Repository], block: int, bpa: int) -> list[Repository]:
-        """Choose those not judged for longest; alone, one that a process ended over.
+        """Choose the uploads of a pass: the longest unjudged ones, or one that ended a process.
 
         A miner that never uploaded an inner step is left out.
         """

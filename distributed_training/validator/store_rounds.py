@@ -6,7 +6,7 @@ that came to the close before, and at times the others: a newcomer whose link is
 others' would else find each round over. The accepted uploads are merged (:mod:`.merge`). The outer
 step is published (:mod:`.outer_steps`) if the held-out loss allows it; if not, whoever spoils it is
 looked for by halves. Whatever fails on the way, a store, a disk or a kill, is begun again from what
-is in the store: a round may be late, and nothing of it is lost.
+is in the store: a round may be late, but no upload is lost.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ from distributed_training.validator.validator import (
 
 log = logging.getLogger(__name__)
 
-LEDGER = "ledger.json"  # beside an outer step's files: the scores that hold once it is published
+LEDGER = "ledger.json"  # in an outer step's folder: the scores that hold once it is published
 _LOOK = 2.0  # seconds between two looks at the store
 _ALL_AWAITED = 8  # closes: at each such one nobody's absence counts
 _PATIENT = 3  # closes in a row that the held-out loss refuses, before the founder is asked
@@ -124,7 +124,7 @@ class _Reached:
 
 
 class StoreValidator(Validator):
-    """Leads rounds through the store, of which ``steps`` is the one owner.
+    """Leads rounds through the store, which only ``steps`` writes.
 
     ``of_member``: opens a member's bucket, where each has its own.
     """
@@ -274,7 +274,7 @@ class StoreValidator(Validator):
         return self._end(close, block, now)
 
     def _choose_awaited(self, serial: int, miners: Sequence[Neuron]) -> frozenset[str]:
-        """Return the hotkeys of those whose uploads the round of a close waits for.
+        """Return the hotkeys of the members whose uploads a close waits for.
 
         Whoever missed n closes is waited for where n + 1 is a power of two, all at each
         ``_ALL_AWAITED``-th close: so those who stay away, however many, delay few rounds.
@@ -301,7 +301,7 @@ class StoreValidator(Validator):
             few = len(close.accepted) < self._rules.settings.least
             return few or bool(close.waiting) or not awaited <= judged
         # Text that cannot be had is waited for, up to half of a period, where most need some: a
-        # member chooses its block, and one whose text nobody has is to cost that member alone.
+        # member chooses its block, and one whose text nobody has must cost only that member.
         return len(close.waiting) > len(close.accepted) and now < end + self._period / 2
 
     def _take(self, close: _Close, miners: Sequence[Neuron], block: int, now: float) -> None:
@@ -346,7 +346,7 @@ class StoreValidator(Validator):
             self._reporter.report(at_once=False)
 
     def _find_uploads(self, close: _Close, miners: Sequence[Neuron]) -> list[ObjectInfo]:
-        """Return what is known of uploads, those of ``miners`` among them. Raises StoreError."""
+        """List the uploads in the store, those of ``miners`` among them. Raises StoreError."""
         if (of_member := self._of_member) is None:
             return self._steps.list_uploads()
         place = close.state.outer_step, close.state.serial
@@ -418,7 +418,7 @@ class StoreValidator(Validator):
             return
         except (Stopped, OSError, torch.AcceleratorError):
             raise
-        except Exception as error:  # noqa: BLE001 - foreign bytes: they cost their owner alone
+        except Exception as error:  # noqa: BLE001 - foreign bytes: they cost only their owner
             if not isinstance(error, DataUnavailable) and not of_this_machine(error):
                 why = in_a_line(error)
                 self._refuse(close, uid, hotkey, digest_file(path), "damaged", why)
@@ -650,7 +650,7 @@ class StoreValidator(Validator):
         )
 
     def _move(self, close: _Close, fault: str, detail: str, block: int, now: float) -> bool:
-        """Let the close be a period later: what was sent for it is void."""
+        """Move the close by one round period; uploads sent for it are void."""
         gate = close.state.gate + 1 if fault == GATE else 0
         self._show(now, gate=gate)
         self._leave_close()

@@ -3,11 +3,11 @@
 One miner whose values are not finite, or that never ends, makes a round fail for all, and the next
 one too. Where the averager has seen who it was, it *names* that miner. Elsewhere only this is
 known: of those called together at least one is to blame. So the next round calls half of them,
-beside those that a good round has cleared meanwhile, and the half whose round fails is halved
-again: a hunt ends after about as many rounds as its first set can be halved, of which those without
-the culprit are good rounds. Who is found rests for one good round, then for two, four, up to 32,
-and is called again after each; a good round with it takes one step back. So nobody is out for ever,
-and whoever goes on costs the others a logarithm of the rounds.
+and those that a good round has cleared meanwhile. The half whose round fails is halved again: a
+hunt ends after about as many rounds as its first set can be halved, and its rounds without the
+culprit are good ones. The culprit rests for one good round, then for two, four, up to 32, and is
+called again after each; a good round with it takes one step back. So nobody is excluded for ever,
+and a persistent culprit costs the others a logarithm of the rounds.
 
 A miner that spoils only some rounds is in each that fails: ``doubts`` add that up, and of two
 halves the less doubted is called. Whoever comes back is suspected first if a round with it fails.
@@ -56,7 +56,7 @@ class Choice:
 
 @dataclass
 class Suspects:
-    """Keep what is known of the miners, by uid. Ask :meth:`choose`, and tell :meth:`ended`."""
+    """Remember suspected miners by uid: :meth:`choose` the called ones, then :meth:`ended`."""
 
     sentences: dict[int, Sentence] = field(default_factory=dict)
     failures: list[list[int]] = field(default_factory=list)  # of each at least one is to blame

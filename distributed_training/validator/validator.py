@@ -40,8 +40,8 @@ of each kind, in the order in which they happen; readers ignore kinds and fields
     outer_step (the one the round was meant to end), ok, fault (name of an ``AllReduceFault``, or
     ``WORSE`` when the loss check refused the step, or empty), detail, peers (peer ids of the group,
     ours included), failed_peers, called (uids), participants (uids of miners in the group),
-    left_out ({uid as text: why}: alive and not called), causes (likewise: called, and not in the
-    average),
+    left_out ({uid as text: why}: alive and not called), causes ({uid as text: why}: called, and
+    not in the average),
     top_uid (whose checkpoint gave the validator's pseudo-gradient, or null), seconds,
     matchmaking_seconds, transfer_seconds. In a store network ``called`` sent an upload for the
     close, ``participants`` are merged, ``causes`` says why others are not, and fault may be
