@@ -53,7 +53,7 @@ def pin_data(data: dict[str, Any], *, unpinned: bool) -> None:
         return  # the whole file is refused with its line
     except NothingToRead as error:
         raise ConfigError(
-            f"no miner could read the data ({error}), so no network was founded: correct "
+            f"no miner could read the data ({error}), so no network was created: correct "
             "--data-source, or data.dataset, data.folder and data.text_column with --set"
         ) from None
     except PageUnavailable as error:
@@ -61,7 +61,7 @@ def pin_data(data: dict[str, Any], *, unpinned: bool) -> None:
             print(f"the data could not be read now, so nobody tried them: {error}", file=sys.stderr)
             return
         raise ConfigAway(
-            f"the data cannot be pinned ({error}), so no network was founded: try again, give "
+            f"the data cannot be pinned ({error}), so no network was created: try again, give "
             "--data-source parquet:DIR, or --unpinned to let them change while the network runs"
         ) from None
     if not free:
@@ -102,7 +102,7 @@ def _pin_file(named: str, column: str) -> str:
     try:
         content = read_file(place, digest or None)
     except PageUnavailable as error:
-        raise ConfigAway(f"{error}, so no network was founded: try again") from None
+        raise ConfigAway(f"{error}, so no network was created: try again") from None
     file_rows(place, content, column)
     return f"{start[0]}{place}#{hashlib.sha256(content).hexdigest()}"
 
@@ -156,11 +156,11 @@ def refuse_vocabulary(table: Mapping[str, Any], model: Any) -> None:
         if hub_is_away(error):
             print(f"the tokenizer was not looked at: {error}", file=sys.stderr)
             return
-        raise ConfigError(f"no network was founded: {error}") from None
+        raise ConfigError(f"no network was created: {error}") from None
     if needed > words:
         raise ConfigError(
             f"the tokenizer {name} has {needed} words and the model's vocab_size is {words}, so it "
-            "could not be trained on its text and no network was founded: give --model with a "
+            "could not be trained on its text and no network was created: give --model with a "
             "larger one, or another --tokenizer"
         )
 
@@ -191,7 +191,7 @@ def publish_folders(rules: dict[str, Any], target: Path) -> None:
     except OSError as error:
         raise ConfigError(
             f"{error.filename} cannot be copied for the members ({error.strerror}), so no network "
-            "was founded: make room, or give --unpinned and hand it out yourself"
+            "was created: make room, or give --unpinned and hand it out yourself"
         ) from None
 
 
@@ -206,11 +206,11 @@ def _compare_tokenizers(given: Path, copied: Path) -> None:
                 path, end = build_tokenizer(str(folder), Path(scratch))
                 found.append((tokenizer_hash(path), end))
     except ValueError as error:
-        raise ConfigError(f"no network was founded: {error}") from None
+        raise ConfigError(f"no network was created: {error}") from None
     if found[0] != found[1]:
         raise ConfigError(
             f"the tokenizer of {given} needs files that are not published, so no network was "
-            "founded: save it with transformers' save_pretrained, and give that folder"
+            "created: save it with transformers' save_pretrained, and give that folder"
         )
 
 
@@ -230,7 +230,7 @@ def read_model(path: Path | None, *, tokenizer: str) -> dict[str, Any]:
         return _without_nulls_of_meaning(content)
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(
-            f"there is no model to found a network with ({error}), so nothing was founded: give "
+            f"there is no model to create a network with ({error}), so nothing was created: give "
             "--model with the config.json of a Llama-like model"
         ) from None
 
@@ -254,7 +254,7 @@ def check_model(model: dict[str, Any], length: Any) -> None:
         refuse_difference(content)
     except (ValueError, AttributeError) as error:
         raise ConfigError(
-            f"there is no model to found a network with ({error}), so nothing was signed: give "
+            f"there is no model to create a network with ({error}), so nothing was signed: give "
             "the config.json of a Llama-like model"
         ) from None
     count = sum(parameter.numel() for parameter in built.parameters())

@@ -1,14 +1,17 @@
-"""Join a network: take a uid and write hotkey, settings and keys of a miner, then run the doctor.
+"""Join a network: take a uid, write the settings and keys of a miner, then run the doctor.
 
     dt-join INVITATION [--folder FOLDER] [flags of the miner]
     dt-join FILE|URL   [--folder FOLDER] [flags of the miner]     without an invitation
-    dt-join                                                       asks for it, without an echo
+    dt-join                                                       asks for the invitation
 
-The invitation is the line that the founder's ``dt-registry invite`` prints: where the network's
-file is, its digest, and a secret. Whoever uses this machine can read command lines, so where others
-do, leave it out. Keys of a bucket are in ``.env`` before, unless the registry hands them out. The
-flags go into ``miner.toml``. Run again it takes over what is there. Exit status 2: something is
-wrong here, 1: outside, in one line and before anything is written; else the doctor's.
+The invitation is the line that the founder's "dt-registry invite" or "dt-network run" prints. It
+names the network's file and its digest, and holds a secret: where other people use this machine,
+leave it out, and dt-join asks for it. The flags (see dt-miner --help) go into miner.toml, and the
+secret into .env. If the network needs a bucket, put its keys into .env before. If the
+command was interrupted, run it again.
+
+Exit status 2: something here is wrong. 1: something outside is wrong. Then one line says what to
+do. Otherwise the status is the doctor's.
 """
 
 from __future__ import annotations
@@ -60,7 +63,7 @@ _NOTHING = "so nothing was written"
 
 
 class _Unfinished(RuntimeError):
-    """It failed with a hotkey that may have a uid, and so is kept. Run again it goes on."""
+    """A join that failed after the hotkey may have got a uid. A second run uses the same hotkey."""
 
 
 def build_parser() -> Parser:
@@ -72,7 +75,12 @@ def build_parser() -> Parser:
         epilog="\n".join(lines[2:]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--folder", type=argument(File), default=Path(), help="of the miner [.]")
+    parser.add_argument(
+        "--folder",
+        type=argument(File),
+        default=Path(),
+        help="folder of the miner, for miner.toml, .env and its runs [this one]",
+    )
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Found a network, run it, sign its file, look at it.
+"""Create a network, run it, sign its file, and check what it has published.
 
     dt-network init FOLDER --name NAME (--registry URL | --netuid N) [options]
     dt-network succeed FOLDER --of FILE --name NAME ... [options of init]
@@ -11,9 +11,9 @@
 
 ``init`` makes the master's hotkey and, for a swarm, the validator's identity in it. It writes
 ``network.toml`` with the built-in network's rules and what the options change, signs it, and prints
-what to run; ``run`` (:mod:`.founder`) is all that the founder's machine needs. Every
+what to run; ``run`` (:mod:`.founder`) starts everything that the founder's machine needs. Every
 other rule is changed by ``--set KEY=VALUE`` with the keys of docs/network-file.md, or later in the
-file: then count ``version`` up and ``sign`` it again. ``audit`` and ``rewind``
+file, which ``sign`` then signs as the next version. ``audit`` and ``rewind``
 (:mod:`.chain_command`) are for networks with ``exchange = "store"``.
 """
 
@@ -104,98 +104,176 @@ def build_parser() -> Parser:
     text, path = argument(Text), argument(File)
     init = commands.add_parser("init", help="write and sign the file of a new network")
     add = init.add_argument
-    add("folder", type=path, help="for network.toml and the keys; one that is not there yet")
-    add("--name", type=text, required=True, help="lower-case letters, digits and '-'")
+    add("folder", type=path, help="new folder for network.toml and the founder's keys")
+    add("--name", type=text, required=True, help="name of lower-case letters, digits and '-'")
     add(
         "--exchange",
         choices=("store", "hivemind"),
-        help="how pseudo-gradients are exchanged: through the store, for which no member needs a "
-        f"port, or among peers over hivemind (of init {_EXCHANGE}, of succeed as before)",
+        help="exchange pseudo-gradients through a store, for which no member opens a port, or "
+        f"among peers over hivemind [{_EXCHANGE}; succeed: as before]",
     )
     add(
         "--slowest-link",
         type=ranged(0.001, 1e5),
         metavar="MBIT",
-        help=f"with store: what each member can send, in Mbit/s ({_SLOWEST_LINK:g}), of which the "
-        "time for uploads is made",
+        help="Mbit/s that the slowest member can send, from which the time for uploads is "
+        f"computed; with a store [{_SLOWEST_LINK:g}]",
     )
     add(
         "--host",
         type=text,
-        help="this machine's address: with hivemind for its peers, else of an "
-        "embedded store (the registry's)",
+        help="address of this machine, where peers over hivemind find the validator, or members "
+        "the embedded store [the registry's; hivemind needs it]",
     )
-    add("--dht-port", type=ranged(1, 65535), help="with hivemind: its swarm port (8009)")
+    add(
+        "--dht-port",
+        type=ranged(1, 65535),
+        metavar="PORT",
+        help=f"port of the validator for peers over hivemind [{_SWARM_PORT}]",
+    )
     chain = init.add_mutually_exclusive_group(required=True)
-    chain.add_argument("--registry", type=text, metavar="URL", help="without a public chain")
-    chain.add_argument("--netuid", type=ranged(0, 65535), help="a subnet of Bittensor")
-    add("--chain-endpoint", type=text, default="finney", help="with --netuid (finney)")
+    chain.add_argument(
+        "--registry", type=text, metavar="URL", help="URL of the registry that serves as the chain"
+    )
+    chain.add_argument(
+        "--netuid", type=ranged(0, 65535), metavar="N", help="number of a subnet of Bittensor"
+    )
+    add(
+        "--chain-endpoint",
+        type=text,
+        default="finney",
+        metavar="URL|NAME",
+        help="Bittensor's chain; with --netuid [finney]",
+    )
     model = init.add_mutually_exclusive_group()
     model.add_argument(
-        "--model", type=path, help="config.json of a Llama-like model (default: a tiny one)"
+        "--model",
+        type=path,
+        metavar="FILE",
+        help="config.json of a Llama-like model [one of 2 million parameters]",
     )
     model.add_argument(
         "--from",
         type=path,
         metavar="DIR",
         dest="weights",
-        help="begin with the model of such a folder of transformers, instead of random weights",
+        help="folder of a transformers model to begin with [random weights]",
     )
-    add("--tokenizer", type=text, help="a Hugging Face name (that of --from, else bytes)")
-    add("--data-source", type=text, help="hub, hf, stdlib or parquet:DIR (hub)")
-    add("--unpinned", action="store_true", help="let data and tokenizer change, and publish none")
-    add("--bucket", type=text, help="the global bucket; a miner's is this and its uid (the name)")
+    add(
+        "--tokenizer",
+        type=text,
+        metavar="NAME|DIR",
+        help="tokenizer at Hugging Face or in a folder [the one of --from, else bytes]",
+    )
+    add(
+        "--data-source",
+        type=text,
+        metavar="SOURCE",
+        help="where members read text: hub, hf, stdlib or parquet:DIR [hub]",
+    )
+    add(
+        "--unpinned",
+        action="store_true",
+        help="let data and tokenizer change later, and publish neither",
+    )
+    add("--bucket", type=text, help="global bucket, or BUCKET/PREFIX [the network's name]")
     add(
         "--store",
         type=lambda word: word if word == _EMBEDDED else argument(EndpointUrl)(word),
         metavar="URL|embedded",
-        help="the S3 endpoint of all (with hivemind by default R2, each his); embedded: one that "
-        "dt-network run starts, for a laboratory or a trial",
+        help="S3 endpoint of the network's store; 'embedded' is one that dt-network run starts, "
+        "for a laboratory or a trial [hivemind: R2, an account for each member]",
     )
-    add("--miners", type=ranged(1, 4096), default=2, help="so many are expected at first (2)")
-    add("--set", type=_assignment, action="append", default=[], metavar="KEY=VALUE", dest="more")
+    add(
+        "--miners",
+        type=ranged(1, 4096),
+        default=2,
+        metavar="N",
+        help="members expected at first [2]",
+    )
+    add(
+        "--set",
+        type=_assignment,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="more",
+        help="set another rule of the file, such as training.learning_rate=3e-4; may be repeated",
+    )
     succeed = commands.add_parser(
-        "succeed", parents=[init], add_help=False, help="go on as a new network, for a lost key"
+        "succeed",
+        parents=[init],
+        add_help=False,
+        help="continue as a new network, after the founder's key was lost",
     )
     succeed.add_argument(
-        "--of", type=path, required=True, metavar="FILE", help="the network's file that is left"
+        "--of", type=path, required=True, metavar="FILE", help="file of the network to continue"
     )
     run = commands.add_parser("run", help="start what a founder runs, and keep it running")
-    run.add_argument("folder", type=path, help="that dt-network init made")
-    run.add_argument("--print", action="store_true", help="print the commands, start nothing")
+    run.add_argument("folder", type=path, help="folder that dt-network init made")
+    run.add_argument("--print", action="store_true", help="print the commands and start nothing")
     sign = commands.add_parser("sign", help="sign a changed file as the next version")
     decay = commands.add_parser("decay", help="let a constant learning rate fall to 0, and sign")
     add = decay.add_argument
-    add("--steps", type=ranged(1, 10**9), required=True, help="inner steps of the decay")
+    add(
+        "--steps",
+        type=ranged(1, 10**9),
+        required=True,
+        metavar="N",
+        help="inner steps that the decay takes",
+    )
     add(
         "--from",
         type=ranged(1, 10**9),
         dest="begins",
         metavar="STEP",
-        help="inner step of the network (where it will be at the outer step of --at)",
+        help="inner step of the network at which it begins [the one at the outer step of --at]",
     )
     for command in (sign, decay):
         add = command.add_argument
-        add("file", type=path)
-        add("--wallets", type=path, help="folder of the master's wallet (beside the file)")
+        add("file", type=path, help="the network's file")
+        add(
+            "--wallets",
+            type=path,
+            metavar="DIR",
+            help="folder of the founder's wallet [wallets, next to the file]",
+        )
         add(
             "--at",
             type=ranged(0, 10**9 - 1),
             metavar="STEP",
-            help="outer step from which the version holds (the second after the newest one in the "
-            "validator's run folder beside the file)",
+            help="outer step from which the version holds [the newest one in the validator's run "
+            "folder next to the file, plus 2]",
         )
     show = commands.add_parser("show", help="verify a network's file and print its rules")
-    show.add_argument("place", type=text)
+    show.add_argument("place", type=text, help="file, its URL, or sn38 or local")
     audit = commands.add_parser("audit", help="compute again what a network has published")
-    audit.add_argument("place", type=text, help="a founder's folder, or the network's file")
-    audit.add_argument("--from", type=path, dest="source", metavar="COPY", help="of the bucket")
-    rewind = commands.add_parser("rewind", help="go on from the weights of an earlier outer step")
-    rewind.add_argument("folder", type=path, help="that dt-network init made")
-    rewind.add_argument("--to", type=ranged(0, 10**9 - 1), required=True, metavar="STEP")
+    audit.add_argument("place", type=text, help="folder of the founder, or the network's file")
+    audit.add_argument(
+        "--from",
+        type=path,
+        dest="source",
+        metavar="COPY",
+        help="folder with a copy of the global bucket [the bucket itself]",
+    )
+    rewind = commands.add_parser(
+        "rewind", help="continue from the weights of an earlier outer step"
+    )
+    rewind.add_argument("folder", type=path, help="folder that dt-network init made")
+    rewind.add_argument(
+        "--to",
+        type=ranged(0, 10**9 - 1),
+        required=True,
+        metavar="STEP",
+        help="outer step to continue from, one whose weights the store has",
+    )
     for command in (init, succeed, run, sign, decay, show, audit, rewind):
         command.add_argument(
-            "--plugins", nargs="+", default=[], metavar="MODULE", help="modules of your own"
+            "--plugins",
+            nargs="+",
+            default=[],
+            metavar="MODULE",
+            help="your own modules to import first [none]",
         )
     return parser
 
@@ -245,11 +323,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _init(options: argparse.Namespace) -> None:
-    """Found a network. Raises ConfigError, NetworkFileError; no folder is left then."""
+    """Create a network. Raises ConfigError, NetworkFileError; no folder is left then."""
     folder: Path = options.folder.absolute()
     if folder.exists():
         raise ConfigError(
-            f"{folder} exists already, so no network was founded: give a folder that is not there, "
+            f"{folder} exists already, so no network was created: give a folder that is not there, "
             "or change its network.toml and run dt-network sign"
         )
     if options.weights is not None:
@@ -280,13 +358,13 @@ def _init(options: argparse.Namespace) -> None:
             found = pretrained.read_weights(options.weights, model)
             rules["model"]["weights"] = pretrained.digest_weights(found)
         except pretrained.WeightsError as error:
-            raise ConfigError(f"{error}, so no network was founded: {error.remedy}") from None
+            raise ConfigError(f"{error}, so no network was created: {error.remedy}") from None
     try:
-        # For the founder alone: the keys in it are the network's authority.
+        # For the founder only: the keys in it are the network's authority.
         folder.mkdir(mode=0o700)
     except OSError as error:
         raise ConfigError(
-            f"{folder} cannot be made ({error.strerror}), so no network was founded: give another"
+            f"{folder} cannot be made ({error.strerror}), so no network was created: give another"
         ) from None
     with ExitStack() as stack:
         # Of what was made just now; Ctrl-C too.
@@ -340,7 +418,7 @@ def _describe_rounds(file: Path, members: int) -> str:
 
 
 def _succeed(options: argparse.Namespace) -> None:
-    """Found a network with the last weights and the rules of another. Raises as :func:`_init`."""
+    """Create a network with the last weights and the rules of another. Raises as :func:`_init`."""
     from distributed_training.scoring import export
 
     old = flatten(tree_of(read_text(options.of)))
@@ -374,7 +452,7 @@ def _is_private(options: argparse.Namespace) -> bool:
     if found > ChainSettings(private=True, registry_url=options.registry).narrowest:
         raise ConfigError(
             f"--host {host} cannot be reached from other machines, so no network was "
-            "founded: give this machine's address in the network of all its peers; for a trial on "
+            "created: give this machine's address in the network of all its peers; for a trial on "
             "one machine the --registry's too is 127.0.0.1"
         )
     return found is not Reach.EVERYWHERE
@@ -391,16 +469,16 @@ def _refuse_options(options: argparse.Namespace) -> None:
         if options.host is None:
             raise ConfigError(
                 "--exchange hivemind without --host, so no peer would find the validator and no "
-                "network was founded: give the address of its machine"
+                "network was created: give the address of its machine"
             )
         if options.slowest_link is not None:
             raise ConfigError(
-                "--slowest-link is of --exchange store, so no network was founded: leave it out"
+                "--slowest-link is of --exchange store, so no network was created: leave it out"
             )
         return
     if options.dht_port is not None:
         raise ConfigError(
-            "--dht-port is of --exchange hivemind, so no network was founded: leave it out, no "
+            "--dht-port is of --exchange hivemind, so no network was created: leave it out, no "
             "peer of this one listens"
         )
     if _own_buckets(options):
@@ -408,12 +486,12 @@ def _refuse_options(options: argparse.Namespace) -> None:
     if options.registry is None:
         raise ConfigError(
             "--exchange store without --registry, so nobody would give members access to the store "
-            "and no network was founded: give --registry, or --set store.access=own, by which each "
+            "and no network was created: give --registry, or --set store.access=own, by which each "
             "member has a bucket of its own"
         )
     if options.store is None:
         raise ConfigError(
-            "--store is missing, so no member could upload and no network was founded: give the "
+            "--store is missing, so no member could upload and no network was created: give the "
             "URL of an S3 store (of R2 https://ACCOUNT.r2.cloudflarestorage.com), or embedded"
         )
 
@@ -446,7 +524,7 @@ def _choose_grace(rules: dict[str, Any], link: float | None) -> None:
         raise ConfigError(
             f"an upload of {file_bytes(parameters, bits) / 1e6:.0f} MB with {link:g} Mbit/s, and "
             f"the checkpoint before it, take {grace} s, above a third of the period of "
-            f"{period:g} s, so no network was founded: --set "
+            f"{period:g} s, so no network was created: --set "
             f"round.blocks_per_allreduce={math.ceil(3 * most / seconds)}, or a faster "
             "--slowest-link, or --set round.bits=2"
         )
@@ -491,7 +569,7 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
         rules = of_exchange(rules, "store")
         rules["training"]["late_overlap"] = "dropped"  # see bench.store_loss
     else:
-        # What the mission's network sends beside is read by nobody here; and see bench.four_bits.
+        # Nobody here reads what the public network sends in addition; and see bench.four_bits.
         rules["upload"] = {"content": "scored"}
         rules["round"]["compression"] = "4bit"
         # At first the validator and one miner are all there is.
@@ -504,7 +582,7 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
         # What is read of the rules later would not be of the kind that it has to be.
         if not isinstance(table, dict) or (key in rules and isinstance(rules[key], dict)):
             raise ConfigError(
-                f"--set {key}: the file has no such key, so no network was founded: "
+                f"--set {key}: the file has no such key, so no network was created: "
                 "docs/network-file.md lists all"
             )
         table[name] = value
@@ -512,19 +590,19 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
         if options.registry is None:
             raise ConfigError(
                 "--store embedded with --netuid, so nobody would hand out its keys and no network "
-                "was founded: give --registry, or --store the URL of another"
+                "was created: give --registry, or --store the URL of another"
             )
         if not store and "/" in str(rules["store"]["global_bucket"]):
             raise ConfigError(
                 "--store embedded with members in prefixes of one bucket, whose keys are of a "
-                "bucket each, so no network was founded: give --bucket a name without '/'"
+                "bucket each, so no network was created: give --bucket a name without '/'"
             )
         # Its keys are not sent, and what is stored travels as it is.
         plain = not str(rules["store"]["endpoint"]).startswith("https://")
         if plain and rules.get("private") is not True:
             raise ConfigError(
                 f"--store embedded speaks plain HTTP and {_host_of(options)} is a public "
-                "address, so no network was founded: give --host the address in a private network, "
+                "address, so no network was created: give --host the address in a private network, "
                 "or, with a TLS server in front of port "
                 f"{STORE_PORT}, --set store.endpoint=https://..."
             )
@@ -615,7 +693,7 @@ def _decay(options: argparse.Namespace) -> None:
 def _place_of_the_validator(path: Path) -> tuple[int | None, int | None]:
     """Return outer step and inner steps of the newest global state that the founder's machine has.
 
-    None where the validator's run folder beside the file does not say; outer step -1 where that
+    None where the validator's run folder next to the file does not say; outer step -1 where that
     folder is as ``init`` made it.
     """
     from distributed_training.store.bucket_reader import states
@@ -639,8 +717,8 @@ def _first_outer_step(options: argparse.Namespace, now: int | None, before: int)
     """
     if options.at is None and now is None:
         raise ConfigError(
-            f"the validator's run folder is not beside {options.file}, so nothing was signed: give "
-            "--at with the outer step from which the new version is to hold, later than the "
+            f"the validator's run folder is not next to {options.file}, so nothing was signed: "
+            "give --at with the outer step from which the new version is to hold, later than the "
             "network's"
         )
     if options.at is None:
@@ -674,26 +752,26 @@ def _next_version(
     if flat.get("exchange") != before.get("exchange"):
         raise ConfigError(
             f"exchange is another one than in version {newest}, and members of the two cannot "
-            "meet, so nothing was signed: found that network by dt-network succeed"
+            "meet, so nothing was signed: create that network with dt-network succeed"
         )
     apart = {*VERSION_KEYS, "signature"}
     changed = {k for k in flat.keys() | before.keys() if flat.get(k) != before.get(k)} - apart
     for key in sorted(filter(is_identity, changed)):
         raise ConfigError(
             f"{key} is another one than in version {newest}, so this would be another network and "
-            "nothing was signed: found that one by dt-network init"
+            "nothing was signed: create that one with dt-network init"
         )
     if flat.get("chain.kind") == "registry" and (fixed := changed & {*FIXED.values()}):
         raise ConfigError(
             f"{min(fixed)} is another one than in version {newest}, and a registry keeps for good "
-            "what it was founded with, so nothing was signed: set it back there"
+            "what it was created with, so nothing was signed: set it back there"
         )
     # Nothing would publish the new files, and members read those that they have.
     if "data.files" in changed or ("data.files" in flat and "data.source" in changed):
         raise ConfigError(
             f"the data are others than in version {newest}, and those of data.files are published "
-            "when a network is founded, so nothing was signed: set data.source and data.files back "
-            "there, or go on with the new data by dt-network succeed"
+            "when a network is created, so nothing was signed: set data.source and data.files back "
+            "there, or continue with the new data by dt-network succeed"
         )
     holds = before.get("from_outer_step", 0)
     if not changed and options.at in (None, holds):
@@ -771,7 +849,7 @@ def _run_file(options: argparse.Namespace) -> str:
     if options.plugins:
         flags["plugins"] = options.plugins
     return (
-        "# Flags beside those that `dt-network run` finds by itself (--print shows all), without\n"
+        "# More flags than those that `dt-network run` finds itself (--print shows all), without\n"
         '# the dashes: "neuron.device" = "cuda:1" below [validator]. [registry] and [store] too.\n'
         "[validator]\n"
         + "".join(f'"{name}" = {toml_value(value)}\n' for name, value in flags.items())

@@ -3,10 +3,9 @@
     dt-plan --model 4b --gpu h100x8 --link 100/20 --peers 16
     dt-plan --network network.toml --gpu 4090x8 --link 500/50 --peers 8 --tokens 20e9
 
-Nothing is measured and nobody is asked, so it answers before anything is rented. Steps are those
-of common/paper_step.py, rounds those of protocol/round_plan.py: docs/requirements.md says against
-what both were held. All peers are taken to be alike. Exit status 1: the model does not fit; 2: an
-argument cannot be used.
+It computes everything and measures nothing, so run it before you rent. All members are taken to be
+alike. docs/requirements.md says how well the figures were tested. Exit status 1: the model does not
+fit; 2: an argument cannot be used.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ _LONGEST = 14 * 86400.0  # seconds of a period that is proposed
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules of a network that a plan goes by; ``period`` and ``grace`` in seconds."""
+    """The rules of a network that a plan depends on; ``period`` and ``grace`` in seconds."""
 
     model: str
     shape: ModelShape
@@ -558,16 +557,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     of = parser.add_mutually_exclusive_group(required=True)
-    of.add_argument("--model", type=argument(Text), help="tiny, 125m, 1b, 4b or a config.json")
-    of.add_argument("--network", type=argument(Text), metavar="FILE|URL|NAME", help="its rules")
-    add("--gpu", type=machine_of, required=True, metavar="NAMExN", help=f"N of {', '.join(CARDS)}")
-    add("--link", type=link_of, required=True, metavar="DOWN/UP", help="Mbit/s of a member")
-    add("--peers", type=ranged(1, 4096), default=4, metavar="N", help="members, all alike (4)")
-    add("--exchange", choices=("store", "hivemind"), help="with --model (store)")
-    add("--price", type=ranged(0.0, 1e6), metavar="DOLLARS", help=f"a GPU and hour ({PRICED})")
-    many = f"of all members ({_TOKENS_A_PARAMETER} a parameter)"
-    add("--tokens", type=ranged(1.0, 1e18), metavar="N", help=many)
-    add("--json", action="store_true", help="for programs")
+    of.add_argument(
+        "--model",
+        type=argument(Text),
+        help="plan a new network with this model: tiny, 125m, 1b, 4b or a config.json",
+    )
+    of.add_argument(
+        "--network",
+        type=argument(Text),
+        metavar="FILE|URL|NAME",
+        help="plan by the model and rules of this network's file",
+    )
+    cards = ", ".join(CARDS)
+    add(
+        "--gpu",
+        type=machine_of,
+        required=True,
+        metavar="NAMExN",
+        help=f"GPUs of a member: h100, h100x8, or h100x8x2 for two machines ({cards})",
+    )
+    add(
+        "--link",
+        type=link_of,
+        required=True,
+        metavar="DOWN/UP",
+        help="network link of a member, in Mbit/s",
+    )
+    add("--peers", type=ranged(1, 4096), default=4, metavar="N", help="members, all alike [4]")
+    add(
+        "--exchange",
+        choices=("store", "hivemind"),
+        help="how a new network exchanges; with --model [store]",
+    )
+    add(
+        "--price",
+        type=ranged(0.0, 1e6),
+        metavar="DOLLARS",
+        help=f"price of a GPU for an hour [the card's, of {PRICED}]",
+    )
+    add(
+        "--tokens",
+        type=ranged(1.0, 1e18),
+        metavar="N",
+        help=f"tokens that all members train together [{_TOKENS_A_PARAMETER} a parameter]",
+    )
+    add("--json", action="store_true", help="print JSON, for programs")
     try:
         options = parser.parse_args(argv)
         rules = rules_of(options)

@@ -123,7 +123,10 @@ def add_wallet(command: argparse.ArgumentParser) -> None:
     for name in WALLET:
         setting = schema("miner").settings[name]
         default = os.environ.get(str(setting.env), setting.default)
-        command.add_argument(f"--{name}", default=default)
+        about = setting.help.replace("%", "%%")
+        command.add_argument(
+            f"--{name}", default=default, metavar="TEXT", help=f"{about} [{setting.default}]"
+        )
 
 
 def unprintable(text: str) -> str | None:
@@ -364,7 +367,7 @@ def read_toml(path: Path, known: Schema) -> dict[str, Given]:
     for name, value in _flatten(tree, ""):
         # The removed ones are settled later, with those of the command line.
         name = canonical(name) if canonical(name) in REMOVED else known.find(name).name
-        _refuse_secret(name, known, f"does not belong into a configuration file such as {path}")
+        _refuse_secret(name, known, f"must not stand in a configuration file such as {path}")
         found[name] = Given(_words(value), f"{name} in {path}")
     return found
 

@@ -71,9 +71,24 @@ _HEAD = """\
 
 
 def build_parser() -> Parser:
-    parser = Parser(prog="dt-miner init", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--yes", action="store_true", help="ask nothing; flags and defaults")
-    parser.add_argument("--force", action="store_true", help="replace miner.toml, keep the old one")
+    parser = Parser(
+        prog="dt-miner init",
+        usage="dt-miner init [--yes] [--force] [--network FILE|URL|NAME] [flags of the miner]",
+        description="Write miner.toml and .env of a new miner in this folder. It asks for the "
+        "network, the wallet and the keys; Enter takes what stands in brackets.",
+        epilog="A flag of the miner (dt-miner --help) answers its question and goes into "
+        "miner.toml. Secrets go into .env only. An .env that is there keeps its keys.",
+    )
+    parser.add_argument(
+        "--yes",
+        action="store_true",
+        help="ask nothing: take the given flags and the defaults [off]",
+    )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="write a new miner.toml and keep the old one under another name [off]",
+    )
     return parser
 
 

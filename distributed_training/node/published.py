@@ -92,7 +92,7 @@ def list_files(source: Path, target: Path, *, names: set[str] | None = None) -> 
         except ValueError:
             raise ConfigError(
                 f"{source} holds {len(found)} files, which cannot be published (1 to {_MOST_FILES} "
-                "with printable names, of 1 TB), so no network was founded: join them, or "
+                "with printable names, of 1 TB), so no network was created: join them, or "
                 "give --unpinned and hand them out yourself"
             ) from None
         digest = hashlib.sha256(text).hexdigest()

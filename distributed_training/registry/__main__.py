@@ -113,12 +113,22 @@ def parser() -> Parser:
         _add_folder(command)
         command.add_argument("file", type=argument(File), metavar="FILE")
     command = _client(commands, "invite", "print an invitation; for the founder", url=False)
-    command.add_argument("--network", metavar="FILE", help="the network's file or its https URL")
-    command.add_argument("--uses", type=ranged(1, 4096), default=1, help="hotkeys it is good for")
-    command.add_argument("--days", type=ranged(0.001, 365.0), default=7.0, help="until it expires")
+    command.add_argument(
+        "--network",
+        metavar="FILE",
+        help="the network's file, which names the registry, or its https URL",
+    )
+    command.add_argument(
+        "--uses", type=ranged(1, 4096), default=1, help="how many hotkeys it admits [1]"
+    )
+    command.add_argument(
+        "--days", type=ranged(0.001, 365.0), default=7.0, help="days until it expires [7]"
+    )
     instead = command.add_mutually_exclusive_group()
-    instead.add_argument("--list", action="store_true", help="print those that were given out")
-    instead.add_argument("--revoke", metavar="ID", help="end the one that --list names so")
+    instead.add_argument("--list", action="store_true", help="print all invitations")
+    instead.add_argument(
+        "--revoke", metavar="ID", help="revoke the invitation that --list shows under ID"
+    )
     command = _client(commands, "allow", "list hotkeys that may register; for the founder")
     command.add_argument("hotkeys", nargs="+", type=argument(Hotkey), metavar="HOTKEY")
     command.add_argument("--remove", action="store_true", help="take them off the list")

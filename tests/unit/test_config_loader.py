@@ -232,7 +232,7 @@ def test_secrets_are_refused_on_the_command_line_and_in_files(tmp_path: Path) ->
     toml = tmp_path / "m.toml"
     toml.write_text(f'"{secret.name}" = "hunter2hunter2"\n')
     text = refused("--config", str(toml))
-    assert "does not belong into a configuration file" in text and "hunter2" not in text
+    assert "must not stand in a configuration file" in text and "hunter2" not in text
 
 
 def test_a_start_prints_what_was_given_and_keeps_all(tmp_path: Path) -> None:

@@ -236,7 +236,7 @@ def test_members_of_an_embedded_store_have_a_bucket_each(tmp_path: Path, capsys)
     where = ("--registry", "http://10.0.0.5:8100", "--bucket", "shared/lab")
     assert main(["init", str(tmp_path / "lab"), *HIVEMIND, *more, *where]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "no network was founded" in line and not (tmp_path / "lab").exists()
+    assert "no network was created" in line and not (tmp_path / "lab").exists()
 
 
 def test_documents_and_services_show_the_command_that_init_prints(

@@ -300,10 +300,10 @@ def test_a_tokenizer_with_more_words_than_the_model_founds_nothing(
             assert words > 256 or f"has 257 words and the model's vocab_size is {words}" in err
     (tokenizer / "tokenizer.json").write_text("{")
     assert found(tmp_path / "lab", "--model", str(model), "--tokenizer", str(tokenizer)) == 2
-    assert "no network was founded" in capsys.readouterr().err
+    assert "no network was created" in capsys.readouterr().err
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "away"))
     assert found(tmp_path / "lab") == 2 and not (tmp_path / "lab").exists()
-    assert "no network was founded: [Errno 2] No such file" in capsys.readouterr().err
+    assert "no network was created: [Errno 2] No such file" in capsys.readouterr().err
 
 
 def test_a_change_is_the_next_version_of_the_same_run_once_it_is_signed(
