@@ -1,6 +1,6 @@
 """Everything this project claims about a GPU, measured on one, in nine minutes at most.
 
-    python bench/gpu.py                          all parts, on the first GPU; one part on all GPUs
+    python bench/gpu.py                          all parts; two of them on all GPUs
     python bench/gpu.py --parts inner_1b,codec   some of them
     python bench/gpu.py --minutes 20             more rows of the parts that are cut by time
     python bench/gpu.py --length 4096            tokens of a sequence
@@ -82,7 +82,7 @@ PARTS = (
     Part("inner_4b", "inner step, 4B", "50 % MFU", 90),
     Part("several", "all GPUs against one, 1B", "90 % of as many times the speed", 100),
     Part("sweep", "variations, 1B", "measured", 65),
-    Part("overhead", "snapshot, preview, checkpoint", "at most 2 % of the time", 80),
+    Part("overhead", "publications, all GPUs", "at most 1 % of the time", 80),
     Part("codec", "gradient codec", "20x the public codec on the CPU", 30),
     Part("out_of_memory", "out of memory on purpose", "half, and training continues", 35),
     Part("loss_curve", "100 steps: GPU bf16, CPU fp32", "the same curve", 40),
@@ -103,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
     if options.child:
         from bench import gpu_parts, gpu_ranks
 
-        home = gpu_ranks if options.child == "several" else gpu_parts
+        home = gpu_ranks if options.child in ("several", "overhead") else gpu_parts
         return gpu_parts.run(getattr(home, options.child), options)
     wanted = options.parts.split(",") if options.parts else [part.name for part in PARTS]
     unknown = set(wanted) - {part.name for part in PARTS}

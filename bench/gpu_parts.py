@@ -7,11 +7,9 @@ in for where it is said.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import gc
 import json
 import os
-import shutil
 import statistics
 import sys
 import tempfile
@@ -35,18 +33,14 @@ from distributed_training.common.memory import (
     Arrangement,
     ModelShape,
     device_memory,
-    host_bytes,
     loss_chunk,
 )
 from distributed_training.config.model import CARDS
 from distributed_training.config.settings import TrainingSettings
-from distributed_training.protocol.types import Progress, StepReport
+from distributed_training.protocol.types import StepReport
 from distributed_training.training import sharding
-from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import Layout
 from distributed_training.training.trainer import Trainer
-
-UPLOAD_STEPS, CHECKPOINT_STEPS = 60, 25  # of a miner on the public network
 
 
 class Bench:
@@ -63,7 +57,7 @@ class Bench:
     ) -> None:
         self.path, self.device, self.quick = path, device, quick
         self.length = 32 if quick else length
-        self._until = until
+        self.until = until
         self.layout = Layout()
         self.cuda = device.type == "cuda"
         self.rows: list[dict[str, Any]] = []
@@ -87,7 +81,7 @@ class Bench:
 
     def left(self) -> float:
         """Return the seconds that this part still has."""
-        return float("inf") if self._until is None else self._until - time.time()
+        return float("inf") if self.until is None else self.until - time.time()
 
     def wait(self) -> None:
         if self.cuda:
@@ -376,92 +370,6 @@ def sweep(bench: Bench) -> None:
             bench.row(name, f"not possible: {type(error).__name__}: {line}")
         trainer = None  # type: ignore[assignment]
         longest = max(longest, time.monotonic() - began)
-
-
-# --- (e) ----------------------------------------------------------------------------------------
-
-
-def overhead(bench: Bench) -> None:
-    """Inner steps with everything a miner does beside them, against bare ones.
-
-    Of a 1B where there is room for it, in steps of 128 sequences: of 512 they would take too long.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        disk = shutil.disk_usage(folder).free
-    # Its snapshot and checkpoint are 40 GB, and lie in host memory meanwhile.
-    room = bench.total > 50e9 and disk > 50e9 and (host_bytes() or 0) > 90e9
-    model, of = ("1b", 128) if room else ("125m", 512)
-    effective = 4 if bench.quick else of
-    micro = 2 if bench.quick else 16
-    trainer = bench.trainer(
-        model,
-        weights=not room,  # made on the host they would take half of the time
-        local_batch_size_train=micro,
-        local_batch_size_train_effective=effective,
-    )
-    trainer.begin_epoch(0)
-    length, wanted = trainer.settings.sequence_length, trainer.preview_micro_batches * micro
-    trainer.hold_back(torch.zeros((wanted, length), dtype=torch.int64))
-    bench.steps(trainer, 0, 2)
-    name = f"bare step of {effective}, {model.upper()}"
-    bare = bench.report_steps(name, trainer, bench.steps(trainer, 2, 6))
-    with tempfile.TemporaryDirectory() as folder:
-        held, beside = _busy(bench, trainer, Path(folder), bare, turns=1 if room else 2)
-    names = ("snapshot", "preview", "checkpoint")
-    snapshot, preview, checkpoint = (statistics.mean(held[name]) for name in names)
-    rounds = UPLOAD_STEPS * bare * (512 / of)
-    total = snapshot + preview + UPLOAD_STEPS / CHECKPOINT_STEPS * checkpoint + beside
-    bench.row(
-        "training held",
-        f"snapshot {snapshot:.3f} s, preview {preview:.3f} s, checkpoint {checkpoint:.3f} s; "
-        f"steps beside their writing: {beside:+.3f} s in all",
-        snapshot=snapshot,
-        preview=preview,
-        checkpoint=checkpoint,
-        beside=beside,
-    )
-    bench.row(
-        "overhead",
-        f"**{total / rounds:.2%}** of the time ({UPLOAD_STEPS} steps a publication, "
-        f"{CHECKPOINT_STEPS} a checkpoint, metrics of each step)",
-        ratio=total / rounds,
-    )
-
-
-def _busy(
-    bench: Bench, trainer: Trainer, folder: Path, bare: float, *, turns: int
-) -> tuple[dict[str, list[float]], float]:
-    """Seconds that each thing held training; and how much longer the steps beside them took."""
-    checkpointer = Checkpointer(trainer=trainer, folder=folder / "checkpoints", keep=1)
-    held: dict[str, list[float]] = {"snapshot": [], "preview": [], "checkpoint": []}
-    events = (folder / "events.jsonl").open("a")
-    beside, step = 0.0, 10
-    for turn in range(turns):
-        progress = Progress(0, step, step, [1])
-        began = time.perf_counter()
-        handle = trainer.snapshot(
-            folder / f"snapshot-{turn}", progress=progress, block=1, last_loss=1.0
-        )
-        held["snapshot"].append(time.perf_counter() - began)
-        checkpointer.save({}, progress)
-        held["checkpoint"].append(checkpointer.hold_seconds)
-        while not handle.done() and step < 60:
-            batches = bench.batches(trainer, step)
-            began = time.perf_counter()
-            report = bench.step(trainer, batches)
-            json.dump(dataclasses.asdict(report), events)
-            bench.wait()
-            beside += time.perf_counter() - began - bare
-            step += 1
-        handle.join()
-        if handle.error is not None:
-            raise handle.error
-        held["preview"].append(bench.seconds(partial(trainer.check_gradient, handle)))
-        checkpointer.wait()
-        if checkpointer.last_error is not None:
-            raise RuntimeError(checkpointer.last_error)
-    events.close()
-    return held, max(0.0, beside) / turns
 
 
 # --- (f) ----------------------------------------------------------------------------------------

@@ -1,16 +1,19 @@
-"""The part of bench/gpu.py that takes several GPUs: FSDP over all that are visible, against one.
+"""The parts of bench/gpu.py that take all GPUs: their speed against one's, and publications.
 
-Each rank is a process, as a miner's is. A GPU has as many micro-batches of the same size whether it
-is one or one of eight, so what is lost is what the links cost. On a CPU two ranks train a toy over
-gloo.
+Each rank is a process, as a miner's is. For the first part a GPU has as many micro-batches of the
+same size whether it is one or one of eight, so what is lost is what the links cost. On a CPU two
+ranks train a toy over gloo.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -21,12 +24,19 @@ import torch
 import torch.distributed as dist
 
 from bench.gpu_parts import Bench, micro_batch_of
+from distributed_training.common.memory import host_bytes
+from distributed_training.protocol.keys import Parts
+from distributed_training.protocol.types import Progress
+from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import Layout
+from distributed_training.training.trainer import Trainer
 
 _ON_CPU = 2  # ranks
 _MICRO_BATCHES = 4  # of a step, on each GPU
 _GATHERED = 2**28  # bytes that each rank gives to a gather that is timed
 _STUCK = timedelta(minutes=2)
+UPLOAD_STEPS = 60  # between two uploads over hivemind
+CHECKPOINT_STEPS, CHECKPOINT_SECONDS = 25, 600.0  # between two checkpoints, at least
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,7 @@ class Job:
     length: int
     quick: bool
     cuda: bool
+    until: float | None = None
 
 
 def several(bench: Bench) -> None:
@@ -91,8 +102,9 @@ def measure(bench: Bench, model: str, ranks: int, micro_batch: int) -> dict[str,
         return result
 
 
-def run_rank(rank: int, job: Job) -> None:
-    """One of ``job.ranks`` processes."""
+@contextlib.contextmanager
+def rank_bench(rank: int, job: Job) -> Iterator[Bench]:
+    """Join the other ranks of ``job``; yield what this one measures with."""
     device = torch.device("cuda", rank) if job.cuda else torch.device("cpu")
     if job.cuda:
         torch.cuda.set_device(device)
@@ -105,21 +117,33 @@ def run_rank(rank: int, job: Job) -> None:
         world_size=job.ranks,
         timeout=_STUCK,
     )
-    bench = Bench(job.folder / f"rank{rank}.json", device, quick=job.quick, length=job.length)
-    bench.layout = Layout(rank, job.ranks)
-    trainer = bench.trainer(
-        job.model,
-        local_batch_size_train=job.micro_batch,
-        local_batch_size_train_effective=_MICRO_BATCHES * job.micro_batch * job.ranks,
+    bench = Bench(
+        job.folder / f"rank{rank}.json",
+        device,
+        quick=job.quick,
+        length=job.length,
+        until=job.until,
     )
-    bench.steps(trainer, 0, 2)
-    bench.report_steps("steps", trainer, bench.steps(trainer, 2, 6))
-    found = bench.rows[-1] | {"gather": _gather(bench, job)}
-    if rank == 0:
-        names = ("tokens_per_second", "mfu", "memory_gb", "seconds", "gather")
-        (job.folder / "result.json").write_text(json.dumps({n: found[n] for n in names}))
+    bench.layout = Layout(rank, job.ranks)
+    yield bench
     dist.barrier()
     dist.destroy_process_group()
+
+
+def run_rank(rank: int, job: Job) -> None:
+    """One of ``job.ranks`` processes."""
+    with rank_bench(rank, job) as bench:
+        trainer = bench.trainer(
+            job.model,
+            local_batch_size_train=job.micro_batch,
+            local_batch_size_train_effective=_MICRO_BATCHES * job.micro_batch * job.ranks,
+        )
+        bench.steps(trainer, 0, 2)
+        bench.report_steps("steps", trainer, bench.steps(trainer, 2, 6))
+        found = bench.rows[-1] | {"gather": _gather(bench, job)}
+        if rank == 0:
+            names = ("tokens_per_second", "mfu", "memory_gb", "seconds", "gather")
+            (job.folder / "result.json").write_text(json.dumps({n: found[n] for n in names}))
 
 
 def _gather(bench: Bench, job: Job) -> float:
@@ -130,3 +154,116 @@ def _gather(bench: Bench, job: Job) -> float:
     work = partial(dist.all_gather_into_tensor, whole, mine)
     work()
     return min(1e9, 2 * count * (job.ranks - 1) / 1e9 / bench.seconds(work))
+
+
+# --- publications -------------------------------------------------------------------------------
+
+
+def overhead(bench: Bench) -> None:
+    """Inner steps with the uploads and checkpoints of a miner on all GPUs, against bare ones."""
+    ranks = torch.cuda.device_count() if bench.cuda else _ON_CPU
+    with tempfile.TemporaryDirectory() as folder:
+        disk = shutil.disk_usage(folder).free
+        # Its snapshot and checkpoint are 40 GB, and lie in host memory meanwhile.
+        room = bench.total > 50e9 and disk > 50e9 and (host_bytes() or 0) > 90e9
+        model = "1b" if room else "125m"
+        micro_batch = 2 if bench.quick else 16
+        how = (model, micro_batch, bench.length, bench.quick, bench.cuda, bench.until)
+        job = Job(Path(folder), ranks, *how)
+        torch.multiprocessing.spawn(run_publications, args=(job,), nprocs=ranks)
+        for row in json.loads((job.folder / "rank0.json").read_text())["rows"]:
+            bench.row(f"{row.pop('name')}, {model.upper()} on {ranks}", row.pop("text"), **row)
+
+
+def run_publications(rank: int, job: Job) -> None:
+    """One of ``job.ranks`` processes; rank 0's rows are the part's."""
+    with rank_bench(rank, job) as bench:
+        # Of 512 sequences a step of a 1B on one GPU would take too long.
+        sequences = 512 if job.model == "125m" or job.ranks >= 4 else 128
+        sequences = 4 * job.ranks if job.quick else sequences
+        trainer = bench.trainer(
+            job.model,
+            local_batch_size_train=job.micro_batch,
+            local_batch_size_train_effective=sequences,
+        )
+        trainer.begin_epoch(0)
+        wanted = trainer.preview_micro_batches * job.micro_batch
+        length = trainer.settings.sequence_length
+        trainer.hold_back(torch.zeros((wanted, length), dtype=torch.int64))
+        bench.steps(trainer, 0, 2)
+        bare = bench.report_steps(f"bare step of {sequences}", trainer, bench.steps(trainer, 2, 6))
+        # Of all ranks alike: they take the same steps beside what they write.
+        bare = max(trainer.stream.all_gather(bare))
+        step = bare * 512 / sequences
+        checkpoint = _checkpoint(bench, trainer, job.folder / "checkpoints", bare)
+        between = max(CHECKPOINT_STEPS * step, CHECKPOINT_SECONDS)
+        longest = 0.0
+        kinds: tuple[Parts, ...] = ("scored", "all")
+        for parts in kinds:
+            # One clock: a rank that stopped by itself would leave the others in a step.
+            left = trainer.stream.from_rank_0(bench.left())
+            if left < 1.2 * longest:
+                bench.row("no time for", f"uploads of {parts}")
+                break
+            began = time.monotonic()
+            # The first preview of a start compiles, and looks for scales from afar: not counted.
+            for turn in ("first", "next"):
+                held = _publish(bench, trainer, job.folder / f"{parts}-{turn}", bare, parts)
+            longest = time.monotonic() - began
+            each = sum(held.values()) + UPLOAD_STEPS * step / between * sum(checkpoint.values())
+            share = each / (UPLOAD_STEPS * step)
+            causes = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in held.items())
+            of_checkpoint = ", ".join(f"{name} {s:.3f} s" for name, s in checkpoint.items())
+            bench.row(
+                f"upload of {'what is scored' if parts == 'scored' else 'the whole model'}",
+                f"**{share:.2%}** of the time; training loses {causes}; with a checkpoint each "
+                f"{between:.0f} s: {of_checkpoint}",
+                ratio=share,
+                **held,
+            )
+
+
+def _publish(
+    bench: Bench, trainer: Trainer, folder: Path, bare: float, parts: Parts
+) -> dict[str, float]:
+    """Return the seconds that an upload takes from training, by what takes them."""
+    progress, began = Progress(0, 1, 1, [1]), time.perf_counter()
+    handle = trainer.snapshot(folder, progress=progress, block=1, last_loss=1.0, parts=parts)
+    held = time.perf_counter() - began
+    during = _steps_during(bench, trainer, handle.done, bare)
+    handle.join()
+    trainer.stream.raise_if_any(None if handle.error is None else str(handle.error), RuntimeError)
+    preview = bench.seconds(partial(trainer.check_gradient, handle))
+    if trainer.rank == 0:
+        shutil.rmtree(folder)
+    return _slowest(trainer, {"snapshot": held, "preview": preview, "writing": during})
+
+
+def _checkpoint(bench: Bench, trainer: Trainer, folder: Path, bare: float) -> dict[str, float]:
+    checkpointer = Checkpointer(trainer=trainer, folder=folder, keep=1)
+    checkpointer.save({}, Progress(0, 1, 1, [1]))
+    # Rank 0 waits for the files of all.
+    done = lambda: trainer.rank != 0 or checkpointer.saved() is not None
+    during = _steps_during(bench, trainer, done, bare)
+    checkpointer.wait()
+    if checkpointer.last_error is not None:
+        raise RuntimeError(checkpointer.last_error)
+    return _slowest(trainer, {"held": checkpointer.hold_seconds, "writing": during})
+
+
+def _steps_during(
+    bench: Bench, trainer: Trainer, done: Callable[[], bool | None], bare: float
+) -> float:
+    """Take inner steps until all ranks are ``done``; return how much longer they took in all."""
+    longer = 0.0
+    for step in range(10, 60):
+        batches = bench.batches(trainer, step)
+        longer += bench.seconds(partial(bench.step, trainer, batches)) - bare
+        if not trainer.stream.sum([not done()])[0]:
+            break
+    return max(0.0, longer)
+
+
+def _slowest(trainer: Trainer, mine: dict[str, float]) -> dict[str, float]:
+    every = trainer.stream.all_gather(mine)
+    return {name: max(each[name] for each in every) for name in mine}
