@@ -1,4 +1,4 @@
-"""Show whether the miners of this machine run and earn, and what to do where one does not.
+"""Show whether the miners of this machine run and earn, and how to help one that does not.
 
     dt-status                        the miner of the settings here, and others below this folder
     dt-status FOLDER...              those of these run folders, a row each if there are several
@@ -6,7 +6,7 @@
     dt-status --json                 one object a miner and line, for programs
     dt-status --csv                  its past by the hour, as far as events.jsonl goes back
 
-Only files of the run folder are read, so it needs no port, works over ssh and beside any load, and
+Only files of the run folder are read, so it needs no port, works over ssh and under any load, and
 also while no miner runs. Exit status, of several miners the first that holds for one:
 
     2    an argument or a folder cannot be used
@@ -132,7 +132,7 @@ def find_own() -> list[Path]:
 
 
 def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
-    """Return what is known of a miner; the keys are those of ``--json``.
+    """Return the facts about a miner; the keys are the keys of ``--json``.
 
     Times are Unix seconds, sizes bytes; None: not known, or there is none.
     """
@@ -220,7 +220,7 @@ def line_of(row: dict[str, Any]) -> str:
 
 
 def text_of(row: dict[str, Any]) -> str:
-    """Return the state of one miner, a line for each thing that is known."""
+    """Return the state of one miner, one known fact a line."""
     now, uid = row["time"], "" if row["uid"] is None else f" (uid {row['uid']})"
     lines = [f"{row['name']}{uid}: {row['verdict'].upper()}", f"  {row['cause']}"]
     runs = _trains(row)
@@ -358,7 +358,7 @@ class _Hour:
     tokens: int = 0
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Take one in; fields of another type, as a damaged line may have them, change nothing."""
+        """Add one event; fields of another type, from a damaged line, change nothing."""
         kind = event.get("kind")
         self.uploads += kind == "publication" and event.get("ok") is True
         self.rounds += kind == "round" and event.get("ok") is True

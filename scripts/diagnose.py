@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""The doctor by another name: ``python -m distributed_training doctor``, see ``--help``."""
+"""Run the doctor by another name: ``python -m distributed_training doctor``, see ``--help``."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ Lock = dict[str, str]
 
 
 def resolve(*words: str, given: str | None = None) -> Lock:
-    """Return what uv resolves from the words, or from requirements that are ``given``."""
+    """Return the versions that uv resolves from the words, or from ``given`` requirements."""
     command = ["uv", "pip", "compile", "--quiet", "--universal", "--python-version", "3.11"]
     command += ["--generate-hashes", "--no-header", "--no-annotate", "--no-config"]
     command += ["--constraint", str(CONSTRAINTS), "--default-index", _INDEX]
@@ -84,7 +84,7 @@ def write_cpu_torch(wanted: str) -> None:
         if path.exists() and f"=={wanted}+cpu" in path.read_text():
             print(f"{path.relative_to(ROOT)}: left as it is ({error})")
             return
-        # An old list must not stay beside a new torch: it would install another version.
+        # An old list must not stay next to a new torch: it would install another version.
         page = ""
     file = rf"torch-{re.escape(wanted)}(?:\+|%2B)cpu-cp3\d+-cp3\d+-manylinux[^\"#]*"
     hashes = sorted(set(re.findall(rf"{file}#sha256=([0-9a-f]{{64}})", page)))

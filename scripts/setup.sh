@@ -16,7 +16,7 @@ sets=(production)
 for word in "$@"; do
     case $word in
     local) sets+=(local) ;;
-    dev) sets+=(test dev) ;; # beside local, which holds some of what it needs
+    dev) sets+=(test dev) ;; # with local, which has some of its packages
     *)
         echo "error: there is no set $word, so nothing was installed: local, local dev or none" >&2
         exit 2
@@ -96,7 +96,7 @@ install_production() {
     esac
     # setuptools would warn of folders in the working directory.
     PYTHONWARNINGS=ignore "${pip[@]}" install --no-deps --no-build-isolation --no-index -e .
-    # Where an index has no build for a CPU alone, the one with CUDA is three times as large.
+    # Where an index has no build for the CPU, the build with CUDA is three times as large.
     echo "setup: torch $(.venv/bin/python -c 'from importlib.metadata import version; print(version("torch"))')," \
         ".venv takes $(du -sh .venv | cut -f1)"
 }

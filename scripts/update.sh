@@ -32,7 +32,7 @@ ask_pm2() { # for program, folder, status, restarts and environment of the app. 
     mapfile -d '' -t found < <("$pm2" jlist 9<&- | grep '^\[[]{]' | node -e '
         for (const { name, pm2_env: app } of JSON.parse(require("fs").readFileSync(0, "utf8")))
             if (name === process.argv[1]) process.stdout.write([app.pm_exec_path, app.pm_cwd,
-                // After these pm2 starts nothing again, but goes on to show "waiting restart".
+                // After these pm2 starts nothing again, but still shows "waiting restart".
                 (app.stop_exit_codes || []).includes(app.exit_code) ? "ended" : app.status, app.restart_time,
                 ...Object.entries(app.env).map((pair) => pair.join("="))].join("\0"))' "$app" 2>/dev/null)
     [ ${#found[@]} -gt 0 ]

@@ -1,4 +1,4 @@
-"""Write what a helper needs to know of a miner into one archive, without the operator's secrets.
+"""Write the facts that a helper needs about a miner into one archive, without secrets.
 
 Every text goes through :class:`Masked`. It takes out what this machine knows to be a secret: the
 settings', those of ``.env``, of the environment and of the hotkey's file, as programs write them.
@@ -90,7 +90,7 @@ _PATTERNS = (
 
 
 class Masked:
-    """Take ``secrets`` out of texts, and what looks like one."""
+    """Mask ``secrets`` in texts, and words that look like one."""
 
     def __init__(self, secrets: Iterable[str]) -> None:
         forms = {form for secret in secrets for form in _forms(secret)}
@@ -125,7 +125,7 @@ def _forms(secret: str) -> Iterator[str]:
 
 
 def find_secrets(config: Config, dotenv: Path, environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield what this machine knows to be a secret of this miner."""
+    """Yield the secrets of this miner that this machine knows."""
     for value in config.values.values():
         if isinstance(value, SecretStr):
             text = value.get_secret_value()
@@ -232,9 +232,9 @@ def write_bundle(
     dotenv: Path = Path(".env"),
     environ: Mapping[str, str] = os.environ,
 ) -> list[str]:
-    """Write the archive ``path``, for its owner alone; return a line for each member.
+    """Write the archive ``path``, readable only by its owner; return a line for each member.
 
-    ``log``: the miner's, of which the end goes in. Raises ConfigError.
+    ``log``: the miner's log, whose end goes into the archive. Raises ConfigError.
     """
     mask = Masked(find_secrets(config, dotenv, environ))
     lines, packed = [], io.BytesIO()

@@ -42,14 +42,14 @@ _SILENT = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, KeyError, Ove
 
 
 class ClockUnknown(RuntimeError):
-    """The store does not tell its time; the text gives the reason."""
+    """The store gives no time; the text has the reason."""
 
 
 @dataclass(frozen=True)
 class Offset:
     """The seconds by which this machine's clock is ahead of ``against``, give or take ``error``.
 
-    A clock that is told in whole seconds is taken to be in the middle of one.
+    A clock that is given in whole seconds is assumed to be in the middle of a second.
     """
 
     seconds: float
@@ -90,7 +90,7 @@ def chain_offset(chain: Chain) -> Offset | None:
 
 
 def measure_offset(config: Config, chain: Chain) -> Offset | None:
-    """Return the offset from the store's clock, or else from the chain's; None: neither tells."""
+    """Return the offset from the store's clock, or else the chain's; None if neither has one."""
     try:
         return store_offset(config)
     except ClockUnknown:
@@ -115,7 +115,7 @@ class ClockWatch:
         self._thread.start()
 
     def offset(self) -> Offset | None:
-        """Return the newest offset, with what the clock was set by since; None: not measured."""
+        """Return the newest offset, corrected for later changes of the clock; None before that."""
         if (newest := self._newest) is None:
             return None
         found, ahead = newest

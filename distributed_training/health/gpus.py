@@ -1,4 +1,4 @@
-"""GPUs: as the driver sees them, as torch does, and what a start tells about them.
+"""Read the GPUs from the driver and from torch, and report them at a start.
 
 The driver is asked without torch, by NVML; a figure is None where it cannot be had. A driver may
 hang, and then no call of it returns. So each question has a thread and a time limit, and while one
@@ -226,7 +226,7 @@ def driver_version() -> str | None:
 
 @within(START_PATIENCE, 0)
 def gpus_hidden_by_mig() -> int:
-    """Count what ``CUDA_VISIBLE_DEVICES`` names and CUDA hides, since one of them is of MIG."""
+    """Count the GPUs in ``CUDA_VISIBLE_DEVICES`` that CUDA hides because one is of MIG."""
     with _session() as nvml:
         return 0 if nvml is None else len(_named_handles(nvml)) - len(_visible_handles(nvml))
 
@@ -359,7 +359,7 @@ class CudaState:
 
 def cuda_state(device: int) -> CudaState:
     """Return the state of ``device`` now; call it after the model was placed. Imports torch."""
-    # Here: the launcher asks NVML alone, and is not to load torch for that.
+    # Here: the launcher asks only NVML, and must not load torch for that.
     import torch
 
     if not torch.cuda.is_available():
@@ -391,7 +391,7 @@ def gpu_report_lines(
     world_size: int,
     expect_gpu: bool = True,
 ) -> list[str]:
-    """Return the block printed at start, one log line each; a ❌ at its begin marks a warning.
+    """Return the block printed at start, one log line each; a ❌ at its start marks a warning.
 
     ``model_device``: of the parameters, e.g. ``cuda:0``. ``micro_batch`` and ``effective`` count
     sequences; ``effective`` is over all ranks. ``expect_gpu``: False where the CPU was asked for

@@ -1,7 +1,7 @@
-"""The checks of this machine: the doctor makes all of them, a miner's start those marked so.
+"""Check this machine: the doctor runs all checks, a miner's start those with ``at_start``.
 
-Nothing here needs a network, but for the way to a miner's other machines; torch is imported for its
-own check alone. What a model takes is known by ``common.memory``, the one model of it.
+Nothing here needs a network, except the check of a miner's other machines. Only the check of torch
+imports torch. The memory that a model needs comes from ``common.memory``.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ _TOO_MUCH = 1.15  # of what is there; the estimate is not exact enough to refuse
 
 @dataclass
 class Examination:
-    """A miner as its configuration would start it here, and what was found so far.
+    """A miner as its configuration would start it here, and the findings up to now.
 
     ``model``: a ``config.json``, and where it comes from; without it disk is asked for the minimum.
     ``offline``: nothing is asked of the network. ``running``: a miner of this run folder runs, so
-    nothing is trained beside it. It listens at ``own_ports``, and its last inner steps took
+    the doctor trains nothing. It listens at ``own_ports``, and its last inner steps took
     ``step``; None: it has made none since its start. The check of the model sets ``shape``, that of
     the chain ``uid`` and ``by_chain``.
     """
@@ -103,9 +103,9 @@ Finder = TypeVar("Finder", bound=Callable[[Examination], Check | Iterable[Check]
 class Entry(NamedTuple):
     """A check of a list. It may have several findings, as of several GPUs.
 
-    ``at_start``: a miner's start makes it too. ``note``: shown before what takes long.
+    ``at_start``: a miner's start makes it too. ``note``: shown before a check that takes long.
     ``exchange``: of the networks that it is for; empty: all. ``alone``: it mostly waits, and needs
-    no other's findings, so it is made beside them.
+    no other's findings, so it runs at the same time as they do.
     """
 
     find: Callable[[Examination], Check | Iterable[Check]]
@@ -157,7 +157,7 @@ def start_checks(config: Config, *, ranks: int) -> list[Check]:
 
 @listed(CHECKS)
 def check_configuration(examination: Examination) -> list[Check]:
-    """Check what the settings themselves can refuse."""
+    """Check the settings, without a look at the machine."""
     config, found = examination.config, []
     wrong = problems(config)
     try:
@@ -330,7 +330,7 @@ def arrange(
 
 @listed(CHECKS)
 def check_memory(examination: Examination) -> Iterator[Check]:
-    """Check device and host memory against what this model takes with these flags."""
+    """Check that this model fits device and host memory with these flags."""
     shape, training = examination.shape, examination.config.training
     if shape is None:
         return
@@ -581,7 +581,7 @@ def check_shared_memory(examination: Examination) -> Check:
     if gpu_bytes(examination.config) is None or examination.ranks < 2:
         return Check("shared memory", "skip", "only ranks on several GPUs use /dev/shm")
     try:
-        # Docker gives a container 64 MB of it unless it is told otherwise.
+        # Docker gives a container 64 MB of it by default.
         free = free_bytes(Path("/dev/shm"))
     except OSError as error:
         return Check("shared memory", "skip", f"there is no /dev/shm ({error.strerror})")
@@ -596,7 +596,7 @@ def check_shared_memory(examination: Examination) -> Check:
 
 @listed(CHECKS)
 def check_webhook(examination: Examination) -> list[Check]:
-    """Report which service is told what happens to this miner; nothing where none is."""
+    """Report which service gets this miner's messages; nothing if there is none."""
     if (url := examination.config.telemetry.notify_url) is None:
         return []
     service = webhook.service_of(url.get_secret_value())

@@ -53,7 +53,7 @@ from distributed_training.store.transfer import Retry
 from distributed_training.telemetry.metrics import read_metrics
 
 _CHAIN_TIMEOUT = timedelta(seconds=30)  # for a first answer
-_CHAIN_TIMEOUT_BESIDE = timedelta(seconds=7)  # the same beside a running miner
+_CHAIN_TIMEOUT_BESIDE = timedelta(seconds=7)  # the same while the miner runs
 _TIMEOUT = timedelta(seconds=5)  # of one request or connection
 _ADDRESS_TIMEOUT = timedelta(seconds=2)  # of each service that is asked
 _STORE_TIMEOUT = timedelta(seconds=10)  # of its first answer
@@ -77,7 +77,7 @@ def _failure(name: str, error: Exception, remedy: str) -> Check:
 
 @listed(CHECKS)
 def check_proxies(examination: Examination) -> list[Check]:
-    """Report what the proxy variables are used for; nothing where none is set."""
+    """Report the use of the proxy variables; nothing where none is set."""
     given = [name for name in VARIABLES if variable(name)]
     if not given:
         return []
@@ -129,7 +129,7 @@ def check_chain(examination: Examination) -> list[Check]:
     except ConfigError as error:
         cause, _, remedy = str(error).rpartition(": ")
         refused = Check("hotkey", "fail", cause or str(error), remedy or "--wallet.name, .path")
-    # A start waits for a chain that is away; a person at a terminal is told.
+    # A start waits for a chain that is away; a person at a terminal gets an answer.
     longest = _CHAIN_TIMEOUT_BESIDE if examination.running else _CHAIN_TIMEOUT
     quick = min(config.chain.start_timeout, longest)
     settings = dataclasses.replace(config.chain, start_timeout=quick)
@@ -245,7 +245,7 @@ def check_address(examination: Examination) -> Check:
     calls = config.chain.external_port or config.chain.axon_port
     swarm = config.swarm.dht_external_port or config.swarm.dht_port
     at = f"[{ip}]" if ":" in ip else ip
-    finding = f"others are told {at}, port {calls} for calls and {swarm} for the swarm; from a "
+    finding = f"others get {at}, port {calls} for calls and {swarm} for the swarm; from a "
     finding += f"second machine: python -m distributed_training doctor --probe {at}:{calls},{swarm}"
     return Check("address", "ok", finding)
 
@@ -326,7 +326,7 @@ def check_access(examination: Examination) -> list[Check]:
 
 
 def check_versions(config: Config, bucket: str) -> list[Check]:
-    """Warn of a bucket that keeps what is replaced or deleted; nothing where it does not say so."""
+    """Warn of a bucket that keeps replaced or deleted objects; nothing if it does not say so."""
     with closing(open_own(config.store, bucket)) as writer:
         if not isinstance(writer, S3ObjectStore):
             return []

@@ -1,4 +1,4 @@
-"""This node on the subnet: its wallet, its uid, what it writes there, and whether it belongs there.
+"""This node on the subnet: its wallet, its uid, its entries, and whether the network is its own.
 
 It writes two things: the *commitment*, the read credentials of its bucket, through which others
 find its uploads; and the *endpoint* it is called at. Chains are slow and refuse now and then, and a
@@ -56,7 +56,7 @@ class Member:
     wallet: Wallet
     chain: Chain
     uid: int
-    # Of the threads that write to the chain: one at a time, and the last endpoint alone.
+    # Of the threads that write to the chain: one at a time, and only the last endpoint.
     writing: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
     announced: list[tuple[str, int]] = field(default_factory=list, repr=False, compare=False)
 
@@ -72,7 +72,7 @@ def chain_name(settings: ChainSettings) -> str:
 
 
 def keep_state(chain: Chain, settings: ChainSettings, folder: Path) -> None:
-    """Write what the chain shows into the run folder, for a start in an outage."""
+    """Write the chain's state into the run folder, for a start in an outage."""
     state = chain.state(chain_name(settings))
     if state is not None:
         state.save(folder / STATE_FILE)
@@ -130,7 +130,7 @@ def join_subnet(
     for the uid of a hotkey that is not registered; it may wait, or raise what it is given.
     ``folder``: a run folder, whose kept state of the chain serves while no endpoint answers.
     """
-    # Before any network: a wrong name or a locked file is told at once.
+    # Before any network: a wrong name or a locked file is reported at once.
     wallet = load_wallet(config.chain)
     kept = None
     if folder is not None:
@@ -345,7 +345,7 @@ def follow_registration(
         closed=watcher.closed,
         public_ip=public_ip,
         line="No round was called here, and the public address of this machine is %s now, no "
-        "longer %s: chain and swarm are told; if that is not where others reach it, give "
+        "longer %s: chain and swarm get it; if that is not where others reach it, give "
         "--axon.external_ip",
         moved=changed_address,
     )
@@ -360,9 +360,9 @@ def follow_address(
     line: str,
     moved: Callable[[str], None],
 ) -> None:
-    """Compare ``public_ip`` with the ``known`` address each five minutes, in a thread of its own.
+    """Compare ``public_ip`` with the ``known`` address every five minutes, in a thread.
 
-    ``closed`` waits so long, and returns whether it was the last time. A change is logged as
+    ``closed`` waits for this time, and returns whether it was the last wait. A change is logged as
     ``line``, which has room for both addresses, and handed to ``moved``.
     """
 
@@ -421,7 +421,7 @@ def require_network(config: Config, chain: Chain) -> None:
     """Return once a read of the chain shows the master hotkey.
 
     Raises WrongNetwork when reads of two endpoints, where two are known, do not show it, and
-    NetworkFailure when so many cannot be had: an outage is no other network.
+    NetworkFailure when these reads fail: an outage is no other network.
     """
     settings, master = config.chain, config.miner.master_ss58_address
     # Two reads, each of which may hang for the whole timeout of a call.
@@ -440,7 +440,7 @@ def require_network(config: Config, chain: Chain) -> None:
             if chain.neurons() and minutes_behind(chain) is None:
                 seen += 1
                 answered.add(chain.answered_by())
-            # Where one endpoint alone is known, two reads of it have to do.
+            # With only one known endpoint, two reads of it have to do.
             if seen >= 2 and len(answered) >= min(2, chain.endpoints()):
                 name = "the public network"
                 if config.network is not None:

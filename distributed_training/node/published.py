@@ -104,7 +104,7 @@ def list_files(source: Path, target: Path, *, names: set[str] | None = None) -> 
 
 
 def fetch_published(config: Config, open_bucket: Callable[[], BucketReader]) -> None:
-    """Make whole what the run folder has of the network's files.
+    """Fetch the network's files that the run folder lacks or has damaged.
 
     All of it is read and compared with its digest at each start. ``open_bucket``: the global one,
     where something is missing. Raises NetworkFailure.
@@ -135,7 +135,7 @@ def require_published(config: Config) -> None:
 
 
 def _fetch(open_bucket: Callable[[], BucketReader], folder: Path, what: str) -> None:
-    """Fetch what one folder lacks. Raises StoreError, ChainError, OSError."""
+    """Fetch the files that one folder lacks. Raises StoreError, ChainError, OSError."""
     files = _read_list(open_bucket, folder)
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
@@ -167,7 +167,7 @@ def _fetch(open_bucket: Callable[[], BucketReader], folder: Path, what: str) -> 
 
 
 def _read_list(open_bucket: Callable[[], BucketReader], folder: Path) -> dict[str, Listed]:
-    """Return the files of the list that ``folder`` is named by.
+    """Return the files of the list that gives ``folder`` its name.
 
     Raises StoreError, ChainError, OSError.
     """
@@ -189,9 +189,9 @@ def _read_list(open_bucket: Callable[[], BucketReader], folder: Path) -> dict[st
 
 
 def publish(config: Config, store: ObjectStore, journal: Path) -> None:
-    """Upload what the global bucket lacks of the network's files, each list after its files.
+    """Upload the network's files that the global bucket lacks, each list after its files.
 
-    ``journal``: file by which an upload goes on after a restart. Call it after
+    ``journal``: file with which an upload continues after a restart. Call it after
     :func:`fetch_published`. Raises StoreError, OSError.
     """
     there = {each.key: each.size for each in Retry(each=_SMALL)(store.list_objects, _key(""))}

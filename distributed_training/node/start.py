@@ -75,7 +75,7 @@ class WrongData(ConfigError):
 
 
 class Deregistered(NotRegistered):
-    """The hotkey was registered on an earlier run; it was waited for in vain. Exit status 3."""
+    """The hotkey lost its uid and was not registered again in time. Exit status 3."""
 
 
 def exit_status_of(error: Exception) -> ExitStatus:
@@ -93,7 +93,7 @@ _NO_MINERS_FILES = {"launcher.prom", "launcher.json", "notify.json", "events.jso
 
 
 def make_run_folder(config: Config, *, fstab: Path = FSTAB) -> Path:
-    """Return the folder of everything this node must not lose, absolute.
+    """Return the absolute path of the run folder, which has all that a node must not lose.
 
     Make it and the others that flags name.
 
@@ -177,7 +177,7 @@ def write_settings(config: Config, folder: Path) -> None:
 
 
 def log_settings(config: Config) -> None:
-    """Log the settings that were given, and what is wrong with them as warnings."""
+    """Log the settings that were given, and their faults as warnings."""
     for line in describe(config):
         text = line.removeprefix(WARNING)
         log.log(logging.INFO if text == line else logging.WARNING, "%s", text)
@@ -269,7 +269,7 @@ SAME_REQUEST_SECONDS = 1.0
 
 
 class Stopped(BaseException):
-    """The node stops; what was under way is given up.
+    """The node stops, and its current work is given up.
 
     Like KeyboardInterrupt no Exception: a signal raises it anywhere in a start, and libraries
     (logging is one) swallow every Exception.

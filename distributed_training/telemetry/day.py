@@ -32,7 +32,7 @@ class Day:
     before: float | None = None
 
     def apply(self, event: Mapping[str, Any]) -> None:
-        """Take an event of this day in. Raises TypeError, ValueError for a damaged one."""
+        """Apply an event of this day. Raises TypeError, ValueError for a damaged one."""
         kind = event.get("kind")
         if kind == "step":
             self.steps += 1
@@ -77,7 +77,7 @@ def find_first_event(folder: Path) -> float | None:
 
 
 def sum_up(folder: Path, begin: float, end: float) -> Day:
-    """Return what happened between two Unix times."""
+    """Return the figures of the span between two Unix times."""
     day = Day()
     with contextlib.suppress(OSError), contextlib.closing(_events(folder)) as follower:
         fill(day, follower.history(at_most=_HISTORY_BYTES), begin, end)
@@ -85,7 +85,7 @@ def sum_up(folder: Path, begin: float, end: float) -> Day:
 
 
 def fill(day: Day, events: Iterable[Mapping[str, Any]], begin: float, end: float) -> None:
-    """Take those events in that are of the span, and the incentive of before it."""
+    """Apply the events of the span, and the incentive from before it."""
     for event in events:
         at = finite(event.get("time"))
         if at is None or at >= end:

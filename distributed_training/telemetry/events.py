@@ -35,7 +35,7 @@ _REMEMBERED_LINES = 1000
 
 
 class EventLog:
-    """A file that events are appended to.
+    """The file to which events are appended.
 
     Any thread may write; one process owns the file.
 
@@ -98,7 +98,7 @@ class EventLog:
             self._failing = failed is not None
         if failed is not None and not was_failing:
             log.warning(
-                "%s cannot be written (%s): events are lost until that is fixed; training goes on",
+                "%s cannot be written (%s): events are lost until it can; training continues",
                 self.path,
                 failed.strerror,
             )

@@ -95,8 +95,8 @@ def level_name(record: logging.LogRecord) -> str:
 def moved(path: str | Path, file: int) -> bool:
     """Return whether ``path`` is another file by now than the open one, or none.
 
-    logrotate moves a file away that is being written, and so does a person with ``rm``. Whoever
-    goes on writing fills a disk with what nobody finds. Raises OSError.
+    logrotate moves a file away that is being written, and ``rm`` removes it. A process that
+    continues to write would fill the disk with a file that nobody finds. Raises OSError.
     """
     try:
         return not os.path.samestat(os.stat(path), os.fstat(file))

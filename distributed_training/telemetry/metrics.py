@@ -3,7 +3,7 @@
 A *counter* only grows: rates are made of it. A *gauge* is the latest measurement; one that could
 not be measured is absent rather than 0: a graph shows a gap, an alert on ``absent()`` works.
 Graphs, alerts and the page rely on the catalogue's names (``dt_`` stands before each of them).
-Moments are Unix timestamps, so that an age goes on growing when the miner stands still. The text
+Moments are Unix timestamps, so that an age continues to grow when the miner stands still. The text
 format is the Prometheus client's. A plug-in adds a metric with :func:`register_metric`.
 """
 

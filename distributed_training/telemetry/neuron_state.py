@@ -32,7 +32,7 @@ _ROWS = 50  # of a table on the page
 _POINTS = 1500  # of a line on the page
 _SILENT_SECONDS = 6.0  # without a sign of life, where the process cannot be seen
 _DAY, _HOUR = 86400.0, 3600.0
-_FEW_DAYS = 4  # so many are counted by the hour
+_FEW_DAYS = 4  # up to this number, counts are by the hour
 _SHORTEST = 60.0  # seconds of steps from which a day's tokens are estimated
 _CLOCK_STEP = 60.0  # by which the clock may have been set since a process began
 
@@ -115,20 +115,20 @@ class NeuronState:
     # --- events in --------------------------------------------------------------------------------
 
     def catch_up(self, *, at_most: int = _HISTORY_BYTES) -> NeuronState:
-        """Take in the last bytes of the files, ``at_most``. Returns this object."""
+        """Apply the events in the last ``at_most`` bytes of the files; return this object."""
         for event in self._follower.history(at_most=at_most):
             self.apply(event)
         return self
 
     def poll(self) -> list[dict[str, Any]]:
-        """Take in the events that are new, and return them as :meth:`apply` does."""
+        """Apply the new events, and return them as :meth:`apply` does."""
         return [self.apply(event) for event in self._follower.poll()]
 
     def close(self) -> None:
         self._follower.close()
 
     def apply(self, event: Mapping[str, Any]) -> dict[str, Any]:
-        """Take one event in.
+        """Apply one event.
 
         Returns it with the neuron's name, its number, the state after it, and what follows from it
         here: ``between_seconds`` of a step (rounds, snapshots and loads since the step before),
@@ -223,7 +223,7 @@ class NeuronState:
 
     _on_load = _reach
 
-    # --- what the page is told --------------------------------------------------------------------
+    # --- facts for the page -----------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
         """Return all that a dashboard needs to begin with, as JSON can hold it."""
@@ -268,7 +268,7 @@ class NeuronState:
         return [row for row in rows if None not in row[:2]]
 
     def tokens_a_day(self, now: float) -> float | None:
-        """Return the tokens of the last day; of a younger run, those that its pace would come to.
+        """Return the tokens of the last day; for a younger run, extrapolate from its pace.
 
         Pauses count: rounds, restarts, a miner that stands still.
         """

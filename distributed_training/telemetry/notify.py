@@ -1,12 +1,12 @@
-"""Tell an operator who does not look: messages to a webhook, and a line of the log once a day.
+"""Notify the operator: messages to a webhook, and a line of the log once a day.
 
 The launcher has a :class:`Notifier`, since it lives while nothing trains. A thread of its own looks
 at the run folder every 15 s (:func:`~.run_state.observe`), asks the one judge, and sends. Nothing
 waits for it but the end of a miner that nobody asked for, and that for some seconds.
 
-A *trouble* is told once when it has lasted, and once when it is over. What could not be sent, since
-the link was down, is told when it can be: as one message if it is over by then. ``notify.json`` in
-the run folder has what was told, so that a start repeats nothing.
+A *trouble* is reported once when it has lasted, and once when it is over. A message that the link
+held up is sent later, as one message if the trouble is over by then. ``notify.json`` in the run
+folder has the reported troubles, so that a start repeats nothing.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ NOTIFY_FILE = "notify.json"  # in the run folder
 _LOOK_EVERY = 15.0  # seconds
 _LAST_WORDS = 6.0  # seconds that the end of a miner waits for its message
 _MOST_A_DAY = 10  # messages
-_LOW, _ENOUGH = 0.1, 0.12  # of the disk: told below the one, over above the other
+_LOW, _ENOUGH = 0.1, 0.12  # of the disk: a trouble below the first, over above the second
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=30), timedelta(minutes=10)
 _LONGEST_SILENT_WAIT = timedelta(hours=3)  # after a try that may have come, as each that follows
 
-#: By trouble: how it is called, and how many seconds it lasts before it is told.
+#: By trouble: its title, and how many seconds it lasts before it is reported.
 TROUBLES = {
     "start": ("Cannot start", 60.0),
     "stop": ("Stopped, and nobody asked for it", 60.0),
@@ -53,7 +53,7 @@ TROUBLES = {
     "earning": ("Not earning for an hour", 3600.0),
     "disk": ("The disk is almost full", 0.0),
     "offline": ("Offline", 120.0),
-    "finished": ("Finished", math.inf),  # at its end alone
+    "finished": ("Finished", math.inf),  # reported only at its end
 }
 #: With these it is another trouble, or too early to tell, that it does not earn.
 _NOT_ABOUT_PAY = frozenset(
@@ -66,7 +66,7 @@ _NOT_ABOUT_LINK = _NOT_ABOUT_PAY - {Verdict.STUCK, Verdict.OFFLINE}
 
 @dataclass
 class Trouble:
-    """``told``: the operator knows of it. ``ended``: when it was over; None while it lasts."""
+    """A fault of the miner. ``told``: it was reported. ``ended``: None while it lasts."""
 
     since: float
     text: str
@@ -76,11 +76,11 @@ class Trouble:
 
 @dataclass
 class Book:
-    """The content of ``notify.json``: what was told. Times are Unix seconds.
+    """The content of ``notify.json``: the reported troubles. Times are Unix seconds.
 
     ``sent``: messages of the UTC day number ``day``. ``summed``: number of the miner's last day
-    that was summed up. ``crash``: time of the last crash that was told and is over. ``earned``: it
-    has earned once, so that it is worth a message when it no longer does.
+    that was summed up. ``crash``: time of the last crash that was reported and is over. ``earned``:
+    it has earned once, so that it is worth a message when it no longer does.
     """
 
     troubles: dict[str, Trouble] = field(default_factory=dict)
@@ -102,7 +102,7 @@ def deliver(url: SecretStr, message: Message) -> None:
 
 
 class Notifier:
-    """Tell what happens to the miner of ``folder``, called ``name``.
+    """Report troubles of the miner of ``folder``, called ``name``.
 
     ``url``: without one there is a line a day and no message. ``file``: the launcher's state, which
     is known also where the folder is not.
@@ -147,7 +147,7 @@ class Notifier:
         except Exception:  # a message is never worth the launcher's thread
             if (again := self._failures("look")) is not None:
                 log.warning(
-                    "The webhook was not told of this miner's state%s", again, exc_info=True
+                    "The state of this miner was not sent to the webhook%s", again, exc_info=True
                 )
 
     def _has_last_words(self) -> bool:
@@ -158,7 +158,7 @@ class Notifier:
         return state.state == LauncherState.STOPPED and not state.stopped_by.startswith("signal")
 
     def look(self, now: float) -> None:
-        """Look at the run folder, and send what is due. ``now``: Unix seconds."""
+        """Look at the run folder, and send the messages that are due. ``now``: Unix seconds."""
         # Another launcher of the folder has its own notifier.
         ours = self._folder.is_dir() and not self._file.taken()
         if ours and not self._loaded:
@@ -230,7 +230,7 @@ class Notifier:
         return ""
 
     def _note(self, found: dict[str, str | None], now: float) -> None:
-        """Bring the book to what was found."""
+        """Update the book with the troubles that were found."""
         troubles = self._book.troubles
         self._present = {name for name, text in found.items() if text}
         for name, text in found.items():
@@ -243,7 +243,7 @@ class Notifier:
                 known.text, known.ended = text, None
             elif text == "":
                 known.ended = max(known.ended or now, known.since)
-                # A crash that healed itself is told all the same, once.
+                # A crash that healed itself is reported all the same, once.
                 lasted = name == "stop" or known.ended - known.since >= TROUBLES[name][1]
                 if name == "finished" or not (known.told or lasted):
                     del troubles[name]
@@ -266,7 +266,7 @@ class Notifier:
     # --- telling it -------------------------------------------------------------------------------
 
     def _due(self, now: float) -> Iterator[tuple[str, Message]]:
-        """Yield what the operator does not know yet, by trouble; nothing of a trouble: the day."""
+        """Yield the messages that are due, by trouble; the name of the day's is empty."""
         for name, trouble in sorted(self._book.troubles.items(), key=lambda item: item[1].since):
             head, hold = TROUBLES[name]
             if trouble.ended is not None:
@@ -303,7 +303,7 @@ class Notifier:
                 if (again := self._failures()) is not None:
                     log.warning(
                         "A message was not sent to the webhook (%s): %s; it is tried again, and "
-                        "training goes on%s",
+                        "training continues%s",
                         self._service,
                         error,
                         again,
@@ -322,7 +322,7 @@ class Notifier:
     # --- the file ---------------------------------------------------------------------------------
 
     def _load(self, now: float) -> None:
-        lost = "what was told to the webhook may be told again"
+        lost = "messages may be sent to the webhook a second time"
         kept = read_state(self._folder / NOTIFY_FILE, Book, lost=lost)
         self._loaded, early = True, self._book.troubles
         if kept is None:
@@ -340,7 +340,7 @@ class Notifier:
     def _save(self) -> None:
         content = repr(self._book)
         if content != self._saved:
-            lost = "what was told to the webhook may be told again"
+            lost = "messages may be sent to the webhook a second time"
             path = self._folder / NOTIFY_FILE
             if write_state(path, self._book, durable=False, lost=lost):
                 self._saved = content

@@ -78,13 +78,13 @@ def is_run_folder(folder: Path) -> bool:
 
 
 def read_launcher(folder: Path) -> Launch | None:
-    """Return what the launcher wrote last, with rank 0's stage in it; None: neither wrote."""
+    """Return the launcher's last state with rank 0's stage in it; None if neither wrote."""
     found, stage = read_json_object(folder / LAUNCHER_FILE), _stage(folder)
     if found is None and stage is None:
         return None
     # Without a launcher: under torchrun.
     launcher = _parse(Launch, found or {"state": LauncherState.STARTING})
-    # The launcher writes it anew before its ranks begin, so what is there is of this start.
+    # The launcher rewrites it before its ranks begin, so the file is of this start.
     if stage is None or launcher.state != LauncherState.STARTING:
         return launcher
     if not stage.stage:
@@ -95,7 +95,7 @@ def read_launcher(folder: Path) -> Launch | None:
 
 
 class LauncherFile:
-    """Write ``launcher.json``, for the launcher, and what becomes of a start as events too.
+    """Write ``launcher.json`` for the launcher, and record the outcome of a start as events.
 
     Nothing is written where ``folder`` is not there (its disk is not mounted), or while another
     launcher has the lock of the folder; ``owned``: we have it.
@@ -224,7 +224,7 @@ def _events(folder: Path) -> EventLog:
 
 
 def observe(folder: Path, now: float) -> Facts:
-    """Return what is known of the miner of ``folder``: its own facts, and what is seen from here.
+    """Return the facts about the miner of ``folder``: its own, and those observed from outside.
 
     ``now``: Unix seconds. Nothing is raised for a folder that is missing or cannot be read: then
     little is known.

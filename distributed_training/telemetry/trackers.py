@@ -114,7 +114,7 @@ class WandB:
             }
         )
         try:
-            # No limit: this thread alone waits.
+            # No limit: only this thread waits.
             is_open, problem = self._connection.recv()
         except EOFError:
             is_open, problem = False, "its process ended"
@@ -137,7 +137,7 @@ class WandB:
 
 
 class Tracker:
-    """Calls a writer from a thread. ``opens``: makes it; what that raises is said once."""
+    """Calls a writer from a thread. ``opens`` makes it; its error is logged once."""
 
     def __init__(self, name: str, opens: Callable[[], Writer]) -> None:
         self._name = name
@@ -156,7 +156,7 @@ class Tracker:
                 self._steps.put_nowait((step, metrics))
 
     def close(self) -> None:
-        """Write what was logged, if that takes seconds at most."""
+        """Write the queued figures, if that takes seconds at most."""
         with contextlib.suppress(queue.Full):
             self._steps.put_nowait(None)
         # No longer: a stop has other things to do in its time.
@@ -171,14 +171,14 @@ class Tracker:
             writer.close()
         except ImportError as error:
             log.warning(
-                "%s shows nothing: %s is missing. Training goes on; %s, then restart",
+                "%s shows nothing: %s is missing. Training continues; %s, then restart",
                 self._name,
                 error.name,
                 install("wandb" if self._name == "W&B" else "tensorboard"),
             )
         except Exception as error:  # noqa: BLE001 - whatever a foreign library raises
             log.warning(
-                "%s shows nothing from here on (%s). Training goes on; events.jsonl has the same "
+                "%s shows nothing from here on (%s). Training continues; events.jsonl has the same "
                 "figures",
                 self._name,
                 _first_line(error),

@@ -4,7 +4,7 @@ Log, dashboard, metric, alert, ``dt-status`` and webhook all ask :func:`judge`, 
 :class:`Facts` and the time to a :class:`Judgement`. The miner writes its own facts to
 ``facts.json``; whoever reads them adds what it sees itself.
 
-A fact is true of one moment, and the network goes on. So a fact counts only during its life, and
+A fact is true of one moment, and the network moves on. So a fact counts only during its life, and
 what may have changed since then is left open: an upload is said to count, or not to, where the
 validator's code must find the same. Limits are those of the network's file, never learned ones.
 """
@@ -197,7 +197,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes of the run folder's disk. ``needed``: for snapshot, checkpoint and what stays free."""
+    """Bytes of the run folder's disk. ``needed``: for snapshot, checkpoint and the reserve."""
 
     free: float
     total: float
@@ -206,7 +206,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that a verdict is made of, of both kinds of network. None, empty: not known.
+    """All facts that a verdict needs, of both kinds of network. None, empty: not known.
 
     Times are Unix seconds.
     """
@@ -261,13 +261,13 @@ class Facts:
         return due + math.ceil((now - due) / max(1.0, period)) * period
 
     def to_json(self) -> str:
-        """Return one JSON object. What is not finite is left out."""
+        """Return one JSON object, without numbers that are not finite."""
         known = {name: value for name, value in asdict(self).items() if value is not None}
         return json.dumps(_finite(known), allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Facts:
-        """Read :meth:`to_json`'s text; what is unknown, or of another type, is left out."""
+        """Read :meth:`to_json`'s text; leave out fields that are unknown or of another type."""
         try:
             found = json.loads(text, parse_int=_whole)
         except (ValueError, RecursionError):
@@ -286,7 +286,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The verdict, why, and what to do.
+    """The verdict, its cause, and the operator's next action.
 
     Attributes:
         cause: One sentence.
@@ -400,7 +400,7 @@ def _of_machine(facts: Facts, now: float) -> Judgement | None:
         return Judgement(
             Verdict.DISK_FULL,
             f"{free:.1f} GB are free; snapshot, checkpoint and reserve take {needed:.1f} GB, so "
-            "nothing is uploaded or saved; training goes on",
+            "nothing is uploaded or saved; training continues",
             "free the disk of --neuron.run_folder",
             bad=True,
         )
@@ -447,7 +447,7 @@ def _of_link(facts: Facts, now: float) -> Judgement | None:
             bad=True,
             earns=None,
         )
-    remedy = "check this machine's network; training goes on, and uploads follow by themselves"
+    remedy = "check this machine's network; training continues, and uploads follow by themselves"
     return Judgement(Verdict.OFFLINE, f"{cause}: this machine's link", remedy, bad=True, earns=None)
 
 
@@ -586,7 +586,7 @@ def _of_network(facts: Facts, now: float, counts: _Counts) -> Judgement:
         return Judgement(
             Verdict.NOT_REGISTERED,
             "the chain does not show this hotkey",
-            "register it again, and the miner goes on by itself",
+            "register it again, and the miner continues by itself",
             bad=True,
         )
     if facts.forked:

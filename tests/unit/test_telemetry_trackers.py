@@ -127,7 +127,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(
     log_steps(TelemetrySettings(tensorboard_dir=board), tmp_path, range(1, 4), first=1)
     line = warning(caplog)
     assert (
-        line.startswith("TensorBoard shows nothing from here on (") and "Training goes on" in line
+        line.startswith("TensorBoard shows nothing from here on (") and "Training continues" in line
     )
 
 

@@ -1,8 +1,8 @@
-"""A page that shows what a miner does: served from the files in its run folder.
+"""Serve the dashboard: a page that shows a miner from the files in its run folder.
 
 The page runs in a process of its own (:class:`PageProcess`), at low priority, and reads
 ``events.jsonl`` and ``metrics.prom``. So it costs training nothing, shows the past after a restart,
-and goes on when the miner stands still: that is when it is looked at.
+and it still answers when the miner stands still, which is when people open it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _LINES_PER_MINUTE = 20  # of the page's: callers without a limit provoke them
 
 
 class PageProcess(ChildProcess):
-    """Serves the run folders ``folders`` until closed, or until this process ends.
+    """The dashboard's process: it serves ``folders`` until it is closed, or this process ends.
 
-    ``told`` gets each line it says, from a thread: ``page: <address>`` first, or why there is no
+    ``told`` gets each printed line, from a thread: first ``page: <address>``, or why there is no
     page; at most 20 lines a minute. A page that ends is started again, unless its settings are
     refused. It gets none of this process's secrets but ``token``.
     """

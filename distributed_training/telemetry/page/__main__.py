@@ -76,7 +76,7 @@ _HEADERS = {
 
 
 class Hub:
-    """Polls the neurons' files and hands what is new to every open page."""
+    """Polls the neurons' files and hands new events to every open page."""
 
     def __init__(self, neurons: Sequence[NeuronState]) -> None:
         self.neurons = neurons
@@ -94,7 +94,7 @@ class Hub:
             await asyncio.sleep(_POLL_SECONDS)
 
     def poll(self, neuron: NeuronState, *, gauges: bool) -> None:
-        """Send the readers what is new of ``neuron``; a failure to read that lasts is logged once.
+        """Send the readers the new events of ``neuron``; log a lasting failure to read once.
 
         No failure of a disk may end :meth:`run`: the page would stand still for good, and show so
         nowhere.
@@ -205,7 +205,7 @@ class Guard:
         if self._token:
             header = request.headers.get("authorization", "").removeprefix("Bearer ")
             given = header or request.query_params.get("token") or request.cookies.get("token", "")
-            # Another page asks for the folders alone, and does not give its token away for them.
+            # Another page asks only for the folders, and does not give its token away for them.
             proves = request.scope["path"] == "/folders"
             good = (self._token, *([_proof(self._token)] if proves else []))
             # In constant time: one that stops at the first wrong letter tells how many were right.
@@ -252,7 +252,7 @@ def application(neurons: Sequence[NeuronState], *, token: str = "") -> ASGIApp:
         return Response(content, media_type="application/json")
 
     async def folders(request: Request) -> Response:
-        """Return what another page asks before it leaves this one its address."""
+        """Return the folders, which another page asks for before it leaves this one its address."""
         shown = [str(neuron.folder.resolve()) for neuron in neurons]
         return Response(json.dumps(shown), media_type="application/json")
 
@@ -389,7 +389,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=8010, help="0: any free port")
     parser.add_argument("--with-parent", type=int, help="socket of whoever started it")
     parser.add_argument(
-        "--beside-miner", action="store_true", help="of a folder that may come, and wait for a port"
+        "--beside-miner", action="store_true", help="wait for the run folder and the port"
     )
     given = parser.parse_args(argv)
     token, folders = os.environ.get("DT_PAGE_TOKEN", ""), given.folders
@@ -428,10 +428,11 @@ def serve(
     waits: bool = True,
     send_line: Callable[[str, int], None] = _print,
 ) -> int:
-    """Serve the page of ``folders``, also of such as are not there yet; return the exit status.
+    """Serve the page of ``folders``, which may not exist yet; return the exit status.
 
-    ``flags``: how the operator knows host and port; ``waits``: for an address that is in use, or
-    not there yet. A miner's own page ends with it, and the one beside it, which waited, goes on.
+    ``flags``: how the operator knows host and port. ``waits``: wait for an address that is in use
+    or does not exist yet. A miner's own page ends with the miner, and the separate page, which
+    waited, takes over the port.
     """
     problem = _problem(folders, host, port, token, flags)
     if problem is not None:
@@ -462,7 +463,7 @@ def serve(
             return ExitStatus.STOPPED
     os.nice(_NICENESS)
     limit_resources()  # a file stays open for each folder
-    # After the port is ours: reading takes seconds, and a port in use is told before.
+    # After the port is ours: reading takes seconds, and a port in use is reported before.
     names = [folder.name for folder in folders]
     try:
         neurons = [
@@ -482,7 +483,7 @@ def serve(
 
 
 def _proof(token: str) -> str:
-    """Return what shows that one knows ``token``, for ``/folders`` alone."""
+    """Return a proof for ``/folders``, and for nothing else, that the sender knows ``token``."""
     return hmac.new(token.encode(), b"/folders", "sha256").hexdigest()
 
 
