@@ -50,7 +50,7 @@ from distributed_training.config.versions import parse_version, under
 from distributed_training.miner import events as ev
 from distributed_training.miner import start_store
 from distributed_training.miner.assembly import Held, RankContext, open_data
-from distributed_training.miner.controller import IDLE_WAIT, Controller
+from distributed_training.miner.controller import IDLE_WAIT
 from distributed_training.miner.events import Action, Command, LocalPart
 from distributed_training.miner.init_command import argv_of
 from distributed_training.miner.launcher import occupied
@@ -125,7 +125,7 @@ def join(
     return net
 
 
-class Net:
+class Net(RankLoop):
     """A script's membership of a network, which :func:`join` returns; leaving its context ends it.
 
     Examples:
@@ -143,22 +143,23 @@ class Net:
         ```
     """
 
+    _weights: ScriptWeights
+
     def __init__(
         self,
-        loop: _ScriptLoop,
-        held: Held,
-        weights: ScriptWeights,
+        *,
         optimizer: Optimizer,
         rank_zero: start_store.RankZero | None,
         called: list[float],
+        **given: Any,
     ) -> None:
-        self._loop, self._held, self._weights = loop, held, weights
+        super().__init__(controller=None if rank_zero is None else rank_zero.controller, **given)
         self._optimizer, self._rank_zero = optimizer, rank_zero
         self._called = called  # when the script has last called step()
-        self._controller = None if rank_zero is None else rank_zero.controller
-        self._counted = weights.steps.step_count
+        self._counted = self._weights.steps.step_count
         self._sequences = self._micro_batches = 0  # given out since the last step
         self._granted = False  # a micro-batch, by the last command
+        self._not_finite = False  # the last loss here: weights that may be the cause are not saved
         self._ended = self._closed = self._changes_weights = False
         self._repeats = Repeats(_SAY_AGAIN)
         self._stack = ExitStack()
@@ -192,10 +193,10 @@ class Net:
         if self._ended:
             return
         self._changes_weights = True  # until it ends: an interrupt may leave them half changed
-        with self._loop.survives("net.step()"):
+        with self._survives("net.step()"):
             self._take_note(loss, tokens)
         # Also where the first failed: the other ranks wait in the boundaries for this one.
-        with self._loop.survives("net.step()"):
+        with self._survives("net.step()"):
             self._pass_boundaries()
         self._changes_weights = False
 
@@ -208,7 +209,7 @@ class Net:
         Raises:
             ValueError: Where members have text of their own and ``data_own_text`` names none.
         """
-        if (data := self._held.data) is None:
+        if (data := self._data) is None:
             raise ValueError(
                 "members of this network train on text of their own and data_own_text names none, "
                 "so there is nothing to give out: give join() data_own_text, or iterate over yours"
@@ -218,7 +219,7 @@ class Net:
             if self._controller is not None:
                 self._controller.idle_wait = IDLE_WAIT
             granted, self._granted = self._granted, False
-            action = Action.TRAIN if granted else self._loop.boundary().action
+            action = Action.TRAIN if granted else self.boundary().action
             if action is Action.STOP:
                 self._end()
             elif action is Action.TRAIN:
@@ -237,11 +238,11 @@ class Net:
         if self._closed:
             return
         if not self._ended:
-            with self._loop.survives("the last checkpoint"):
+            with self._survives("the last checkpoint"):
                 self._weights.in_step = self._micro_batches > 0
                 self._post(ev.StopRequested(_CLOSED))
                 for _ in range(_MOST_BOUNDARIES):
-                    if self._loop.boundary().action is Action.STOP:
+                    if self.boundary().action is Action.STOP:
                         break
                 self._end()
         self._leave()
@@ -307,8 +308,8 @@ class Net:
         micro_batches, self._micro_batches, self._sequences = self._micro_batches, 0, 0
         weights.in_step = False
         value = _number(loss)
-        self._loop.not_finite = loss is not None and not math.isfinite(value)
-        if self._held.data is not None and not micro_batches and self._repeats("data") is not None:
+        self._not_finite = loss is not None and not math.isfinite(value)
+        if self._data is not None and not micro_batches and self._repeats("data") is not None:
             log.warning(
                 "No text of net.batches() was trained on, and members of this network are judged "
                 "on the text that it assigns: uploads are merged, and score nothing"
@@ -328,7 +329,7 @@ class Net:
             data_wait_seconds=0.0,
             micro_batches=max(1, micro_batches),
             gpu_memory_gb=memory,
-            skipped=self._loop.not_finite,
+            skipped=self._not_finite,
             total_inner_steps=weights.total_inner_steps,
         )
         self._post(ev.InnerStepDone(report))
@@ -338,7 +339,7 @@ class Net:
         if self._controller is not None:
             self._controller.idle_wait = 0.0
         while True:
-            action = self._loop.boundary().action
+            action = self.boundary().action
             if action is Action.STOP:
                 self._end()
             if action in (Action.TRAIN, Action.IDLE, Action.WAIT_FOR_DATA, Action.STOP):
@@ -370,31 +371,13 @@ class Net:
                     "net.step() was never called after an optimizer's step, so nothing of this "
                     "training is in the network: call it after each optimizer.step()"
                 )
-            with self._loop.survives("net.close()"):
+            with self._survives("net.close()"):
                 self._stack.close()
 
-
-def _number(loss: Tensor | float | None) -> float:
-    """Return the loss; NaN where there is none."""
-    if isinstance(loss, Tensor):
-        loss = loss.detach()  # torch warns of a float that has a graph
-    try:
-        return math.nan if loss is None else float(loss)
-    except (TypeError, ValueError, RuntimeError):  # a tensor of several values
-        return math.nan
-
-
-class _ScriptLoop(RankLoop):
-    """The boundaries of one rank. An error in one is a warning, and what failed is tried again."""
-
-    not_finite = False  # this rank's last loss: weights that may be the cause are not saved
-
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
-        self._repeats = Repeats(_SAY_AGAIN)
+    # --- the boundaries -----------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def survives(self, what: str) -> Iterator[None]:
+    def _survives(self, what: str) -> Iterator[None]:
         """Make a warning of an error, which must not end the script."""
         try:
             yield
@@ -406,14 +389,12 @@ class _ScriptLoop(RankLoop):
             return super().boundary()
 
     def _next_command(self) -> Command | None:
-        try:
+        with self._survives("the decision on what is due"):
             return super()._next_command()
-        except Exception as error:  # noqa: BLE001 - whatever it is; the other ranks wait for a command
-            self._warn("the decision on what is due", error)
-            return Command(Action.IDLE)
+        return Command(Action.IDLE)  # the other ranks wait for a command
 
     def _carry_out(self, command: Command) -> ev.Event | None:
-        action, outer_step = command.action, self._weights.outer_step
+        action, skipped = command.action, ev.CheckpointBegun(self.outer_step, lambda: False)
         if action is Action.FOLLOW_RULES:  # those that change nothing but rates, or the validator
             if self._controller is not None:
                 log.info(
@@ -429,16 +410,16 @@ class _ScriptLoop(RankLoop):
                     "one before%s",
                     again,
                 )
-            return ev.CheckpointBegun(outer_step, lambda: False)
+            return skipped
         try:
             return super()._carry_out(command)
         except Exception as error:  # noqa: BLE001 - it must not end the script
             self._warn(action.name.lower().replace("_", " "), error)
             match action:
                 case Action.OUTER_STEP:
-                    return ev.OuterStepEnded(False, self._weights.outer_step, str(error))
+                    return ev.OuterStepEnded(False, self.outer_step, str(error))
                 case Action.CHECKPOINT:
-                    return ev.CheckpointBegun(outer_step, lambda: False)
+                    return skipped
                 case Action.WRITE_UPLOAD if (close := command.local.close) is not None:
                     why = f"it was not written ({error})"
                     return ev.UploadEnded(close.outer_step, close.serial, why)
@@ -453,11 +434,21 @@ class _ScriptLoop(RankLoop):
 
     def _may_be_bad(self) -> bool:
         """Return whether a rank's last loss was NaN or Inf. Collective."""
-        return self._weights.stream.sum([float(self.not_finite)])[0] > 0
+        return self._weights.stream.sum([float(self._not_finite)])[0] > 0
 
     def _warn(self, what: str, error: Exception) -> None:
         if (again := self._repeats((what, type(error).__name__))) is not None:
             log.warning("%s failed; training goes on%s", what, again, exc_info=error)
+
+
+def _number(loss: Tensor | float | None) -> float:
+    """Return the loss; NaN where there is none."""
+    if isinstance(loss, Tensor):
+        loss = loss.detach()  # torch warns of a float that has a graph
+    try:
+        return math.nan if loss is None else float(loss)
+    except (TypeError, ValueError, RuntimeError):  # a tensor of several values
+        return math.nan
 
 
 # --- building it ----------------------------------------------------------------------------------
@@ -563,20 +554,19 @@ def _assemble(
             data.request(first_block)
     held = Held(weights, checkpointer, data, kept, first_block)
     rank_zero, exchange = start_store.build_exchange(context, info, connections, held)
-    controller: Controller | None = None
     if rank_zero is not None:
-        controller = rank_zero.controller
         rank_zero.go_live()
         report_running(folder)
-    loop = _ScriptLoop(
+    return Net(
+        optimizer=optimizers[0],
+        rank_zero=rank_zero,
+        called=called,
         ranks=ranks,
         weights=weights,
         data=data,
         checkpointer=checkpointer,
         exchange=exchange,
-        controller=controller,
     )
-    return Net(loop, held, weights, optimizers[0], rank_zero, called)
 
 
 def _open(

@@ -94,7 +94,7 @@ class Script:
         return [parameter.detach().clone() for parameter in self.model.parameters()]
 
     def kill(self) -> None:
-        self.net._held.checkpointer.wait()  # a thread of this very process
+        self.net._checkpointer.wait()  # a thread of this very process
         self.net._leave()
 
     def events(self, kind: str) -> list[dict[str, Any]]:
@@ -470,7 +470,7 @@ def test_two_scripts_with_one_identity_cost_a_line_and_no_upload(
 @pytest.mark.long
 def test_weights_that_are_not_finite_are_not_saved(script: Script) -> None:
     script.train(5)
-    script.net._held.checkpointer.wait()
+    script.net._checkpointer.wait()
     good = sorted((script.world.folder / "run" / "checkpoints").glob("checkpoint-*"))
     with torch.no_grad():
         next(iter(script.model.parameters())).fill_(float("nan"))
