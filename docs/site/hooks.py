@@ -31,6 +31,8 @@ _ABOUT = (
     "other: a long-running miner, validator and registry in PyTorch (DiLoCo)."
 )
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
+_CELL = re.compile(r"<td.*?</td>", re.S)
+_LONG_CODE = re.compile(r"<code>[^<\s]{16,}</code>")
 _TEXTS: dict[str, str] = {}
 
 
@@ -47,6 +49,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     folder = posixpath.dirname(named.get(page.file.src_uri, f"docs/{page.file.src_uri}"))
     place = posixpath.dirname(page.file.src_uri)
     return _LINK.sub(lambda found: link(found[1], found[2], folder, place), markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Let a long path or name in a table's cell break: its column was wider than the page."""
+    broken = lambda code: re.sub(r"(?<=\w)[/_](?=\w)", r"\g<0><wbr>", code[0])
+    return _CELL.sub(lambda cell: _LONG_CODE.sub(broken, cell[0]), html)
 
 
 def on_post_build(config: Any) -> None:
