@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"PROBLEM: {line}")
         return ExitStatus.INTERRUPTED if interrupted else ExitStatus.FAULT
     summary = subnet.summary(failures)
-    if interrupted:  # what had not come yet is no problem
+    if interrupted:  # unreached goals are no problem then
         summary = replace(summary, problems=(*failures, *subnet.problems))
     # Before picture and sample: these take seconds, and a second Ctrl-C may end them.
     summary.write(subnet.folder)
@@ -223,7 +223,7 @@ def _show_page(line: str, view: View) -> None:
         return
     with contextlib.suppress(webbrowser.Error):
         browser = webbrowser.get()
-        # A browser in the terminal would cover what the run says.
+        # A browser in the terminal would cover the run's output.
         in_terminal = isinstance(browser, webbrowser.GenericBrowser)
         if not in_terminal or isinstance(browser, webbrowser.BackgroundBrowser):
             browser.open(address)

@@ -541,7 +541,7 @@ class Services:
         (folder / ".env").chmod(0o600)
         return page
 
-    # --- what a neuron is started with ------------------------------------------------------------
+    # --- a neuron's flags and settings ------------------------------------------------------------
 
     def wallet(self, plan: NeuronPlan) -> Wallet:
         return self._wallets[plan.name]

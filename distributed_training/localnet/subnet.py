@@ -83,7 +83,7 @@ class RunFolder:
                 "give --folder a new or empty folder"
             )
         for path in contents:
-            # Of a link, the link: not what it points to.
+            # For a link, remove the link and not its target.
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
@@ -103,7 +103,7 @@ class RunFolder:
 class SubnetFailure(RuntimeError):
     """The subnet did not reach its goal.
 
-    The text is for the operator: what did not happen, and where each neuron stands.
+    The text is for the operator: the missed goal, and the state of each neuron.
 
     Examples:
         >>> str(SubnetFailure("outer step 1 did not come within 180 s"))
@@ -249,7 +249,7 @@ class LocalSubnet:
         problems = stop_together([n.child for n in self.neurons if n.plan.kind == "miner"], grace)
         problems += stop_together([n.child for n in self.neurons], grace / 2)
         for neuron in self.neurons:
-            # Once more: what it wrote while it stopped belongs to the summary.
+            # Once more: its last events belong in the summary.
             self._read_events(neuron)
             neuron.state.close()
             status = neuron.child.exit_status
@@ -257,7 +257,7 @@ class LocalSubnet:
                 problems.append(f"{neuron.plan.name} ended with status {status} when stopped")
         if self.services is not None:
             problems += self.services.stop()
-        # By mark: what a killed miner had started has no parent here any more.
+        # By mark: the children of a killed miner have no parent here any more.
         self.strays = self.mark.end(settle=timedelta(seconds=5), grace=timedelta(0))
         problems += [f"left behind, killed: {stray}" for stray in self.strays]
         self._folder.release()
@@ -271,7 +271,7 @@ class LocalSubnet:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    # --- what tests and the command line do with it ---------------------------------------------
+    # --- for tests and the command line ---------------------------------------------------------
 
     @property
     def folder(self) -> Path:

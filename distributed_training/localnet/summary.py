@@ -279,7 +279,7 @@ def summarize(
 ) -> Summary:
     """Put the neurons' events together and judge them.
 
-    ``started_at`` in seconds since the epoch; ``problems``: what the orchestrator itself saw (a
+    ``started_at`` in seconds since the epoch; ``problems``: those that the orchestrator saw (a
     neuron that died, processes left behind, a deadline passed).
     """
     steps = [

@@ -6,7 +6,7 @@
     dt-registry enroll --url URL HOTKEY --validator             stake and permit (founder)
     dt-registry expel --url URL HOTKEY...                       shut them out (founder)
     dt-registry register --url URL                              take a uid; DT_INVITATION in .env
-    dt-registry status --url URL                                who is there
+    dt-registry status --url URL                                list the members
     dt-registry backup --folder F FILE                          while it serves
     dt-registry restore --folder F FILE                         while it does not
 
@@ -143,7 +143,7 @@ def parser() -> Parser:
     permit.add_argument("--validator", action="store_true", default=None, help="give a permit")
     permit.add_argument("--miner", action="store_false", dest="validator", help="take the permit")
     _client(commands, "register", "take a uid with this wallet's hotkey")
-    command = commands.add_parser("status", help="print who is there")
+    command = commands.add_parser("status", help="list the members")
     command.add_argument("--url", type=argument(WebUrl), required=True, help="the registry's")
     return made
 
@@ -176,7 +176,7 @@ def serve(given: argparse.Namespace) -> None:
         signal.signal(number, lambda *_: stop.set())
     with closing(_registry(given)) as registry:
         registry.files = given.files
-        # Else whoever has a key of the store would read the others' uploads before they are merged.
+        # Otherwise a member with a key could read the others' uploads before they are merged.
         if given.store is not None and given.access is None:
             registry.object_store = given.store, given.global_bucket
             registry.let_into_store()
@@ -217,7 +217,7 @@ def _registry(given: argparse.Namespace) -> Registry:
     from distributed_training.registry import store
     from distributed_training.store.server import CREDENTIALS
 
-    # Read again at every start: what it says now is compared with the founding.
+    # Read again at every start: its values are compared with the registry's own.
     in_file, given.global_bucket, given.files, given.private = [], "", {}, False
     given.access = None
     if given.store is not None and given.network is None:
@@ -254,7 +254,7 @@ def _registry(given: argparse.Namespace) -> Registry:
                     said = f"{key} {wanted} in {given.network}"
                     remedy = "set it back there (dt-network sign), leave --network out"
                 raise ConfigError(
-                    f"{said} is not what the registry in {given.folder} was founded with ({has}), "
+                    f"{said} differs from the registry in {given.folder}, created with {has}, "
                     f"so nothing was started: {remedy}, or give another --folder"
                 )
         if given.admission is not None:
@@ -344,7 +344,7 @@ def restore(given: argparse.Namespace) -> None:
     kept = store.restore(given.file, given.folder)
     print(f"{given.folder / store.FILE} is {given.file} now")
     if kept is not None:
-        print(f"what it replaced is kept as {kept}")
+        print(f"the registry before it is kept as {kept}")
 
 
 # --- its clients ----------------------------------------------------------------------------------
@@ -373,7 +373,7 @@ def _chain(given: argparse.Namespace) -> AbstractContextManager[RegistryChain]:
 def invite(given: argparse.Namespace) -> None:
     """Print a new invitation, or list or end earlier ones. The registry keeps only hashes.
 
-    With the network's file the token stands in a line that is all that who joins needs.
+    With the network's file it prints the line for dt-join, which holds all that a new member needs.
     """
     from distributed_training.registry.store import ID_LENGTH, hash_of
 
@@ -483,7 +483,7 @@ def main(argv: list[str] | None = None) -> int:
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter(rank=0))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    # It has a line for each request, among what the command prints.
+    # Its line for each request would stand among the command's own output.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         _COMMANDS[given.command](given)

@@ -3,7 +3,7 @@
 The store's own key never leaves this machine. A member gets URLs instead, each for one operation on
 one object (:mod:`..store.presigned`): to read anything but ``uploads/``, for an hour, and to write
 its next upload, from the moment at which the network's state names that close until it is over. The
-length and the MD5 of what it writes are signed with it, so nothing else fits.
+length and the MD5 of the upload are signed with it, so no other bytes fit.
 
 The state is the master's, read from the bucket and verified. An upload in parts is begun, completed
 and at the next close aborted here, so a member cannot leave any behind.
@@ -34,13 +34,13 @@ from distributed_training.store.s3 import S3ObjectStore, base64_md5
 log = logging.getLogger(__name__)
 
 READ_SECONDS = 3600.0
-AFTER_SECONDS = 600.0  # beyond close and grace: a slow link may end what it began
+AFTER_SECONDS = 600.0  # beyond close and grace: a slow link may finish its upload
 _LONGEST_SECONDS = 7 * 86400.0  # that S3 signs for
 _STATE_KEPT = 2.0  # seconds
 _MOST_BITS = 4  # of a value of an upload
 _HEADER_BYTES = 2**20  # of an upload, at the most
 _NAME = "[A-Za-z0-9_][A-Za-z0-9._-]*"
-# No empty name, dots or escape: what is signed is what the store looks up.
+# No empty name, dots or escape: the store must look up the very key that was signed.
 Key = Annotated[str, Field(pattern=f"^{_NAME}(/{_NAME})*$", max_length=300)]
 Size = Annotated[int, Field(ge=1, le=MOST_PARTS * presigned.PART)]
 Md5 = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
@@ -194,7 +194,7 @@ class Access:
         try:
             state = State.parse(data, self._master)
         except ValueError as error:
-            if self._may_warn("state"):  # or whoever asks would fill the log
+            if self._may_warn("state"):  # otherwise each request would add a line
                 log.warning(
                     "The state in the bucket is refused (%s), so nobody may upload: see what "
                     "the validator says, and change the store's key if it wrote another",

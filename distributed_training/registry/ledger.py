@@ -60,7 +60,7 @@ def _plain_ip(text: str) -> str:
     try:
         ipaddress.ip_address("" if "%" in text else text)
     except ValueError:
-        raise ValueError("this is no IP address") from None  # what was given is not repeated
+        raise ValueError("this is no IP address") from None  # the text is not repeated
     return text
 
 
@@ -319,7 +319,7 @@ class Ledger:
 
     def _remove(self, uid: int | None) -> None:
         self._db.execute("DELETE FROM neurons WHERE uid = ?", (uid,))
-        # Others' weights of this uid too: who gets it next has earned none of them.
+        # Also the others' weights of this uid: its next holder has earned none of them.
         self._db.execute("DELETE FROM weights WHERE ? IN (voter, uid)", (uid,))
 
     def deregister(self, hotkey: str) -> None:
@@ -344,7 +344,7 @@ class Ledger:
             voter = self._own("weights", hotkey)
             if not self._one("SELECT permit FROM neurons WHERE uid = ?", voter)[0]:
                 raise ChainError("weights: only a validator with a permit sets weights")
-            # Else who gets that uid next would begin with weights it has not earned.
+            # Otherwise the next holder of that uid would begin with weights that it has not earned.
             known = {uid for (uid,) in self._db.execute("SELECT uid FROM neurons")}
             if unknown := sorted(set(weights) - known):
                 raise ChainError(f"weights: no such uids: {unknown[:10]}")
@@ -383,7 +383,7 @@ class Ledger:
     def _score(self) -> None:
         """Set incentive = mean of the validators' normalized weights, weighted by stake.
 
-        Simpler than Yuma consensus (no clipping, no bonds), enough to see who is paid.
+        Simpler than Yuma consensus (no clipping, no bonds), enough to rank the members.
         """
         found = self._db.execute(
             "SELECT weights.uid, sum(neurons.stake * weights.weight / total) FROM weights "

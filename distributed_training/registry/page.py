@@ -1,6 +1,6 @@
 """Draw the network's page, which a registry serves at ``/``, and its figures for Prometheus.
 
-The verdict and what is said of members come only from the founder's report. Everything on the page
+The verdict and the members' states come only from the founder's report. Everything on the page
 is text that is escaped; it runs no script, loads nothing, and asks for itself again each minute.
 """
 

@@ -190,7 +190,7 @@ class Service(BoundedServer):
 
     def close(self) -> None:
         """Close; accepted writes are stored. Idempotent."""
-        # In this order: no new calls, then what was accepted is stored.
+        # In this order: no new calls, then the accepted writes are stored.
         super().close()
         self._writer.shutdown()
         self._granter.shutdown(cancel_futures=True)  # they ask again
@@ -231,7 +231,7 @@ class Service(BoundedServer):
         """Return the address of the caller; behind the proxy, the one that the proxy names."""
         if head.address != self._proxy:
             return head.address
-        # The last: the proxy adds it, and what stands before it any caller may write.
+        # The last one: the proxy adds it, and any caller may write the others.
         return normalize(head.headers.get("x-forwarded-for", "").rpartition(",")[2].strip())
 
     def answer(self, head: Head, claim: auth.Claim | None, body: bytes) -> Reply | Awaitable[Reply]:

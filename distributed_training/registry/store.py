@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 FILE = "registry.db"
 NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}")
-FOUNDER_STAKE = 100_000.0  # above what miners ask of a validator
+FOUNDER_STAKE = 100_000.0  # above the stake that miners ask of a validator
 SCHEMA = 3
 #: Seconds that a caller's clock may be ahead of ours.
 CLOCK_SKEW = 4.0
@@ -152,7 +152,7 @@ class Registry(Ledger):
         self.folder = folder
         self.start = secrets.token_hex(4)  # of this process: versions count within it only
         self.faults = 0  # writes that could not be stored
-        self.files: Mapping[str, str] = {}  # by name: the network's, for whoever joins
+        self.files: Mapping[str, str] = {}  # by name: the network's file, for new members
         #: Folder of the object store next to this registry, if there is one, and the global bucket.
         self.object_store: tuple[Path, str] | None = None
         self._let_in: dict[str, str] | None = None  # by hotkey, the bucket that the store knows of
@@ -187,7 +187,7 @@ class Registry(Ledger):
     def at(cls, folder: Path, charter: Charter | None) -> Registry:
         """Open the registry of ``folder``, or create it with ``charter``.
 
-        Its founder is the first who is registered.
+        The founder is registered first.
         """
         if charter is not None and not (folder / FILE).exists():
             found(folder, charter)
@@ -323,7 +323,7 @@ class Registry(Ledger):
     def join(self, hotkey: str, invitation: _Short | None = None, uid: Uid | None = None) -> int:
         """Register ``hotkey`` if it may. Returns its uid; one that is registered keeps all.
 
-        ``uid``: what it had before an older backup was put back; it gets that if nobody has it.
+        ``uid``: its uid before an older backup was put back. It gets that one again if it is free.
         """
         with self.change():
             known = self.uid_of(hotkey)
@@ -451,7 +451,7 @@ class Registry(Ledger):
     def expel(self, hotkey: Hotkey, again: bool = False) -> dict[str, Any]:
         """Take the uid of ``hotkey``, give it none any more, and end the invitation it came by.
 
-        ``again``: let it in again, by another invitation. Returns ``uid``, what it had;
+        ``again``: let it in again, by another invitation. Returns ``uid``, the one it had;
         ``invitation``, the id of the ended one, each None without one; ``others``, the registered
         hotkeys that came by the same.
         """
@@ -579,8 +579,8 @@ def _open(path: Path) -> sqlite3.Connection:
 
 #: By schema, the statements that bring a file to the next one. ``{now}``: ns, with clock skew.
 _UPGRADES = {
-    # Only the last nonces are known. One of the future is remembered as used; what else was
-    # accepted while the clocks were ahead cannot be told from what was not.
+    # Only the last nonces are known. One of the future is remembered as used; nonces that
+    # were accepted while the clocks were ahead cannot be told from unused ones.
     1: """
     CREATE TABLE used (hotkey TEXT, nonce INTEGER, PRIMARY KEY (hotkey, nonce)) WITHOUT ROWID;
     CREATE TABLE expelled (hotkey TEXT PRIMARY KEY);
@@ -680,7 +680,7 @@ def restore(source: Path, folder: Path) -> Path | None:
             backup(path, kept)
             with contextlib.closing(_open(kept)) as db, contextlib.closing(_open(temporary)) as new:
                 _upgrade(new)
-                found: list[tuple[str]] = []  # who was expelled since the backup stays so
+                found: list[tuple[str]] = []  # hotkeys expelled since the backup stay expelled
                 with contextlib.suppress(sqlite3.OperationalError):  # of a version without the word
                     found = db.execute("SELECT hotkey FROM expelled").fetchall()
                 new.executemany("INSERT OR IGNORE INTO expelled VALUES (?)", found)
