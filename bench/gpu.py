@@ -45,6 +45,7 @@ sys.path.insert(0, str(ROOT))
 
 DOCUMENT = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- gpu: begin -->", "<!-- gpu: end -->"
+PLANS = ("plan", "memory plan")  # rows of the report that the document leaves out
 _LOOK = 2.0  # seconds
 MINUTES = 8.75  # of all parts; nine less the ends of processes
 
@@ -281,7 +282,7 @@ def headline(report: Mapping[str, Any]) -> str:
 def _cell(result: Mapping[str, Any] | None) -> str:
     if result is None:
         return "not measured"
-    rows = [f"{row['name']}: {row['text']}" for row in result["rows"]]
+    rows = [f"{row['name']}: {row['text']}" for row in result["rows"] if row["name"] not in PLANS]
     if result["status"] != "ok":
         reason = next((line for line in reversed(result.get("log", [])) if line.strip()), "")
         rows.append(f"**{result['status']}** {reason.replace('|', '/')[:160]}".rstrip())

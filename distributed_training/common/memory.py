@@ -204,8 +204,8 @@ def list_ways(
     ``keep``: gathered weights through a step. ``every``: reduce gradients at each micro-batch.
     ``offload``: keep the optimizer's state in host memory. The last changes first. To offload AdamW
     costs 16 bytes a parameter and step over the bus; to reduce each time, and to gather each time,
-    cost more than that for each of a step's hundred micro-batches (docs/performance.md, On paper),
-    and to gather more than to reduce.
+    cost more than that for each of a step's hundred micro-batches, and to gather more than to
+    reduce.
     """
     return [
         replace(how, keep_unsharded=keeps, reduce_at_last=not reduces, offload_optimizer=offloads)

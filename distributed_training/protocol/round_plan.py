@@ -1,8 +1,8 @@
 """Compute what an outer step is for a member: bytes, utilization, and when its update comes.
 
-``dt-plan`` prints it. ``docs/figures/exchange-grid.json`` has what real miners did at links of many
-speeds (``python -m bench.exchange_grid``), and a test holds these formulas against it. A link of so
-many Mbit/s moves files, with :data:`HEADERS`, and nothing else but looks at the state.
+``dt-plan`` prints it. ``tests/vectors/exchange-grid.json`` has figures of real miners at links of
+many speeds (``python -m bench.exchange_grid``), and a test compares these formulas with them. A
+link moves files, with :data:`HEADERS`, and nothing else but looks at the state.
 
 *Utilization* is what a member trains and the network takes, of what it could train: 1 without
 holds, pauses and uploads that come late.

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -29,7 +27,6 @@ from distributed_training.common.paper_step import (
 from distributed_training.training import throughput
 from distributed_training.training.model import build_meta_model
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(60)
 
 machines = st.builds(
@@ -127,13 +124,3 @@ def test_the_tables_are_printed_without_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert all(" ".join(row[:2]) for _, rows in tables() for row in rows)
     assert "8 x H100" in done.stdout and "does not fit" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("number", "name"), [(0, "paper-measured"), (1, "paper-cards"), (2, "paper-publications")]
-)
-def test_the_published_tables_are_what_is_computed(number: int, name: str) -> None:
-    figure = json.loads((ROOT / "docs" / "figures" / f"{name}.json").read_text())
-    titles, rows = list(tables())[number]
-    assert figure["columns"] == [*titles]
-    assert [tuple(row) for row in figure["rows"]] == rows, "python -m bench.gpu --plan"

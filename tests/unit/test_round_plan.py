@@ -15,7 +15,7 @@ from distributed_training.protocol.growth import file_bytes
 from distributed_training.protocol.round_plan import Member, over_hivemind, through_store
 
 pytestmark = pytest.mark.timeout(60)
-FIGURE = Path(__file__).parents[2] / "docs" / "figures" / "exchange-grid.json"
+FIGURE = Path(__file__).parents[1] / "vectors" / "exchange-grid.json"
 
 
 def test_rounds_are_as_real_miners_had_them() -> None:
@@ -36,7 +36,7 @@ def test_rounds_are_as_real_miners_had_them() -> None:
 
 
 def test_the_network_of_bench_exchange_moves_what_is_computed() -> None:
-    """Of docs/figures/exchange.json: 158 s from close to close, in place of the 100 that it had."""
+    """docs/figures/exchange.json has 158 s from close to close, where the network had 100 s."""
     parameters = 10_253_440
     member = Member(2.5, up=2.461, down=12.304)
     found = through_store(parameters, member, period=158, grace=33)
