@@ -6,8 +6,8 @@ A ``Trainer`` calls ``on_step_end`` after each optimizer step: once for all the 
 ``gradient_accumulation_steps``, after the learning rate was set and before it evaluates or writes a
 checkpoint. So its checkpoints hold the weights after an update, never half of one. When training
 begins, a ``Trainer`` that resumes has loaded its own checkpoint already. Weights and optimizer are
-then those of the member's run folder, which are as new or newer; what the ``Trainer`` counts (its
-place in the data, its schedule) stays its own.
+then those of the member's run folder, which are as new or newer; the ``Trainer`` keeps its own
+place in the data and in its schedule.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ class Net(RankLoop):
 
     @property
     def inner_step(self) -> int:
-        """Optimizer steps in this outer step, of which an upload takes its share away."""
+        """Optimizer steps in this outer step; an update subtracts the steps of its upload."""
         return self._weights.inner_step
 
     @property
@@ -385,6 +385,7 @@ class Net(RankLoop):
             self._warn(what, error)
 
     def boundary(self) -> Command:
+        """Run one boundary of the miner's loop, as :meth:`step` and :meth:`batches` do."""
         with _HOST:
             return super().boundary()
 

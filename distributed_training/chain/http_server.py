@@ -525,7 +525,7 @@ class BoundedServer(abc.ABC):
         return counts
 
     def may_stay(self, address: str) -> bool:
-        """Return whether there is room for a connection after its answer."""
+        """Return whether the connection may stay open after its answer."""
         return self._idle is not None and self._admission.may_stay(address)
 
     def start(self) -> None:

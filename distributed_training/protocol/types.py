@@ -1,7 +1,7 @@
 """Small typed objects that packages hand to each other.
 
-Packages of one layer do not import each other; what travels between them is defined here, in the
-lowest layer. Nothing in this module does I/O or imports torch.
+Packages of one layer do not import each other; the objects that they exchange are defined here, in
+the lowest layer. Nothing in this module does I/O or imports torch.
 """
 
 from __future__ import annotations

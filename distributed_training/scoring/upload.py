@@ -1,4 +1,4 @@
-"""One upload as it is judged: its bucket, its block list, its text and its pseudo-gradient.
+"""Read one upload to be judged: its bucket, block list, text and pseudo-gradient.
 
 An invalid bucket multiplies the total score by 0 whatever the upload is worth (protocol page,
 section 7). The upload is read from ``epoch-X`` of the miner's bucket, X being the outer step that

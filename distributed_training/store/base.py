@@ -1,8 +1,8 @@
-"""The interface of an object store, eight methods, and the kinds that there are.
+"""The interface of an object store, eight methods, and the registry of its kinds.
 
 A store is one bucket: objects of bytes by key. Files too large for one request go in parts where
 the store has :class:`MultipartStore`, and in one piece where it has not. Each operation makes one
-attempt; :class:`~.transfer.Retry` makes more. All are called from several threads at once.
+attempt; :class:`~.transfer.Retry` makes more. Several threads may call them at once.
 
 A kind of store is a function that opens a bucket, registered in :data:`STORES` by its own file.
 ``--r2.endpoint_url`` (``store.endpoint`` of the network's file) chooses it:

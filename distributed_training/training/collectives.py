@@ -88,7 +88,7 @@ def row_range(rows: int, world_size: int, rank: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """One parameter on this rank. ``start``..``stop`` are its rows of the whole tensor.
+    """Rows ``start:stop`` of one parameter: the part that this rank owns.
 
     ``dtensor``: those rows; or a plain tensor, of which each rank holds the whole.
     """

@@ -1,12 +1,11 @@
-"""Compress pseudo-gradients with error feedback: what one leaves out is added to the next.
+"""Compress pseudo-gradients with error feedback: add the loss of one upload to the next.
 
-A compressed pseudo-gradient holds a few entries of each row, so most of what was trained is left
-out. *Error feedback* (EF) keeps the rest on this machine and adds it to the next upload. So a small
-but steady change is sent in the end (Seide et al. 2014; Karimireddy et al. 2019, arXiv
-1901.09847). With g = epoch start - current and the outer learning rate lr (protocol page, section
-4):
+A compressed pseudo-gradient holds a few entries of each row, so it leaves out most of the training.
+*Error feedback* (EF) keeps the rest on this machine and adds it to the next upload. So a small but
+steady change is sent in the end (Seide et al. 2014; Karimireddy et al. 2019, arXiv 1901.09847).
+With g = epoch start - current and the outer learning rate lr (protocol page, section 4):
 
-    EF' = decay * EF + lr * g ;  upload top-k(EF') ;  EF = EF' - what was uploaded
+    EF' = decay * EF + lr * g ;  upload top-k(EF') ;  EF = EF' - top-k(EF')
 
 g is cumulative over the outer step. So an EF that advances at every upload adds the whole of g
 again and again, and it still holds the last outer step's g when a new one begins. An upload is a
@@ -18,7 +17,7 @@ again and again, and it still holds the last outer step's g when a new one begin
 - ``off``: upload top-k(lr * g) and remember nothing.
 
 Compressing some rows of a matrix gives the same rows of the compressed matrix, so each rank encodes
-its own rows where they are, beside training. Chunks across that border must be whole, and training
+its own rows where they are, during training. Chunks across that border must be whole, and training
 waits for them. Vectors, small and many, travel in one message, and all ranks encode them. A matrix
 (under DCT, or a compression that is not ``by_rows``) is gathered and encoded on rank 0.
 """
@@ -146,7 +145,7 @@ class ErrorFeedback:
 
     @property
     def moments(self) -> frozenset[str]:
-        """The tensors of the inner optimizer's state that directions are made of, by name."""
+        """Names of the inner optimizer's tensors that the directions use."""
         curved = self.mode == "best" and self.compression.by_rows
         return frozenset({"exp_avg_sq"} if curved else ())
 

@@ -4,15 +4,15 @@ In DiLoCo (Douillard et al. 2023, arXiv 2311.08105) each miner trains alone for 
 The movement of its weights, epoch start - current, is then taken as a gradient: the
 *pseudo-gradient*. In a round the miners average their pseudo-gradients. One step of SGD with
 Nesterov momentum along that average, from the epoch-start weights, is the *outer step*; all miners
-go on from its result (protocol page, sections 4 to 6).
+continue from its result (protocol page, sections 4 to 6).
 
-Miners and the validator go by the one rule of ``outer_rule.py``, so all of them compute the same
+Miners and the validator use the same rule of ``outer_rule.py``, so all of them compute the same
 float32 bits from the same average.
 
 Every rank keeps, in host memory, its rows of the epoch-start weights, the outer momentum and the
-error feedback. A round streams the pseudo-gradient to rank 0, comes back with an average, and
-computes what would follow beside what is. Then everything is swapped at once or nothing at all.
-Nothing here ever mutates a kept tensor: new ones replace old ones.
+error feedback. A round streams the pseudo-gradient to rank 0, returns an average, and computes the
+new tensors while the old ones stay in use. Then all of them are replaced at once, or none is. A
+tensor that is kept never changes in place.
 
 The *global state* is the network's model between two rounds: ``config.json``, weights, and the
 outer optimizer. ``store.bucket_reader`` fetches its files and checks each by itself: whole, finite,

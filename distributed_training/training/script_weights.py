@@ -167,7 +167,7 @@ class ScriptWeights(HeldWeights):
         self._reshard()
 
     def boundary_copies(self, names: Collection[str] | None = None) -> BoundaryCopies:
-        """See :meth:`~.held_weights.HeldWeights.boundary_copies`; they are whole at once."""
+        """Copy the weights of this boundary at once (:meth:`.HeldWeights.boundary_copies`)."""
         copies = super().boundary_copies(names)
         self.copier.finish()  # a script may change its weights in ways that nobody sees
         return copies

@@ -325,7 +325,7 @@ class Trainer(HeldWeights):
 
     @property
     def measured_sequences(self) -> int:
-        """Sequences of each rank that the weights of another are measured on."""
+        """Sequences of each rank on which weights of another miner are measured."""
         return MEASURED * self.micro_batch_size
 
     def load_global(
@@ -417,7 +417,7 @@ class Trainer(HeldWeights):
 
     @property
     def components(self) -> tuple[Stateful, ...]:
-        """Those whose keys lie beside the trainer's own in a checkpoint; no two have one key."""
+        """Objects whose state a checkpoint holds next to the trainer's; no two share a key."""
         if isinstance(self.outer, StoreOuterStep):  # it has the error feedback too
             return self.sharded, self.optimizer, self.outer, self.starts
         return self.sharded, self.optimizer, self.outer, self.feedback, self.starts
@@ -655,7 +655,7 @@ class Trainer(HeldWeights):
 
     @property
     def wants_roll_back(self) -> bool:
-        """So many inner steps in a row were skipped: load the last good checkpoint."""
+        """True after :data:`NAN_LIMIT` skipped inner steps in a row: load the last checkpoint."""
         return self.skipped_in_a_row >= NAN_LIMIT
 
     def slow_down(self) -> None:
