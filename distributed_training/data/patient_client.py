@@ -44,6 +44,9 @@ T = TypeVar("T")
 MAX_REPLY = 64 * 2**20  # bytes
 _FIRST_WAIT, _MAX_WAIT = timedelta(seconds=0.5), timedelta(seconds=30)
 _LONGEST_HOLD = 900.0  # seconds, whatever a server asks for
+#: Seconds that a page waits besides its deadline because of 429: Hugging Face counts requests in
+#: windows of five minutes.
+_HONOURED = 330.0
 _MOST_REDIRECTS = 5
 _LEAST_RATE = 250_000  # bytes a second, of a reply larger than the timeout was made for
 #: A RecursionError: of a reply that is nested too deeply.
@@ -108,8 +111,9 @@ class PatientClient:
 
     Of the settings, ``request_timeout`` covers one request with its body. ``request_attempts`` are
     made for each within ``page_deadline``, with waits of 0.5, 1, 2, ... 30 s (jittered), or as long
-    as the server asks. ``token``: of Hugging Face; it goes to this server alone. ``shared``: a
-    folder that all processes of this machine use, for the pause after a 429.
+    as the server asks. A pause after a 429 counts separately, up to :data:`_HONOURED` seconds.
+    ``token``: of Hugging Face; it goes to this server alone. ``shared``: a folder that all
+    processes of this machine use, for the pause after a 429.
     """
 
     def __init__(
@@ -159,16 +163,20 @@ class PatientClient:
         problem, waits = "not asked", Backoff(first=_FIRST_WAIT, longest=_MAX_WAIT)
         kind = PageUnavailable
         deadline = time.monotonic() + self._settings.page_deadline.total_seconds()
-        attempts = self._settings.request_attempts
+        attempts, honoured = self._settings.request_attempts, _HONOURED
         for attempt in range(attempts):
-            # While the server wants to be left alone, but not beyond the deadline.
+            # While the server wants to be left alone. No other page could be had meanwhile.
             while hold := self._hold.seconds():
-                if time.monotonic() + hold >= deadline:
+                if hold > honoured:
                     break
-                time.sleep(hold + random.uniform(0, 0.2))  # not all connections at one instant
+                hold += random.uniform(0, 0.2)  # not all connections at one instant
+                time.sleep(hold)
+                deadline, honoured = deadline + hold, honoured - hold
             if hold:
-                if not attempt:
-                    problem = f"the server asked to be left alone for {hold:.0f} s more (HTTP 429)"
+                problem = (
+                    f"the server asked to be left alone for {hold:.0f} s more (HTTP 429), and a "
+                    f"page waits {_HONOURED:.0f} s at most, so it is left out"
+                )
                 break
             pause, asked = waits.failed().total_seconds(), None
             try:
@@ -181,6 +189,7 @@ class PatientClient:
                     break
                 if status == 429:
                     self._pause(asked or pause)
+                    asked = None  # the pause holds this page too
             except _UNUSABLE as error:
                 problem = f"{type(error).__name__}: {error}"
                 self._counts.add("http_failures")
