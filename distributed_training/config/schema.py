@@ -1,4 +1,4 @@
-"""The flags that the settings declare: found by name, and shown to people.
+"""Find the flags that the settings declare by name, and show them to people.
 
 A :class:`Schema` reads the declarations of ``settings.py``. From it follow what a start prints,
 ``config.txt`` and docs/flags.md; the loader asks it what a name means.
@@ -53,7 +53,7 @@ class Setting:
     default: Any = None
     network: str = ""  # its key in the network's file
     fixed: bool = False  # there: an operator may not give another value
-    is_rule: bool = False  # of the network's file alone
+    is_rule: bool = False  # only the network's file gives it
 
     @property
     def help(self) -> str:
@@ -194,7 +194,7 @@ class Schema:
 
 
 def canonical(name: str) -> str:
-    """Return one spelling for all: dashes are underscores, case does not count."""
+    """Return the one spelling of a flag: lower case, with underscores in place of dashes."""
     return name.replace("-", "_").lower()
 
 
@@ -204,7 +204,7 @@ def schema(kind: Kind) -> Schema:
 
 
 class Given(NamedTuple):
-    """The text for one setting in one place."""
+    """The text that one place gives for a setting."""
 
     text: str  # several words are separated by spaces
     source: str  # as an operator calls the place: --neuron.upload_steps, R2_ACCOUNT_ID
@@ -239,7 +239,7 @@ def describe(config: Config) -> list[str]:
 
 
 def all_settings(config: Config) -> str:
-    """Return every setting, by subject, as :data:`SETTINGS_FILE` holds them."""
+    """Return the text of :data:`SETTINGS_FILE`: every setting, grouped by subject."""
     lines = [
         f"All settings of this {config.kind} (preset {config.preset}), and where each is from."
     ]
@@ -282,7 +282,7 @@ def completion(shell: str) -> str:
 
 
 def read_settings(folder: Path) -> dict[str, str]:
-    """Return what :func:`all_settings` wrote in a run folder, as it is shown, by flag."""
+    """Return the settings that a start wrote into a run folder: flag -> the text of its value."""
     try:
         text = (folder / SETTINGS_FILE).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -317,7 +317,7 @@ def markdown() -> str:
         lines += ["", f"## {TITLES[group]}", ""]
         if group == "validator":
             lines += ["Only the validator knows these flags.", ""]
-        lines += ["| Flag | Meaning | Default | Range |", "| --- " * 4 + "|"]
+        lines += ["| Flag | Meaning | Default and range |", "| --- " * 3 + "|"]
         lines += [_row(setting) for setting in settings]
     return "\n".join(lines) + "\n"
 
@@ -331,6 +331,6 @@ def _row(setting: Setting) -> str:
     meaning = setting.help
     if setting.choices and not setting.bounds:
         meaning += f" ({', '.join(setting.choices)})"
-    bounds = setting.bounds.replace(" to ", "–")
-    cells = ("<br>".join(names), meaning, default, bounds)
+    limits = [text for text in (default, setting.bounds.replace(" to ", "–")) if text]
+    cells = ("<br>".join(names), meaning, "<br>".join(limits))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
