@@ -1,9 +1,9 @@
-"""Run what a founded network needs on its founder's machine, and keep it running.
+"""Start the programs that a network needs on its founder's machine, and keep them running.
 
     dt-network run FOLDER           registry, the object store that comes with it, validator
     dt-network run FOLDER --print   the commands that it starts, for a machine of their own each
 
-What each is started with follows from the network's file in FOLDER. ``run.toml`` beside it adds
+What each is started with follows from the network's file in FOLDER. ``run.toml`` next to it adds
 flags, by program. The children's lines go on with the program's name before them. One that ends is
 started again; one that ends with a status that no start helps (2, 3) ends all.
 """
@@ -191,7 +191,7 @@ def _place(url: str, port: int) -> tuple[str, int]:
 
 
 def _last(words: list[str], flag: str) -> str:
-    """Return the value that ``flag`` has among ``words``: the last counts."""
+    """Return the last value that ``words`` give ``flag``."""
     return words[len(words) - words[::-1].index(flag)]
 
 
@@ -385,7 +385,7 @@ def own_store(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _sole_runner(plan: Plan, signals: StopSignals) -> Iterator[_Running]:
-    """Be the one that runs programs of this network; end them at last. Raises ConfigError."""
+    """Lock the network for this program, and end its programs at last. Raises ConfigError."""
     from distributed_training.node.start import sole_user
 
     with sole_user(plan.folder, "run.lock", "dt-network run", instead="wait for it"):

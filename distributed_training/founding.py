@@ -1,4 +1,4 @@
-"""Check what a founder gives, and pin what members read, before a network's file is signed.
+"""Check a founder's model, tokenizer and data, and pin them, before the file is signed.
 
 A wrong word in that file costs every member weeks. So data and tokenizer are read, and the model is
 built and compared with ``transformers``. What may change later is written into the rules: a commit,
@@ -22,7 +22,7 @@ from distributed_training.config.types import DOMAIN_NAME, ConfigAway
 from distributed_training.node.start import hub_is_away
 from distributed_training.protocol.page_permutation import HELD_OUT_PAGES
 
-_HELD_OUT_SHARE = 16  # of so many pages one is held out, where there are few
+_HELD_OUT_SHARE = 16  # in a small data set one of this many pages is held out
 _HUB_SECONDS = 10.0  # of the question for a tokenizer's commit
 
 
@@ -196,7 +196,7 @@ def publish_folders(rules: dict[str, Any], target: Path) -> None:
 
 
 def _compare_tokenizers(given: Path, copied: Path) -> None:
-    """Raise ConfigError where the files that are taken are not all of a tokenizer."""
+    """Raise ConfigError where the copied files are not a whole tokenizer."""
     from distributed_training.data.tokenizer import build_tokenizer, tokenizer_hash
 
     found = []
@@ -236,7 +236,7 @@ def read_model(path: Path | None, *, tokenizer: str) -> dict[str, Any]:
 
 
 def check_model(model: dict[str, Any], length: Any) -> None:
-    """Compare ``[model]`` with what peers will build of it, and note the number of its parameters.
+    """Compare ``[model]`` with the model that peers build, and write its number of parameters.
 
     ``length``: of a sequence; what is no number is refused with the whole file.
 

@@ -303,7 +303,7 @@ def _with_keys(config: Config, keys: Mapping[str, str]) -> Config:
 
 
 def _make_bucket(config: Config, bucket: str) -> None:
-    """Make the bucket where the key may; else the doctor says what is missing."""
+    """Make the bucket if the key may. Otherwise the doctor names what is missing."""
     with suppress(StoreError, ConfigError), closing(open_own(config.store, bucket)) as store:
         if isinstance(store, S3ObjectStore):
             try:

@@ -4,7 +4,7 @@
 bootstrap peers (docs/network-file.md). Comments and layout do not count: what counts is the digest
 of the canonical form (protocol page, section 10). Of format 1 the digest is the run's id, so peers
 whose files differ use other DHT keys and other RPC names and cannot meet. Of format 2 the run's id
-is the digest of the keys of :func:`is_identity` alone, which no version changes; each version names
+is the digest only of the keys of :func:`is_identity`, which no version changes; each version names
 the digest of the one before and the outer step from which it holds.
 
 Here a file is found (at a path, or an https URL with the last good copy behind it), digested,
@@ -60,7 +60,7 @@ _OF_STORE = frozenset(
         "training.late_overlap",
     }
 )
-#: Keys of format 2 alone. Each has a default; the digest has a key only where the file does.
+#: Keys that only format 2 has. Each has a default; the digest has a key only where the file does.
 LATER = frozenset(
     {
         "previous",
@@ -89,7 +89,7 @@ LATER = frozenset(
         *_OF_STORE,
     }
 )
-#: Keys that have a place with one value of ``exchange`` alone.
+#: Keys that only one value of ``exchange`` has.
 OF_EXCHANGE = {
     "hivemind": frozenset(
         {
@@ -123,11 +123,11 @@ BUILT_IN = {
     name: Path(__file__).parent / "networks" / f"{file}.toml"
     for name, file in {PUBLIC: "dstrbtd-sn38", "local": "local"}.items()
 }
-LARGEST_FILE = 1 << 20  # bytes, of the file and of the model's beside it
+LARGEST_FILE = 1 << 20  # bytes, of the file, and of the model's file next to it
 LARGEST_SHOWN = 4096  # bytes of what the global bucket says of its network
 KEPT = "network"  # folder of the last good copy, in the run folder
 FILE = "network.toml"
-VERSIONS = "versions"  # folder of all signed versions, beside the founder's file
+VERSIONS = "versions"  # folder of all signed versions, next to the founder's file
 _ATTEMPTS, _FIRST_WAIT, _TIMEOUT = 3, 1.0, 10.0  # seconds
 _LONGEST = 30.0  # seconds, of a whole reply with the redirects before it
 _MOST_REDIRECTS = 5
@@ -152,7 +152,7 @@ _NO_KEY = re.compile(
 )
 _DEEPEST_KEY = 64
 _DEEP_KEY = re.compile(rf"(?<![\w.-])(?:[\w-]++[ \t]*+\.[ \t]*+){{{_DEEPEST_KEY}}}")
-# Of the model's file beside it. It also becomes a name in the run folder, where "url" is taken.
+# Of the model's file next to it. It also becomes a name in the run folder, where "url" is taken.
 _BESIDE = re.compile(r"(?!(?:network\.toml|url)$)\w[\w.-]{0,199}", re.ASCII)
 
 
@@ -165,12 +165,12 @@ class NetworkFileError(ValueError):
 
 
 class NetworkAway(RuntimeError):
-    """The URL of a network's file does not give that file. It may pass by itself."""
+    """The URL of a network's file does not answer with the file. A later try may succeed."""
 
 
 @checked(frozen=True, config=ConfigDict(strict=True))
 class Head:
-    """The first lines of a network's file, beside those of settings. An alias is the key."""
+    """The first lines of a network's file, which are no settings. An alias is the key."""
 
     format: Annotated[Literal[1, 2], Field(alias="format")]
     name: Annotated[str, Field(alias="name", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
@@ -215,7 +215,9 @@ class Network:
     digest: str
     built_in: bool  # it came with the program
     values: Mapping[str, Any]
-    files: Mapping[str, str] = field(repr=False)  # name -> text: the file, the model's beside it
+    files: Mapping[str, str] = field(
+        repr=False
+    )  # name -> text: the file, and the model's next to it
 
     @property
     def model(self) -> Mapping[str, Any] | None:
@@ -301,7 +303,7 @@ def tree_of(text: str) -> dict[str, Any]:
 
 
 def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``{"training.sequence_length": 1024, ...}``; what is deeper stays as it is."""
+    """Return ``{"training.sequence_length": 1024, ...}``; deeper tables stay as they are."""
     flat: dict[str, Any] = {}
     for section, value in tree.items():
         if isinstance(value, dict):
@@ -330,7 +332,7 @@ def of_exchange(rules: Mapping[str, Any], exchange: str) -> dict[str, Any]:
 
 
 def public_values() -> dict[str, Any]:
-    """Return what the public network gives to settings: their defaults."""
+    """Return the public network's values, which are the settings' defaults."""
     flat = flatten(built_in_rules())
     return {key: tuple(value) if isinstance(value, list) else value for key, value in flat.items()}
 
@@ -603,7 +605,7 @@ def load_model(flat: dict[str, Any], beside: Callable[[str], str]) -> dict[str, 
         return {}
     if not isinstance(name, str) or not _BESIDE.fullmatch(name):
         raise NetworkFileError(
-            f"model.config_file {name!r:.100} is no name of a file beside it", "give such a name"
+            f"model.config_file {name!r:.100} is no name of a file next to it", "give such a name"
         )
     text = beside(name)
     try:
@@ -711,7 +713,7 @@ def read_network(
 
 
 def save_copy(network: Network, folder: Path) -> None:
-    """Write the copy for a start while the URL does not answer. ``folder``: the run folder."""
+    """Keep a copy in the run folder, for a start at which the URL does not answer."""
     if "://" not in network.place:
         return
     copy = folder / KEPT
@@ -744,7 +746,7 @@ def _text(data: bytes) -> str:
 
 
 def _fetch(url: str) -> str:
-    """Return the text at ``url``, asked for three times. Raises NetworkAway, NetworkFileError."""
+    """Return the text at ``url``, after up to three tries. Raises NetworkAway, NetworkFileError."""
     import httpx  # here, since few starts fetch anything
 
     why = ""
@@ -771,7 +773,7 @@ def _fetch(url: str) -> str:
 
 
 async def download(url: str, *, most: int = LARGEST_FILE, seconds: float | None = None) -> bytes:
-    """Return what is at ``url``. Raises NetworkAway, TooLong, TimeoutError, httpx's errors."""
+    """Return the content of ``url``. Raises NetworkAway, TooLong, TimeoutError, httpx's errors."""
     place, seconds = url, seconds or _LONGEST
     async with asyncio.timeout(seconds), _client() as client:
         for _ in range(1 + _MOST_REDIRECTS):

@@ -397,7 +397,7 @@ def _init(options: argparse.Namespace) -> None:
 
 
 def _describe_rounds(file: Path, members: int) -> str:
-    """Return what a network's members send and its store keeps, and until when."""
+    """Return the bytes that members send and the store keeps, and the time for uploads."""
     config = load_config(
         "validator", ["--network", str(file)], environ={}, dotenv=None, check=False
     )
@@ -464,7 +464,7 @@ def _host_of(options: argparse.Namespace) -> str:
 
 
 def _refuse_options(options: argparse.Namespace) -> None:
-    """Raise ConfigError for options that are missing, or have no place with this exchange."""
+    """Raise ConfigError for options that are missing, or do not fit this exchange."""
     if options.exchange == "hivemind":
         if options.host is None:
             raise ConfigError(
@@ -624,7 +624,7 @@ def _no_file_beside(name: str) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a network's file if a miner would take it. Raises ConfigError; what was there stays."""
+    """Write a network's file if a miner accepts it. Raises ConfigError and keeps the old file."""
     # Beside the file: a model's file is looked for in the same folder.
     trial = path.with_name(f".{path.name}")
     write_bytes(trial, text.encode())
@@ -857,7 +857,7 @@ def _run_file(options: argparse.Namespace) -> str:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Run a network, or print by which commands. Raises ConfigError."""
+    """Run a network, or print the commands that run it. Raises ConfigError."""
     from distributed_training import founder
 
     if not options.print:

@@ -47,7 +47,7 @@ from distributed_training.protocol.round_plan import (
 )
 
 _GPU = re.compile(r"([a-z0-9]+?)(?:x([1-9]\d?))?(?:x([1-9]\d{0,2}))?")
-_TOKENS_A_PARAMETER = 20  # Hoffmann et al. 2022: so many train a model of its size best
+_TOKENS_A_PARAMETER = 20  # Hoffmann et al. 2022: the best number of tokens for a model of this size
 _CHECKPOINTS = 2  # that are kept, by default
 _VALIDATORS_LINK = 1000.0  # Mbit/s
 _LATE, _IDLE, _CHEAPER = 0.15, 0.03, 0.9
@@ -212,7 +212,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Change:
-    """``why``: what is in the way. ``what``: the change; ``effect``: what it does."""
+    """A proposed change. ``why``: the obstacle; ``what``: the change; ``effect``: its result."""
 
     why: str
     what: str
@@ -220,7 +220,7 @@ class Change:
 
 
 def changes(plan: Plan) -> Iterator[Change]:
-    """Yield what to change, the most urgent first."""
+    """Yield the proposed changes, the most urgent first."""
     step = plan.step
     if step is None:
         yield from _to_fit(plan)
@@ -302,7 +302,7 @@ def _to_fit(plan: Plan) -> Iterator[Change]:
 
 
 def _to_be_in_time(plan: Plan, outer: OuterStep) -> Iterator[Change]:
-    """Yield what makes an upload, or a round, end in time."""
+    """Yield changes by which an upload, or a round, ends in time."""
     rules, store = plan.rules, plan.rules.exchange == "store"
     limit = plan.grace if store else min(rules.timeout, rules.period)
     what = "an upload" if store else "a round's transfer"
@@ -343,7 +343,7 @@ def _in_time(plan: Plan) -> bool:
 
 
 def _to_be_sooner(plan: Plan, outer: OuterStep) -> Iterator[Change]:
-    """Yield what lets the update come before much was trained without it."""
+    """Yield changes by which the update comes sooner after a close."""
     rules = plan.rules
     why = f"the update comes {span(outer.late)} after the close"
     ways = {

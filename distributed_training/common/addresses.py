@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 
 class Reach(enum.IntEnum):
-    """From where an address can be reached; the further down, the fewer machines can."""
+    """The machines that can reach an address, from all of them to this one."""
 
     EVERYWHERE = 0
     NETWORK = 1  # a private one
@@ -21,7 +21,7 @@ class Reach(enum.IntEnum):
     NOWHERE = 3  # one link, many machines, nobody, or a cloud's own service
 
 
-#: Where clouds tell their machines keys, beside 169.254.169.254.
+#: Addresses at which clouds give keys to their machines, in addition to 169.254.169.254.
 _OF_CLOUDS = frozenset(
     map(
         ipaddress.ip_address,

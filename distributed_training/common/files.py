@@ -132,7 +132,7 @@ def write_at(handle: int, data: bytes | memoryview, position: int) -> None:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove what killed writers of ``path`` left under temporary names; for its only writer."""
+    """Remove temporary files of killed writers of ``path``; only its writer may call this."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         with contextlib.suppress(OSError):
             left.unlink()
@@ -238,7 +238,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def rotated(path: Path) -> Path:
-    """Return the path of the lines before those of ``path``, once it has become too long."""
+    """Return the path of the older lines of ``path``, which are moved there when it is too long."""
     return path.with_name(path.name + ".1")
 
 

@@ -1,4 +1,4 @@
-"""Read the answer of whoever answers over HTTP: bounded in size and in time."""
+"""Read an HTTP answer of an untrusted server, bounded in size and in time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class TooLong(ValueError):
-    """An answer has more bytes than any sound one."""
+    """An answer is longer than any that is valid."""
 
 
 async def ask(
@@ -35,7 +35,7 @@ async def ask(
     body = bytearray()
     # Of strangers not compressed: 64 KiB that are read at once may become 64 MiB, before any count.
     headers = {**(headers or {}), "accept-encoding": "gzip" if compressed else "identity"}
-    # httpx bounds each read alone: a head or a body that trickles in would never end.
+    # httpx bounds only each read: a head or a body that trickles in would never end.
     async with (
         asyncio.timeout(seconds),
         client.stream(

@@ -1,9 +1,9 @@
 """Kinds of a thing that somebody may add in one file: optimizers, stores, data sources and others.
 
-A package that has several of a thing keeps a :class:`Kinds` of them, in which its own are
-registered beside their code. A plug-in is a module that registers more in the same way. Operators
-name it with ``--plugins``, and it is imported before anything is built. So a network's file, which
-may come from anywhere, can choose among kinds and can import nothing.
+A package with several kinds of a thing keeps them in a :class:`Kinds`. Each kind is registered in
+the file of its code. A plug-in is a module that registers more in the same way. Operators name it
+with ``--plugins``, and it is imported before anything is built. So a network's file, which may come
+from anywhere, can choose among kinds but cannot import anything.
 """
 
 from __future__ import annotations

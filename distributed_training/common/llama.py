@@ -48,7 +48,7 @@ def llama_config(
 
 
 def local_llama_config(*, vocab_size: int = 264, sequence_length: int = 256) -> dict[str, Any]:
-    """Return a model of about 1.9 M parameters, for bytes: of a network founded without another."""
+    """Return a model of bytes with 1.9 M parameters, the default of ``dt-network init``."""
     return llama_config(
         hidden=192,
         layers=4,

@@ -182,7 +182,7 @@ class Arrangement:
     reduce_at_last: bool = True
     offload_optimizer: bool = False
     cuda: bool = True
-    compiled: bool = True  # counts on a GPU alone
+    compiled: bool = True  # counts only on a GPU
     loss_chunk: int = LOSS_CHUNK
     train_in_rounds: bool = False
     moments: float = 2  # that the inner optimizer keeps of a parameter, on average
@@ -255,7 +255,7 @@ def host_memory(shape: ModelShape, how: Arrangement) -> int:
     *Passing* 16, a snapshot's: copies of the weights and of AdamW's two moments while they are
     written, and the error feedback that is to be the next one. A checkpoint takes 12, the same
     copies without it; of one boundary both have the same ones, and training waits rather than copy
-    another boundary beside them (training/error_feedback.py). A round waits for them too and takes
+    another boundary in addition (training/error_feedback.py). A round waits for them too and takes
     12: the average's rows, and weights and momentum that wait for the vote.
 
     A member of a store network needs 4 less, at most 28: always epoch start, residual and what its
@@ -328,7 +328,7 @@ def snapshot_bytes(
 
 
 def scored_bytes(tensors: Iterable[tuple[int, ...]]) -> int:
-    """Return the bytes of an upload of what is scored alone.
+    """Return the bytes of an upload that holds only the scored pseudo-gradient.
 
     It holds TOPK values of each chunk of up to 64; a vector is one row of chunks.
     """

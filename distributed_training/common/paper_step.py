@@ -19,7 +19,7 @@ traffic     what compiled layers read and write between products, counted by han
 logits      20 bytes each, in chunks: product, float32, softmax, gradient.
 links       ``common/gpus.py``; nothing travels while something is computed.
 launches    5 us a kernel, 45 kernels a layer; 200 us a group in FSDP's hooks.
-machines    100 Gbit/s between them, of which 0.8; gradients alone pass.
+machines    100 Gbit/s between them, of which 0.8; only gradients pass.
 holds       an update over the bus and in host memory, where a rank moves 10 GB/s; of the copies
             that are written what lasts longer than a step, since the next optimizer step waits for
             them (training/snapshot.py).
@@ -90,7 +90,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class PaperStep:
-    """One inner step. ``parts``: seconds by what bounds them; ``launches``: the host's."""
+    """One inner step. ``parts``: seconds by their bottleneck; ``launches``: seconds of the host."""
 
     how: Arrangement
     tokens: int  # of the whole machine
@@ -130,7 +130,7 @@ def trained_parameters(shape: ModelShape) -> int:
 
 
 def flops_per_token(shape: ModelShape, length: int) -> float:
-    """Return what MFU counts of a token (training/throughput.py)."""
+    """Return the FLOP of a token that MFU counts (training/throughput.py)."""
     return 6.0 * trained_parameters(shape) + 12.0 * shape.layers * shape.query_width * length
 
 
@@ -162,7 +162,7 @@ def arrangements(
 def predict(
     shape: ModelShape, machine: Machine, how: Arrangement, *, sequences: int = 512
 ) -> PaperStep:
-    """Return an inner step of so many sequences, arranged as ``how``."""
+    """Return an inner step of ``sequences`` sequences, arranged as ``how``."""
     card, n, length = machine.card, shape.parameters, how.sequence_length
     layers, h, q, k = shape.layers, shape.hidden, shape.query_width, shape.kv_width
     micro_batches = math.ceil(sequences / (how.micro_batch * machine.all_gpus))

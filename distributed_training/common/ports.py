@@ -1,4 +1,4 @@
-"""Numbers of TCP ports, and those of this machine that are free."""
+"""Check numbers of TCP ports, and find free ports of this machine."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _given: deque[int] = deque(maxlen=512)
 def listen(address: str, port: int, *, backlog: int | None = None) -> socket.socket:
     """Listen at an IP address of either version; at ``::`` for both. Raises OSError."""
     try:
-        # create_server takes IPv6 alone at "::" unless it is asked for both.
+        # create_server takes only IPv6 at "::" unless it is asked for both.
         return socket.create_server(
             (address, port),
             family=socket.AF_INET6 if ":" in address else socket.AF_INET,
             backlog=backlog,
             dualstack_ipv6=address == "::" and socket.has_dualstack_ipv6(),
         )
-    except OSError as error:  # Python adds the address, which whoever is told this knows
+    except OSError as error:  # Python adds the address, which the reader of this error knows
         raise OSError(error.errno, str(error.strerror).partition(" (while")[0]) from None
 
 
@@ -41,7 +41,7 @@ def free_ports(count: int) -> list[int]:
     They lie below the range from which the system takes ports for outgoing connections, or one of
     these might take a port between now and its use. Another program still may; another process of
     this user that asks here does not get them while this one lives, or until this one has asked for
-    512 others. Raises OSError if there are not so many.
+    512 others. Raises OSError if there are fewer.
     """
     try:
         low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])

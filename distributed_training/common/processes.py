@@ -83,7 +83,7 @@ SETTINGS_REFUSED = 2
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=1), timedelta(minutes=1)  # before another start
 _END_SECONDS = 5.0  # for the end of one that hung up
 _LONGEST_LINE = 65536  # bytes that a program prints at once
-_STEADY_SECONDS = 600.0  # a child that lived so long ended for another reason
+_STEADY_SECONDS = 600.0  # a child that lived this long ended for another reason
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _MOST_FILES = 1 << 20  # what Linux gives a process at most, by default
@@ -208,7 +208,7 @@ def become_subreaper() -> bool:
 def reap_orphans(*, spare: Collection[int]) -> None:
     """Wait for the children that have ended.
 
-    ``spare``: pids that somebody else waits for, beside those of :func:`start_child`.
+    ``spare``: pids that somebody else waits for, in addition to those of :func:`start_child`.
     """
     if not hasattr(os, "waitid"):
         return
@@ -300,7 +300,7 @@ def limit_resources() -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """End a process that trained. Everything it opened has been closed.
+    """End this process at once, after it has trained and closed everything that it opened.
 
     It ends at once, without the interpreter's shutdown. Threads of gloo outlive their group and may
     hold the last reference to a tensor, and dropping that one during the shutdown aborts the
@@ -352,7 +352,7 @@ def start_child(
 
 
 def wait_or_kill(process: subprocess.Popen[Any], seconds: float) -> None:
-    """Wait for its end; kill it after ``seconds``. One that even then does not end is left."""
+    """Wait for the end of a process; kill it after ``seconds``, and then wait no longer."""
     try:
         try:
             process.wait(seconds)
@@ -476,7 +476,7 @@ class ChildProcess:
         self._begin()
 
     def _supervise(self) -> None:
-        """Hand on what the child sends; when it hangs up, start it again."""
+        """Pass on the child's messages; when it hangs up, start it again."""
         while True:
             began = time.monotonic()
             try:
@@ -559,14 +559,14 @@ def _start_program(
 def with_starter() -> tuple[str, ...]:
     """Return the words before a command that end it when the thread that started it is gone.
 
-    Not by ``preexec_fn``, which runs Python between fork and exec beside our threads.
+    Not by ``preexec_fn``, which runs Python between fork and exec while our threads run.
     """
     words = ("setpriv", "--pdeathsig", "TERM")  # util-linux
     return words if shutil.which(words[0]) else ()
 
 
 class _Printed:
-    """The lines that a program prints, in the place of a connection to it."""
+    """The lines that a program prints, read as messages of a connection."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
@@ -628,7 +628,7 @@ class ParentConnection:
         logging.getLogger().addHandler(_Forward(self))
 
     def end_with_parent(self) -> None:
-        """Have SIGTERM sent to this process when the parent hangs up. Starts a thread."""
+        """Send SIGTERM to this process when the parent hangs up. Starts a thread."""
 
         def watch() -> None:
             with contextlib.suppress(EOFError, OSError):
@@ -685,7 +685,7 @@ def collect_stacks(path: Path, processes: Iterable[psutil.Process]) -> None:
     """Replace ``path`` by a list of the processes, with the stacks that each gives.
 
     Only for processes that are to be ended: SIGUSR1 ends those that do not handle it, and one that
-    was stopped goes on. Raises OSError if the file cannot be written.
+    was stopped continues. Raises OSError if the file cannot be written.
     """
     path.write_text(time.strftime("%Y-%m-%d %H:%M:%S\n"))
     for process in processes:
@@ -693,7 +693,7 @@ def collect_stacks(path: Path, processes: Iterable[psutil.Process]) -> None:
             head = f"\n=== {process.pid} ({process.status()}) {command_of(process)}\n"
             with path.open("a") as file:  # as the others do: nobody overwrites
                 size = file.write(head) and file.tell()
-            # A process that is stopped (SIGSTOP) runs no handler before it goes on.
+            # A process that is stopped (SIGSTOP) runs no handler before it continues.
             if not (send(process, _SIGNAL) and send(process, signal.SIGCONT)):
                 continue
             # Until the file has grown and then grows no more.

@@ -26,7 +26,7 @@ HUB = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
 VARIABLES = ("http_proxy", "https_proxy", "all_proxy")
 _LIKE = {"ws": "http", "wss": "https"}  # a websocket begins as a request
 _PORTS = {"http": 80, "https": 443}
-# HTTP alone: for SOCKS each library needs another package, or has nothing.
+# Only HTTP: for SOCKS each library needs another package, or has nothing.
 _PROXY = re.compile(
     r"(?P<scheme>https?)://(?:(?P<user>[^\s:/?#@]*)(?P<word>:[^\s/?#@]*)?@)?"
     r"(?P<place>(?:[\w.-]+|\[[\da-f:.]+\])(?::(?P<port>\d{1,5}))?)/?",
@@ -97,7 +97,7 @@ def share(url: str) -> None:
 
 
 def unusable() -> Sequence[str]:
-    """Return the names of the variables that are set, and to a proxy that cannot be used."""
+    """Return the names of the variables that name an unusable proxy."""
     return [name for name in VARIABLES if variable(name) and _usable(variable(name)) is None]
 
 

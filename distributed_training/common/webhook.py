@@ -65,7 +65,7 @@ class Message:
 
 
 def service_of(url: str) -> str:
-    """Return which service a URL is of."""
+    """Return the name of the service that a URL belongs to."""
     parts = urlsplit(url)
     host, path = parts.hostname or "", parts.path
     if host == "ntfy.sh" or host.startswith("ntfy."):
@@ -82,7 +82,7 @@ def service_of(url: str) -> str:
 
 def check_url(text: str) -> None:
     """Raise ValueError, with what is wanted, for a URL that no message could be sent to."""
-    wanted = "an https:// URL of a webhook (http:// with a private address alone)"
+    wanted = "an https:// URL of a webhook (http:// only with a private address)"
     try:
         parts = urlsplit(text)
         host, _ = parts.hostname or "", parts.port  # .port raises ValueError if it is none
@@ -194,7 +194,7 @@ async def _post(
     headers = {**headers, "accept-encoding": "identity"}
     content = b""
     async with (
-        # httpx bounds each read alone: an answer that trickles in would never end.
+        # httpx bounds only each read: an answer that trickles in would never end.
         asyncio.timeout(seconds),
         httpx.AsyncClient(
             transport=AsyncTransport(), timeout=httpx.Timeout(None, connect=seconds / 2)

@@ -1,4 +1,4 @@
-"""Name what a program needs and a plain ``pip install`` of the wheel does not bring.
+"""Name the packages that a program needs and a plain ``pip install`` of the wheel lacks.
 
 That brings what a member of a store network with a registry needs. The rest comes with one of the
 wheel's extras; ``make setup`` installs ``production``. Programs ask here before they write.
@@ -31,7 +31,7 @@ def install(*extras: str) -> str:
 
 
 def missing(wanted: Mapping[str, str]) -> str | None:
-    """Return the line for what is not installed of ``wanted``: extra -> what needs it."""
+    """Return a line that names the missing extras; ``wanted``: extra -> the thing that needs it."""
     absent = {
         extra: without
         for extra in wanted

@@ -56,7 +56,7 @@ _LONGEST_TEXT = 4096  # characters of one value
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses in one line where argparse prints several, and takes no abbreviations."""
+    """An argparse parser that refuses in one line and takes no abbreviations."""
 
     def __init__(self, **options: Any) -> None:
         # An abbreviation of today is ambiguous, or another flag, once a flag was added.
@@ -148,7 +148,7 @@ def fault(setting: Setting, text: str, error: Mapping[str, Any]) -> str:
     return f"{'its value' if setting.secret else repr(shown)} is not {wanted}"
 
 
-# The name alone: in a value dashes and capitals count.
+# Only the name: in a value dashes and capitals count.
 _FLAG = re.compile(r"(?<=^--)[^=]+")
 _OURS = ("R2_", "BT_", "DT_")  # what variables of settings begin with
 _LARGEST_FILE = 1 << 20  # bytes; a complete configuration has about 20 thousand
@@ -430,7 +430,7 @@ def load_config(
     odd: list[str] = []
     lines_of_dotenv = read_dotenv(dotenv, odd.append)
     from_dotenv = read_environment(lines_of_dotenv, known)
-    # The later of a pair wins. A --config file is weaker than the flags beside it.
+    # The later of a pair wins. A --config file is weaker than the flags given with it.
     given = {**from_dotenv, **environment, **flags}
     if file is not None and file.is_file() and "config" not in given:
         given["config"] = Given(str(file), str(file))
@@ -556,7 +556,7 @@ def at_published(config: Config) -> Config:
 
 
 def rules_of(config: Config, network: Network) -> Config:
-    """Return a configuration of ``config``'s kind by the rules of ``network`` alone.
+    """Return a configuration of ``config``'s kind by the rules of ``network`` only.
 
     Raises ConfigError.
     """

@@ -33,8 +33,8 @@ from .types import ConfigError, Domain, parse_domains, show
 Kind = Literal["miner", "validator"]
 
 
-#: The operator's settings, in the folder a miner is started in, beside ``.env``. The tools for that
-#: miner read it too.
+#: The operator's settings, next to ``.env`` in the folder in which a miner is started. The tools
+#: for that miner read it too.
 OPERATORS_FILE = Path("miner.toml")
 
 #: What an operator commonly gives, by task: ``--help`` shows these, ``--help-all`` the rest too.
@@ -155,7 +155,7 @@ class Config(AllSettings):
 
     @property
     def any_key(self) -> bool:
-        """True where a key of the store may have any length, and needs no account beside it.
+        """True where a key of the store may have any length, and needs no account.
 
         All peers know the store then, and the commitment is not on a public chain.
         """
@@ -163,7 +163,7 @@ class Config(AllSettings):
 
     @property
     def reads_text(self) -> bool:
-        """False where a script alone reads the text that it trains on."""
+        """False where only a script reads the text that it trains on."""
         return not (self.of_script and self.data.own and not self.data.own_text)
 
     @property
@@ -214,7 +214,7 @@ class Config(AllSettings):
 
     @property
     def data_cache(self) -> Path | None:
-        """The folder of what is fetched of the data; None before a first start has made it."""
+        """The folder of fetched data; None before a first start has made it."""
         if self.data.cache_dir is not None:
             return self.data.cache_dir
         return self.run_folder / "data" / "pages" if self.run_folder.is_dir() else None
@@ -247,7 +247,7 @@ class Config(AllSettings):
 
     @property
     def held_out_name(self) -> str:
-        """The held-out text in a few words, beside each loss on it."""
+        """The held-out text in a few words, to name each loss on it."""
         if len(self.domains) == 1:
             return self.domains[0].name
         return ", ".join(f"{domain.name} {domain.weight:.2f}" for domain in self.domains)
@@ -260,12 +260,12 @@ class Config(AllSettings):
 
     @property
     def exchange(self) -> Exchange:
-        """The way by which this network exchanges pseudo-gradients."""
+        """The exchange of this network's pseudo-gradients: ``hivemind`` or ``store``."""
         return self.miner.exchange
 
     @property
     def round_period(self) -> timedelta:
-        """From one close to the next, of exchange ``store``."""
+        """The time from one close to the next, with exchange ``store``."""
         return timedelta(seconds=self.miner.blocks_per_allreduce * self.chain.seconds_per_block)
 
     @property
@@ -323,8 +323,8 @@ KEY_VARIABLES = tuple(f"R2_{name.upper()}" for name in _KEYS)
 
 def problems(config: Config) -> list[str]:
     """List the lines that keep this configuration from running; empty if nothing does."""
-    alone = list(check_installed(config))
-    return alone or [line for check in CHECKS for line in check(config)]
+    lacking = list(check_installed(config))
+    return lacking or [line for check in CHECKS for line in check(config)]
 
 
 def extras_of_network(config: Config) -> dict[str, str]:
@@ -547,7 +547,7 @@ def _keys_of(config: Config) -> dict[str, str]:
 
 
 def key_faults(config: Config) -> Iterator[str]:
-    """Yield what is wrong with the store's keys that there are; each line names its variable."""
+    """Yield a line for each wrong key of the store, which names its variable."""
     if not config.has_bucket:
         return  # no key is published
     keys = _keys_of(config)
@@ -576,7 +576,7 @@ def key_faults(config: Config) -> Iterator[str]:
         )
 
 
-# A start shows the first problem alone: what makes the others pointless stands first.
+# A start shows only the first problem, so a problem that makes others pointless stands first.
 CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     check_network_choice,
     check_values,

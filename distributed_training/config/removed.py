@@ -1,4 +1,4 @@
-"""The flags that are gone: what a start script, ``.env`` or ``miner.toml`` may still name.
+"""The removed flags, which a start script, ``.env`` or ``miner.toml`` may still name.
 
 Neither ``--help`` nor a settings class knows them. What had no effect on this miner, or has the
 value that holds now, is accepted, with one line for all of them. Anything else is refused, since a
@@ -80,7 +80,7 @@ MOVED: dict[str, str] = {
     "neuron.nproc_per_node": "give --nproc_per_node",
 }
 
-#: Flag -> key in the network's file, which alone gives the value. Another one is refused.
+#: Flag -> key in the network's file, which gives the value. Another value is refused.
 RULES: dict[str, str] = {
     "chain.max_uids": "limits.max_uids",
     "chain.registry_url": "chain.url",
@@ -145,7 +145,7 @@ def why_refused(name: str, text: str) -> str | None:
 
 
 def _value(text: str) -> object:
-    """Return what is equal of two texts of one value: ``1m`` and ``60s``, ``off`` and ``false``."""
+    """Return one form of a value, equal for ``1m`` and ``60s``, or for ``off`` and ``false``."""
     words = text.lower().replace(",", " ").split()
     text = words[0] if words else ""
     text = "1" if text in ("true", "yes", "on") else "0" if text in ("false", "no", "off") else text

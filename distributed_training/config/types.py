@@ -65,7 +65,7 @@ def choose_kind(kinds: Kinds[Made], name: str, *, key: str) -> Made:
 def load_optional(module: str, *, wanted_by: str) -> ModuleType:
     """Import ``extras.<module>``, optional functions that a flag asks for.
 
-    The product loads that package here alone, so whoever does not use them does not read their
+    The product loads that package only here, so whoever does not use them does not read their
     code. Raises ConfigError, which names the flag ``wanted_by``, where it is not installed.
     """
     name = f"extras.{module}"
@@ -121,7 +121,7 @@ def flag(
     """
     declared: dict[str, Any] = {"name": name, "env": env, "network": network, "fixed": fixed}
     if network:
-        # Never written twice: a rule of the public network changes in its file alone.
+        # Never written twice: a rule of the public network changes only in its file.
         default = _PUBLIC.get(network, default)
     return Field(default, ge=ge, le=le, json_schema_extra=declared)
 
@@ -195,10 +195,10 @@ def _from_text(parse: Any) -> BeforeValidator:
 
 
 def _bare(text: str) -> str:
-    """Return a secret as it was issued: a blank or a curly quote copied with it is none of it."""
+    """Return a secret without blanks and curly quotes that were copied with it."""
     text = text.strip()
     if not text.isascii():
-        raise ValueError("of ASCII characters alone: take out curly quotes and the like")
+        raise ValueError("of ASCII characters only: take out curly quotes and the like")
     return text
 
 
@@ -314,7 +314,7 @@ Hotkey = Annotated[
 class Domain:
     """One of the texts that outer steps are judged on.
 
-    ``name`` stands beside each loss on it. ``place``: pages, python, a path or an https URL, with
+    ``name`` names each loss on it. ``place``: pages, python, a path or an https URL, with
     the SHA-256 ``digest`` of a file. ``weight``: of its loss in the judged mean.
     """
 
@@ -336,7 +336,7 @@ _MOST_DOMAINS = 16
 
 
 def parse_domains(text: str) -> tuple[Domain, ...]:
-    """Read ``data.held_out``, of files. Raises ValueError."""
+    """Return the held-out files that ``data.held_out`` names. Raises ValueError."""
     found, end = [], 0
     while end < len(text) and (match := _DOMAIN.match(text, end)):
         end, place, weight = match.end(), match["place"], float(match["weight"] or 1)
@@ -409,7 +409,7 @@ def _check_endpoint(text: str) -> str:
     is_r2 = host.endswith(".r2.cloudflarestorage.com")
     if path and (is_r2 or "//" in rest or rest != parts.path or _is_bucket(path)):
         raise ValueError(
-            f"the endpoint alone: leave out {rest!r:.100}, the bucket's name is added here"
+            f"only the endpoint: leave out {rest!r:.100}, the bucket's name is added here"
         )
     if host.endswith(".r2.dev"):
         raise ValueError(

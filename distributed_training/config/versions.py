@@ -3,8 +3,8 @@
 The versions of a file of format 2 form a chain: each is signed by the master, names the digest of
 the one before and the outer step from which it holds. All peers that know the same chain have the
 same rules at the same outer step. The validator takes a new version from the folder ``versions``
-beside its file, into which ``dt-network sign`` writes it, and publishes it in the global bucket.
-Miners look for it there. A program goes on in the new rules where only keys of :data:`LIVE` have
+next to its file, into which ``dt-network sign`` writes it, and publishes it in the global bucket.
+Miners look for it there. A program continues with the new rules if only keys of :data:`LIVE` have
 changed; for others it starts again by itself at that outer step.
 """
 
@@ -61,7 +61,7 @@ def changed_keys(before: Network, after: Network) -> list[str]:
 
 
 def restart_keys(before: Network, after: Network) -> list[str]:
-    """Return those of the changed keys that no running program can change."""
+    """Return the changed keys that no running program can apply."""
     return [key for key in changed_keys(before, after) if key not in LIVE]
 
 
@@ -153,7 +153,7 @@ class Versions:
         return found
 
     def look(self, read: Callable[[int], str | None], *, quiet: bool = False) -> str:
-        """Add what ``read`` has of the versions around those known. Returns what was refused.
+        """Add the versions around the known ones that ``read`` finds. Return the refused ones.
 
         ``read``: the text of a version by its number, None where there is none.
         """
@@ -174,7 +174,7 @@ class Versions:
         return refused
 
     def look_beside(self, place: str) -> str:
-        """Add what ``dt-network sign`` has written beside the file at ``place``, if it is a path.
+        """Add the versions that ``dt-network sign`` wrote next to the file, if ``place`` is a path.
 
         Returns what was refused.
         """

@@ -256,8 +256,8 @@ def test_the_canonical_form_is_the_documents() -> None:
         ("run = 5 ", f"run = {'5' * 5000} ", "it is not TOML"),
         # tomllib would take 1 GB for it.
         ("[limits]", f"[limits]\n{'.'.join('a' * 16000)} = 1", "nested too deeply"),
-        ("[model]", '[model]\nconfig_file = "a\\u0000b"', "is no name of a file beside it"),
-        ("[model]", "[model]\nconfig_file = 5", "is no name of a file beside it"),
+        ("[model]", '[model]\nconfig_file = "a\\u0000b"', "is no name of a file next to it"),
+        ("[model]", "[model]\nconfig_file = 5", "is no name of a file next to it"),
     ],
 )
 def test_a_file_that_is_refused(tmp_path: Path, old: str, new: str, text: str) -> None:
