@@ -620,8 +620,8 @@ class TestKept:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--name", "other"), "--name other is not what the registry"),
-        (("--seconds-per-block", "3"), "--seconds-per-block 3.0 is not what"),
+        (("--name", "other"), "--name other differs from the registry"),
+        (("--seconds-per-block", "3"), "--seconds-per-block 3.0 differs from"),
         (("--network", str(NETWORK)), "name dstrbtd-sn38 in "),
         (("--folder", "{empty}"), "give --network FILE"),
         (("--folder", "{empty}", "--name", "A b", "--master", PEER.ss58), "lower-case"),
