@@ -1,11 +1,11 @@
-"""Write checkpoints: all state of every rank, beside training, loadable at any world size.
+"""Write checkpoints: all state of every rank, during training, loadable at any world size.
 
-A checkpoint lets a miner go on exactly where it was, after a stop or a crash. Each rank writes its
-own row blocks and then ``rank-R.json``, with their SHA-256 and its own. A checkpoint counts when
-all ranks' files are there; so no rank waits for another, and a kill at any moment leaves the
+With a checkpoint a miner continues exactly where it was, after a stop or a crash. Each rank writes
+its own row blocks and then ``rank-R.json``, with their SHA-256 and its own. A checkpoint counts
+when all ranks' files are there; so no rank waits for another, and a kill at any moment leaves the
 checkpoint before intact. A rank that loads reads the rows it needs from whichever files have them,
 so a checkpoint loads at any number of ranks (docs/architecture.md, Decisions). Under HSDP
-(:mod:`.sharding`) each machine writes its own copy, and all go on from the newest that every
+(:mod:`.sharding`) each machine writes its own copy, and all continue from the newest that every
 machine has.
 
 torch.distributed.checkpoint could do this too (its ``async_save`` takes a gloo group of its own, so
@@ -129,7 +129,7 @@ class Parts:
             found = next(manifests_in(folder / name), None)
         except DAMAGE as error:
             problem = in_words(error)
-        # Every rank takes part before any of them raises: one that left alone would hold the others
+        # Every rank takes part before any of them raises: one that left would hold the others
         # in the next collective.
         everywhere = stream.all_gather((found, problem))
         manifests = [manifest for manifest, _ in everywhere if manifest is not None]
@@ -138,7 +138,7 @@ class Parts:
         self.manifest = manifests[0]  # of one part; its state is that of all
         self._count = int(self.manifest["world_size"])
         replicas = self.manifest.get("replicas", 1)
-        #: Every rank has what was its alone.
+        #: Every rank has the state that only it had.
         self.exact = (self._count, replicas) == (self._layout.shards, self._layout.replicas)
         self._epoch = folder / f"epoch-{self.manifest['state']['epoch_id']}-of-{self._count}"
         # This rank's own part, and those with its rows.
@@ -206,7 +206,7 @@ class Parts:
         return torch.cat(mine) if mine else torch.empty((0, *shape[1:]))
 
     def own(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the state of this rank alone, empty unless :attr:`exact`, and its ``extra``."""
+        """Return what only this rank has (nothing unless :attr:`exact`) and its ``extra``."""
         part = self._layout.shard
         path = self._folder / self._name / f"rank-{part}.json"
         if not self.exact:
@@ -286,7 +286,7 @@ class Checkpointer:
 
         ``extra``: this rank's own JSON-able things (data cursor). ``progress``: rank 0's counts.
         Waits first for a write still under way. A failure to write is logged, not raised: training
-        goes on with the checkpoint before.
+        continues with the checkpoint before.
         """
         self.wait()
         self._saved, started = None, time.perf_counter()
@@ -354,7 +354,7 @@ class Checkpointer:
     def restore(self, *, skip: int = 0) -> tuple[Progress, dict[str, Any]] | None:
         """Load the newest usable checkpoint; None when there is none. Collective.
 
-        ``skip``: so many of the newest are left out, as long as there is an older one.
+        ``skip``: how many of the newest to leave out, if there is an older one.
 
         One that is incomplete or damaged is skipped with a line, on all ranks alike. At another
         layout the micro-batches of an unfinished step are dropped, and the ``extra`` of a rank that
@@ -368,7 +368,7 @@ class Checkpointer:
         lacking = [rank for rank, names in enumerate(found) if newest and newest not in names]
         if lacking and stream.rank == 0:
             log.warning(
-                "Skipping checkpoint %s, which node %d lacks: training goes on from one that all "
+                "Skipping checkpoint %s, which node %d lacks: training continues from one that all "
                 "nodes have. Where that loses much, stop all and copy the folder checkpoints there",
                 newest,
                 lacking[0] // self._layout.shards,
@@ -407,7 +407,7 @@ class Checkpointer:
             "%s; the learning rate is halved for %d inner steps",
             "Rolled back to the last good checkpoint"
             if restored is not None
-            else "No usable checkpoint to roll back to: training goes on from the present weights",
+            else "No usable checkpoint to roll back to: training continues from these weights",
             SLOW_STEPS,
         )
         return restored
@@ -428,7 +428,7 @@ class Checkpointer:
             self._write_part(self._folder / name, held[0], parsed)
             sync_folder(self._folder)
             self.last_error = None
-        except Exception as error:  # noqa: BLE001 - in a thread: it would be lost; training goes on
+        except Exception as error:  # noqa: BLE001 - in a thread: it would be lost; training continues
             why = f"{type(error).__name__}: {error}; check the disk of {self._folder}"
             self._not_written(name, error, why)
             with contextlib.suppress(OSError):  # a disk that is away has nothing to delete

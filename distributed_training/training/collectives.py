@@ -113,7 +113,7 @@ class ParameterShard:
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """The ranks that the rows lie over; None: this rank alone has them."""
+        """The ranks that the rows lie over; None: only this rank has them."""
         return self.dtensor.device_mesh if isinstance(self.dtensor, DTensor) else None
 
     def empty_rows(self) -> Tensor:
@@ -152,8 +152,8 @@ class RowStream:
 
     Over a gloo group of its own, in host memory: rank 0 receives straight into the rows of its
     destination, so nothing is held twice. Where nodes hold copies (:class:`Layout`), what
-    comes from rank 0 goes on from each rank of node 0 to its peers, which hold the same rows.
-    ``group``: None for one rank alone.
+    comes from rank 0 is sent by each rank of node 0 to its peers, which hold the same rows.
+    ``group``: None for a single rank.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class RowStream:
 
     def raise_if_any(self, problem: str | None, fault: Callable[[str], Exception]) -> None:
         """Raise ``fault`` on all ranks alike, of the lowest rank's ``problem``, if one has any."""
-        # A rank that raised alone would hold up the others until the group's timeout.
+        # A rank that raised by itself would hold up the others until the group's timeout.
         problem = self.vote_error(problem)
         if problem is not None:
             raise fault(problem)
@@ -266,7 +266,7 @@ class RowStream:
     def run_on_all(
         self, work: Callable[[], Result], fault: Callable[[str], Exception] = RankFailedError
     ) -> Result:
-        """Run ``work()``, in which no rank waits for another; all ranks go on, or none.
+        """Run ``work()``, in which no rank waits for another; all ranks continue, or none.
 
         Raises ``fault`` on all ranks alike.
         """
@@ -349,7 +349,7 @@ class HostCopies:
         for turn, load in enumerate(self._loads(pairs)):
             with torch.cuda.stream(self._stream):  # without one: nothing
                 for part, (source, _) in self._parts(turn % 2, load):
-                    # The host goes on only because the buffer is pinned.
+                    # The host continues only because the buffer is pinned.
                     part.copy_(source, non_blocking=True)
                 if self._stream is not None:
                     self._copied[turn % 2].record(self._stream)

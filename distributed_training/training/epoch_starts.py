@@ -1,7 +1,7 @@
 """Recognise the weights that an outer step of this miner began with, long after they are gone.
 
 All miners take the outer step at the end of a round; the validator publishes it minutes later, or
-not at all: it refused the step, was killed, or its store was away. Then the network goes on from
+not at all: it refused the step, was killed, or its store was away. Then the network continues from
 the outer step before, and every miner has to go back to the weights that it had then. They are
 taken whatever it costs: a young network wins several nats by one outer step.
 
@@ -10,7 +10,7 @@ equal weights of two peers differ in their last bits, and no hash of them is the
 is a *sketch* (Johnson and Lindenstrauss): each parameter between random signs of its rows and of
 its columns. It is linear, so each rank adds that of its own rows, and the distance of two sketches
 is about that of the weights. The signs are this miner's secret: nobody else can make weights that
-differ and have the same sketch. Beside it stands the loss of the first inner step, by which other
+differ and have the same sketch. With it is kept the loss of the first inner step, by which other
 weights of that outer step are judged.
 """
 
@@ -91,7 +91,7 @@ class EpochStarts:
     def are_ours(self, outer_step: int, rows: Iterable[Tensor]) -> bool:
         """Return whether ``rows`` are what that known outer step began with. Collective."""
         ours, theirs = self._left[outer_step].sketch, self.sketch(rows)
-        # Each parameter by itself: a small one may be broken beside a large one. NaN is not equal.
+        # Each parameter separately: a large one would hide a broken small one. NaN is not equal.
         return bool(((theirs - ours).norm(dim=1) <= SAME * ours.norm(dim=1)).all())
 
     def loss_before(self, outer_step: int, *, ours: int) -> float | None:

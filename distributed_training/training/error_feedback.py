@@ -252,13 +252,13 @@ class ErrorFeedback:
             # input.
             pieces = rows.split(max(1, _DEVICE_ROWS // rows.shape[1]))
             # Training may fill the device at every try: a slow upload is better than none. On the
-            # side stream the work is beside training's kernels, not between them.
+            # side stream the work runs next to training's kernels, not between them.
             with (
                 contextlib.suppress(torch.OutOfMemoryError),
                 torch.cuda.stream(side_stream(device)),
             ):
                 parts = [self.compression.encode_rows(to_device(piece, device)) for piece in pieces]
-                # These wait for the side stream alone, and in the thread that writes, not in
+                # These wait only for the side stream, and in the thread that writes, not in
                 # training's.
                 where, values = (
                     torch.cat([t.cpu() for t in each]) for each in zip(*parts, strict=True)

@@ -122,7 +122,7 @@ class HeldWeights(ABC):
         """Begin at the network's place in the learning rate's schedule, at a first start.
 
         ``network_steps``: inner steps that the network has taken, 0 where its state does not say.
-        ``follows``: the place is the network's alone, also in its warm-up.
+        ``follows``: only the network decides the place, also in its warm-up.
         """
         if follows:
             self.follow_schedule(self.outer_step, network_steps)
@@ -143,7 +143,7 @@ class HeldWeights(ABC):
         """Return this rank's state.
 
         JSON-able values are of all ranks alike. Lists of tensors are this rank's rows of every
-        parameter, single tensors this rank's alone, None stands for a tensor not there.
+        parameter, single tensors are only this rank's, None stands for a missing tensor.
 
         Tensors are the very ones. Of weights and the inner optimizer's rows, which the next step
         overwrites, :attr:`copier` has copies; no other is ever changed in place.
@@ -159,13 +159,13 @@ class HeldWeights(ABC):
     def boundary_copies(self, names: Collection[str] | None = None) -> BoundaryCopies:
         """Copy weights and moments of this step boundary, when no round is on. Collective.
 
-        ``names``: see :meth:`~.snapshot.BoundaryCopier.copy_boundary`. Most are copied beside the
+        ``names``: see :meth:`~.snapshot.BoundaryCopier.copy_boundary`. Most are copied during the
         next micro-batches: who changes weights or moments calls ``copier.finish`` before.
         Raises RankFailedError on all ranks alike when one of them has no memory for its copies.
         """
-        # What a round that failed has left would be in host memory beside the copies.
+        # What a round that failed has left would be in host memory next to the copies.
         self.roll_back_outer_step()
-        # A rank that raised alone would leave the others in what comes next.
+        # A rank that raised by itself would leave the others in what comes next.
         return self.stream.run_on_all(lambda: self.copier.copy_boundary(names))
 
     # --- outer step of a store network ---------------------------------------------------------
@@ -180,7 +180,7 @@ class HeldWeights(ABC):
     ) -> UploadHandle:
         """Write this step boundary's upload to rank 0's ``path``, in the background. Collective.
 
-        Rank 0 alone gives arguments; the header's ``outer_step``, ``start``, ``inner_steps`` and
+        Only rank 0 gives arguments; the header's ``outer_step``, ``start``, ``inner_steps`` and
         ``tokens`` are filled in here. A file at ``path`` is replaced. Training is held for the
         vectors, and until :meth:`boundary_copies` returns. Raises on all ranks alike OSError where
         there is no room for the file, and RankFailedError when a rank has no memory; later failures

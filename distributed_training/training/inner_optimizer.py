@@ -305,7 +305,7 @@ class InnerOptimizer:
         self._apart = any(isinstance(p, MatrixRows) for p in self._params) and (
             plain.rows != of_matrix.rows
         )
-        # Only a copy from or to pinned memory lets the host go on.
+        # Only a copy from or to pinned memory lets the host continue.
         pinned = offload and device.type == "cuda"
         home = torch.device("cpu") if offload else device
         # Of its own: to read the optimizer's count for a report would wait for the device.
@@ -398,7 +398,7 @@ class InnerOptimizer:
     @property
     def line(self) -> str:
         """The optimizer and the place of its state, for the log."""
-        where = "host memory, copied beside the arithmetic" if self.offload else "device memory"
+        where = "host memory, copied during the arithmetic" if self.offload else "device memory"
         fused = "fused " if self.group.get("fused") else ""
         plain, *matrix = self.names
         what = f"{matrix[0]} for matrices of decoder layers, for the rest " if matrix else ""

@@ -109,7 +109,7 @@ class Text:
 
     @classmethod
     def of(cls, sequences: Tensor | None, *, batches: int, micro_batch: int, length: int) -> Text:
-        """Take ``batches`` of ``micro_batch`` sequences, if there are so many."""
+        """Take ``batches`` of ``micro_batch`` sequences, if there are enough."""
         wanted = batches * micro_batch
         counts = sequences is not None and len(sequences) >= wanted > 0
         if sequences is None or not counts:
@@ -133,7 +133,7 @@ def _mean_loss(sharded: ShardedModel, stream: RowStream, text: Text) -> float:
 
 def _copy_weights(sharded: ShardedModel, stream: RowStream) -> list[Tensor]:
     """Copy the weights, for after a trial. Raises RankFailedError on all ranks alike."""
-    # Where a GPU has no room it takes host memory, which may end on one rank alone.
+    # Where a GPU has no room it takes host memory, which may end on a single rank.
     return stream.run_on_all(lambda: _aside([shard.local for shard in sharded.shards]))
 
 
@@ -178,7 +178,7 @@ class TrialStep:
             def decode(code: Code | None = code, shape: tuple[int, ...] = shard.shape) -> Any:
                 return None if code is None else feedback.compression.decode(code, shape)
 
-            # With DCT a whole matrix, for which rank 0 alone may have no room.
+            # With DCT a whole matrix, for which rank 0 may have no room.
             whole = stream.run_on_all(decode)
             stream.scatter(shard.shape, whole, rows)
             self._parts.append((None, local.clone(), rows.to(local.device)))

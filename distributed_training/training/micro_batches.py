@@ -4,7 +4,7 @@ FSDP adds gradients up where they are computed and reduces them over ranks once,
 micro-batch; where memory is short at each. ``--neuron.local_batch_size_train auto``
 measures the micro-batch size instead of guessing it.
 
-Running out of memory is no reason to lose a day. One rank alone runs the step again in pieces of
+Running out of memory is no reason to lose a day. A single rank runs the step again in pieces of
 half the size. With several ranks the others wait in a collective that the failed rank left, so all
 end and start again from the last checkpoint; :class:`KnownSize` remembers the smaller size for
 them. Both train on the same micro-batches as before, each in pieces, so nothing else changes.
@@ -68,7 +68,7 @@ class KnownSize:
         if found is None or found.facts != self._facts:
             found = _Known(self._facts)
         # Nodes have files of their own, and GPUs of one machine may differ, so that its file holds
-        # for some of them only. A rank that alone measures would wait for the others forever.
+        # for some of them only. A rank that measures by itself would wait for the others forever.
         answers = stream.all_gather((found.most, found.fastest))
         most, fastest = ([n for n in each if n] for each in zip(*answers, strict=True))
         self.most = min(most, default=None)
@@ -246,7 +246,7 @@ class MicroBatches:
         for shard in self.sharded.shards:
             grad: Any = shard.dtensor.grad
             if grad is None and shard.local.numel():
-                # A zero in its place would end learning without a sign: weight decay goes on, and
+                # A zero in its place would end learning without a sign: weight decay continues, and
                 # the loss barely moves. After a restart FSDP is as new.
                 raise RuntimeError(
                     f"{shard.name} has no gradient after the last micro-batch, so this step would "
@@ -344,7 +344,7 @@ class DeviceBudget:
         return held
 
 
-# At 1024 tokens so many sequences fill any GPU. A block of data has about 300 of them: larger
+# At 1024 tokens this number of sequences fills any GPU. A block of data has about 300: larger
 # micro-batches lose more of its end, leave none to hold back for previews, and one larger than a
 # block would train on nothing.
 AUTO_AT_MOST = 32
@@ -458,7 +458,7 @@ def find_micro_batch(
 
     def problem_of(size: int) -> str | None:
         """Try a size; return in words why it is not to be taken, the same on all ranks."""
-        # Before and after each size all ranks vote: one that stopped alone would leave the others
+        # Before and after each size all ranks vote: one that stopped would leave the others
         # in a collective.
         problem = vote(_too_large(size, peaks, budget))
         if problem is not None:

@@ -77,7 +77,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def without_extras(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a published ``config.json`` says of the model alone."""
+    """Return the entries of a published ``config.json`` that describe the model."""
     return {k: v for k, v in config.items() if k not in CONFIG_EXTRAS}
 
 
@@ -185,7 +185,7 @@ def blocks_of(model: nn.Module) -> nn.ModuleList:
 
 # --- attention -----------------------------------------------------------------------------------
 
-CAUSAL = "sdpa_causal"  # as transformers is told it
+CAUSAL = "sdpa_causal"  # its name in transformers
 #: What a model may say to its attention without changing what is computed for packed sequences.
 _HARMLESS = {"position_ids", "cache_position", "use_cache", "output_attentions", "return_dict"}
 _NO_ATTENTION = ("attn_logit_softcapping", "attention_chunk_size", "use_bidirectional_attention")
@@ -396,7 +396,7 @@ class CausalLoss(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         decoder: Any = self.model.get_decoder()  # type: ignore[operator]
-        # The decoder alone: the model's own forward would compute all logits. A cache is for
+        # Only the decoder: the model's own forward would compute all logits. A cache is for
         # generation and would hold every block's keys and values.
         hidden = decoder(input_ids=ids, use_cache=False).last_hidden_state
         return linear_cross_entropy(

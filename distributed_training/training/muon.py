@@ -37,7 +37,7 @@ Arriving = tuple[Tensor, dist.Work | None]
 class MatrixRows(nn.Parameter):
     """This rank's rows of a matrix of a decoder layer.
 
-    ``whole``: the matrix's shape. ``mesh``: of (copies, shards) or of shards alone, which the rows
+    ``whole``: the matrix's shape. ``mesh``: of (copies, shards) or of only shards, which the rows
     lie over; None: this rank has all of them.
     """
 

@@ -2,13 +2,13 @@
 
 A rule has up to four parts (:class:`OuterRule`). What members send of their movement is one, and
 what they keep of the rest for the next upload is another. Then there is which members average with
-each other, and the step along the average. The public network's rule has a step alone: SGD with
+each other, and the step along the average. The public network's rule has only a step: SGD with
 Nesterov momentum.
 
 Another one is an ``OuterRule`` and one line, ``OUTER_RULES.register(name, rule)``, in a module that
 ``--plugins`` names. Miners and validators of a network must have the same: each computes the new
 weights itself, and their bits must agree. So a rule works in float32 on the CPU: its step on each
-element alone, its choice on each row alone, since a rank holds some rows.
+element only, its choice on each row only, since a rank holds some rows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Take DiLoCo's outer step over FSDP shards, as a transaction; its arithmetic and its files.
 
-In DiLoCo (Douillard et al. 2023, arXiv 2311.08105) each miner trains alone for many *inner steps*.
-The movement of its weights, epoch start - current, is then taken as a gradient: the
-*pseudo-gradient*. In a round the miners average their pseudo-gradients. One step of SGD with
+In DiLoCo (Douillard et al. 2023, arXiv 2311.08105) each miner trains without the others for
+many *inner steps*. The movement of its weights, epoch start - current, is then taken as a gradient:
+the *pseudo-gradient*. In a round the miners average their pseudo-gradients. One step of SGD with
 Nesterov momentum along that average, from the epoch-start weights, is the *outer step*; all miners
 continue from its result (protocol page, sections 4 to 6).
 
@@ -177,7 +177,7 @@ class OuterStep:
         ```
     """
 
-    #: Lists of tensors in the state that change with ``epoch_id`` alone.
+    #: Lists of tensors in the state that change only with ``epoch_id``.
     of_epoch: ClassVar = ("epoch_start", "momentum")
 
     def __init__(
@@ -269,7 +269,7 @@ class OuterStep:
         window = self._window
         if window is None:
             return None
-        # Rank 0 alone knows whether the swarm came back with other buffers than those mapped.
+        # Only rank 0 knows whether the swarm came back with other buffers than those mapped.
         seen = self._stream.rank != 0 or all(
             a.data_ptr() == b.data_ptr() for a, b in zip(buffers or (), window, strict=True)
         )
@@ -365,7 +365,7 @@ class OuterStep:
             problem = "no epoch-start weights are kept: begin_epoch was not called"
         self._stream.raise_if_any(problem, _local)
         assert self.epoch_start is not None
-        # Memory may run out on one rank alone.
+        # Memory may run out on a single rank.
         self._written = self._stream.run_on_all(self.current, _local) if trains_on else None
         square, own = 0.0, self._own_rows(buffers)
         # One parameter at a time: in a round there is no room for the whole model once more.
@@ -416,7 +416,7 @@ class OuterStep:
         before: Sequence[Tensor | None] = self.momentum or [None] * len(average)
         inputs = list(zip(self.epoch_start, average, before, strict=True))
         step = self.rule.step
-        # It takes two new tensors for each parameter, so memory may run out on one rank alone.
+        # It takes two new tensors for each parameter, so memory may run out on a single rank.
         new = self._stream.run_on_all(
             lambda: [step(*each, lr=self.learning_rate, mu=self.mu) for each in inputs], _local
         )
@@ -585,7 +585,7 @@ class GlobalState:
         inner_steps: int = 0,
         tokens: int = 0,
     ) -> GlobalState:
-        """Return the state that follows by one outer step, of so many inner steps and tokens."""
+        """Return the state that follows by one outer step, of this many inner steps and tokens."""
         return replace(
             self,
             outer_step=self.outer_step + 1,

@@ -2,8 +2,8 @@
 
 The folder has ``config.json`` and the weights, in ``model.safetensors`` or in the shards that
 ``model.safetensors.index.json`` names. transformers makes up a tensor that is missing and ignores
-one that it does not know. Here each is compared with the model that members build, and read alone:
-beside the result at most two tensors are in memory.
+one that it does not know. Here each is compared with the model that members build, and read one by
+one: next to the result at most two tensors are in memory.
 """
 
 from __future__ import annotations

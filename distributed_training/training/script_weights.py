@@ -128,7 +128,7 @@ class ScriptWeights(HeldWeights):
             )
             for name, shape in schema
         ]
-        # None of them before all ranks are known to go on: they would count for ever.
+        # None of them before all ranks are known to continue: they would count for ever.
         self.steps = Steps(optimizers)
         super().__init__(
             shards=shards,

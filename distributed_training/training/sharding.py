@@ -135,7 +135,7 @@ class ShardedModel:
     def gradients_aside(self) -> Iterator[None]:
         """Keep the gradients of a step under way aside, and put them back afterwards.
 
-        For forward passes alone: a backward would add to nothing.
+        Only for forward passes: a backward would add to nothing.
         """
         kept = [
             (holder, name, gradient)
@@ -365,7 +365,7 @@ def _recompute_and_compile(
 def _make_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
     """Make a mesh of one dimension over the ranks of a copy.
 
-    Where machines hold copies, they are the first of two dimensions. A rank alone gets a process
+    Where machines hold copies, they are the first of two dimensions. A single rank gets a process
     group if there is none.
     """
     if not dist.is_initialized():

@@ -1,8 +1,8 @@
-"""A snapshot: what a miner uploads, of one step boundary, written beside training.
+"""A snapshot: what a miner uploads, of one step boundary, written during training.
 
-Weights and moments are copied to host memory beside the next step's micro-batches; its optimizer
-step alone waits for that. A thread of each rank writes; it uses no collective, since training goes
-on with its own. All ranks of a miner share one file system: each writes its rows of
+Weights and moments are copied to host memory during the next step's micro-batches; only its
+optimizer step waits for that. A thread of each rank writes; it uses no collective, since training
+continues with its own. All ranks of a miner share one file system: each writes its rows of
 ``model.safetensors`` at their place in the one file, so no process holds the whole model. Files
 appear under their names only when complete; ``rank-r.done.json`` of a rank comes after its files.
 """
@@ -136,7 +136,7 @@ class BoundaryCopier:
     """Takes :class:`BoundaryCopies`; of one boundary at a time, or host memory would hold several.
 
     A snapshot and a checkpoint of the same boundary get the same ones. Weights and state stay as
-    they are until the next optimizer step, so they are copied beside its micro-batches; whoever
+    they are until the next optimizer step, so they are copied during its micro-batches; whoever
     changes them calls :meth:`finish` before. While copies of an earlier boundary are still being
     written, training waits up to ``patience`` seconds for them. Who writes keeps the object until
     he is done. For the training thread.
@@ -219,8 +219,8 @@ class BoundaryCopier:
         self.finish()
         if not self._released.wait(self._patience):
             log.warning(
-                "A snapshot or checkpoint is still being written after %.0f s, so training goes on "
-                "with copies of two boundaries in host memory: use a faster disk for "
+                "A snapshot or checkpoint is still being written after %.0f s, so training "
+                "continues with copies of two boundaries in host memory: use a faster disk for "
                 "--neuron.run_folder",
                 self._patience,
             )
@@ -285,7 +285,7 @@ class Epoch:
 
 
 class BackgroundWrite:
-    """The writing of files by this rank, in a thread beside training.
+    """The writing of files by this rank, in a thread next to training.
 
     ``of``: what is written, in one word.
     """
@@ -300,13 +300,13 @@ class BackgroundWrite:
         try:
             threading.Thread(target=self._run, args=(write,), name=self._of).start()
         except RuntimeError:
-            # The machine has no thread left. Training waits: this rank alone must not end.
+            # The machine has no thread left. Training waits: a single rank must not end.
             self._run(write)
 
     def _run(self, write: Callable[[Self], None]) -> None:
         try:
             write(self)
-        except BaseException as error:  # noqa: BLE001 - in a thread: whoever asks is told
+        except BaseException as error:  # noqa: BLE001 - in a thread: ``error`` has it
             # The handle keeps the error, the error its frames, this one too, and they the copies,
             # which the next snapshot waits for.
             del write

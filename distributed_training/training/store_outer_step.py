@@ -1,10 +1,10 @@
 """Take the outer step of a store network: write what was trained, apply the update that all apply.
 
-In such a network the validator alone merges. A miner writes one upload at each close: what it has
+In such a network only the validator merges. A miner writes one upload at each close: what it has
 trained since the epoch-start weights, and its *residual*, which encoding earlier ones has lost.
 Later it applies one published update to the epoch-start weights. All miners apply the same bytes,
 so their epoch starts are equal to the bit; the digest that the manifest names shows it before the
-vote. What was trained beside the exchange stays on top:
+vote. What was trained during the exchange stays on top:
 :class:`~distributed_training.protocol.types.Base` says from where it counts.
 
 This order makes it safe: write the upload, then a checkpoint, which keeps the weights that it was
@@ -100,7 +100,7 @@ class _UploadState:
 
 @dataclass(frozen=True)
 class _Following:
-    """The values that a commit swaps in beside the weights."""
+    """The values that a commit swaps in with the weights."""
 
     outer_step: int
     start: str
@@ -222,7 +222,7 @@ class StoreOuterStep(OuterStep):
                 f"and {update.weights:.16} in its manifest, so it is not applied"
             )
         self._stream.raise_if_any(problem, _local)
-        # It takes a new tensor for each parameter, so memory may run out on one rank alone.
+        # It takes a new tensor for each parameter, so memory may run out on a single rank.
         present = self._stream.run_on_all(
             lambda: [on_host(s.local) - b for s, b in zip(self._shards, base, strict=True)], _local
         )

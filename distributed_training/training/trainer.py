@@ -755,7 +755,7 @@ class Trainer(HeldWeights):
                 problem = f"{folder} cannot hold a snapshot: {error}"
         self.stream.raise_if_any(problem, OSError)  # no rank writes before
         if not all(len(s.shape) == 1 or self.feedback.by_rows(i) for i, s in enumerate(shards)):
-            copies.wait()  # else vectors alone are encoded here
+            copies.wait()  # else only vectors are encoded here
         # Here and not in the thread: it is collective, and would meet training's collectives.
         directions = self.feedback.directions(
             start,
