@@ -10,7 +10,7 @@
     ... doctor --probe 203.0.113.7:48091,48009   the same, at a rented container's outside ports
 
     ... doctor                                 the network that miner.toml names
-    ... doctor --preset local --offline        this machine alone
+    ... doctor --preset local --offline        only this machine
     ... doctor --model 1b --nproc_per_node 4   another model, four ranks
     ... doctor --diagnostics.measure 0         without the 10-second measurement
     ... doctor --bundle help.tar.gz            rows, log, settings, events, versions for a helper,
@@ -112,7 +112,7 @@ def examine(examination: Examination, flags: Sequence[str]) -> list[Check]:
     entries = [Entry(check_verdict), *machine.CHECKS]
     why_not = ""
     if not examination.config.leads:
-        why_not = "node 0 alone asks chain, bucket and peers"
+        why_not = "only node 0 asks chain, bucket and peers"
     elif examination.offline:
         why_not = "--offline: chain, bucket, data are not asked"
     if why_not:
@@ -298,7 +298,7 @@ def report(checks: Sequence[Check], *, as_json: bool) -> int:
 
 
 # --- the ports of another machine ---------------------------------------------------------------
-# No machine can find out alone whether its ports are open to others: a router may turn its own
+# No machine can find out by itself whether its ports are open to others: a router may turn its own
 # address back inside. So a second machine, a peer's or a rented one, dials.
 
 _TIMEOUT = timedelta(seconds=5)  # of the connection, and of an answer

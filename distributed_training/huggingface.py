@@ -56,8 +56,8 @@ class NetworkCallback(TrainerCallback):
         if args.load_best_model_at_end:
             raise ValueError(
                 "load_best_model_at_end=True puts earlier weights into the model before the last "
-                "checkpoint, which the next start would go on from, so nothing was joined: leave "
-                "it out, and load the best checkpoint afterwards"
+                "checkpoint, from which the next start would continue, so nothing was joined: "
+                "leave it out, and load the best checkpoint afterwards"
             )
         self._tokens = state.num_input_tokens_seen
         self.net = join(self._network, model, optimizer, **self._settings)

@@ -254,12 +254,12 @@ class Net(RankLoop):
         # Another rank may be in a collective of training that never ends, and the weights may be
         # what the error is about, or half changed.
         whole = not (self._changes_weights or self._weights.steps.under_way)
-        alone = self._weights.stream.world_size == 1
-        if kind is None or (alone and whole and kind in (KeyboardInterrupt, SystemExit)):
+        single = self._weights.stream.world_size == 1
+        if kind is None or (single and whole and kind in (KeyboardInterrupt, SystemExit)):
             self.close()
         elif not self._closed:
             log.warning(
-                "The script ended by %s, so no checkpoint is written: a start goes on from the "
+                "The script ended by %s, so no checkpoint is written: a start continues from the "
                 "last one",
                 kind.__name__,
             )
@@ -407,8 +407,8 @@ class Net(RankLoop):
         if action is Action.CHECKPOINT and self._may_be_bad():
             if (again := self._repeats("loss")) is not None:
                 log.warning(
-                    "The loss is NaN or Inf, so no checkpoint is written: a start goes on from the "
-                    "one before%s",
+                    "The loss is NaN or Inf, so no checkpoint is written: a start continues from "
+                    "the one before%s",
                     again,
                 )
             return skipped
@@ -439,7 +439,7 @@ class Net(RankLoop):
 
     def _warn(self, what: str, error: Exception) -> None:
         if (again := self._repeats((what, type(error).__name__))) is not None:
-            log.warning("%s failed; training goes on%s", what, again, exc_info=error)
+            log.warning("%s failed; training continues%s", what, again, exc_info=error)
 
 
 def _number(loss: Tensor | float | None) -> float:
@@ -490,7 +490,7 @@ def _meet() -> Ranks:
     return Ranks(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
-        # gloo beside NCCL too: a command must not wait for what is queued on the GPU.
+        # gloo next to NCCL too: a command must not wait for what is queued on the GPU.
         group=dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT),
         store=dist.PrefixStore(f"{PACKAGE}-{number}", dist.distributed_c10d._get_default_store()),
     )
@@ -573,7 +573,7 @@ def _assemble(
 def _open(
     config: Config, stack: ExitStack, post: Callable[[ev.Event], None]
 ) -> tuple[start_store.Connections, StartupInfo]:
-    """Take the run folder and ask the network. Rank 0 alone."""
+    """Take the run folder and ask the network, on rank 0 only."""
     folder = make_run_folder(config)
     _open_log(config, stack)
     file = LauncherFile(folder)

@@ -1,7 +1,7 @@
 """Compare outer rules: held-out loss against bytes and time, three seeds, as a picture and a table.
 
     python examples/compare.py                       five minutes of a core
-    python examples/compare.py nesterov my_rule.py   one of a file, beside the network's own
+    python examples/compare.py nesterov my_rule.py   one of a file, next to the network's own
     python examples/compare.py my_rule.py --subnet   the same in real processes, of which one is
                                                      killed each minute, behind thin network links
 

@@ -1,1 +1,1 @@
-"""Run a miner: the launcher, the ranks, the loop and what rank 0 does beside it."""
+"""Run a miner: the launcher, the ranks, the loop and what rank 0 does next to it."""

@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
 def load_settings(argv: Sequence[str]) -> Config:
     """Return the configuration. Raises ConfigError, of which the run folder tells as well.
 
-    Else dashboard and dt-status would go on to say what stopped the miner before.
+    Else dashboard and dt-status would continue to say what stopped the miner before.
     """
     try:
         return load_config("miner", argv, file=OPERATORS_FILE)

@@ -190,7 +190,7 @@ class Training(Held):
 def build_training(
     context: RankContext, info: StartupInfo, global_folder: Path | None, alive: Callable[[], None]
 ) -> Training:
-    """Build model and data, and go on from the last checkpoint or the global state."""
+    """Build model and data, and continue from the last checkpoint or the global state."""
     config, ranks, folder = context.config, context.ranks, context.folder
     trainer = Trainer(
         settings=config.training,

@@ -441,7 +441,7 @@ class BlockList:
             elif same_layout:
                 why = "flags changed, so the micro-batches of the inner step under way are dropped"
             log.info(
-                "Data goes on with a new block: %s%s",
+                "Data continues with a new block: %s%s",
                 why,
                 f". From their beginning again: {', '.join(map(str, again))}" if again else "",
             )
@@ -449,7 +449,7 @@ class BlockList:
         self._since_step = since_step
         self._ahead = ahead
         if under_way:
-            log.info("Data goes on in block %d at sequence %d of %d", block, offset, sequences)
+            log.info("Data continues in block %d at sequence %d of %d", block, offset, sequences)
             self._under_way = (block, sequences, offset)
             self._ahead = [block, *(b for b in self._ahead if b != block)]
 

@@ -2,7 +2,7 @@
 
 An *event* is anything that happened: the result of a command, a call, the end of an average. From
 it follow *actions*, which reach all ranks as a *command* at a micro-batch boundary, and *tasks*,
-which rank 0 starts beside the loop. :mod:`.state_machine` and :mod:`.round` decide which.
+which rank 0 starts next to the loop. :mod:`.state_machine` and :mod:`.round` decide which.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Action(enum.IntEnum):
 
 
 class Task(enum.Enum):
-    """The background tasks that rank 0 alone starts, beside the loop."""
+    """The background tasks that only rank 0 starts, next to the loop."""
 
     AVERAGE = "let the swarm average in its own thread"
     CANCEL_AVERAGE = "the round is over: free the swarm"
@@ -100,7 +100,7 @@ class Command:
     inner_steps: int = 0  # FOLLOW_SCHEDULE: of the network before that outer step
     chain_block: int = 0  # SNAPSHOT: at this boundary
     exit_status: int = 0  # STOP: of the miner
-    trains_on: bool = False  # WRITE_PSEUDO_GRADIENT: inner steps go on after it
+    trains_on: bool = False  # WRITE_PSEUDO_GRADIENT: inner steps continue after it
     in_pause: bool = False  # CHECK_GRADIENT: a round holds up training anyway
     parts: Parts = "all"  # SNAPSHOT: what is uploaded
     data: DataPart = field(default=DataPart())
@@ -161,7 +161,7 @@ class BlockUsedUp(Event):
 
 @dataclass(frozen=True)
 class InnerStepDone(Event):
-    """``diverged``: so many steps in a row had no finite loss that a checkpoint must be loaded."""
+    """``diverged``: too many steps in a row had no finite loss, so a checkpoint must be loaded."""
 
     report: StepReport
     diverged: bool = False
@@ -209,7 +209,7 @@ class LoadFailed(Event):
 
 @dataclass(frozen=True)
 class SnapshotTaken(Event):
-    """Training goes on; ``handle`` tells when this rank's files are complete."""
+    """Training continues; ``handle`` tells when this rank's files are complete."""
 
     handle: SnapshotHandle
     progress: Progress

@@ -7,7 +7,7 @@ that validator's commitment on the chain. A start waits for both (:func:`open_gl
 a bucket that does not answer, or a state that is refused, never stops training.
 
 A peer that is lost in mid-transfer leaves the survivors of a round with averages that differ in
-parts, and outer steps are compared by number alone. So after a round, once the validator
+parts, and outer steps are compared only by number. So after a round, once the validator
 has uploaded, this miner reads a few slices of the global ``model.safetensors``. It compares them
 with the weights it began the outer step with (rank 0's rows of them).
 """
@@ -86,7 +86,7 @@ def drift(rows: Sequence[Rows], read: ReadRange, *, size: int, seed: int) -> flo
         if entry is None or entry.dtype != "F32":
             raise NotComparable(f"it holds no float32 {item.name}")
         at = (item.first + start) * row_bytes
-        # The header is the bucket's: no byte is asked for by it alone.
+        # The header is the bucket's: it is no reason to ask for bytes.
         if at + count * row_bytes > entry.size or entry.shape[1:] != item.values.shape[1:]:
             raise NotComparable(f"{item.name} has another shape")
         data = read(entry.start + at, count * row_bytes)
@@ -190,7 +190,7 @@ class GlobalBucket:
         remove_states(self.folder, before=outer_step - 1)
         problem = refusal(folder)
         if problem is not None:
-            # Raised with the folder: a start with a checkpoint needs its config.json alone.
+            # Raised with the folder: a start with a checkpoint needs only its config.json.
             raise GlobalRefusedError(folder, problem)
         return folder
 
@@ -332,7 +332,9 @@ def pause_start(wanted: Callable[[], bool]) -> None:
 
 
 _ATTEMPTS = 3  # at a fetch, before it is given up with an event
-_SHORT = 30.0  # seconds: a fetch that failed later has used its time, and what waits for it goes on
+_SHORT = (
+    30.0  # seconds: a fetch that failed later has used its time, and what waits for it continues
+)
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=5), timedelta(minutes=1)  # between two of them
 _LAST_REQUEST = 5.0  # seconds that one in flight gets at the end
 
@@ -477,7 +479,7 @@ class GlobalEpoch:
                 self.unavailable_since = time.monotonic()
                 silent = isinstance(error, GlobalSilentError)
                 what = "does not answer" if silent else "cannot be read"
-                log.warning("The global bucket %s (%s). Training goes on.", what, error)
+                log.warning("The global bucket %s (%s). Training continues.", what, error)
         else:
             if self.unavailable_since is not None:
                 away = time.monotonic() - self.unavailable_since
@@ -499,7 +501,7 @@ class GlobalEpoch:
         if outer_step is None or self._seen not in (None, outer_step):
             return
         ours, rows = self._epoch_start()
-        # The loop goes on beside this thread: other weights would look like drift.
+        # The loop continues next to this thread: other weights would look like drift.
         if not rows or ours != outer_step:
             return
         try:

@@ -65,7 +65,7 @@ QUESTIONS = (
     ("preset", "Preset for the memory of one GPU"),
 )
 _HEAD = """\
-# The settings of a miner, by `dt-miner init`. Secrets belong into .env; flags win over this file.
+# The settings of a miner, by `dt-miner init`. Secrets belong in .env; flags win over this file.
 # Every flag of `dt-miner --help-all` may stand here: [section] and name.
 """
 
@@ -115,7 +115,7 @@ def _write_both_files(options: argparse.Namespace, given: dict[str, str]) -> int
     except NoNetworkNamed:
         if options.yes:
             raise
-        _ask(*NETWORK, given, beside={})
+        _ask(*NETWORK, given, others={})
         # Before any other question: a wrong flag must not cost the answers.
         _config_of(given)
     if OPERATORS_FILE.exists() and not options.force:
@@ -139,7 +139,7 @@ def _write_both_files(options: argparse.Namespace, given: dict[str, str]) -> int
         for name, question in QUESTIONS:
             if name not in given and (config.exchange == "hivemind" or "port" not in name):
                 # With all answers before: two ports that are right may be the same.
-                _ask(name, question, given, beside=given)
+                _ask(name, question, given, others=given)
         # The keys that neither the environment nor .env has, or that a start would refuse.
         for name in wanted:
             keys[name] = _ask_key(name, given, keys)
@@ -151,11 +151,11 @@ def _write_both_files(options: argparse.Namespace, given: dict[str, str]) -> int
         OPERATORS_FILE.rename(old)
     write_bytes(OPERATORS_FILE, toml_of(given, config.exchange).encode())
     print(f"wrote {OPERATORS_FILE}" + (f"; the old one is {old}" if old else ""))
-    # For its owner alone from the first byte on: a chmod afterwards leaves a moment.
+    # Only for its owner from the first byte on: a chmod afterwards leaves a moment.
     with atomic_file(DOTENV, private=True) as file:
         file.write(dotenv.encode())
     print(f"wrote {DOTENV} (mode 600)")
-    # By the two files alone: a service has none of this shell's variables.
+    # Only by the two files: a service has none of this shell's variables.
     config = load_config("miner", [], environ={}, file=OPERATORS_FILE, check=False)
     if config.has_bucket:
         bucket = config.store.global_model_name
@@ -166,13 +166,13 @@ def _write_both_files(options: argparse.Namespace, given: dict[str, str]) -> int
     return 0
 
 
-def _ask(name: str, question: str, given: dict[str, str], *, beside: Mapping[str, str]) -> None:
-    """Ask until the answer, with the flags ``beside``, is one that the miner takes. Keep it."""
+def _ask(name: str, question: str, given: dict[str, str], *, others: Mapping[str, str]) -> None:
+    """Ask until the answer, with the flags ``others``, is one that the miner takes. Keep it."""
     default = _default_of(name)
     prompt = f"{question}{f' [{default}]' if default else ''}: "
     while answer := input(prompt).strip() or default:
         try:
-            _config_of({**beside, name: answer})
+            _config_of({**others, name: answer})
         except ConfigError as error:
             print(f"  {error}")
         else:
@@ -181,7 +181,7 @@ def _ask(name: str, question: str, given: dict[str, str], *, beside: Mapping[str
 
 
 def _ask_key(name: str, given: Mapping[str, str], known: Mapping[str, str]) -> str:
-    """Return a key that a start takes beside the ``known`` ones; one of these is not asked for."""
+    """Return a key that a start takes with the ``known`` ones; one of these is not asked for."""
     read: Callable[[str], str] = input if name == "R2_ACCOUNT_ID" else getpass.getpass
     answer = known.get(name, "")
     while not answer or (fault := _fault_of(name, given, {**known, name: answer})):
@@ -213,7 +213,7 @@ def argv_of(given: Mapping[str, str]) -> list[str]:
 
 
 def _config_of(given: Mapping[str, str]) -> Config:
-    """Return the configuration with these flags alone. Raises ConfigError for what they say."""
+    """Return the configuration with only these flags. Raises ConfigError for what they say."""
     config = load_config("miner", argv_of(given), environ={}, dotenv=None, check=False)
     for check in (check_installed, check_network_choice, check_addresses, check_values):
         for line in check(config):

@@ -5,7 +5,7 @@
       strays of an earlier launcher of this folder   -> ended first
       the page                                       -> a process of its own, until the end
       ranks, forked from one warm process            -> swarm process -> p2pd ...
-      SIGINT, SIGTERM, SIGHUP                        -> SIGTERM to rank 0 alone, which decides
+      SIGINT, SIGTERM, SIGHUP                        -> SIGTERM only to rank 0, which decides
       --neuron.stop_timeout over                     -> SIGTERM, then SIGKILL to the whole tree
       a rank fails                                   -> the others end, and all start again
       ranks hang (run_folder.py)                     -> stacks to a file, SIGKILL, the same
@@ -295,7 +295,7 @@ def ranks_of(config: Config, remembered: int = 0) -> int:
 
 @contextlib.contextmanager
 def occupied(config: Config, folder: Path) -> Iterator[None]:
-    """Have the run folder alone, with the settings of this start in it. Raises ConfigError."""
+    """Lock the run folder, with the settings of this start in it. Raises ConfigError."""
     write_settings(config, folder)
     if config.network is not None:
         save_copy(config.network, folder)
@@ -397,7 +397,7 @@ class _Supervisor:
                 if self._signals.stop.wait(seconds):
                     return ExitStatus.STOPPED
         finally:
-            # Whatever was raised: ranks without a launcher would go on with nobody to stop them.
+            # Whatever was raised: ranks without a launcher would continue with nobody to stop them.
             self._group.sweep(settle=timedelta(0), grace=TERMINATE_GRACE, server=True)
 
     def _steady(self, began: float) -> bool:
@@ -419,7 +419,7 @@ class _Supervisor:
             return Ending(ExitStatus.STOPPED)
         except (OSError, EOFError) as error:
             log.warning("The ranks cannot be started (%r): the log above has the reason", error)
-            # Some may have been forked: beside those of the next start they would hold the GPUs.
+            # Some may have been forked: with those of the next start they would hold the GPUs.
             self._enter(Phase.FORCED)
             self._sweep()
             return Ending(ExitStatus.FAULT)

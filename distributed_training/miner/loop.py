@@ -1,7 +1,7 @@
 """The loop every rank runs: take the boundary's command, carry it out, report its result.
 
-One iteration is one micro-batch boundary. All ranks construct the loop alike, but for what rank 0
-alone has: the controller, which gives commands and takes events. The loop knows no exchange: what
+One iteration is one micro-batch boundary. All ranks construct the loop alike, but only
+rank 0 has the controller, which gives commands and takes events. The loop knows no exchange: what
 all ranks do of a round is :class:`RankRound`'s. No network call happens here: what takes long
 (averaging, uploads, downloads) runs in threads and processes of rank 0 and comes back as events.
 """
@@ -274,7 +274,7 @@ class MinerLoop(RankLoop):
         else:
             log.warning(
                 "No checkpoint of this stop: the last %d inner steps gave NaN or Inf, "
-                "so these weights may be the cause; a start goes on from the "
+                "so these weights may be the cause; a start continues from the "
                 "checkpoint before",
                 skipped,
             )
@@ -308,7 +308,7 @@ class MinerLoop(RankLoop):
     # --- the global state ----------------------------------------------------------------------
 
     def _load_global(self, command: Command) -> ev.Event:
-        # On rank 0 alone: the others get their rows from it.
+        # Only on rank 0: the others get their rows from it.
         weights, outer_optimizer = state_files(command.local.folder)
         sample = self._text.sample(self._trainer.measured_sequences)
         try:

@@ -8,9 +8,9 @@ node 0, and does this every two seconds:
     stop        count it up once this node was asked to stop; rank 0 then saves and ends all
     over        end at once: a rank failed, and the line says why
 
-A rank that nothing was heard of for :data:`SILENCE` is lost: its process was stopped, its machine
-is off or unplugged. Then each rank ends with a line, torchrun with its ranks, and pm2 or Slurm
-starts torchrun again. It waits for the other nodes, and training goes on from the last checkpoint.
+A rank that was silent for :data:`SILENCE` is lost: its process was stopped, or its machine is off
+or unplugged. Then each rank ends with a line, torchrun ends with its ranks, and pm2 or Slurm starts
+torchrun again. It waits for the other nodes, and training continues from the last checkpoint.
 Collectives keep their long timeouts, since compiling a model may put minutes between two ranks.
 
 A torchrun that comes back early finds the store of the start before. Each rank counts up
@@ -114,7 +114,7 @@ def open_tcp_store() -> dist.Store:
 class Nodes:
     """One rank's watch over all ranks.
 
-    ``store``: a connection for this object alone, since an answer that does not come must hold up
+    ``store``: a connection for only this object, since an answer that does not come must hold up
     nothing else. ``stop_wanted``: whether this process was asked to stop. ``hangs``: whether this
     rank shows no sign of life, so that it must not count up any more. ``stop_limit``: from the
     first rank that ended well to the last.
@@ -159,7 +159,7 @@ class Nodes:
         if self._store.add(f"started/{self._me.rank}", 1) > 1:
             line = (
                 f"rank {self._me.rank} was started again, and what it trained is lost with it, so "
-                "the ranks of all nodes end: they go on from the last checkpoint once torchrun "
+                "the ranks of all nodes end: they continue from the last checkpoint once torchrun "
                 "runs on all nodes again"
             )
             self._end_all(line)
@@ -211,7 +211,7 @@ class Nodes:
             log.debug("torchrun's store is gone", exc_info=True)
         if not self._stopped_elsewhere:
             return status
-        log.info("Another node was asked to stop: saved; once it is back, training goes on")
+        log.info("Another node was asked to stop: saved; once it is back, training continues")
         return ExitStatus.FAULT
 
     def _end_all(self, why: str) -> None:
@@ -270,7 +270,7 @@ class Nodes:
                     self._end(
                         f"Nothing was heard of node {node} (rank {rank}) for "
                         f"{limit.total_seconds():.0f} s, so the ranks of this node end: training "
-                        "goes on from the last checkpoint once torchrun runs on all nodes again"
+                        "continues from the last checkpoint once torchrun runs on all nodes again"
                     )
 
     def _end(self, why: str) -> None:

@@ -1,4 +1,4 @@
-"""Import what a rank needs, in the fork server and there alone: its garbage collector stays off.
+"""Import what a rank needs, only in the fork server: its garbage collector stays off.
 
 A collection finds nothing in what is being imported, and a fifth of the time went into looking.
 :func:`rank_group._become_rank` turns it on again in each fork.

@@ -251,7 +251,7 @@ class RankGroup:
     def wait(self, timeout: timedelta) -> None:
         """Wait until a rank ends, at most ``timeout``.
 
-        Reaps descendants that lost their parent; starts again what must run beside the ranks.
+        Reaps descendants that lost their parent; starts again what must run next to the ranks.
         """
         sentinels = [r.process.sentinel for r in self._ranks if r.process.exitcode is None]
         if sentinels:
@@ -330,7 +330,7 @@ def _become_rank(program: str, config: Config, environ: Mapping[str, str]) -> No
     # third of a second, and so copy the pages that the ranks share.
     gc.freeze()
     gc.enable()  # preload.py has disabled it; the loop disables it again
-    # A session of its own: Ctrl-C at the terminal reaches the launcher alone.
+    # A session of its own: Ctrl-C at the terminal reaches only the launcher.
     os.setsid()
     for number in _TERMINAL_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

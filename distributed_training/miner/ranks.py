@@ -130,7 +130,7 @@ def join_ranks(
             world_size=world_size,
             timeout=of_model,
         )
-        # gloo beside NCCL too: a command must not wait for what is queued on the GPU.
+        # gloo next to NCCL too: a command must not wait for what is queued on the GPU.
         group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
     except RuntimeError as error:
         # On one machine nothing lies between the ranks.
@@ -171,7 +171,7 @@ def _store(
     address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     listener = None
     if rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        # On this address alone: TCPStore's own listens on all that the machine has.
+        # Only on this address: TCPStore's own listens on all that the machine has.
         listener = listen(address, port).detach()
     return dist.TCPStore(
         address,

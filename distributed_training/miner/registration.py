@@ -26,7 +26,7 @@ REGISTRATION_FILE = "registration.json"  # in the run folder
 #: While a start waits for the registration: between two questions to another chain endpoint, and
 #: two writes of how long it has waited; between two lines in the log.
 ASK_ANOTHER, SAY_AGAIN = timedelta(minutes=5), timedelta(minutes=30)
-#: Neurons that were not read for so long, beyond the interval, say nothing about us.
+#: Neurons that were not read for this long, beyond the interval, say nothing about us.
 SILENT = timedelta(minutes=10)
 
 
@@ -107,8 +107,8 @@ def wait_for_registration(
                     first = "Ask the founder, who lets it in again by `dt-registry expel --again`. "
                 log.warning(
                     "%s, so nothing is trained or uploaded; weights and run folder are kept. "
-                    "%sRegister it with `%s`, and the miner goes on by itself. It ends with status "
-                    "3 in %.1f h (--neuron.deregistered_wait)",
+                    "%sRegister it with `%s`, and the miner continues by itself. It ends with "
+                    "status 3 in %.1f h (--neuron.deregistered_wait)",
                     lost,
                     first,
                     how_to_register(config.chain),
@@ -122,5 +122,5 @@ def wait_for_registration(
             pause_start(wanted)
     finally:  # what was waited counts for the next start
         record.save(folder / REGISTRATION_FILE)
-    log.info("Hotkey %s is registered again, with uid %d: the miner goes on", record.hotkey, uid)
+    log.info("Hotkey %s is registered again, with uid %d: the miner continues", record.hotkey, uid)
     return uid

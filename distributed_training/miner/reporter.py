@@ -87,14 +87,14 @@ class LoopReporter:
                     log.warning("%s", lines.worse_weights(self._global_uid, why))
                 else:
                     log.warning(
-                        "The global state does not fit this model (%s). Training goes on.", why
+                        "The global state does not fit this model (%s). Training continues.", why
                     )
                 self._record("load_failed", problem=why)
             case ev.Loaded(outer_step=outer):
                 log.info("Loaded the global state of outer step %d", outer)
                 self._record("load", outer_step=outer)
             case ev.RolledBack(progress=Progress(outer_step=outer, inner_step=inner)):
-                log.warning("Training goes on at outer step %d, inner step %d", outer, inner)
+                log.warning("Training continues at outer step %d, inner step %d", outer, inner)
                 self._record("roll_back", outer_step=outer, inner_step=inner)
             case ev.ModeChanged(before=before, after=after):
                 self._record("state", before=before.value, after=after.value)
@@ -187,7 +187,7 @@ class Reporter(LoopReporter):
         return f" | {age}"
 
     def _report_round(self, event: ev.RoundFailed | ev.OuterStepEnded, state: MinerState) -> None:
-        """Report the end of a round; training goes on."""
+        """Report the end of a round; training continues."""
         # The numbered lines are the public miner's: by them operators tell where a round failed.
         result, detail, fault = state.averaged, event.detail, ""
         began = self._round_began

@@ -1,4 +1,4 @@
-"""Decide what a start goes on from: its last checkpoint, or the global state."""
+"""Decide what a start continues from: its last checkpoint, or the global state."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def first_sample(
         return sample
     data.request(block)  # the block that a fresh start trains on first
     deadline = time.monotonic() + _SAMPLE_PATIENCE
-    # A source that is away holds up no start: its workers ask on, beside the swarm's start.
+    # A source that is away holds up no start: its workers ask on, during the swarm's start.
     while data.ready(block) is None and time.monotonic() < deadline:
         alive()
         time.sleep(0.05)
@@ -64,7 +64,7 @@ def first_sample(
 
 
 def goes_on(reached: int, outer_step: int, *, seen: bool, store: bool = False) -> bool:
-    """Return whether a start goes on from a checkpoint at ``reached``: see resume_training.
+    """Return whether a start continues from a checkpoint at ``reached``: see resume_training.
 
     ``outer_step``: of the global state; ``seen``: in the bucket, else on the disk. ``store``: of a
     store network, where updates lead from any outer step to the network's.
@@ -73,7 +73,7 @@ def goes_on(reached: int, outer_step: int, *, seen: bool, store: bool = False) -
 
 
 def first_outer_step(folder: Path, outer_step: int, *, seen: bool, store: bool = False) -> int:
-    """Return the outer step that a start goes on from, as the newest checkpoint's files say.
+    """Return the outer step that a start continues from, as the newest checkpoint's files say.
 
     ``folder``: of the checkpoints; for the rest see :func:`goes_on`.
     """
@@ -133,7 +133,7 @@ def resume_training(
             awful = lines.worse_weights(info.global_uid, error)
             if restored is not None and back:
                 awful = lines.worse_weights_back(outer_step, restored[0].outer_step, error)
-        # Not what is awful by the losses of this miner alone, which tries it again as it runs.
+        # Not what is awful only by the losses of this miner, which tries it again as it runs.
         if global_folder is not None and not (awful and back):
             refuse(global_folder, str(error))  # the next start waits for another one
         if restored is None:
@@ -143,7 +143,7 @@ def resume_training(
                 "look for a newer version; another state is fetched as soon as it is published"
             ) from None
         if awful is None:
-            awful = f"The global state cannot be loaded ({error}). Training goes on without it."
+            awful = f"The global state cannot be loaded ({error}). Training continues without it."
         log.warning("%s", awful)
         return restored[1]
     except RankFailedError as error:  # on all ranks alike, before anything has changed

@@ -170,7 +170,7 @@ class SwarmRank:
 
 
 class Averaging:
-    """Rank 0 in a round: what runs beside its loop, and answers with events.
+    """Rank 0 in a round: what runs next to its loop, and answers with events.
 
     ``post``: queues an event, from any thread.
     """

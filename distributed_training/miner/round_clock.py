@@ -149,7 +149,7 @@ class RoundClock:
         return self._configured // 2
 
     def seconds(self, blocks: int | None = None) -> float:
-        """Return the seconds that so many blocks take; default: those between two rounds."""
+        """Return how many seconds ``blocks`` chain blocks take; default: a round period's."""
         return (self._period if blocks is None else blocks) * self._seconds_per_block
 
     def next_at(self) -> float | None:

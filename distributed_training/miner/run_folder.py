@@ -6,10 +6,10 @@
     exit_status.json    the exit status that rank 0 wants the miner to end with
 
 A rank that hangs (a stopped process, a driver that does not return, a deadlock) does not end, so
-nobody is told; the other ranks wait for it in their next collective. What a rank that is well does
-is come to a micro-batch boundary: also when it waits for data, for a round or for an upload. There
-it touches a file, once a second (:class:`Heartbeat`), and the launcher looks whether the times of
-those files still change (:class:`Watchdog`); it compares none with its own clock, which may be set.
+nobody hears of it; the other ranks wait for it in their next collective. A rank that is well comes
+to a micro-batch boundary, also when it waits for data, for a round or for an upload. There
+it touches a file, once a second (:class:`Heartbeat`), and the launcher checks whether the times of
+these files still change (:class:`Watchdog`); it compares none with its own clock, which may be set.
 
 A start has no boundaries. It touches the file after each of its stages; while it asks the network,
 which takes as long as it must and has timeouts of its own, a thread does so.
@@ -35,7 +35,7 @@ from distributed_training.common.files import read_state, write_state
 from distributed_training.common.processes import Mark
 from distributed_training.protocol.types import ExitStatus
 
-#: Of a stop, in seconds, beside its checkpoint: the micro-batch, the swarm, the uploads.
+#: Of a stop, in seconds, without its checkpoint: the micro-batch, the swarm, the uploads.
 STOP_SLACK = 20.0
 
 INSTANCE = "DT_INSTANCE"  # environment variable: the mark of one launcher's tree
@@ -239,7 +239,7 @@ class Watchdog:
             written = None
             with contextlib.suppress(OSError):
                 written = path.stat().st_mtime_ns
-            # The file's time is compared with itself alone: a disk may have another clock.
+            # The file's time is compared only with itself: a disk may have another clock.
             if path not in self._seen or self._seen[path][0] != written:
                 self._seen[path] = written, now
             hangs |= now - self._seen[path][1] > self._limit

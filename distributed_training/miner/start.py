@@ -6,10 +6,10 @@ Read it from top to bottom:
     train            device and fellow ranks; then what follows
     builders_of      the file that builds rank 0 by the network's exchange:
                      start_hivemind.py or start_store.py
-    build_rank       model, data, and what it goes on from (assembly.py); then the loop
+    build_rank       model, data, and what it continues from (assembly.py); then the loop
     Rank             the loop, until STOP
 
-All that may fail outside is opened first and on rank 0 alone: a missing key or an unregistered
+All that may fail outside is opened first and only on rank 0: a missing key or an unregistered
 hotkey shows before a model is built. Each part is closed by the stack in the opposite order.
 """
 
@@ -77,7 +77,7 @@ def run_rank(config: Config) -> int:
     """Train until the miner ends. Return the exit status (:class:`ExitStatus`)."""
     me = rank_environment()
     stop = RankStop()
-    # After the handler: a parent that is gone already is told by SIGTERM at once.
+    # After the handler: a parent that is gone already shows by SIGTERM at once.
     die_with_parent()
     write_stacks_on_signal()
     try:
@@ -90,7 +90,7 @@ def run_rank(config: Config) -> int:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str((folder / "compiled").absolute()))
     status, reason, outside, nodes = int(ExitStatus.FAULT), "", False, None
     try:
-        # From here on a stop goes to rank 0 alone, which saves first; before it ends all ranks.
+        # From here on a stop goes only to rank 0, which saves first; before it ends all ranks.
         write_pid_file(folder, me.local_rank)
         Heartbeat(folder, me.local_rank)()
         with ExitStack() as stack:
@@ -189,7 +189,7 @@ def train(
 def builders_of(config: Config) -> ModuleType:
     """Return the module that builds what differs by the network's exchange.
 
-    It is imported here alone: a miner of a store network has nothing of hivemind in its memory. It
+    It is imported only here: a miner of a store network has nothing of hivemind in its memory. It
     has two functions. ``open_connections(config, folder, stack, wanted, post)`` opens what rank 0
     has outside, before there is a model; it returns that, and what every rank needs of it.
     ``build_exchange(context, info, connections, training)`` builds rank 0's own part (None on
@@ -216,7 +216,7 @@ class Rank:
     def run(self) -> tuple[int, str]:
         """Train until stopped. Return the exit status and, on rank 0, the reason.
 
-        Rank 0 alone gives the miner's status. A rank that ends by a command has not failed: another
+        Only rank 0 gives the miner's status. A rank that ends by a command has not failed: another
         status than 0 would have the launcher end rank 0 while it still closes what it has.
         """
         if self.rank_zero is None:

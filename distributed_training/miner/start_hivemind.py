@@ -212,7 +212,7 @@ class RankZero:
             chain_age=chain.age,
             seconds_per_block=config.chain.seconds_per_block,
         )
-        # --- who posts events, beside the loop itself, the server and the signals
+        # --- who posts events, apart from the loop itself, the server and the signals
         self.exchange = open_hivemind(config, context.folder, connections, trainer.schema)
         at_end(self.exchange.close)
         averaging = Averaging(self.exchange, post)
@@ -426,7 +426,7 @@ class RankZero:
         endpoint = connections.address, config.chain.external_port or self.server.port
         identity.announce(member, *endpoint)
 
-        # A miner that is called has the right address: the services that tell it are left alone.
+        # A miner that is called has the right address: the services that tell it are not asked.
         def public_ip() -> str | None:
             with suppress(AddressUnknown):
                 return public_address(config) if self.round_clock.missed() else None
@@ -436,7 +436,7 @@ class RankZero:
             try:
                 if (announced := swarm_address(config, ip)) is not None:
                     self.exchange.announce(announced)
-            except SwarmUnavailable as error:  # its keeper goes on trying, with the new address
+            except SwarmUnavailable as error:  # its keeper continues to try, with the new address
                 log.warning("%s", error)
 
         belief, interval = registration_terms(config)

@@ -331,7 +331,7 @@ def _forgiving(subscriber: Subscriber) -> Subscriber:
             if (again := repeats(type(error).__name__)) is not None:
                 name = type(event).__name__
                 log.warning(
-                    "%s could not be followed; training goes on%s", name, again, exc_info=error
+                    "%s could not be followed; training continues%s", name, again, exc_info=error
                 )
             return None
 

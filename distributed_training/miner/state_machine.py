@@ -3,7 +3,7 @@
 Everything that happens becomes an *event* in one queue of rank 0: a call from the validator, the
 end of an average, a new global state, a signal, the result of each command. :func:`decide` turns
 the :class:`MinerState` and an event into the next state and what follows: *commands*, which reach
-all ranks at a micro-batch boundary, and *tasks*, which rank 0 starts beside the loop. What follows
+all ranks at a micro-batch boundary, and *tasks*, which rank 0 starts next to the loop. What follows
 from one is an event again. No process, clock or network is touched here: events carry the time they
 happened at, of ``time.monotonic()``, since a wall clock that is set must move no deadline.
 
@@ -13,10 +13,10 @@ mode               meaning
 TRAINING           inner steps; the global outer step is compared with ours from time to time
 AVERAGING          inner steps pause, unless ``Rules.train_in_rounds``; the swarm averages, then all
                    ranks vote on the outer step. A snapshot's gradient is checked now
-AWAITING_GLOBAL    a round ended, successful or not: inner steps go on, and a global outer step
-                   behind ours is left alone until the validator has had its time to publish
+AWAITING_GLOBAL    a round ended, successful or not: inner steps continue, and a global outer step
+                   behind ours is not loaded until the validator has had its time to publish
                    (``reload`` timeout), or says that it did not
-FETCHING           the global state is being fetched; inner steps go on, and their result is kept
+FETCHING           the global state is being fetched; inner steps continue, and their result is kept
                    should the fetch fail. No round: our pseudo-gradient is another outer step's
 LOADING            the global state is being loaded; inner steps pause
 STOPPING           the last command was STOP
@@ -52,14 +52,14 @@ _FETCH_AGAIN_LONGEST = timedelta(hours=1)
 def trains(mode: Mode) -> bool:
     """Return whether inner steps run in this mode.
 
-    Uploads go on then too: validators judge those of an outer step for half a round period after
+    Uploads continue then too: validators judge those of an outer step for half a round period after
     it, and a rebase stays in the outer step.
     """
     return mode in (Mode.TRAINING, Mode.AWAITING_GLOBAL, Mode.FETCHING)
 
 
 def trains_now(state: MinerState) -> bool:
-    """Return whether the next boundary may train: also in a round where steps go on then."""
+    """Return whether the next boundary may train: also in a round where steps continue then."""
     return trains(state.mode) or state.trains_on
 
 
@@ -110,11 +110,11 @@ def decide(state: MinerState, event: ev.Event, rules: Rules) -> Decision:
         case ev.InnerStepDone(diverged=True) if trains(state.mode) and state.update is None:
             return state.clear_unsaved(), (Action.ROLL_BACK,)
         case ev.InnerStepDone(report=report) if trains_now(state) and not report.skipped:
-            # Time counts beside steps: a checkpoint has 16 bytes a parameter, and a GPU may take 25
-            # steps in a minute.
+            # Time counts as well as steps: a checkpoint has 16 bytes a parameter, and a GPU may
+            # take 25 steps in a minute.
             steps, seconds = state.unsaved_steps + 1, state.unsaved_seconds + report.seconds
             due = steps >= rules.checkpoint_steps and seconds >= rules.checkpoint_seconds
-            # Not in a round: its copies would be in host memory beside the round's.
+            # Not in a round: its copies would be in host memory next to the round's.
             if due and not state.in_round:
                 return state.clear_unsaved(), (Action.CHECKPOINT,)
             return replace(state, unsaved_steps=steps, unsaved_seconds=seconds), ()
@@ -194,7 +194,7 @@ def _follow_global_state(state: MinerState, event: ev.Event) -> Decision:
             return _fetch_failed(state, at), ()
         case ev.LoadFailed(problem=problem, at=at) if state.mode is Mode.LOADING:
             after = replace(_fetch_failed(state, at), problem=problem)
-            # By the losses of this miner alone, which are others after its next start or load.
+            # Only by the losses of this miner, which are others after its next start or load.
             passing = event.awful and goes_back(state)
             return after, () if passing else (Task.REFUSE_GLOBAL,)
         case ev.Loaded(outer_step=outer) if state.mode is Mode.LOADING:
@@ -217,7 +217,7 @@ def _follow_schedule(state: MinerState) -> tuple[Action, ...]:
 
 def _begin_fetch(state: MinerState, target: int) -> Decision:
     view = _NO_LONGER_AWAITED.get(state.view, state.view)
-    # Unread it stays: by weights alone nobody knows at which outer step the bucket is.
+    # Unread it stays: from weights nobody knows at which outer step the bucket is.
     if target == state.outer_step and view is not GlobalView.UNREAD:
         view = GlobalView.DIFFERENT
     after = replace(state, mode=Mode.FETCHING, fetch_target=target, view=view)

@@ -1,14 +1,14 @@
 """One round through the store, in the order in which it happens.
 
-Inner steps go on in all of it. What holds them up is what all ranks do: the copies of an upload and
-of a checkpoint, and the outer step.
+Inner steps continue all the time. They pause only where all ranks work: for the copies of an upload
+and of a checkpoint, and for the outer step.
 
 ========================  =========================================================================
 who                       what
 ========================  =========================================================================
 a thread of rank 0        :class:`~distributed_training.exchange.base.Close`: uploads are taken now
 rank 0                    :func:`decide_store_round`: from here to the end, what follows from what
-all ranks                 :meth:`StoreRank.carry_out`: write the upload, beside training
+all ranks                 :meth:`StoreRank.carry_out`: write the upload, during training
 all ranks                 a checkpoint, which knows what the upload holds
 rank 0                    :class:`UploadWatch`: both are on the disk, so the upload may be sent
 a thread of rank 0        sends it; later :class:`~distributed_training.protocol.types.Update`

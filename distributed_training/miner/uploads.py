@@ -4,7 +4,7 @@ An upload begins at the end of an inner step that the upload schedule chooses. F
 each other, and :meth:`Uploads.on_event` answers the first three:
 
     InnerStepDone      schedule, disk and block list allow it               -> SnapshotWanted
-    (the loop takes the snapshot: SnapshotTaken; its files are written beside training)
+    (the loop takes the snapshot: SnapshotTaken; its files are written during training)
     Tick               the files of this rank are complete                  -> SnapshotComplete
     GradientChecked    the gradient was checked; the uploader gets it       -> SnapshotSubmitted
     Tick               the uploader has answered                            -> PublicationEnded
@@ -119,7 +119,7 @@ class Uploads:
             case ev.ModeChanged(after=Mode.AVERAGING):
                 self._round_clock.round_called()
                 if self._uploader.busy:
-                    log.info("%s (it goes on afterwards)", lines.UPLOAD_CANCELLED)
+                    log.info("%s (it continues afterwards)", lines.UPLOAD_CANCELLED)
                 # Paused, not given up: the public miner sends all of it again after the round.
                 self._uploader.pause()
                 self._schedule.interrupt()
@@ -165,7 +165,7 @@ class Uploads:
         if not self._blocks.blocks():
             return [ev.SnapshotFailed(NO_BLOCKS, kind="blocks")]
         if not self._blocks.list_is_recent():
-            # Trained on earlier blocks alone since the last upload.
+            # Trained only on earlier blocks since the last upload.
             self._schedule.cancelled(again=True)
             return [ev.SnapshotPutOff()] if self._stale_list_lines() else []
         return [ev.SnapshotWanted()]

@@ -18,7 +18,7 @@ from distributed_training.training.outer_rule import OUTER_RULES, OuterRule, nes
 
 
 def drawn_pairs(members: int, outer_step: int) -> Sequence[Sequence[int]]:
-    """Return pairs of members, the same for all who ask; an odd one remains alone."""
+    """Return pairs of members, the same for all who ask; an odd one remains by itself."""
     order = random.Random(outer_step).sample(range(members), members)
     return [order[first : first + 2] for first in range(0, members, 2)]
 

@@ -254,7 +254,7 @@ def test_a_lost_node_comes_back_and_all_go_on_from_the_last_checkpoint(
         pair[lost].kill()
     else:
         found[lost].unplug()
-        line = "so the ranks of this node end: training goes on from the last checkpoint"
+        line = "so the ranks of this node end: training continues from the last checkpoint"
         for node in pair:
             wait_for(lambda n=node: line in n.output, "the silence is told", seconds=75)
         found[lost].plug()

@@ -555,7 +555,7 @@ def test_the_text_that_a_network_assigns_is_given_out_and_listed(
     before = caplog.text
     net = train(2)
     assert net.inner_step >= 5
-    assert "Data goes on in block" in caplog.text.removeprefix(before)
+    assert "Data continues in block" in caplog.text.removeprefix(before)
     assert "No text of net.batches()" not in caplog.text
 
 

@@ -147,7 +147,7 @@ def test_block_cut_differently_begins_again(
     if change == "nothing":
         return
     (line,) = caplog.messages
-    assert line.startswith("Data goes on with a new block: ") and why in line
+    assert line.startswith("Data continues with a new block: ") and why in line
     assert feed.on_boundary(may_begin=True) == DataPart(request=100)
     feed.step_done()
     assert feed.blocks() == before, "the micro-batches of the step under way were dropped"

@@ -256,7 +256,7 @@ AWFUL = "loss 14.00, limit 11.82"
         (ev.Loaded(5), "Loaded the global state of outer step 5", "load", {"outer_step": 5}),
         (
             ev.LoadFailed("60 layers", 1.0),
-            "! The global state does not fit this model (60 layers). Training goes on.",
+            "! The global state does not fit this model (60 layers). Training continues.",
             "load_failed",
             {"problem": "60 layers"},
         ),
@@ -269,7 +269,7 @@ AWFUL = "loss 14.00, limit 11.82"
         (ev.GlobalFetchFailed("404", 1.0), f"! {lines.not_fetched('404')}", "", {}),
         (
             ev.RolledBack(Progress(3, 25)),
-            "! Training goes on at outer step 3, inner step 25",
+            "! Training continues at outer step 3, inner step 25",
             "roll_back",
             {"outer_step": 3, "inner_step": 25},
         ),
