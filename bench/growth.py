@@ -19,8 +19,6 @@ from distributed_training.protocol.growth import Growth, grace_seconds
 
 MEMBERS = (4, 16, 64, 256, 1024)
 _PASSES = 3
-_POLL, _HOUR = 30.0, 3600.0  # seconds between two looks at the state; of a URL's life
-_EACH_STEP = 6  # requests of a member: URLs of manifest, update and upload, and its end
 
 
 @dataclass(frozen=True)
@@ -57,22 +55,18 @@ class Network:
 def rows(network: Network, bits: int) -> Iterator[tuple[str, ...]]:
     """Yield the table's rows; a column for each number of members."""
     grown = [Growth(members, network.parameters, bits) for members in MEMBERS]
-    requests = _EACH_STEP + network.period / (0.9 * _HOUR)
 
     def row(name: str, texts: Iterator[str]) -> tuple[str, ...]:
         return (f"{name}, {bits} bits", *texts)
 
     yield row("validator receives", (size(g.validator_receives) for g in grown))
-    yield row("in", (duration(network.receiving(g)) for g in grown))
+    yield row("validator receives for", (duration(network.receiving(g)) for g in grown))
+    if bits == 4:
+        yield ("validator judges for", *(duration(g.members * network.judging) for g in grown))
     yield row("validator sends", (size(g.validator_sends) for g in grown))
     yield row("store sends", (size(g.store_sends) for g in grown))
     yield row("store keeps", (size(g.stored) for g in grown))
-    yield row("a month at R2", (f"{g.dollars_a_month:,.0f} $" for g in grown))
-    if bits == 4:
-        polls = network.period / _POLL
-        yield ("judging", *(duration(g.members * network.judging) for g in grown))
-        yield ("requests at the registry", *(f"{g.members * requests:,.0f}" for g in grown))
-        yield ("looks at the state", *(f"{g.members * polls:,.0f}" for g in grown))
+    yield row("R2 costs a month", (f"{g.dollars_a_month:,.0f} $" for g in grown))
 
 
 def size(count: float) -> str:
