@@ -72,13 +72,13 @@ def build_parser() -> Parser:
         add(flag, type=ranged(low, high), default=default, metavar="N", help=about or None)
 
     number("--sequence-length", 2, 1_000_000, TrainingSettings().sequence_length)
-    about = "tokens of a row; the rest of it is dropped (default %(default)s)"
+    about = "tokens of a row; its others are dropped (default %(default)s)"
     number("--max-length", 1, 10_000_000, data.max_length, about)
     about = "the model's; rows with ids beyond are left out"
     number("--vocabulary", 2, 10_000_000, None, about)
     number("--rows-per-shard", 1, 100_000_000, 20_000)
     number("--processes", 1, 1024, usable_cores())
-    add("--check", action="store_true", help="verify what is there, make nothing")
+    add("--check", action="store_true", help="verify the shards that are there, make none")
     return parser
 
 

@@ -5,7 +5,7 @@ chains that pass one contract test). ``registration`` (deregistered, moved to an
 miner with this hotkey), ``identity`` (the wallet, and the endpoint for validators).
 
 Calls: ``server`` (their meaning), ``auth`` (who is calling, why one is refused, replays, the file
-for the next start). ``http_server`` (what a caller may cost: bytes and connections, bounded),
+for the next start). ``http_server`` (bounds on a caller's bytes and connections),
 ``client`` (calling others).
 
 Nothing is imported here: bittensor takes half a second.

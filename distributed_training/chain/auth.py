@@ -1,7 +1,7 @@
 """Authenticate a request: ``btauth/1`` or the legacy dendrite headers. Name each refusal.
 
 Both schemes are checked in two halves, so that the server can put its cheap checks between them:
-:func:`read_claim` reads what the headers say (nothing is proven yet), :func:`proven` verifies the
+:func:`read_claim` reads the headers' claims (nothing is proven yet), :func:`proven` verifies the
 signature (43 us). The scheme of a call decides nothing about what its caller may do. The legacy
 signature covers the hash of nothing in place of the body (protocol/synapses.py).
 

@@ -128,7 +128,7 @@ class Chain(abc.ABC):
         self._counts["reads"] += 1
 
     def _show_neurons(self, neurons: tuple[Neuron, ...]) -> None:
-        # Readers take the same object for no news, and keep what they made of it.
+        # Readers take the same object for no news, and keep their results from it.
         if neurons != self._neurons:
             self._by_hotkey = {n.hotkey: n for n in neurons}
             self._neurons = neurons
@@ -154,7 +154,7 @@ class Chain(abc.ABC):
         """Return the state for a later start; None before all of it was read."""
         if not self._counts["reads"] or self._commitments is None:
             return None
-        # When it was read, not now: what was recalled must not become younger by that.
+        # When it was read, not now: a recalled state must not become younger by that.
         at = time.time() - self.age().total_seconds()
         return ChainState(chain, at, self._block, self._neurons, dict(self._commitments))
 

@@ -70,7 +70,7 @@ MOST_AT_ONCE = 64 * 1024  # bytes
 SEND_TIMEOUT = 30.0  # seconds a client has to read an answer
 
 _END_OF_HEAD = b"\r\n\r\n"
-# Two values of one of these: whoever reads the other one is deceived.
+# Two values of one of these: a program that reads the other one is deceived.
 _SINGLE = ("x-bittensor-", "bt_header_", "computed_body_hash", "timeout", "content-length")
 
 
@@ -158,7 +158,7 @@ class Exchange:
     def __init__(self, server: BoundedServer, address: str) -> None:
         self._server = server
         self._address = address
-        self._received = bytearray()  # the head; then what has come of the body
+        self._received = bytearray()  # the head; then the body so far
         self._head: Head | None = None
         self._claim: Any = None
         self._length = 0
@@ -166,7 +166,7 @@ class Exchange:
     async def run(self, connection: socket.socket, read_timeout: timedelta, first: bytes) -> bool:
         """Answer, and return whether the connection stays.
 
-        ``read_timeout`` covers everything the client has to send; ``first`` has come of it already.
+        ``read_timeout`` covers the whole request; ``first``: its bytes so far.
         Raises OSError if it hangs up.
         """
         stays = False
@@ -192,7 +192,7 @@ class Exchange:
         if isinstance(reply, bytes):
             whole = reply
         else:
-            # The header is what a legacy caller takes for success.
+            # A legacy caller takes this header for success.
             more = {"bt_header_axon_status_code": str(status)}
             whole = whole_reply(status, json.dumps(reply).encode(), "application/json", more)
         if not stays:
@@ -417,7 +417,7 @@ class Admission:
 
 
 BACKLOG = 1024
-# What the kernel keeps of one connection before it is read (Linux doubles it).
+# Bytes of one connection that the kernel keeps unread (Linux doubles it).
 RECEIVE_BUFFER = 16 * 1024
 BATCH = 256  # connections accepted in one go
 FLOOD_PAUSE = 0.02  # seconds, after one of them was refused
@@ -448,7 +448,7 @@ def bind(*, ip: str, port: int) -> socket.socket:
 class BoundedServer(abc.ABC):
     """Answers HTTP requests on ``sock`` in a daemon thread with its own event loop.
 
-    A subclass decides what is answered. ``read_timeout`` covers all that a client has to send;
+    A subclass decides the answer. ``read_timeout`` covers all that a client has to send;
     ``max_body`` in bytes. ``idle``: how long an answered connection waits for another request;
     None: not at all.
     """

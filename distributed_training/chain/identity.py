@@ -1,7 +1,7 @@
 """A neuron as others see it: its hotkey, its address, and its identity in the swarm.
 
 Only the hotkey of the bittensor wallet is read, never the coldkey. Its files are read and written
-by ``bittensor_core``, as bittensor does: a member of a registry's network needs nothing else of it.
+by ``bittensor_core``, as bittensor does: members of a registry's network need no more of it.
 """
 
 from __future__ import annotations

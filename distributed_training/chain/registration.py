@@ -1,4 +1,4 @@
-"""Watch that this hotkey is still registered, and that the chain shows what we wrote.
+"""Watch that this hotkey is still registered, and that the chain shows our writes.
 
 A deregistration stops training, so one broken chain node must not be able to report it. A list of
 neurons that is empty, or lacks the subnet's master hotkey, counts as no answer. "Not there" is
@@ -172,7 +172,7 @@ class RegistrationRecord:
         write_state(path, self, lost=lost)
 
 
-#: What one read shows: a change, the uid that we have now, or the name of what was lost.
+#: The result of one read: a change, our uid now, or the name of a lost write.
 _Suspicion = Change | int | str
 
 

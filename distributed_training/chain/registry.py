@@ -2,7 +2,7 @@
 
 A thread polls with the ETag of the list it knows; reads never wait for it. A registry that is away
 costs nothing but age. One that came back from an old backup shows an older state, so
-this client writes again what it had written before it takes that state.
+this client repeats its writes before it takes that state.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class RegistryChain(Chain):
         self.identity = ""  # of the registry, once it has answered
         self.all_expelled: frozenset[str] = frozenset()  # hotkeys, as last read
         # For a registry that comes back from an old backup.
-        self._written: dict[str, dict[str, Any]] = {}  # by kind, what was accepted last
+        self._written: dict[str, dict[str, Any]] = {}  # by kind, the last accepted one
         #: The reason why it cannot be used now; empty if it can, or was not asked yet.
         self.trouble = ""
         self._thread = threading.Thread(target=self._poll, name="registry", daemon=True)
@@ -478,7 +478,7 @@ class RegistryChain(Chain):
                         self._post(kind, fields)
                 except ChainError as refusal:
                     log.warning("The registry refused it: %s", refusal)
-                self._seen = None  # all of it is asked for again
+                self._seen = None  # the whole state is asked for again
                 state = self._ask()
         found = {uid: (neuron, text) for uid, neuron, text in state.rows if neuron is not None}
         rows = [found[uid] for uid in sorted(found)]

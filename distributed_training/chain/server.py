@@ -47,7 +47,7 @@ ROUND_MARGIN = 30.0
 
 #: Stake that a validator with a permit needs to call rounds; the master hotkey needs none.
 LEAST_STAKE = 40960.0
-#: What a call may ask for, peers or seconds: the legacy signature does not cover the body.
+#: Bounds of a call's values, in peers or seconds: the legacy signature does not cover the body.
 ROUND_BOUNDS = {
     "timeout": (5.0, 1200.0),
     "min_group_size": (2.0, 128.0),
@@ -176,7 +176,7 @@ class SignedServer(BoundedServer):
             n.ip for n in neurons if n.port is not None and self._may_call_rounds(n.hotkey, n)
         )
 
-    # what the loop asks and tells
+    # called by the loop
 
     def round_ended(self) -> None:
         """Mark the round as finished (committed or not): the next call is a new event."""

@@ -4,7 +4,7 @@ One thread with its own event loop holds one connection, reads the block every f
 neurons with commitments every few minutes. Each call has a deadline of ours: an endpoint that
 accepts the connection and stays silent would hold the SDK for minutes. When a call fails the
 connection is dropped and the next endpoint of the list is tried, with growing pauses; meanwhile
-readers get what was last known.
+readers get the last known state.
 
 An endpoint that synchronizes, or that lost its peers, answers with blocks of hours ago and without
 hotkeys that were registered since. Blocks carry the time they were made at, so the wall clock shows
@@ -334,7 +334,7 @@ class BittensorChain(Chain):
         ``tried_all``: no endpoint could be read whole. Then this one is kept as long as it has
         blocks, until neurons or commitments have failed once more.
         """
-        self._newest.asking(endpoint)  # before what may raise
+        self._newest.asking(endpoint)  # before a call that may raise
         self._endpoint = endpoint
         self._asked_another.clear()
         read_every = self._settings.neurons_interval.total_seconds()

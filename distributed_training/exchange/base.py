@@ -22,7 +22,7 @@ class Close:
     outer_step: int  # E: uploads of those who hold its epoch-start weights
     serial: int
     closes_at: float  # Unix seconds, by the store's clock
-    grace: float  # seconds: what is in the store later is late
+    grace: float  # seconds: an upload that is in the store later is late
 
     @property
     def ends_at(self) -> float:

@@ -167,7 +167,7 @@ class OwnUploads:
         elif note.digest != digest:
             raise _AnotherFile(
                 f"{path} is another file than the one that was begun for this close, so it is not "
-                "sent: what it holds goes into the next upload"
+                "sent: its movement goes into the next upload"
             )
         return note
 

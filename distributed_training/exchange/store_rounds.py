@@ -90,7 +90,7 @@ class StoreRounds:
         self._posted: Close | None = None
         self._sent: Close | None = None  # of the last sending that was begun
         # How often the loop has said what it holds, and which of these was answered by a step to
-        # take: what was fetched for an earlier one is of no use.
+        # take: a fetch for an earlier one is of no use.
         self._said, self._answered = 1, 0
         self._wants_weights = False
         self._waits = Backoff(first=_FIRST_WAIT, longest=_LONGEST_WAIT)
@@ -209,7 +209,7 @@ class StoreRounds:
             try:
                 wait = self.turn()
             except StoppedError:
-                return  # a clean end: nothing of it is worth a line
+                return  # a clean end: nothing is worth a line
             except Exception:  # this thread gone, no round would be taken part in any more
                 log.exception("Unexpected error while following the store; please report it")
                 wait = _INTERVAL
@@ -405,7 +405,7 @@ class StoreRounds:
             return weights
         # Whichever of the two leads on, this one tells what became of our upload.
         fate = Fate(Base.KEPT)
-        if back is not None:  # what was trained on weights that were left is dropped with them
+        if back is not None:  # movement from weights that were left is dropped with them
             fate = Fate(Base.REFUSED, cause=f"the network went back to outer step {back}")
         elif held >= self._counted:
             fate, self._counted = self._uploads.find_fate(self._chain.manifest(held + 1)), 0

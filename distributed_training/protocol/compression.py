@@ -1,4 +1,4 @@
-"""Define what a compression of pseudo-gradients offers. ``training/compression.py`` registers them.
+"""Define the interface of a compression. ``training/compression.py`` registers the kinds.
 
 A *code* is what travels of one parameter: tensors that lie in ``gradients.pt`` under the
 parameter's name and one ending each. The public network's is ``TopK`` in ``gradients.py``.

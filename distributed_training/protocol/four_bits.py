@@ -2,7 +2,7 @@
 
 Values are cut into groups of 256; the last one may be shorter. The *scale* of a group is a seventh
 of its largest magnitude, and a value becomes the nearest of -7 to 7 scales. So zeros stay zeros, a
-value is off by at most half a scale, and what is decoded is the same to the bit on every machine: a
+value is off by at most half a scale. Decoded values are the same to the bit on every machine: a
 small whole number times a float32.
 """
 

@@ -1,4 +1,4 @@
-"""Compute what a network of exchange ``store`` moves and keeps.
+"""Compute the bytes that a network of exchange ``store`` moves and keeps.
 
 An upload and an update have ``bits`` a value and a float32 scale for each group of 256 values
 (:mod:`.update_file`). The founder's link, the store's bill and the grace of a round follow from

@@ -2,13 +2,13 @@
 
 ``state.json`` says which outer step all train from, when its uploads are taken, and which manifest
 is the head. ``outer/N/manifest.json`` says how the epoch-start weights of outer step N came about,
-and names the manifest before it by its digest. So whoever keeps the head notices another history.
-Outer step 0 has a manifest too, and nothing before it. A network that goes back to the weights of
-an earlier outer step takes one more outer step, whose manifest has ``rewound_to`` and no update:
-outer steps and serials only grow.
+and names the manifest before it by its digest. A reader that keeps the head notices another
+history. Outer step 0 has a manifest too, and nothing before it. A network that goes back to the
+weights of an earlier outer step takes one more outer step, whose manifest has ``rewound_to`` and no
+update: outer steps and serials only grow.
 
 Each file is one JSON object, signed by the network's master. Its canonical form without the
-signature has a digest, which is what is signed and what other files name. Such a file comes from a
+signature has a digest, which is signed, and by which other files name it. Such a file comes from a
 store that may hold anything: its size, form, values and signature are checked in this order.
 Nobody can build one whose values are out of their bounds either: the constructor raises ValueError.
 Texts in it are printable ASCII (:func:`~.network_report.printable`).
@@ -34,7 +34,7 @@ from .types import Sign, Verify
 _FORMAT = 1
 _SIGNATURE = re.compile(rb',"signature":"0x([0-9a-f]{128})"}')
 _SIGNATURE_BYTES = 146
-_LONGEST_SHOWN = 200  # characters, of what is wrong
+_LONGEST_SHOWN = 200  # characters, of a fault
 
 Uid = Annotated[int, Field(ge=0, lt=4096)]
 Whole = Annotated[int, Field(ge=0, le=10**18)]
@@ -111,7 +111,7 @@ class _Signed:
             why = wrong["msg"].removeprefix("Value error, ")
             what = f"{'.'.join(map(str, wrong['loc']))}: {why}".removeprefix(": ")
             raise ValueError(f"{cls.name} is refused: {printable(what, _LONGEST_SHOWN)}") from None
-        # What was left out or said twice, another order, or 1 for 1.0: the digest would be another.
+        # A missing or double key, another order, or 1 for 1.0: the digest would be another.
         if content.canonical != form:
             raise ValueError(f"{cls.name} is not in canonical form, or has keys of another version")
         if content.run_id != master.run_id:

@@ -151,7 +151,7 @@ def judge_network(
         if listened <= report.next_report:
             since = f"this registry has listened for only {span(listened)}"
             return Verdict("waiting for the validator", f"{last}, and {since}", "wait")
-        remedy = "what it said then is below; its log tells the founder why"
+        remedy = "its last report is below; its log shows the founder why"
         return Verdict("validator silent", f"{last}; {remedy}", "bad")
     if report.reason:
         return Verdict("held up", report.reason, "bad")
@@ -229,7 +229,7 @@ def span(seconds: float) -> str:
 def printable(text: str, most: int) -> str:
     """Return ``text`` as one line of ASCII of at most ``most`` characters.
 
-    Any other character may be six bytes long in JSON, and what others write is bounded in bytes.
+    Any other character may be six bytes long in JSON, and text of others is bounded in bytes.
     """
     line = "".join(c if " " <= c <= "~" else "?" for c in " ".join(text.split()))
     return line if len(line) <= most else f"{line[: most - 3]}..."

@@ -122,7 +122,7 @@ _ITEM_BYTES = {
 }
 _ORDERED, _TENSOR = "collections.OrderedDict", "torch._utils._rebuild_tensor_v2"
 _PARAMETER, _SUBCLASS = "torch._utils._rebuild_parameter", "torch._tensor._rebuild_from_type_v2"
-#: What a file of plain values and tensors calls; with which arguments: :func:`_as_torch_writes`.
+#: The calls in a file of plain values and tensors; their arguments: :func:`_as_torch_writes`.
 PLAIN_CALLS = frozenset({_ORDERED, _TENSOR, _PARAMETER, "torch.Size", "torch.device"})
 _ENCRYPTED = 1  # bit of a member's flags
 _FOLDER = 0x10  # in the attributes that MS-DOS has
@@ -378,7 +378,7 @@ class _Reader(_Unpickler):
     def _call(self) -> None:
         arguments, what = self.stack.pop(), self.stack.pop()
         if not isinstance(what, Name) or not isinstance(arguments, tuple):
-            raise PtFileError("its pickle calls what is no function")
+            raise PtFileError("its pickle calls an object that is no function")
         self.calls.add(what.full)
         # All arguments are looked at below, and one tuple can be passed to every call.
         if len(arguments) > _MOST_DIMENSIONS:
@@ -406,12 +406,12 @@ class _Reader(_Unpickler):
         if isinstance(target, list):
             target.extend(items)
         elif not _is_other(target):
-            raise PtFileError("its pickle appends to what is no list")
+            raise PtFileError("its pickle appends to an object that is no list")
 
     def _set(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if len(items) % 2 or not (isinstance(target, dict) or _is_other(target)):
-            raise PtFileError("its pickle sets items of what is no dictionary")
+            raise PtFileError("its pickle sets items of an object that is no dictionary")
         for key, value in zip(items[::2], items[1::2], strict=True):
             # Other keys may be chosen such that each takes as long as all before it together.
             if type(key) is not str and not (type(key) is int and abs(key) < 2**63):

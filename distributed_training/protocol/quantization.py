@@ -5,8 +5,8 @@ a value becomes the nearest of -7 to 7 scales: a zero stays one. With 3 and 2 bi
 numbers for that, so the scale follows from the root mean square (:data:`_SPREAD`). A value becomes
 the nearest odd number of scales: ±1 to ±7, or ±1 and ±3.
 
-What is decoded is the same to the bit on every machine: a small whole number times a float32. So is
-what is encoded: each operation is rounded once, in an order that is written here.
+Decoded values are the same to the bit on every machine: a small whole number times a float32. So
+are encoded ones: each operation is rounded once, in an order that is written here.
 """
 
 from __future__ import annotations

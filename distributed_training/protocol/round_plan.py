@@ -1,4 +1,4 @@
-"""Compute what an outer step is for a member: bytes, utilization, and when its update comes.
+"""Compute a member's bytes and utilization in an outer step, and when its update comes.
 
 ``dt-plan`` prints it. ``tests/vectors/exchange-grid.json`` has figures of real miners at links of
 many speeds (``python -m bench.exchange_grid``), and a test compares these formulas with them. A

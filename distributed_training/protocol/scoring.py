@@ -19,7 +19,7 @@ the all-reduce score, each normalised over all uids.
 
 A *reset* (upload missing, stale or unreadable) is an improvement of exactly 0. openskill 6.1.3
 replaces a score of exactly 0.0 by the team's index in the list, so a reset uid usually ranks below
-uids that did harm. That is what the network's validators do, so it is kept.
+uids that did harm. The network's validators do this, so it is kept.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ PROBE_HOST = "dt-doctor-probe"  # the Host header by which a miner knows `doctor
 ALL_REDUCE_TIMEOUT = timedelta(seconds=840)  # of the round, sent as the call's timeout
 MOST_CALLED = 64  # miners, to one round
 LARGEST_GROUP = MOST_CALLED + 1  # the validator too
-ADDRESSES_EACH = 2  # of one peer, in a call or an answer: a public one, and that of its own network
+ADDRESSES_EACH = 2  # of one peer, in a call or an answer: a public one, and one in its own network
 # Real dendrites (8.5.2 to 10.5.0) and btauth callers send at most 1 KB, always with a length; ids
 # and addresses of a round's peers come on top, each with quotes, comma and blank. Half as much
 # again: a body that is too large by one byte ends all rounds of a full network.
@@ -41,7 +41,7 @@ _RUN_ID = r"[!-~]{1,64}"  # it is logged
 # Legacy freshness: a nonce is nanoseconds since the epoch; the first nonce of a (hotkey, uuid) must
 # be newer than now - LEGACY_ALLOWANCE - timeout. The timeout header is not signed, so it is capped.
 LEGACY_ALLOWANCE = timedelta(seconds=4)
-# These synapses name no fields to hash: the "hash of the body" is that of nothing, in every call.
+# These synapses name no fields to hash: each call has the hash of nothing.
 LEGACY_BODY_HASH = hashlib.sha3_256(b"").hexdigest()
 
 
@@ -83,7 +83,7 @@ def build_is_alive(epoch: int | None = None, *, model: bool = False) -> dict[str
     ``model``: the next upload is to have the model too. Only the master's is obeyed.
     """
     asked: dict[str, Any] = dict.fromkeys(("peer_id", "addresses", "run_id"))
-    if model:  # else not: the body is that of versions before
+    if model:  # otherwise the body is the same as in earlier versions
         asked["model"] = True
     return {"answer": None, "completion": "", "epoch": epoch, **asked}
 

@@ -53,7 +53,7 @@ class Base(enum.Enum):
 
     MERGED = "merged"
     KEPT = "kept"  # late, void, not judged, or none was sent: it goes into the next one
-    REFUSED = "refused"  # for its content: what it held is dropped
+    REFUSED = "refused"  # for its content: its movement is dropped
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class RoundRequest:
     allreduce_timeout: timedelta | None = None
     next_chunk_timeout: timedelta | None = None
     min_matchmaking_time: timedelta | None = None
-    peers: tuple[str, ...] = ()  # peer ids that may be averaged with; empty: whoever is found
+    peers: tuple[str, ...] = ()  # peer ids that may be averaged with; empty: any peer
     # Where some of ``peers`` are reached: multiaddrs, each with /p2p/ and the peer id at its end.
     addresses: tuple[str, ...] = ()
 
@@ -213,7 +213,7 @@ class AllReduceFault(enum.Enum):
 class AllReduceError(RuntimeError):
     """A round that did not succeed. Tensors and weights are as they were before it.
 
-    ``causes``: what was wrong with peers of the group, by peer id, as far as it is known.
+    ``causes``: the known faults of peers of the group, by peer id.
     """
 
     def __init__(

@@ -58,9 +58,9 @@ _AHEAD = 4
 _ON_ITS_WAY = 8 << 20
 _TAKEN_WITHIN = 0.1, 2.0
 
-#: An average may be this many times as long as what it is held against.
+#: An average may be this many times as long as the values that it is compared with.
 BOUND = 2.0
-#: A contribution is shortened to this many times what is usual. Norms grow by less than the inner
+#: A contribution is shortened to this many times the usual norm. Norms grow by less than the inner
 #: steps do: where most peers took half of them, those that took all are not longer than that.
 LONGEST = 2.0
 #: A sound average is at most this many times as long as usual: half of the contributions are at
@@ -69,7 +69,7 @@ _MOST_OF_USUAL = 1.5
 #: Of two contributions the longer may be this many times as long as the shorter: no third tells
 #: which of them is usual, and a peer that joined late has a short one.
 _BETWEEN_TWO = 10.0
-#: hivemind wants a positive weight of whoever contributes nothing (the validator's 1e-6).
+#: hivemind wants a positive weight of a peer that contributes nothing (the validator's 1e-6).
 MOST_WEIGHT_OF_NOTHING = 1e-6
 #: Of fewer values chance may make a part far longer at some peers than at others.
 _FEW_VALUES = 64
@@ -102,7 +102,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms on which this peer takes part.
+    """The terms on which this peer averages.
 
     ``chunk_timeout``, in seconds, covers one part from a sender, and one difference on its way to
     it. A reducer's difference may take twice as long, since the reducer waits for all senders.

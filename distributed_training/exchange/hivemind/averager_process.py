@@ -113,7 +113,7 @@ _MOST_KEPT_LOCAL = 0.5
 _WIDEST_RANGE = 1e4  # of bandwidths in a group: a linear program of a wider one is ill-conditioned
 
 _HEARD_BY_FOLLOWER = 5.0  # seconds a follower has to take our last word
-_LAST_AVERAGES = 2.0  # seconds that peers have to take what they are owed, when we end
+_LAST_AVERAGES = 2.0  # seconds for peers to take their last averages, when we end
 
 
 # The name is part of the calls' names on the wire (protocol page, section 1).
@@ -137,14 +137,14 @@ class DTGradAverager(ServicerBase):
         self.daemon = Daemon(node.p2p.daemon_listen_maddr["unix"])
         self._parts_protocol = self._get_handle_name(config.prefix, "rpc_aggregate_part")
         self._join_protocol = self._get_handle_name(config.prefix, "rpc_join_group")
-        self._admitted: frozenset[str] = frozenset()  # by the call; empty: whoever is found
+        self._admitted: frozenset[str] = frozenset()  # by the call; empty: any peer
         self._streams: Counter[tuple[str, PeerID]] = Counter()  # by protocol
         self._matchmaking: _Admitting | None = None  # while a group is looked for
         self._others = ""  # who of the call cannot be in our group, and why
         self._all_reduce: AllReduce | None = None
         self._search_over = asyncio.Event()  # and the group's all-reduce is there, if one was found
         self._search_over.set()
-        self._serving: set[asyncio.Task[Any]] = set()  # what peers send in this round
+        self._serving: set[asyncio.Task[Any]] = set()  # peers' streams of this round
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -750,7 +750,7 @@ async def serve(config: HostConfig, connection: socket.socket) -> None:
         return
     with contextlib.suppress(OSError):
         answers.write(to_line(Ended(why)))
-        # This process is killed next: what was not sent by then is lost.
+        # This process is killed next: bytes that were not sent by then are lost.
         await answers.drain()
 
 

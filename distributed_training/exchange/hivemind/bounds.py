@@ -1,7 +1,7 @@
-"""Bound what peers may cost: calls and bytes of the DHT, its values, its table of peers.
+"""Bound the cost of peers: calls and bytes of the DHT, its values, its table of peers.
 
-Whoever reaches the swarm's port is served, since a newcomer has to be. Identities of libp2p are
-free, so a bound for each peer holds nobody off. Here peers that we *know* (initial peers, those
+Any client that reaches the swarm's port is served, since a newcomer has to be. libp2p's identities
+are free, so a bound for each peer holds nobody off. Here peers that we *know* (initial peers, those
 that a call named, those of rounds before) have a budget of their own, and all others share two.
 One is for those that have asked little, so a flood by untrusted clients slows down no round, and
 no newcomer that is not one of the flood.
@@ -299,7 +299,7 @@ class DHTProtocol(protocol.DHTProtocol):  # type: ignore[misc]  # hivemind has n
         """Store a record of ``peer``, if it may. Return whether."""
         known = peer in self.p2p.known
         if subkey == self.IS_DICTIONARY:
-            if not known:  # it may say what it declares, and nothing of others
+            if not known:  # it may repeat its own declaration, and nothing of others
                 return False
             entries = self.serializer.loads(value)
             if not isinstance(entries, DictionaryDHTValue):

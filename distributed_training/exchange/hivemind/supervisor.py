@@ -104,7 +104,7 @@ class RoundOrder:
     allreduce_timeout: float
     next_chunk_timeout: float
     bandwidth: float | None  # Mbit/s as measured; None: not yet
-    peers: Sequence[str] = ()  # ids of those who may take part; empty: whoever is found
+    peers: Sequence[str] = ()  # ids of the peers to average with; empty: any peer
     usual_norm: float = 0.0  # of past averages; 0: too few are known
     addresses: Sequence[str] = ()  # full ones, of some of ``peers``
 
@@ -501,7 +501,7 @@ class HostLaunch:
                 # A group of its own: p2pd, which it starts, is killed with it.
                 start_new_session=True,
                 cwd=Path(__file__).resolve().parents[2],
-                # It talks to whoever is in the swarm: no secret in its memory.
+                # It talks to anybody in the swarm: no secret in its memory.
                 env=without_secrets()
                 | {"HIVEMIND_COLORS": "false", "CUDA_VISIBLE_DEVICES": ""}
                 | plugin_environment(),
@@ -651,7 +651,7 @@ class HostProcess:
 def anonymous_memory(pid: int) -> int:
     """Return the bytes that a process and those it started hold for themselves; 0 if it is gone.
 
-    What they share with others, as the tensors of a round, does not count.
+    Memory that they share with others, such as the tensors of a round, does not count.
     """
     total = 0
     with contextlib.suppress(OSError):

@@ -217,7 +217,7 @@ class HivemindSwarm:
                     raise AllReduceError(AllReduceFault[answer.fault], answer.detail, answer.causes)
                 if cancelled.is_set() or self._closed:
                     raise AllReduceError(AllReduceFault.CANCELLED)
-                if host.found_group:  # so the buffers are not what they were
+                if host.found_group:  # so the buffers have changed
                     raise AllReduceError(
                         AllReduceFault.SWARM_DOWN, f"the swarm process ended: {host.why}"
                     )
@@ -250,7 +250,7 @@ class HivemindSwarm:
         )
 
 
-#: Of an average's norm to what is usual: one that is longer is refused.
+#: Largest ratio of an average's norm to the usual one; a longer average is refused.
 MAX_NORM_RATIO = 20.0
 _KEPT = 5
 _ENOUGH_ROUNDS = 3  # as many past norms make a median that one bad round does not move

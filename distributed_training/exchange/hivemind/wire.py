@@ -266,7 +266,7 @@ _LENGTH = 8
 _CODE, _GROUP_ID, _PEER_ID, _TENSOR_PART, _BUFFER = 0x08, 0x12, 0x1A, 0x22, 0x0A
 #: Bytes of a message that are read first: more than what can stand before the values.
 _HEAD = 64
-#: What a message may be longer than the values in it, uncompressed.
+#: Bytes by which a message may be longer than its uncompressed values.
 _MOST_AROUND = 4096
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
 #: Raised by hivemind, numpy and torch for data of a peer that makes no sense. An ImportError: a
@@ -369,7 +369,7 @@ async def begin(stream: Stream, *, part_bytes: int) -> Arriving | None:
     """
     marker = await stream.receive(1 + _LENGTH)
     length = int.from_bytes(marker[1:], "big")
-    # Before memory is taken for it: the length is what the peer claims.
+    # Before memory is taken for it: the peer only claims this length.
     if length > part_bytes + _MOST_AROUND:
         raise FrameError(f"a message of {length} bytes where parts have {part_bytes}")
     if marker[:1] == _ERROR:
