@@ -106,6 +106,6 @@ def disk_problem(error: OSError) -> str:
     if not is_full(error):
         return line
     return (
-        f"{line}. This snapshot is not uploaded and training goes on: free the disk or "
+        f"{line}. This snapshot is not uploaded and training continues: free the disk or "
         "move --neuron.run_folder"
     )

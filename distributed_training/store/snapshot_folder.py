@@ -196,14 +196,14 @@ def describe_full_disk(folder: Path, needed: int) -> str | None:
     except OSError as error:  # a network disk that is away
         return (
             f"UPLOAD BLOCKED: the disk of {folder} does not answer ({error.strerror or error}), so "
-            "no snapshot can be written. Training goes on without uploads: bring the disk back or "
-            "move --neuron.run_folder"
+            "no snapshot can be written. Training continues without uploads: bring the disk back "
+            "or move --neuron.run_folder"
         )
     if shortage is None:
         return None
     return (
-        f"UPLOAD BLOCKED: a snapshot {shortage}. Training goes on unpublished: free the disk or "
-        "move --neuron.run_folder"
+        f"UPLOAD BLOCKED: a snapshot {shortage}. Training continues without uploads: free the "
+        "disk or move --neuron.run_folder"
     )
 
 

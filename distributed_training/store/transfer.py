@@ -306,7 +306,7 @@ def _download(
                 there = min(len(done) * RANGE, info.size)
                 raise DeadlineError(
                     f"{info.key}: {there} of {info.size} bytes came in the time allowed; the next "
-                    "attempt goes on from there"
+                    "attempt continues from there"
                 )
             length = min(RANGE, info.size - start)
             require_room(path.parent, length, what=info.key)  # others write to this disk too

@@ -93,7 +93,7 @@ class Uploader:
             "distributed_training.store.uploader_process",
             begin=self._begin,
             receive=self._receive,
-            effect="it goes on where it was",
+            effect="it continues where it was",
         )
         self._child.start()
 

@@ -400,7 +400,7 @@ class UploadLoop:
                 if (again := lines(type(error).__name__)) is not None:
                     log.error(
                         "Our bucket %s cannot be used (%s), so uploads wait and are tried again; "
-                        "training goes on%s",
+                        "training continues%s",
                         self._store.bucket,
                         error,
                         again,

@@ -168,7 +168,7 @@ class GlobalPublisher:
             raise GlobalStateError(
                 f"the state in the global bucket is damaged ({error}), so it is not known where "
                 "training stands: restore its files, or empty the bucket and say with "
-                "--validator.model_from what the network goes on with"
+                "--validator.model_from the model that the network continues with"
             ) from None
 
     def publish(self, state: GlobalState, peer_id: str) -> PublicationReport:

@@ -129,7 +129,7 @@ class HivemindValidator(Validator):
                 # Miners go by the bucket: none of them would be at our outer step any more.
                 raise GlobalStateError(
                     f"outer step {reached} was published after all, and this process is still "
-                    f"at {self.state.outer_step}: start it again, which goes on from the bucket"
+                    f"at {self.state.outer_step}: start it again, and it continues from the bucket"
                 )
 
     def _lead(self, block: int) -> bool:

@@ -263,7 +263,7 @@ class OuterSteps:
         if found not in (None, data):
             raise AnotherLeadsError(
                 f"{key} was published by another process with the master's hotkey, so this one "
-                "stops: let one validator lead this network; starting again goes on from the store"
+                "stops: let one validator lead this network; a new start continues from the store"
             )
         return found is not None
 

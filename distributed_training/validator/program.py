@@ -220,8 +220,8 @@ def open_versions(config: Config, network: Network, folder: Path, store: ObjectS
     if not versions.knows(outer_step):
         raise NetworkFailure(
             f"{network.place} holds from outer step {network.head.from_outer_step} and the network "
-            f"is at {outer_step}, and the version before it is neither beside it nor in the global "
-            f"bucket, so nothing was started: put the folder {VERSIONS} beside it"
+            f"is at {outer_step}, and the version before it is neither in its folder nor in the "
+            f"global bucket, so nothing was started: put the folder {VERSIONS} next to it"
         )
     versions.in_force = versions.at(outer_step)
     return versions
@@ -471,7 +471,7 @@ def build_of_store(
     wallet, master = parts.member.wallet, config.miner.master_ss58_address
     if parts.member.hotkey != master:
         raise ConfigError(
-            f"this network is led by its master {master} alone, and --wallet.hotkey is "
+            f"this network is led by its master {master} only, and --wallet.hotkey is "
             f"{parts.member.hotkey}, so nothing was started: give the master's wallet"
         )
     steps = OuterSteps(

@@ -286,9 +286,9 @@ class Standings:
                 begun.upload,
                 begun.uid,
                 count,
-                "judged last, and alone"
+                "judged last, in a pass of its own"
                 if count == 1
-                else "reset unread for a while, then judged alone",
+                else "reset unread for a while, then judged in a pass of its own",
             )
         return found
 

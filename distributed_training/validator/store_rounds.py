@@ -214,7 +214,7 @@ class StoreValidator(Validator):
         except (StoreError, OSError) as error:
             self._looked = time.monotonic()
             if str(error) != self._problem:
-                log.warning("The round waits: %s; it goes on as soon as it can", error)
+                log.warning("The round waits: %s; it continues as soon as it can", error)
             self._problem = str(error)
             return False
         self._looked = time.monotonic()
