@@ -82,7 +82,9 @@ class Reference:
     """Tell lines that a reader can look up from others."""
 
     def __init__(self) -> None:
-        self._rows = [_pattern(text) for text in documented() if text.count(" ") > 1]
+        self._rows = [
+            _pattern(text) for text in documented() if text.count(" ") > 1 or text.endswith(": ...")
+        ]
 
     def has(self, text: str, level: str) -> bool:
         """Return whether a line of ``level`` with ``text`` is for information or explained."""
