@@ -115,7 +115,7 @@ def find_own() -> list[Path]:
     try:
         own = [load_config("miner", [], file=OPERATORS_FILE, check=False).run_folder]
     except ConfigError as error:
-        # Settings that are refused are what a miner is looked at for.
+        # An operator looks at a miner also because its settings are refused.
         own, refused = [], error
     # A second miner of pm2 has a folder of its own (DT_NAME).
     places = [f"runs/*/{LAUNCHER_FILE}", f"*/runs/*/{LAUNCHER_FILE}"]
@@ -137,7 +137,7 @@ def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
     Times are Unix seconds, sizes bytes; None: not known, or there is none.
     """
     folder = neuron.folder
-    with contextlib.suppress(OSError):  # a disk that fails: what was read before stays
+    with contextlib.suppress(OSError):  # a disk that fails: the earlier facts stay
         neuron.poll()
     price = read_settings(folder).get("cost.price_per_hour", "")
     facts = observe(folder, now)

@@ -5,10 +5,10 @@
                                               [--network FILE|URL|NAME] [--dry-run] [--yes]
                                               [--plugins MODULE ...]
 
-Without --network it is that of ``miner.toml``: its file says which store. Keys are read from the
-environment and ``.env`` as the miner reads them. The miner cleans its own bucket each hour; this is
-for other buckets, or for a miner that is gone. An upload that a running miner is in the middle of
-is younger than --older-than, or should be.
+Without --network the network of ``miner.toml`` is used: its file names the store. Keys are read
+from the environment and ``.env`` as the miner reads them. The miner cleans its own bucket each
+hour; this is for other buckets, or for a miner that is gone. Choose --older-than so that the upload
+of a running miner is younger.
 
 Exit status: 0 done or nothing to do, 1 the store refused or does not answer, 2 bad input,
 130 interrupted.

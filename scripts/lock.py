@@ -3,11 +3,11 @@
 
     pip install uv && python scripts/lock.py
 
-``constraints.txt`` is read first: what it names keeps its version. Edit a version there, or delete
-its line for the newest that fits, and run this again. The lists hold for Linux and macOS, Python
-3.11 and newer, every processor that PyPI has files for:
+``constraints.txt`` is read first: each package in it keeps its version. Edit a version there, or
+delete its line for the newest that fits, and run this again. The lists hold for Linux and macOS,
+Python 3.11 and newer, every processor that PyPI has files for:
 
-    production  a miner, without torch       test   what its unit tests need as well
+    production  a miner, without torch       test   also packages of its unit tests
     local       a subnet on this machine     dev    linters, types, every other test
     torch-cuda  PyPI's build of torch        build  pip and setuptools themselves
     torch-cpu   the small one of PyTorch's own index, for as many Pythons as are known

@@ -52,7 +52,9 @@ def build(folder: Path, version: str) -> list[Path]:
     name = f"distributed_training_miner-{version}"
     sources = folder / f"{name}.tar.gz"
     git("archive", f"--prefix={name}/", f"--output={sources}", "HEAD")
-    tree = folder / "tree"  # the wheel is of what is committed, and its build leaves files behind
+    tree = (
+        folder / "tree"
+    )  # the wheel has the committed files only, and its build leaves files behind
     tree.mkdir()
     subprocess.run(["tar", "-xzf", sources, "-C", tree], check=True)
     options = ("--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", folder)

@@ -1,9 +1,10 @@
 """Write the facts that a helper needs about a miner into one archive, without secrets.
 
-Every text goes through :class:`Masked`. It takes out what this machine knows to be a secret: the
-settings', those of ``.env``, of the environment and of the hotkey's file, as programs write them.
-It takes out what looks like one, and rather too much: queries of URLs, webhooks, seeds, mnemonics,
-values with a telling name. What is no text, and keys such as ``swarm/identity.key``, stay out.
+Every text goes through :class:`Masked`. It masks the secrets that this machine knows, in each form
+in which programs write them: from the settings, ``.env``, the environment and the hotkey's file. It
+also masks words that look like a secret, rather too many than too few: queries of URLs, webhooks,
+seeds, mnemonics, values with a telling name. Files that are no text, and keys such as
+``swarm/identity.key``, stay out.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from distributed_training.protocol.types import Check
 from distributed_training.telemetry.logs import MASK
 
 _MOST_BYTES = 4 * 2**20  # of a file: its end
-_SHORTEST, _SHORTEST_UNKNOWN = 4, 6  # characters: what is shorter is a part of many words
+_SHORTEST, _SHORTEST_UNKNOWN = 4, 6  # characters: a shorter word is a part of many others
 #: Of the run folder: small files of the miner's state, and the ends of those that grow.
 RUN_FILES = (
     *("config.txt", "launcher.json", "stage.json", "facts.json", "notify.json", "instance.json"),
@@ -64,7 +65,7 @@ _VALUE = "|".join(  # bounded: texts are long, and some are made to be hard
     )
 )
 _PATTERNS = (
-    # Whoever has the query of a signed URL may do what it was signed for; user and password; the
+    # Whoever has the query of a signed URL may do the signed request; user and password; the
     # path of a webhook is its secret.
     (re.compile(r"""(://[^\s"'<>?#]{0,2000})[?#][^\s"'<>]+"""), rf"\1?{MASK}"),
     (re.compile(r"""(://)[^\s"'<>/@]{1,400}@"""), rf"\1{MASK}@"),
@@ -118,7 +119,7 @@ def _forms(secret: str) -> Iterator[str]:
         yield quote(text)
         yield quote_plus(text)
         data = text.encode(errors="replace")
-        for before in range(3):  # within a longer text; its ends are mixed with what is around it
+        for before in range(3):  # within a longer text; its ends are mixed with the text around it
             coded = base64.b64encode(bytes(before) + data).decode()
             coded = coded[-(-before * 4 // 3) : (before + len(data)) * 4 // 3]
             yield from (coded, coded.replace("+", "-").replace("/", "_"))
@@ -135,7 +136,7 @@ def find_secrets(config: Config, dotenv: Path, environ: Mapping[str, str]) -> It
     open_names = {setting.env for setting in schema(config.kind) if not setting.secret}
     try:
         lines = read_dotenv(dotenv)
-    except ConfigError:  # a damaged one, of which nothing goes in either
+    except ConfigError:  # a damaged file stays out, too
         lines = {}
     for name, text in lines.items():
         # What is not ours may be anything.

@@ -1,12 +1,12 @@
 """Measure by how much this machine's clock is wrong, and against whose.
 
 Three limits hang on it. Peers whose clocks are more than 3 s apart do not meet in the swarm, since
-hivemind refuses what the other writes into its DHT. Calls are refused that were signed 4 s ahead or
-10 s ago. Stores refuse requests that are 15 minutes off. So a wrong clock looks like a closed port,
-a wrong key or an empty network, and must be named before those.
+hivemind refuses the other's entries in its DHT. Calls are refused that were signed 4 s ahead or 10
+s ago. Stores refuse requests that are 15 minutes off. So a wrong clock looks like a closed port, a
+wrong key or an empty network, and must be named before those.
 
-The store's ``Date`` is asked first, which is not of this machine as a rule. Without it the chain's
-clock counts: a registry's to a second, a public chain's to the time of a block.
+The store's ``Date`` comes first, since the store mostly runs on another machine. Without it the
+chain's clock counts: a registry's to a second, a public chain's to the time of a block.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WARN = LIMIT / 2
 REMEDY = "timedatectl set-ntp true; then timedatectl shows 'synchronized: yes'"
 INTERVAL = timedelta(minutes=1)
 _TIMEOUT = timedelta(seconds=5)
-_OLDEST = timedelta(minutes=2)  # of what the chain said last
+_OLDEST = timedelta(minutes=2)  # age of the chain's last answer
 
 # OSError: certificates that cannot be read.
 _SILENT = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, KeyError, OverflowError)

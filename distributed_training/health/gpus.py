@@ -33,7 +33,7 @@ _RULE = "=" * 80
 
 
 def within(seconds: float, otherwise: Any) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Give a function of the driver ``seconds``; it returns ``otherwise`` where that is too few."""
+    """Limit a question to the driver to ``seconds``; return ``otherwise`` without an answer."""
 
     def bound(work: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(work)
@@ -187,7 +187,7 @@ def unused_gpu() -> tuple[str | None, str]:
         # All are asked: one that is lost or in use says nothing of the next.
         for index, handle in enumerate(_visible_handles(nvml)):
             try:
-                # The memory as well as the processes: those of another container are not listed.
+                # Memory as well as processes: processes of another container are not listed.
                 pids = [p.pid for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
                 try:  # without the driver's own, where it tells these apart
                     memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
@@ -304,7 +304,7 @@ def _named_handles(nvml: Any) -> list[Any]:
             # CUDA reads a number up to its end, and nothing behind one that does not end there.
             if number := re.match(r"\d+", word):
                 handle = nvml.nvmlDeviceGetHandleByIndex(int(number[0]))
-            # "-1", as some schedulers write, and all that is no card hide what follows.
+            # A word that names no card, such as the "-1" of some schedulers, hides all after it.
             elif word.startswith(("GPU-", "MIG-")):
                 try:
                     handle = nvml.nvmlDeviceGetHandleByUUID(word)
@@ -342,7 +342,7 @@ def _all_handles(nvml: Any) -> Iterator[Any]:
             yield nvml.nvmlDeviceGetHandleByIndex(index)
 
 
-# --- what operators read of them ---------------------------------------------------------------
+# --- the report of a start ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,8 @@ _SPEED_BYTES = 128 * 1024 * 1024
 _CHECKPOINT_BYTES = 16  # a parameter; see common.memory.disk_space
 _SHARED_MEMORY = 1 << 30  # NCCL's buffers between the GPUs of one machine
 _DESCRIPTORS = 1024  # files, shards and connections, without those of the signed server
-_COMFORTABLE = 0.9  # of what is there
-_TOO_MUCH = 1.15  # of what is there; the estimate is not exact enough to refuse a near miss
+_COMFORTABLE = 0.9  # share of the memory
+_TOO_MUCH = 1.15  # share of the memory; the estimate is not exact enough to refuse a near miss
 
 
 @dataclass
@@ -427,7 +427,7 @@ def refuse_model(config: Config, *, ranks: int) -> None:
             ways.append({"host memory": host_memory(shape, how)})
             if how.cuda:
                 ways[-1]["GPU memory"] = device_memory(shape, how)
-    tight = []  # what each way of doing it lacks
+    tight = []  # for each arrangement, the memory that it lacks
     for needs in ways:
         lacks = [(kind, need) for kind, need in needs.items() if need > _TOO_MUCH * has[kind]]
         if not lacks:

@@ -64,7 +64,7 @@ _KEYS_REMEDY = "check the R2_ variables in .env, and bucket and keys at R2 or an
 
 
 CHECKS: list[Entry] = []  # in the order in which they are made, after those of the machine
-_WRONG = (ValueError, RuntimeError, OSError)  # what a start raises where it cannot go on
+_WRONG = (ValueError, RuntimeError, OSError)  # the errors that end a start
 
 
 def _failure(name: str, error: Exception, remedy: str) -> Check:
@@ -341,7 +341,7 @@ def check_versions(config: Config, bucket: str) -> list[Check]:
 
 def check_line(config: Config, bucket: str, shape: ModelShape | None) -> Check:
     """Send 8 MiB, and compare with the time an upload has until this miner gives it up."""
-    # Random: what compresses well would seem to travel fast.
+    # Random: compressible bytes would seem to travel fast.
     key, content = f"diagnose-{secrets.token_hex(8)}", secrets.token_bytes(_LINE_BYTES)
     try:
         writer = open_store(config.store, bucket, write=True)

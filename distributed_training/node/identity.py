@@ -122,12 +122,13 @@ def join_subnet(
     belongs: Callable[[Chain], None] | None = None,
     absent: Callable[[Chain, str, NotRegistered], int] | None = None,
 ) -> Member:
-    """Return wallet, chain (closed by ``stack``) and uid.
+    """Load the wallet, connect the chain (``stack`` closes it) and find the hotkey's uid.
 
     Raises ConfigError, NetworkFailure.
 
-    ``belongs``: raises what ends the start where the chain shows another network. ``absent``: asked
-    for the uid of a hotkey that is not registered; it may wait, or raise what it is given.
+    ``belongs``: raises the error that ends the start if the chain shows another network.
+    ``absent``: returns the uid of a hotkey that is not registered; it may wait, or raise the error
+    that it gets.
     ``folder``: a run folder, whose kept state of the chain serves while no endpoint answers.
     """
     # Before any network: a wrong name or a locked file is reported at once.
@@ -241,7 +242,7 @@ ASK_EVERY = timedelta(minutes=5)  # for the public address
 def public_address(config: Config, *, timeout: timedelta = timedelta(seconds=5)) -> str:
     """Return the address at which others reach this machine, for calls and for the swarm alike.
 
-    It is what ``--axon.external_ip`` or ``--dht.ip`` give, else what :func:`external_ip` finds out.
+    It is ``--axon.external_ip`` or ``--dht.ip``, or else the result of :func:`external_ip`.
     Raises AddressUnknown.
     """
     if config.chain.external_ip is None and config.swarm.dht_ip is not None:
@@ -259,7 +260,7 @@ def commit(member: Member, text: str) -> None:
         member.chain.commit(text)
         log.info("%s", lines.METADATA_LOGGED)
 
-    # The chain limits how often a hotkey writes, and refuses what comes earlier.
+    # The chain limits how often a hotkey writes, and refuses an earlier write.
     longest = timedelta(minutes=10)
     _in_background(member, "commitment", shown, write, timedelta(seconds=5), longest)
 

@@ -1,9 +1,9 @@
-"""Files of a network that its members fetch from the global bucket: its tokenizer, its data.
+"""Publish and fetch the network's tokenizer and data through the global bucket.
 
 ``dt-network init`` writes a *list* of a folder's files, with the size and SHA-256 of each, and the
 network's file names the list's own SHA-256 (``tokenizer.files``, ``data.files``). The validator
-uploads list and files as ``files/SHA256`` each. Every start reads what the run folder has of them
-and fetches what is missing or damaged, so nothing is read that the founder did not sign.
+uploads list and files as ``files/SHA256`` each. Every start compares the run folder's copies and
+fetches missing or damaged files, so a member reads only files that the founder signed.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ VALIDATOR_PAGE_PORT = 8011  # of a validator's dashboard, where none is given
 
 
 class NetworkFailure(RuntimeError):
-    """The outside cannot be reached; the line says why and what helps."""
+    """The outside cannot be reached; the text has the cause and the remedy."""
 
 
 class NotRegistered(ConfigError):
@@ -95,7 +95,7 @@ _NO_MINERS_FILES = {"launcher.prom", "launcher.json", "notify.json", "events.jso
 def make_run_folder(config: Config, *, fstab: Path = FSTAB) -> Path:
     """Return the absolute path of the run folder, which has all that a node must not lose.
 
-    Make it and the others that flags name.
+    It makes this folder and the others that flags name.
 
     Nothing is made in the place of a disk that is not mounted yet: a miner would start over there,
     download the global state onto the wrong disk, and lose both when the mount comes. So no parents

@@ -89,7 +89,7 @@ class EventLog:
                 os.write(self._file, line)
                 if os.fstat(self._file).st_size > self._limit:
                     self._shut()
-                    # Closed before: what is written from here on belongs to the new file.
+                    # Closed before: later events belong to the new file.
                     os.replace(self.path, rotated(self.path))
                     self._file = self._open()
             except OSError as error:

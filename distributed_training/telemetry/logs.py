@@ -30,7 +30,7 @@ MASK = "********"
 # Of texts from outside: ESC sequences would act on the terminal of whoever reads the log.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
-# The query of a presigned URL: whoever has it may do what it was signed for.
+# The query of a presigned URL: whoever has it may do the signed request.
 _SIGNED_QUERY = re.compile(r"\?(?=[^\s\"'<>?]*\b(?:X-Amz-)?Signature=)[^\s\"'<>]+", re.IGNORECASE)
 
 _secrets: tuple[str, ...] = ()  # the longest first: one may begin with another

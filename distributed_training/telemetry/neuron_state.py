@@ -130,11 +130,10 @@ class NeuronState:
     def apply(self, event: Mapping[str, Any]) -> dict[str, Any]:
         """Apply one event.
 
-        Returns it with the neuron's name, its number, the state after it, and what follows from it
-        here: ``between_seconds`` of a step (rounds, snapshots and loads since the step before),
-        ``changed`` of a sweep.
-
-        Unknown kinds and fields, and fields of another type, change nothing.
+        Returns it with the neuron's name, its number, the state after it, and derived fields:
+        ``between_seconds`` of a step (rounds, snapshots and loads since the step before),
+        ``changed`` of a sweep. Unknown kinds and fields, and fields of another type, change
+        nothing.
         """
         self._taken += 1
         kind, follows = str(event.get("kind")), None

@@ -1,11 +1,11 @@
 """Observe a miner by its run folder, also while no miner runs there.
 
-    launcher.json   the launcher's: starting, running, refused, stopping or stopped, and why
-    stage.json      rank 0's: how far its start has come
-    facts.json      rank 0's, every 15 s: what it knows of itself and its network (verdict.py)
+    launcher.json   from the launcher: starting, running, refused, stopping or stopped, and why
+    stage.json      from rank 0: the stage of its start
+    facts.json      from rank 0 every 15 s: facts on itself and its network (verdict.py)
 
-The dashboard, ``dt-status``, the webhook and the doctor call :func:`observe`, which adds to these
-files what it sees itself: whether the processes live, and the disk. So all of them agree.
+The dashboard, ``dt-status``, the webhook and the doctor call :func:`observe`, which adds its
+own observations: whether the processes live, and the room on the disk. So all of them agree.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _write(path: Path, content: Launch | Stage) -> None:
             # Its blocks are there already. A reader that comes in between sees a damaged file.
             with contextlib.suppress(OSError), path.open("r+b") as file:
                 file.write(data)
-                file.truncate()  # what stood there may have been longer
+                file.truncate()  # the old text may have been longer
                 return
         if (again := _unwritten(path)) is not None:
             log.warning(

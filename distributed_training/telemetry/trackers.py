@@ -71,7 +71,7 @@ class TensorBoard:
         self._writer = SummaryWriter(str(self._folder), purge_step=self._next, flush_secs=15)
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        # After a roll-back: a new writer's purge_step hides what was written of these steps.
+        # After a roll-back: a new writer's purge_step hides the old figures of these steps.
         if step < self._next:
             self._writer.close()
             self._next = step
@@ -230,7 +230,7 @@ def main() -> None:
     os.nice(10)  # training goes first
     import wandb
 
-    logging.getLogger("wandb").setLevel(logging.CRITICAL)  # the rank logs what it has to say
+    logging.getLogger("wandb").setLevel(logging.CRITICAL)  # the rank logs its messages
     parent = ParentConnection(plugins=False)
     given = parent.receive()
     problem = ""

@@ -2,10 +2,10 @@
 
 Log, dashboard, metric, alert, ``dt-status`` and webhook all ask :func:`judge`, which is pure: from
 :class:`Facts` and the time to a :class:`Judgement`. The miner writes its own facts to
-``facts.json``; whoever reads them adds what it sees itself.
+``facts.json``; each reader adds its own observations.
 
 A fact is true of one moment, and the network moves on. So a fact counts only during its life, and
-what may have changed since then is left open: an upload is said to count, or not to, where the
+anything that may have changed since then stays open: an upload counts, or does not, only where the
 validator's code must find the same. Limits are those of the network's file, never learned ones.
 """
 
@@ -161,9 +161,9 @@ class Launch:
 
     ``stage``: of a start, since ``stage_at``; ``eta_seconds`` were left then. ``text``: why a start
     was refused, or how the miner ended. ``attempt``: the number of the start that was refused; the
-    next is at ``next_try_at``. ``stopped_by``: ``signal SIGTERM``, ``finished``, or what else ended
-    it. ``at``: since when ``state`` holds. ``restarts``: after crashes, since the last start that
-    somebody asked for.
+    next is at ``next_try_at``. ``stopped_by``: ``signal SIGTERM``, ``finished``, or another cause
+    of the end. ``at``: since when ``state`` holds. ``restarts``: after crashes, since the last
+    start that somebody asked for.
     """
 
     state: str = "stopped"  # or starting, running, refused, stopping
@@ -181,7 +181,7 @@ class Launch:
 
     @property
     def asked(self) -> bool:
-        """Somebody wanted the stop."""
+        """Return whether somebody asked for the stop."""
         return self.stopped_by.startswith("signal") or self.stopped_by in (
             "finished",
             TORCHRUN,
@@ -230,7 +230,7 @@ class Facts:
     step: Fact[int] | None = None  # the last inner step
     step_seconds: float | None = None
     uploads: tuple[Upload, ...] = ()  # the newest of each outer step, oldest first
-    uploads_known: bool = False  # also those of before this start
+    uploads_known: bool = False  # also the uploads from before this start
     sending: str = ""  # tag of the upload under way
     called_at: float | None = None  # by a validator
     # --- the network, as the miner sees it
@@ -433,7 +433,7 @@ def _of_link(facts: Facts, now: float) -> Judgement | None:
     """Say that neither chain nor store answers, and whose link it is."""
     chain = None if facts.block is None else facts.block.at
     store, looked = facts.store_silent_since, facts.looked
-    # Until the miner's last look: what they answered since then nobody has written yet.
+    # Until the miner's last look: later answers are not written yet.
     if chain is None or store is None or looked is None:
         return None
     if looked - max(chain, store) <= OFFLINE_AFTER:
@@ -703,7 +703,7 @@ def _adapters() -> dict[str, TypeAdapter[Any]]:
 
 
 def _whole(digits: str) -> int:
-    if len(digits) > 18:  # beyond any figure of ours, and of what floats can count
+    if len(digits) > 18:  # beyond any figure of ours, and beyond exact floats
         raise ValueError("no figure of a miner")
     return int(digits)
 

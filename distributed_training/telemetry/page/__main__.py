@@ -6,11 +6,11 @@
 
 To be reached from other machines: ``--host 0.0.0.0`` and a token in ``DT_PAGE_TOKEN``.
 
-``/`` the page, ``/history`` what it begins with, ``/stream`` events as they happen (server-sent
+``/`` is the page, ``/history`` its first data, ``/stream`` events as they happen (server-sent
 events), ``/metrics`` for Prometheus. GET only. Without a token the page listens on loopback only
 and answers only requests for its own address: a web site whose name resolves to 127.0.0.1 (DNS
-rebinding) gets 403. A client that keeps a connection without asking, or does not read what it
-asked for, loses it: all of them together have few.
+rebinding) gets 403. A client that keeps a connection without a request, or does not read the
+answer, loses the connection: there are few for all clients together.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class Guard:
         return PlainTextResponse(_OTHER_ADDRESS, 403)
 
 
-# What follows such a request may be its body, or what somebody wants to be taken for a request.
+# The bytes after such a request may be its body, or an attempt to smuggle in another request.
 _LAST = {"connection": "close"}
 _OTHER_ADDRESS = (
     "without a token the page answers only at its own loopback address and port: forward the same "
