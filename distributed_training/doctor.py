@@ -208,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.help:
         print(__doc__)
         return 0
-    logging.disable(logging.CRITICAL)  # libraries that retry; the findings say what came of it
+    logging.disable(logging.CRITICAL)  # libraries that retry; the findings give the result
     try:
         if options.probe:
             return report([probe(*p) for p in probed(options.probe)], as_json=options.json)
@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return report([try_webhook(config)], as_json=options.json)
         mark, ports = mark_of(config.run_folder), set()
         processes = mark.processes() if mark is not None else []
-        # Of a running miner, all: each port is another process's, that of the swarm p2pd's.
+        # Of a running miner, all: another process has each port; p2pd has the swarm's.
         for process in processes:
             with contextlib.suppress(psutil.Error):
                 for connection in process.net_connections("tcp"):

@@ -5,9 +5,9 @@
 A ``Trainer`` calls ``on_step_end`` after each optimizer step: once for all the micro-batches of
 ``gradient_accumulation_steps``, after the learning rate was set and before it evaluates or writes a
 checkpoint. So its checkpoints hold the weights after an update, never half of one. When training
-begins, a ``Trainer`` that resumes has loaded its own checkpoint already. Weights and optimizer are
-then those of the member's run folder, which are as new or newer; the ``Trainer`` keeps its own
-place in the data and in its schedule.
+begins, a ``Trainer`` that resumes has loaded its own checkpoint already. Its weights are then
+replaced by the weights of the member's run folder, which are as new or newer. The ``Trainer`` keeps
+its optimizer's state, its schedule and its place in the data.
 """
 
 from __future__ import annotations

@@ -182,8 +182,8 @@ class Net(RankLoop):
     def step(self, loss: Tensor | float | None = None, tokens: int | None = None) -> None:
         """Record a step of the optimizer, and do what is due: upload, apply an update, save.
 
-        Call it on each rank. The model may have other weights afterwards, those of a new outer
-        step. It waits for no network, and an error in it is a warning.
+        Call it on each rank. Afterwards the model may have other weights: a new outer step has
+        begun. It waits for no network, and an error in it is a warning.
 
         Args:
             loss: Mean loss of this rank's share of the step, in nats per token, for log and events.
@@ -194,7 +194,7 @@ class Net(RankLoop):
             return
         self._changes_weights = True  # until it ends: an interrupt may leave them half changed
         with self._survives("net.step()"):
-            self._take_note(loss, tokens)
+            self._count_step(loss, tokens)
         # Also where the first failed: the other ranks wait in the boundaries for this one.
         with self._survives("net.step()"):
             self._pass_boundaries()
@@ -230,7 +230,7 @@ class Net(RankLoop):
                 self._sequences += len(batch)
                 self._micro_batches += 1
                 yield batch
-                if self._micro_batches:  # no step took note of it
+                if self._micro_batches:  # no step counted it
                     self._post(ev.MicroBatchTrained())
 
     def close(self) -> None:
@@ -282,7 +282,7 @@ class Net(RankLoop):
         """Do nothing from here on: this is a fork, and the membership is the script's own."""
         self._ended = self._closed = True
 
-    def _take_note(self, loss: Tensor | float | None, tokens: int | None) -> None:
+    def _count_step(self, loss: Tensor | float | None, tokens: int | None) -> None:
         """Count the optimizer's steps since the last call, and report them."""
         weights, began = self._weights, self._called[0]
         self._called[0] = time.perf_counter()
@@ -351,7 +351,7 @@ class Net(RankLoop):
             self._controller.post(event)
 
     def _end(self) -> None:
-        """Take note of a stop: the last checkpoint is written."""
+        """Record a stop: the last checkpoint is written."""
         self._ended = True
         if self._controller is not None:
             self._controller.drain()

@@ -2,7 +2,7 @@
 
     python examples/compare.py                       five minutes of a core
     python examples/compare.py nesterov my_rule.py   one of a file, next to the network's own
-    python examples/compare.py my_rule.py --subnet   the same in real processes, of which one is
+    python examples/compare.py my_rule.py --subnet   the same in real processes; one of them is
                                                      killed each minute, behind thin network links
 
 A rule is a name, or a file that registers one (docs/research.md). Four workers train a byte model

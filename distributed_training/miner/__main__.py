@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
 
 
 def load_settings(argv: Sequence[str]) -> Config:
-    """Return the configuration. Raises ConfigError, of which the run folder tells as well.
+    """Return the configuration. Raises ConfigError, which the run folder then records too.
 
     Else dashboard and dt-status would continue to say what stopped the miner before.
     """
@@ -96,7 +96,7 @@ def load_settings(argv: Sequence[str]) -> Config:
 
 
 def check(argv: Sequence[str]) -> int:
-    """Refuse, before torchrun, what starting again would not help. Return the exit status.
+    """Check the settings before torchrun starts. Return the exit status.
 
     Else print how many seconds a stop may take, which torchrun is to wait for. torchrun ends with
     status 1 whatever ended its ranks, so pm2 and Slurm would start it again and again. A status

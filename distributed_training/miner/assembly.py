@@ -360,7 +360,7 @@ def record_start(
 
 
 class RankZero(Protocol):
-    """Rank 0's own part: what posts events, what decides, what subscribes."""
+    """Rank 0's own part: sources of events, the controller, and subscribers."""
 
     controller: Controller
     blocks: BlockList

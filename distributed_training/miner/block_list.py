@@ -225,7 +225,7 @@ class BlockList:
 
     @property
     def newest_trained(self) -> int | None:
-        """The newest block that was trained on, as far as is known; None before the first."""
+        """The newest block known to be trained on; None before the first."""
         return max([*self._trained, *self._done, self.newest_published or 0]) or None
 
     def newest_age(self) -> int | None:
@@ -235,7 +235,8 @@ class BlockList:
     def list_is_recent(self) -> bool:
         """Return whether an upload with :meth:`blocks` helps.
 
-        Its newest block must be recent, or at least no older than that of the uploads before.
+        Its newest block must be recent, or at least no older than the newest block of earlier
+        uploads.
         """
         newest = max(self._trained, default=0)
         return newest >= min(self.chain_block() - self._recent, max(self._done, default=0))
@@ -475,7 +476,7 @@ class BlockList:
 
 
 class NoBlocks(BlockList):
-    """The list of a script that trains on data of its own: there are always some, and no block."""
+    """The block list of a script with its own data, which needs no blocks."""
 
     def __init__(self, chain_block: Callable[[], int]) -> None:
         self.chain_block = chain_block

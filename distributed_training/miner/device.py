@@ -1,4 +1,4 @@
-"""The device of a rank, and what is reported of it."""
+"""Choose the device of a rank, and report its facts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The miner's vocabulary: what happens, what follows from it, and what rank 0 remembers.
+"""The miner's vocabulary: events, the commands that follow, and the state of rank 0.
 
 An *event* is anything that happened: the result of a command, a call, the end of an average. From
 it follow *actions*, which reach all ranks as a *command* at a micro-batch boundary, and *tasks*,
@@ -151,7 +151,7 @@ class Mode(enum.Enum):
 
 @dataclass(frozen=True)
 class MicroBatchTrained(Event):
-    """One micro-batch, and the inner step is not complete yet."""
+    """A micro-batch was trained on, and the inner step is not complete yet."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class PseudoGradientWritten(Event):
 class OuterStepEnded(Event):
     """``outer_step``: after it. ``detail``: why a rank voted against it.
 
-    ``seconds``: that training was held. ``dropped``: what was trained and is lost, in words.
+    ``seconds``: how long training was held. ``dropped``: which training is lost, in words.
     """
 
     committed: bool
@@ -226,7 +226,7 @@ class GradientChecked(Event):
 
 @dataclass(frozen=True)
 class RolledBack(Event):
-    """``progress`` of the checkpoint loaded, None without one; ``kept``: what rank 0 kept in it."""
+    """``progress`` of the loaded checkpoint, None without one; ``kept``: rank 0's values in it."""
 
     progress: Progress | None
     kept: Mapping[str, Any] = field(default_factory=dict)
@@ -243,7 +243,7 @@ class Stopped(Event):
 class CheckpointBegun(Event):
     """A checkpoint of this boundary is being written.
 
-    ``saved`` tells whether it is complete on all ranks; None: not known yet. ``seconds``: that
+    ``saved`` tells whether it is complete on all ranks; None: not known yet. ``seconds``: how long
     training was held.
     """
 
@@ -274,7 +274,7 @@ class AllReduceCalled(Event):
 
 @dataclass(frozen=True)
 class Averaged(Event):
-    """The average lies in the swarm's buffers."""
+    """The average is in the swarm's buffers."""
 
     result: AllReduceResult
 
@@ -411,7 +411,7 @@ class SnapshotComplete(Event):
 class SnapshotFailed(Event):
     """``revision`` is None when none was begun; otherwise its files could not be written.
 
-    ``kind``: that of metric ``snapshots_refused_total``.
+    ``kind``: the label of metric ``snapshots_refused_total``.
     """
 
     problem: str
@@ -426,7 +426,7 @@ class SnapshotPutOff(Event):
 
 @dataclass(frozen=True)
 class SnapshotSubmitted(Event):
-    """The uploader has it, ``seconds`` after the snapshot was taken."""
+    """The uploader has the snapshot, ``seconds`` after it was taken."""
 
     revision: Revision
     preview: GradientChecked
@@ -458,7 +458,7 @@ class Stage(enum.IntEnum):
     """The stages of an upload for a close."""
 
     WANTED = 0  # it may be begun again, since nothing was sent
-    SENT = 1  # or being sent: what it holds is known to others
+    SENT = 1  # or being sent: others may know its content
     ENDED = 2  # sent, or given up
 
 
@@ -471,7 +471,7 @@ class Upload:
 
 
 class GlobalView(enum.Enum):
-    """The global bucket, compared with the outer step and the epoch-start weights of ours."""
+    """The global bucket, compared with our outer step and our epoch-start weights."""
 
     UNREAD = "it was not read since a start from the disk, whose state may be old"
     SAME = "no difference is known"
@@ -518,7 +518,7 @@ class MinerState:
         return self.mode is Mode.AVERAGING or writes or self.update is not None
 
     def clear_unsaved(self) -> MinerState:
-        """Return the state after a checkpoint of all that was trained, or a roll-back of it."""
+        """Return the state after a checkpoint or a roll-back: no inner step is unsaved."""
         return replace(self, unsaved_steps=0, unsaved_seconds=0.0)
 
 

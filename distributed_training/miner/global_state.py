@@ -216,7 +216,7 @@ class GlobalBucket:
             return versions.look(self.follow().version)
 
     def stop(self) -> None:
-        """End a fetch under way; what was fetched stays for the next."""
+        """End a fetch under way; its files stay for the next fetch."""
         if self._bucket is not None:
             self._bucket.stop()
 

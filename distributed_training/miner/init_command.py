@@ -236,7 +236,7 @@ def _default_of(name: str) -> str:
 def toml_of(given: Mapping[str, str], exchange: Exchange) -> str:
     """Return the text of a ``--config`` file with the flags ``given``.
 
-    What an operator looks for in the file is there too. The order is that of the help.
+    Settings that an operator looks for are there too, in the order of the help.
     """
     shown = ["wallet.name", "wallet.hotkey"]
     shown += ["axon.port", "dht.port"] if exchange == "hivemind" else []

@@ -219,7 +219,7 @@ def _prepare(config: Config, program: str, signals: StopSignals, outages: Outage
         outages.report()
         # What a killed rank leaves becomes our child, not init's: only so can it be waited for.
         become_subreaper()
-        # We hold the lock, so the launcher before is gone: what bears its mark is provably ours.
+        # We hold the lock, so the launcher before is gone: processes with its mark are ours.
         mark = mark_of(folder)
         if mark is not None and (left := mark.processes()):
             found = counted(len(left), "process", "processes")
@@ -324,7 +324,7 @@ class Phase(enum.Enum):
                                              the whole tree
     ============= ========================== ============================== ====================
 
-    The stop limit is that of :func:`stop_limit`, read again each time: a checkpoint that ends
+    The stop limit is :func:`stop_limit`'s, read again each time: a checkpoint that ends
     meanwhile may show that a stop needs longer.
     """
 

@@ -1,9 +1,9 @@
 """The loop every rank runs: take the boundary's command, carry it out, report its result.
 
 One iteration is one micro-batch boundary. All ranks construct the loop alike, but only
-rank 0 has the controller, which gives commands and takes events. The loop knows no exchange: what
-all ranks do of a round is :class:`RankRound`'s. No network call happens here: what takes long
-(averaging, uploads, downloads) runs in threads and processes of rank 0 and comes back as events.
+rank 0 has the controller, which gives commands and takes events. The loop knows no exchange: the
+ranks' part of a round is in :class:`RankRound`. No network call happens here: long operations
+(averaging, uploads, downloads) run in threads and processes of rank 0 and come back as events.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ class MinerLoop(RankLoop):
 
     def _hold_back(self, data: DataPipeline) -> None:
         wanted = 0 if self._holds_back else self._trainer.preview_micro_batches
-        # None where there are too few: those of the last outer step serve until then.
+        # None if there are too few: the sequences of the last outer step serve until then.
         held = data.load_held_out(wanted, others=self._wants_others) if wanted else None
         if held is not None:
             self._holds_back, self._wants_others = True, False

@@ -22,7 +22,7 @@ _ANSWER = 60.0  # seconds that the store has for one, see global_state.py
 class MissedRounds:
     """Log one WARNING for each outer step that the network took without this miner.
 
-    The cause is that of the last call: there was none, it came when there was no pseudo-gradient,
+    The cause is the last call's: there was none, it came when there was no pseudo-gradient,
     or its round failed here. ``published_within``: from a call until its outer step is published
     and was looked for; an older call is of another round. ``clock_fault``: see :class:`Reporter`.
     ``listens_at``: since when calls can reach this miner (monotonic), ``started``: since when it

@@ -4,7 +4,7 @@ torchrun starts the ranks of its node, passes a signal on to them, and ends them
 failed. It looks at no other node. So each rank has a connection of its own to torchrun's store on
 node 0, and does this every two seconds:
 
-    beat/R      count up its own; look whether those of the others still change
+    beat/R      count up its own; check whether the others' still change
     stop        count it up once this node was asked to stop; rank 0 then saves and ends all
     over        end at once: a rank failed, and the line says why
 

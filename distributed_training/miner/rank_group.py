@@ -269,7 +269,7 @@ class RankGroup:
                 send(rank.handle, number)
 
     def sweep(self, *, settle: timedelta, grace: timedelta, server: bool) -> list[str]:
-        """End what bears the mark, ``server`` included or not; what did not end by itself."""
+        """End processes with the mark that are left; ``server``: the fork server too."""
         spare = () if server or self._server is None else (self._server,)
         ended = self._mark.end(settle=settle, grace=grace, spare=spare, reap=self.reap)
         own = f"{self._server} "

@@ -157,7 +157,7 @@ def _store(
     """Return the store through which the ranks meet.
 
     On one machine it is a file in a folder of the launcher that no other account may enter. Between
-    machines, and under torchrun, it is that of ``env://``.
+    machines, and under torchrun, it is the store of ``env://``.
     """
     if world_size == 1:
         return dist.HashStore()  # nobody to meet: neither a port nor a file that a disk may refuse

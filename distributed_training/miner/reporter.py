@@ -121,8 +121,9 @@ class Reporter(LoopReporter):
     """Rank 0 of a network that averages over hivemind; subscribes to the event stream.
 
     ``judged_step``: the outer step whose uploads validators judge now, as far as it is known;
-    ``uploaded_step``: that of the newest upload when this process started; ``clock_fault``: what is
-    wrong with this machine's clock, in words, or nothing. For the rest see :class:`LoopReporter`.
+    ``uploaded_step``: the outer step of the newest upload when this process started;
+    ``clock_fault``: describes the fault of this machine's clock, if any. For the rest see
+    :class:`LoopReporter`.
     """
 
     def __init__(

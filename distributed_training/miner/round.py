@@ -170,7 +170,7 @@ class SwarmRank:
 
 
 class Averaging:
-    """Rank 0 in a round: what runs next to its loop, and answers with events.
+    """Run rank 0's tasks of a round next to its loop; they answer with events.
 
     ``post``: queues an event, from any thread.
     """

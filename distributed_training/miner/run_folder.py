@@ -145,7 +145,7 @@ class _ExitFile:
 def write_exit_status(
     run_folder: Path, status: int, reason: str = "", *, outside: bool = False
 ) -> None:
-    """Rank 0 calls it last: what the launcher is to return, or to try again if ``outside``."""
+    """Record the exit status that the launcher is to return, or to try again if ``outside``."""
     instance = os.environ.get(INSTANCE, "")
     content = _ExitFile(ExitStatus(status), instance, reason, outside, time.time())
     write_state(run_folder / "exit_status.json", content)

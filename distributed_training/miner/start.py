@@ -191,7 +191,7 @@ def builders_of(config: Config) -> ModuleType:
 
     It is imported only here: a miner of a store network has nothing of hivemind in its memory. It
     has two functions. ``open_connections(config, folder, stack, wanted, post)`` opens what rank 0
-    has outside, before there is a model; it returns that, and what every rank needs of it.
+    has outside, before there is a model; it returns the connections and every rank's facts.
     ``build_exchange(context, info, connections, training)`` builds rank 0's own part (None on
     other ranks) and the rank's part of rounds; it is collective.
     """

@@ -316,7 +316,7 @@ class RankZero:
         )
 
     def _subscribe(self) -> None:
-        """Build who is shown each event, in this order, after the block list."""
+        """Build the subscribers that get each event, in this order, after the block list."""
         config, folder = self._context.config, self._context.folder
         trainer, connections = self._training.trainer, self._connections
         chain, blocks, clock = connections.member.chain, self.blocks, self.round_clock

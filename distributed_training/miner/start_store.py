@@ -212,7 +212,7 @@ class RankZero:
         self._subscribe()
 
     def _subscribe(self) -> None:
-        """Build who is shown each event, in this order, after the block list."""
+        """Build the subscribers that get each event, in this order, after the block list."""
         config, folder = self._context.config, self._context.folder
         trainer, connections = self._training.trainer, self._connections
         log_of = "distributed_training" if self._context.guest else ""

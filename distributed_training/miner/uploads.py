@@ -127,7 +127,7 @@ class Uploads:
                 self._round_clock.round_ended(averaged=False)
             case ev.OuterStepEnded(committed=committed):
                 self._round_clock.round_ended(averaged=committed)
-            # Not for a stop: what begins again now would only have to be given up.
+            # Not for a stop: an upload that begins now would only have to be given up.
             case ev.ModeChanged(before=Mode.AVERAGING, after=after) if after is not Mode.STOPPING:
                 self._uploader.resume()
                 self._schedule.interrupt()
