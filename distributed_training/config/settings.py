@@ -142,15 +142,15 @@ class ChainSettings:
 
     # signed server
     axon_port: Port = flag("axon.port", 8091)
-    """Port of the signed HTTP server. 0 takes a free one."""
+    """Over hivemind: port of the signed HTTP server. 0 takes a free one."""
     # Both versions of IP: the chain may have an address of either.
     axon_ip: IpAddress = flag("axon.ip", "[::]")
-    """Address on which the signed HTTP server listens."""
+    """Over hivemind: address on which the signed HTTP server listens."""
     external_ip: Found[IpAddress] = flag("axon.external_ip", None)
-    """Address at which others reach this machine. By default --dht.ip, or public services are
-    asked."""
+    """Over hivemind: address at which others reach this machine. By default public services tell
+    it."""
     external_port: OuterPort | None = flag("axon.external_port", None)
-    """Port at which validators reach --axon.port if a router or container maps another one to
+    """Over hivemind: port at which validators reach --axon.port if a router maps another one to
     it."""
     max_connections: int = 256  # open ones of the signed server, all addresses together
     max_connections_per_address: int = 16
@@ -384,7 +384,7 @@ class StoreSettings:
 
     # Keys are of type Secret, which no command line may hold; the account's id is none.
     account_id: str | None = flag("r2.account_id", None, env="R2_ACCOUNT_ID")
-    """Cloudflare account id, 32 hexadecimal digits."""
+    """Cloudflare account id of a bucket at R2, 32 hexadecimal digits."""
     read_access_key_id: Key = flag("r2.read_access_key_id", env="R2_READ_ACCESS_KEY_ID")
     """Id of the key that may only read. It is published on the chain."""
     read_secret_access_key: Key = flag("r2.read_secret_access_key", env="R2_READ_SECRET_ACCESS_KEY")
@@ -424,7 +424,7 @@ class StoreSettings:
     """what a miner uploads: 'scored', the compressed pseudo-gradient that validators score, or
     'all', the model and the inner optimizer too, as the public network does"""
     upload_steps: Count = flag("neuron.upload_steps", 60)
-    """Fewest inner steps between two uploads."""
+    """Over hivemind: fewest inner steps between two uploads."""
     minimum_valid_inner_step: CountFrom0 = rule("round.minimum_valid_inner_step")
     """first inner step of an outer step to upload; lowered, with a warning, if that is too late"""
     age_limit: Age = rule("round.upload_age_limit")
@@ -451,12 +451,12 @@ class SwarmSettings:
     """Timeouts form one hierarchy: chunk < all-reduce < round < reload (checked at start)."""
 
     dht_port: Port = flag("dht.port", 8009)
-    """TCP port for peers, open to the internet. 0 takes a free one."""
+    """Over hivemind: TCP port for peers, open to the internet. 0 takes a free one."""
     dht_ip: Found[Ipv4Address] = flag("dht.ip", None)
     """IPv4 address at which peers reach this machine. By default --axon.external_ip, or what is
     found for it."""
     dht_external_port: OuterPort | None = flag("dht.external_port", None)
-    """Port at which peers reach --dht.port if a router or container maps another one to it."""
+    """Over hivemind: port at which peers reach --dht.port if a router maps another one to it."""
     dht_listen_ip: Ipv4Address = flag("dht.listen_ip", "0.0.0.0")
     """IPv4 address on which the swarm listens."""
     initial_peers: Words[PeerAddress] = flag("neuron.initial_peers", network="swarm.initial_peers")
