@@ -32,7 +32,7 @@ ERRORS = {"error", "critical", "exception"}
 SAY = {"say", "_say", "info"}
 LOGGERS = {"log", "logger", "logging"}
 PLACEHOLDER = re.compile(r"%[-+# 0-9.*]*[a-zA-Z]|%%|\0")
-#: The validator's, the local subnet's and the registry's: no line of a miner.
+#: The validator's, the local subnet's and the registry's: only their errors are collected.
 OTHERS = ("validator", "localnet", "registry", "scoring/score_preview.py")
 
 
@@ -40,10 +40,10 @@ def formats() -> Iterator[tuple[str, str, str]]:
     """File and line, format, and level (or function) of each line that is logged."""
     for path in sorted(PACKAGE.rglob("*.py")):
         place = str(path.relative_to(PACKAGE))
-        if place.startswith(OTHERS):
-            continue
         for node in ast.walk(ast.parse(path.read_text())):
             kind = kind_of(node.func) if isinstance(node, ast.Call) and node.args else None
+            if place.startswith(OTHERS) and kind not in ERRORS:
+                continue
             if isinstance(node, ast.Call) and kind and (text := fixed(node.args[0])):
                 yield f"{place}:{node.lineno}", text, kind
 
