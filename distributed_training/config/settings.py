@@ -110,7 +110,7 @@ class ChainSettings:
     fallback_endpoints: tuple[str, ...] = ()  # tried after the first; of the SDK if empty
     private: bool = rule("private", False)
     """true: all machines are in one private network (LAN, VPN, cluster), so private addresses are
-    right, and a registry may be asked over http://"""
+    allowed, and a registry may be asked over http://"""
     registry_url: WebUrl | None = rule("chain.url")
     """https:// URL of a registry, the chain of a network without a public one; it is then used
     instead of a Subtensor"""
@@ -303,8 +303,8 @@ class RoundSettings:
     """how pseudo-gradients are exchanged: 'hivemind', among peers, as the public network does, or
     'store', through the store, where the validator merges what it has judged"""
     grace: Duration = rule("round.grace", 10 * MINUTE, ge=SECOND, le=DAY)
-    """with exchange 'store': how long after a close uploads are still taken, at most a third of
-    the period"""
+    """with exchange 'store': how long after a close uploads are accepted, at most a third of the
+    period"""
     least: Count = rule("round.least", 1)
     """with exchange 'store': fewest accepted uploads of an outer step; with fewer the close moves
     by a period"""
@@ -325,11 +325,11 @@ class RoundSettings:
     """in a network of format 2 an outer step is refused when it makes the held-out loss worse by
     more than this, in nats per token"""
     stop_outer_steps: int | None = rule("stop.outer_steps", ge=1, le=10**9)
-    """outer step with which the network is finished: no round is called after it"""
+    """last outer step of the network: no round is called after it"""
     stop_tokens: int | None = rule("stop.tokens", ge=1, le=10**18)
-    """tokens, of all miners in all outer steps, with which it is finished"""
+    """tokens of all miners in all outer steps at which the network ends"""
     stop_loss: float | None = rule("stop.loss", ge=0, le=1000)
-    """held-out loss, in nats per token, with which it is finished"""
+    """held-out loss, in nats per token, at which the network ends"""
     max_uids: int = rule("limits.max_uids", ge=2, le=4096)
     """uids of the network, from 0 on: a registry gives no other, validators call no other"""
 
@@ -464,7 +464,7 @@ class SwarmSettings:
     run_id: str = rule("run_id")
     """names the swarm; all peers of a run must agree"""
     min_group_size: int = rule("round.min_group_size", ge=2, le=LARGEST_GROUP)
-    """fewest peers a round may take place with"""
+    """fewest peers of a round"""
     min_matchmaking_time: Wait = rule("round.min_matchmaking_time")
     """how long a round gathers peers before the averaging begins"""
     request_timeout: Duration = rule("round.request_timeout", ge=SECOND / 10, le=10 * MINUTE)
@@ -542,7 +542,7 @@ class TrainingSettings:
     decay_from: int | None = rule("training.decay_from", ge=0, le=10**9)
     """inner steps of the network after which the constant learning rate decays to zero"""
     decay_steps: int | None = rule("training.decay_steps", ge=1, le=10**9)
-    """inner steps of that decay"""
+    """inner steps that the decay takes"""
     optimizer: str = rule("training.optimizer", "adamw")
     """the inner optimizer: 'adamw', 'muon' (of matrices of decoder layers; AdamW for the rest), or
     the name that a plug-in registers"""
@@ -574,7 +574,7 @@ class TrainingSettings:
     use_dct: bool = flag("neuron.use_dct", network="compression.dct", fixed=True)
     """Upload DCT coefficients, which the public network's validators cannot read."""
     momentum_decay: float = rule("compression.momentum_decay", ge=0, le=1)
-    """decay of the error feedback of the uploaded gradient"""
+    """decay of the uploaded gradient's error feedback"""
     # What is uploaded (training/error_feedback.py); the benches train by 'upload' too.
     error_feedback: Literal["best", "upload", "off"] = "best"
     step_length: Literal["search", "plain"] = flag("neuron.step_length", "search")
