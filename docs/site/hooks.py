@@ -32,6 +32,8 @@ _ABOUT = (
 )
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 _CELL = re.compile(r"<td.*?</td>", re.S)
+_CODE = re.compile(r"<code>(?:[^<]|<wbr>)+</code>")
+_FLAG = re.compile(r"(?<![\w-])--?\w+")
 _LONG_CODE = re.compile(r"<code>[^<\s]{16,}</code>")
 _TEXTS: dict[str, str] = {}
 
@@ -52,9 +54,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Let a long path or name in a table's cell break: its column was wider than the page."""
+    """Break code where a reader expects it: in a cell after ``/`` and ``_``, never in ``--flag``.
+
+    A long path or name in a cell made its column wider than the page. Also, Python-Markdown keeps
+    the backslash before a ``|`` in a cell's code.
+    """
     broken = lambda code: re.sub(r"(?<=\w)[/_](?=\w)", r"\g<0><wbr>", code[0])
-    return _CELL.sub(lambda cell: _LONG_CODE.sub(broken, cell[0]), html)
+    in_cell = lambda cell: _LONG_CODE.sub(broken, cell[0].replace(r"\|", "|"))
+    whole = lambda code: _FLAG.sub(r'<span class="flag">\g<0></span>', code[0])
+    return _CODE.sub(whole, _CELL.sub(in_cell, html))
 
 
 def on_post_build(config: Any) -> None:

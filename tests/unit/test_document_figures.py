@@ -126,9 +126,15 @@ def test_works_are_cited_by_a_link_to_the_number_that_is_shown() -> None:
     assert [(shown, number) for shown, number in cited if shown != number] == []
 
 
-def test_a_long_path_may_break_in_a_table_and_nowhere_else() -> None:
+def test_a_long_path_may_break_in_a_table_and_a_flag_nowhere() -> None:
     content = runpy.run_path(str(ROOT / "docs" / "site" / "hooks.py"))["on_page_content"]
     path, broken = "<code>validator/outer_steps.py</code>", "validator/<wbr>outer_<wbr>steps.py"
     assert content(f"<p>{path}</p><td>{path}</td><td><code>a_b</code></td>") == (
         f"<p>{path}</p><td><code>{broken}</code></td><td><code>a_b</code></td>"
+    )
+    assert content("<code>x-y --neuron.name a</code>") == (
+        '<code>x-y <span class="flag">--neuron</span>.name a</code>'
+    )
+    assert content(r"<td><code>dmesg \| grep Xid</code></td>") == (
+        "<td><code>dmesg | grep Xid</code></td>"
     )
