@@ -19,7 +19,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from bench import gpu
+from bench import gpu, publications
 
 ROOT = Path(__file__).parents[2]
 
@@ -180,3 +180,14 @@ def test_every_part_runs_at_toy_size_with_the_listed_packages_alone(tmp_path: Pa
     rows = [row for part in report["parts"].values() for row in part["rows"]]
     assert [row for row in rows if row["text"].startswith("not possible")] == []
     assert (tmp_path / "out" / "report.txt").read_text().startswith("**Toy sizes")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_operations_are_timed_while_a_snapshot_is_written(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert publications.main(["--pairs", "1", "--seconds", "0.2"]) == 0
+    (titles, row, median) = capsys.readouterr().out.splitlines()
+    assert titles.startswith("nothing written") and row.count(" us") == 3
+    assert median.startswith("median ratio ")
