@@ -1,4 +1,4 @@
-"""All-reduce over loopback: ours, and one of ours among stock peers, against stock hivemind.
+"""Time all-reduces over loopback: ours, and one of ours among stock peers, against hivemind's.
 
     python -m bench.all_reduce --suite                  30 M and 100 M, 2 and 4 peers, with goals
     python -m bench.all_reduce --peers 2 --parameters 10 --repeats 3        a quick look
@@ -7,7 +7,7 @@ Each peer is a process of its own; the ways take turns, medians are printed with
 stock hivemind. Transfer is what the peers do after the group was found, matchmaking what they do
 before. ``CPU`` is what the peers' processes used in a round, p2pd (hivemind's libp2p daemon)
 included, ours to stock's for as many bytes. ``4bit`` is ours with four bits a value, its bytes
-(what a peer sends and receives) and times beside ours without.
+(of a peer, sent and received) and times next to ours without.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def small_config() -> dict[str, Any]:
 
 
 def new_trainer(*, seed: int) -> Trainer:
-    """Return a trainer alone in its process group: weights of ``seed``, outer step 0 begun."""
+    """Return a trainer in a process group of its own, with weights of ``seed``, in outer step 0."""
     settings = TrainingSettings(
         local_batch_size_train=MICRO,
         local_batch_size_train_effective=EFFECTIVE,
@@ -317,7 +317,7 @@ class Miner:
         self._asked_at = self._listed_at = 0.0
 
     def begin(self, now: float) -> None:
-        """Begin training, or go on after a round."""
+        """Begin training, or continue after a round."""
         self._left = 0.0
         self._asked_at = now - LEAD
 

@@ -83,7 +83,7 @@ Looks = Mapping[str, Mapping[int, Sequence[Look]]]  # way -> uid -> one entry a 
 
 
 def results(looks: Looks, base: str = PUBLIC) -> dict[str, Result]:
-    """Of each way: every miner in turn mines its way, all others mine as ``base``."""
+    """Give each method to every miner in turn, while all others mine as ``base``."""
     public = looks[base]
     found = {}
     for name, by_uid in looks.items():

@@ -56,7 +56,7 @@ def ours(gs: list[Tensor], efs: list[Tensor]) -> list[Code]:
 
 
 def shapes(parameters: float) -> list[tuple[int, ...]]:
-    """Of a Llama with about that many parameters, without allocating it."""
+    """Return the schema of a Llama with about that many parameters, without allocating it."""
     from distributed_training.training.model import parameter_schema
 
     hidden = 768 if parameters < 5e8 else 2048

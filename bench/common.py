@@ -15,7 +15,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """Return an argparse type: a list with commas between, of ``known`` alone."""
+    """Return an argparse type: a list with commas between, of ``known`` only."""
 
     def parse(text: str) -> list[str]:
         if unknown := ", ".join(set(text.split(",")) - set(known)):

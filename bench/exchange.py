@@ -1,4 +1,4 @@
-"""Hold rounds through the store against rounds over hivemind, at links as members have them.
+"""Compare rounds through the store with rounds over hivemind, at links as members have them.
 
     python -m bench.exchange                      both, 20 minutes
     python -m bench.exchange --exchange store     one of them
@@ -7,7 +7,7 @@ Four miners of a local subnet have a machine (a network namespace) and a network
 validator, registry and embedded store share another machine, whose link has no bound. A transfer
 takes as much of a round period as one of 4 billion parameters takes of 80 minutes at 20 Mbit/s up
 and 100 down. The network over hivemind has 4 bits in rounds and uploads what is scored, as
-``dt-network init`` founds it; an upload is due in each eighth of a period.
+``dt-network init`` sets it; an upload is due in each eighth of a period.
 
 Bytes are what a member's interface counted from one outer step to the next. Utilization is said
 twice. *Inner steps* are compared with a lone miner's, which takes its median step again and again.
@@ -187,7 +187,7 @@ def counters(pid: int) -> tuple[int, int]:
 
 @dataclass
 class Member:
-    """One miner from outer step ``FIRST`` on. Bytes are of an outer step, a parameter."""
+    """What one miner did from outer step ``FIRST``; bytes are a parameter, in an outer step."""
 
     sent: list[float]
     received: list[float]
@@ -359,7 +359,7 @@ def _found(
 
 
 def loss_at(losses: Sequence[tuple[int, float]], tokens: int) -> float:
-    """Return the loss after so many tokens, on the straight line between two outer steps."""
+    """Return the loss after ``tokens`` tokens, on the straight line between two outer steps."""
     before = max((each for each in losses if each[0] <= tokens), default=losses[0])
     after = min((each for each in losses if each[0] >= tokens), default=losses[-1])
     share = (tokens - before[0]) / (after[0] - before[0]) if after[0] > before[0] else 0.0
@@ -388,7 +388,7 @@ def rows(results: dict[str, Found]) -> Iterator[tuple[str, ...]]:
     received = mean(lambda member: statistics.mean(member.received))
     yield row("received", received, ".3f", bound)
     rest = [a - update * (kind == "store") for kind, a in zip(results, received, strict=True)]
-    yield row("beside the update", rest, ".3f", f"{update:.3f} computed")
+    yield row("received besides", rest, ".3f", f"{update:.3f} computed")
     ways: dict[str, Callable[[Member], float]] = {
         "utilization, inner steps": lambda member: member.by_steps,
         "utilization, not held": lambda member: member.by_held,

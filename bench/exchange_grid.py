@@ -3,14 +3,14 @@
     python -m bench.exchange_grid FILE.json                     both kinds, 35 minutes
     python -m bench.exchange_grid FILE.json --exchange store    one of them
 
-What ``dt-plan`` computes is held against it. As in ``bench.exchange`` each miner has a machine (a
+The results are compared with ``dt-plan``. As in ``bench.exchange`` each miner has a machine (a
 network namespace) and a network link of its own, and inner steps are paced. A subnet for each
 period. Through the store its four miners have a link each, and a point is two outer steps of one.
 Over hivemind two miners stop training in a round; their links are changed after each outer step,
 and a point is one outer step of one. A point is written to FILE as soon as it is measured.
 
 Utilization is what was trained and merged, in steps of the median time, over the wall time. Bytes
-sent over hivemind are those beside uploads, as a mean over the links of a period: an upload begins
+sent over hivemind leave out uploads, and are a mean over the links of a period: an upload begins
 in one outer step and ends in another.
 """
 
@@ -59,8 +59,8 @@ UP = {"store": (19.7, 7.9, 2.86, 1.12), "hivemind": (10.3, 4.1, 2.3, 1.47)}  # M
 DOWN = 5  # times as much as up
 _STORE_STEPS = 2  # outer steps of a point
 _UPLOADS = 2  # of a miner in a period over hivemind
-#: Seconds of a round in which these miners take no inner step, beside a pause: of this machine, as
-#: a step's length is.
+#: Seconds of a round in which these miners take no inner step, a pause left out: of this
+#: machine, as a step's length is.
 HELD = {"store": 0.5, "hivemind": 0.0}
 TITLES = (
     *("rounds", "period", "up, Mbit/s", "step", "inner steps", "utilization", "computed"),

@@ -8,7 +8,7 @@ validator looks once a minute and scores what the protocol page says (sections 3
 of the outer step that is judged now, its newest listed block at most half the blocks between two
 rounds old, its file at most 4800 s. No model is trained; an hour takes milliseconds.
 
-Files are written before they are sent, and ours wait for the gradient check, which goes on in a
+Files are written before they are sent, and ours wait for the gradient check, which runs in a
 round. The two differ in their decision and in four facts of the public code. It publishes every
 fifth inner step that finds the last upload done. It publishes inner step 0. A round kills an upload
 under way instead of pausing it. It fetches a block when it needs it, not before.
@@ -43,7 +43,7 @@ WARM_UP = 2  # rounds that do not count
 @dataclass(frozen=True)
 class World:
     """Seconds, but ``blocks``: between two rounds. ``pause``: that a round takes; ``late``: a call
-    comes up to so long after it is due; ``write``: of a snapshot's files; ``check``: of its
+    comes up to this long after it is due; ``write``: of a snapshot's files; ``check``: of its
     gradient."""
 
     blocks: int
@@ -164,7 +164,7 @@ class OuterStep:
 def life(
     world: World, *, lead: float, rounds: int, seed: int, all_steps: bool = False
 ) -> list[OuterStep]:
-    """Steps and calls vary by some percent: one beat alone would prove nothing.
+    """Steps and calls vary by some percent: a single beat would prove nothing.
 
     ``all_steps``: with those until a call can come at the latest.
     """

@@ -1,4 +1,4 @@
-"""Everything this project claims about a GPU, measured on one, in nine minutes at most.
+"""Measure everything this project claims about a GPU, in nine minutes at most.
 
     python bench/gpu.py                          all parts; two of them on all GPUs
     python bench/gpu.py --parts inner_1b,codec   some of them

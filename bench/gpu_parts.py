@@ -1,4 +1,4 @@
-"""The parts of bench/gpu.py: each runs alone in a process and writes what it found as it finds it.
+"""The parts of bench/gpu.py: each runs in a process of its own and writes rows as they come.
 
 On a CPU (``--device cpu --quick``) the same code runs at toy size; what only a GPU can do is stood
 in for where it is said.
@@ -221,7 +221,7 @@ def checks(bench: Bench) -> None:
         try:
             with tempfile.TemporaryDirectory() as folder:
                 check(bench.device, Path(folder))
-        except Exception as error:  # noqa: BLE001 - each check is told; the others run too
+        except Exception as error:  # noqa: BLE001 - each failure is a row; the others run too
             traceback.print_exc()
             failed += 1
             line = (str(error).splitlines() or [""])[0][:200]
@@ -239,7 +239,7 @@ def checks(bench: Bench) -> None:
 
 
 def inner_1b(bench: Bench) -> None:
-    """Both beside each other, steps alternating."""
+    """Compare both in one process, with alternating steps."""
     micro = micro_batch_of(bench, "1b")
     effective = 4 if bench.quick else 128
     trainer = bench.trainer(
@@ -275,7 +275,7 @@ def compare(
                 most_gb = torch.cuda.max_memory_allocated(bench.device) / 1e9
             mine.append(bench.seconds(partial(our_step, trainer, batches)))
     except torch.OutOfMemoryError:
-        bench.row(f"public way, micro-batch {micro}", "out of memory beside ours")
+        bench.row(f"public way, micro-batch {micro}", "out of memory next to ours")
         return
     seconds, ratio = statistics.median(theirs), statistics.median(theirs) / statistics.median(mine)
     rate = trainer.batch_plan.effective * trainer.settings.sequence_length / seconds
@@ -293,7 +293,7 @@ def compare(
 
 
 def inner_4b(bench: Bench) -> None:
-    """One after the other: both at once do not fit."""
+    """Compare one after the other, since both at once do not fit."""
     how: dict[str, Any] = {"local_batch_size_train": 2, "activation_checkpointing": "none"}
     if bench.cuda:
         card = max((c for c in CARDS if c * 1e9 <= 1.05 * bench.total), default=min(CARDS))
@@ -338,7 +338,7 @@ KEEPS_ALL = "every activation kept"
 
 
 def sweep(bench: Bench) -> None:
-    """One change at a time, most telling first; what has no time left is named."""
+    """Measure one change at a time, and name the changes that had no time left."""
     micro = micro_batch_of(bench, "1b")
     # By worth: what might become another default, then what costs most, then the rest.
     variations: dict[str, dict[str, Any]] = {
@@ -475,7 +475,7 @@ def _holds_at_most(trainer: Trainer, sequences: int) -> None:
 
 
 def loss_curve(bench: Bench) -> None:
-    """The same weights and tokens, in bf16 on the device and in float32 on the CPU."""
+    """Compare loss curves in bf16 on the device and in float32 on the CPU."""
     steps = 3 if bench.quick else 100
     low = "bf16" if bench.cuda else "auto"
     curves: dict[str, list[float]] = {}
@@ -509,7 +509,7 @@ def loss_curve(bench: Bench) -> None:
 
 
 def run(part: Callable[[Bench], None], options: argparse.Namespace) -> int:
-    """In the child: one part. Exit status 1: it failed; what it wrote is kept."""
+    """Run one part, in the child. Exit status 1: it failed; its rows are kept."""
     device = options.device
     if device == "cuda":
         torch.cuda.set_device(0)

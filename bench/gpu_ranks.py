@@ -41,7 +41,7 @@ CHECKPOINT_STEPS, CHECKPOINT_SECONDS = 25, 600.0  # between two checkpoints, at 
 
 @dataclass(frozen=True)
 class Job:
-    """One measurement; picklable."""
+    """Describe one measurement; picklable."""
 
     folder: Path
     ranks: int
@@ -54,7 +54,7 @@ class Job:
 
 
 def several(bench: Bench) -> None:
-    """All GPUs against one with the 1B, then the 4B on all."""
+    """Compare all GPUs with one on the 1B, then measure the 4B on all."""
     ranks = torch.cuda.device_count() if bench.cuda else _ON_CPU
     if ranks < 2:
         bench.row("GPUs", "one is visible: nothing to compare it with")
@@ -94,7 +94,7 @@ def several(bench: Bench) -> None:
 
 
 def measure(bench: Bench, model: str, ranks: int, micro_batch: int) -> dict[str, Any]:
-    """Return figures of a step on so many GPUs. Raises whatever a rank raises."""
+    """Return figures of a step on ``ranks`` GPUs. Raises whatever a rank raises."""
     with tempfile.TemporaryDirectory() as folder:
         job = Job(Path(folder), ranks, model, micro_batch, bench.length, bench.quick, bench.cuda)
         torch.multiprocessing.spawn(run_rank, args=(job,), nprocs=ranks)
@@ -131,7 +131,7 @@ def rank_bench(rank: int, job: Job) -> Iterator[Bench]:
 
 
 def run_rank(rank: int, job: Job) -> None:
-    """One of ``job.ranks`` processes."""
+    """Run one of ``job.ranks`` processes."""
     with rank_bench(rank, job) as bench:
         trainer = bench.trainer(
             job.model,
@@ -176,7 +176,7 @@ def overhead(bench: Bench) -> None:
 
 
 def run_publications(rank: int, job: Job) -> None:
-    """One of ``job.ranks`` processes; rank 0's rows are the part's."""
+    """Run one of ``job.ranks`` processes; rank 0's rows are the part's."""
     with rank_bench(rank, job) as bench:
         # Of 512 sequences a step of a 1B on one GPU would take too long.
         sequences = 512 if job.model == "125m" or job.ranks >= 4 else 128
@@ -192,7 +192,7 @@ def run_publications(rank: int, job: Job) -> None:
         trainer.hold_back(torch.zeros((wanted, length), dtype=torch.int64))
         bench.steps(trainer, 0, 2)
         bare = bench.report_steps(f"bare step of {sequences}", trainer, bench.steps(trainer, 2, 6))
-        # Of all ranks alike: they take the same steps beside what they write.
+        # The same on all ranks: they take the same steps while they write.
         bare = max(trainer.stream.all_gather(bare))
         step = bare * 512 / sequences
         checkpoint = _checkpoint(bench, trainer, job.folder / "checkpoints", bare)

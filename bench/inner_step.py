@@ -7,7 +7,7 @@
 The baseline is written by us from the protocol page, section 5: FSDP at the root only, everything
 in bf16, bf16 autocast, gradients reduced and ``.item()`` called at every micro-batch, logits whole,
 eager, TF32 off, AdamW and clipping over DTensors. (Its fetching of data between steps is not in it,
-so the ratio is that of the computation alone.) ``--engineer`` adds a second one, what somebody who
+so the ratio compares only the computation.) ``--engineer`` adds a second one, what somebody who
 knows torch writes in 40 lines: FSDP of each layer, float32 weights computed in bf16, one reduction
 and one wait for a step, fused AdamW, each layer compiled. Steps of all alternate; medians are
 compared.
@@ -162,7 +162,7 @@ def main() -> None:
 
 
 def run(rank: int, folder: str, options: argparse.Namespace) -> None:
-    """One of ``options.ranks`` processes."""
+    """Run one of ``options.ranks`` processes."""
     world = options.ranks
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""A local subnet in which any process of a miner is killed, and what became of it.
+"""Kill processes of miners in a local subnet, and check that all continue.
 
     python -m bench.kills                            30 minutes, a kill every 2 minutes
     python -m bench.kills --minutes 1 --every 15 --ranks 1               a quick look
@@ -191,7 +191,7 @@ def _warnings(log: Path) -> Iterator[tuple[float, str]]:
 def kill_for(
     subnet: LocalSubnet, seconds: float, *, every: float, kinds: Sequence[str], seed: int
 ) -> list[Kill]:
-    """Kill at random for so long. Raises SubnetFailure if a neuron ends for good."""
+    """Kill at random until the time is over. Raises SubnetFailure if a neuron ends for good."""
     kills: list[Kill] = []
     chosen, end = random.Random(seed), time.monotonic() + seconds
     while time.monotonic() < end:
@@ -430,7 +430,7 @@ def run(
     phases: Sequence[str] = (),
     ranks: tuple[int, ...] = (2, 1),
 ) -> Outcome:
-    """Kill at random for so many seconds, or each of ``kinds`` once in each of ``phases``."""
+    """Kill at random for the seconds given, or each of ``kinds`` once in each of ``phases``."""
     outcome = Outcome()
     temporary = Path(tempfile.mkdtemp(prefix="kills-"))  # short: sockets are made there
     options = SubnetOptions(

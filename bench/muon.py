@@ -41,7 +41,7 @@ GOAL = 0.01  # below AdamW
 
 @dataclass
 class Way:
-    """One optimizer at one rate, with all seeds: weights are (seeds * workers, ...)."""
+    """An optimizer at one rate, in all seeds at once: ``weights`` are (seeds * workers, ...)."""
 
     name: str
     rate: float

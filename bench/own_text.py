@@ -1,4 +1,4 @@
-"""Three members on text of their own against each alone, and against one worker on all three.
+"""Compare three members on text of their own with one worker on each text and one on all.
 
     python -m bench.own_text                        thirty rounds, three seeds: 15 minutes of a core
     python -m bench.own_text --seeds 1 --rounds 2   a quick look
@@ -6,7 +6,7 @@
 Texts: the Python library, the C headers of /usr/include, the English manuals of /usr/share/man. One
 file in ten is held out, of each text. Members train as a miner does: its reader of own text, its
 trainer, its outer step, on a byte model of 0.2 million parameters. All is in one process: the
-members' pseudo-gradients are averaged exactly, by no swarm. Members and those alone take equal
+members' pseudo-gradients are averaged exactly, by no swarm. Members and single workers take equal
 steps. The one worker takes as many, each on a batch of every text, so that it sees what the
 three see together. The outer rule is the mean of the members' weights, as docs/found-a-network.md
 advises for a short run on little text: at the public network's 0.8 and 0.9 the merged model of ten
@@ -153,7 +153,7 @@ def losses(made: Trainer, held: dict[str, Tensor]) -> dict[str, float]:
 def of_seed(
     folder: Path, tokenizer: tuple[Path, int], seed: int, *, rounds: int, steps: int
 ) -> dict[str, dict[str, float]]:
-    """Return the losses on each text of the merged model, of each alone, of one on all."""
+    """Return losses on each text: of the merged model, of a worker for each text, of one on all."""
     made = TextTokenizer(tokenizer[0], eos_id=tokenizer[1])
     held = {}
     for name in _PLACES:

@@ -43,7 +43,7 @@ WARM = 8.0  # seconds in which all have asked once; not counted
 MODES = (  # name, whether a poller keeps its connection, whether a commitment comes every second
     ("something new each second", True, True),
     ("a connection for each poll", False, True),
-    ("weights alone, once a minute", True, False),
+    ("only weights, once a minute", True, False),
 )
 FOUNDER = Wallet(Keypair.create_from_uri("//founder"), None)
 

@@ -1,4 +1,4 @@
-"""The signed server under attack, beside a training that shares its core.
+"""Measure the signed server under attack, and a training that shares its core.
 
     python -m bench.server                                           about seven minutes
     python -m bench.server --block 1 --attacks chunks forged         a quick look
@@ -334,7 +334,7 @@ class Attacks:
         self.window(0, 2.0)  # the validator becomes known
 
     def window(self, arm: int, seconds: float) -> Window:
-        """Train for so long; the validator's calls count for ``arm``."""
+        """Train for ``seconds``; the validator's calls count for ``arm``."""
         self.arm.value = arm
         steps = []
         began, before = time.monotonic(), cpu_seconds()

@@ -1,7 +1,7 @@
 """Count what a reader of this repository has to hold in mind. Run by `make size`.
 
     python -m bench.size              # the working tree
-    python -m bench.size OTHER_TREE   # another checkout beside it, for before and after
+    python -m bench.size OTHER_TREE   # another checkout, for before and after
     python -m bench.size --once PART  # functions of one caller, in files whose path has PART
 
 Lines of code leave out blanks, comments and docstrings. A goal is what the design wants at its end,
@@ -25,7 +25,7 @@ from bench.common import parser
 PRODUCT = ("distributed_training", "neurons", "scripts")
 OTHERS = ("extras", "tests", "bench", "examples")
 DOCUMENTS = ("*.md", "docs/**/*.md", "bench/*.md", "ops/*.md")
-_ANY_LINE = 3  # characters of a line that is code; a bracket alone says nothing of density
+_ANY_LINE = 3  # characters of a line that is code; a single bracket says nothing of density
 _SILENT = frozenset(
     {
         tokenize.COMMENT,
@@ -87,7 +87,7 @@ def docstring_lines(tree: ast.AST) -> set[int]:
 
 
 def lines_of(source: str, tree: ast.AST) -> tuple[set[int], int]:
-    """(line numbers of code, lines of comments alone) of one file."""
+    """Return the line numbers of code and the count of comment lines of one file."""
     docstrings = docstring_lines(tree)
     code: set[int] = set()
     comments: set[int] = set()
@@ -175,7 +175,7 @@ def measure(tree: Path) -> Tree:
 
 @dataclass(frozen=True)
 class Row:
-    """One figure beside its goal, which begins with ``<=`` or ``>=``."""
+    """Return the row of a figure and its goal, which begins with ``<=`` or ``>=``."""
 
     what: str
     value: float
@@ -216,7 +216,7 @@ def rows(found: Tree) -> Iterator[Row]:
 
 
 def show(now: Tree, before: Tree | None) -> None:
-    """Print figures and packages beside those of ``before``; ``!``: a goal is not reached."""
+    """Print figures and packages next to those of ``before``; ``!``: a goal is not reached."""
     old = {row.what: f"{row.value:g}" for row in rows(before)} if before is not None else {}
     for row in rows(now):
         mark = "!" if row.distance > 0 else " "

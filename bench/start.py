@@ -85,7 +85,7 @@ def kill_miner(subnet: LocalSubnet, miner: Neuron) -> float:
 
 
 def doctor_seconds(subnet: LocalSubnet, miner: Neuron) -> float:
-    """Time the doctor of a miner that trains beside it, without its measurement of a step."""
+    """Time the doctor of a miner that trains meanwhile, without its measurement of a step."""
     assert subnet.services is not None
     words = ["doctor", "--diagnostics.measure=0", *subnet.services.flags(miner.plan)]
     environment = {**os.environ, **subnet.services.environment(miner.plan)}
@@ -117,7 +117,7 @@ def main() -> int:
             doctor = doctor_seconds(subnet, miner)
             ranks = [kill_rank_zero(subnet, miner) for _ in range(options.kills)]
             miners = [kill_miner(subnet, miner) for _ in range(options.kills)]
-    baseline = statistics.median([before, import_seconds()])  # neither beside the subnet
+    baseline = statistics.median([before, import_seconds()])  # neither while the subnet runs
     first = (first - subnet.started_at) / baseline
     print(f"{baseline:6.1f} s  imports of one process (torch, Llama, hivemind): the baseline")
     print(f"{first:6.2f} x  that until the first inner step (goal 2.50): {first * baseline:.1f} s")

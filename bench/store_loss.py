@@ -78,7 +78,7 @@ WAYS = (
 
 @dataclass
 class LateNetwork(Network):
-    """One way with one seed. ``late``: inner steps between a close and its update."""
+    """Train by one method with one seed. ``late``: inner steps between a close and its update."""
 
     way: Way = WAYS[0]
     late: int = 0

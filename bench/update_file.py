@@ -1,4 +1,4 @@
-"""The files of a round through the store: encode and decode against a copy of the same tensor.
+"""Time encoding and decoding of a store round's files against a copy of the same tensor.
 
     python -m bench.update_file                             100 M parameters, about 2 minutes
     python -m bench.update_file --parameters 10e6 --bits 4  a quick look
@@ -63,7 +63,7 @@ def measure(rows: Tensor, bits: int, turns: int) -> tuple[str, ...]:
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--parameters", type=float, default=100e6)
-    arguments.add_argument("--bits", type=int, choices=BITS, help="of these alone")
+    arguments.add_argument("--bits", type=int, choices=BITS, help="only these")
     arguments.add_argument("--turns", type=int, default=7)
     arguments.add_argument("--device", default="cpu")
     options = arguments.parse_args()

@@ -5,7 +5,7 @@
 
 Rounds are interleaved, each contestant in a process of its own; the figures are medians and their
 ratio to ``boto3 tuned`` (``upload_file``, 32 MiB parts, 6 threads) of the same rounds. CPU seconds
-and peak resident memory are the contestant's process's alone, ``base`` being what the imports of
+and peak resident memory are of the contestant's process only, ``base`` being what the imports of
 both take before anything is uploaded.
 """
 
