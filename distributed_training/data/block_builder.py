@@ -130,7 +130,7 @@ def open_rows(
     if not kind.checks_pin and pin != Pin():
         pin.check(
             f"--data.source {spec.text}",
-            # Once, when it is opened: it reads a note beside each file of the folder.
+            # Once, when it is opened: it reads a note next to each file of the folder.
             revision=_revision(spec, wanted=pin.revision),
             rows=sum(source.num_rows().values()),
         )
@@ -513,8 +513,8 @@ def _run(parent: ParentConnection) -> None:
         failed = f"{type(error).__name__}: {error}"
         parent.send(prepared.result() if error is None else Failure(block, failed))
 
-    # One thread: the tokenizer is not for several. This one goes on receiving, so that the worker
-    # ends at once when the socket closes.
+    # One thread: the tokenizer is not for several. This one still receives, so that the worker ends
+    # at once when the socket closes.
     pool = ThreadPoolExecutor(1)
     while True:
         block, place = parent.receive()

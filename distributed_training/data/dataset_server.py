@@ -311,5 +311,5 @@ class RowsApiSource:
     def _read(self, reply: httpx.Response, body: Callable[[], bytes]) -> Any:
         self.revision = reply.headers.get("X-Revision") or reply.headers.get("X-Repo-Commit")
         self._pin.check(self._where, revision=self.revision)
-        # Bytes that are not UTF-8 become lone surrogates: their rows are left out alone.
+        # Bytes that are not UTF-8 become lone surrogates: only their rows are left out.
         return json.loads(body().decode("utf-8", "surrogateescape"))

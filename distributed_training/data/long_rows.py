@@ -2,7 +2,7 @@
 
 A tokenizer reads a row to its end before it cuts it: a book of 20 MB costs half a minute and 2.7 GB
 to keep 1,024 tokens. Most tokenizers split a text into words first, and a word's tokens depend on
-that word alone. So the tokens of the front of a row are those of the whole row up to its last few
+that word only. So the tokens of the front of a row are those of the whole row up to its last few
 words, where the words are found by runs of characters: the patterns below look no further than the
 run that they are in. A front ends behind a character that is no blank and before one that joins
 nothing before it, so that no run of blanks and no composed character is cut.
@@ -128,7 +128,7 @@ class Fronts:
         if not kept or not cut.overflowing:
             return False
         last, word = kept[-1]
-        # Blanks alone are not enough: an added token that begins behind them may take them all.
+        # Blanks are not enough: an added token that begins behind them may take them all.
         behind = front[cut.offsets[last][1] : max(0, len(front) - self._margin)]
         if not behind.strip():
             return False
@@ -146,7 +146,7 @@ def _parts(part: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any]
 
 
 def _is_local(normalizer: Mapping[str, Any]) -> bool:
-    """Return whether a normalized character depends on its neighbours alone."""
+    """Return whether a normalized character depends only on its neighbours."""
     if normalizer["type"] == "Replace":
         pattern = normalizer["pattern"]
         return "String" in pattern or pattern["Regex"] in (" {2,}", r"\s{2,}", " +", r"\s+")

@@ -4,7 +4,7 @@ It is read here and nowhere else; what leaves this machine is made of what was l
 
 All files are one run of bytes, cut into *units* of 2 to 32 KiB. A unit has the lines that begin in
 it, or the rows of that part of a Parquet file. Units come in a random order, another in each pass
-over the text, that follows from their number alone. So the place in the text is one number, the
+over the text, that follows only from their number. So the place in the text is one number, the
 next unit's, which a checkpoint keeps: a kill repeats no unit and loses none. Ranks take turns.
 """
 

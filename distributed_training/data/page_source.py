@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 MINIMUM_ROWS = 102
 #: Bytes of text that a page has at most: 100 books of 0.6 MB.
 PAGE = 64 * 2**20
-#: Stands for a row that was not read, since it alone is larger than a page.
+#: Stands for a row that was not read, since it is larger than a page.
 TOO_LONG = object()
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Pin:
 
 @dataclass(frozen=True)
 class SourceTokens:
-    """One source's share of a block: int32 (tokens,), and why pages of it could not be had."""
+    """One source's share of a block: int32 (tokens,), and causes of the pages that are missing."""
 
     tokens: np.ndarray[Any, Any]
     missing: list[str]

@@ -78,7 +78,7 @@ class Hold:
         begins = not self.seconds()
         self._until = time.time() + max(min(seconds, _LONGEST_HOLD), self.seconds())
         if self._path is not None:
-            with suppress(OSError):  # a disk that is full: this process pauses alone
+            with suppress(OSError):  # a disk that is full: only this process pauses
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._path.open("ab").close()
                 os.utime(self._path, (self._until, self._until))
@@ -112,7 +112,7 @@ class PatientClient:
     Of the settings, ``request_timeout`` covers one request with its body. ``request_attempts`` are
     made for each within ``page_deadline``, with waits of 0.5, 1, 2, ... 30 s (jittered), or as long
     as the server asks. A pause after a 429 counts separately, up to :data:`_HONOURED` seconds.
-    ``token``: of Hugging Face; it goes to this server alone. ``shared``: a folder that all
+    ``token``: of Hugging Face; it goes only to this server. ``shared``: a folder that all
     processes of this machine use, for the pause after a 429.
     """
 

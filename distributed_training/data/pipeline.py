@@ -1,8 +1,8 @@
-"""One rank's data: fetch and tokenize blocks ahead in worker processes, and hand out batches.
+"""Fetch and tokenize a rank's blocks ahead in worker processes, and hand out batches.
 
 A *block* is what one chain block assigns to a rank: a few pages of text, tokenized and cut into
 sequences. It is requested ahead of need, prepared by a worker process, and stays on disk until it
-was trained on, so a restart goes on at the next sequence. Rank 0 decides which block begins, once
+was trained on, so a restart continues at the next sequence. Rank 0 decides which block begins, once
 every rank has it. Batches are copied to a GPU while it computes.
 """
 
@@ -98,7 +98,7 @@ class DataPipeline:
     Nothing here waits for a source: :meth:`ready` says None until a block is there. ``spec`` says
     what this rank reads and where prepared blocks and fetched pages are kept across restarts.
     ``device``: a CUDA device makes :meth:`next` return batches that are there already, copied
-    beside the computation.
+    during the computation.
 
     Raises ConfigError when ``--data.source`` names something that is not a folder.
     """
@@ -228,7 +228,7 @@ class DataPipeline:
             log.warning("Block %d is left out: %s", prepared.block, error)
             self._counts["blocks_failed"] += 1
             return None
-        counts = header.extra["sources"]  # sequences of each; one alone keeps them in order
+        counts = header.extra["sources"]  # sequences of each; a single one keeps them in order
         if len(self._weights) == 1:
             return _Block(sequences, np.arange(counts[0]))
         mixture = load_optional("mixture", wanted_by="--data.source with several sources")
@@ -240,7 +240,7 @@ class DataPipeline:
     def begin(self, block: int, sequences: int, start: int = 0) -> None:
         """Serve ``sequences`` of ``block``, from the one numbered ``start`` on.
 
-        ``start`` goes on where a checkpoint's cursor was; it must be the same on all ranks.
+        ``start`` continues where a checkpoint's cursor was; it must be the same on all ranks.
         Raises KeyError if the block is not ready, ValueError if it has fewer sequences.
         """
         held = self._blocks[block]

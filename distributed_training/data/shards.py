@@ -142,7 +142,7 @@ class HeldOut:
         self._path = path
 
     def load(self, count: int) -> np.ndarray[Any, Any] | None:
-        """Load uint32 (count, sequence_length), or return None where there are not so many."""
+        """Load uint32 (count, sequence_length), or return None where there are fewer."""
         try:
             # With its checksum: after a power loss zeros may stand there, and every gradient would
             # be checked on them.

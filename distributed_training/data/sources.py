@@ -89,11 +89,11 @@ def kind_of(spec: SourceSpec) -> SourceKind:
 
 
 def _open_rows_api(opening: Opening) -> PageSource:
-    # httpx: for this source alone, and not for whoever only trains.
+    # httpx: only for this source, and not for whoever only trains.
     from .dataset_server import RowsApiSource
 
     settings = opening.settings
-    # Hugging Face's own convention, for its hub alone, which HF_ENDPOINT may name: a network's file
+    # Hugging Face's own convention, only for its hub, which HF_ENDPOINT may name: a network's file
     # may name any other server.
     token, asked = None, urlsplit(settings.rows_url)
     for hub in map(urlsplit, ("https://huggingface.co", HUB)):

@@ -173,7 +173,7 @@ def build_tokenizer(name: str, folder: Path, *, revision: str | None = None) -> 
                 f"the tokenizer {name} has no {'EOS token' if tokenizer else 'fast form'}, so rows "
                 "cannot be told apart: give another one as tokenizer.name of the network's file"
             )
-        # A tokenizer.json may bring limits of its own; data.max_length alone cuts rows.
+        # A tokenizer.json may bring limits of its own; only data.max_length cuts rows.
         tokenizer.no_truncation()
         tokenizer.no_padding()
     assert tokenizer is not None and eos_id is not None

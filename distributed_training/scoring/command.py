@@ -10,7 +10,7 @@
     --uid N...           whose upload (default: of the hotkey that the wallet flags name)
     --all                every miner's
     --random-block N...  text of these blocks; without it one is drawn as validators do
-    --sequences N        at most so many sequences a block; 0: all, as validators do
+    --sequences N        at most N sequences a block; 0: all, as validators do
     --timeout SECONDS    for all that is read from one miner (60)
     --watch [SECONDS]    look again and again (every 300)
     --json               one JSON object a look
@@ -23,9 +23,9 @@
 In a network that exchanges through the store the verdicts are those that its validator has signed,
 of the newest outer step, and nothing is judged again: --uid, --all, --watch and --json apply.
 
-A GPU that another process uses is left alone: without a free one this runs as with --background.
+A GPU that another process uses is not used: without a free one this runs as with --background.
 ``--neuron.device cuda`` takes the first GPU all the same.
-What it is doing, miner by miner, is told on standard error.
+Standard error shows its progress, miner by miner.
 Takes every flag of neurons/validator.py, .env and the environment. Reads only what is public.
 Exit status: 0 looked, 1 the chain or the global state could not be read or memory ran out, 2 a flag
 is wrong. (--passes changes nothing: up to 0.2.0 ranks and shares were simulated.)
@@ -84,14 +84,14 @@ def main(argv: Sequence[str]) -> int:
             given += ["--neuron.device", "cpu"]
         config = load_config("validator", given, file=OPERATORS_FILE, check=False)
         require(**extras_of_network(config))
-        # Before the imports below, which take seconds, and beside a miner many.
+        # Before the imports below, which take seconds, and many while a miner runs.
         tell("reading chain and buckets, of which nothing is changed")
         if config.exchange == "store":  # whose validator has signed the verdicts
             from distributed_training.scoring import verdicts
 
             return verdicts.show(config, options)
         # Only --neuron.device takes a GPU that is in use: it would be a training miner's, which
-        # runs out of memory then and goes on with a smaller micro-batch.
+        # runs out of memory then and continues with a smaller micro-batch.
         if config.miner.device == "auto":
             gpu, why = unused_gpu()
             if gpu is not None:
@@ -154,7 +154,7 @@ def subnet_flags(folder: Path | None) -> list[str]:
     return [
         *("--preset", "local", "--network", str(folder / "network.toml")),
         *("--neuron.run_folder", str(folder)),
-        # Of a network that exchanges through the store its members alone read.
+        # Only members read a network that exchanges through the store.
         *("--wallet.path", str(folder / "wallets"), "--wallet.name", "validator"),
     ]
 
@@ -184,14 +184,14 @@ def score(config: Config, options: argparse.Namespace) -> int:
         os.nice(19)
         torch.set_num_threads(1)
         tell(
-            "beside the miner of this machine this runs at nice 19 and with one thread, so it "
+            "next to the miner of this machine this runs at nice 19 and with one thread, so it "
             "may take minutes for each upload"
         )
         # Where the machine's memory runs out, the kernel ends this process and not a rank.
         with suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")
     with ExitStack() as stack:
-        # What it may say while it tries again is told once, by the error that ends the look.
+        # The error that ends the look reports once what failed while it tried again.
         chain_log = logging.getLogger("distributed_training.chain")
         stack.callback(chain_log.setLevel, chain_log.level)
         chain_log.setLevel(logging.ERROR)
@@ -252,7 +252,7 @@ def score(config: Config, options: argparse.Namespace) -> int:
                 # A uid that nobody has any more may come back; at once it is a wrong flag.
                 if isinstance(error, ConfigError) and not looked:
                     raise
-                # With --watch it goes on: whatever was in the way may pass.
+                # With --watch it continues: whatever was in the way may pass.
                 print(f"error: {reason(error)}", file=sys.stderr, flush=True)
                 if options.watch is None:
                     return 1

@@ -264,7 +264,7 @@ class Comparison:
 
 
 def t_quantile(freedom: int, chance: float = 0.975) -> float:
-    """Return the quantile ``chance`` of Student's t with so many degrees of freedom.
+    """Return the quantile ``chance`` of Student's t with ``freedom`` degrees of freedom.
 
     Cornish-Fisher (Abramowitz and Stegun 26.7.5), and exact where that series is not: for 1 and 2.
     """

@@ -11,7 +11,7 @@
     --from FOLDER      read files instead of the network
     --subnet FOLDER    the local subnet whose run folder this is
     --sample TEXT      continue this text with the exported model
-    --tokens N         so many tokens of it (64)
+    --tokens N         its length in tokens (64)
     --eval [N]         loss and perplexity on N sequences of validators' random blocks (16)
     --push OWNER/NAME  upload the folder to the Hugging Face Hub, with a model card; a repository
                        that is made for it is private. Its token is HF_TOKEN or `hf auth login`'s
@@ -158,7 +158,7 @@ def _global_bucket(config: Config, options: argparse.Namespace, stack: ExitStack
     master, longest = config.miner.master_ss58_address, timedelta(hours=6)
     if options.subnet:  # its master is whoever has all the stake
         return on_chain(config, stack, master=None, timeout=longest).global_bucket()
-    # Its own lines speak of a training that goes on.
+    # Its own lines speak of a training that continues.
     logging.getLogger("distributed_training.chain").setLevel(logging.ERROR)
     settings = replace(config.chain, start_timeout=min(config.chain.start_timeout, _PATIENCE))
     # The chain's state, for later exports; the newest that an export or a miner has left here.

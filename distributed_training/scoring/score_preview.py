@@ -67,7 +67,7 @@ class NotJudgeable(RuntimeError):
 
 @dataclass(frozen=True)
 class PublishedState(Judged):
-    """The same as anybody finds it in the global bucket, whose newest is ``global_outer_step``."""
+    """Global weights as anybody finds them in the bucket; the newest: ``global_outer_step``."""
 
     global_outer_step: int
     model_config: Mapping[str, Any]

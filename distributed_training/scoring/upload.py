@@ -214,7 +214,7 @@ def inspect(
         age = bucket.age(outer_step)
         try:
             # Damaged metadata leaves the factor at 1, as with the public validator: it looks at the
-            # commitment and at the age alone.
+            # commitment and at the age only.
             metadata = bucket.metadata()
         except StateUnavailable as error:
             reason = str(error)
@@ -242,7 +242,7 @@ def inspect(
     return Repository(neuron.uid, valid, cause, reason, bucket, metadata, age)
 
 
-PAGES = 2  # of each rank's, its first, are evaluated, if it reads so many
+PAGES = 2  # the first pages of each rank are evaluated, if it reads that many
 BATCH = 2  # sequences come in pairs
 
 
@@ -313,7 +313,7 @@ class PageReader:
     max_length: int
     limit: int = 0
     draw_pages: DrawPages = select_pages
-    patience: timedelta = timedelta(minutes=5)  # with the pages of a block, beside the last one's
+    patience: timedelta = timedelta(minutes=5)  # with the pages of a block, except the last one's
 
     @classmethod
     def from_settings(
