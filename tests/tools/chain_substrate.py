@@ -36,7 +36,7 @@ QUICK_READS = replace(
 
 class LedgerSubstrate:
     """``silent``: accepts calls and never answers them, as a hung node does. ``newest_block_age``:
-    seconds. ``committed``: entries of the map of commitments beside the ledger's, by hotkey, as the
+    seconds. ``committed``: more entries of the map of commitments, by hotkey, as the
     SDK's decoder returns them; an exception is what it raises. ``broken``: what reading a storage
     item or calling a runtime API raises, by name. ``asked``: their names.
     """

@@ -167,7 +167,7 @@ class ForkedHostLaunch(HostLaunch):
 
 
 class _HostProcess:
-    """Of a ``subprocess.Popen`` what is asked of a host's."""
+    """Stand for a ``subprocess.Popen`` of a host."""
 
     _one = threading.Lock()  # a status can be read once, and a start reads that of all who ended
 
@@ -238,7 +238,7 @@ def _run(
     errors: str,
     folder: str,
 ) -> None:
-    """In the fork."""
+    """Run the program, in the fork."""
     _lead_session(log, errors)
     os.chdir(folder)
     os.environ.clear()

@@ -52,7 +52,7 @@ STORE_PORT, REGISTRY_PORT = 9000, 8443  # of the founder, where machines have ad
 
 @dataclass
 class Program:
-    """One that runs until it is stopped. ``log``: what it prints, over all its starts."""
+    """A program that runs until it is stopped. ``log``: the lines of all its starts."""
 
     command: list[str]
     environ: Mapping[str, str]
@@ -173,7 +173,7 @@ class Founded:
         self, *more: str, host: str, url: str, port: int, flags: Sequence[str]
     ) -> tuple[Program, Program]:
         """Found "lab" by ``init`` with ``more`` words. Returns its registry, which serves at
-        loopback's ``port``, and its validator, started with ``flags`` beside those printed."""
+        loopback's ``port``, and its validator, started with ``flags`` next to those printed."""
         self.write_keys("founder")
         words = ["init", "lab", "--name", "lab", "--host", host, "--registry", url, *RULES]
         words += ["--data-source", "stdlib", "--store", self.keys["R2_ENDPOINT_URL"], *more]

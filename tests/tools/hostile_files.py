@@ -488,7 +488,7 @@ def pickle_of(body: bytes, *, kind: int = zipfile.ZIP_STORED, copies: int = 1) -
 
 
 def with_pickle(data: bytes, change: Callable[[bytes], bytes]) -> bytes:
-    """The same ``.pt`` file with another pickle in it."""
+    """Return the same ``.pt`` file with another pickle in it."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(buffer, "w") as new:
         for member in old.infolist():

@@ -46,7 +46,7 @@ def open_played(
     wanted: Callable[[], bool],
     post: Callable[[ev.Event], None],
 ) -> tuple[start_store.Connections, StartupInfo]:
-    """In the place of ``start_store.open_connections``: the chain alone is played."""
+    """In the place of ``start_store.open_connections``: only the chain is played."""
     store = FolderStore(bucket, writes=True)
     rounds = StoreRounds(
         store,

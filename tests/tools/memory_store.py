@@ -191,7 +191,7 @@ def _refused(held: dict[int, bytes], parts: Sequence[PartInfo]) -> str | None:
     if min(others, default=LEAST_PART) < LEAST_PART:
         return "EntityTooSmall"
     if len(set(others)) > 1 or last > max(others, default=last):
-        return "InvalidPart"  # R2 alone
+        return "InvalidPart"  # only R2
     return None
 
 

@@ -18,8 +18,10 @@ from tests.tools.settings import load_config
 
 
 def config_of(*argv: str, rules: Mapping[str, Any] = {}, signer: Any = ALICE) -> Config:
-    """The configuration of these flags alone, unchecked. ``rules``: where the network's file is not
-    the public one's."""
+    """Return the configuration of only these flags, unchecked.
+
+    ``rules``: where the network's file is not the public one's.
+    """
     with tempfile.TemporaryDirectory() as folder:
         if rules:
             file = network_file(Path(folder), rules, base="sn38", signer=signer)
@@ -47,7 +49,7 @@ def upload_schedule(
 
 
 class KeptUploads:
-    """In the place of the uploader: it keeps what it is given, and reports what it is told to.
+    """In the place of the uploader: it keeps what it is given, and reports as scripted.
 
     ``succeeds``: each submission, at once.
     """

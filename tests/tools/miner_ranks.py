@@ -201,7 +201,7 @@ class Miner:
                 self.on_micro_batch(self)
 
     def count(self, kind: str) -> int:
-        """Of the event file."""
+        """Return the lines of the event file."""
         return len(list(read_events(self.folder / "events.jsonl", kind)))
 
     def call(self) -> None:
@@ -275,7 +275,7 @@ def killed(folder: Path) -> None:
 
 
 def stopped(folder: Path) -> None:
-    """In the middle of the seventh inner step."""
+    """Kill in the middle of the seventh inner step."""
 
     def on_micro_batch(miner: Miner) -> None:
         if len(miner.losses) == 6:
@@ -287,8 +287,11 @@ def stopped(folder: Path) -> None:
 
 
 def overlapped(folder: Path) -> None:
-    """Inner steps go on in a round that takes three of them. The outer step is one that leaves the
-    weights as they are: learning rate 1, no momentum, the average what this miner wrote."""
+    """Inner steps continue in a round that takes three of them.
+
+    The outer step leaves the weights as they are: learning rate 1, no momentum, and as average what
+    this miner wrote.
+    """
     kept: dict[str, Any] = {"modes": []}
 
     def on_step(miner: Miner, step: int) -> None:
@@ -513,7 +516,7 @@ def hold_snapshots(
 def awkward(folder: Path) -> None:
     """Calls at awkward moments: before the first step, twice, and while a snapshot is written.
 
-    In the long round of the second, the ranks go on telling that they live.
+    In the long round of the second, the ranks continue to report that they live.
     """
     (folder / "pids").mkdir(exist_ok=True)
     written = threading.Event()

@@ -1,6 +1,6 @@
 """Machines of one test: network namespaces joined by a bridge, each with one address.
 
-:func:`machines` are beside each other. :func:`sites` are founder, joiners and an outsider of one
+:func:`machines` are next to each other. :func:`sites` are founder, joiners and an outsider of one
 network, each at a place of another kind.
 """
 
@@ -193,7 +193,7 @@ def _namespace(path: str) -> Iterator[int]:
 
 
 def _enter(descriptor: int) -> None:
-    """Of the calling thread alone (os.setns comes with Python 3.12)."""
+    """Enter the namespace in the calling thread only (os.setns comes with Python 3.12)."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(descriptor, _CLONE_NEWNET):
         number = ctypes.get_errno()

@@ -1,7 +1,7 @@
 """``neurons/miner.py``, whose ranks train a third of the time, or a tenth, or less.
 
 A miner trains on all that a machine has, for as long as it runs. Where a test asks what else
-happens in a subnet, that only takes the cores from what it waits for and from the tests beside it.
+happens in a subnet, that only takes the cores from what it waits for and from other tests.
 Nothing else differs. The fork server imports this file last, so that its ranks have the pause.
 """
 

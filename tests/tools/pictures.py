@@ -71,7 +71,7 @@ def _is_healthy(browser: Any) -> bool:
 
 
 def _save(browser: Any, path: Path) -> None:
-    time.sleep(1)  # the page draws its curves anew when its size or its colors change
+    time.sleep(1)  # the page draws its curves again when its size or its colors change
     browser.save_screenshot(str(path))
 
 

@@ -80,7 +80,7 @@ class FaultyStore:
 
 
 class Leader:
-    """A validator that merges whatever it is told, and publishes what the protocol says."""
+    """A validator that merges the uploads it is given, and publishes what the protocol says."""
 
     def __init__(self, store: Any, time: Time, master: Keypair = MASTER) -> None:
         self.store, self.time, self.master = store, time, master
@@ -193,7 +193,7 @@ def sha256(data: bytes) -> str:
 
 
 class Miner:
-    """The loop's place beside real StoreRounds, turn by turn in the test's own thread."""
+    """Stand for the loop next to real StoreRounds, turn by turn in the test's own thread."""
 
     def __init__(self, store: Any, folder: Path, time: Time, held: int = 0) -> None:
         self.facts: list[Fact] = []

@@ -1,7 +1,7 @@
 """One rank of a miner of a store network: ``store_ranks.py MOMENT OUTER_STEP FOLDER BUCKET``.
 
 The rank is the product's, with the thread that follows the store; BUCKET is a folder, in which
-:class:`~tests.tools.store_leader.Leader` has the validator's place. The chain alone is played. At
+:class:`~tests.tools.store_leader.Leader` has the validator's place. Only the chain is played. At
 MOMENT of its upload for an outer step, or of the update that follows, all ranks are killed; with
 ``none`` the miner stops at OUTER_STEP, with ``traced`` too, and it lists the files it ran through.
 """

@@ -104,7 +104,7 @@ def through(
 
 
 def make_certificate(folder: Path, subject: str = "IP:127.0.0.1") -> Path:
-    """Self-signed, for an address or a name; the key beside it."""
+    """Self-signed, for an address or a name; the key next to it."""
     path = folder / "shim.pem"
     subprocess.run(
         [

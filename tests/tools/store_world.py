@@ -287,7 +287,7 @@ class StoreWorld:
             self.validator.tick()
 
     def round(self) -> Manifest:
-        """All train and upload; the validator ends the round. Returns the head's manifest."""
+        """Let all train and upload, and the validator end the round; return the head's manifest."""
         self.train()
         self.until_close()
         for miner in self.miners.values():
@@ -297,7 +297,7 @@ class StoreWorld:
         return self.manifest(self.state.outer_step)
 
     def fates(self, outer_step: int) -> dict[int, str]:
-        """Of an outer step's uploads, by uid: the cause of a refusal, or "merged"."""
+        """Return for each upload of an outer step, by uid, the cause of its refusal or "merged"."""
         manifest = self.manifest(outer_step)
         merged = {one.uid: "merged" for one in manifest.merged}
         return merged | {one.uid: one.cause for one in manifest.refused}

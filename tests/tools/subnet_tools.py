@@ -20,10 +20,10 @@ _PACED_FLAGS = ("--data.prefetch_blocks", "1", "--data.max_prefetch_blocks", "1"
 
 
 def paced(options: SubnetOptions, samples: int = 8) -> SubnetOptions:
-    """The same subnet, but its miners leave the cores alone for most of the time.
+    """The same subnet, but its miners leave the cores to others for most of the time.
 
     ``samples``: of an inner step. 8 is half of the preset's, so that steps take little longer than
-    another miner's. 2 is one micro-batch: where steps need only go on and nobody learns.
+    another miner's. 2 is one micro-batch: where steps need only continue and nobody learns.
     """
     flags = (*_PACED_FLAGS, *options.miner_flags)
     rules = {"training.effective_batch": samples, **options.rules}
@@ -41,7 +41,7 @@ def idle(options: SubnetOptions) -> SubnetOptions:
 
 @contextmanager
 def steps_of(seconds: float) -> Iterator[None]:
-    """Inner steps of paced miners that start meanwhile take about so long, or longer."""
+    """Inner steps of paced miners that start meanwhile take about this long, or longer."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PACED_STEP", str(seconds))
         yield

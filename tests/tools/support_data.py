@@ -190,7 +190,7 @@ _OF_A_RANK = ("uid", "rank", "world_size", "sequence_length", "vocabulary")
 def worker_spec(
     tokenizer: tuple[Path, int], folder: Path, source: str, **changes: Any
 ) -> WorkerSpec:
-    """Of rank 0 of 4, with small pages and sequences of 32 tokens."""
+    """Return the settings of rank 0 of 4, with small pages and sequences of 32 tokens."""
     own = {k: changes.pop(k) for k in _OF_A_RANK if k in changes}
     values: dict[str, Any] = {"pages_per_block": 4, "rows_per_page": 20, **changes}
     return WorkerSpec(

@@ -91,7 +91,7 @@ def uploading(
     assert not thread.is_alive()
     wait_for(
         lambda: not {"_renew_claim", "_clean_up"} & {t.name for t in threading.enumerate()},
-        what="the threads beside it to end",
+        what="the threads next to it to end",
     )
 
 

@@ -149,7 +149,7 @@ class Rounds:
 
 
 def assert_good_round(*swarms: HivemindSwarm, seconds: float = 60) -> None:
-    """All of them find each other and average: the next round after whatever happened."""
+    """Let all find each other and average, in the round after whatever happened."""
     rounds = Rounds(*swarms, request=everybody(swarms, seconds))
     expected = sum(range(1, len(swarms) + 1)) / len(swarms)
     for swarm, outcome in rounds.join().items():

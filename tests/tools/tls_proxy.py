@@ -51,7 +51,7 @@ def caddy(port: int, folder: Path) -> Iterator[tuple[str, Path]]:
 
 @contextmanager
 def python(port: int, folder: Path) -> Iterator[tuple[str, Path]]:
-    """The same of a proxy in this process, which adds to ``X-Forwarded-For`` as many proxies do."""
+    """Start such a proxy in this process, which adds to ``X-Forwarded-For`` as many proxies do."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

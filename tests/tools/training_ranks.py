@@ -179,7 +179,7 @@ def outer(folder: Path, *, window: Path | None = None) -> None:
         same(after, [nesterov_sgd(a, g, None)[0] for a, g in zip(start, buffers, strict=True)])
     zero = made.write_pseudo_gradient(buffers)
     assert zero == 0.0, zero  # epoch start moved with the weights
-    # training goes on from the committed weights, not from gathered copies of the old ones
+    # training continues from the committed weights, not from gathered copies of the old ones
     fresh = trainer(rank=RANK, world_size=WORLD)
     for item, other in zip(fresh.sharded.shards, made.sharded.shards, strict=True):
         item.local.copy_(other.local)
@@ -188,7 +188,7 @@ def outer(folder: Path, *, window: Path | None = None) -> None:
 
 
 def _one_rank_fails(made: Trainer, buffers: list[torch.Tensor] | None) -> None:
-    """In the middle of the outer step, wherever: nobody waits for it, and all know."""
+    """A rank fails in the middle of the outer step: nobody waits for it, and all know."""
     fails = OuterRule(mock.Mock(side_effect=torch.OutOfMemoryError("no memory is left")))
     before = whole_weights(made)
     for who in (0, WORLD - 1):
@@ -200,7 +200,7 @@ def _one_rank_fails(made: Trainer, buffers: list[torch.Tensor] | None) -> None:
 
 
 def no_memory(folder: Path) -> None:
-    """Host memory ends on one rank alone, wherever: that snapshot or checkpoint is skipped."""
+    """Host memory ends on one rank only, wherever: that snapshot or checkpoint is skipped."""
     made, other = (
         trainer(rank=RANK, world_size=WORLD, use_dct=True, error_feedback="best") for _ in range(2)
     )
@@ -279,7 +279,7 @@ def snapshot(folder: Path) -> None:
             handle = made.snapshot(
                 folder / mode, progress=Progress(0, 2, 2, [7, 9]), block=9, last_loss=1.25
             )
-            train(made, 2, 3)  # goes on while files are written
+            train(made, 2, 3)  # continues while files are written
             finished(handle)
             dist.barrier()
             for item, rows in zip(made.sharded.shards, made.outer.current(), strict=True):
@@ -318,7 +318,7 @@ def rebase(folder: Path) -> None:
         with pytest.raises(kind), memory_ends(made.outer, "trained", when=who == RANK):
             made.rebase(folder / f"{name}.safetensors" if RANK == 0 else None, None, text)
         same(now, made.outer.current())
-    # Whatever a library raises on rank 0 alone, the other ranks do not wait for it.
+    # Whatever a library raises on rank 0 only, the other ranks do not wait for it.
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="expected dict"):
         asserting = mock.Mock(side_effect=AssertionError("expected dict, got str"))
         patch.setattr(outer_step, "load_outer_optimizer", asserting)
@@ -448,7 +448,7 @@ def evaluated(made: Trainer, rows: list[torch.Tensor], batches: torch.Tensor) ->
 
 
 def through_store_of_nodes(folder: Path) -> None:
-    """Two machines with a copy of the model each, of which the first alone has the files."""
+    """Two machines with a copy of the model each, of which only the first has the files."""
     through_store(folder, local_ranks=WORLD // 2)
 
 
@@ -506,7 +506,7 @@ def _drops_overlap(made: Trainer, place: Path, last: int) -> None:
 
 
 def through_store_resumed(folder: Path) -> None:
-    """One rank goes on from the checkpoint of three, with what they sent."""
+    """One rank continues from the checkpoint of three, with what they sent."""
     made = trainer(rank=RANK, world_size=WORLD, exchange="store", seed=7)
     place = folder / "store-3-0"
     assert Checkpointer(trainer=made, folder=place / "node0").restore() is not None
@@ -522,7 +522,7 @@ def _upload(made: Trainer, place: Path, serial: int) -> UploadHandle:
 
 
 def _uploads_fail(made: Trainer, place: Path, last: int) -> None:
-    """Each costs that upload alone."""
+    """Each costs only that upload."""
     before = whole_weights(made)
     for who in (0, WORLD - 1):
         with (
@@ -531,7 +531,7 @@ def _uploads_fail(made: Trainer, place: Path, last: int) -> None:
         ):
             _upload(made, place, 1)
 
-    # Made anew each time: an error holds the frames that it came through, and they the copies.
+    # Made again each time: an error holds the frames that it came through, and they the copies.
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -586,7 +586,7 @@ def _applied(made: Trainer, place: Path, serial: int, last: int) -> dict[str, st
 
 
 def _updates_fail(made: Trainer, given: Update | None, last: int) -> None:
-    """All ranks vote against it then, and nothing has changed."""
+    """All ranks vote against the outer step, and nothing has changed."""
     before, step = whole_weights(made), store_step(made)
     kept = step.state_dict()
 
@@ -599,7 +599,7 @@ def _updates_fail(made: Trainer, given: Update | None, last: int) -> None:
     for name in ("_next_start", "_rest"):
         with memory_ends(step, name, when=last == RANK):
             refused()
-    for item in step.epoch_start or []:  # of one rank alone, by one bit
+    for item in step.epoch_start or []:  # of one rank only, by one bit
         if last == RANK and item.numel():
             item.view(torch.int32).view(-1)[-1] ^= 1
     refused()
@@ -630,7 +630,7 @@ def until_killed(folder: Path) -> None:
 
 
 def toy_optimizer(folder: Path) -> None:
-    """A plug-in's optimizer goes on from its checkpoint to the bit, and its rows are uploaded."""
+    """A plug-in's optimizer continues from its checkpoint to the bit, and its rows are uploaded."""
     import_plugins(["tests.toys.optimizer"])
     kept = {"lion": "exp_avg", "sgd": "momentum_buffer", "muon": "momentum_buffer"}
     for name, state in kept.items():

@@ -1,4 +1,4 @@
-"""Small trainers for the training room's tests, alone in this process or as ranks of their own."""
+"""Small trainers for tests of training, in this process or as ranks of their own."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def save_checkpoint(
 
 
 def outer_step(made: Trainer, buffers: list[torch.Tensor]) -> None:
-    """Take an outer step with the pseudo-gradient of this trainer alone."""
+    """Take an outer step with only the pseudo-gradient of this trainer."""
     made.write_pseudo_gradient(buffers)
     made.prepare_outer_step(buffers)
     made.commit_outer_step()
@@ -141,7 +141,7 @@ def same(one: Sequence[torch.Tensor] | None, two: Sequence[torch.Tensor] | None)
 
 
 def whole_weights(made: Trainer) -> list[torch.Tensor] | None:
-    """All parameters on rank 0, None elsewhere. Collective."""
+    """Return all parameters on rank 0, None elsewhere. Collective."""
     lead = made.rank == 0
     out = [torch.zeros(shape) for _, shape in made.schema] if lead else None
     for i, item in enumerate(made.sharded.shards):
