@@ -54,7 +54,7 @@ def register_metric(
     Args:
         name: With its unit, without ``dt_``. One that ends with ``_total`` is a counter, any other
             a gauge.
-        about: What it is, for whoever reads Prometheus' help.
+        about: The text of Prometheus' help.
         step: Reads it from the report of an inner step; of a counter: by how much it grows.
         measure: Measures a gauge each time the metrics file is written. Without ``step`` and
             ``measure`` it is set where it is known.

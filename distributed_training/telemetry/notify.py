@@ -1,8 +1,8 @@
 """Notify the operator: messages to a webhook, and a line of the log once a day.
 
 The launcher has a :class:`Notifier`, since it lives while nothing trains. A thread of its own looks
-at the run folder every 15 s (:func:`~.run_state.observe`), asks the one judge, and sends. Nothing
-waits for it but the end of a miner that nobody asked for, and that for some seconds.
+at the run folder every 15 s (:func:`~.run_state.observe`), asks the one judge, and sends. Only an
+end of the miner that nobody asked for waits for it, for a few seconds.
 
 A *trouble* is reported once when it has lasted, and once when it is over. A message that the link
 held up is sent later, as one message if the trouble is over by then. ``notify.json`` in the run
@@ -130,7 +130,7 @@ class Notifier:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End. Of an end that nobody asked for the last message is waited for."""
+        """End the thread; wait for the last message if nobody asked for this end."""
         self._over.set()
         if self._has_last_words():
             self._thread.join(_LAST_WORDS)
