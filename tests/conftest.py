@@ -33,7 +33,7 @@ def pytest_report_header() -> str:
     return "hypothesis: the examples of every run; for others give DT_HYPOTHESIS=random"
 
 
-# Tests run beside each other: torch's threads, here and in what a test starts, would wait for each
+# Tests run at the same time: torch's threads, here and in a test's processes, would wait for each
 # other's cores. Read when torch is imported, which no test is before this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -141,7 +141,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 
 @pytest.fixture(scope="module")
 def process_group() -> Iterator[None]:
-    """Of this process alone. Here, since the trainers of the tests run where pytest is not."""
+    """A group of only this process. Here, since tests' trainers run where pytest is not."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

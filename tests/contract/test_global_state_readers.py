@@ -112,7 +112,7 @@ def test_a_damaged_state_is_one_line_and_nothing_is_written(
         store.put(key, data)
     before = dict(store._objects)
     if read is by_preview and key.endswith(keys.OUTER_OPTIMIZER):
-        assert read(store, tmp_path / "read"), "a preview needs its learning rate alone"
+        assert read(store, tmp_path / "read"), "a preview needs only its learning rate"
         return
     with pytest.raises(refuses, match=words) as caught:
         read(store, tmp_path / "read")

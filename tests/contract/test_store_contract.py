@@ -246,7 +246,7 @@ def test_the_store_itself_refuses_a_second_writer(
 
 
 def test_of_writers_at_one_moment_one_wins_in_a_folder(tmp_path: Path) -> None:
-    """Swift alone looks at the condition when a request begins, and lets some others in."""
+    """Only Swift looks at the condition when a request begins, and lets some others in."""
     store = FolderStore(tmp_path, writes=True)
     contents = [b"%d" % n for n in range(8)]
     begin = threading.Barrier(len(contents))

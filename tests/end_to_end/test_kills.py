@@ -31,7 +31,7 @@ def test_a_rank_that_is_stopped_is_replaced(tmp_path: Path) -> None:
         folder=tmp_path / "subnet",
         ranks=(2,),
         blocks_per_allreduce=30,
-        # Also the longest that the fork server's imports may take, beside other tests.
+        # Also the longest that the fork server's imports may take while other tests run.
         miner_flags=("--neuron.hang_timeout", "30"),
     )
     with LocalSubnet(options=paced(options)) as subnet:

@@ -266,7 +266,7 @@ def test_an_update_goes_on_where_the_old_version_stopped(pm2: FakeMiner) -> None
     out, error = update.communicate(timeout=200)
     assert update.returncode == 0, out + error
     seen = steps()  # once: it trains on
-    assert seen == list(range(1, len(seen) + 1)), "it goes on at the very next one"
+    assert seen == list(range(1, len(seen) + 1)), "training continues at the next step"
     (version,), app = (home / "versions").glob("v2-*"), pm2.app()["pm2_env"]
     assert app["pm_exec_path"] == str(version / "neurons" / "miner.py")
     assert app["pm_cwd"] == str(home)

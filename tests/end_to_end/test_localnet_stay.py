@@ -68,7 +68,7 @@ def test_a_miner_joins_by_the_printed_command_and_ctrl_c_ends_it_well(tmp_path: 
         for words in (
             ("-m", "distributed_training", "doctor", "--diagnostics.measure", "0"),
             (str(ROOT / "scripts" / "score.py"), "--background"),
-        ):  # beside the miner, by the settings of its folder
+        ):  # while the miner runs, with the settings of its folder
             done = subprocess.run(
                 [sys.executable, *words],
                 cwd=events.parents[1],

@@ -63,7 +63,7 @@ class World:
         return Run(process.returncode, output)
 
     def refused(self, *more: str, **environ: str) -> str:
-        """Run rank 0 alone, forked as the launcher forks it; return the reason that it ends with.
+        """Run rank 0 only, forked as the launcher forks it; return the reason that it ends with.
 
         Something outside refuses it, so the launcher would try it again."""
         (port,) = free_ports(1)

@@ -2,7 +2,7 @@
 
 The figures come the way they come in a miner: events through the reporter, gauges of machine and
 limits, the signed server's counts; the page serves the file, Prometheus scrapes it as configured in
-``ops``. Only what needs a GPU is told by hand.
+``ops``. Only the GPU's gauges are set by hand.
 """
 
 from __future__ import annotations

@@ -440,7 +440,7 @@ def test_a_week_is_on_the_page(browser: Any, tmp_path: Path) -> None:
             lambda: "3 . 40,000" in card(browser, "Step") or "3 . 40000" in card(browser, "Step"),
             "a week",
         )
-        # In one script: the page draws its charts anew each second.
+        # In one script, because the page redraws its charts each second.
         points = browser.execute_script(
             "return document.querySelector('#loss polyline').getAttribute('points')"
         )

@@ -1,6 +1,6 @@
-"""The wheel alone, without its extras: a member that follows the skill for agents to the letter.
+"""The wheel without its extras: a member that follows the skill for agents to the letter.
 
-The network is founded from this checkout, on loopback; pip installs the wheel from the index.
+This checkout creates the network, on loopback; pip installs the wheel from the index.
 """
 
 from __future__ import annotations

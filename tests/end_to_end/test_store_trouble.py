@@ -207,7 +207,7 @@ def pace_of(miner: Neuron, since: float, until: float) -> float:
 
 
 def lone_pace(folder: Path) -> float:
-    """Return the inner steps a second of a miner that nobody is beside, up to its first close."""
+    """Return the inner steps a second of a single miner, up to its first close."""
     with LocalSubnet(
         options=options_of(folder, ranks=(1,), blocks_per_allreduce=SOAK_PERIOD)
     ) as subnet:
@@ -248,7 +248,7 @@ def test_members_in_trouble_cost_themselves(tmp_path: Path) -> None:
         share = pace_of(miner, began, until) / lone
         causes = {cause: n for (uid, cause), n in refused.items() if uid == miner.plan.uid}
         rows.append((miner.plan.uid, what, f"{share:.3f}", merged[miner.plan.uid], causes or ""))
-    print(f"\n{(until - began) / 60:.1f} minutes; alone {lone:.3f} inner steps a second")
+    print(f"\n{(until - began) / 60:.1f} minutes; a single miner: {lone:.3f} inner steps a second")
     table(("uid", "", "of a lone miner's inner steps", "merged", "refused"), rows)
     print(f"{len(due)} updates, {in_time:.1%} in time; late by {late} s; {len(moved)} closes moved")
     print(f"the thin link moved {link.moved[0]} bytes out, {link.moved[1]} in")
@@ -259,7 +259,7 @@ def test_members_in_trouble_cost_themselves(tmp_path: Path) -> None:
 
 
 def _in_trouble(subnet: LocalSubnet, link: ThinLink) -> tuple[float, float, Watched]:
-    """Let the members be in trouble for so long; return from when to when, and what was seen."""
+    """Run the members in trouble; return when that began and ended, and the events seen."""
     watched = Watched(subnet)
     start_again(subnet, SLOW, PACED_STEP=str(10 * STEP))
     start_again(subnet, THIN, *link.prefix)
@@ -325,5 +325,5 @@ def test_a_hostile_member_is_named_at_its_first_close_and_costs_no_outer_step(
         # At the first close one may still be starting.
         assert manifest.outer_step == 1 or merged == {miner.plan.uid for miner in honest}
     assert all(event["ok"] for event in rounds if event["outer_step"]), "no outer step is lost"
-    assert "; worse: " in log, "it is told"
+    assert "; worse: " in log, "the trouble is logged"
     assert subnet.problems == []

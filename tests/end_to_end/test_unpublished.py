@@ -1,7 +1,7 @@
 """The validator dies in the first round of a young network, after its miners' outer step.
 
 They are back at the outer step that was published before it could have called a second round, and
-the network goes on, nobody helping.
+the network continues without help.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def test_a_validator_killed_between_a_round_and_its_publication(tmp_path: Path) 
 
         subnet.wait_until(averaging, kills.ROUND, "the first round")
         assert validator.child.pid is not None
-        # Its swarm process goes on: the miners get their average, and nobody publishes it.
+        # Its swarm process continues: the miners get their average, and nobody publishes it.
         psutil.Process(validator.child.pid).suspend()
         ahead = timedelta(seconds=120)
         subnet.wait_until(

@@ -141,7 +141,7 @@ def test_neurons_and_commitments_fail_separately(
     for _ in range(5):
         made.look()
     wait_for(lambda: made.count(f"{part}_failed") > before)
-    # The last known value stays, and the miner is told once, by name.
+    # The last known value stays, and one line names the read that failed.
     if part == "neurons":
         assert made.chain.uid(MINER.ss58) == 0 and len(made.chain.neurons()) == 3
     else:

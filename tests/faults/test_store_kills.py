@@ -1,4 +1,4 @@
-"""An uploader killed at each point of a publication: the next goes on, readers see it whole."""
+"""An uploader killed at each point of a publication: the next continues, readers see it whole."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_killed_at_a_point_the_next_process_goes_on(
     direct = new_bucket(server, base)
     older = Revision(5, 4, 5)
     digests = {}
-    # In the middle: so many parts that sending them all again would be too many.
+    # In the middle: enough parts that the test notices when all are sent again.
     for revision, rows in ((older, 400), (REVISION, 8000 if "middle" in point else 2000)):
         files = write_snapshot(tmp_path / revision.tag, revision, world_size=1, rows=rows)
         digests[revision] = {name: digest(path) for name, path in files.items()}

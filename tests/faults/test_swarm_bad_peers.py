@@ -88,7 +88,7 @@ def test_the_others_end_in_time_and_equal(world: World, kind: str) -> None:
     answer = bad.answer()
     assert answer or kind == "vanish"
     if kind in ("nan", "heavy"):
-        # It has no average but of its own share, which is at most two of three; and it is told so
+        # It has the average of its own share only, which is at most two of three; a line says so
         # where that is less than half.
         kept = re.search(r"kept_local=([\d.]+)", answer)
         assert "PEER_FAILED" in answer or (kept and 1 / 3 <= float(kept[1]) <= 1 / 2)

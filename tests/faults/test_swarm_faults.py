@@ -1,7 +1,7 @@
 """Peers that die, stall or are not there. Real hivemind peers over loopback.
 
-Every test ends with a round of those who are left: whatever happened, the swarm goes on. What a
-caller keeps (the weights) is applied only after a success, as the outer step does it.
+Every test ends with a round of the peers that are left: after every fault the swarm continues. The
+caller's weights change only after a success, as in the outer step.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def test_a_peer_dies_or_stalls_in_mid_transfer(
 
 
 def test_a_peer_that_joined_late_takes_its_first_round(trio: list[HivemindSwarm]) -> None:
-    """After one inner step, beside two that took a hundred: nobody is left out or shortened."""
+    """It took one inner step and the others a hundred: nobody is left out or shortened."""
     for swarm, value in zip(trio, (0.01, 1.0, 1.0), strict=True):
         swarm._judge.norms.clear()
         for buffer in swarm.buffers:

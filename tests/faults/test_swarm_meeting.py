@@ -1,7 +1,7 @@
 """Peers that find each other, and whatever may be in the way of that: real p2pd.
 
-Nothing that an initial peer does or fails to do stops a start: the peer is alone then, names the
-cause in one line, and joins once the cause is gone.
+Nothing that an initial peer does or fails to do stops a start: the peer then has no other peer,
+names the cause in one line, and joins once the cause is gone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SOMEBODY = "12D3KooWHDMAeP3zKHrALtREoc2vfYQL7HhsMN7WBvft7hgBCRhK"
 
 
 class Skewed:
-    """An initial peer whose clock is ``ahead`` by so many seconds."""
+    """An initial peer whose clock is ``ahead`` (seconds) of ours."""
 
     def __init__(self) -> None:
         self.ahead = 0.0

@@ -79,7 +79,7 @@ def test_a_partition_in_a_round_ends_it_in_time_and_heals(
         for i in range(4):
             peers.append(Peer(sides[i // 2], tmp_path / str(i), known))
             known = known or peers[0].result()["maddrs"]
-        for peer in peers[1:]:  # they start beside each other
+        for peer in peers[1:]:  # they start at the same time
             peer.result()
         first = play(peers, WHOLE)
         assert all(a.get("peers") == 4 and not a["partial"] for a in first), first

@@ -82,7 +82,7 @@ def test_a_killed_process_is_mended_before_the_next_round(
     began = time.monotonic()
     tree[victim].kill()
     wait_for(lambda: not swarm.alive(), "the death is noticed", seconds=NOTICED, every=0.005)
-    wait_for(lambda: "The swarm process ended" in caplog.text, "it is told", seconds=NOTICED)
+    wait_for(lambda: "The swarm process ended" in caplog.text, "it is logged", seconds=NOTICED)
     assert time.monotonic() - began < NOTICED
     wait_for(lambda: mended(swarm, tree), "the host is there again", seconds=60)
     told = [r for r in caplog.records if r.levelno >= logging.WARNING]

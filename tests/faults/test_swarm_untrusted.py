@@ -31,7 +31,7 @@ from tests.tools.swarm_world import SMALL, assert_good_round, host_pid, open_swa
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("forked_hosts")]
 
-SECONDS = 2.0  # of an attack, and at most so many messages of each that attacks
+SECONDS = 2.0  # that an attack lasts; each attacker sends at most MOST messages
 MOST = 1500
 IDENTITIES = 3
 PREFIX = averager_prefix("test")
@@ -99,12 +99,12 @@ def small_of(draw: random.Random) -> Any:
 
 
 async def flood(
-    attackers: list[DHTNode], whom: PeerID, draw: random.Random, kind: Callable[..., Any]
+    attackers: list[DHTNode], target: PeerID, draw: random.Random, kind: Callable[..., Any]
 ) -> None:
-    """As fast as it goes, four calls of each identity at once."""
+    """Call as fast as possible, four calls of each identity at once."""
 
     async def call(node: DHTNode, until: float) -> None:
-        stub: Any = node.protocol.get_stub(whom)
+        stub: Any = node.protocol.get_stub(target)
         for _ in range(MOST // 4):
             if time.monotonic() > until:
                 return
@@ -118,15 +118,15 @@ async def flood(
 
 
 async def open_streams(
-    attackers: list[DHTNode], whom: PeerID, draw: random.Random, kind: Callable[..., Any]
+    attackers: list[DHTNode], target: PeerID, draw: random.Random, kind: Callable[..., Any]
 ) -> None:
-    """Streams that stay open, each with the beginning of something long."""
+    """Open streams that stay open, each with the beginning of a long message."""
     async with contextlib.AsyncExitStack() as held:
         for node in attackers:
             daemon = wire.Daemon(node.p2p.daemon_listen_maddr["unix"])
             for _ in range(70):
                 call = draw.choice(["rpc_aggregate_part", "rpc_join_group"])
-                stream = daemon.open_stream(whom, f"{PREFIX}::DTGradAverager.{call}")
+                stream = daemon.open_stream(target, f"{PREFIX}::DTGradAverager.{call}")
                 with contextlib.suppress(*REFUSALS):
                     async with asyncio.timeout(2):
                         opened = await held.enter_async_context(stream)
@@ -151,27 +151,27 @@ ATTACKS: dict[str, tuple[Callable[..., Awaitable[None]], Callable[[random.Random
 }
 
 
-async def pings(node: DHTNode, whom: PeerID, over: asyncio.Event) -> list[float]:
-    """Seconds of each, five a second until it is over; raises if one is not answered."""
+async def pings(node: DHTNode, target: PeerID, over: asyncio.Event) -> list[float]:
+    """Ping five times a second until ``over``; return the seconds of each, or raise."""
     took: list[float] = []
     while not over.is_set() or len(took) < 3:
         began = time.monotonic()
-        await node.protocol.get_stub(whom).rpc_ping(dht_pb2.PingRequest(), timeout=10)
+        await node.protocol.get_stub(target).rpc_ping(dht_pb2.PingRequest(), timeout=10)
         took.append(time.monotonic() - began)
         await asyncio.sleep(0.2)
     return took
 
 
 def test_attacks_cost_the_others_nothing(world: World, tmp_path: Path) -> None:
-    """And then a round is as any other. One test: a world takes longer than an attack."""
+    """The round after each attack is as any other. One test, since a world costs more time."""
     runner, swarm, honest, attackers = world
-    whom = PeerID.from_base58(swarm.peer_id)
+    target = PeerID.from_base58(swarm.peer_id)
 
     async def play(kind: str) -> list[float]:
         attack, message = ATTACKS[kind]
         over = asyncio.Event()
-        pinging = asyncio.create_task(pings(honest, whom, over))
-        await attack(attackers, whom, random.Random(7), message)
+        pinging = asyncio.create_task(pings(honest, target, over))
+        await attack(attackers, target, random.Random(7), message)
         over.set()
         return await pinging
 

@@ -67,7 +67,7 @@ def serve(made: DataPipeline, block: int, sequences: int | None = None) -> np.nd
 
 
 def expected(tokenizer: tuple[Path, int], block: int) -> np.ndarray:
-    """The block's sequences from the protocol page alone."""
+    """Return the block's sequences as the protocol page defines them."""
     made = TextTokenizer(tokenizer[0], eos_id=tokenizer[1])
     ids: list[int] = []
     for config, row, _ in select_pages(

@@ -1,4 +1,4 @@
-"""The page beside a miner's launcher: small, without secrets, and never in its way."""
+"""The page that a miner's launcher starts: small, without secrets, and never in its way."""
 
 from __future__ import annotations
 

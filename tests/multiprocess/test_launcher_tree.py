@@ -250,7 +250,7 @@ def test_killed_process_starts_again_under_the_same_launcher(
     assert (again == server) == (victim == "a rank")
     killed = "was killed by SIGKILL and left no exit status. Likely out of memory: dmesg -T"
     assert (killed if victim == "a rank" else "forked from ended") in run.output
-    assert "| ERROR |" not in run.output, "it goes on"
+    assert "| ERROR |" not in run.output, "the miner continues"
     assert "Starting the ranks again" in run.output and "(1 of 2)" in run.output
     crash = "was killed by SIGKILL" if victim == "a rank" else "was told to stop"
     assert run.shown.restarts == 1 and crash in run.shown.last_crash.text
@@ -382,7 +382,7 @@ def test_two_miners_do_not_share_a_folder(launched: Callable[..., Launched]) -> 
     assert first.shown.pid == first.process.pid and first.shown.state == "starting"
     (first.folder / "ready-0").unlink()
     first.stop()
-    second.wait_ready()  # it goes on by itself
+    second.wait_ready()  # it continues by itself
     second.stop()
 
 

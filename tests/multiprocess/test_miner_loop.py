@@ -225,7 +225,7 @@ def test_calls_before_the_first_step_twice_and_during_a_publication(tmp_path: Pa
 def test_a_gradient_is_checked_in_a_round_that_is_called_in_mid_step_and_costs_no_bit(
     whole: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The round fails, so the step under way goes on."""
+    """The round fails, so the step under way continues."""
     result = run("overtaken", tmp_path)
     first = result["submitted"][0]
     assert first["paused"], "while the swarm averaged"

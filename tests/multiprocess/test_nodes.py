@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "tools" / "node_program.py"
 FLAGS = small_miner.FLAGS | {"diagnostics.start_check": "false"}
 RULES = small_miner.RULES | {"tokenizer.name": "bytes"}
-AGAIN = 90.0  # seconds from the last beat until training goes on, beside the silence of 60
+AGAIN = 90.0  # seconds from the last beat until training continues, on top of 60 of silence
 
 
 def rank_environment(folder: Path, *, steps: int, keys: bool) -> dict[str, str]:
@@ -173,7 +173,7 @@ def _all_ended_well(pair: Pair, *, steps: int) -> None:
 
 
 def _straight(folder: Path, *, ranks: int, steps: int) -> dict[int, float]:
-    """Return the losses of one machine with as many ranks, under torchrun alone."""
+    """Return the losses of one machine with as many ranks, under plain torchrun."""
     (port,) = free_ports(1)
     one = Node(folder / "one", 0, "127.0.0.1", port, [])
     one.command[one.command.index("--nnodes") + 1] = "1"
@@ -246,7 +246,7 @@ def test_a_lost_node_comes_back_and_all_go_on_from_the_last_checkpoint(
     _start(pair, steps=4000, past=8)
     # On a busy machine a start takes long; the goal is that of one at rest.
     again = max(AGAIN, 1.5 * (time.monotonic() - began))
-    # gloo and NCCL at the private network's address alone, torchrun's store at all.
+    # gloo and NCCL listen at the private network's address only, torchrun's store at all.
     for machine in found:
         wide = {a for a in _listening(machine) if not a.startswith((machine.address, "127.0.0.1"))}
         assert wide <= {"*:29500", "0.0.0.0:29500", "[::]:29500"}, wide
@@ -256,7 +256,7 @@ def test_a_lost_node_comes_back_and_all_go_on_from_the_last_checkpoint(
         found[lost].unplug()
         line = "so the ranks of this node end: training continues from the last checkpoint"
         for node in pair:
-            wait_for(lambda n=node: line in n.output, "the silence is told", seconds=75)
+            wait_for(lambda n=node: line in n.output, "the silence is logged", seconds=75)
         found[lost].plug()
     began = time.monotonic()
     wait_for(lambda: len(_resumed(pair[0])) == 1, "the checkpoint", seconds=again)

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A network that was founded on a folder of text with a tokenizer beside it."""
+    """Create a network over a folder of text with a tokenizer next to it."""
     folder = tmp_path_factory.mktemp("founder")
     (folder / "text" / "more").mkdir(parents=True)
     (folder / "text" / "_SUCCESS").touch()
@@ -84,7 +84,7 @@ def config_of(lab: Path, run_folder: Path, *more: str, kind: str = "miner") -> C
 
 @pytest.fixture
 def member(lab: Path, tmp_path: Path, store: S3ObjectStore) -> Config:
-    """Of a machine that has the network's file alone; the validator has published."""
+    """Return the settings of a machine with the network's file only, after a publication."""
     ours = config_of(lab, lab / "validator", kind="validator")
     fetch_published(ours, lambda: BucketReader(store))
     publish(ours, store, tmp_path / "journal.json")

@@ -319,7 +319,7 @@ class TestAdmission:
 
 
 def test_a_member_gets_the_keys_of_its_own_bucket(tmp_path: Path) -> None:
-    """Of the object store beside the registry, and only while it is a member."""
+    """The keys are for the object store that the registry runs, and only for a present member."""
     with RegistryServer(tmp_path / "registry") as server:
         with chain_of(server.url, MINER) as chain:
             with pytest.raises(ChainError, match="not registered"):

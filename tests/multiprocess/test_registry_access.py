@@ -640,7 +640,7 @@ def test_a_store_opens_without_any_key() -> None:
 def test_the_program_has_the_stores_own_key(
     world: AccessWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """Of the folder of the store beside it, or of its environment; without one it says so."""
+    """The key comes from the store's folder or the environment; without it an error says so."""
     monkeypatch.chdir(tmp_path)  # no .env of another
     world.publish()
     store = world.settings

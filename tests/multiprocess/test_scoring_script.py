@@ -313,7 +313,7 @@ def test_a_gpu_that_a_miner_fills_is_left_to_it(subnet: Subnet, tmp_path: Path) 
         lowest = (19, "1000")
         wait_for(lambda: _status(program.pid) == lowest, "low priority", 60)
         (tmp_path / "looked").touch()
-        with contextlib.suppress(PermissionError):  # beside other tests it would hardly go on
+        with contextlib.suppress(PermissionError):  # at low priority it would hardly advance
             os.setpriority(os.PRIO_PROCESS, program.pid, 0)
         assert program.wait(150) == 0, errors.read_text()
     finally:

@@ -111,8 +111,8 @@ def test_a_kill_at_any_moment_of_a_round_leaves_each_epoch_start_equal_to_the_bi
         if moment in ("prepared", "committed"):
             leader.take_outer_step(UID)
         world.end(programs, killed=True)
-        # The next process sends what this one has begun, or writes it anew; and it applies once
-        # more what this one had applied.
+        # The next process finishes this one's upload, or writes it again; and it applies this
+        # one's outer step once more.
         programs = world.start("none", outer + 1)
         if leader.outer_step == outer:
             leader.take_outer_step(UID)

@@ -127,7 +127,7 @@ def test_a_peer_of_another_compression_is_refused_in_one_line(
             for buffer in swarm.buffers:
                 buffer.fill_(1e-4)
         ids = tuple(swarm.peer_id for swarm in (*pair, other))
-        # It is told why when its time is up.
+        # The third peer hears the reason when its time is up.
         alone = Rounds(other, request=replace(everybody(pair, 15), peers=ids), fill=False)
         both = Rounds(*pair, request=replace(everybody(pair, 60), peers=ids), fill=False)
         outcomes = both.join() | alone.join()

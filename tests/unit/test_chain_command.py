@@ -56,7 +56,7 @@ def test_going_back_is_one_more_outer_step(tmp_path: Path) -> None:
     state = chain.state()
     state.check_after(before)
     assert state.outer_step == STEPS + 1 and state.serial == before.serial + 1
-    # From there a validator goes on, and everybody may check it.
+    # From there a validator continues, and everybody may check it.
     assert_same(chain.replay(state), states[5])
     found = chain.audit()
     assert found.problems == [] and found.replayed_from == 4

@@ -220,7 +220,7 @@ def test_a_folder_that_cannot_be_synced_is_no_error_of_the_disk(
 def test_free_space_that_is_not_told_is_not_taken_for_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, total: int, free: int
 ) -> None:
-    """Whoever asks for room goes on where nobody tells, with one line for each disk."""
+    """A caller that asks for room continues on such a disk, with one line for each disk."""
     monkeypatch.setattr(files, "_UNTOLD", Throttle(math.inf))
     monkeypatch.setattr(
         shutil, "disk_usage", lambda _: SimpleNamespace(total=total, used=0, free=free)

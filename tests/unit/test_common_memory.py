@@ -155,7 +155,7 @@ def test_disk_figures_are_what_is_written(tmp_path: Path, process_group: None) -
     assert written(tmp_path, "global") == pytest.approx(state, rel=0.05)
     most = disk_space(ModelShape.from_config(config), keep_checkpoints=checkpoints - 1)
     assert most == checkpoints * one + 2 * snapshot_bytes(shapes) + 3 * state
-    # of what is scored alone: twice, and once the weights of a model that is asked for
+    # of the scored files: twice, and once the weights of a model that is asked for
     take_snapshot(made, tmp_path / "scored", Progress(0, 1, 1, [1]), "scored")
     scored = snapshot_bytes(shapes, parts="scored")
     assert written(tmp_path, "scored") < scored < 2.5 * written(tmp_path, "scored")
@@ -169,7 +169,7 @@ def written(folder: Path, pattern: str) -> int:
     return sum(f.stat().st_size for f in files)
 
 
-#: The largest micro-batch that fits on a card of so many GB: 1b on one GPU and on four, then 4b.
+#: Largest micro-batch by the card's memory in GB: 1b on one GPU and on four, then 4b.
 FITTING = {
     12: ["does not fit", "4, host", "does not fit", "does not fit"],
     16: ["2, host", "8, host", "does not fit", "1, host"],

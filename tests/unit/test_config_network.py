@@ -1,4 +1,4 @@
-"""No program has a default network: each is told one, or says in one line how to name it."""
+"""No program has a default network: each is given one, or says in one line how to name it."""
 
 from __future__ import annotations
 

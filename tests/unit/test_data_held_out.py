@@ -267,7 +267,7 @@ def test_a_network_on_any_text_takes_its_first_outer_step(
     monkeypatch.setattr(validator_world, "VOCABULARY", BYTE_VOCABULARY)
     monkeypatch.setitem(validator_world.MODEL_CONFIG, "vocab_size", BYTE_VOCABULARY)
     monkeypatch.setattr(validator_world, "pages", lambda uid, block: reader(uid, block)[:16])
-    # All that they train on beside their pages: other pages.
+    # All other sequences that they train on are pages too.
     monkeypatch.setattr(
         validator_world, "sequences", lambda seed, count=8: reader(1, seed % 40)[:count]
     )

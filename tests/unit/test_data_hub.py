@@ -51,7 +51,7 @@ def write(path: Path, rows: list[Any], *, group: int = 50, column: str = "text")
 
 @pytest.fixture(scope="module")
 def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two configs, of two files and of one, beside what is no data."""
+    """Two configs, of two files and of one, among files that are no data."""
     folder = tmp_path_factory.mktemp("hub")
     for name, count in (("a/0", 130), ("a/1", 90), ("b c/ü#1", 220)):
         write(folder / f"{name}.parquet", [f"{name} {row} " + "word " * 40 for row in range(count)])

@@ -147,7 +147,7 @@ def test_leftovers_of_a_killed_worker_are_removed_by_the_next_start(
 ) -> None:
     same = spec(tokenizer)
     newer = replace(same, settings=replace(same.settings, revision="2" * 40))
-    assert newer.blocks != same.blocks  # what the network pins anew is not what was kept
+    assert newer.blocks != same.blocks  # kept blocks are not of the new revision
     same.blocks.mkdir(parents=True)
     half, whole = same.blocks / ".7.tokens.123.456.tmp", same.blocks / f"8{SUFFIX}"
     for path in (half, whole):

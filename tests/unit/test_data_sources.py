@@ -65,7 +65,7 @@ def test_a_folder_of_links_holds_what_the_folder_of_files_does(
     want = dict.fromkeys(("root", "en", "en/old", "de"), 500)
     for folder in (plain, linked, tmp_path / "all"):
         made = ParquetSource(folder, text_column="text", counts=Counts())
-        # The link back leads to the two configs beside it, and not to itself.
+        # The link back leads to the two configs next to it, and not to itself.
         assert {c: n for c, n in made.num_rows().items() if "again" not in c} == want
         assert len(made.num_rows()) <= 6
         assert made.rows("en/old", 7, split="train", limit=1) == ["en/old" + ROWS[7]]

@@ -186,7 +186,7 @@ def test_a_clock_that_goes_wrong_and_right_is_one_line_each(
 def test_a_clock_at_the_limit_is_one_line_however_it_is_read(
     watch: Callable[[list[Offset | None]], ClockWatch], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is told in whole seconds, so what is found differs by one from minute to minute."""
+    """The store's clock has whole seconds, so its offset varies by one from minute to minute."""
     caplog.set_level(logging.INFO)
     readings = [Offset(seconds, 0.1, "the store's") for seconds in (2.0, 1.1) * 5]
     left: list[Offset | None] = [*readings, Offset(0.1, 0.1, "the store's")]

@@ -142,7 +142,7 @@ def test_the_trainer_steps_once_an_optimizer_step_and_saves_what_came(
         return load_file(file)["model.embed_tokens.weight"].view(-1)[0].item()
 
     assert saved(10) == 60.0, "of this boundary, with what the network's step left"
-    script["main"](path, [text], 12)  # goes on from the Trainer's checkpoint
+    script["main"](path, [text], 12)  # continues from the Trainer's checkpoint
     again = joined[-1]
     assert again.found == 60.0 and len(again.calls) == 2 and saved(12) == 52.0
     Path("trainer/checkpoint-12/trainer_state.json").unlink()  # a kill has cut it off

@@ -597,7 +597,7 @@ def test_settings_are_those_of_miner_toml(world: MemberWorld) -> None:
 def test_joining_costs_a_step_of_half_a_second_at_most_a_percent(
     world: MemberWorld, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same loop with and without, in turn; what differs beside ``step()`` is its threads."""
+    """Time a loop with and without join(), in turn, so its ``step()`` and its threads count."""
     model, steps = script_model(world.model), 12
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     matrix = torch.randn(700, 700)

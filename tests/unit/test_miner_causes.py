@@ -1,6 +1,6 @@
-"""Lines that name a cause: what must stand in them, and what must not, by what happened.
+"""Lines that name a cause: the words that each must have, and must not have, for each fault.
 
-Whoever is told to open a port, or to look at a GPU, looks there first.
+An operator who reads "open the port" or "look at the GPU" looks there first.
 """
 
 from __future__ import annotations

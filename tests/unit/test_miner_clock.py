@@ -125,7 +125,7 @@ def test_a_round_is_missed_when_it_is_overdue_or_was_held_without_this_miner() -
     assert not clock.missed()
     chain.pass_blocks(1, 12.0)
     assert clock.missed()
-    clock.round_heard_of(1410)  # its global state: the period begins anew, the miner was not there
+    clock.round_heard_of(1410)  # its global state: the period begins again, the miner was not there
     assert clock.missed()
     live(clock, chain, [384])
     assert not clock.missed()
@@ -189,7 +189,7 @@ def test_a_validator_that_starts_again_may_call_after_the_shorter_period() -> No
 
 
 def live(clock: RoundClock, chain: Chain, gaps: list[int]) -> None:
-    """Rounds called so many blocks after the end of the one before; each takes 10 blocks."""
+    """Call rounds ``gaps`` blocks after the end of the one before; each takes 10 blocks."""
     for gap in gaps:
         chain.pass_blocks(gap, 12.0)
         clock.round_called()

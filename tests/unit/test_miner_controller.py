@@ -204,7 +204,7 @@ def test_a_failed_round_costs_time_only(error: BaseException, fault: AllReduceFa
     rig.controller.post(ev.PseudoGradientWritten(0.5))
     assert rig.action_other_than_idle() is Action.TRAIN
     failed = [event for event in rig.seen if isinstance(event, ev.RoundFailed)]
-    assert [event.fault for event in failed] == [fault], "whoever keeps the books is told, once"
+    assert [event.fault for event in failed] == [fault], "the event is posted once"
     assert rig.controller.state.outer_step == 4
 
 

@@ -55,7 +55,7 @@ def test_inner_steps_go_on_in_a_round_until_its_average_is_there() -> None:
     assert trains_now(now) and not trains(now.mode) and tasks == (Task.AVERAGE,)
     for inner_step in range(30):
         now, actions = decide(now, step(inner_step), OVERLAP)
-        assert actions == (), "no checkpoint beside the round's memory"
+        assert actions == (), "no checkpoint during a round, which needs the memory"
     after, actions = decide(now, diverged(31), OVERLAP)
     assert not trains_now(after) and actions == (), "its checkpoint may be of the outer step before"
     assert decide(now, ev.SnapshotWanted(), OVERLAP)[1] == ()
@@ -133,7 +133,7 @@ TABLE = [
         AWAITING_GLOBAL, ev.PseudoGradientWritten(1.0), AWAITING_GLOBAL),
     row("an average is there: all ranks prepare and vote",
         AVERAGING, ev.Averaged(RESULT), AVERAGING, Action.OUTER_STEP),
-    row("no average: training goes on",
+    row("no average: training continues",
         AVERAGING, ev.RoundFailed(AllReduceFault.NO_GROUP), AWAITING_GLOBAL),
     row("a round that failed after it was given up",
         TRAINING, ev.RoundFailed(AllReduceFault.TIMEOUT), TRAINING),
@@ -168,7 +168,7 @@ TABLE = [
     row("the validator says that it did not publish: at the next tick the time is up",
         decide(state(AWAITING_GLOBAL), ev.ValidatorHeard(11, 2000.0), RULES)[0],
         ev.Tick(2000.0), TRAINING, Task.COMPARE_EPOCHS, Task.COMPARE_WEIGHTS),
-    row("and if it is where we are, the wait goes on",
+    row("and if it is where we are, the wait continues",
         decide(state(AWAITING_GLOBAL), ev.ValidatorHeard(12, 2000.0), RULES)[0],
         ev.Tick(2000.0), AWAITING_GLOBAL),
     row("what could not be loaded is tried again at its time, however often it says so",
@@ -178,7 +178,7 @@ TABLE = [
         ev.ValidatorHeard(11, 2000.0), AVERAGING),
     row("missed a round that others finished: no need to wait",
         AWAITING_GLOBAL, seen(13, 2000.0), FETCHING, Task.FETCH_GLOBAL),
-    row("agreed before the time is up: the wait goes on, for the next round may come late",
+    row("agreed before the time is up: the wait continues, for the next round may come late",
         AWAITING_GLOBAL, seen(12, 2000.0), AWAITING_GLOBAL),
     row("agreed after it", AWAITING_GLOBAL, seen(12, 3641.0), TRAINING, Task.COMPARE_WEIGHTS),
     row("agreed after a round that lost parts: others' weights may differ",
@@ -344,7 +344,7 @@ def test_invariants_over_any_sequence_of_events(events: list[ev.Event]) -> None:
         # A fetch is asked for exactly when the mode says that one is under way.
         began = before.mode is not Mode.FETCHING and current.mode is Mode.FETCHING
         assert began == (Task.FETCH_GLOBAL in actions)
-        # Training goes on in every mode in which no order of a round or a load is under way.
+        # Training continues in every mode in which no order of a round or a load is under way.
         if trains(current.mode) and trains(before.mode):
             assert not {Action.WRITE_PSEUDO_GRADIENT, Action.OUTER_STEP, Action.LOAD} & set(actions)
         # A snapshot is of weights that train, never of ones that are being replaced.
@@ -379,7 +379,7 @@ class Counted(DecidedMiner):
 TAKEN = {
     "none": [],
     "partial": [Action.REBASE],  # known here
-    "another group": [Action.REBASE],  # seen in the weights alone
+    "another group": [Action.REBASE],  # seen only in the weights
     "failed": [Action.LOAD],
     "vote": [Action.LOAD],
     "not called": [Action.LOAD],

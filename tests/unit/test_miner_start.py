@@ -75,7 +75,7 @@ def test_a_gpu_whose_utilization_nobody_measures_is_told_once(
 
 
 class Waits:
-    """A start that waits: time passes in its pauses alone."""
+    """A start that waits: time passes only in its pauses."""
 
     now = 0.0
 
@@ -458,7 +458,7 @@ def test_a_rank_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Lost:
-    """A miner's start on a chain that does not show its hotkey; time passes in ``pause`` alone."""
+    """A miner's start on a chain that does not show its hotkey; time passes only in ``pause``."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.folder = 0.0, folder

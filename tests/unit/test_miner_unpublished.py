@@ -151,7 +151,7 @@ class State:
 
 @dataclass
 class Network:
-    """``published``: what the validator goes on from, whatever it has lost."""
+    """``published``: the outer step from which the validator continues after any loss."""
 
     folder: Path
     miners: list[Miner] = field(default_factory=list)

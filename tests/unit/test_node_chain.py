@@ -175,7 +175,7 @@ def test_a_start_while_the_chain_is_away_goes_by_what_it_showed(
         assert "what the chain showed 60 minutes ago (block 5000)" in caplog.text
         node_chain.keep_state(chain, kept.config.chain, kept.folder)
         again = ChainState.load(kept.path, chain=kept.state.chain, hotkey=MINER.ss58)
-        assert again == kept.state, "what was not read anew is not made younger"
+        assert again == kept.state, "a state that was not read again keeps its age"
 
 
 @pytest.mark.parametrize(

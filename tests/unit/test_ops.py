@@ -54,7 +54,7 @@ def test_shipped_files_keep_secrets_out_of_images_and_environments() -> None:
     """A miner reads .env by itself."""
     ignored = (OPS.parent / ".dockerignore").read_text().split()
     assert {".env*", "runs", "**/.venv", ".git", "app.config.override.js"} <= set(ignored)
-    # What a machine makes for itself: an update's versions alone are gigabytes of environments.
+    # Files that a machine makes for itself: an update's environments are gigabytes.
     assert {"versions", "build", "**/node_modules", "bench/results", "**/wallets", "lab"} <= set(
         ignored
     )

@@ -367,7 +367,7 @@ def test_a_client_of_a_slow_line_is_cut_only_when_it_stops_reading(
 def test_a_second_page_of_a_folder_waits_for_the_end_of_the_first(
     page: Page, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As the one beside a miner does while the miner serves its own."""
+    """A launcher's page waits in the same way while the miner serves its own."""
     shown = [Path(name) for name in httpx.get(page.url + "folders", timeout=60).json()]
     assert served_page._is_shown("127.0.0.1", port(page), shown, "")
     assert not served_page._is_shown("127.0.0.1", port(page), [*shown, tmp_path], "")
@@ -412,7 +412,7 @@ def test_the_page_beside_a_miner_holds_no_secret_but_its_token(tmp_path: Path) -
             assert httpx.get(url, timeout=60).status_code == 401
             told = httpx.get(url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=60)
             assert told.json() == [str(tmp_path / "later")]
-            # What another page asks with is good for that alone, and is not the token.
+            # Another page asks with a proof that opens only this question, and is not the token.
             assert served_page._is_shown("127.0.0.1", port, [tmp_path / "later"], TOKEN)
             proof = {"authorization": f"Bearer {served_page._proof(TOKEN)}"}
             assert TOKEN not in str(proof)

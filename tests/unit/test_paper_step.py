@@ -86,7 +86,7 @@ def test_writing_costs_what_an_h200_lost_to_it() -> None:
     shape, machine = shape_of("125m"), Machine(CARDS["h200"])
     step = best_step(shape, machine)
     assert step is not None
-    # A snapshot of the whole, one checkpoint beside it, and half of an outer step's start.
+    # A whole snapshot, one checkpoint during it, and half of an outer step's start.
     found = publication(shape, machine, step, upload="all", period=600.0)
     assert found.written == pytest.approx((12.1 + 16) * shape.parameters, rel=0.01)
     lost = found.parts["writing"] + 0.26e-9 * 2 * shape.parameters

@@ -123,7 +123,7 @@ def test_pages_are_drawn_evenly_and_all_of_them_in_the_end() -> None:
     )
     every = {(c, row, "train") for c in "ab" for row in range(0, table[c] // 100 * 100, 100)}
     assert set(seen) == every - set(rule.held_out(table))
-    assert set(seen.values()) == {4 * 8}, "each slot sees each page once in so many blocks"
+    assert set(seen.values()) == {4 * 8}, "each slot sees each page once in 4 * 8 blocks"
     # Of a stretch of blocks both configs have their share.
     some_blocks = [p for b in range(30) for p in _read(rule, table, 1, 1, b)]
     assert 0.5 < sum(config == "a" for config, _, _ in some_blocks) / len(some_blocks) < 0.8

@@ -228,7 +228,7 @@ def test_torch_loads_every_call_that_is_read() -> None:
         tensor() + b"K\0K\1s",
         tensor() + b"K\1a",
     ],
-    ids=["made anew", "set to a storage", "attributes", "attribute 1", "an item", "one more"],
+    ids=["made again", "set to a storage", "attributes", "attribute 1", "an item", "one more"],
 )
 def test_nothing_is_done_to_a_tensor_that_torch_does_not_write(body: bytes) -> None:
     with pytest.raises(PtFileError):

@@ -93,7 +93,7 @@ def test_a_miner_gets_what_it_imports_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("name", ["production", "local", "test"])
 def test_no_package_lacks_what_it_needs(name: str) -> None:
-    """pip is told to install the list and no dependencies, so the list must hold them."""
+    """pip installs the list with --no-deps, so the list must hold all dependencies."""
     there = set(PRODUCTION) | set(versions(name))
     for package in versions(name):
         try:

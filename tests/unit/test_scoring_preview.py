@@ -314,7 +314,7 @@ def test_the_guide_lists_every_cause_as_the_script_tells_it() -> None:
 def test_a_disk_that_a_miner_needs_is_left_to_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The weights are fetched only beside what the miner may still write."""
+    """The weights are fetched only if they leave room for the miner's own writes."""
     runs = world.folder / "runs"
     (runs / "miner-h" / "checkpoints").mkdir(parents=True)
     most = disk_space(ModelShape.from_config(MODEL_CONFIG), keep_checkpoints=2)

@@ -210,7 +210,7 @@ def test_an_object_of_other_parts_is_sent_again(tmp_path: Path) -> None:
 
     client.complete_multipart_upload = wrong(complete)  # type: ignore[method-assign]
     with sender_to(store_of(client), tmp_path / "j.json") as sender:
-        sender.upload_all([("k", path)])  # one answer alone
+        sender.upload_all([("k", path)])  # only one answer is wrong
         client.head_object = wrong(head)  # type: ignore[method-assign]
         with pytest.raises(StoreError, match="put the parts together wrongly"):
             sender.upload_all([("k", path)])

@@ -455,7 +455,7 @@ def test_a_resumed_upload_survives_what_closes_the_uplink_while_it_is_checked(
         at["list_parts"] = second.uplink.stop
         with pytest.raises(StoppedError):
             second.run(submission)
-        assert second.journal.pending == submission, "the next process goes on with it"
+        assert second.journal.pending == submission, "the next process continues it"
         second = start()
         reports.append(second.run(submission))
     else:

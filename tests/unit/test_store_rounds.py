@@ -351,7 +351,7 @@ def test_weights_that_pass_over_our_upload_tell_what_became_of_it(
 def test_another_file_for_a_close_is_not_taken_for_the_upload_that_was_merged(
     leader: Leader, miner: Miner
 ) -> None:
-    """A miner that lost its newest checkpoint goes on from one that knows no upload."""
+    """A miner that lost its newest checkpoint continues from one that knows no upload."""
     close = leader.close
     miner.pass_time(PERIOD)
     digest = miner.write_upload(close)
@@ -740,13 +740,13 @@ def test_two_valid_manifests_of_one_step_stop_everything_and_both_are_shown(
     caplog: pytest.LogCaptureFixture,
     known: bool,
 ) -> None:
-    """The master's key signs a second history, with which the state goes on."""
+    """The master's key signs a second history, from which the state continues."""
     leader.take_outer_step()
     miner.pass_time(60)
     miner.rounds.applied(1)
     ours = leader.chain.pop()
     leader.publish_manifest(serial=99)
-    if not known:  # the next outer step follows it, and the state speaks of that one alone
+    if not known:  # the next outer step follows it, and the state names only that one
         leader.publish_manifest()
     leader.move_close()
     posted = miner.pass_time(2 * PERIOD)

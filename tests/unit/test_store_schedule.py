@@ -138,7 +138,7 @@ def test_over_many_rounds_what_is_published_is_never_too_old(
     assert oldest > 0
     if step <= 60:
         assert oldest <= 4800
-    if too_old_at:  # 50 steps alone take nearly as long as the limit allows
+    if too_old_at:  # 50 steps take nearly as long as the limit allows
         assert 0 < warned < too_old_at
 
 

@@ -387,7 +387,7 @@ def test_streams_are_accepted_again_once_there_are_descriptors(
                 with no_descriptor_left():
                     await loop.sock_connect(peer, str(path))
                     told = lambda: "cannot be accepted" in caplog.text
-                    await asyncio.to_thread(wait_for, told, "it is told")
+                    await asyncio.to_thread(wait_for, told, "the refusal is logged")
                 whose = p2pd_pb2.StreamInfo(peer=b"peer", addr=b"", proto="parts")
                 await Stream(peer, PeerID(b"")).send_message(whose)
                 async with asyncio.timeout(10):

@@ -131,7 +131,7 @@ def test_a_peer_that_meets_nobody_is_alone_and_says_why(
         made.host = host = HOST_PROCESS(made._config(), program)
         for obstacle in ("This machine's clock is 5 s ahead", ""):
             program._theirs.sendall(to_line(Joined(obstacle)))
-            wait_for(lambda said=obstacle: host.obstacle == said, "it is told")
+            wait_for(lambda said=obstacle: host.obstacle == said, "the obstacle is known")
             assert made.alive() and joined(made) == (not obstacle)
         assert [line for line in caplog.messages if "clock" in line or "joined" in line] == [
             "This machine's clock is 5 s ahead; so this peer joins no round yet. Training "

@@ -269,7 +269,7 @@ def passed(values: Tensor) -> Tensor:
 
 
 def contributions(count: int, steps: Sequence[float], seed: int = 0) -> list[Tensor]:
-    """Return pseudo-gradients that agree in part, of peers that took so many inner steps."""
+    """Return pseudo-gradients that agree in part, of peers that took ``steps`` inner steps."""
     generator = torch.Generator().manual_seed(seed)
     size = count * PARTS * PART
     common = torch.randn(size, generator=generator)

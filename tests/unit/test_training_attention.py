@@ -99,4 +99,4 @@ def test_an_option_that_is_not_known_is_refused() -> None:
         with pytest.raises(UnfitModelError, match=f"has {name},"):
             sdpa_causal(torch.nn.Identity(), values, values, values, None, **{name: 3.0})
     seen, _ = sdpa_causal(torch.nn.Identity(), values, values, values, None, sliding_window=1)
-    assert torch.allclose(seen, values.transpose(1, 2))  # each position sees itself alone
+    assert torch.allclose(seen, values.transpose(1, 2))  # each position sees only itself

@@ -515,7 +515,7 @@ def test_only_a_thread_that_writes_beside_a_gpu_lets_others_go_first(
 def test_only_the_optimizer_waits_for_copies(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bus that stands still: forward and backward of the next step go on beside it."""
+    """The bus stands still; the next step's forward and backward passes continue meanwhile."""
     made = trainer(exchange="store" if how == "upload" else "hivemind")
     train(made, 0, 1)
     before = [shard.local.clone() for shard in made.sharded.shards]

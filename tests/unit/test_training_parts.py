@@ -171,7 +171,7 @@ def test_outer_optimizer_of_another_model_or_no_file_is_refused(tmp_path: Path) 
 def test_error_of_any_library_is_reported_as_the_files_fault(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other ranks, and a validator's pass, expect a ValueError alone."""
+    """Other ranks, and a validator's pass, expect no other error than a ValueError."""
     failing = mock.Mock(side_effect=error)
     outer, weights = tmp_path / "outer_optimizer.pt", tmp_path / "model.safetensors"
     save_outer_optimizer(outer, OuterOptimizerState([torch.zeros(2)], 0.8, 0.9, 1))

@@ -403,7 +403,7 @@ def test_time_of_an_outer_step_at_ten_million_parameters(tmp_path: Path) -> None
     made.commit_outer_step()
     print(
         f"{count / 1e6:.1f} M parameters: the upload holds training {handle.hold_seconds:.3f} s, "
-        f"{writing:.2f} s more beside it; prepare {min(times):.3f} s, commit "
+        f"{writing:.2f} s more during it; prepare {min(times):.3f} s, commit "
         f"{time.perf_counter() - began:.3f} s"
     )
     assert store_step(made).start == weights and made.inner_step == 0

@@ -351,7 +351,7 @@ def test_a_round_in_mid_step_drops_only_what_it_must() -> None:
     made.write_pseudo_gradient(buffers)
     made.prepare_outer_step(buffers)
     made.roll_back_outer_step()
-    assert evaluate(made, sequences(9)) > 0  # also leaves the step under way alone
+    assert evaluate(made, sequences(9)) > 0  # also keeps the step under way
     ends = [other_half(m, 2) for m in (made, left_alone)]
     assert (ends[0].loss, ends[0].grad_norm) == (ends[1].loss, ends[1].grad_norm)
     made.add_micro_batch(sequences(3)[:2])
@@ -387,7 +387,7 @@ def test_an_outer_step_keeps_what_was_trained_while_the_swarm_averaged() -> None
 
 
 def test_rest_of_a_failed_round_is_gone_when_the_copies_end() -> None:
-    """Copies of the weights as the pseudo-gradient was written, beside those of the boundary."""
+    """A failed round leaves no copy of the weights next to the boundary's."""
     made = trainer()
     train(made, 0, 1)
     made.write_pseudo_gradient([torch.zeros(s) for _, s in made.schema], trains_on=True)
@@ -514,7 +514,7 @@ def test_awful_weights_of_another_are_refused(
         assert same(before, state())
         made.drop_step()
 
-    # Without weights of a round of its own, the guess alone counts.
+    # Without weights of a round of its own, only the guess counts.
     for how, rest in (("load_global", (1, text)), ("rebase", (text,))):
         refused(how, noise, *rest, why="limit 5.20; a uniform guess has 4.20$")
         refused(how, overflow, *rest, why="loss nan on text of this miner, limit 5.20")
@@ -714,7 +714,7 @@ def test_a_gpu_that_is_lost_before_a_copy_begins_leaves_nobody_waiting() -> None
 
 @pytest.mark.parametrize("parts", keys.PARTS)
 def test_a_snapshot_copies_and_writes_what_is_uploaded(tmp_path: Path, parts: keys.Parts) -> None:
-    """Whatever it is, the pseudo-gradient is the same and a checkpoint beside it has all."""
+    """For all parts the pseudo-gradient is the same, and a checkpoint during it has everything."""
     made, other = trainer(), trainer()
     for one in (made, other):
         train(one, 0, 2)

@@ -1,4 +1,4 @@
-"""The model of every n-th outer step, and the founder's command on it, beside the rounds."""
+"""Exports of every n-th outer step's model, and the founder's command on it, during rounds."""
 
 from __future__ import annotations
 

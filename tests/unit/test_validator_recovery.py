@@ -31,7 +31,7 @@ Then = Callable[[int], None]  # what a member does when it is asked
 
 
 class Lost:
-    """A network without global state. Members uploaded what is scored alone."""
+    """A network without global state. Members uploaded only the scored files."""
 
     def __init__(self, world: World) -> None:
         self.world = world

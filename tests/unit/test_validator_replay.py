@@ -105,7 +105,7 @@ def test_an_audit_of_what_was_published(
 def test_fewer_uploads_replay_less_and_are_no_problem(tmp_path: Path) -> None:
     publish_chain(tmp_path / "bucket", STEPS, keep_uploads=4)
     found = open_chain(tmp_path / "bucket", tmp_path).audit()
-    # Of 5 and 6 there are updates alone; 8 has a set.
+    # Outer steps 5 and 6 have only updates; 8 has a set.
     assert found.problems == [] and (found.weights_from, found.replayed_from) == (4, 8)
 
 

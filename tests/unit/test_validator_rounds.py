@@ -350,7 +350,7 @@ def test_more_miners_than_a_call_holds_take_turns(
     assert first | second == second | third == {3, 17, 42}
 
 
-@pytest.mark.parametrize("moment", ["no metadata", "newer than the root", "begun anew"])
+@pytest.mark.parametrize("moment", ["no metadata", "newer than the root", "begun again"])
 def test_an_upload_under_way_is_no_reason_to_contribute_nothing(world: World, moment: str) -> None:
     for miner in world.miners.values():
         earlier = miner.inner_step
@@ -359,12 +359,12 @@ def test_an_upload_under_way_is_no_reason_to_contribute_nothing(world: World, mo
         miner.bucket.put(keys.ROOT_METADATA, Metadata(RUN, 0, earlier, miner.peer_id).to_json())
         if moment != "newer than the root":
             del miner.bucket.objects["epoch-0/metadata.json"]
-        if moment == "begun anew":  # of the outer step before, and the folder's is not there yet
+        if moment == "begun again":  # of the outer step before, and the folder's is not there yet
             miner.bucket.put(keys.ROOT_METADATA, Metadata(RUN, 3, 9, miner.peer_id).to_json())
     expected = {uid: miner.pseudo_gradient() for uid, miner in world.miners.items()}
     assert world.validator.round()
     event, weight = world.events.of("round")[0], world.swarm.requests[0][1]
-    if moment == "begun anew":
+    if moment == "begun again":
         assert event["top_uid"] is None and weight == WEIGHT_OF_NOTHING
     else:
         assert event["top_uid"] is not None and weight == 1.0
@@ -458,7 +458,7 @@ def test_rounds_come_by_the_block_clock_and_the_period_grows_after_the_first(
 def test_the_place_in_the_schedule_is_what_the_network_can_have_made(
     world: World, blocks: int, uploaded: Sequence[int], place: int
 ) -> None:
-    """Nobody's word alone moves it; a network of liars by 12 inner steps a block at most."""
+    """No single peer's claim moves it; a network of liars does by at most 12 steps a block."""
     world.chain_ledger.advance(blocks)
     for miner, inner_step in zip(world.miners.values(), uploaded, strict=True):
         miner.publish(inner_step=inner_step)
@@ -546,7 +546,7 @@ def _spoil(miner: TwinMiner) -> None:
 
 
 def _go_back(world: World, *, steps: int = 2) -> None:
-    """Load the global state again, after a round that failed here alone, and train on."""
+    """Load the global state again, after a round that failed only here, and train on."""
     state = world.validator.state
     for miner in world.miners.values():
         miner.outer_step, miner.start, miner.momentum = state.outer_step, state.weights, None
@@ -712,7 +712,7 @@ def test_a_round_that_failed_here_alone_costs_no_miner_its_weight(
         assert not world.validator.round()
     assert {m.outer_step for m in world.miners.values()} == {1}
     world.client.epochs.clear()
-    for _ in range(2):  # at once, beside weights: a miner that hears it looks into the bucket
+    for _ in range(2):  # at once, with the weights: a miner that hears it looks into the bucket
         world.validator.tick()
     assert world.client.epochs == [0]
     for _ in range(11):

@@ -183,7 +183,7 @@ def test_an_upload_is_late_by_the_stores_clock(world: StoreWorld) -> None:
     world.miners[5].upload()
     world.tick()
     assert world.fates(1) == {3: "merged", 5: "late"}
-    assert world.manifest(1).refused[0].digest == ""  # its sender goes on with what it holds
+    assert world.manifest(1).refused[0].digest == ""  # its sender keeps its weights
     assert "after close and grace" in world.manifest(1).refused[0].reason
     assert world.validator.standings.entries[17].cause == "it sent no upload for the last close"
 
@@ -400,7 +400,7 @@ def test_a_gate_that_nothing_passes_blames_nobody(
         assert world.events.of("round")[-1]["fault"] == "GATE"
         assert world.events.of("network")[-1]["verdict"] == "gate"
     assert "3 closes in a row" in caplog.text
-    # And goes on as soon as it may.
+    # The validator continues once uploads pass the gate again.
     monkeypatch.undo()
     assert set(world.round().scores) == set(world.uids)
     assert world.state.gate == 0
@@ -486,8 +486,8 @@ def test_a_kill_at_each_write_leaves_the_old_outer_step_or_the_new(
         with pytest.raises(KeyboardInterrupt):
             world.tick()
         published = last in world.bucket.objects
-        assert published == (at == first)  # killed before the last write alone
-        assert world.state.outer_step == 1  # what members see, until somebody says otherwise
+        assert published == (at == first)  # only if killed before the last write
+        assert world.state.outer_step == 1  # members see this until the next publication
         world.bucket.before_put = lambda key: None
         world.restarted(folder=tmp_path / f"empty-{at}" if empty_disk else None)
         assert world.validator.state.outer_step == world.state.outer_step == 1 + published
@@ -989,7 +989,7 @@ def test_two_hostile_members_of_seven_cost_no_outer_step(tmp_path: Path) -> None
         for uid, attack in sent.items():
             assert fates[uid] in ATTACKS[attack][1], (attack, fates)
     one, other = (w.validator._rules.mean(w.validator._losses) for w in (alone, world))
-    print(f"held-out loss {one:.4f} of five honest alone, {other:.4f} with two hostile")
+    print(f"held-out loss {one:.4f} of five honest members, {other:.4f} with two hostile ones")
     assert other < 1.01 * one
     scores = world.validator.standings.present()
     least = min(scores[uid].published for uid in honest)
