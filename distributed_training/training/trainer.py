@@ -476,25 +476,15 @@ class Trainer(HeldWeights):
     def add_micro_batch(
         self, batch: Tensor, *, data_wait_seconds: float = 0.0
     ) -> StepReport | None:
-        """Train on one micro-batch; return the report of the inner step if this one finished it.
-
-        Forward and backward in pieces that fit, gradients summed over micro-batches and ranks, one
-        step of the optimizer. When memory ran out, the whole step is run again in smaller pieces:
-        a single rank can do that, with several this rank ends the miner and the next start knows.
-        The loss of the step is the mean over the predicted tokens of all micro-batches of all
-        ranks; the gradient is that mean's, at every world size.
+        """Train on one micro-batch; return the report of a finished inner step, else None.
 
         Args:
             batch: int64 ``(micro_batch_size, sequence_length)`` token ids, on the host.
             data_wait_seconds: Time for which this rank waited for the batch.
 
-        Returns:
-            None as long as the inner step needs more micro-batches.
-
         Raises:
-            ValueError: For another shape than that of the settings. torch.OutOfMemoryError: When
-                not even one sequence fits, or when other ranks were left in a
-                collective.
+            ValueError: For another shape than that of the settings.
+            torch.OutOfMemoryError: When no sequence fits, or other ranks are left in a collective.
         """
         expected = (self.micro_batch_size, self.settings.sequence_length)
         if tuple(batch.shape) != expected:
