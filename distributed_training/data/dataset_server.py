@@ -215,7 +215,7 @@ class RowsApiSource:
             if left_out and changed:
                 log.warning(
                     "The table of %s leaves out %s whose rows the server has not counted: "
-                    "until it is whole, pages may differ from those of the validators",
+                    "until it is whole, pages may differ from the validators' pages",
                     self._dataset,
                     counted(left_out, "config"),
                 )

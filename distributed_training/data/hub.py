@@ -269,7 +269,7 @@ class HubSource(ParquetSource):
             if (known and tag and known != tag) or size not in ("*", str(self._sizes[path])):
                 raise OtherData(
                     f"{path} at {self._client.url} is not the file any more that was read before, "
-                    "so its rows would not be those of the other peers: ask the founder"
+                    "so its rows would differ from the other members' rows: ask the founder"
                 )
             data = body()
             if len(data) != end - begin:

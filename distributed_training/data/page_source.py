@@ -66,7 +66,7 @@ class Pin:
             if pinned is not None and found is not None and pinned != found:
                 raise OtherData(
                     f"{where} has {name} {found} and the network's file pins {pinned}, so its "
-                    "pages would not be those of the other peers: give the pinned data with "
+                    "pages would differ from the other members' pages: give the pinned data with "
                     "--data.source parquet:DIR, or ask the founder for a newer file"
                 )
 
