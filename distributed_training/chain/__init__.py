@@ -1,6 +1,6 @@
 """Access the chain and prove identity: registration, callers, commitments, signed HTTP.
 
-The chain: ``base`` (its small types, and what readers see), ``registry`` and ``subtensor`` (two
+The chain: ``base`` (its small types, and its last known state), ``registry`` and ``subtensor`` (two
 chains that pass one contract test). ``registration`` (deregistered, moved to another uid, a second
 miner with this hotkey), ``identity`` (the wallet, and the endpoint for validators).
 

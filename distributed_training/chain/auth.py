@@ -90,7 +90,7 @@ BTAUTH = "btauth"
 LEGACY = "legacy"
 BTAUTH_MAX_AGE = 10.0  # seconds, as bittensor has it
 
-# Bounded, and without spaces or control characters: what matches goes into log lines.
+# Bounded, and without spaces or control characters: the matches go into log lines.
 HOTKEY = re.compile(r"[1-9A-HJ-NP-Za-km-z]{40,60}")
 _NONCE = re.compile(r"[0-9]{1,20}")
 _SIGNATURE = re.compile(r"0x[0-9a-fA-F]{128}")
@@ -145,7 +145,7 @@ def read_claim(headers: Mapping[str, str], schemes: tuple[str, ...] = (BTAUTH, L
 def check_fresh(claimed: Claim, now: int, *, skew: float, legacy_timeout_cap: float = 0.0) -> None:
     """Raise Refused unless the nonce is fresh by our clock and at most ``skew`` seconds ahead.
 
-    ``now``: of our clock, in nanoseconds. ``legacy_timeout_cap``: the most seconds that the
+    ``now``: our clock, in nanoseconds. ``legacy_timeout_cap``: the most seconds that the
     timeout of a legacy call adds to its life.
     """
     oldest = BTAUTH_MAX_AGE
@@ -225,7 +225,7 @@ class Kept:
     last, as :func:`.http_server.normalize` returns them.
     """
 
-    # Without defaults: of a file that lost one of these two, every call might be a replay.
+    # Without defaults: if a file has lost one of these two, every call might be a replay.
     highest: Annotated[int, Field(ge=-1, lt=1 << 63)]
     clean: bool
     validators: Annotated[tuple[str, ...], Field(max_length=MOST_VALIDATORS)] = ()

@@ -56,7 +56,7 @@ def find(neurons: Sequence[Neuron], hotkey: str) -> Neuron | None:
     return next((n for n in neurons if n.hotkey == hotkey), None)
 
 
-#: A state that was read longer ago is not gone by at a start.
+#: Age from which a start does not use a kept state.
 OLDEST = timedelta(hours=24)
 
 
@@ -64,7 +64,7 @@ OLDEST = timedelta(hours=24)
 class ChainState:
     """The last state of a chain, kept for a start while no endpoint answers.
 
-    ``at``: when, in seconds since the epoch. ``chain``: which chain and subnet.
+    ``at``: when it was read, in seconds since the epoch. ``chain``: which chain and subnet.
     """
 
     chain: str
@@ -93,7 +93,7 @@ class ChainState:
         state = read_state(path, cls, lost="this start waits for the chain")
         if state is None or state.chain != chain or find(state.neurons, hotkey) is None:
             return None
-        # One of the future was written while a clock was ahead: its age is not known.
+        # A state of the future was written while a clock was ahead: its age is not known.
         young = oldest is None or 0 <= time.time() - state.at < oldest.total_seconds()
         return state if young else None
 
@@ -108,7 +108,7 @@ class Chain(abc.ABC):
     state up to date: one thread at a time calls ``_saw_...``. ``monotonic`` is the clock of ages.
     """
 
-    #: Whose :meth:`clock` it is, and the seconds by which it may be behind.
+    #: The owner of :meth:`clock`, and the seconds by which it may be behind.
     CLOCK, CLOCK_LAG = "the chain's newest block", 15.0
 
     def __init__(self, *, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -128,7 +128,7 @@ class Chain(abc.ABC):
         self._counts["reads"] += 1
 
     def _show_neurons(self, neurons: tuple[Neuron, ...]) -> None:
-        # Readers take the same object for no news, and keep their results from it.
+        # The same object means no news to readers, which keep their results from it.
         if neurons != self._neurons:
             self._by_hotkey = {n.hotkey: n for n in neurons}
             self._neurons = neurons
@@ -154,7 +154,7 @@ class Chain(abc.ABC):
         """Return the state for a later start; None before all of it was read."""
         if not self._counts["reads"] or self._commitments is None:
             return None
-        # When it was read, not now: a recalled state must not become younger by that.
+        # The time of the read, not now: a recalled state must not become younger.
         at = time.time() - self.age().total_seconds()
         return ChainState(chain, at, self._block, self._neurons, dict(self._commitments))
 

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES = 64 * 1024
 _WARN_AGAIN = 600.0  # seconds
-PARALLEL = synapses.MOST_CALLED  # calls at a time: whoever is silent takes a call's whole time
+PARALLEL = synapses.MOST_CALLED  # calls at a time: a silent miner takes a call's whole time
 # The acknowledgement of an AllReduce call; its timeout field speaks of the round.
 ACKNOWLEDGE_TIMEOUT = timedelta(seconds=12)
 
@@ -36,8 +36,8 @@ ACKNOWLEDGE_TIMEOUT = timedelta(seconds=12)
 class SignedClient:
     """Calls miners with the hotkey of ``wallet``.
 
-    ``narrowest``: reach of an endpoint that is called. On a public network anybody announces what
-    they like, also an address inside of the caller's own network.
+    ``narrowest``: least reach of an endpoint that is called. On a public network anybody can
+    announce any address, also one inside the caller's own network.
 
     Each method blocks; call it from a thread without a running event loop. Nothing is raised for a
     miner that does not answer or answers nonsense.
@@ -58,8 +58,8 @@ class SignedClient:
     ) -> dict[int, IsAliveReply | None]:
         """Call all neurons; return replies by uid, None: no valid one.
 
-        ``timeout`` covers each call, not the sweep. ``epoch``: our outer step, of which they are
-        told. ``model``: their next uploads are to have the model too.
+        ``timeout`` covers each call, not the sweep. ``epoch``: our outer step, which
+        the call carries. ``model``: their next uploads are to have the model too.
         """
         fields = synapses.build_is_alive(epoch, model=model)
         replies = self._sweep(neurons, synapses.IS_ALIVE, fields, timeout)

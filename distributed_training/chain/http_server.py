@@ -4,7 +4,7 @@ A server inside a training process must not let clients choose how much work it 
 counted before they are parsed: a head is collected up to a limit, parsed once (h11) and checked
 (:meth:`BoundedServer.check_head`) before any of the body is read. The body is as long as
 ``Content-Length`` says, a few kilobytes at most. ``Transfer-Encoding``, under which every single
-byte can be made to cost 100 us, is refused, and so is whatever follows the request (pipelining).
+byte can be made to cost 100 us, is refused, and so are bytes after the request (pipelining).
 After the answer the connection is closed, which HTTP/1.1 allows a server at any time; a server that
 many poll may keep it instead (``idle``), as long as half of the connections it may have are free.
 
@@ -19,9 +19,9 @@ sending bad requests are closed on accept, before a protocol object or a task ex
 untrusted clients together share one budget of new connections; validators do not draw on it and are
 never blocked.
 
-Connections are accepted here, not by asyncio: what :class:`Admission` does not let in is
-closed before a task is made for it. Measured by ``bench.server``: 2,000 connections a second
-that are refused take 4 to 6 % of a core so, and 19 to 21 % through asyncio's own server.
+Connections are accepted here, not by asyncio: a connection that :class:`Admission` does not let in
+is closed before a task is made for it. Measured by ``bench.server``: 2,000 refused connections a
+second take 4 to 6 % of a core here, and 19 to 21 % through asyncio's own server.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ MOST_AT_ONCE = 64 * 1024  # bytes
 SEND_TIMEOUT = 30.0  # seconds a client has to read an answer
 
 _END_OF_HEAD = b"\r\n\r\n"
-# Two values of one of these: a program that reads the other one is deceived.
+# A head with two values of one of these deceives a program that reads the other value.
 _SINGLE = ("x-bittensor-", "bt_header_", "computed_body_hash", "timeout", "content-length")
 
 
@@ -264,8 +264,8 @@ def normalize(address: str) -> str:
 class TrustedAddresses:
     """Keys as :func:`normalize` makes them. Thread-safe.
 
-    ``callers``: those kept from before. At most ``MOST_VALIDATORS`` are kept, the latest; the
-    chain's endpoints are bounded by its uids.
+    ``callers``: addresses kept by the process before. At most ``MOST_VALIDATORS`` are kept, the
+    latest; the chain's endpoints are bounded by its uids.
     """
 
     def __init__(self, callers: Iterable[str] = ()) -> None:
@@ -289,11 +289,11 @@ class TrustedAddresses:
             return tuple(self._callers)
 
     def set_endpoints(self, addresses: Iterable[str]) -> None:
-        """Replace the endpoints of validators by those that the chain shows now."""
+        """Replace the endpoints of validators by the chain's present ones."""
         self._endpoints = frozenset(map(normalize, addresses))
 
 
-BURST_SECONDS = 6.0  # a bucket holds what its rate allows in this time
+BURST_SECONDS = 6.0  # a bucket holds as many tokens as its rate allows in this time
 NEWCOMERS_PER_SECOND, NEWCOMERS_BURST = 25.0, 100
 STRIKES = 20  # refused requests; one is forgiven every BLOCK_SECONDS / STRIKES
 BLOCK_SECONDS = 60.0
@@ -376,7 +376,7 @@ class Admission:
         reason = ""
         if self._blocked.get(address, 0.0) > self._clock() and not trusted:
             reason = "connection_blocked"
-        # By address before all together: one client must not use up what all share.
+        # By address before all together: one client must not use up the shared budget.
         elif self._open.get(address, 0) >= self._max_per_address:
             self.strike(address)
             reason = "connections_of_address"
@@ -402,7 +402,7 @@ class Admission:
     def disconnect(self, address: str) -> None:
         self.connections -= 1
         self._open[address] -= 1
-        # Or an entry would stay for every address that ever called.
+        # Else an entry would stay for every address that ever called.
         if self._open[address] <= 0:
             del self._open[address]
 
@@ -492,7 +492,7 @@ class BoundedServer(abc.ABC):
     def answer(self, head: Head, claim: Any, body: bytes) -> Reply | Awaitable[Reply]:
         """Return the fields of the reply with status 200, or a reply whole in bytes.
 
-        An answer that may wait comes later. ``claim``: what :meth:`check_head` returned. Raises
+        An answer that may wait comes later. ``claim``: the result of :meth:`check_head`. Raises
         Refused.
         """
 
@@ -512,7 +512,7 @@ class BoundedServer(abc.ABC):
             return
         caller = f"{named} at {address}" if claimed else address
         if refusal is Refusal.METHOD and headers.get("host") == PROBE_HOST:
-            # The operator's own. Whoever pretends to be one gains a quieter line, no more.
+            # The operator's own probe. A client that pretends to be one only gains a quieter line.
             log.info("doctor --probe reached this server from %s", address)
         else:
             log.warning("Refused a call from %s: %s [%s]", caller, refusal.message, refusal.reason)
@@ -546,7 +546,7 @@ class BoundedServer(abc.ABC):
             self._keeper.join(5)
 
     def _write_regularly(self) -> None:
-        # Off the event loop: an fsync on a disk that an upload keeps busy takes long.
+        # Not in the event loop: an fsync on a disk that an upload keeps busy takes long.
         while not self._stopping.wait(KEEP_INTERVAL):
             self.write_files()
 

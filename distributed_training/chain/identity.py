@@ -136,13 +136,13 @@ SERVICES = (
     "https://api.ipify.org",
     "https://icanhazip.com",
 )
-_ANY_HOST = "192.0.2.1"  # nobody's: by the default route
+_ANY_HOST = "192.0.2.1"  # nobody has it, so it is reached by the default route
 _MOST_BYTES = 256  # of an answer; the login page of some proxy has more
 _ALIKE = 2  # answers, before an address is believed
 
 
 class AddressUnknown(RuntimeError):
-    """Nobody gave a global address twice: the network may be away for a while."""
+    """No two answers gave the same global address: the network may be away for a while."""
 
 
 def external_ip(

@@ -76,8 +76,8 @@ class Belief:
 class WatcherCallbacks:
     """Called in the watcher's thread.
 
-    ``on_event``: with each change, once. ``on_lost``: with the name of what a reorganization took
-    back, to write it again. ``on_read``: after each read of the chain.
+    ``on_event`` gets each change, once. ``on_lost`` gets the name of a value that a reorganization
+    took back, to write it again. ``on_read`` is called after each read of the chain.
     """
 
     on_event: Callable[[RegistrationEvent], None]
@@ -96,12 +96,12 @@ class _Missing:
         self._belief = belief
         self._clock = clock
         self._throttle = Throttle(ASK_ANOTHER.total_seconds(), clock=clock)
-        self._refused = False  # a list was, since one was believed
+        self._refused = False  # whether a list was refused since the last believed one
         self._since: float | None = None
         self._answered: set[str] = set()
 
     def refuse(self) -> None:
-        """Take a list that cannot be the subnet's for no answer."""
+        """Count a list that cannot be the subnet's as no answer."""
         if not self._refused:
             self._refused = True
             log.warning(
@@ -179,9 +179,10 @@ _Suspicion = Change | int | str
 class RegistrationWatcher:
     """Looks at the last known state of the chain and reports each change once.
 
-    ``ours``: what this miner writes, an ``endpoint`` (address and port), a ``commitment`` or both;
-    the values may change. A value that the chain has shown and shows no longer was taken back by a
-    reorganization, or overwritten. It is written again, at most once in :data:`REWRITE_EVERY`.
+    ``ours``: the values that this miner writes, an ``endpoint`` (address and port), a
+    ``commitment`` or both; they may change. A value that the chain has shown and shows no longer
+    was taken back by a reorganization, or overwritten. It is written again, at most once in
+    :data:`REWRITE_EVERY`.
     """
 
     def __init__(
@@ -204,7 +205,7 @@ class RegistrationWatcher:
         self._belief = belief
         self._missing = _Missing(chain=chain, hotkey=hotkey, belief=belief, clock=clock)
         self._clock = clock
-        self._shown: dict[str, object] = {}  # by the chain, of ours
+        self._shown: dict[str, object] = {}  # our values that the chain has shown
         self._rewritten: dict[str, float] = {}  # by name: when it was lost last
         self._interval = interval.total_seconds()
         self._reported: set[Change] = set()
@@ -312,7 +313,7 @@ class RegistrationWatcher:
             if shown[name] == ours:
                 self._shown[name] = ours
             elif self._shown.get(name) == ours:
-                # Not compared with what it was before: a value that we changed is on its way.
+                # Not compared with its earlier value: a value that we changed is on its way.
                 since = self._clock() - self._rewritten.get(name, -math.inf)
                 if since >= REWRITE_EVERY:
                     return name

@@ -47,8 +47,8 @@ log = logging.getLogger(__name__)
 SHORTEST_INTERVAL = timedelta(milliseconds=300)
 _LONGEST_WAIT = timedelta(seconds=30)  # between two tries while it is away
 KEPT = timedelta(seconds=20)  # an idle connection: shorter than the registry keeps it
-#: What `dt-registry invite` prints for whoever joins: where the network's file is, its digest, and
-#: the secret that the registry has the hash of.
+#: The line that `dt-registry invite` prints for a new member: URL of the network's file, its
+#: digest, and the secret; the registry has the secret's hash.
 INVITATION = re.compile(r"(https?://[^\s#]{1,2000}#[0-9a-f]{64})\.([\w-]{16,128})", re.ASCII)
 _FIRST_ANSWER = timedelta(seconds=30)  # to one command
 _MOST_BYTES = 16 * 2**20  # of an answer; 4096 neurons have 2 MB, with the longest keys up to 11
@@ -64,7 +64,7 @@ _ROW: TypeAdapter[_Row] = TypeAdapter(_Row)
 def _usable(rows: Any) -> Any:
     """Leave out values that are no rows: one must not hide all others.
 
-    A list with more of those than rows is another program's, and none of it is taken.
+    A list with more such values than rows is another program's, and none of it is taken.
     """
     if not isinstance(rows, list):
         return rows
@@ -91,7 +91,7 @@ class State:
     """An answer to ``/state``.
 
     ``start``: which process answered; ``version`` counts its writes. ``rows``: uid, neuron and
-    commitment of each uid. ``expelled``: all hotkeys that are.
+    commitment of each uid. ``expelled``: all expelled hotkeys.
     """
 
     registry: Annotated[str, Field(pattern=r"^[a-z0-9.-]{1,63}/[0-9a-f]{1,32}/\w{40,60}$")]
@@ -106,7 +106,7 @@ class State:
 
 
 _STATE = TypeAdapter(State)
-#: What becomes a line of ``.env``.
+#: The form of a value that may become a line of ``.env``.
 _Key = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[!-&(-~]+$")]
 _KeyName = Literal[
     "R2_READ_ACCESS_KEY_ID", "R2_READ_SECRET_ACCESS_KEY",
@@ -125,9 +125,9 @@ class Answer(NamedTuple):
 
 
 class RefusedWrite(ChainError):
-    """It was not sent, or the registry answered that it does not do it.
+    """The write was not sent, or the registry refused it.
 
-    After any other failure it may be done.
+    After any other failure the registry may have done it.
     """
 
 
@@ -146,10 +146,10 @@ class Unusable(ValueError):
 class RegistryChain(Chain):
     """A chain over HTTP or HTTPS.
 
-    ``master``: hotkey that must have founded the registry; None: whoever founded the first that
-    answers. ``invitation``: for :meth:`register`. ``poll_interval``: the longest time between two
-    polls; half a block if that is less. ``timeout`` covers one call. ``private``: all machines are
-    in one private network, so an invitation may be sent over http.
+    ``master``: hotkey that must have created the registry; None: the creator of the first registry
+    that answers. ``invitation``: for :meth:`register`. ``poll_interval``: the longest time between
+    two polls; half a block if that is less. ``timeout`` covers one call. ``private``: all machines
+    are in one private network, so an invitation may be sent over http.
     """
 
     CLOCK, CLOCK_LAG = "the registry's", 1.0
@@ -189,7 +189,7 @@ class RegistryChain(Chain):
         self._lock = threading.Lock()  # one call at a time, so that answers cannot cross
         self._stop = threading.Event()
         self._seen: State | None = None
-        self.identity = ""  # of the registry, once it has answered
+        self.identity = ""  # the registry's, once it has answered
         self.all_expelled: frozenset[str] = frozenset()  # hotkeys, as last read
         # For a registry that comes back from an old backup.
         self._written: dict[str, dict[str, Any]] = {}  # by kind, the last accepted one
@@ -279,7 +279,7 @@ class RegistryChain(Chain):
         self._write("invite", {"hashed": hashed, "uses": uses, "expires": expires})
 
     def allow(self, hotkey: str, allowed: bool = True) -> None:
-        """Put a hotkey on the list of those who may register, or take it off. For the founder."""
+        """Allow a hotkey to register, or no longer. For the founder."""
         self._write("allow", {"hotkey": hotkey, "allowed": allowed})
 
     def commit(self, text: str) -> None:
@@ -319,7 +319,7 @@ class RegistryChain(Chain):
         if self._invitation is None:
             return {}
         self._refuse_plain("register")
-        # Of the whole line as `dt-registry invite` prints it, too.
+        # Also if it is the whole line that `dt-registry invite` prints.
         return {"invitation": self._invitation.get_secret_value().rpartition(".")[2]}
 
     def _refuse_plain(self, kind: str) -> None:
@@ -448,7 +448,7 @@ class RegistryChain(Chain):
         state, seen = self._ask(), self._seen
         if seen is not None and state.start != seen.start:
             own = self._wallet.ss58 if self._wallet is not None else ""
-            # Whoever came back before us may have brought the version beyond the one we know.
+            # Members that came back before us may have raised the version above the one we know.
             there, lost = False, own in self._by_hotkey
             for _, neuron, text in state.rows:
                 if neuron is not None and neuron.hotkey == own:
@@ -458,8 +458,8 @@ class RegistryChain(Chain):
                     }
                     there, lost = True, {**shown, **self._written} != shown
             if lost or state.version < seen.version:
-                # It came back without some of what we have read of it. What is ours is brought
-                # before the state is believed: an older endpoint of ours looks like another's.
+                # It came back without some writes that we have read. Ours are repeated before the
+                # state is believed: an older endpoint of ours looks like another's.
                 log.warning(
                     "The registry at %s went back from version %d to %d: it was restored from an "
                     "older backup; endpoint and commitment are written again, nothing needs to be "
@@ -497,8 +497,8 @@ class RegistryChain(Chain):
         """Ask for the state. Raises httpx.HTTPError, ValueError."""
         answer = self._fetch("/state")
         if answer.status == 304 and self._seen is not None:
-            # Nothing that we read is lost, whichever process answers and from whatever backup. It
-            # is the one whose version the next answers are compared with.
+            # Nothing that we read is lost, whichever process answers and from any backup. The next
+            # answers are compared with this version.
             self._seen = replace(
                 self._seen,
                 start=answer.headers["x-start"],
@@ -540,6 +540,6 @@ def answering(**how: Any) -> Iterator[RegistryChain]:
 def _why(error: Exception) -> str:
     if isinstance(error, (ChainError, Unusable)):
         return str(error)
-    # Its own words name what only the operator can fix: a name, a certificate.
+    # The error's own words name a fault that only the operator can fix: a name, a certificate.
     words = f": {error}"[:200] if isinstance(error, httpx.ConnectError) else ""
     return type(error).__name__ + words

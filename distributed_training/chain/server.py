@@ -65,10 +65,9 @@ class MinerCallbacks:
     ``epoch``: the local outer step. ``on_all_reduce``: gets each accepted call (put it into a
     queue). ``round_phase``: a word for the running round, or None. ``round_due``: whether the
     validator may call a round now; None if that is not known. ``peer_id`` and ``addresses``: in the
-    swarm. ``run_id``: of the rules that the miner holds for an outer
-    step, by default its own. ``on_validator_epoch``: gets the outer step at which
-    the master says that it is, with each IsAlive. ``on_model_asked``: the master asks for the model
-    by its next upload.
+    swarm. ``run_id``: the run id of the rules that the miner holds for an outer step, by default
+    its own. ``on_validator_epoch``: gets the master's outer step, from each IsAlive.
+    ``on_model_asked``: the master asks for the model by its next upload.
     """
 
     epoch: Callable[[], int]
@@ -90,7 +89,7 @@ class SignedServer(BoundedServer):
     ``clock``: wall clock in ns, for the freshness of calls; ``monotonic`` in seconds, for all else.
     """
 
-    # Of somebody who has proven who they are, or who is merely early.
+    # The caller has proven who it is, or is merely early.
     NO_STRIKE = frozenset(
         {Refusal.NO_PERMIT, Refusal.LOW_STAKE, Refusal.RATE, Refusal.NOT_DUE, Refusal.OWN_HOTKEY}
     )
@@ -211,8 +210,8 @@ class SignedServer(BoundedServer):
         ours = claim.hotkey in (self._own, self._master)
         if not ours and self._known(claim.hotkey) is None:
             raise Refused(Refusal.UNKNOWN_HOTKEY)
-        # Only looked at. A token is taken once the signature is proven, or anybody could use up
-        # a validator's rate under its name.
+        # Only checked. A token is taken once the signature is proven, or anybody could use up a
+        # validator's rate under its name.
         if self._hotkeys.empty(claim.hotkey):
             raise Refused(Refusal.RATE)
         auth.check_fresh(
@@ -270,7 +269,7 @@ class SignedServer(BoundedServer):
             reply = synapses.answer_all_reduce(fields)
             reply["answer"] = self._all_reduce(claim, fields) or reply["answer"]
         if permit:
-            # After all refusals: what makes an address trusted is an accepted call.
+            # After all refusals: only an accepted call makes an address trusted.
             self._trusted.add(head.address)
             self._called_at = self._monotonic()
         return reply
@@ -302,7 +301,7 @@ class SignedServer(BoundedServer):
             running, now = self._round, self._monotonic()
             if running is not None:
                 timeout = (running[0].timeout or synapses.ALL_REDUCE_TIMEOUT).total_seconds()
-                # Whatever the loop forgot to end must not keep later rounds out for ever.
+                # A round that the loop forgot to end must not keep later rounds out for ever.
                 if now - running[1] > timeout + ROUND_MARGIN:
                     running = self._round = None
             if running is None:

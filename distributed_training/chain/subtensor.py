@@ -43,7 +43,8 @@ _ALIKE = 60.0  # seconds between the newest blocks of two nodes that are as good
 class NewestBlocks:
     """The times at which the newest block of each endpoint was made.
 
-    ``clock``: the wall clock, in seconds since the epoch; ``monotonic``: that of :data:`ASK_AGAIN`.
+    ``clock``: the wall clock, in seconds since the epoch; ``monotonic``: the clock of
+    :data:`ASK_AGAIN`.
     """
 
     def __init__(
@@ -54,8 +55,8 @@ class NewestBlocks:
     ) -> None:
         self._clock = clock
         self._monotonic = monotonic
-        self._made: dict[str, float] = {}  # by endpoint, of those that were asked
-        self._believed_at: float | None = None  # a node that is behind
+        self._made: dict[str, float] = {}  # by endpoint, for each that was asked
+        self._believed_at: float | None = None  # when a node that is behind was believed
 
     def asking(self, endpoint: str) -> None:
         """Record that ``endpoint`` was asked.
@@ -73,7 +74,7 @@ class NewestBlocks:
         self._made[endpoint] = made
         behind = self._clock() - made
         if behind <= LATE.total_seconds():
-            self._made, self._believed_at = {}, None  # of the others: soon too old
+            self._made, self._believed_at = {}, None  # the others' times are soon too old
             return
         now = self._monotonic()
         if self._believed_at is not None and now - self._believed_at > ASK_AGAIN.total_seconds():
@@ -365,8 +366,8 @@ class BittensorChain(Chain):
                     raise ChainError(f"the node's block stands still at {block}")
                 if self._monotonic() - read_at >= read_every:
                     try:
-                        # Before its neurons are believed: a node behind lacks what was registered
-                        # since.
+                        # Before its neurons are believed: a node behind lacks newer
+                        # registrations.
                         made = (await self._timed(client.timestamp())).timestamp()
                         self._newest.check(endpoint, made, others)
                         self._saw_time(made)
@@ -452,8 +453,8 @@ class BittensorChain(Chain):
     async def _read_commitments(self, client: Any) -> None:
         """Read the map of commitments, and nothing else of that pallet.
 
-        The SDK's own read of all commitments also takes what timelocked ones revealed: bytes that
-        any uid chooses, one of which fails that read for the whole subnet.
+        The SDK's own read of all commitments also reads the revealed timelocked ones: any uid
+        chooses their bytes, and one bad entry fails that read for the whole subnet.
         """
         try:
             entries = await self._timed(client.query_map(_COMMITMENTS, [self._netuid]))
@@ -471,7 +472,7 @@ class BittensorChain(Chain):
     async def _one_by_one(self, client: Any, reason: Exception) -> list[tuple[str, Any]]:
         """Return the entries of all known neurons, None for one that cannot be decoded.
 
-        Raises ``reason`` if that is true of all of them.
+        Raises ``reason`` if none can be decoded.
         """
         gate = asyncio.Semaphore(_AT_A_TIME)
 
@@ -505,8 +506,8 @@ class BittensorChain(Chain):
 class _OfThisRuntime:
     """A chain access on which storage that the runtime does not have is empty.
 
-    Before it sets weights, bittensor asks for what only later runtimes have, and raises there: a
-    node of an earlier one would get no weights at all.
+    Before it sets weights, bittensor reads storage that only later runtimes have, and raises if it
+    is missing: a node with an earlier runtime would get no weights at all.
     """
 
     def __init__(self, substrate: Any) -> None:
@@ -532,9 +533,9 @@ _DECODING = (ValueError, TypeError, LookupError)
 def _committed(entry: Any) -> str:
     """Return the text of one commitment from the SDK's decoded entry.
 
-    The entry has one field ``Raw<n>`` of n bytes, in hexadecimal digits. Raises ValueError for all
-    else that an entry may hold: hashes, timelocked and larger fields, several fields, bytes that
-    are no text.
+    The entry has one field ``Raw<n>`` of n bytes, in hexadecimal digits. Raises ValueError for
+    every other content of an entry: hashes, timelocked and larger fields, several fields, bytes
+    that are no text.
     """
     match entry:
         case {"info": {"fields": [{**field}]}} if len(field) == 1:
@@ -555,8 +556,8 @@ def _committed(entry: Any) -> str:
 def _sdk_errors() -> Iterator[None]:
     """Raise each error of the SDK as a ChainError, so that none ends the thread.
 
-    Its own errors, those of its transport and those of its decoder have no base in common. A
-    TimeoutError stays one.
+    Its own errors, its transport's errors and its decoder's errors have no base class in common. A
+    TimeoutError stays a TimeoutError.
     """
     try:
         yield

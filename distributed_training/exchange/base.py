@@ -1,9 +1,9 @@
-"""Name what rounds through the store give the loop: facts, posted from a thread of rank 0.
+"""Define the events that rounds through the store post to the loop from a thread of rank 0.
 
 A round has two moments. At the *close* of outer step E the loop writes its upload; later comes the
 *update* that leads to outer step E + 1. :class:`~.store_rounds.StoreRounds` posts an
 :class:`~distributed_training.protocol.types.Update` or one of the classes below whenever one is
-known. None of them holds a tensor or an open file, and whoever gets one may be late: each names the
+known. None of them holds a tensor or an open file, and the loop may read one late: each names the
 outer step for which it holds.
 """
 
@@ -19,7 +19,7 @@ from distributed_training.protocol.types import Event, Update
 class Close:
     """The time at which an outer step's uploads are taken. If it moves, its serial grows."""
 
-    outer_step: int  # E: uploads of those who hold its epoch-start weights
+    outer_step: int  # E: for uploads of the members that hold its epoch-start weights
     serial: int
     closes_at: float  # Unix seconds, by the store's clock
     grace: float  # seconds: an upload that is in the store later is late
@@ -43,7 +43,7 @@ class UploadEnded(Event):
 
 @dataclass(frozen=True)
 class HeadSeen:
-    """The network's newest outer step, whenever it has become another."""
+    """The network has a new newest outer step."""
 
     outer_step: int
 

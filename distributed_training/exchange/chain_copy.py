@@ -1,10 +1,10 @@
 """Keep a member's own copy of a store network's chain, and refuse another history.
 
-The store is not believed. What it shows counts where the master has signed it, and only grows: a
-state with a smaller serial is an old one, and a manifest that follows another one than ours belongs
-to another history. So the newest state and all manifests that were seen stay on the disk, over a
-restart too. Two valid manifests of one outer step prove that the master signed two histories:
-nobody but its owner can say which one holds, so nothing is applied any more.
+The store is not believed. An object of it counts only if the master has signed it, and only ever
+grows: a state with a smaller serial is an old one, and a manifest that follows another one than
+ours is part of another history. So the newest state and all manifests that were seen stay on the
+disk, over a restart too. Two valid manifests of one outer step prove that the master signed two
+histories: only its owner can say which one holds, so nothing is applied any more.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class ChainCopy:
         self._folder = folder
         self._master = master
         self.forked = self._describe_fork()
-        self._etag = ""  # of the object that the newest state is
-        # Ever seen, also by a process before.
+        self._etag = ""  # of the newest state's object
+        # Seen at any time, also by an earlier process.
         self._newest = self._read("state", State, "an older state would not be noticed")
 
     def _describe_fork(self) -> str:
@@ -85,9 +85,9 @@ class ChainCopy:
                 write_bytes(self._path("state"), data)
             self._newest = state
             md5 = hashlib.md5(data, usedforsecurity=False).hexdigest()
-            # A cache may answer with older bytes than HEAD spoke of: then it is asked again.
+            # A cache may answer with older bytes than HEAD described: then it is asked again.
             self._etag = "" if is_md5(info.etag) and not same_etag(info.etag, md5) else info.etag
-        # Of a finished network there is no newer one.
+        # A finished network has no newer state.
         if state.expires < now and not state.finished:
             raise StateUnavailable(
                 f"{keys.STATE} of outer step {state.outer_step} has expired at "
@@ -160,7 +160,7 @@ class ChainCopy:
         raise ForkError(self.forked)
 
     def _fetch_missing(self, first: int, end: int) -> Iterator[tuple[Manifest, bytes]]:
-        """Yield the manifests, in order, with the bytes of those that we have no copy of."""
+        """Yield the manifests, in order, with the bytes of each that we have no copy of."""
 
         def fetch(outer_step: int) -> tuple[Manifest, bytes]:
             if (ours := self.copy(outer_step)) is not None:

@@ -2,8 +2,8 @@
 
 A note with the file's digest is on the disk before its first byte is sent. So a process that starts
 again knows what was sent, or may have been, and sends that file or none. Files and notes stay until
-no checkpoint is left that would need them (:meth:`OwnUploads.forget`): whoever applies an update
-again needs the upload that it has merged.
+no checkpoint is left that would need them (:meth:`OwnUploads.forget`): a miner that applies an
+update again needs the upload that the update has merged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .base import Close, UploadEnded
 
 log = logging.getLogger(__name__)
 
-#: A larger file goes in parts of as many bytes; a restart sends only the missing ones.
+#: A larger file is sent in parts of this many bytes; a restart sends only the missing ones.
 ONE_PIECE = 64 * 1024 * 1024
 #: Causes of a refusal after which the upload's movement is dropped; after others it is carried.
 FOR_CONTENT = frozenset({"worse", "copy", "spoiler"})
@@ -57,7 +57,7 @@ class Fate(NamedTuple):
     """The fate of our upload at the outer step that it was for."""
 
     base: Base
-    path: Path | None = None  # its file, where it was merged or refused, and is still there
+    path: Path | None = None  # its file, if it was merged or refused and is still there
     cause: str = ""  # why it was not merged; empty: it was, or there was none
 
 
@@ -123,7 +123,7 @@ class OwnUploads:
                     cause,
                 )
             uplink.sleep(wait)
-        # A file that is refused here for being another one has no note of its own.
+        # A file that is refused here because it is another one has no note of its own.
         if note is not None:
             self._write_note(close, replace(note, ended=cause[:_LONGEST]))
         return UploadEnded(*place, cause)
@@ -133,12 +133,12 @@ class OwnUploads:
         cause = ""
         for serial, note in self._notes(manifest.outer_step - 1):
             found = self.path(manifest.outer_step - 1, serial)
-            # A miner that went back behind its upload has written another one for the same close.
+            # A miner that went back in time has written another upload for the same close.
             path = found if found.exists() and sha256_of(found) == note.digest else None
             if any(each.digest == note.digest for each in manifest.merged):
                 return Fate(Base.MERGED, path)
             for each in manifest.refused:
-                # Of a file that was not read only its uid is known.
+                # Only the uid is known of a file that was not read.
                 unread = not each.digest and each.uid == self._uid and serial == manifest.serial
                 if unread or each.digest == note.digest:
                     cause = f"{each.cause}: {each.reason}"
@@ -185,7 +185,7 @@ class OwnUploads:
         ) as sender:
             sender.abandon_all_but([key])
             held = retry(self._store.head, key)
-            # Whole already, and we have not begun it: by another miner of this hotkey.
+            # Whole already, and we have not begun it: another miner of this hotkey sent it.
             if held is not None and journal.upload(key) is None:
                 raise TakenError(f"{self._store.bucket}/{key} holds an upload that is not ours")
             # Its record stays: until the note is written it shows that the object is ours.
@@ -193,7 +193,7 @@ class OwnUploads:
 
     def _delete_past(self, close: Close) -> None:
         """Delete our uploads for earlier outer steps where the bucket is our own."""
-        with contextlib.suppress(StoreError):  # else the validator does; or at the next one
+        with contextlib.suppress(StoreError):  # else the validator does, or we do at the next close
             for info in self._store.list_objects(f"uploads/{self._uid}/"):
                 place = keys.parse_upload_key(info.key)
                 if place is not None and place[1] < close.outer_step:
@@ -224,7 +224,7 @@ class OwnUploads:
 def forget_files(folder: Path, before: int) -> None:
     """Delete the files whose names begin with the number of an outer step before ``before``.
 
-    Those of a download that was given up too: its names begin with a dot.
+    It deletes files of a download that was given up too: their names begin with a dot.
     """
     for path in folder.glob("*"):
         number = path.name.removeprefix(".").partition(".")[0]

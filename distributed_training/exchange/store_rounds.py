@@ -6,8 +6,8 @@ ahead, it checks the signed manifests up to the head (:mod:`.chain_copy`), fetch
 follows ours, and posts it; the next one follows when that is applied. A member that has missed much
 gets whole weights instead.
 
-Nothing here ever stops training. What the store shows is taken only where all of it fits; a store
-that does not answer, or shows something else, costs one line and is asked again.
+Nothing here ever stops training. An object of the store is used only if all of it is right; a store
+that does not answer, or has something else, costs one line and is asked again.
 
 Times are the store's: a machine whose clock is wrong joins rounds all the same, and logs it.
 """
@@ -42,10 +42,10 @@ log = logging.getLogger(__name__)
 
 _INTERVAL = 30.0  # seconds between two looks at the state
 _SOON = 5.0  # the same after a close, when its update is awaited
-_SOON_FOR = 600.0  # seconds after the grace: an update that takes longer is no matter of seconds
+_SOON_FOR = 600.0  # seconds after the grace: an update that takes longer needs no frequent look
 _CLOCK_OFF = 2.0  # seconds by which our clock may differ from the store's without a line
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=5), timedelta(minutes=5)  # after a failed fetch
-_LAST_REQUEST = 5.0  # seconds that one in flight gets at the end
+_LAST_REQUEST = 5.0  # seconds that a request in flight gets at the end
 _VOID = "void: the close moved, or its outer step is over"
 _SHORTEST = 0.2  # seconds between two turns
 
@@ -53,8 +53,8 @@ _SHORTEST = 0.2  # seconds between two turns
 class StoreRounds:
     """Follow the network in a thread of its own; ``post`` gets each event (:mod:`.base`).
 
-    Only this object writes ``folder``: our copy of the chain, updates, weights. ``longest``: that a
-    transfer may take. ``at_head``: called in this thread whenever there is a new outer step.
+    Only this object writes ``folder``: our copy of the chain, updates, weights. ``longest``: the
+    most time that a transfer may take. ``at_head``: called in this thread at each new outer step.
     """
 
     def __init__(
@@ -77,20 +77,20 @@ class StoreRounds:
         self._reader = BucketReader(store, large=longest)
         self._chain = ChainCopy(self._reader, folder / "chain", master)
         self._uploads = uploads
-        self._state: State | None = None  # that was taken; None: none yet
+        self._state: State | None = None  # the newest that was accepted; None: none yet
         self._held = 0  # the outer step whose epoch-start weights are ours
-        # The outer step that was held before older weights were taken: uploads for those before it
-        # have been taken into account.
+        # The outer step that was held before older weights were loaded: uploads for outer steps
+        # before it have been taken into account.
         self._counted = 0
         self._largest_update = 0
-        self._ahead: float | None = None  # the store's Unix time less the steady clock
-        self._off: float | None = None  # our Unix time less the store's
-        self.silent_since: float | None = None  # the store, by the steady clock
+        self._ahead: float | None = None  # the store's Unix time minus the steady clock
+        self._off: float | None = None  # our Unix time minus the store's
+        self.silent_since: float | None = None  # when the store fell silent, by the steady clock
         self._next_look = -math.inf
         self._posted: Close | None = None
-        self._sent: Close | None = None  # of the last sending that was begun
-        # How often the loop has said what it holds, and which of these was answered by a step to
-        # take: a fetch for an earlier one is of no use.
+        self._sent: Close | None = None  # the close of the last sending that was begun
+        # How often the loop has reported its outer step, and the last report that an update
+        # answered: a fetch for an earlier report is of no use.
         self._said, self._answered = 1, 0
         self._wants_weights = False
         self._waits = Backoff(first=_FIRST_WAIT, longest=_LONGEST_WAIT)
@@ -138,8 +138,8 @@ class StoreRounds:
     def send(self, close: Close) -> None:
         """Send the upload that lies at its path; UploadEnded answers.
 
-        Call it when a checkpoint that knows of it is complete. A second call for one close sends
-        the same file again or none.
+        Call it when a checkpoint that has the upload in its state is complete. A second call for
+        one close sends the same file again or none.
         """
         self._to_send.append(close)
         self._wake.set()
@@ -147,7 +147,7 @@ class StoreRounds:
     def applied(self, outer_step: int) -> None:
         """Take note that the epoch-start weights of ``outer_step`` are held now.
 
-        Also after an update that was not applied, to have it posted again, and after a roll-back.
+        Call it also after an update that was not applied, to get it again, and after a roll-back.
         """
         self._held, self._wants_weights = outer_step, False
         self._said += 1
@@ -174,7 +174,7 @@ class StoreRounds:
 
     @property
     def gate(self) -> int:
-        """Closes in a row of whose uploads no half passed the held-out text."""
+        """Closes in a row at which fewer than half of the uploads passed the held-out text."""
         return 0 if self._state is None else self._state.gate
 
     def manifest(self, outer_step: int) -> Manifest | None:
@@ -210,7 +210,7 @@ class StoreRounds:
                 wait = self.turn()
             except StoppedError:
                 return  # a clean end: nothing is worth a line
-            except Exception:  # this thread gone, no round would be taken part in any more
+            except Exception:  # without this thread the miner would join no round any more
                 log.exception("Unexpected error while following the store; please report it")
                 wait = _INTERVAL
             self._wake.wait(wait)
@@ -230,7 +230,7 @@ class StoreRounds:
                 self._post(ChainForked(forked))
             if self._sending is not None:
                 self._sending[1].stop()
-            for close in self._to_send:  # for its end the loop puts checkpoints off
+            for close in self._to_send:  # the loop delays checkpoints until it ends
                 self._post(UploadEnded(close.outer_step, close.serial, forked))
             self._to_send.clear()
             return _INTERVAL
@@ -248,12 +248,12 @@ class StoreRounds:
         except StoppedError:
             raise
         except ForkError:
-            return  # turn() tells
+            return  # turn() logs it
         except StateUnavailable as error:
             self._settle_silence()
             self._report("state", str(error))
         except (StoreError, OSError) as error:
-            # One line for an outage, not one for each look.
+            # One line for each outage, not one for each look.
             text = f"The store cannot be read ({error}). Training continues, and it is asked again"
             self.silent_since = self.silent_since or steady()
             self._report("store", text, kind="away")
@@ -284,7 +284,7 @@ class StoreRounds:
         ended = self._clocks.steady()
         if info is not None and info.age_seconds is not None:
             theirs = info.modified + info.age_seconds
-            # An HTTP date is of whole seconds.
+            # An HTTP date has whole seconds.
             theirs += 0.5 if theirs.is_integer() else 0.0
             self._ahead = theirs - (began + ended) / 2
             self._off = self._clocks.unix() - self.now()
@@ -302,7 +302,7 @@ class StoreRounds:
         return self._chain.state(info, self.now())
 
     def _keep_sending(self) -> None:
-        """Begin a sending that was asked for, or that a kill ended; end one that is void."""
+        """Begin a sending that was asked for, or that a kill ended; end one whose close is over."""
         if (close := self.next_close) is None:
             return
         if self._sending is not None:
@@ -343,14 +343,14 @@ class StoreRounds:
         self._wake.set()
 
     def _post_close(self) -> None:
-        """Post the close once, while it lasts, where the weights that it is for are held."""
+        """Post the close once, while it lasts, if we hold the weights that it is for."""
         state, close = self._state, self.next_close
         if state is None or close is None or state.finished or state.outer_step != self._held:
             return
         if not close.closes_at <= self.now() < close.ends_at or _same(self._posted, close):
             return
         self._posted = close
-        # Of a process before this one: there is no second upload for a close.
+        # An earlier process began it: there is no second upload for a close.
         if not self._uploads.begun(close):
             self._post(close)
 
@@ -376,7 +376,7 @@ class StoreRounds:
             return
         self._waits.succeeded()
         self._settle("fetch", "Outer steps are taken over again")
-        if self._said == said:  # else the next turn fetches what follows now
+        if self._said == said:  # else the next turn fetches the step that follows now
             self._answered = said
             self._post(fact)
 
@@ -403,9 +403,9 @@ class StoreRounds:
             weights = self._fetch_weights(newest, reason)
             self._counted = held
             return weights
-        # Whichever of the two leads on, this one tells what became of our upload.
+        # Whichever of the two is applied, this one has our upload's fate.
         fate = Fate(Base.KEPT)
-        if back is not None:  # movement from weights that were left is dropped with them
+        if back is not None:  # movement from abandoned weights is dropped with them
             fate = Fate(Base.REFUSED, cause=f"the network went back to outer step {back}")
         elif held >= self._counted:
             fate, self._counted = self._uploads.find_fate(self._chain.manifest(held + 1)), 0
@@ -467,5 +467,5 @@ def _lead_to(manifest: Manifest, path: Path, fate: Fate, *, whole: str = "") -> 
 
 
 def _same(one: Close | None, other: Close) -> bool:
-    """Return whether two are one close; its grace may change."""
+    """Return whether both are the same close; its grace may change."""
     return one is not None and (one.outer_step, one.serial) == (other.outer_step, other.serial)

@@ -12,16 +12,17 @@ between memory and wire is our own: parts are sent from where the tensors lie an
 buffers that are used again, sums and differences are made in place, and differences are added as
 they come. hivemind copies each part about ten times and keeps all differences of a tensor.
 
-With *four bits* a value the reducer answers otherwise: it encodes the average once, sends the same
-bytes to all, and takes what they decode to itself. So all peers hold the same average to the bit.
+With *four bits* a value the reducer answers in another way: it encodes the average once, sends the
+same bytes to all, and itself keeps the values that these bytes decode to. So all peers hold the
+same average to the bit.
 
 A failing peer costs its own values only. A *sender* that fails is left out of the parts it has not
-sent; of the share of a *reducer* that fails the remaining parts keep the local values.
+sent; if a *reducer* fails, the remaining parts of its share keep the local values.
 
-Nor is a peer believed. What is not finite, weighs more than one, or cannot be done in time counts
-as a failure. A contribution is shortened where it is longer than twice what is usual for its part
-(:func:`usual_norm`). A reducer's average is held against our own values, before it is taken: a part
-that is out of bounds (:data:`BOUND`) keeps the local values.
+Nor is a peer believed. Values that are not finite, a weight above one, and work that cannot be done
+in time count as failures. A contribution is shortened if it is longer than twice the usual norm of
+its part (:func:`usual_norm`). A reducer's average is held against our own values, before it is
+taken: a part that is out of bounds (:data:`BOUND`) keeps the local values.
 """
 
 from __future__ import annotations
@@ -52,26 +53,27 @@ log = logging.getLogger(__name__)
 FLOAT_BYTES = 4
 #: Parts of one sender that may wait for their average, or for the sender to take its differences.
 _AHEAD = 4
-#: p2pd ends a stream by closing both of its directions, and now and then resets it instead: what
-#: the other p2pd still holds is lost then. So a sender that does not close first gets the time to
-#: take this many bytes at the pace so far: least and most seconds.
+#: p2pd ends a stream by closing both of its directions, and now and then resets it instead:
+#: the bytes that the other p2pd still holds are lost then. So a sender that does not close first
+#: gets the time to take this many bytes at the pace so far: least and most seconds.
 _ON_ITS_WAY = 8 << 20
 _TAKEN_WITHIN = 0.1, 2.0
 
 #: An average may be this many times as long as the values that it is compared with.
 BOUND = 2.0
 #: A contribution is shortened to this many times the usual norm. Norms grow by less than the inner
-#: steps do: where most peers took half of them, those that took all are not longer than that.
+#: steps do: if most peers took half of the steps, peers that took all have no longer norms than
+#: that.
 LONGEST = 2.0
 #: A sound average is at most this many times as long as usual: half of the contributions are at
 #: most usual then, and the others LONGEST.
 _MOST_OF_USUAL = 1.5
-#: Of two contributions the longer may be this many times as long as the shorter: no third tells
-#: which of them is usual, and a peer that joined late has a short one.
+#: Of two contributions the longer may be this many times as long as the shorter: no third shows
+#: which of the two is usual, and a peer that joined late has a short one.
 _BETWEEN_TWO = 10.0
 #: hivemind wants a positive weight of a peer that contributes nothing (the validator's 1e-6).
 MOST_WEIGHT_OF_NOTHING = 1e-6
-#: Of fewer values chance may make a part far longer at some peers than at others.
+#: A part of fewer values may by chance be far longer at some peers than at others.
 _FEW_VALUES = 64
 #: A peer whose own values are zeros, or few steps old, knows the scale of one share, not of each
 #: layer. Few values of other layers (norms') may still be out of bounds, at nobody's fault.
@@ -80,7 +82,7 @@ _FEW_OF_A_SHARE = 0.05
 # Shares of the time for the all-reduce: the last ones are for senders, and for reducers.
 _FIRST_LOOK, _LAST_LOOKS = 0.25, (0.85, 0.95)
 _LEAST_WINDOW = 5.0  # seconds: over a shorter time a pace says little
-_HELD_UP = 0.1  # of a window: if our own loop stood still for longer, its pace says nothing
+_HELD_UP = 0.1  # share of a window: if our own loop stood still for longer, its pace says nothing
 _BEHIND = 2  # parts: senders of one pace are about this far apart
 
 OpenStream = Callable[[PeerID], AbstractAsyncContextManager[Stream]]
@@ -202,12 +204,12 @@ class AllReduce:
     # --- in time -------------------------------------------------------------------------------
 
     async def _watch_pace(self) -> None:
-        """Leave out who cannot be done in time, while there is time for the others.
+        """Leave out peers that cannot be done in time, while there is time for the others.
 
-        A slow link shows in what its peer sends us and takes from us. So reducers get the benefit
+        A slow link shows in the bytes that its peer sends and takes. So reducers get the benefit
         of the doubt: one that sent in time may itself wait for a sender that is slow only to it,
-        until it leaves that one out. At the end whoever is not done is left out, senders first: the
-        reducers that waited for them then have time to answer.
+        until it leaves that one out. At the end every peer that is not done is left out, senders
+        first: the reducers that waited for these senders then have time to answer.
         """
         loop, timeout = asyncio.get_running_loop(), self._terms.timeout
         began = loop.time()
@@ -229,7 +231,7 @@ class AllReduce:
                     self._give_up(index, "it is too slow to be done in time")
             averaged, left = self.reducer.averaged, [len(parts) for parts in self._left]
         if (held_up := await _sleep(all_sent - loop.time())) > _HELD_UP * window:
-            # What came meanwhile has yet to be read.
+            # Bytes that arrived meanwhile are still to be read.
             await asyncio.sleep(min(held_up, (all_averaged - loop.time()) / 2))
         for sender in self.reducer.unfinished():
             self.out_of_time = True
@@ -327,9 +329,9 @@ class AllReduce:
     async def _in_bounds(self, part: Tensor, average: Tensor) -> bool:
         """Return whether ``average`` may take the place of ``part``, our own values.
 
-        Usually it is at most :data:`BOUND` times as long as our own part. Where it is longer, what
-        the senders of our share have sent shows what is usual (:meth:`Scale.longest`). Raises
-        FrameError if it is not finite.
+        Usually it is at most :data:`BOUND` times as long as our own part. If it is longer, the
+        values that senders have sent for our share show the usual norm (:meth:`Scale.longest`).
+        Raises FrameError if it is not finite.
         """
         norm, own = _norm(average), _norm(part)
         if not math.isfinite(norm):
@@ -344,7 +346,7 @@ class AllReduce:
         if seen is not None:
             longest = seen.longest(own, len(part))
             return norm <= (longest if seen.own else max(longest, _SCALE_OF_LAYERS * past))
-        # Where we average nothing for others, past averages are all that is known, if they are.
+        # If we average nothing for others, only past averages are known, or nothing.
         return norm <= past or not (usual or self._shares[self._mine])
 
     async def _close_after(self, stream: Stream, opened: contextlib.AsyncExitStack) -> None:
@@ -398,7 +400,7 @@ class AllReduce:
         except asyncio.CancelledError:
             self.reducer.leave_out(stream.peer, "it did not take its averages")
             raise
-        except Exception as error:  # whatever it sent, no sum may wait for it
+        except Exception as error:  # no sum may wait for a peer, for any message of it
             self.reducer.leave_out(stream.peer, _why(error))
             raise
         await sums.put(None)
@@ -518,7 +520,7 @@ def _norm_of(rms: float, values: int) -> float:
 
 
 class Buffers:
-    """Memory for one part each, used again: the first touch of fresh memory is what costs."""
+    """Memory for one part each, used again: fresh memory costs time at its first touch."""
 
     def __init__(self, values: int) -> None:
         self._values = values
@@ -542,10 +544,10 @@ def _norm(values: Tensor) -> float:
 def usual_norm(norms: Collection[float]) -> float:
     """Return the norm that is usual among ``norms`` of contributions.
 
-    It is the median, of an even number the greater of both: a single peer, were it the longest,
-    never makes it, and those that joined late and have short ones do not either, unless they are
-    the majority. Of two contributions no majority tells which is usual: the longer counts, but for
-    at most ten times the shorter.
+    It is the median; of an even number, the greater of the two middle norms. So a single peer never
+    decides it, not even the longest, and peers that joined late and have short norms decide it only
+    if they are the majority. Of two contributions no majority shows which is usual: the longer
+    counts, as at most ten times the shorter.
     """
     ordered = sorted(norms)
     usual = ordered[len(ordered) // 2]
@@ -557,14 +559,14 @@ class Reducer:
 
     A part is complete once every one of ``senders`` (the others) that has not failed has sent it.
     It is summed then, in the order of ``senders``, each contribution, our own too, shortened to at
-    most :data:`LONGEST` times what is usual (:func:`usual_norm`): so one peer of n moves the
+    most :data:`LONGEST` times the usual norm (:func:`usual_norm`): so one peer of n moves the
     average by at most 1/n of a vector of that norm, and the averages of all reducers have one
-    scale. Peers that took half as many inner steps, or one, are honest: what they send is short,
-    and stays as it is.
+    scale. Peers that took half as many inner steps, or one, are honest: their contributions
+    are short, and stay as they are.
 
-    ``complete`` is set once all parts are; the averages then stand in ``parts``. What a sender has
-    sent before it failed stays in the sums: all peers get the same averages. ``heard`` is set once
-    each sender has sent a part or failed. ``four``: averages have four bits a value.
+    ``complete`` is set once all parts are; the averages then stand in ``parts``. Parts that a
+    sender has sent before it failed stay in the sums: all peers get the same averages. ``heard`` is
+    set once each sender has sent a part or failed. ``four``: averages have four bits a value.
     """
 
     def __init__(
@@ -672,9 +674,9 @@ class Reducer:
             return
         del self._sums[index]
         own, total = self._parts[index], self._weight
-        # Those of (nearly) no weight say nothing of how long a contribution may be.
+        # Contributions of (nearly) no weight do not show how long one may be.
         norms = [sent.norm for sent in sums.came_from.values() if sent.weight == 1]
-        # Float32: of equal norms none may count as longer.
+        # 1.001: in float32, one of two equal norms may come out longer.
         longest = 1.001 * LONGEST * self._usual(sums.own_norm, norms)
 
         def share(weight: float, norm: float) -> float:
@@ -691,7 +693,7 @@ class Reducer:
         own.div_(total)
         if self._four:
             sums.done.encoded = four_bits.encode(own)
-            # What all others will have: ours must be the same to the bit.
+            # All others will have these values: ours must be the same to the bit.
             four_bits.decode(sums.done.encoded, own)
         else:
             for values, _, _ in sums.came_from.values():
@@ -704,7 +706,7 @@ class Reducer:
 
     def _usual(self, own: float, norms: Sequence[float]) -> float:
         if self._weight == 1:
-            # Who sends zeros, after no step, must not shorten ours to nothing.
+            # A peer that sends zeros, after no step, must not shorten ours to nothing.
             norms = [own, *(norm for norm in norms if norm or not own)]
         return usual_norm(norms) if norms else math.inf
 

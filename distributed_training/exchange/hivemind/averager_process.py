@@ -144,7 +144,7 @@ class DTGradAverager(ServicerBase):
         self._all_reduce: AllReduce | None = None
         self._search_over = asyncio.Event()  # and the group's all-reduce is there, if one was found
         self._search_over.set()
-        self._serving: set[asyncio.Task[Any]] = set()  # peers' streams of this round
+        self._serving: set[asyncio.Task[Any]] = set()  # streams of peers in this round
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -164,8 +164,8 @@ class DTGradAverager(ServicerBase):
     async def average(self, order: RoundOrder, on_found: Callable[[], None]) -> Average | Failed:
         """Find a group and average with it, by ``order``'s deadlines. Cancel it to end it early.
 
-        ``on_found`` is called once a group is found. From then on, unless Average is answered, what
-        the tensors hold is not defined.
+        ``on_found`` is called once a group is found. From then on, unless Average is answered,
+        the tensors' values are not defined.
         """
         values = sum(t.numel() for t in self._tensors)
         serving: set[asyncio.Task[Any]] = set()
@@ -314,7 +314,7 @@ class DTGradAverager(ServicerBase):
                 request = await wire.receive_short(stream, averaging_pb2.JoinRequest)
             context = P2PContext(self._join_protocol, self._node.peer_id, stream.peer)
             answering = asyncio.create_task(self._answer(stream, request, context))
-            # Its end comes before so many bytes: it has sent its one message.
+            # The stream ends before this many bytes: the peer has sent its one message.
             gone = asyncio.create_task(stream.receive(len(wire.END) + 1))
             try:
                 await asyncio.wait((answering, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -367,7 +367,7 @@ class DTGradAverager(ServicerBase):
             due = searching and str(peer) in self._admitted
             size = LARGEST_GROUP if anybody else len(self._admitted) + 1
         room = taken < size + _MORE_STREAMS and self._streams[key] < _STREAMS_EACH
-        # The first of a peer that is due finds room whatever the others hold.
+        # The first stream of a peer that is due finds room, however many others are open.
         if not ((due and not self._streams[key]) or (room and (due or anybody))):
             yield False
             return
@@ -376,10 +376,10 @@ class DTGradAverager(ServicerBase):
             yield True
         finally:
             self._streams[key] -= 1
-            self._streams += Counter()  # without those that are zero
+            self._streams += Counter()  # drops counts of zero
 
 
-#: What hivemind's matchmaking raises when peers or p2pd misbehave; a new search may succeed.
+#: Errors of hivemind's matchmaking when peers or p2pd misbehave; a new search may succeed.
 _SEARCH_FAILURES = (
     MatchmakingException,
     AssertionError,
@@ -405,9 +405,9 @@ class _Search:
 class _Admitting(Matchmaking):
     """Groups of the peers that the call names.
 
-    Whoever knows the network's file finds the others in the DHT; libp2p proves who a peer is, so
-    what is left is to say who may take part. ``admitted``: ids of those; empty: everybody.
-    ``on_other``: called with who has another schema.
+    Everybody who knows the network's file finds the others in the DHT, and libp2p proves who a peer
+    is. ``admitted``: ids of the peers that may join the group; empty: all may. ``on_other``: called
+    with each peer that has another schema.
     """
 
     _servicer_type: Any  # hivemind asks it for stubs of a leader
@@ -743,7 +743,7 @@ async def serve(config: HostConfig, connection: socket.socket) -> None:
         await Host(config, orders, answers).run()
     except HostFailed as error:
         why = str(error)
-    except Exception as error:  # whatever hivemind raises: rank 0 learns of it, and starts another
+    except Exception as error:  # any error of hivemind: rank 0 starts another process
         log.exception("The swarm process ends")
         why = f"{type(error).__name__}: {error}"
     else:
@@ -773,7 +773,7 @@ def main() -> int:
         asyncio.run(serve(config, connection))
     finally:
         shutil.rmtree(config.sockets, ignore_errors=True)
-        # p2pd, and whatever else hivemind started: nobody but this group's leader knows of them.
+        # p2pd, and all else that hivemind started: only this group's leader knows of them.
         os.killpg(os.getpgrp(), signal.SIGKILL)
     return 0
 

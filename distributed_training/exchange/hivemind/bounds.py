@@ -1,10 +1,10 @@
 """Bound the cost of peers: calls and bytes of the DHT, its values, its table of peers.
 
 Any client that reaches the swarm's port is served, since a newcomer has to be. libp2p's identities
-are free, so a bound for each peer holds nobody off. Here peers that we *know* (initial peers, those
-that a call named, those of rounds before) have a budget of their own, and all others share two.
-One is for those that have asked little, so a flood by untrusted clients slows down no round, and
-no newcomer that is not one of the flood.
+are free, so a bound for each peer holds nobody off. Here peers that we *know* (initial peers, peers
+that a call named, peers of earlier rounds) have a budget of their own, and all others share two.
+One is for clients that have asked little, so a flood by untrusted clients slows down no round and
+no newcomer outside the flood.
 
 p2pd delivers a call as bytes (at most ``MOST_MESSAGE_BYTES``). It is paid for before it is parsed:
 a peer that is a little too fast waits, as the stock peers' searches do, and one that is far too
@@ -34,31 +34,31 @@ from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
 
 from distributed_training.protocol.keys import LONGEST_PEER_ID
 
-#: Of a call or an answer. p2pd refuses longer ones: from outside, and ours.
+#: Longest call or answer, in bytes. p2pd refuses longer ones: from outside, and ours.
 MOST_MESSAGE_BYTES = 64 * 1024
-_BYTES_A_CALL = 4096  # as many cost what one call costs
+_BYTES_A_CALL = 4096  # this many bytes cost as much as one call
 _LONGEST_WAIT = 1.0  # seconds; a caller of hivemind's gives up after three
 # Calls a second, and at once. A call takes about a millisecond of the loop that rounds run on.
 _KNOWN, _UNKNOWN = (100.0, 400.0), (10.0, 40.0)
-_HALF_OF_UNKNOWN = (50.0, 100.0)  # of all together: those that ask little, and the others
-_MODEST = 0.75  # of its own account is there: so a new identity makes ten calls as a modest one
+_HALF_OF_UNKNOWN = (50.0, 100.0)  # of all together: clients that ask little, and the others
+_MODEST = 0.75  # share of the account that is left: a new identity makes ten calls as modest
 _MOST_HELD = 16 << 20  # bytes of calls that wait to be refused
 _MOST_REMEMBERED = 1024  # peers whose calls are counted, and peers that are known
 _CONNECTIONS = {"connLo": 128, "connHi": 256, "connGrace": "20s"}  # p2pd's, when it closes some
 
 _MOST_KEYS = 16  # in one call; hivemind asks for few more than one
 _MOST_NODES = 512  # in the table; hivemind's grows with each id that anybody makes up
-_LONGEST_VALUE = 16  # bytes; what matchmaking declares has one, and a priority nine
-_MOST_ENTRIES = 256  # of one key, a peer's each; half of them for those we do not know
+_LONGEST_VALUE = 16  # bytes; a declaration of matchmaking has one, and a priority nine
+_MOST_ENTRIES = 256  # of one key, one for each peer; half of them for peers that we do not know
 _LARGEST_DICTIONARY = 16 * 1024  # bytes: 300 entries; unpacked, each may become several objects
 
 
 class Refused(RuntimeError):
-    """The call is not served: its peer, or all that we do not know, asked too much."""
+    """The call is not served: its peer, or all unknown peers together, asked too much."""
 
 
 class Known:
-    """The peers that are served first; of more than 1,024 those that were added last."""
+    """The peers that are served first: the 1,024 that were added last."""
 
     def __init__(self) -> None:
         self._peers: OrderedDict[PeerID, None] = OrderedDict()
@@ -94,7 +94,7 @@ class _Account:
 
 
 class Budget:
-    """Accounts for calls, of each peer and for all that are not known. ``clock``: in seconds."""
+    """Accounts for calls, of each peer and of all unknown peers. ``clock``: in seconds."""
 
     def __init__(self, known: Known, clock: Callable[[], float] = time.monotonic) -> None:
         self._known = known
@@ -122,7 +122,7 @@ class Budget:
             accounts.append(self._unknown[account.modest])
             wait = max(wait, accounts[1].wait(cost, now))
         if wait > _LONGEST_WAIT:
-            # Or who asks on and is refused would soon count as modest again. Without a debt.
+            # Else a peer that keeps asking would soon count as modest. Without a debt.
             account.left = min(account.left, max(0.0, account.left - cost))
             raise Refused("too many calls")
         for each in accounts:
@@ -141,7 +141,7 @@ class BoundedP2P(P2P):  # type: ignore[misc]  # hivemind has no types
 
     @staticmethod
     def _make_process_args(*args: Any, **options: Any) -> list[str]:
-        # A relay would carry gigabytes of anybody's.
+        # A relay would carry gigabytes for anybody.
         options |= _CONNECTIONS | {"relayService": False}
         arguments: list[str] = P2P._make_process_args(*args, **options)
         return arguments
@@ -175,7 +175,7 @@ class BoundedP2P(P2P):  # type: ignore[misc]  # hivemind has no types
             if self._held + held <= _MOST_HELD:
                 self._held += held
                 try:
-                    # Not all at once: they would come back as a wave.
+                    # Not all at once: the callers would come back as a wave.
                     await asyncio.sleep(random.uniform(1, 2) * _LONGEST_WAIT)
                 finally:
                     self._held -= held
@@ -199,8 +199,8 @@ async def receive_bounded(reader: asyncio.StreamReader) -> bytes:
 class RecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
     """Accepts only averagers' declarations: small, short-lived, each under its peer id.
 
-    ``prefix``: of the averager's keys (protocol page, section 1). ``longest``: seconds for which a
-    value may be kept.
+    ``prefix``: the averager's keys begin with it (protocol page, section 1). ``longest``: seconds
+    for which a value may be kept.
     """
 
     def __init__(self, prefix: str, longest: float) -> None:
@@ -214,7 +214,7 @@ class RecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind ha
             record.key in self._keys
             and isinstance(record.value, bytes)
             and len(record.value) <= _LONGEST_VALUE
-            # Of a clock that is wrong too: hivemind itself drops what has expired.
+            # Also if a clock is wrong: hivemind itself drops expired values.
             and record.expiration_time <= now + self._longest
             # A packed peer id: a multihash as bytes of at most 255.
             and 4 < len(subkey) <= LONGEST_PEER_ID
@@ -248,7 +248,7 @@ class Storage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
 
 
 class _Serializer(MSGPackSerializer):  # type: ignore[misc]  # hivemind has no types
-    """hivemind's, for dictionaries that are not too large to unpack."""
+    """hivemind's serializer, for dictionaries that are not too large to unpack."""
 
     @classmethod
     def loads(cls, buf: bytes) -> object:
@@ -309,7 +309,7 @@ class DHTProtocol(protocol.DHTProtocol):  # type: ignore[misc]  # hivemind has n
             place = DHTID.from_bytes(key)
             stored = [storage.store_subkey(place, name, *entry) for name, entry in entries.items()]
             return all(stored)
-        # Nothing without a subkey: it would take the place of what everybody has declared.
+        # Nothing without a subkey: it would replace everybody's declarations.
         if not self._validate_record(key, subkey, value, expiration):
             return False
         place, name = DHTID.from_bytes(key), self.serializer.loads(subkey)
@@ -345,7 +345,7 @@ class DHTProtocol(protocol.DHTProtocol):  # type: ignore[misc]  # hivemind has n
         if node_id == self.node_id:
             return
         if responded and node_id is not None and node_id not in table:
-            # One place for each peer: whoever starts again makes up another node id.
+            # One place for each peer: a peer that starts again makes up another node id.
             previous = table.get(peer_id=peer_id)
             if previous is not None and table.get(node_id=previous) == peer_id:
                 del table[previous]

@@ -1,8 +1,8 @@
 """Meet other peers: at a start, when nobody is known any more, and before a round.
 
 p2pd is started without peers, and connected from here to the initial peers and to peers that were
-met before. So whatever is in the way of one of them (it is away, it hangs, the line loses large
-packets, a clock is wrong) costs no start: it is named, and tried again.
+met before. So an obstacle to one of them (it is away, it hangs, the line loses large packets, a
+clock is wrong) costs no start: the obstacle is logged, and the peer is tried again.
 
 libp2p forgets the addresses of a peer half an hour after it lost it; the address book
 (:mod:`.address_book`) does not.
@@ -36,12 +36,12 @@ from .wire import NONSENSE, Daemon
 _PROBE_TIMEOUT = 3.0  # seconds for a port to open
 _MEET_TIMEOUT = 10.0  # seconds for connection, handshake and first answer
 _LOOK_AROUND = 3.0  # seconds for finding more peers through the first
-_BEFORE_A_ROUND = 3.0  # seconds of it for meeting those of the call
+_BEFORE_A_ROUND = 3.0  # seconds before a round for meeting the peers that the call names
 _ASKED_AT_ONCE = 16  # peers that are not connected any more
 
 
 class Kind(enum.IntEnum):
-    """Obstacles to joining; of several, the line names the greatest."""
+    """Obstacles to joining; the line names the greatest of several."""
 
     NOTHING = 0
     AWAY = 1
@@ -60,7 +60,7 @@ class Obstacle:
 class Meeting:
     """Connects a DHT node to other peers.
 
-    ``known`` learns of initial peers and of those in ``book``, which are served first.
+    ``known`` learns the initial peers and the peers in ``book``, which are served first.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Meeting:
     async def rejoin(self) -> Obstacle:
         """Tell the initial peers that we are here; join if nobody is known.
 
-        One that was started again knows nobody. Returns the obstacle to rounds.
+        A peer that was started again knows nobody. Returns the obstacle to rounds.
         """
         if self.alone:
             return await self.join()
@@ -109,7 +109,7 @@ class Meeting:
         return clocks[0] if clocks and Obstacle() not in met else Obstacle()
 
     async def join(self) -> Obstacle:
-        """Meet the initial peers and those in the book, until the first answers."""
+        """Meet the initial peers and the peers in the book, until the first answers."""
         obstacles = []
         initial = itertools.chain.from_iterable(self._initial.values())
         candidates = self._by_peer([*self._book.addresses(), *initial])
@@ -128,7 +128,7 @@ class Meeting:
         return found
 
     async def before_round(self, order: RoundOrder) -> None:
-        """Meet those whose addresses the call has, if they are not connected; for seconds."""
+        """Meet the peers whose addresses the call has and that are not connected; takes seconds."""
         most = ADDRESSES_EACH * len(order.peers)
         called = [a for a in order.addresses[:most] if addressed_peer(a) in order.peers]
         connected, table = await self._connected(), self._node.protocol.routing_table
@@ -187,7 +187,7 @@ class Meeting:
                 ping = dht_pb2.PingRequest(peer=protocol.node_info)
                 answer = await protocol.get_stub(peer).rpc_ping(ping, timeout=_MEET_TIMEOUT)
                 ended = get_dht_time()
-                # A peer that is no DHT node has none.
+                # A peer that is no DHT node has no entry.
                 node_id = DHTID.from_bytes(answer.peer.node_id) if answer.peer.node_id else None
         # Addresses and answers are others': p2pd's and hivemind's libraries raise much.
         except (OSError, TimeoutError, P2PDaemonError, P2PHandlerError, *NONSENSE) as error:

@@ -1,7 +1,7 @@
 """Start the swarm process, notice when it ends, and start it again.
 
 hivemind's network daemon, DHT node and averager run in a process of their own
-(:mod:`.averager_process`), so that rank 0 can kill whatever hangs there and training continues.
+(:mod:`.averager_process`), so that rank 0 can kill it when it hangs and training continues.
 Rank 0 sees that process as a process group and one socket (:class:`HostProcess`); a thread of
 :class:`HostKeeper` replaces it when it ends.
 
@@ -57,9 +57,9 @@ _PROBE_TIMEOUT = timedelta(seconds=3)
 _AGAIN_FIRST, _AGAIN_LONGEST = timedelta(seconds=2), timedelta(minutes=2)
 LOG = "hivemind.log"
 _LOG_BYTES = 8 * 1024 * 1024
-#: What a swarm process may take beyond what it took at its start: this, parts in flight, and what
-#: it averages for peers that average nothing themselves, which take it at their end. Of n peers
-#: n - 1 may be such, and a share has at most 2/n of the values.
+#: Memory that a swarm process may take beyond its start: this, parts in flight, and averages for
+#: peers that average nothing themselves, which take their averages at their end. Of n peers n - 1
+#: may be such, and a share has at most 2/n of the values.
 _MEMORY_MARGIN = 512 * 1024 * 1024
 _PARTS_IN_FLIGHT = 8 * LARGEST_GROUP
 _SHARES_HELD = 2  # times the values
@@ -69,7 +69,7 @@ class SwarmUnavailable(RuntimeError):
     """The swarm process could not be started; the message gives the reason and the fix."""
 
 
-# --- what crosses between the two processes ------------------------------------------------------
+# --- messages between the two processes ----------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class HostConfig:
     sockets: str  # folder of p2pd's Unix sockets
     initial_peers: list[str]
     listen: list[str]
-    announce: list[str]  # empty: what p2pd finds out
+    announce: list[str]  # empty: the addresses that p2pd finds out
     identity: str  # file of the key that makes the peer id; written if it is missing
     start_timeout: float
     prefix: str  # of the group's name in the DHT and of the calls between peers
@@ -155,7 +155,7 @@ class Average:
     peers: list[str]
     causes: dict[str, str]  # why peers were left out, as senders or as reducers
     kept_local: float  # share of the values that nobody else has averaged with us
-    usual_norm: float | None  # of a contribution, by what others sent; None: they sent us nothing
+    usual_norm: float | None  # of the contributions that others sent us; None: they sent nothing
     matchmaking: float
     transfer: float
 
@@ -197,7 +197,7 @@ def to_line(message: Message) -> bytes:
 
 
 def from_line(line: bytes) -> Message:
-    # Of our own process, over a socket that nobody else has: not checked further.
+    # Our own process sent it, over a socket that nobody else has: not checked further.
     name, fields = json.loads(line)
     message: Message = _KINDS[name](**fields)
     return message
@@ -232,7 +232,7 @@ def map_tensors(descriptor: int, shapes: Sequence[Sequence[int]]) -> list[torch.
     """Return the tensors in that memory file; the descriptor may be closed afterwards."""
     sizes = [math.prod(shape) for shape in shapes]
     path = f"/proc/self/fd/{descriptor}"
-    # shared: what one process writes is there for the other, without a copy.
+    # shared: values that one process writes are there for the other, without a copy.
     flat = torch.from_file(path, shared=True, size=sum(sizes), dtype=torch.float32)
     return [part.view(tuple(s)) for part, s in zip(flat.split(sizes), shapes, strict=True)]
 
@@ -442,7 +442,7 @@ class HostKeeper:
 
     def _config(self) -> HostConfig:
         settings = self._settings
-        # Port 0, of a first start: what is bound is not known yet, so p2pd announces it itself.
+        # Port 0, at a first start: the bound port is not known yet, so p2pd announces it itself.
         port = self._port and (settings.dht_external_port or self._port)
         announce = [f"/ip4/{settings.dht_ip}/tcp/{port}"] if settings.dht_ip and port else []
         return HostConfig(
@@ -571,7 +571,7 @@ class HostProcess:
         return self._answers.get(timeout=timeout)
 
     def _read(self) -> None:
-        """Read until the process is gone, or is silent for so long that it must be hung."""
+        """Read until the process is gone, or is silent for longer than :data:`HANG`."""
         try:
             with self._connection.makefile("rb") as lines:
                 for line in lines:
@@ -583,14 +583,15 @@ class HostProcess:
         except OSError as error:
             self.why = self.why or str(error)
         except (ValueError, LookupError, TypeError) as error:
-            # Its program was updated on the disk under this one. Unheard it would count as alive.
+            # Its program was updated on the disk meanwhile. Without this it would count as alive.
             self.why = self.why or f"it sent what cannot be read: {error!r}"
         if not self.why:
             why = "it closed its socket"
             with contextlib.suppress(subprocess.TimeoutExpired):
                 why = f"it {describe_end(self._process.wait(2))}"
             self.why = self.why or why  # end() may have said more meanwhile
-        # `why` is set before: whoever wakes up reads it. None wakes whoever waits for an answer.
+        # `why` is set before: the thread that wakes up reads it. None wakes the thread that waits
+        # for an answer.
         self.ended.set()
         self._ready.put(None)
         self._answers.put(None)
@@ -655,7 +656,7 @@ def anonymous_memory(pid: int) -> int:
     """
     total = 0
     with contextlib.suppress(OSError):
-        # Of its main thread, in which asyncio starts processes.
+        # The main thread's children: asyncio starts processes there.
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         for each in (pid, *map(int, children)):
             status = Path(f"/proc/{each}/status").read_text()

@@ -2,7 +2,7 @@
 
 A round is :meth:`HivemindSwarm.average`: find a group, average the buffers with it, check the
 average. One peer that sends NaN, or a step out of proportion, spoils everybody's average while
-hivemind's step succeeds; so the norm of each average is held against those of the rounds before
+hivemind's step succeeds; so the norm of each average is compared with the norms of earlier rounds
 (:class:`Judge`), and a refused average changes no weight.
 """
 
@@ -76,7 +76,7 @@ class HivemindSwarm:
         folder = run_folder / "swarm"
         folder.mkdir(parents=True, exist_ok=True)
         self._settings = settings
-        #: Of ``buffers``: other ranks map its path.
+        #: The memory of ``buffers``: other ranks map its path.
         self.memory = SharedTensors([shape for _, shape in schema])
         self.buffers: Sequence[torch.Tensor] = self.memory.tensors
         self._judge = Judge(folder / "norms.json", run_id=settings.run_id)
@@ -161,7 +161,7 @@ class HivemindSwarm:
             answer = self._ask_host(request, weight, cancelled, began)
             total = time.monotonic() - began
             average_norm = norm_of(self.buffers)
-            # First: of an average that is refused nothing else is used.
+            # First: nothing else of a refused average is used.
             try:
                 self._judge.check(
                     local_norm=local_norm, average_norm=average_norm, others_norm=answer.usual_norm
@@ -170,7 +170,7 @@ class HivemindSwarm:
                 raise AllReduceError(error.fault, error.detail, answer.causes) from None
             failed = tuple(sorted(answer.causes))
             if answer.transfer > _SHORTEST_MEASURE and not failed:
-                # What passed through this peer in both directions, as load balancing counts it.
+                # Bytes through this peer in both directions, as load balancing counts them.
                 self._bandwidth = 8e-6 * 4 * self.memory.values / answer.transfer
             return AllReduceResult(
                 peers=tuple(answer.peers),
@@ -266,10 +266,11 @@ class Judge:
     """Refuses averages out of proportion.
 
     An average of vectors is at most as long as the longest of them. So a norm far above the usual
-    comes from a peer whose step is out of proportion. Usual is the median of ``norms``, those of
-    the last averages; while fewer than three are known, the norm that is usual in this round. Our
-    own pseudo-gradient is the worse measure: short when we joined late, long when it is we who
-    diverged. What others sent us to average is the better one: a single peer does not make it.
+    comes from a peer whose step is out of proportion. Usual is the median of ``norms``, the
+    norms of the last averages; while fewer than three are known, the norm that is usual in this
+    round. Our own pseudo-gradient is the worse measure: it is short when we joined late, and long
+    when we diverged. The contributions that others sent us are the better one: a single peer does
+    not decide it.
 
     ``path`` keeps ``norms`` of the swarm named ``run_id`` over a restart. A file that cannot be
     read or written costs the memory of past rounds, never a round.
@@ -293,8 +294,8 @@ class Judge:
     ) -> None:
         """Raise AllReduceError when the average must not be used.
 
-        ``others_norm``: usual by what others sent us in this round. None: we averaged nothing for
-        them, so that nothing is known of it.
+        ``others_norm``: the usual norm of the contributions that others sent us in this round.
+        None: we averaged nothing for them, so it is not known.
         """
         if not math.isfinite(average_norm):
             raise AllReduceError(AllReduceFault.NOT_FINITE, "at least one peer sent NaN or Inf")

@@ -10,7 +10,7 @@ in protobuf's encoding; a stream ends with an empty error message (hivemind 1.1.
 ``P2P.send_protobuf``). The values, uncompressed float32, are one field in the middle of it.
 Protobuf makes the bytes before and after them from a message without values, and the values go from
 the tensor to the socket and from the socket into a tensor. Protobuf and hivemind read every other
-message as a whole: compressed parts, and whatever another kind of peer sends. Values of four bits,
+message as a whole: compressed parts, and all messages of other kinds of peers. Values of four bits,
 which hivemind does not know, are that same field too (:mod:`~.protocol.four_bits`).
 """
 
@@ -106,7 +106,7 @@ class Stream:
     async def receive_message(self, message: Message) -> None:
         """Receive a message from p2pd itself."""
         head, length = b"", None
-        # p2pd is ours; a bug of it must not take the memory that training needs.
+        # p2pd is our own process; its bug must not take the memory that training needs.
         while length is None and len(head) < _MOST_LENGTH_BYTES:
             head += await self.receive(1)
             length = _read_varint(head, 0)
@@ -156,7 +156,7 @@ class Daemon:
 
     async def connect(self, peer: PeerID, addresses: Iterable[str]) -> None:
         """Connect to ``peer`` at one of its full addresses. Raises OSError."""
-        # Its own word for them has no peer id at the end.
+        # p2pd's own form of an address has no peer id at the end.
         places = [Multiaddr(a.rpartition("/p2p/")[0]).to_bytes() for a in addresses]
         request = p2pd_pb2.ConnectRequest(peer=peer.to_bytes(), addrs=places)
         async with self._call(peer, "CONNECT", connect=request):
@@ -264,7 +264,7 @@ _LENGTH = 8
 # Protobuf's tags (field number << 3 | wire type) of AveragingData's and Tensor's fields on the way
 # to the values, with 2 for bytes and 0 for numbers.
 _CODE, _GROUP_ID, _PEER_ID, _TENSOR_PART, _BUFFER = 0x08, 0x12, 0x1A, 0x22, 0x0A
-#: Bytes of a message that are read first: more than what can stand before the values.
+#: Bytes of a message that are read first: more than can stand before the values.
 _HEAD = 64
 #: Bytes by which a message may be longer than its uncompressed values.
 _MOST_AROUND = 4096
@@ -300,7 +300,7 @@ def encode(
 ) -> tuple[bytes | memoryview, ...]:
     """Return the chunks of a message with ``values`` (float32, one dimension, contiguous).
 
-    Together they are, byte for byte, what hivemind sends for the same part; but not of four bits.
+    Together they are, byte for byte, hivemind's message for the same part, except in four bits.
     """
     before = averaging_pb2.AveragingData(code=code, group_id=group_id)
     if compression not in (NONE, FOUR_BITS):
@@ -314,7 +314,7 @@ def encode(
 def encode_average(data: Tensor, count: int) -> tuple[bytes | memoryview, ...]:
     """Return the chunks of a message with an average of ``count`` values: ``data``, of four bits.
 
-    They are the average itself, where other compressions send its difference to what came.
+    They are the average itself; other compressions send its difference to the received values.
     """
     before = averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART)
     return _encode_around(data, count, FOUR_BITS, before, 0.0)
