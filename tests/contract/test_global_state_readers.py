@@ -122,7 +122,7 @@ def test_a_damaged_state_is_one_line_and_nothing_is_written(
 
 
 @READERS
-def test_an_interrupted_fetch_goes_on_and_a_whole_one_is_not_repeated(
+def test_an_interrupted_fetch_continues_and_a_whole_one_is_not_repeated(
     read: Read,
     refuses: Any,
     store: MemoryObjectStore,

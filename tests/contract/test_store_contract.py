@@ -439,7 +439,7 @@ def test_an_upload_in_parts_is_forgotten_where_the_store_takes_none(tmp_path: Pa
     assert journal.uploads() == []
 
 
-def test_an_unknown_kind_of_store_is_named_with_those_that_there_are() -> None:
+def test_an_unknown_kind_of_store_is_named_with_the_known_kinds() -> None:
     with pytest.raises(UnknownKindError, match=r"object store called 'sqlite'.*folder.*s3"):
         open_store(StoreSettings(endpoint_url="sqlite:///x"), "bucket")
 
@@ -508,7 +508,7 @@ def test_without_a_clear_refusal_the_read_key_counts_as_one_that_can_write(
         check_read_key(MemoryObjectStore(before=before), timeout=timedelta(seconds=0.2))
 
 
-def test_others_read_a_bucket_by_what_its_owner_commits_whatever_its_keys(any_server: Any) -> None:
+def test_others_read_a_bucket_by_its_owners_commitment_with_any_keys(any_server: Any) -> None:
     settings = settings_for(any_server)
     writer = new_bucket(any_server, settings)
     writer.put("a", b"x")
@@ -533,7 +533,7 @@ def test_the_doctor_is_content_with_keys_of_any_store(any_server: Any) -> None:
     assert [(check.name, check.status) for check in found] == [("bucket", "ok"), ("line", "ok")]
 
 
-def test_a_wrong_secret_is_told_apart_and_not_shown(server: ObjectStoreServer) -> None:
+def test_a_wrong_secret_has_its_own_error_that_does_not_show_it(server: ObjectStoreServer) -> None:
     settings = settings_for(server, write_secret_access_key=None)
     with pytest.raises(ValueError, match="R2_WRITE_SECRET_ACCESS_KEY is not set"):
         S3ObjectStore.from_settings(settings, bucket="b", write=True)

@@ -125,7 +125,7 @@ def measure(network: Founded, rules: tuple[str, ...]) -> tuple[float, int, float
     return of_step / PARAMETERS, uploads, uploaded / PARAMETERS
 
 
-def test_a_miner_sends_what_is_needed_and_no_more(tmp_path: Path) -> None:
+def test_a_miner_sends_no_more_than_needed(tmp_path: Path) -> None:
     kinds = {
         "all, float32": ("upload.content=all", "round.compression=none"),
         "what init writes": (),

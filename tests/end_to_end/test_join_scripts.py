@@ -107,7 +107,7 @@ def test_both_scripts_apply_each_update(run: Run) -> None:
         assert set(range(1, run.killed + AFTER + 1)) <= taken, (miner.plan.name, taken)
 
 
-def test_a_killed_script_goes_on_with_what_it_had_learned(run: Run) -> None:
+def test_a_killed_script_continues_with_the_weights_it_had(run: Run) -> None:
     first, again = (
         float(re.findall(r"^loss ([\d.]+)$", log["miner-000"], re.M)[0])
         for log in (run.before, run.after)
@@ -115,7 +115,7 @@ def test_a_killed_script_goes_on_with_what_it_had_learned(run: Run) -> None:
     assert first > 5 and again < first - 1
 
 
-def test_the_trainer_goes_on_from_its_own_checkpoint(run: Run) -> None:
+def test_the_trainer_continues_from_its_own_checkpoint(run: Run) -> None:
     epochs = [
         [float(epoch) for epoch in re.findall(r"'epoch': '([\d.]+)'", log["miner-011"])]
         for log in (run.before, run.after)

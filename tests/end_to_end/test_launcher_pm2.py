@@ -184,7 +184,7 @@ def test_a_reboot_brings_the_miner_back(pm2: FakeMiner) -> None:
 @needs_pm2
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_the_dashboard_goes_on_beside_the_miner_and_leaves_no_orphan(pm2: FakeMiner) -> None:
+def test_the_dashboard_runs_next_to_the_miner_and_leaves_no_orphan(pm2: FakeMiner) -> None:
     """While it runs, is killed, and is stopped; until pm2 itself is killed."""
     (port,) = free_ports(1)
     flags = f"--preset local --network local --neuron.page_port {port} {pm2.environ['DT_FLAGS']}"
@@ -237,7 +237,7 @@ def test_a_reload_is_a_clean_stop_and_a_start(pm2: FakeMiner) -> None:
 @needs_pm2
 @pytest.mark.long
 @pytest.mark.timeout(240)
-def test_an_update_goes_on_where_the_old_version_stopped(pm2: FakeMiner) -> None:
+def test_an_update_continues_where_the_old_version_stopped(pm2: FakeMiner) -> None:
     """scripts/update.sh with real git; versions that fail leave the old one, or bring it back."""
     home, run = pm2.home / "miner", pm2.home / "run"
     checkout(home, {"neurons/miner.py": FAKE_RANKS})

@@ -169,7 +169,7 @@ def test_both_miners_took_every_outer_step_and_the_held_out_loss_fell(run: Run) 
     assert [m.world_size for m in run.summary.miners] == [2, 1]
 
 
-def test_a_killed_process_is_told_at_once_and_its_miner_trains_on(run: Run) -> None:
+def test_a_killed_process_is_logged_at_once_and_its_miner_keeps_training(run: Run) -> None:
     """With the round after it, in which everybody took part."""
     for kill in run.kills:
         kills.follow_up(kill)
@@ -215,7 +215,7 @@ def test_no_secret_on_a_command_line_or_in_a_log(run: Run) -> None:
             assert not [secret for secret in run.secrets if secret in text], path
 
 
-def test_each_miner_begins_with_who_it_is_and_keeps_its_settings(run: Run) -> None:
+def test_each_miner_first_logs_its_identity_and_keeps_its_settings(run: Run) -> None:
     for miner in run.subnet.miners:
         plan = miner.plan
         text = (plan.folder / "log.txt").read_text()

@@ -64,7 +64,7 @@ def run_folder(tmp_path: Path) -> Iterator[tuple[Path, EventLog]]:
         yield folder, events
 
 
-def test_it_shows_what_happens_and_survives_a_restart(
+def test_the_page_shows_training_and_survives_a_restart(
     browser: Any, run_folder: tuple[Path, EventLog]
 ) -> None:
     folder, events = run_folder
@@ -109,7 +109,7 @@ def test_it_shows_what_happens_and_survives_a_restart(
     ("base", "detail", "shown"),
     [("merged", "", "took part"), ("kept", "late: by 3 s", "not merged"), ("refused", "copy", "")],
 )
-def test_a_round_through_the_store_says_what_became_of_the_upload(
+def test_a_round_through_the_store_shows_the_fate_of_the_upload(
     browser: Any, run_folder: tuple[Path, EventLog], base: str, detail: str, shown: str
 ) -> None:
     """It names no peers, and an update that was applied is no share in it."""
@@ -199,7 +199,7 @@ def test_text_of_a_card_stays_selected(browser: Any, run_folder: tuple[Path, Eve
         assert browser.execute_script("return getSelection().toString()") == "3 . 40"
 
 
-def test_the_limit_of_blocks_goes_on_where_no_figures_are_written(
+def test_the_limit_of_blocks_continues_where_no_figures_are_written(
     browser: Any, tmp_path: Path
 ) -> None:
     folder = make_miner(tmp_path, "earning", chain_seconds_per_block=0.5)
@@ -280,7 +280,7 @@ def test_page_shows_a_days_tokens_income_cost_and_the_weeks(browser: Any, tmp_pa
         assert "NO_GROUP" not in browser.find_element("tag name", "body").text
 
 
-def test_the_next_round_goes_on_by_the_clock_and_a_tab_keeps_its_past(
+def test_the_next_round_counts_down_by_the_clock_and_a_tab_keeps_its_past(
     browser: Any, tmp_path: Path
 ) -> None:
     """Nobody told of the next one for three minutes; then a month of steps comes in."""

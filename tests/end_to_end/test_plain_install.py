@@ -116,7 +116,7 @@ def founded(folder: Path) -> Iterator[str]:
         mark.end(settle=timedelta(seconds=5), grace=timedelta(seconds=5))
 
 
-def test_an_agent_joins_with_the_wheel_alone(tmp_path: Path) -> None:
+def test_an_agent_joins_with_only_the_wheel(tmp_path: Path) -> None:
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     wheel, home = build_wheel(wheels), Home(tmp_path / "agent")

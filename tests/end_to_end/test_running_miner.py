@@ -114,7 +114,7 @@ def lose_the_uid(subnet: LocalSubnet, chain: RegistryChain) -> None:
     assert stop["exit_status"] == 1 and "no longer registered" in stop["reason"]
 
 
-def test_a_miner_that_lost_its_uid_goes_on_when_it_is_registered_again(
+def test_a_miner_that_lost_its_uid_continues_when_it_is_registered_again(
     subnet: LocalSubnet,
 ) -> None:
     """With another uid, so it publishes to another bucket; its weights are what they were."""

@@ -80,7 +80,7 @@ def found(home: Path, host: str, bits: int) -> str:
 
 
 @pytest.mark.parametrize("bits", GOALS)
-def test_a_member_needs_two_commands_and_sends_its_upload_alone(tmp_path: Path, bits: int) -> None:
+def test_a_member_needs_two_commands_and_sends_only_its_upload(tmp_path: Path, bits: int) -> None:
     founder = tmp_path / "founder"
     mark = Mark(MARK, str((founder / "lab").resolve()))
     with machines(3) as (host, *others):

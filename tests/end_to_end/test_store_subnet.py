@@ -201,7 +201,7 @@ def test_the_doctor_of_a_member_finds_nothing_wrong(run: Run) -> None:
     assert not checks.keys() & {"port axon.port", "port dht.port", "address", "bootstrap", "bucket"}
 
 
-def test_score_and_export_read_what_was_signed(run: Run) -> None:
+def test_score_and_export_read_the_signed_weights(run: Run) -> None:
     assert run.verdicts["outer_step"] >= run.outer_steps
     assert {row["uid"] for row in run.verdicts["uploads"]} == run.uids
     exported = run.subnet.folder / "exported"

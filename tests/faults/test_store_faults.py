@@ -285,7 +285,7 @@ def test_over_tls_no_trailers_are_sent(
         assert not any("401" in r for r in shim.refusals)
 
 
-def test_cleanup_aborts_what_is_stuck_and_spares_the_journals_own(
+def test_cleanup_aborts_stuck_uploads_and_spares_the_journals_own(
     server: ObjectStoreServer,
 ) -> None:
     store = new_bucket(server, settings_for(server))

@@ -100,7 +100,7 @@ HOW = [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
         for point in POINTS
     ],
 )
-def test_killed_at_a_point_the_next_process_goes_on(
+def test_after_a_kill_at_any_point_the_next_process_continues(
     server: ObjectStoreServer, tmp_path: Path, point: str, how: signal.Signals
 ) -> None:
     base = settings_for(server, age_limit=timedelta(seconds=90))

@@ -102,7 +102,7 @@ LIVES = st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=5)
 
 
 @pytest.mark.parametrize("kind", ["folder", "twin", "twin in parts"])
-def test_one_close_never_gets_two_files_and_what_was_sent_is_known(
+def test_after_a_kill_one_close_has_one_file_and_its_note(
     kind: str, life: Life, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_parts = kind == "twin in parts"
@@ -183,7 +183,7 @@ def test_a_sending_that_a_kill_ended_is_gone_on_with(tmp_path: Path, life: Life)
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_fetch_that_is_killed_anywhere_goes_on(tmp_path: Path, life: Life, whole: bool) -> None:
+def test_a_fetch_that_is_killed_anywhere_continues(tmp_path: Path, life: Life, whole: bool) -> None:
     """No half file is ever taken for a whole one."""
     ends_at, killed = 0, True
     while killed:

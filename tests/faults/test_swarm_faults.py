@@ -162,7 +162,7 @@ def test_the_address_of_the_flags_is_announced_and_then_another(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_port_that_is_taken_is_told_with_the_flag(
+def test_a_taken_port_is_an_error_that_names_the_flag(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "_START_ATTEMPTS", 1)

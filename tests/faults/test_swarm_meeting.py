@@ -168,7 +168,7 @@ def test_peers_that_met_find_each_other_wherever_the_initial_peer_is(tmp_path: P
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_a_round_meets_those_whose_addresses_the_call_has(tmp_path: Path, named: bool) -> None:
+def test_a_round_meets_the_peers_whose_addresses_the_call_has(tmp_path: Path, named: bool) -> None:
     """Two that know nobody; addresses of peers that the call does not name are not used."""
     with contextlib.ExitStack() as stack:
         opened = (open_swarm(tmp_path / name, SMALL) for name in ("0", "1"))

@@ -150,7 +150,7 @@ def test_kill_tree(mark: Mark, start: Start) -> None:
     kill_tree(parent.pid)  # gone already
 
 
-def test_orphans_are_reaped_but_not_what_another_waits_for() -> None:
+def test_orphans_are_reaped_but_no_child_that_another_waits_for() -> None:
     code = (
         "import os, subprocess, time\n"
         "from distributed_training.common.processes import (\n"
@@ -197,7 +197,7 @@ def test_a_process_dies_with_its_parent(mark: Mark, start: Start) -> None:
     wait_for(lambda: not mark.processes(), "the child's end")
 
 
-def test_a_process_of_a_fork_server_ends_with_who_asked_for_it(
+def test_a_process_of_a_fork_server_ends_with_its_client(
     mark: Mark, start: Start, tmp_path: Path
 ) -> None:
     """Its parent is the server, which lives on while anybody may ask it again."""

@@ -79,7 +79,7 @@ def expected(tokenizer: tuple[Path, int], block: int) -> np.ndarray:
     return np.array(ids[: count * LENGTH]).reshape(count, LENGTH)
 
 
-def test_the_same_tokens_whatever_happens_on_the_way(
+def test_the_tokens_are_the_same_after_every_fault(
     tokenizer: tuple[Path, int], tmp_path: Path
 ) -> None:
     blocks = [1000, 1001, 1003]
@@ -194,7 +194,7 @@ time.sleep(600)
 """
 
 
-def test_after_a_kill_it_goes_on_at_the_next_sequence(
+def test_after_a_kill_the_pipeline_continues_at_the_next_sequence(
     tokenizer: tuple[Path, int], tmp_path: Path
 ) -> None:
     # A page of the block is missing when it is first prepared, and there after the restart: the

@@ -112,7 +112,7 @@ def test_the_miner_trains_from_them(made: tuple[Path, str], tmp_path: Path) -> N
         assert (every == batch[0].numpy()).all(axis=1).any()
 
 
-def test_killed_it_goes_on_and_ends_with_the_same_bytes(
+def test_a_killed_pretokenize_continues_and_ends_with_the_same_bytes(
     made: tuple[Path, str], source: Path, tmp_path: Path
 ) -> None:
     whole, _ = made
@@ -143,7 +143,7 @@ def test_killed_it_goes_on_and_ends_with_the_same_bytes(
     assert not list(tmp_path.glob(".*.tmp"))
 
 
-def test_check_names_what_is_damaged_and_a_second_run_mends_it(
+def test_check_names_damaged_files_and_a_second_run_repairs_them(
     made: tuple[Path, str], source: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(made[0], tmp_path, dirs_exist_ok=True)
@@ -164,7 +164,7 @@ def test_check_names_what_is_damaged_and_a_second_run_mends_it(
     assert digests(tmp_path) == good
 
 
-def test_a_folder_of_other_settings_is_left_alone(made: tuple[Path, str], source: Path) -> None:
+def test_a_folder_of_other_settings_is_not_changed(made: tuple[Path, str], source: Path) -> None:
     out, _ = made
     before = digests(out)
     result = run(f"jsonl:{source}", out, "--max-length", "12")

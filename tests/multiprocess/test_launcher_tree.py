@@ -299,7 +299,9 @@ def test_a_server_that_forks_no_ranks_is_replaced(launched: Callable[..., Launch
     assert "Traceback" not in run.output
 
 
-def test_a_killed_resource_tracker_is_told_and_replaced(launched: Callable[..., Launched]) -> None:
+def test_a_killed_resource_tracker_is_logged_and_replaced(
+    launched: Callable[..., Launched],
+) -> None:
     run = launched("run")
     run.wait_ready()
 
@@ -325,7 +327,7 @@ def test_a_stop_while_the_server_imports(launched: Callable[..., Launched]) -> N
     assert "Traceback" not in run.output
 
 
-def test_a_rank_that_ends_before_it_is_looked_at_is_told_by_its_status(
+def test_a_rank_that_ends_before_the_first_look_is_logged_with_its_status(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """psutil knows no process of that pid any more; the launcher said so in a traceback."""

@@ -126,7 +126,7 @@ class TestSubnet:
     @pytest.mark.parametrize(
         ("said", "slowness"), [("2900", 1.0), ("1400", 1.0), ("145", 10.0), ("0", 60.0), ("", 1.0)]
     )
-    def test_a_machine_is_as_slow_as_what_its_processes_compute(
+    def test_a_machine_is_as_slow_as_its_processes_make_it(
         self, said: str, slowness: float, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(pace, "_PROGRAM", f"print({said!r})")
@@ -155,7 +155,7 @@ class TestSubnet:
 
 
 class TestFolder:
-    def test_a_foreign_folder_is_left_alone(
+    def test_a_foreign_folder_is_not_changed(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         (tmp_path / "thesis.tex").write_text("years of work")

@@ -75,7 +75,7 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_ranks_of_a_script_apply_what_all_apply(ranks: Ranks, kind: str) -> None:
+def test_ranks_of_a_script_apply_the_same_update_as_all(ranks: Ranks, kind: str) -> None:
     ranks.start(kind, "none", 1)
     ranks.wait_for_steps(0)
     ranks.world.leader.open_close()

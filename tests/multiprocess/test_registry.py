@@ -765,7 +765,7 @@ class TestReading:
             server.registry.view.__dict__["content"] = content
         assert counts["read/state"] > 5
 
-    def test_the_page_shows_who_is_there(self, server: RegistryServer) -> None:
+    def test_the_page_shows_the_present_members(self, server: RegistryServer) -> None:
         server.registry.register(PEER.ss58)
         server.registry.serve(PEER.ss58, "<script>alert(1)</script>", 8091)
         server.registry.set_weights(VALIDATOR.ss58, {1: 1.0})

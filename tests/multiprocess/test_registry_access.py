@@ -135,7 +135,7 @@ def test_uploads_are_read_by_nobody_but_the_owner_of_the_key(
     assert other.get(keys.merged_key(4, 1), limit=9) == b"merged"
 
 
-def test_a_url_is_good_for_what_it_was_signed_for(
+def test_a_url_is_good_only_for_its_signed_request(
     world: AccessWorld, store: AccessStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not for others' objects, another length, other bytes, another method, or a later time."""
@@ -305,7 +305,7 @@ class TestParts:
         path.write_bytes(os.urandom(12 * MIB))
         return path
 
-    def test_an_upload_goes_on_where_it_was_interrupted(
+    def test_an_upload_continues_where_it_was_interrupted(
         self, world: AccessWorld, file: Path
     ) -> None:
         world.publish()
@@ -468,7 +468,7 @@ def test_a_registry_that_leads_elsewhere_is_not_followed(place: str) -> None:
         assert elsewhere.asked == [] and right.asked == []
 
 
-def test_plain_http_is_spoken_in_a_private_network_alone() -> None:
+def test_plain_http_is_spoken_only_in_a_private_network() -> None:
     url = "http://10.1.2.3:9000"
     of_store = StoreSettings(endpoint_url=url, region="us-east-1")
     grant = presigned.Grant({"get_object": f"{url}/bucket/a"}, 9.0)
@@ -735,7 +735,7 @@ class _Slow:
         raise AccessDeniedError("the store does not accept these keys")
 
 
-def test_a_slow_store_holds_up_one_request_and_a_refused_key_is_told_the_founder(
+def test_a_slow_store_holds_up_one_request_and_the_founder_reads_of_a_refused_key(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     slow = _Slow()

@@ -220,7 +220,7 @@ def _errors(stderr: str) -> list[str]:
     return [line for line in stderr.splitlines() if not line.startswith("… ")]
 
 
-def test_lines_for_people_and_one_line_for_what_is_wrong(subnet: Subnet) -> None:
+def test_score_prints_readable_lines_and_one_line_for_each_error(subnet: Subnet) -> None:
     with EventLog(subnet.folder / "events.jsonl") as events:  # as a miner's run folder
         events.write("start", uid=UIDS[0])
     # One of 600 blocks has too little text to be judged on: this one has enough.

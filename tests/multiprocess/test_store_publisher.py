@@ -194,7 +194,7 @@ def test_pause_frees_the_line_and_resume_finishes(
         assert reports[-1].ok, reports[-1].reason
 
 
-def test_the_same_step_once_more_does_not_touch_what_is_being_sent(
+def test_publishing_a_step_again_does_not_touch_the_running_upload(
     server: ObjectStoreServer, tmp_path: Path
 ) -> None:
     """A miner that went back to a checkpoint reaches a step whose upload still reads its files."""

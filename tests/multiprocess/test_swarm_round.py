@@ -109,7 +109,7 @@ def test_alone_there_is_no_group_and_the_deadline_is_kept(pair: Pair) -> None:
     assert pair[0].alive()
 
 
-def test_a_call_that_leaves_no_time_for_a_group_is_told_so(pair: Pair) -> None:
+def test_a_call_that_leaves_no_time_for_a_group_fails_with_that_reason(pair: Pair) -> None:
     for matchmaking in (timedelta(seconds=3), timedelta(seconds=30)):
         short = replace(REQUEST, timeout=timedelta(seconds=3), min_matchmaking_time=matchmaking)
         with pytest.raises(AllReduceError, match="min_matchmaking_time") as caught:
@@ -169,7 +169,7 @@ def test_a_cancel_may_overtake_the_order_of_its_round(
     assert_good_round(*pair)
 
 
-def test_a_second_call_is_refused_and_the_first_goes_on(pair: Pair) -> None:
+def test_a_second_call_is_refused_and_the_first_continues(pair: Pair) -> None:
     rounds = Rounds(*pair, request=everybody(pair))
     wait_for(pair[0]._one_round.locked, "the round runs")
     with pytest.raises(AllReduceError) as caught:
@@ -189,7 +189,7 @@ def test_another_schema_finds_no_group(pair: Pair, tmp_path: Path) -> None:
         assert isinstance(alone.join()[other], AllReduceError)
 
 
-def test_bandwidth_is_what_the_round_before_moved_and_absent_before(
+def test_bandwidth_is_measured_in_the_round_before_and_absent_at_first(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("distributed_training.exchange.hivemind.swarm._SHORTEST_MEASURE", 0.0)

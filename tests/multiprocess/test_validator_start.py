@@ -95,7 +95,7 @@ def _run(config: Config, folder: Path, starts: int) -> tuple[int, float]:
     return status, time.monotonic() - shot[0]
 
 
-def test_it_publishes_stops_and_goes_on(
+def test_a_validator_publishes_stops_and_continues(
     tmp_path: Path, store: ObjectStoreServer, chain_url: str, wallet: Wallet
 ) -> None:
     chain = RegistryChain(url=chain_url, wallet=wallet)
@@ -137,7 +137,7 @@ def _command(process: psutil.Process) -> list[str]:
         return []
 
 
-def test_an_unregistered_hotkey_is_told_so(
+def test_an_unregistered_hotkey_ends_the_start_with_that_reason(
     tmp_path: Path,
     wallet: Wallet,
     capfd: pytest.CaptureFixture[str],

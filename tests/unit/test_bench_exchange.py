@@ -23,11 +23,11 @@ def test_a_transfer_takes_its_share_of_a_period() -> None:
 @pytest.mark.parametrize(
     ("tokens", "loss"), [(0, 5.0), (100, 5.0), (150, 4.5), (200, 4.0), (900, 4.0)]
 )
-def test_a_loss_lies_between_those_of_two_outer_steps(tokens: int, loss: float) -> None:
+def test_a_loss_lies_between_two_outer_steps_losses(tokens: int, loss: float) -> None:
     assert loss_at([(100, 5.0), (200, 4.0)], tokens) == pytest.approx(loss)
 
 
-def test_the_table_has_a_ratio_to_hivemind_and_what_is_computed() -> None:
+def test_the_table_has_a_ratio_to_hivemind_and_computed_rows() -> None:
     growth = Growth(4, PARAMETERS)
     store = Found([Member([0.5, 0.6], [0.5, 0.5], 0.52, 0.97, 0.99)], 100.0, (), [(100, 3.0)])
     hivemind = Found([Member([5.5], [1.0], 4.4, 0.8, 0.9)], 110.0, (), [(100, 5.0), (200, 1.5)])

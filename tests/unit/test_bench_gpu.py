@@ -47,7 +47,7 @@ def test_a_report_fills_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_a_part_that_hangs_or_dies_keeps_what_it_had(tmp_path: Path) -> None:
+def test_a_part_that_hangs_or_dies_keeps_its_results_so_far(tmp_path: Path) -> None:
     """And costs no other: the process that runs them takes no part in them."""
     part = gpu.Part("checks", "", "", 10.0)
     program = tmp_path / "gpu.py"
@@ -171,7 +171,7 @@ def test_missing_package_is_named_in_one_line_before_the_first_part(
 
 @pytest.mark.long
 @pytest.mark.timeout(560)
-def test_every_part_runs_at_toy_size_with_the_listed_packages_alone(tmp_path: Path) -> None:
+def test_every_part_runs_at_toy_size_with_only_the_listed_packages(tmp_path: Path) -> None:
     done = run_gpu(environment(tmp_path / "venv", gpu.NEEDS), tmp_path / "out")
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     statuses = {name: part["status"] for name, part in report["parts"].items()}

@@ -54,7 +54,9 @@ def their_answer(headers: dict[str, str], body: bytes, path: str) -> Refusal | N
 
 
 @given(key=st.sampled_from(SENDERS), body=st.binary(max_size=100), path=PATHS)
-def test_each_verifies_what_the_other_signed(key: Keypair, body: bytes, path: str) -> None:
+def test_each_implementation_verifies_the_others_signature(
+    key: Keypair, body: bytes, path: str
+) -> None:
     ours = sign_btauth(Wallet(key), path=path, body=body, receiver=OWN)
     theirs = http_auth.sign(key, method="POST", path=path, body=body, receiver_ss58=OWN)
     assert set(ours) == set(theirs) and BTAUTH_MAX_AGE == http_auth.DEFAULT_MAX_AGE

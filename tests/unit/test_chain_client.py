@@ -70,7 +70,7 @@ def test_a_round_called_by_a_validator() -> None:
 
 
 @pytest.mark.parametrize(("caller", "heard"), [(VALIDATOR, [3]), (SECOND, []), (PEER, [])])
-def test_the_masters_word_alone_tells_its_outer_step(
+def test_only_the_master_tells_its_outer_step(
     server: World, caller: Wallet, heard: list[int]
 ) -> None:
     client = SignedClient(wallet=caller)
@@ -85,7 +85,7 @@ def test_the_masters_word_alone_tells_its_outer_step(
 
 
 @pytest.mark.parametrize(("caller", "asked"), [(VALIDATOR, 1), (SECOND, 0), (PEER, 0)])
-def test_the_master_alone_asks_for_a_model(server: World, caller: Wallet, asked: int) -> None:
+def test_only_the_master_asks_for_a_model(server: World, caller: Wallet, asked: int) -> None:
     client = SignedClient(wallet=caller)
     assert client.sweep_is_alive([neuron(server)], LONG, epoch=3)[7] is not None
     assert server.asked == []
@@ -107,7 +107,7 @@ def test_a_reply_is_read_up_to_a_limit(more: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_does_not_wait_for_those_who_are_silent(server: World) -> None:
+def test_a_sweep_does_not_wait_for_silent_miners(server: World) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as silent, trickle() as endless:
         asked = [
             neuron(server, uid=0),

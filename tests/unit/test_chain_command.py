@@ -146,7 +146,7 @@ def found(folder: Path) -> None:
     assert network_command.main(words) == 0
 
 
-def test_an_audit_of_a_copy_names_what_does_not_fit(
+def test_an_audit_of_a_copy_names_each_wrong_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found(tmp_path / "lab")
@@ -179,7 +179,7 @@ def test_a_network_without_a_chain_is_refused(
     assert line.startswith("error: this network's rounds do not go through its store")
 
 
-def test_a_rewind_to_what_never_was_is_one_line(
+def test_a_rewind_to_an_unknown_step_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found(tmp_path / "lab")

@@ -62,7 +62,7 @@ def save(memory: NonceMemory, file: Path, *, clean: bool) -> None:
         max_size=40,
     )
 )
-def test_no_call_is_accepted_twice_whatever_the_clock_does(events: list[tuple[str, Any]]) -> None:
+def test_no_call_is_accepted_twice_with_any_clock(events: list[tuple[str, Any]]) -> None:
     clocks = Clocks()
     memory = clocks.memory()
     accepted: list[int] = []
@@ -165,7 +165,7 @@ def test_trusted_addresses_survive_and_the_latest_are_kept(tmp_path: Path) -> No
         b'{"highest": 5, "clean": true, "validators": "1.2.3.4"}',
     ],
 )
-def test_a_damaged_file_is_told_once_refuses_for_seconds_trusts_nobody_and_heals(
+def test_a_damaged_file_is_logged_once_and_refuses_calls_for_seconds(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
 ) -> None:
     clocks, file = Clocks(), tmp_path / "callers.json"

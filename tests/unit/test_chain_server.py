@@ -69,7 +69,7 @@ def call(
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_second_call_of_the_round_is_told_its_state(server: World, scheme: str) -> None:
+def test_a_second_call_of_the_round_is_answered_with_its_state(server: World, scheme: str) -> None:
     for caller in (VALIDATOR, SECOND):
         reply = call(server, caller, scheme=scheme)
         assert reply.status_code == 200
@@ -322,7 +322,7 @@ def test_one_hotkey_may_not_flood() -> None:
     ],
 )
 @pytest.mark.parametrize("due", [False, None, True])
-def test_a_round_that_is_not_due_is_the_masters_alone(
+def test_only_the_master_calls_a_round_that_is_not_due(
     server: World, scheme: str, caller: Wallet, refused: list[bool | None], due: bool | None
 ) -> None:
     server.due = due
@@ -360,7 +360,7 @@ def test_a_clock_set_by_an_hour_changes_no_round(server: World, scheme: str, hou
 
 
 @pytest.mark.parametrize("clock", [900, -3600])
-def test_a_round_nobody_ends_is_over_in_time_whatever_the_clock(server: World, clock: int) -> None:
+def test_a_round_nobody_ends_is_over_in_time_by_any_clock(server: World, clock: int) -> None:
     call(server, VALIDATOR)
     server.offset, server.later = clock * SECOND_NS, 900.0
     nonce = time.time_ns() + server.offset

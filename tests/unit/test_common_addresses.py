@@ -127,7 +127,7 @@ class TestRegistry:
             ("", "10.0.0.2", NETWORK),
         ],
     )
-    def test_only_who_is_inside_announces_an_address_inside(
+    def test_only_a_caller_inside_announces_an_address_inside(
         self, host: str, caller: str, expected: Reach
     ) -> None:
         assert narrowest(host, caller) is expected

@@ -19,7 +19,7 @@ DT_RUN_FOLDER HTTPS_PROXY NCCL_SOCKET_IFNAME MASTER_ADDR AWS_CA_BUNDLE
 """
 
 
-def test_secrets_are_known_by_their_names_and_what_children_need_stays() -> None:
+def test_secrets_are_known_by_name_and_children_keep_what_they_need() -> None:
     assert [name for name in SECRETS.split() if not is_secret(name)] == []
     assert [name for name in OTHERS.split() if is_secret(name)] == []
 

@@ -217,7 +217,7 @@ def test_a_folder_that_cannot_be_synced_is_no_error_of_the_disk(
 
 
 @pytest.mark.parametrize(("total", "free"), [(0, 0), (10**12, 0), (10**12, 10**11)])
-def test_free_space_that_is_not_told_is_not_taken_for_none(
+def test_unknown_free_space_does_not_count_as_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, total: int, free: int
 ) -> None:
     """A caller that asks for room continues on such a disk, with one line for each disk."""

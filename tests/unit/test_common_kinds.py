@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_kind_is_found_by_its_name_and_another_name_lists_those_there_are() -> None:
+def test_a_kind_is_found_by_its_name_and_an_unknown_name_lists_all() -> None:
     colours: Kinds[int] = Kinds("colour")
     colours.register("red", 1)
     colours.register("blue", 2)
@@ -104,7 +104,7 @@ def test_a_plugin_that_is_missing_ends_each_program_with_status_2(
     assert "--plugins: the module absent cannot be imported" in done.stderr
 
 
-def test_a_child_imports_what_its_parent_has_imported(folder: Path) -> None:
+def test_a_child_imports_the_modules_of_its_parent(folder: Path) -> None:
     (folder / "child.py").write_text(CHILD)
     kinds.import_plugins(["my_kinds"])
     process, connection = start_child("child")

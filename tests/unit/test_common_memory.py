@@ -44,7 +44,7 @@ ONE = ModelShape.from_config(named_config("1b"))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"head_dim": 8}], ids=str)
-def test_the_shape_is_what_transformers_builds(changes: dict[str, Any]) -> None:
+def test_the_shape_equals_transformers_model(changes: dict[str, Any]) -> None:
     config = tiny() | changes
     shape = ModelShape.from_config(config)
     assert sorted(shape.tensors) == sorted(s for _, s in parameter_schema(config))
@@ -91,7 +91,7 @@ def test_the_estimate_tells_cards_apart() -> None:
         (FOUR, {"micro_batch": 8}, 84.3e9),
     ],
 )
-def test_the_estimate_is_a_little_above_what_an_h200_took(
+def test_the_estimate_is_a_little_above_an_h200s_memory_use(
     shape: ModelShape, changes: dict[str, Any], measured: float
 ) -> None:
     how = Arrangement(1, 16, 1024, keep_unsharded=True, loss_chunk=loss_chunk(150 * 10**9))
@@ -119,7 +119,7 @@ def test_every_measure_against_memory_lowers_the_estimate(change: dict[str, Any]
 
 
 @pytest.mark.slow
-def test_disk_figures_are_what_is_written(tmp_path: Path, process_group: None) -> None:
+def test_disk_figures_equal_the_written_bytes(tmp_path: Path, process_group: None) -> None:
     """Three checkpoints of three epochs, a snapshot and a global state of a model that is large
     enough for headers not to count."""
     shape: dict[str, Any] = {"hidden": 64, "layers": 3, "intermediate": 160, "vocab": 499}

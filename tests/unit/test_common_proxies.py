@@ -285,7 +285,7 @@ def _ask_everybody(host: str) -> None:
         wait_for(lambda: bool(chain.trouble), "the registry's first answer")
 
 
-def test_chain_store_data_and_calls_ask_the_proxy_for_others_alone(
+def test_chain_store_data_and_calls_use_the_proxy_only_for_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:

@@ -64,7 +64,7 @@ def test_a_url_that_cannot_be_used_is_one_line_without_it(url: str) -> None:
     times=st.sampled_from([1, 300]),
     title=st.text(max_size=9),
 )
-def test_each_service_takes_whatever_text(service: str, text: str, times: int, title: str) -> None:
+def test_each_service_takes_any_text(service: str, text: str, times: int, title: str) -> None:
     url = REAL[service][0].replace("-5", "-100123").replace("/topic", "/my-topic")
     place, body, headers = build_request(url, Message(title, text * times))
     shown = headers.get("title", "")
@@ -141,7 +141,7 @@ def test_a_forums_topic_goes_to_telegram_too() -> None:
      ({}, b'{"retry_after": 1' + b"0" * 400 + b"}", None),
      ({"retry-after": "nan"}, b"", None), ({}, b'{"parameters": 3}', None)],
 )  # fmt: skip
-def test_how_long_a_service_wants_to_be_left_alone(
+def test_the_wait_that_a_service_asks_for_is_read(
     extra: dict[str, str], body: bytes, wait: float | None, world: Webhooks
 ) -> None:
     world.manner, world.extra, world.body = 429, extra, body

@@ -61,7 +61,7 @@ def test_each_mistake_is_one_line(argv: tuple[str, ...], text: str) -> None:
         ({"allreduce_timeout": "14m"}, "round.allreduce_timeout (840s) is not shorter than round."),
     ],
 )
-def test_waits_of_a_networks_file_end_before_those_around_them(
+def test_waits_of_a_networks_file_end_before_the_outer_waits(
     rules: dict[str, str], text: str
 ) -> None:
     made = config_of(rules={f"round.{key}": value for key, value in rules.items()})

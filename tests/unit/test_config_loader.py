@@ -235,7 +235,7 @@ def test_secrets_are_refused_on_the_command_line_and_in_files(tmp_path: Path) ->
     assert "must not stand in a configuration file" in text and "hunter2" not in text
 
 
-def test_a_start_prints_what_was_given_and_keeps_all(tmp_path: Path) -> None:
+def test_a_start_prints_given_settings_and_keeps_all(tmp_path: Path) -> None:
     dotenv = tmp_path / ".env"
     dotenv.write_text("R2_WRITE_SECRET_ACCESS_KEY=" + "a" * 64 + "\n")
     dotenv.chmod(0o600)

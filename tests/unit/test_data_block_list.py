@@ -230,7 +230,7 @@ class Run:
     n_pages=st.integers(1, 5),
     runs=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 9)), min_size=1, max_size=4),
 )
-def test_no_judged_page_of_a_listed_block_is_lost_whatever_ranks_there_are(
+def test_no_judged_page_of_a_listed_block_is_lost_with_any_ranks(
     n_pages: int, runs: list[tuple[int, int]]
 ) -> None:
     """Stopped after any micro-batch, and started with any number of ranks: all that validators look

@@ -55,7 +55,7 @@ def expected(rows: list[str | None]) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_pages_and_what_is_kept_of_parquet_are_bounded_in_bytes(
+def test_pages_and_kept_parquet_metadata_are_bounded_in_bytes(
     seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     draw = random.Random(seed)

@@ -222,7 +222,7 @@ def test_drawn_domains_are_read_as_they_were_written(drawn: list) -> None:
     assert {d.digest for d in found} == {digest}
 
 
-def test_each_domain_stands_beside_the_judged_loss(
+def test_each_domain_stands_next_to_the_judged_loss(
     tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In the event, the log, what the chain gets, and the cause of a refused outer step."""

@@ -296,7 +296,7 @@ END = b"PAR1"
 
 @settings(max_examples=60, deadline=None)
 @given(st.binary(max_size=400), st.integers(0, 2**32 - 1), st.data())
-def test_whatever_stands_at_a_file_s_end_costs_that_file_alone(
+def test_any_bytes_at_a_files_end_cost_only_that_file(
     noise: bytes, length: int, data: st.DataObject
 ) -> None:
     good = pa.BufferOutputStream()
@@ -401,7 +401,7 @@ def test_the_cause_is_named_with_its_remedy(
 # --- a network's file -----------------------------------------------------------------------------
 
 
-def test_a_founder_s_dataset_is_pinned_and_every_kind_of_reader_shares_what_was_found(
+def test_a_founders_dataset_is_pinned_and_all_readers_share_its_listing(
     mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     words = ["init", str(tmp_path / "lab"), "--exchange", "hivemind", "--name", "lab"]

@@ -216,7 +216,7 @@ TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_the_tokens_of_a_long_row_are_those_of_all_of_it(name: str, cases: int = 40) -> None:
+def test_a_long_row_has_the_tokens_of_all_its_text(name: str, cases: int = 40) -> None:
     """Random rows of many scripts; the front is cut wherever a row of real length could be."""
     tokenizer = TOKENIZERS[name]()
     fronts = Fronts(tokenizer)

@@ -151,7 +151,7 @@ def test_a_refused_token_is_named_and_left_out_where_the_data_need_none(
         ("https://mirror.example", "https://huggingface.co", False),
     ],
 )
-def test_the_token_goes_to_the_hub_alone(
+def test_the_token_is_sent_only_to_the_hub(
     url: str, hub: str, sent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
@@ -311,7 +311,7 @@ def test_the_config_default_is_drawn_from_where_it_is_the_only_one(
 # --- the table's age ----------------------------------------------------------------------------
 
 
-def test_a_change_of_the_table_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_change_of_the_table_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     growing: dict[str, list[str]] = dict(TABLES)
     with RowsServer(growing) as server:
         made, counts = source(server, table_age=timedelta(0))
@@ -455,7 +455,7 @@ def test_a_short_page_is_asked_for_again(tmp_path: Path) -> None:
         assert len(made.rows("c", 100, split="train", limit=100)) == 100
 
 
-def test_the_cache_keeps_to_its_size_and_to_what_was_used_last(tmp_path: Path) -> None:
+def test_the_cache_keeps_its_size_and_the_last_used_pages(tmp_path: Path) -> None:
     cache = PageCache(tmp_path, limit_bytes=30_000)
     noise = [bytes(range(256)).hex() + str(i) * 50 for i in range(300)]
     for i in range(100):

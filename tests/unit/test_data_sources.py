@@ -47,7 +47,7 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
     assert late.num_rows() == {"root": 500}
 
 
-def test_a_folder_of_links_holds_what_the_folder_of_files_does(
+def test_a_folder_of_links_has_the_same_rows_as_the_files(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A linked folder is not empty, a link back is no more rows, a link to nothing is named."""
@@ -171,7 +171,7 @@ def test_rows_beyond_the_models_vocabulary_are_left_out(
 
 
 @pytest.mark.parametrize(("vocabulary", "dtype"), [(65536, "uint16"), (65537, "uint32")])
-def test_a_shard_holds_what_was_written(tmp_path: Path, vocabulary: int, dtype: str) -> None:
+def test_a_shard_holds_the_written_sequences(tmp_path: Path, vocabulary: int, dtype: str) -> None:
     data = np.arange(12).reshape(3, 4) + vocabulary - 12
     header = write_shard(tmp_path / "x", data, tokenizer="t", eos_id=0, vocabulary=vocabulary)
     again, read = open_shard(tmp_path / "x")

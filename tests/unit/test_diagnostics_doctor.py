@@ -256,7 +256,7 @@ def test_a_line_is_judged_by_the_time_an_upload_really_has(
     ("age", "calls", "status"),
     [(None, None, "skip"), (500.0, 3, "skip"), (1.0, None, "warn"), (1.0, 0, "warn"), (1, 3, "ok")],
 )
-def test_calls_are_those_that_a_running_miner_counts(
+def test_calls_equal_the_count_of_a_running_miner(
     tmp_path: Path, age: float | None, calls: int | None, status: str
 ) -> None:
     if age is not None:
@@ -528,13 +528,13 @@ def test_a_driver_that_never_answers_costs_one_wait_and_one_line(
         sampler.utilization()
 
 
-def test_handles_of_ctypes_are_compared_by_what_they_point_to() -> None:
+def test_handles_of_ctypes_are_compared_by_their_target() -> None:
     cards = [ctypes.c_int(1), ctypes.c_int(1)]
     first, again, other = (ctypes.pointer(cards[i]) for i in (0, 0, 1))
     assert gpus._is_same(first, again) and not gpus._is_same(first, other)
 
 
-def test_gpus_in_use_are_told(fake_nvml: FakeNvml) -> None:
+def test_gpus_in_use_are_named(fake_nvml: FakeNvml) -> None:
     assert status(check_gpus(2, "auto")) == {"gpu 0": "ok", "gpu 1": "warn"}
     (check,) = check_gpus(4, "auto")
     assert check.status == "fail" and "--nproc_per_node 3" in check.remedy
@@ -549,7 +549,7 @@ def test_gpus_in_use_are_told(fake_nvml: FakeNvml) -> None:
     assert fake_nvml.open == 0
 
 
-def test_the_doctor_says_what_goes_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_names_the_connections_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     rules = {"store.endpoint": "http://10.0.0.5:9000", "chain.url": "http://r.example"}
     config = config_of("--preset", "local", rules=rules)
     for name in VARIABLES:
@@ -640,7 +640,7 @@ def running(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("began", [True, False])
-def test_nothing_is_trained_beside_a_running_miner(
+def test_nothing_is_trained_while_a_miner_runs(
     began: bool, running: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def measure(*_: object, **named: object) -> NoReturn:

@@ -269,14 +269,14 @@ def test_a_mixture_keeps_its_shares(case: tuple[list[float], list[int], int]) ->
 
 
 @given(st.lists(st.floats(0.01, 1.0), min_size=2, max_size=5), st.integers(0, 80))
-def test_the_schedule_depends_on_the_weights_alone(weights: list[float], length: int) -> None:
+def test_the_schedule_depends_only_on_the_weights(weights: list[float], length: int) -> None:
     # So ranks whose pages hold different amounts train on the same source at the same time.
     long = schedule(weights, 200)
     assert schedule(weights, length) == long[:length]
     assert all(n >= 1 for n in pages_of(weights, 5))
 
 
-def test_a_mixture_goes_on_without_a_source_that_is_down(
+def test_a_mixture_continues_without_a_source_that_is_down(
     tmp_path: Path, tokenizer: tuple[Path, int]
 ) -> None:
     write_jsonl(tmp_path / "a" / "x.jsonl", ROWS)

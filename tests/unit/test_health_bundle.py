@@ -204,7 +204,7 @@ def test_unknown_secret_in_a_bundle_is_masked_by_its_look(data: st.DataObject, k
         assert shown.startswith("2026-01-31 | INFO | ") and shown.endswith(": 1\n")
 
 
-def test_bundle_keeps_what_a_helper_needs() -> None:
+def test_a_bundle_keeps_the_facts_that_a_helper_needs() -> None:
     mask = Masked(["sesame-open"])
     lines = [
         "Outer Step: 7 | Inner Step: 12 | LR: 0.0004 | Loss: 2.512 | Step Time: 3.1s",
@@ -227,7 +227,7 @@ def test_a_log_is_cut_at_a_line_and_megabytes_take_seconds(tmp_path: Path) -> No
     assert time.process_time() - began < 10
 
 
-def test_a_bundle_is_written_to_a_new_file_alone(tmp_path: Path) -> None:
+def test_a_bundle_is_written_only_to_a_new_file(tmp_path: Path) -> None:
     home = Home(tmp_path, {})
     (tmp_path / "there").write_text("x")
     for name in ("there", "none/help.tar.gz"):

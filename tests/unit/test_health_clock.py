@@ -79,7 +79,7 @@ def chain(seconds: float | None, kind: type[Chain] = RegistryChain, age: float =
     st.floats(0, 5),
     st.sampled_from([None, 0.0, 30.0]),
 )
-def test_the_doctor_names_a_wrong_clock_by_how_much_and_against_whom(
+def test_the_doctor_names_a_wrong_clocks_offset_and_its_reference(
     ahead: float, slow: float, registry: float | None
 ) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:

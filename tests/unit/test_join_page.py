@@ -117,7 +117,7 @@ class Recorded:
 
 
 @pytest.mark.slow
-def test_the_trainer_steps_once_an_optimizer_step_and_saves_what_came(
+def test_the_trainer_steps_once_an_optimizer_step_and_saves_the_network_step(
     network: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("accelerate")

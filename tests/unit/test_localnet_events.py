@@ -156,7 +156,7 @@ def summary_of(validator: NeuronState, *miners: NeuronState, wanted: int = 2):  
 
 
 class TestFollower:
-    def test_reads_only_complete_lines_and_goes_on(self, tmp_path: Path) -> None:
+    def test_a_reader_waits_for_complete_lines_and_continues(self, tmp_path: Path) -> None:
         path = tmp_path / "events.jsonl"
         follower = EventFollower(path)
         assert follower.poll() == []
@@ -247,7 +247,7 @@ class TestState:
         at = COLUMNS.index("between_seconds")
         assert [row[at] for row in miner.facts()["steps"]] == [None, 0.0, 30.0, None, 0.0]
 
-    def test_attendance_is_told_when_it_changes(self) -> None:
+    def test_attendance_is_logged_when_it_changes(self) -> None:
         state = NeuronState(Path("validator"))
         sweeps: list[list[int]] = [[], [0], [0], [0, 11], [0, 11], [], []]
         told = [state.apply({"kind": "sweep", "not_alive": missing}) for missing in sweeps]
@@ -406,7 +406,7 @@ class TestSummary:
             said = event_line(validator.apply(event), of_validator=True)
             assert said == f"uid 0: {named} not scored: too old"
 
-    def test_a_machine_too_slow_for_the_blocks_is_told_what_to_do(self) -> None:
+    def test_a_machine_too_slow_for_the_blocks_gets_a_line_with_the_remedy(self) -> None:
         def problem_of(cause: Cause) -> str:
             judged = (scored(0, "why it was reset", cause.name), scored(11))
             summary = summary_of(a_validator(1, 2, judged=judged), a_miner(0), a_miner(11))

@@ -123,7 +123,7 @@ def same(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-def test_a_script_takes_outer_steps_and_tells_what_a_miner_tells(script: Script) -> None:
+def test_a_script_takes_outer_steps_and_logs_the_same_lines_as_a_miner(script: Script) -> None:
     world, net = script.world, script.net
     assert script.starts_as_the_leader()
     assert same(script.weights(), world.leader.state.weights)
@@ -148,7 +148,7 @@ def test_a_script_takes_outer_steps_and_tells_what_a_miner_tells(script: Script)
     assert (found.verdict, found.bad) == (Verdict.STOPPED, False), found
 
 
-def test_a_script_that_starts_again_goes_on_from_what_it_had(script: Script) -> None:
+def test_a_script_that_starts_again_continues_from_its_state(script: Script) -> None:
     world = script.world
     script.train(7)
     script.net.close()

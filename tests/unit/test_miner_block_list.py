@@ -107,7 +107,7 @@ def saved(world: World) -> tuple[dict[str, Any], dict[str, int]]:
     return feed.state_dict(), {"block": 100, "sequences": 10, "offset": 6}
 
 
-def test_a_fresh_start_begins_with_what_was_prepared_meanwhile() -> None:
+def test_a_fresh_start_begins_with_the_list_prepared_meanwhile() -> None:
     world = World()
     feed = world.feed()
     feed.load_state_dict({}, {}, first=90)  # the chain has moved on since

@@ -71,7 +71,7 @@ def test_looks_at_uneven_moments_do_not_move_the_round(seed: int, pace: float) -
     assert error[-1] < 60
 
 
-def test_a_chain_that_does_not_answer_tells_nothing_of_what_is_due() -> None:
+def test_a_chain_that_does_not_answer_leaves_the_due_round_unknown() -> None:
     silence = timedelta()
     clock = Chain().clock(1000, chain_age=lambda: silence)
     assert clock.due() is False
@@ -79,7 +79,7 @@ def test_a_chain_that_does_not_answer_tells_nothing_of_what_is_due() -> None:
     assert clock.due() is None
 
 
-def test_a_round_without_this_miner_begins_the_period_anew() -> None:
+def test_a_round_without_this_miner_begins_the_period_again() -> None:
     chain = Chain()
     clock = chain.clock(1000)
     chain.pass_blocks(500, 12.0)
@@ -107,7 +107,7 @@ def test_a_last_round_in_the_future_is_no_last_round(ahead: int) -> None:
     assert clock.due() is True and clock.expected_at() == pytest.approx(chain.now - 100 * 12)
 
 
-def test_a_chain_that_begins_anew_is_measured_anew() -> None:
+def test_a_chain_that_begins_again_is_measured_again() -> None:
     chain = Chain()
     clock = chain.clock(1000)
     chain.block = 3
@@ -148,7 +148,7 @@ def test_the_state_of_a_round_with_this_miner_is_no_missed_round(averaged: bool)
     assert clock.missed()
 
 
-def test_block_lists_are_judged_by_the_networks_file_whatever_calls_show() -> None:
+def test_block_lists_are_judged_by_the_networks_file_and_not_by_calls() -> None:
     chain = Chain()
     clock = chain.clock(1000)
     for _ in range(3):

@@ -208,7 +208,7 @@ def test_a_failed_round_costs_time_only(error: BaseException, fault: AllReduceFa
     assert rig.controller.state.outer_step == 4
 
 
-def test_stop_in_a_round_cancels_it_and_drops_what_was_pending() -> None:
+def test_stop_in_a_round_cancels_it_and_drops_pending_work() -> None:
     rig = Rig()
     command = rig.command(call(), ev.StopRequested("deregistered", 3))
     assert (command.action, command.exit_status) == (Action.STOP, 3)

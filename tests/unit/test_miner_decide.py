@@ -387,7 +387,7 @@ TAKEN = {
 
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(TAKEN)), st.booleans()), max_size=30))
-def test_each_global_state_is_followed_whatever_rounds_do(
+def test_each_global_state_is_followed_in_all_orders_of_rounds(
     rounds: list[tuple[str, bool]],
 ) -> None:
     """After each round the weights are those of the validator, and nothing is loaded needlessly.

@@ -86,7 +86,7 @@ def test_a_tenth_of_other_values_is_found(seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.weight", "b.weight"])
-def test_nan_is_a_difference_whatever_is_read_after_it(name: str) -> None:
+def test_nan_is_a_difference_for_all_later_values(name: str) -> None:
     broken = weights()
     broken[name].fill_(float("nan"))
     found = [drift_of(rows_of(weights()), File(broken), seed=seed) for seed in range(5)]
@@ -224,7 +224,7 @@ def test_the_watch_answers_with_an_event(same: bool, tmp_path: Path) -> None:
     assert any(isinstance(event, ev.GlobalEpochSeen) for event in came)
 
 
-def test_a_fetch_that_fails_in_an_unforeseen_way_is_answered_and_the_watch_goes_on(
+def test_a_fetch_that_fails_in_an_unforeseen_way_is_answered_and_the_watch_continues(
     tmp_path: Path,
 ) -> None:
     class Reader(Unread):

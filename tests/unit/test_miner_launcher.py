@@ -379,7 +379,7 @@ def test_the_number_of_gpus_is_remembered_while_the_driver_is_away(
         assert remembered_gpus(run_folder(argv)) == 0
 
 
-def test_an_operator_is_told_of_an_end_that_nobody_asked_for(
+def test_the_webhook_reports_an_end_that_nobody_asked_for(
     argv: list[str], ranks: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with webhooks(monkeypatch) as world:

@@ -121,7 +121,7 @@ def outage(monkeypatch: pytest.MonkeyPatch) -> Outage:
     return Outage(monkeypatch)
 
 
-def test_a_start_in_an_outage_goes_by_what_the_chain_shows_of_this_miner(outage: Outage) -> None:
+def test_a_start_in_an_outage_uses_the_kept_chain_state_of_this_miner(outage: Outage) -> None:
     outage.ledger.serve(MINER.ss58, "1.2.3.4", 8091)
     outage.ledger.commit(MINER.ss58, "our read keys")
     assert start_hivemind.find_address(outage.config, outage.member) == "1.2.3.4"

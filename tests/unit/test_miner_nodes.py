@@ -97,7 +97,7 @@ def test_a_stop_that_was_faster_than_a_beat_is_another_nodes_all_the_same() -> N
     assert there.close(ExitStatus.STOPPED, "") == ExitStatus.STOPPED
 
 
-def test_the_first_reason_is_told_and_not_what_followed_from_it(pair: list[Watched]) -> None:
+def test_only_the_first_reason_is_logged(pair: list[Watched]) -> None:
     third = Watched(pair[0]._store, 1)
     pair[0].close(ExitStatus.FAULT, "the disk is full")
     third.close(ExitStatus.FAULT, "Connection reset by peer")
@@ -120,7 +120,7 @@ def test_a_failure_of_one_rank_ends_all(pair: list[Watched], status: ExitStatus)
     assert pair[1].ended == ["rank 0 failed: the disk is full"]
 
 
-def test_nodes_that_differ_are_told_on_both() -> None:
+def test_different_settings_of_two_nodes_are_logged_on_both() -> None:
     store = dist.HashStore()
     facts = [list_facts(config_of("--neuron.seed", seed), ranks=1) for seed in ("42", "9")]
     line = "--neuron.seed is 9 on node 1 and 42 on node 0, so the nodes cannot train one model"
@@ -130,7 +130,7 @@ def test_nodes_that_differ_are_told_on_both() -> None:
                 each.result(30)
 
 
-def test_settings_compared_between_machines_are_those_that_decide_training(
+def test_machines_compare_all_settings_that_decide_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mine = list_facts(config_of(), ranks=2)

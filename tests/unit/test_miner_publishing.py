@@ -295,7 +295,7 @@ def test_time_in_which_uploads_give_way_is_no_upload_time(tmp_path: Path) -> Non
     assert schedule.upload_seconds == 100
 
 
-def test_each_round_starts_the_period_anew(tmp_path: Path) -> None:
+def test_each_round_starts_the_period_again(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.on_event(ev.OuterStepEnded(True, 4))
     assert rig.round_clock.next_at() == rig.now + 100 * 12

@@ -107,7 +107,7 @@ SECONDS = st.floats(0.5, 3000)
     spare=st.floats(1, 5000),
     lost=st.booleans(),
 )
-def test_the_next_round_begins_from_what_was_published_if_there_was_time_to_fetch_it(
+def test_the_next_round_begins_from_the_publication_if_it_was_fetched_in_time(
     interval: float, publishing: float, fetching: float, reload: float, spare: float, lost: bool
 ) -> None:
     """Whatever the time that the validator is given to publish, longer than a period included."""

@@ -409,7 +409,7 @@ def test_a_wrong_clock_is_the_cause_of_a_round_without_a_group(
         (AllReduceFault.TIMEOUT, "failed here (the round passed its deadline)"),
     ],
 )
-def test_a_round_that_failed_here_alone_is_a_warning_with_its_cause(
+def test_a_round_that_failed_only_here_is_a_warning_with_its_cause(
     fault: AllReduceFault, cause: str, missed: Missed
 ) -> None:
     missed.call(1000.0)
@@ -435,7 +435,7 @@ def test_a_vote_or_a_fetch_in_the_way_of_a_round_is_named(missed: Missed) -> Non
     assert "called while it was fetching" in line
 
 
-def test_a_round_of_ours_is_none_missed_whoever_is_first(missed: Missed) -> None:
+def test_our_own_round_is_no_missed_one_in_any_order(missed: Missed) -> None:
     missed.call(1000.0)
     assert missed.on_event(ev.GlobalEpochSeen(4, 1500.0), Mode.AVERAGING) == []
     missed.on_event(ev.OuterStepEnded(True, 4), Mode.AVERAGING)
@@ -491,7 +491,7 @@ class Card:
         self.closed = True
 
 
-def test_each_gpu_is_told_by_its_ranks_number(
+def test_each_gpu_is_logged_with_its_ranks_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cards = [Card(index) for index in range(3)]

@@ -66,7 +66,7 @@ pytestmark = pytest.mark.timeout(30)
 
 
 @pytest.mark.parametrize(("name", "told"), [("cuda:0", True), ("cpu", False)])
-def test_a_gpu_whose_utilization_nobody_measures_is_told_once(
+def test_a_gpu_without_measured_utilization_is_logged_once(
     name: str, told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(device.NvmlSampler, "open", lambda index: None)
@@ -183,7 +183,7 @@ def test_a_state_that_cannot_be_loaded_is_not_downloaded_by_the_next_start(
     assert len(downloads) == 6
 
 
-def test_a_start_goes_on_from_its_checkpoint_where_a_rank_has_no_memory_to_load(
+def test_a_start_continues_from_its_checkpoint_if_a_rank_has_no_memory_to_load(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The loop tries the global state again: it may be sound."""
@@ -420,7 +420,7 @@ def test_ranks_do_not_train_on_the_cpu_while_the_gpus_are_away(
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
     ],
 )
-def test_a_gpu_lost_in_mid_step_is_named_with_what_follows(
+def test_a_gpu_lost_in_mid_step_is_named_with_the_consequence(
     error: Exception,
     shown: bool,
     rank_ends: Callable[..., Any],
@@ -498,7 +498,7 @@ def lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lost:
 
 
 @pytest.mark.parametrize("uid", [1, 41])
-def test_a_miner_that_lost_its_uid_goes_on_when_it_is_registered_again(
+def test_a_miner_that_lost_its_uid_continues_when_it_is_registered_again(
     uid: int, lost: Lost, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert lost.join() == (ExitStatus.STOPPED, f"uid {lost.uid}")
@@ -618,7 +618,7 @@ def test_no_room_for_a_ranks_first_file_is_a_line(
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-def test_the_server_is_told_of_a_call_that_leads_to_nothing(mode: Mode) -> None:
+def test_a_call_that_leads_to_nothing_ends_its_round_at_the_server(mode: Mode) -> None:
     """Else it answers the validator that a round is running, until a restart."""
     server = Mock()
     see = end_rounds_of(server)

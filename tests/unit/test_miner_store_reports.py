@@ -51,7 +51,7 @@ class Told:
         return found
 
 
-def test_a_round_is_told_in_the_lines_that_operators_know(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_round_is_logged_in_the_promised_lines(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     told, handle = Told(), Mock(hold_seconds=0.5)
     for event in (
@@ -89,7 +89,7 @@ def test_a_round_is_told_in_the_lines_that_operators_know(caplog: pytest.LogCapt
         (Base.REFUSED, "copy: of uid 4", "WARNING", "copy: of uid 4"),
     ],
 )
-def test_an_upload_that_was_not_merged_is_told_with_its_cause(
+def test_an_upload_that_was_not_merged_is_logged_with_its_cause(
     base: Base, cause: str, level: str, line: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)

@@ -223,7 +223,7 @@ ROUND = st.tuples(
         (1, False, (0, 0), {0}, False),
     ]
 )
-def test_a_validator_killed_in_the_first_rounds_leaves_a_network_that_goes_on_by_itself(
+def test_a_network_continues_after_its_validator_is_killed_in_the_first_rounds(
     rounds: list[tuple[int, bool, tuple[int, int], set[int], bool]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:

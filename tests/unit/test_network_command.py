@@ -52,7 +52,7 @@ def read(folder: Path):
     return config
 
 
-def test_a_founded_network_is_what_a_miner_joins(tmp_path: Path, capsys) -> None:
+def test_a_miner_joins_a_network_that_the_command_created(tmp_path: Path, capsys) -> None:
     folder = tmp_path / "lab"
     assert (
         found(folder, "--set", "round.blocks_per_allreduce=60", "--set", "data.source=stdlib") == 0
@@ -88,7 +88,7 @@ def test_a_founded_network_is_what_a_miner_joins(tmp_path: Path, capsys) -> None
     assert found(folder) == 2 and "exists already" in capsys.readouterr().err
 
 
-def test_a_member_of_a_network_on_a_plug_ins_chain_is_told_how_to_register(
+def test_a_member_on_a_plug_ins_chain_reads_how_to_register(
     tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others = {name: CHAINS[name] for name in CHAINS if name != "memory"}  # a test may have had it
@@ -397,7 +397,7 @@ def test_another_model_is_another_network(
     assert file.read_text() == text
 
 
-def test_no_version_has_what_the_registry_would_refuse(tmp_path: Path, capsys) -> None:
+def test_no_version_has_a_value_that_the_registry_would_refuse(tmp_path: Path, capsys) -> None:
     assert found(tmp_path / "lab") == 0
     file = tmp_path / "lab" / "network.toml"
     file.write_text(re.sub(r"(?m)^max_uids = .*$", "max_uids = 9", file.read_text()))

@@ -80,7 +80,7 @@ def test_buckets_of_their_own_need_no_registry_and_a_key_each(tmp_path: Path, ki
 
 
 @pytest.mark.parametrize("exchange", ["hivemind", "store"])
-def test_each_key_has_a_place_with_one_exchange_alone(tmp_path: Path, exchange: str) -> None:
+def test_each_key_has_a_place_with_only_one_exchange(tmp_path: Path, exchange: str) -> None:
     rules = EXAMPLE if exchange == "hivemind" else store_rules()
     (other,) = OF_EXCHANGE.keys() - {exchange}
     for key in OF_EXCHANGE[other]:

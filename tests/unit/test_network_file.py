@@ -158,7 +158,7 @@ def test_how_tensors_travel_in_a_round_is_the_network_s(tmp_path: Path) -> None:
     assert "'uniform_8bit'" in refused(signed(other, ALICE, beside=beside), tmp_path)
 
 
-def test_private_addresses_are_right_in_a_private_network_alone(tmp_path: Path) -> None:
+def test_private_addresses_are_right_only_in_a_private_network(tmp_path: Path) -> None:
     private = changed("run = 5 ", "private = true\nrun = 5 ")
     for name in ("axon.external_ip", "dht.ip"):
         for address in ("10.0.0.5", "172.16.3.4", "192.168.1.9", "100.64.0.7"):
@@ -392,7 +392,7 @@ def test_a_flag_that_only_a_network_may_set(tmp_path: Path, flags, words) -> Non
     assert all(word in text for word in words)
 
 
-def test_the_same_value_and_what_is_an_operators_own_are_taken(tmp_path: Path) -> None:
+def test_equal_values_and_an_operators_own_settings_are_accepted(tmp_path: Path) -> None:
     mine = ("--neuron.sequence_length", "1024", "--data.source", "parquet:/data")
     config = load(EXAMPLE, tmp_path, *mine, "--preset", "public-24gb", "--neuron.upload_steps", "9")
     assert config.data.source == "parquet:/data" and config.store.upload_steps == 9

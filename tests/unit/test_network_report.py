@@ -95,7 +95,7 @@ def draw(rng: random.Random) -> NetworkReport:
     )
 
 
-def test_the_verdict_is_what_the_table_says() -> None:
+def test_the_verdict_is_the_tables() -> None:
     rng, seen = random.Random(44), set()
     for _ in range(4000):
         report = rng.choice([None, *[draw(rng)] * 30])

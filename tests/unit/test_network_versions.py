@@ -157,7 +157,7 @@ def test_the_bucket_has_the_versions_and_one_line_announces_each(
     assert caplog.text.count(line) == 1
 
 
-def test_the_rules_of_a_version_take_the_place_of_the_file_s_alone(tmp_path: Path) -> None:
+def test_a_version_replaces_only_the_rules_of_the_file(tmp_path: Path) -> None:
     path = Path(network_file(tmp_path / "lab", {"name": "lab"}))
     rates = flatten(tree_of(path.read_text()))
     config = config_of(path, tmp_path / "run", "--data.source", "stdlib", "--dht.port", "9")
@@ -220,7 +220,7 @@ def test_a_damaged_newer_version_hides_none_that_holds(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "run")
 
 
-def test_a_start_goes_on_from_the_step_of_its_checkpoint(tmp_path: Path) -> None:
+def test_a_start_continues_from_the_step_of_its_checkpoint(tmp_path: Path) -> None:
     assert first_outer_step(tmp_path, 4, seen=True) == 4
     folder = tmp_path / "checkpoint-1"
     folder.mkdir()

@@ -33,9 +33,7 @@ from tests.tools.memory_store import MemoryObjectStore
         (BucketMissingError("404"), ConfigError),
     ],
 )
-def test_only_what_passes_by_itself_is_tried_again_by_pm2(
-    problem: StoreError, end: type[Exception]
-) -> None:
+def test_pm2_tries_only_passing_failures_again(problem: StoreError, end: type[Exception]) -> None:
     """pm2 starts again after NetworkFailure (status 1), not after ConfigError (2)."""
 
     def before(operation: str, key: str) -> None:
@@ -54,7 +52,7 @@ def test_a_read_key_that_can_write_ends_the_start_for_good(monkeypatch) -> None:
         own_commitment(settings, "bucket")
 
 
-def test_another_writes_its_keys_in_any_form_and_costs_itself_alone() -> None:
+def test_a_member_with_malformed_keys_costs_only_itself() -> None:
     """The readers of commitments, of a store that all peers know and of R2."""
     texts = {
         "aws": "AKIA7 secret/of+40",

@@ -163,7 +163,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kept:
     return Kept(tmp_path, monkeypatch)
 
 
-def test_a_start_while_the_chain_is_away_goes_by_what_it_showed(
+def test_a_start_while_the_chain_is_away_uses_its_last_state(
     kept: Kept, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept.state.save(kept.path)
@@ -196,7 +196,7 @@ def test_saved_chain_state_that_is_old_or_foreign_is_not_used(
         pytest.fail("it has begun")
 
 
-def test_an_endpoint_that_answers_replaces_what_was_kept(kept: Kept) -> None:
+def test_an_endpoint_that_answers_replaces_the_kept_state(kept: Kept) -> None:
     server = RegistryServer()
     server.start()
     server.stop()

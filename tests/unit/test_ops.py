@@ -146,7 +146,7 @@ def test_pm2_runs_torchrun_where_the_override_asks_for_it(tmp_path: Path) -> Non
 
 
 @needs_node
-def test_pm2_is_told_at_once_that_no_network_is_named(tmp_path: Path) -> None:
+def test_pm2_stops_at_once_if_no_network_is_named(tmp_path: Path) -> None:
     """In the terminal: what the start says stands in the log."""
     done = pm2_reads(OPS.parent, DT_HOME=str(tmp_path), DT_NETWORK="")
     (line,) = done.stderr.splitlines()
@@ -176,7 +176,7 @@ def test_torchrun_follows_a_check_as_the_node_it_is(words: list[str], tmp_path: 
 @pytest.mark.parametrize(
     ("app", "status"), [("validator", 0), ("registry", 0), ("network", 0), ("x", 1)]
 )
-def test_pm2_runs_what_a_founder_needs(app: str, status: int, tmp_path: Path) -> None:
+def test_pm2_runs_the_programs_of_a_founder(app: str, status: int, tmp_path: Path) -> None:
     (tmp_path / f"{app}.override.js").write_text('module.exports = [["--network", "a.toml"]];')
     done = pm2_reads(OPS.parent, DT_HOME=str(tmp_path), DT_APP=app)
     assert done.returncode == status, done.stderr
@@ -215,7 +215,7 @@ def test_a_second_miner_has_a_name_and_settings_of_its_own(
         assert page["args"] == ["page", *app["args"]] and Path(page["script"]).suffix == ".py"
 
 
-def test_every_alert_says_what_to_do() -> None:
+def test_every_alert_names_its_remedy() -> None:
     for rule in yaml.safe_load(RULES.read_text())["groups"][0]["rules"]:
         assert set(rule["annotations"]) == {"summary", "action"}, rule["alert"]
         assert rule["labels"]["severity"] in ("warning", "critical")

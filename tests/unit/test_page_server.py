@@ -395,7 +395,7 @@ def test_another_program_at_its_address_ends_no_page(answer: bytes, tmp_path: Pa
         assert not served_page._is_shown("127.0.0.1", other, [tmp_path], "")
 
 
-def test_the_page_beside_a_miner_holds_no_secret_but_its_token(tmp_path: Path) -> None:
+def test_the_page_of_a_miner_holds_no_secret_but_its_token(tmp_path: Path) -> None:
     own = {"DT_PAGE_TOKEN": TOKEN, "R2_WRITE_SECRET_ACCESS_KEY": "5ecret" * 8}
     (port,) = free_ports(1)
     words = [sys.executable, "-m", "distributed_training", "page", "--network", "sn38"]
@@ -442,7 +442,7 @@ def test_a_disk_that_fails_at_its_start_is_a_line_and_another_try(tmp_path: Path
     assert "The page ended (it ended with status 1): starting it again in 1 s" in lines[1]
 
 
-def test_the_metrics_are_those_of_the_ranks_and_of_their_launcher(tmp_path: Path) -> None:
+def test_the_metrics_come_from_the_ranks_and_their_launcher(tmp_path: Path) -> None:
     """While starts are refused no rank writes any; the launcher's count reaches the alert."""
     with served(tmp_path) as page:
         own = f"host: 127.0.0.1:{port(page)}".encode()

@@ -53,7 +53,7 @@ def test_products_reach_60_to_65_percent_and_flops_are_the_trainers(model: str) 
 
 @settings(deadline=None, max_examples=25)
 @given(machines, st.sampled_from(["125m", "1b", "4b"]))
-def test_a_step_fits_and_what_was_not_measured_counts_at_most_the_goal(
+def test_a_step_fits_and_unmeasured_times_count_at_most_the_goal(
     machine: Machine, model: str
 ) -> None:
     step = best_step(shape_of(model), machine)
@@ -69,7 +69,7 @@ def test_a_step_fits_and_what_was_not_measured_counts_at_most_the_goal(
     assert 0 < held < held_seconds(shape_of(model), machine, step=0.0)
 
 
-def test_copies_hold_training_by_what_lasts_longer_than_a_step() -> None:
+def test_copies_hold_training_for_their_time_beyond_a_step() -> None:
     shape, machine = shape_of("1b"), Machine(CARDS["h200"])
     copies = 12 * shape.parameters / 10e9
     none, half, all_of_it = (
@@ -81,7 +81,7 @@ def test_copies_hold_training_by_what_lasts_longer_than_a_step() -> None:
     assert twice - all_of_it == pytest.approx(copies + 24 * 0.26e-9 * shape.parameters)
 
 
-def test_writing_costs_what_an_h200_lost_to_it() -> None:
+def test_writing_costs_as_much_as_an_h200_lost_to_it() -> None:
     """Before copies to the GPU were pinned, and threads that write gave way."""
     shape, machine = shape_of("125m"), Machine(CARDS["h200"])
     step = best_step(shape, machine)

@@ -46,7 +46,7 @@ _ROW = re.compile(
 )
 
 
-def test_the_readme_has_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_readme_shows_the_printed_plan(capsys: pytest.CaptureFixture[str]) -> None:
     rows = _ROW.findall((Path(__file__).parents[2] / "README.md").read_text())
     assert len(rows) == 3
     models = {"125 M": "125m", "1.1 B": "1b", "3.6 B": "4b"}
@@ -130,7 +130,7 @@ def test_a_plan_counts_the_data_workers_of_each_gpu(capsys: pytest.CaptureFixtur
         (["--gpu", "h100x8", "--link", "15", "--exchange", "hivemind"], "a round's", "store"),
     ],
 )
-def test_the_bottleneck_is_named_with_what_its_change_does(
+def test_the_bottleneck_is_named_with_the_effect_of_its_change(
     words: list[str], why: str, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, *_ = plan(capsys, "--model", "4b", *words)["changes"]

@@ -35,7 +35,7 @@ def whole(tree: Tree | bytes) -> dict[str, bytes]:
     return {name: data for name, data in tree.items() if isinstance(data, bytes)}
 
 
-def test_the_disk_forgets_what_was_not_synced(
+def test_the_disk_forgets_writes_that_were_not_synced(
     disk_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: without both syncs a new name has no bytes, or is not there."""
@@ -57,7 +57,7 @@ def test_a_durable_file_is_the_old_one_or_the_new_one(
     assert disk.at_end == 4 * [{"state.json": b"new"}]
 
 
-def test_an_interrupted_download_goes_on_with_ranges_that_are_on_the_disk(
+def test_an_interrupted_download_continues_with_the_ranges_on_the_disk(
     disk_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer, "RANGE", 1000)

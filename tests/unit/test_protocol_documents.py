@@ -166,7 +166,7 @@ def test_keys_of_any_length_are_a_commitment_where_the_store_is_known(
     assert parse_commitment(text, any_length=True) == mine
 
 
-def test_r2s_lengths_have_one_form_alone() -> None:
+def test_r2s_lengths_have_only_one_form() -> None:
     text = build_commitment(CREDENTIALS)
     assert build_commitment(CREDENTIALS, any_length=True) == text
     assert parse_commitment(text, any_length=True) == CREDENTIALS

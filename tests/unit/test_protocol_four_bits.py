@@ -82,7 +82,7 @@ def test_the_layout_is_that_of_the_protocol_page() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["default", "avx2"])
-def test_the_bits_are_the_same_whatever_the_processor_can(capability: str) -> None:
+def test_the_bits_are_the_same_on_every_processor(capability: str) -> None:
     program = "from tests.unit import test_protocol_four_bits as t; print(t.digest_of_cases())"
     found = subprocess.run(
         [sys.executable, "-c", program],

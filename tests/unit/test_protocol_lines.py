@@ -30,7 +30,7 @@ def test_step_line_is_the_operators_line() -> None:
     )
 
 
-def test_throughput_line_names_only_what_was_measured() -> None:
+def test_the_throughput_line_names_only_measured_values() -> None:
     line = lines.throughput_line(REPORT)
     assert "34493 tokens/s" in line and "MFU" not in line and "GPU Util" not in line
     full = dataclasses.replace(REPORT, mfu=0.551, gpu_utilization=97.0, grad_norm=0.5)

@@ -34,7 +34,7 @@ def parse(kind: type[State] | type[Manifest], data: bytes, check: Any = believe)
     return kind.parse(data, Master(RUN, MASTER, check))
 
 
-def test_golden_files_are_read_and_their_digests_are_those_of_their_canonical_form() -> None:
+def test_golden_files_are_read_and_have_the_digests_of_their_canonical_form() -> None:
     kinds = (Manifest, Manifest, State)
     parsed = [
         parse(kind, f["text"].encode(), verify)
@@ -223,7 +223,7 @@ def test_a_manifest_that_does_not_follow_is_refused(changes: dict[str, Any], why
         {"losses_after": {"x": float("nan")}},
     ],
 )
-def test_the_master_cannot_write_what_contradicts_itself(changes: dict[str, Any]) -> None:
+def test_the_master_cannot_write_a_contradiction(changes: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         manifests(**changes)
     manifests(rewound_to=0, update="", merged=())

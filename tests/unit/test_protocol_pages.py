@@ -59,9 +59,7 @@ def test_negative_arguments_are_an_error() -> None:
 
 
 @given(world_size=some.integers(1, 512), n_pages=some.integers(1, 9))
-def test_every_judged_page_is_read_once_whatever_the_world_size(
-    world_size: int, n_pages: int
-) -> None:
+def test_every_judged_page_is_read_once_at_every_world_size(world_size: int, n_pages: int) -> None:
     read = [
         pages_read_by(rank=rank, world_size=world_size, n_pages=n_pages)
         for rank in range(world_size)

@@ -115,7 +115,7 @@ def test_bad_epochs(epoch: object) -> None:
     ("told", "understood"),
     [(PEER, PEER), ("", None), ("nonsense", None), (7, None), (PEER[:-1], None), ("2" * 52, None)],
 )
-def test_a_peer_id_is_told_to_who_asks(told: Any, understood: str | None) -> None:
+def test_a_peer_id_is_sent_to_a_caller_that_asks(told: Any, understood: str | None) -> None:
     asked = synapses.answer_is_alive(synapses.build_is_alive(), epoch=4, peer_id=told)
     assert synapses.parse_is_alive_reply(asked).peer_id == understood
     assert "peer_id" not in synapses.answer_is_alive({"answer": None}, epoch=4, peer_id=told)
@@ -160,14 +160,14 @@ def test_the_public_addresses_of_a_peer_come_first_and_two_of_them() -> None:
         ADDRESS.replace(PEER, OTHER),
     ],
 )
-def test_an_address_that_is_none_or_another_peers_counts_as_not_told(address: Any) -> None:
+def test_a_wrong_or_foreign_address_counts_as_missing(address: Any) -> None:
     body = {"completion": "True", "epoch": 3, "peer_id": PEER, "addresses": [address, ADDRESS]}
     assert synapses.parse_is_alive_reply(body).addresses == (ADDRESS,)
     assert not synapses.parse_is_alive_reply({**body, "peer_id": None}).addresses
 
 
 @pytest.mark.parametrize("run_id", [None, "", 7, "x" * 65, ["x"], "a\nb", "ä"])
-def test_a_run_id_that_is_none_counts_as_not_told(run_id: Any) -> None:
+def test_a_malformed_run_id_counts_as_missing(run_id: Any) -> None:
     body = {"completion": "True", "epoch": 3, "run_id": run_id}
     assert synapses.parse_is_alive_reply(body).run_id is None
 

@@ -167,7 +167,7 @@ def test_memory_for_a_hotkey_is_bounded(world: World, monkeypatch: pytest.Monkey
     _replay_all(world)
 
 
-def test_of_those_who_left_a_number_is_remembered(
+def test_a_bounded_number_of_past_members_is_remembered(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "_MOST_GONE", 1)
@@ -337,7 +337,7 @@ def test_a_file_of_0_2_0_is_taken_over(tmp_path: Path, monkeypatch: pytest.Monke
     assert world.registry.uid_of(PEER.ss58) == 1
 
 
-def test_the_list_of_members_stays_readable_whatever_they_commit() -> None:
+def test_the_list_of_members_stays_readable_with_all_commitments() -> None:
     """Each client reads at most 16 MiB of it: one that all refuse would end the network."""
     members = MemoryLedger()
     members.register("5" * 48)

@@ -81,7 +81,7 @@ def test_the_lock_of_uv_has_these_versions_and_these_requirements() -> None:
     }
 
 
-def test_a_miner_gets_what_it_imports_and_nothing_else() -> None:
+def test_a_miner_gets_the_packages_it_imports_and_no_others() -> None:
     wanted = set(map(canonical, of_extra("production") | of_extra("")))
     fixed = {"torch", "hivemind", "bittensor", "boto3", "python-dotenv"}
     assert fixed <= wanted <= set(PRODUCTION) and "pytest" in versions("test")
@@ -92,7 +92,7 @@ def test_a_miner_gets_what_it_imports_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("name", ["production", "local", "test"])
-def test_no_package_lacks_what_it_needs(name: str) -> None:
+def test_no_package_lacks_a_dependency(name: str) -> None:
     """pip installs the list with --no-deps, so the list must hold all dependencies."""
     there = set(PRODUCTION) | set(versions(name))
     for package in versions(name):

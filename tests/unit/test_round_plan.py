@@ -35,7 +35,7 @@ def test_rounds_are_as_real_miners_had_them() -> None:
         assert statistics.median(each) <= 0.05 and max(each) <= 0.15
 
 
-def test_the_network_of_bench_exchange_moves_what_is_computed() -> None:
+def test_the_network_of_bench_exchange_moves_the_computed_bytes() -> None:
     """docs/figures/exchange.json has 158 s from close to close, where the network had 100 s."""
     parameters = 10_253_440
     member = Member(2.5, up=2.461, down=12.304)

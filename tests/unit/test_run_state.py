@@ -104,7 +104,7 @@ def test_the_ranks_of_torchrun_have_no_launcher(tmp_path: Path) -> None:
     assert (found.state, found.asked) == ("stopped", True) and "torchrun" in found.stopped_by
 
 
-def test_no_secret_is_in_what_it_writes(tmp_path: Path) -> None:
+def test_the_written_state_has_no_secret(tmp_path: Path) -> None:
     register_secret("s3cr3t-of-the-store")
     LauncherFile(tmp_path).refused("bad key s3cr3t-of-the-store", attempt=1, wait=1.0)
     for path in tmp_path.iterdir():

@@ -159,7 +159,7 @@ class TestReadKey:
         with ExitStack() as stack:
             return export._global_bucket(config, options, stack).name
 
-    def test_without_the_registry_the_last_one_told_is_used(
+    def test_without_the_registry_the_last_known_one_is_used(
         self, network: tuple[RegistryServer, list[str]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         server, flags = network

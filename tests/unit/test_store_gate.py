@@ -31,7 +31,7 @@ def test_parts_are_equal_and_never_too_many() -> None:
     assert part_size_for(100 * MIB, wanted=5 * MIB) == 5 * MIB
 
 
-def test_a_full_disk_says_what_to_do(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_with_its_remedy(tmp_path: Path) -> None:
     assert describe_full_disk(tmp_path / "not" / "there", 1) is None
     line = describe_full_disk(tmp_path, 10**18)
     assert line is not None

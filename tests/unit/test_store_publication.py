@@ -101,7 +101,7 @@ def test_data_then_epoch_metadata_then_root(tmp_path: Path, world_size: int) -> 
 
 @pytest.mark.parametrize("parts", keys.PARTS)
 @pytest.mark.parametrize("content", ["scored", "all"])
-def test_upload_holds_what_the_network_and_the_flags_ask_for(
+def test_an_upload_holds_the_files_that_network_and_flags_ask_for(
     tmp_path: Path, parts: keys.Parts, content: keys.Parts
 ) -> None:
     store, wanted = MemoryObjectStore(), keys.data_files(2, parts)
@@ -193,7 +193,7 @@ def test_the_gate_and_the_order_of_revisions(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["lost", "of another size", "of equal size"])
 @pytest.mark.parametrize("name", [keys.MODEL, keys.GRADIENTS])
-def test_an_object_that_is_not_what_was_sent_gets_no_metadata(
+def test_an_object_that_differs_from_the_sent_file_gets_no_metadata(
     tmp_path: Path, what: str, name: str
 ) -> None:
     """Another miner that uses this bucket writes between our last byte and our metadata."""
@@ -218,9 +218,7 @@ def test_an_object_that_is_not_what_was_sent_gets_no_metadata(
 @pytest.mark.parametrize(
     "what", ["the next outer step", "other bytes of the same step", "the same bytes, expired"]
 )
-def test_parts_of_an_upload_that_nobody_goes_on_with_are_not_billed(
-    tmp_path: Path, what: str
-) -> None:
+def test_parts_of_an_abandoned_upload_are_not_billed(tmp_path: Path, what: str) -> None:
     """A miner was killed before Complete; what it sends next is of another outer step, or, from a
     checkpoint, the same step with other weights, or the store has given the parts up meanwhile."""
 
@@ -424,7 +422,7 @@ def test_an_upload_that_a_kill_left_without_its_record_ends_with_the_next(tmp_pa
 
 
 @pytest.mark.parametrize("why", ["a pause", "a stop"])
-def test_a_resumed_upload_survives_what_closes_the_uplink_while_it_is_checked(
+def test_a_resumed_upload_survives_the_end_of_the_uplink_during_its_check(
     tmp_path: Path, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """All parts lie at the store when a round begins, or the miner is restarted once more."""
@@ -533,7 +531,7 @@ def test_snapshots_nobody_writes_or_sends_go(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"4.10.8", "4.15.9", "notes"}
 
 
-def test_the_peer_id_changes_alone(tmp_path: Path) -> None:
+def test_only_the_peer_id_changes(tmp_path: Path) -> None:
     store = MemoryObjectStore()
     publication = publisher(store, tmp_path)
     publication.publish_peer_id("12D3abc")

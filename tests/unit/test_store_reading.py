@@ -287,7 +287,7 @@ def test_a_download_says_when_it_begins_and_ends_and_once_a_minute_how_far_it_is
     assert caplog.text == "", "it is there"
 
 
-def test_of_bytes_that_were_there_alone_no_time_left_is_told(
+def test_no_remaining_time_is_shown_until_new_bytes_are_sent(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")

@@ -331,9 +331,7 @@ def test_a_close_that_moved_voids_its_upload_and_is_followed_by_another(
     assert digest not in update.cause
 
 
-def test_weights_that_pass_over_our_upload_tell_what_became_of_it(
-    leader: Leader, miner: Miner
-) -> None:
+def test_weights_that_skip_our_upload_carry_its_fate(leader: Leader, miner: Miner) -> None:
     """Else what was merged would be carried into the next upload too."""
     close = leader.close
     miner.pass_time(PERIOD)
@@ -425,7 +423,7 @@ def test_an_upload_is_counted_once_where_older_weights_were_taken(
         (("damaged",), Base.KEPT, "damaged: a reason"),
     ],
 )
-def test_the_manifest_tells_what_became_of_our_upload(
+def test_the_manifest_shows_the_fate_of_our_upload(
     leader: Leader, miner: Miner, verdict: tuple[str, ...], base: Base, cause: str
 ) -> None:
     close = leader.close
@@ -444,7 +442,7 @@ def test_the_manifest_tells_what_became_of_our_upload(
     assert update.own_upload == own
 
 
-def test_nobody_who_holds_other_weights_is_asked_to_upload(
+def test_no_member_with_other_weights_is_asked_to_upload(
     store: FaultyStore, leader: Leader, time: Time, tmp_path: Path
 ) -> None:
     miner = Miner(store, tmp_path / "rounds", time, held=0)

@@ -105,7 +105,7 @@ def test_upload_steps_bounds_the_frequency(every: int, first: int) -> None:
 @pytest.mark.parametrize("step", [10.0, 30.0, 60.0, 80.0])
 @pytest.mark.parametrize("upload", [50.0, 300.0, 900.0])
 @pytest.mark.parametrize("known", [True, False])
-def test_over_many_rounds_what_is_published_is_never_too_old(
+def test_over_many_rounds_a_publication_is_never_too_old(
     every: int, step: float, upload: float, known: bool
 ) -> None:
     """Rounds of 4800 s, 700 s of which nobody trains; each begins again at inner step 0."""
@@ -142,7 +142,7 @@ def test_over_many_rounds_what_is_published_is_never_too_old(
         assert 0 < warned < too_old_at
 
 
-def test_after_a_restart_the_age_of_what_is_published_counts() -> None:
+def test_after_a_restart_the_age_of_the_publication_counts() -> None:
     plan = schedule(60, published_at=0.0)
     plan.upload_seconds = 300.0
     chosen, _ = run(plan, range(62, 200), step=60, upload=300, start=3600.0)
@@ -240,7 +240,7 @@ def test_the_minimum_is_lowered_where_validators_would_judge_nothing_and_it_is_s
     assert "inner_step (5) < minimum (30)" in blocked[0]
 
 
-def test_the_age_of_a_publication_is_what_the_store_says() -> None:
+def test_the_age_of_a_publication_is_by_the_stores_clock() -> None:
     plan = schedule(5)
     assert plan.step(report(50), 500.0).snapshot
     done = dataclasses.replace(ended(1, 50, 1500.0, 1000.0), age_seconds=900.0)

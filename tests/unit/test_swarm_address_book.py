@@ -75,7 +75,7 @@ def test_a_book_that_cannot_be_written_costs_no_round(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_of_a_calls_addresses_few_are_used_and_of_named_peers_alone(
+def test_only_few_addresses_of_a_call_and_only_of_named_peers_are_used(
     tmp_path: Path, seed: int
 ) -> None:
     draw, own = random.Random(seed), PeerID.from_base58(IDS[0])

@@ -127,7 +127,7 @@ def test_a_sender_that_fails_after_its_first_part_is_left_out(then: bytes) -> No
 
 
 @pytest.mark.parametrize("code", [99, averaging_pb2.CANCELLED])
-def test_why_a_reducer_refuses_is_told_also_if_nobody_knows_its_code(
+def test_a_reducers_refusal_is_logged_even_with_an_unknown_code(
     code: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def reducer(stream: Stream) -> None:
@@ -168,7 +168,7 @@ def reducer_of(own: torch.Tensor, *, weight: float = 1.0, senders: int = 2) -> R
 
 @settings(max_examples=80, deadline=None)
 @given(st.data())
-def test_each_part_is_the_weighted_mean_of_who_sent_it(data: st.DataObject) -> None:
+def test_each_part_is_the_weighted_mean_of_its_senders(data: st.DataObject) -> None:
     """Senders interleave at will; each stops after some of its parts, or sends all."""
     count = data.draw(st.integers(1, 4), "parts")
     senders = data.draw(st.integers(1, 3), "senders")

@@ -126,7 +126,7 @@ def test_stored_dht_entries_are_of_the_run_small_short_lived_and_bounded(seed: i
     asyncio.run(run())
 
 
-def test_untrusted_clients_declare_themselves_alone_and_leave_room_for_the_called() -> None:
+def test_untrusted_clients_declare_only_themselves_and_leave_room_for_the_called() -> None:
     async def run() -> None:
         node, soon, key = await made(peer(1)), time.time() + 60, OURS[0].to_bytes()
 
@@ -158,7 +158,7 @@ def test_a_dictionary_that_is_too_large_is_not_unpacked(monkeypatch: pytest.Monk
     asyncio.run(run())
 
 
-def test_the_table_of_peers_is_bounded_and_takes_those_that_we_know() -> None:
+def test_the_table_of_peers_is_bounded_and_takes_known_peers() -> None:
     """Node ids are what anybody claims: one place for a peer, and none is sent what is stored."""
 
     async def run() -> None:
@@ -186,7 +186,7 @@ def test_the_table_of_peers_is_bounded_and_takes_those_that_we_know() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_flood_of_identities_takes_nothing_from_those_that_we_know(seed: int) -> None:
+def test_a_flood_of_identities_takes_nothing_from_known_peers(seed: int) -> None:
     """Simulated time: a known peer at 20 calls a second is never refused, and hardly waits."""
     draw, now = random.Random(seed), 0.0
     known = Known()

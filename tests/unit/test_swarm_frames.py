@@ -216,7 +216,7 @@ def test_four_bits_are_refused_where_a_group_does_not_use_them() -> None:
             received(data, partial(take, count=count))
 
 
-def test_no_memory_is_taken_for_what_is_too_long_for_four_bits() -> None:
+def test_no_memory_is_taken_for_a_message_too_long_for_four_bits() -> None:
     """Its length is claimed and within that of a part."""
     claimed = four_part(torch.zeros(PART_BYTES, dtype=torch.uint8))
     with pytest.raises(FrameError, match="bytes instead of"):

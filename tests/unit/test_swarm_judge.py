@@ -57,7 +57,7 @@ def test_contribution_out_of_proportion_to_the_usual_is_refused(
         (0.001, 4.365, True),
     ],
 )
-def test_the_first_round_of_a_newcomer_is_held_against_what_others_sent(
+def test_the_first_round_of_a_newcomer_is_compared_with_the_others_contributions(
     tmp_path: Path, others: float | None, average: float, refused: bool
 ) -> None:
     judging = made(tmp_path / "norms.json")

@@ -122,7 +122,7 @@ def test_a_host_is_started_again_at_once_and_then_less_and_less_often(world: Wor
         assert world.failures == [], "at once"
 
 
-def test_a_peer_that_meets_nobody_is_alone_and_says_why(
+def test_a_peer_that_meets_nobody_starts_and_logs_why(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Once, and once more when it has joined; it needs no other process for that."""
@@ -346,7 +346,7 @@ def test_a_call_without_a_timeout_ends_with_the_rounds_of_the_others(
         peer.memory.close()
 
 
-def test_the_end_of_p2pd_is_told_before_anything_waits_for_it(
+def test_the_end_of_p2pd_is_reported_before_anything_waits_for_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     @contextlib.asynccontextmanager
@@ -402,7 +402,7 @@ def test_the_end_of_p2pd_is_told_before_anything_waits_for_it(
     assert b"Ready" in said.get_nowait() and b"SIGKILL" in said.get_nowait()
 
 
-def test_a_peer_asks_less_and_less_often_until_it_declares_itself_anew(
+def test_a_peer_asks_less_and_less_often_until_it_declares_itself_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 100.0

@@ -63,7 +63,7 @@ def test_a_line_cut_by_a_kill_costs_only_itself(tmp_path: Path) -> None:
     assert [e["kind"] for e in read_events(path)] == ["start", "step"]
 
 
-def test_a_follower_goes_on_in_a_file_that_was_emptied(tmp_path: Path) -> None:
+def test_a_follower_continues_in_a_file_that_was_emptied(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     with EventLog(path) as log, contextlib.closing(EventFollower(path)) as follower:
         log.write("start", filling="x" * 200)
@@ -97,7 +97,7 @@ def test_retention_keeps_the_newest(tmp_path: Path) -> None:
     assert sum(p.stat().st_size for p in tmp_path.iterdir()) < 4200
 
 
-def test_a_disk_that_fails_costs_only_what_came_meanwhile(
+def test_a_disk_that_fails_costs_only_the_events_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "events.jsonl"

@@ -58,7 +58,7 @@ logging.getLogger("hivemind.averaging").warning("heard")
     assert "s3cr3t" not in out
 
 
-def test_other_ranks_say_only_what_matters() -> None:
+def test_other_ranks_log_only_warnings() -> None:
     out, _, _ = run(
         """
 setup_logging(TelemetrySettings(), rank=3)

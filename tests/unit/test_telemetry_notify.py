@@ -132,7 +132,7 @@ def heal(miner: Miner) -> None:
      (fill, 0, "The disk is almost full: 9.0 of 100 GB are free"),
      (cut, 120, "Offline: chain and store are silent")],
 )  # fmt: skip
-def test_each_trouble_is_told_once_and_once_when_it_is_over(
+def test_each_trouble_is_reported_once_and_once_when_it_is_over(
     begin: Callable[[Miner], None], hold: float, words: str, miner: Miner
 ) -> None:
     assert miner.passes(60) == []
@@ -164,7 +164,7 @@ def test_passing_trouble_is_a_message_only_where_the_miner_stopped(miner: Miner)
     assert only.startswith("Over after 26 s") and only.endswith("rank 0 was ended by SIGKILL")
 
 
-def test_a_newcomer_is_not_told_that_it_does_not_earn_yet(miner: Miner) -> None:
+def test_a_newcomer_gets_no_message_that_it_does_not_earn_yet(miner: Miner) -> None:
     miner.judgement = Judgement(Verdict.NOT_JUDGED_YET, "wait", bad=False)
     assert miner.passes(7200) == []
     miner.judgement = EARNS
@@ -437,7 +437,7 @@ def launcher_of(folder: Path) -> LauncherFile:
 
 
 @pytest.mark.parametrize("service", ["ntfy", "Slack", "Discord", "Telegram", "JSON"])
-def test_an_end_that_nobody_asked_for_is_told_before_the_launcher_ends(
+def test_an_end_that_nobody_asked_for_is_reported_before_the_launcher_ends(
     service: str, world: Webhooks, tmp_path: Path
 ) -> None:
     file = launcher_of(tmp_path)

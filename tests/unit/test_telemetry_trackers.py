@@ -106,7 +106,7 @@ def test_tensorboard_reads_every_step_once_over_restarts_and_roll_backs(tmp_path
     assert scalars(board / "miner-7", "lr")[-1] == (12, 0.001)
 
 
-def test_a_roll_back_in_mid_run_replaces_what_it_took_back(tmp_path: Path) -> None:
+def test_a_roll_back_in_mid_run_replaces_the_rows_after_it(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     (tracker,) = open_trackers(
         TelemetrySettings(tensorboard_dir=tmp_path), tmp_path, name="m", first_step=1

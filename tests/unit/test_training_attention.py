@@ -21,7 +21,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_is_what_its_config_says_or_is_refused_by_name(family: str, tmp_path: Path) -> None:
+def test_a_model_follows_its_config_or_is_refused_by_name(family: str, tmp_path: Path) -> None:
     refused, config = FAMILIES[family]
     status, told = init(tmp_path, config)
     document = (DOCS / "model.md").read_text(encoding="utf-8")

@@ -48,7 +48,7 @@ class PublicMiner:
 
 
 @pytest.mark.parametrize(("mode", "dct"), [("best", False), ("upload", False), ("upload", True)])
-def test_without_a_preview_what_is_published_is_the_public_miners(
+def test_without_a_preview_the_publication_is_the_public_miners(
     mode: str, dct: bool, tmp_path: Path
 ) -> None:
     made, public = trainer(error_feedback=mode, use_dct=dct), PublicMiner(use_dct=dct)
@@ -86,7 +86,7 @@ def test_curved_sends_the_entries_whose_change_weighs_most(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_best_publishes_what_lowers_the_loss_most_of_all_directions(tmp_path: Path) -> None:
+def test_best_publishes_the_direction_that_lowers_the_loss_most(tmp_path: Path) -> None:
     made = {mode: trainer(error_feedback=mode) for mode in ("best", "upload", "off")}
     plain = trainer(error_feedback="upload", step_length="plain")
     deltas: dict[str, list[float]] = {mode: [] for mode in (*made, "plain")}
@@ -177,7 +177,7 @@ def test_a_gradient_that_was_half_replaced_is_not_published(
         assert now[0] != before[0] and size == -1  # which the uploader refuses
 
 
-def test_a_snapshot_under_way_leaves_the_residual_of_a_roll_back_alone() -> None:
+def test_a_snapshot_under_way_keeps_the_residual_of_a_roll_back() -> None:
     made = trainer(error_feedback="upload")
     train(made, 0, 1)
     feedback, start = made.feedback, made.outer.epoch_start
@@ -221,7 +221,7 @@ def test_a_preview_chooses_a_shorter_step_where_the_plain_one_gives_no_number(
     assert made.check_gradient(handle) == -0.5
 
 
-def test_a_preview_measures_on_what_is_held_back_now(tmp_path: Path) -> None:
+def test_a_preview_measures_on_the_present_held_out_text(tmp_path: Path) -> None:
     """The loss without a gradient is measured again for other sequences of the same outer step."""
 
     def delta(made: Trainer, held: int, folder: str) -> float:

@@ -99,7 +99,9 @@ def test_no_micro_batch_waits_for_the_device(changes: dict[str, Any]) -> None:
     assert sum(last.values()) <= 1  # loss and norm, read together at the end of the step
 
 
-def test_the_count_sees_what_transformers_own_sdpa_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_count_sees_the_host_reads_of_transformers_own_sdpa(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(model, "register_attention", lambda: "sdpa")
     first, *_ = reads_of_a_step()
     assert first["_local_scalar_dense"] >= 1
@@ -225,7 +227,7 @@ SEARCH: dict[str, Any] = {"why": "no more", "vote": lambda problem: problem, "sa
 
 
 @pytest.mark.parametrize("limit", [13, 16, 21, 22, 33, 34, 58, 59, 1000])
-def test_auto_never_tries_what_it_knows_not_to_fit(limit: int) -> None:
+def test_auto_never_tries_a_size_that_cannot_fit(limit: int) -> None:
     card = Card(limit)
     fits = [n for n in SIZES if 10 + 3 * n <= limit]
     assert find_micro_batch(card.run, SIZES, budget=card, **SEARCH) == max(fits)
@@ -492,7 +494,7 @@ def test_without_pinned_memory_copies_take_other_memory_and_one_line_says_so(
     assert "cuda: no pinned memory for copies (CUDA error: out of memory)" in record.message
 
 
-def test_only_a_thread_that_writes_beside_a_gpu_lets_others_go_first(
+def test_only_a_writing_thread_with_a_gpu_yields_to_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -571,7 +573,7 @@ def test_only_the_optimizer_waits_for_copies(
         assert same(before, [content[name] for name, _ in made.schema])
 
 
-def test_copies_that_fail_cost_what_was_to_be_written_and_no_step(
+def test_copies_that_fail_cost_the_write_and_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = trainer()

@@ -35,7 +35,7 @@ def test_a_first_start_begins_at_the_network_s_place(
         assert made.schedule.rate(begins) == made.schedule.peak
 
 
-def test_a_shard_is_what_torch_2_5_writes_and_loads(tmp_path: Path) -> None:
+def test_a_shard_is_written_and_loaded_as_by_torch_2_5(tmp_path: Path) -> None:
     made = trainer()
     train(made, 0, 2)
     take_snapshot(made, tmp_path, Progress(3, 2, 2, [1]))
@@ -76,7 +76,7 @@ def test_a_shard_is_what_torch_2_5_writes_and_loads(tmp_path: Path) -> None:
             }
 
 
-def test_the_reader_refuses_what_torch_2_5_does(tmp_path: Path) -> None:
+def test_the_reader_refuses_the_same_files_as_torch_2_5(tmp_path: Path) -> None:
     """The control: torch's own form of a mesh holds classes that it does not know."""
     torch.save({"mesh": init_device_mesh("cpu", (1,))}, tmp_path / "mesh.pt")
     with pytest.raises(AssertionError):

@@ -52,7 +52,7 @@ def test_another_learns_alike_wherever_its_state_lies(name: str, rate: float) ->
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_weight_decay_on_matrices_leaves_norms_and_embeddings_alone(name: str, tied: bool) -> None:
+def test_weight_decay_on_matrices_spares_norms_and_embeddings(name: str, tied: bool) -> None:
     """A step without gradients: what it changes is the decay. Plug-ins need nothing for it."""
     for where in ("off", "on"):
         for on in ("all", "matrices"):
@@ -111,7 +111,7 @@ def test_a_step_is_that_of_torch(name: str, factory: Callable[..., Any] | None) 
     assert same([p.detach() for p in plain], [p.detach() for p in made.optimizer._params])
 
 
-def test_the_memory_plan_counts_what_the_optimizer_keeps() -> None:
+def test_the_memory_plan_counts_the_optimizers_state() -> None:
     needed = {}
     shape = ModelShape.from_config(named_config("1b"))
     of_rest = shape.embedding_parameters / shape.parameters
@@ -250,7 +250,7 @@ def test_state_that_cannot_be_kept_in_rows_is_refused(kind: str, refused: str) -
 
 @pytest.mark.parametrize("kind", ["sum", "momentum"])
 @pytest.mark.usefixtures("odd")
-def test_a_checkpoint_brings_back_what_an_optimizer_keeps(kind: str, tmp_path: Path) -> None:
+def test_a_checkpoint_brings_back_an_optimizers_state(kind: str, tmp_path: Path) -> None:
     made = trainer(optimizer="odd", learning_rate=1e-2)
     train(made, 0, 3)
     save_checkpoint(Checkpointer(trainer=made, folder=tmp_path), Progress(0, 3, 3, []))
@@ -264,6 +264,6 @@ def test_a_checkpoint_brings_back_what_an_optimizer_keeps(kind: str, tmp_path: P
     assert kind == "sum" or all(rows.any() for rows in again.optimizer.state["momentum"])
 
 
-def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
+def test_an_unknown_name_is_refused_with_the_known_names() -> None:
     with pytest.raises(ConfigError, match=r"'soap': there are adamw, lion, muon"):
         trainer(optimizer="soap")

@@ -85,7 +85,7 @@ def halves(rows: Tensor) -> Tensor:
         ({"feedback": float("nan")}, "keeps nan of the residual"),
     ],
 )
-def test_a_rule_that_chooses_what_is_sent_otherwise_than_by_row_is_refused(
+def test_a_rule_that_does_not_choose_whole_rows_is_refused(
     parts: dict[str, Any], refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse(monkeypatch, OuterRule(nesterov_sgd, **parts), refused)

@@ -185,7 +185,7 @@ def test_error_of_any_library_is_reported_as_the_files_fault(
 
 
 @pytest.mark.parametrize("rows", [1, 7, 1000])
-def test_chunked_loss_and_gradients_are_those_of_the_whole(rows: int) -> None:
+def test_chunked_loss_and_gradients_equal_the_whole_ones(rows: int) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(33, 16, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(50, 16, dtype=torch.float64, requires_grad=True)
@@ -254,7 +254,7 @@ def test_bf16_without_hardware_falls_back_and_says_why(monkeypatch: pytest.Monke
     assert compute_dtype("fp32", cpu)[0] is torch.float32
 
 
-def test_memory_decides_what_is_kept() -> None:
+def test_memory_decides_which_activations_are_kept() -> None:
     four = named_config("4b")
     settings = TrainingSettings()
 
@@ -292,7 +292,7 @@ def test_memory_decides_what_is_kept() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 64])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_row_ranges_are_those_of_torch_chunk(rows: int, world: int) -> None:
+def test_row_ranges_equal_torch_chunks(rows: int, world: int) -> None:
     chunks = list(torch.arange(rows).chunk(world))
     chunks += [torch.empty(0)] * (world - len(chunks))
     for rank, chunk in enumerate(chunks):
@@ -308,7 +308,7 @@ def test_tied_weights_appear_once() -> None:
     assert made.sharded.tied == {"lm_head.weight": "model.embed_tokens.weight"}
 
 
-def test_named_sizes_are_what_their_names_say() -> None:
+def test_named_sizes_match_their_names() -> None:
     for name, low, high in (("125m", 1.1e8, 1.4e8), ("1b", 1e9, 1.2e9), ("4b", 3.5e9, 4.2e9)):
         count = sum(math.prod(shape) for _, shape in parameter_schema(named_config(name)))
         assert low < count < high, (name, count)

@@ -318,7 +318,7 @@ def test_a_later_start_and_an_export_change_no_bit(
     assert digest in text and 'name = "bytes"' in text
 
 
-def test_a_network_whose_key_is_lost_goes_on_as_another_by_one_command(
+def test_a_network_whose_key_is_lost_continues_as_another_by_one_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its weights, its tokenizer and its rules are those it had, but for what a word says."""
@@ -368,7 +368,7 @@ def test_untrained_buffer_of_a_model_must_equal_its_default(tmp_path: Path) -> N
         list(read_weights(tmp_path, config.to_dict()))
 
 
-def test_a_founder_who_forgot_the_weights_publishes_no_others(
+def test_a_founder_without_the_pretrained_weights_publishes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = saved(tmp_path / "source", tied=True, sharded=False, dtype=torch.float32)

@@ -334,7 +334,7 @@ def largest(rows: Tensor, *, share: float = 0.25) -> Tensor:
 
 @given(st.floats(0.01, 1), st.floats(0, 1), st.integers(1, 1000))
 @settings(max_examples=10)
-def test_a_rule_chooses_what_is_sent_and_keeps_a_share_of_the_rest(
+def test_a_rule_chooses_the_sent_rows_and_keeps_a_share_of_the_rest(
     share: float, feedback: float, seed: int
 ) -> None:
     made, _ = two_trainers()

@@ -97,7 +97,7 @@ def plain_model(made: Trainer) -> Any:
     return plain
 
 
-def test_loss_and_gradient_are_those_of_plain_torch() -> None:
+def test_loss_and_gradient_equal_plain_torchs() -> None:
     made = trainer(gradient_clip=0.0)
     plain = plain_model(made)
     ids = sequences(0)
@@ -307,7 +307,7 @@ def test_the_end_of_the_schedule_is_warned_of_once_and_steps_go_on(
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "auto"])
-def test_a_failing_compiler_is_announced_and_training_goes_on(
+def test_a_failing_compiler_is_announced_and_training_continues(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch._dynamo.exc import Unsupported
@@ -342,7 +342,7 @@ def test_a_compiler_that_fails_without_a_word_is_left_out(
     assert "torch.compile: off: AssertionError: " in caplog.messages
 
 
-def test_a_round_in_mid_step_drops_only_what_it_must() -> None:
+def test_a_round_in_mid_step_drops_only_the_open_step() -> None:
     made, left_alone = trainer(), trainer()
     for m in (made, left_alone):
         train(m, 0, 2)
@@ -360,7 +360,7 @@ def test_a_round_in_mid_step_drops_only_what_it_must() -> None:
     assert len(made.step.batches) == 0 and (made.outer_step, made.inner_step) == (1, 0)
 
 
-def test_an_outer_step_keeps_what_was_trained_while_the_swarm_averaged() -> None:
+def test_an_outer_step_keeps_the_training_during_the_average() -> None:
     """weights := outer(start, average) + what was trained since the pseudo-gradient was written."""
     made, paused = trainer(), trainer()
     averaged = [torch.full(s, 1e-3) for _, s in made.schema]
@@ -424,7 +424,7 @@ def test_snapshot_loads_in_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_snapshot_names_what_in_it_is_not_finite(tmp_path: Path, value: float) -> None:
+def test_a_snapshot_names_its_tensors_that_are_not_finite(tmp_path: Path, value: float) -> None:
     made = trainer()
     train(made, 0, 1)
     first = made.schema[0][0]
@@ -713,7 +713,7 @@ def test_a_gpu_that_is_lost_before_a_copy_begins_leaves_nobody_waiting() -> None
 
 
 @pytest.mark.parametrize("parts", keys.PARTS)
-def test_a_snapshot_copies_and_writes_what_is_uploaded(tmp_path: Path, parts: keys.Parts) -> None:
+def test_a_snapshot_copies_and_writes_the_uploaded_parts(tmp_path: Path, parts: keys.Parts) -> None:
     """For all parts the pseudo-gradient is the same, and a checkpoint during it has everything."""
     made, other = trainer(), trainer()
     for one in (made, other):
@@ -781,7 +781,7 @@ def test_a_snapshot_that_failed_holds_no_copies(
     assert made.copier._released.wait(30)
 
 
-def test_without_a_thread_training_waits_for_what_is_written(
+def test_without_a_thread_training_waits_for_the_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = trainer()
@@ -939,7 +939,7 @@ def test_a_roll_back_that_did_not_help_goes_further_back(
 
 
 @pytest.mark.parametrize("name", ["file", "x" * 300])
-def test_unwritable_folder_is_one_line_and_training_goes_on(
+def test_an_unwritable_folder_is_one_line_and_training_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     """A file in the way, and a disk that does not even answer what is there."""
@@ -953,7 +953,7 @@ def test_unwritable_folder_is_one_line_and_training_goes_on(
     assert losses(made, 0, 1)
 
 
-def test_profile_writes_a_trace_and_training_goes_on(
+def test_profile_writes_a_trace_and_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

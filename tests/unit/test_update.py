@@ -167,7 +167,7 @@ def test_wrong_arguments_have_status_2(machine: Machine, words: tuple[str, ...])
     assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("error: ")
 
 
-def test_a_version_is_set_up_beside_and_runs_with_the_same_settings(machine: Machine) -> None:
+def test_a_version_is_set_up_next_to_the_old_one_with_the_same_settings(machine: Machine) -> None:
     """Environment, folder and flags are the app's, though a version lies elsewhere."""
     done = machine.update("v2", "--no-tests")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -217,7 +217,7 @@ def test_failure_before_the_switch_leaves_the_old_version(machine: Machine) -> N
     assert (folder / "setups").read_text() == "setup\n", "begun again after the failure"
 
 
-def test_settings_without_a_network_are_told_the_line_before_anything_changes(
+def test_settings_without_a_network_are_refused_before_anything_changes(
     machine: Machine,
 ) -> None:
     toml = machine.home / "miner.toml"
@@ -283,7 +283,7 @@ def test_a_version_that_does_not_train_is_taken_back(machine: Machine, kind: str
     assert time.monotonic() - began < 45
 
 
-def test_a_reader_of_what_it_says_may_go(machine: Machine) -> None:
+def test_an_update_continues_when_the_reader_of_its_output_ends(machine: Machine) -> None:
     """As `| tee` does when the terminal is closed."""
     with subprocess.Popen(machine.command("v2", "--no-doctor"), stdout=subprocess.PIPE) as update:
         assert update.stdout is not None

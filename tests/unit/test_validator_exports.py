@@ -179,7 +179,7 @@ def test_one_that_hangs_without_its_output_is_killed_in_time_too(lab: Lab) -> No
     assert not event["ok"] and "did not end within 0:00:03" in event["reason"]
 
 
-def test_a_stop_ends_it_and_a_start_ends_what_a_kill_left(lab: Lab) -> None:
+def test_a_stop_ends_the_export_and_a_start_ends_one_that_a_kill_left(lab: Lab) -> None:
     exports = lab.open(HANGS)
     exports.after(state(1))
     found = pids(lab)

@@ -123,7 +123,7 @@ def test_chunks_do_not_change_the_bits(tmp_path: Path, monkeypatch: pytest.Monke
     assert digests(tmp_path / "again") == whole
 
 
-def test_weights_at_the_validator_equal_those_that_all_apply(tmp_path: Path) -> None:
+def test_the_validators_weights_equal_the_members(tmp_path: Path) -> None:
     states = merge_steps(tmp_path)
     weights = list(states[0].weights)
     for outer_step, after in enumerate(states[1:]):

@@ -60,7 +60,7 @@ def _config(tmp_path: Path, *flags: str) -> Config:
     return config_of(tmp_path / "run", settings(), *flags)
 
 
-def test_a_global_bucket_of_another_founder_is_left_alone() -> None:
+def test_a_global_bucket_of_another_founder_is_not_changed() -> None:
     """Two founders of one name on one store."""
     store: Any = MemoryObjectStore("lab")
 

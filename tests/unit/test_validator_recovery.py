@@ -80,7 +80,7 @@ def lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lost:
     return Lost(trained(tmp_path))
 
 
-def test_the_network_goes_on_with_the_model_of_the_member_that_is_named(lost: Lost) -> None:
+def test_the_network_continues_with_the_model_of_the_named_member(lost: Lost) -> None:
     world = lost.world
 
     def uploaded(uid: int) -> None:
@@ -127,7 +127,7 @@ def test_where_members_upload_all_nobody_is_asked(lost: Lost) -> None:
     assert lost.world.client.models_asked == []
 
 
-def test_an_empty_bucket_begins_no_new_run_over_what_members_have_trained(
+def test_an_empty_bucket_begins_no_new_run_over_the_members_weights(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     world = trained(tmp_path)

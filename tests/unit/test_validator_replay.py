@@ -55,7 +55,7 @@ def assert_same(one: OuterState, two: OuterState) -> None:
 
 
 @pytest.mark.parametrize("to", [*range(4, STEPS + 1), None])
-def test_an_empty_disk_goes_on_to_the_bit(
+def test_an_empty_disk_continues_bit_for_bit(
     published: tuple[Path, list[OuterState]], tmp_path: Path, to: int | None
 ) -> None:
     bucket, states = published
@@ -93,7 +93,7 @@ def test_a_missing_upload_ends_a_replay_and_is_named(bucket: Path, tmp_path: Pat
         chain.replay(chain.state())
 
 
-def test_an_audit_of_what_was_published(
+def test_an_audit_of_sound_publications_finds_no_problem(
     published: tuple[Path, list[OuterState]], tmp_path: Path
 ) -> None:
     found = open_chain(published[0], tmp_path).audit()

@@ -77,7 +77,7 @@ def test_an_empty_bucket_gets_the_initial_model_with_the_metadata_last(world: Wo
     assert start["resumed"] is False and start["uid"] == 200
 
 
-def test_a_restart_goes_on_from_the_bucket_and_changes_only_the_peer_id(world: World) -> None:
+def test_a_restart_continues_from_the_bucket_and_changes_only_the_peer_id(world: World) -> None:
     assert world.validator.round()
     world.validator.score()
     state, standings = world.validator.state, world.validator.standings
@@ -180,7 +180,7 @@ def verdict_of(world: World) -> str:
     return verdict.word
 
 
-def test_the_registry_is_told_how_the_network_does(world: World) -> None:
+def test_the_registry_gets_the_networks_report(world: World) -> None:
     assert verdict_of(world) == "starting"
     world.validator.score()
     assert verdict_of(world) == "first round to come"
@@ -227,7 +227,7 @@ def test_the_registry_is_told_how_the_network_does(world: World) -> None:
     assert verdict_of(world) == "stopped"
 
 
-def test_a_member_without_a_score_is_told_why(world: World) -> None:
+def test_a_member_without_a_score_reads_the_cause(world: World) -> None:
     def causes() -> dict[int, str]:
         world.validator.score()
         return {m.uid: m.cause for m in report_of(world).members}
@@ -371,7 +371,7 @@ def test_an_upload_under_way_is_no_reason_to_contribute_nothing(world: World, mo
         assert all(map(torch.equal, world.swarm.contributions[0], expected[event["top_uid"]]))
 
 
-def test_nothing_is_contributed_where_members_upload_what_is_scored_alone(
+def test_nothing_is_contributed_if_members_upload_only_scored_files(
     tmp_path: Path,
 ) -> None:
     world = trained(tmp_path, upload_content="scored")
@@ -455,7 +455,7 @@ def test_rounds_come_by_the_block_clock_and_the_period_grows_after_the_first(
     ("blocks", "uploaded", "place"),
     [(60, (30, 45), 30), (60, (30, 10**12), 30), (2, (30, 45), 24), (60, (10**12, 10**12), 720)],
 )
-def test_the_place_in_the_schedule_is_what_the_network_can_have_made(
+def test_the_place_in_the_schedule_is_bounded_by_the_networks_pace(
     world: World, blocks: int, uploaded: Sequence[int], place: int
 ) -> None:
     """No single peer's claim moves it; a network of liars does by at most 12 steps a block."""
@@ -604,7 +604,7 @@ def test_reports_about_a_miner_do_not_outlast_the_next_round(tmp_path: Path) -> 
     assert world.validator.round() and not _notes(world)
 
 
-def test_a_stop_while_the_miners_are_told_loses_no_good_round(
+def test_a_stop_during_the_calls_to_miners_loses_no_good_round(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never_ends(notes: RoundNotes) -> None:
@@ -631,7 +631,7 @@ def test_two_miners_of_which_one_spoils_all_leave_no_choice(
 
 
 @pytest.mark.parametrize("fault", [AllReduceFault.SWARM_DOWN, AllReduceFault.NO_GROUP])
-def test_a_round_that_failed_here_alone_blames_nobody(world: World, fault: AllReduceFault) -> None:
+def test_a_round_that_failed_only_here_blames_nobody(world: World, fault: AllReduceFault) -> None:
     world.swarm.fault = fault
     assert not world.validator.round()
     assert world.validator.standings.suspects == Suspects()
@@ -693,7 +693,7 @@ def test_a_call_tells_where_its_peers_are_reached_by_others(world: World) -> Non
     )
 
 
-def test_a_round_that_failed_here_alone_costs_no_miner_its_weight(
+def test_a_round_that_failed_only_here_costs_no_miner_its_weight(
     world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)

@@ -352,7 +352,7 @@ def test_weights_of_an_epoch_this_machine_has_no_copy_of_are_fetched(world: Worl
 # --- scores and weights ---
 
 
-def test_scores_are_told_and_weights_are_set(world: World) -> None:
+def test_scores_are_logged_and_weights_are_set(world: World) -> None:
     assert world.validator.round()
     world.validator.score()
     scores = world.events.of("scores")[-1]["scores"]

@@ -56,7 +56,7 @@ def test_rounds_end_with_the_same_weights_everywhere_and_a_lower_loss(world: Sto
     assert world.validator._rules.mean(world.validator._losses) < first
 
 
-def test_uploads_lie_in_the_members_own_buckets_and_one_away_costs_its_owner_alone(
+def test_a_members_own_bucket_that_is_away_costs_only_its_owner(
     tmp_path: Path,
 ) -> None:
     world = StoreWorld(tmp_path, own=True)
@@ -135,7 +135,7 @@ BAD: dict[str, tuple[str, Callable[[StoreMiner], bytes]]] = {
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_a_bad_upload_costs_its_sender_alone(world: StoreWorld, bad: str) -> None:
+def test_a_bad_upload_costs_only_its_sender(world: StoreWorld, bad: str) -> None:
     cause, encode = BAD[bad]
     world.train()
     world.until_close()
@@ -156,7 +156,7 @@ def test_a_bad_upload_costs_its_sender_alone(world: StoreWorld, bad: str) -> Non
     assert not event["ok"] and event["reason"] == refused.reason
 
 
-def test_an_upload_that_is_huge_where_no_text_is_costs_its_sender_alone(
+def test_an_upload_with_huge_rows_of_unused_tokens_costs_only_its_sender(
     world: StoreWorld,
 ) -> None:
     pages = world.pages
@@ -252,7 +252,7 @@ def test_a_close_without_enough_uploads_moves(world: StoreWorld) -> None:
     assert not [key for key in world.bucket.objects if key.startswith("uploads/")]  # they are past
 
 
-def test_a_round_ends_when_all_who_came_last_time_have_uploaded(world: StoreWorld) -> None:
+def test_a_round_ends_when_all_uploaders_of_the_last_one_have_uploaded(world: StoreWorld) -> None:
     world.round()
     world.train()
     world.until_close()
@@ -308,7 +308,7 @@ def test_absent_members_delay_few_rounds_however_many_they_are(world: StoreWorld
     assert delayed == [1, 2, 4, 8]
 
 
-def test_a_round_with_too_few_accepted_takes_whoever_comes_within_the_grace(
+def test_a_round_with_too_few_uploads_takes_late_ones_within_the_grace(
     world: StoreWorld,
 ) -> None:
     for n in range(3):
@@ -504,7 +504,7 @@ def test_a_kill_at_each_write_leaves_the_old_outer_step_or_the_new(
         world.manifest(2).check_after(world.manifest(1))
 
 
-def test_a_validator_on_an_empty_disk_goes_on_with_equal_bits(tmp_path: Path) -> None:
+def test_a_validator_on_an_empty_disk_continues_with_equal_bits(tmp_path: Path) -> None:
     worlds = [StoreWorld(tmp_path / name) for name in ("kept", "lost")]
     for n in range(1, 5):
         manifests = [world.round() for world in worlds]
@@ -880,7 +880,7 @@ def test_no_honest_upload_is_refused_in_200_rounds(tmp_path: Path) -> None:
     assert judged_count == 600 and harmful > 100  # far beyond where they still gain
 
 
-def test_an_upload_that_is_replaced_while_it_is_read_costs_its_sender_alone(
+def test_an_upload_that_is_replaced_while_it_is_read_costs_only_its_sender(
     world: StoreWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.train()

@@ -63,7 +63,7 @@ def test_bad_miners_cost_a_logarithm_of_the_rounds_and_no_honest_one_is_lost() -
 
 
 @pytest.mark.parametrize("chance", [0.2, 0.5])
-def test_occasional_spoiler_costs_half_of_what_it_could(chance: float) -> None:
+def test_an_occasional_spoiler_costs_half_of_its_possible_damage(chance: float) -> None:
     for case, (n, k) in enumerate(size for size in sizes() if size[1] <= 2):
         network = Network(n, range(k), chance=chance, seed=case)
         for _ in range(100):
@@ -86,7 +86,7 @@ def test_repaired_miner_takes_part_again() -> None:
     assert set(network.called) == set(network.uids)
 
 
-def test_named_suspect_rests_alone_and_its_round_is_explained() -> None:
+def test_only_the_named_suspect_rests_and_its_round_is_explained() -> None:
     network = Network(8, ())
     assert set(network.suspects.ended(range(8), causes={5: "it sent NaN"})) == {5}
     choice = network.round()
@@ -139,7 +139,7 @@ def test_a_uid_with_another_owner_is_as_new() -> None:
     assert suspects.failures == [[2, 3]] and not suspects.sentences and 1 not in suspects.doubts
 
 
-def test_a_restart_goes_on_with_the_hunt() -> None:
+def test_a_restart_continues_the_search_for_the_spoiler() -> None:
     network = Network(9, {4})
     for _ in range(3):
         network.round()

@@ -618,7 +618,9 @@ def no_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_verdict_says_what_the_validators_code_finds(tmp_path: Path, no_syncs: None) -> None:
+def test_a_verdict_is_the_one_that_the_validators_code_finds(
+    tmp_path: Path, no_syncs: None
+) -> None:
     check(200, tmp_path, moves=8)
 
 

@@ -91,7 +91,7 @@ def test_many_publications_leave_no_more_than_a_few(tmp_path: Path) -> None:
     }
 
 
-def test_two_machines_with_one_copied_run_folder_are_told_apart(
+def test_two_machines_with_one_copied_run_folder_are_distinguished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the same path, as with one image for many machines."""
