@@ -98,11 +98,8 @@ _SWARM_PORT = 8009
 _HIGHEST_RATE = 0.1  # of AdamW and Muon
 
 
-def build_parser() -> Parser:
-    parser = Parser(prog="dt-network", description=(__doc__ or "").partition("\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
+def _add_init_options(init: argparse.ArgumentParser) -> None:
     text, path = argument(Text), argument(File)
-    init = commands.add_parser("init", help="write and sign the file of a new network")
     add = init.add_argument
     add("folder", type=path, help="new folder for network.toml and the founder's keys")
     add("--name", type=text, required=True, help="name of lower-case letters, digits and '-'")
@@ -200,18 +197,11 @@ def build_parser() -> Parser:
         dest="more",
         help="set another rule of the file, such as training.learning_rate=3e-4; may be repeated",
     )
-    succeed = commands.add_parser(
-        "succeed",
-        parents=[init],
-        add_help=False,
-        help="continue as a new network, after the founder's key was lost",
-    )
-    succeed.add_argument(
-        "--of", type=path, required=True, metavar="FILE", help="file of the network to continue"
-    )
-    run = commands.add_parser("run", help="start what a founder runs, and keep it running")
-    run.add_argument("folder", type=path, help="folder that dt-network init made")
-    run.add_argument("--print", action="store_true", help="print the commands and start nothing")
+
+
+def _add_signing(commands: argparse._SubParsersAction[Parser]) -> list[Parser]:
+    """Add the commands that sign a version of a network's file, and return them."""
+    path = argument(File)
     sign = commands.add_parser("sign", help="sign a changed file as the next version")
     decay = commands.add_parser("decay", help="let a constant learning rate fall to 0, and sign")
     add = decay.add_argument
@@ -245,6 +235,28 @@ def build_parser() -> Parser:
             help="outer step from which the version holds [the newest one in the validator's run "
             "folder next to the file, plus 2]",
         )
+    return [sign, decay]
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="dt-network", description=(__doc__ or "").partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    text, path = argument(Text), argument(File)
+    init = commands.add_parser("init", help="write and sign the file of a new network")
+    _add_init_options(init)
+    succeed = commands.add_parser(
+        "succeed",
+        parents=[init],
+        add_help=False,
+        help="continue as a new network, after the founder's key was lost",
+    )
+    succeed.add_argument(
+        "--of", type=path, required=True, metavar="FILE", help="file of the network to continue"
+    )
+    run = commands.add_parser("run", help="start what a founder runs, and keep it running")
+    run.add_argument("folder", type=path, help="folder that dt-network init made")
+    run.add_argument("--print", action="store_true", help="print the commands and start nothing")
+    signing = _add_signing(commands)
     show = commands.add_parser("show", help="verify a network's file and print its rules")
     show.add_argument("place", type=text, help="file, its URL, or sn38 or local")
     audit = commands.add_parser("audit", help="compute again what a network has published")
@@ -267,7 +279,7 @@ def build_parser() -> Parser:
         metavar="STEP",
         help="outer step to continue from, one whose weights the store has",
     )
-    for command in (init, succeed, run, sign, decay, show, audit, rewind):
+    for command in (init, succeed, run, *signing, show, audit, rewind):
         command.add_argument(
             "--plugins",
             nargs="+",
