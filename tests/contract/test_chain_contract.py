@@ -178,7 +178,7 @@ def test_a_deregistered_hotkey(setup: Setup) -> None:
         setup.other_chain.commit("x")
 
 
-def test_down_and_up_again(setup: Setup) -> None:
+def test_a_chain_that_goes_down_keeps_its_last_state_and_comes_back(setup: Setup) -> None:
     wait_for(lambda: len(setup.chain.neurons()) == 2)
     neurons, block = setup.chain.neurons(), setup.chain.block()
     setup.down()

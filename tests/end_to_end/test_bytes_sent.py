@@ -70,7 +70,7 @@ def addresses(machine: Machine) -> list[str]:
 
 
 def start(network: Founded, *rules: str) -> None:
-    """Found a network with these rules, and let the miners join it."""
+    """Create a network with these rules, and let the miners join it."""
     model, founder = network.folder / "config.json", network.machines["founder"]
     model.write_text(json.dumps(MODEL))
     (port,) = free_ports(1)

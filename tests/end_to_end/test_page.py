@@ -334,7 +334,7 @@ def verdict(browser: Any) -> list[str]:
     return list(browser.execute_script(script))
 
 
-def test_it_can_be_read_on_a_phone_in_the_dark_and_without_a_mouse(
+def test_the_page_can_be_read_on_a_phone_in_the_dark_and_without_a_mouse(
     browser: Any, run_folder: tuple[Path, EventLog], tmp_path: Path
 ) -> None:
     from selenium.webdriver import ActionChains, Keys

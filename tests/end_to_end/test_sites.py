@@ -87,7 +87,7 @@ class Run:
 
 
 def found(network: Founded) -> tuple[Run, str]:
-    """Found a network and let three join it. Returns the registry's URL too."""
+    """Create a network and let three join it. Returns the registry's URL too."""
     machines = network.machines
     (port,) = free_ports(1)
     url, front = network.open_front(port)

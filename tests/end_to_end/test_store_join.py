@@ -1,4 +1,4 @@
-"""Found a store network by two commands and join it by two: no port, no key, no account."""
+"""Create a store network by two commands and join it by two: no port, no key, no account."""
 
 from __future__ import annotations
 

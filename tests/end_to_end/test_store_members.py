@@ -63,7 +63,7 @@ def traffic(machine: Machine) -> tuple[int, int]:
 
 
 def found(home: Path, host: str, bits: int) -> str:
-    """Found the network and print how to run it; return the command's words."""
+    """Create the network and print how to run it; return the command's words."""
     home.mkdir()
     (home / "config.json").write_text(json.dumps(MODEL))
     own = ("training.sequence_length=128", "training.effective_batch=4")

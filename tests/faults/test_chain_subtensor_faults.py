@@ -184,7 +184,7 @@ def test_close_does_not_wait_for_a_silent_node(nodes: Nodes) -> None:
         nodes.chain.commit("x")
 
 
-def test_away_for_an_hour_and_back_again(make: Make, caplog) -> None:
+def test_a_chain_away_for_an_hour_comes_back_with_few_lines(make: Make, caplog) -> None:
     """The pauses, intervals and log lines of the public network's settings; only time is faster."""
     public = ChainSettings()
     nodes = make(poll_interval=public.poll_interval, neurons_interval=public.neurons_interval)

@@ -134,6 +134,6 @@ def test_a_full_disk_under_the_journal_fails_the_publication_and_not_the_uploade
             publisher.submit(tmp_path / "s", REVISION, 1)
             (report,) = wait_for(publisher.reports, what="the second report")
             assert report.ok, report.reason
-            assert publisher.pid == pid, "the uploader went on"
+            assert publisher.pid == pid, "the uploader continued"
     assert_published(store, REVISION, files)
     assert store.list_multiparts() == []

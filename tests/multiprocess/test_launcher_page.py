@@ -33,7 +33,7 @@ def page_of(launcher: Launched) -> psutil.Process:
     return page
 
 
-def test_it_is_there_while_the_miner_is(launched: Callable[..., Launched]) -> None:
+def test_the_page_is_served_while_the_miner_runs(launched: Callable[..., Launched]) -> None:
     miner = launched("wait", flags=PORT)
     miner.wait_ready()
     url = address(miner)

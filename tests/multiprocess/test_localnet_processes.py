@@ -47,7 +47,7 @@ STUBBORN = """
 """
 
 
-def test_one_that_not_even_sigkill_ends_at_once_keeps_no_other_from_its_stop(
+def test_a_process_that_outlives_sigkill_delays_no_other_stop(
     tmp_path: Path, mark: Mark, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     children = [child(tmp_path, mark, STUBBORN, name) for name in ("one", "two")]

@@ -106,7 +106,7 @@ class TestSubnet:
             subnet.wait_for_outer_steps(9, LONG)
         assert not subnet.mark.processes()
 
-    def test_it_runs_where_all_proxy_variables_name_a_dead_one(
+    def test_a_local_subnet_runs_with_a_dead_proxy_in_the_environment(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for name in VARIABLES:

@@ -64,7 +64,7 @@ def _rank(rank: int, world_size: int, port: int, folder: str, store: str) -> Non
 
 
 @pytest.mark.parametrize("store", ["", "a file"])
-def test_all_ranks_see_the_same(store: str, tmp_path: Path) -> None:
+def test_all_ranks_see_the_same_commands(store: str, tmp_path: Path) -> None:
     (port,) = free_ports(1)
     forked.prepare()
     file = store and str(tmp_path / store)

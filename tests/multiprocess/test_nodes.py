@@ -224,7 +224,7 @@ def test_nodes_that_differ_say_so_and_a_stop_of_one_saves_on_both(
 
 
 def _resumed(node: Node) -> list[str]:
-    """Return the inner steps from which it went on."""
+    """Return the inner steps from which training continued."""
     return re.findall(r"Resumed at outer step 0, inner step (\d+)", node.output)
 
 

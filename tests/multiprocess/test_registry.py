@@ -663,7 +663,7 @@ def test_refusal_from_outside_is_status_1_and_pm2_tries_again(
     monkeypatch.setattr(files, "FSTAB", fstab)
     founding = ["--folder", str(disk / "registry"), "--name", "n", "--master", PEER.ss58]
     assert program.main(["serve", *founding]) == 1
-    assert not list(disk.iterdir()), "no second registry is founded in a disk's place"
+    assert not list(disk.iterdir()), "no second registry is created in a disk's place"
     lines = capsys.readouterr().err.splitlines()
     words = ("another process serves", "cannot listen on", f"lose the uid: mount {disk}")
     assert len(lines) == 3 and all(w in line for w, line in zip(words, lines, strict=True)), lines
@@ -842,7 +842,7 @@ class TestConnections:
     """A poller's connection is kept; nothing depends on it."""
 
     @pytest.mark.parametrize(("idle", "kept"), [(30.0, True), (0.001, False)])
-    def test_a_client_keeps_one_and_minds_no_end_of_it(
+    def test_a_client_keeps_one_connection_and_survives_its_end(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, idle: float, kept: bool
     ) -> None:
         opened: list[str] = []
@@ -875,7 +875,7 @@ class TestConnections:
             with closing(RegistryChain(url=f"http://127.0.0.1:{port}", wallet=PEER)):
                 wait_for(lambda: "gzip" in asked)
 
-    def test_one_stays_while_half_of_them_are_free(self, tmp_path: Path) -> None:
+    def test_a_connection_stays_while_half_of_them_are_free(self, tmp_path: Path) -> None:
         limits = Limits(idle_timeout=timedelta(seconds=4), max_connections_per_address=4)
         with RegistryServer(tmp_path, limits=limits) as server, ExitStack() as stack:
 

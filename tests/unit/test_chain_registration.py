@@ -55,9 +55,9 @@ class Watched:
         return [event.change for event in events if event is not None]
 
 
-def test_nothing_happens_while_all_is_well() -> None:
+def test_a_sound_registration_causes_no_event() -> None:
     watched = Watched()
-    watched.chain.serve("9.9.9.9", 1)  # an endpoint of before this start is none that was lost
+    watched.chain.serve("9.9.9.9", 1)  # an endpoint from before this start was not lost
     assert watched.looks() == []
     watched.chain.serve("1.2.3.4", 8091)
     watched.chain.commit("ours")

@@ -144,7 +144,7 @@ def test_where_rows_of_text_begin_takes_bytes_for_rows_and_not_for_lines(
     assert starts.tolist() == [*sorted(firsts.values()), len(text)]
 
 
-def test_one_line_costs_itself(tmp_path: Path) -> None:
+def test_a_bad_line_costs_only_itself(tmp_path: Path) -> None:
     """A line nested too deeply, one that is no JSON, one larger than a page."""
     good = [f"row {i}" for i in range(200)]
     write_jsonl(tmp_path / "0.jsonl", good)

@@ -119,7 +119,7 @@ def test_a_page_costs_one_request_and_an_end_is_fetched_once_on_a_machine(
         assert hub.ranges() == ["a/0.parquet", "a/0.parquet", "a/1.parquet"]
 
 
-def test_only_a_folder_of_it_is_read(mirror: Path) -> None:
+def test_only_the_named_folder_of_a_dataset_is_read(mirror: Path) -> None:
     with Hub(mirror) as hub:
         assert source(hub, folder="a").num_rows() == {"root": 220}
         with pytest.raises(NothingToRead, match="HTTP 404"):

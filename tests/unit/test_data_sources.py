@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 ROWS = [f"row {i} " + "x" * (i % 17) for i in range(500)]
 
 
-def test_a_folder_that_is_none(tmp_path: Path) -> None:
+def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no folder"):
         open_source(DataSettings(source=f"text:{tmp_path / 'nowhere'}"))
     late = open_source(DataSettings(source=f"parquet:{tmp_path}"))  # of a mount that is not there

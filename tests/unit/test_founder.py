@@ -1,4 +1,4 @@
-"""Run a founded network: what it starts, what it says is missing, and who shows its command."""
+"""Run a network of one's own: the programs it starts, its missing files, and its command."""
 
 from __future__ import annotations
 

@@ -294,7 +294,7 @@ class TestView:
         first, second = stream.getvalue().splitlines()
         assert "miner-000" in first and second.count("hello") == 40
 
-    def test_a_stream_that_cannot_say_it_gets_question_marks(self) -> None:
+    def test_a_stream_of_another_encoding_gets_question_marks(self) -> None:
         raw = io.BytesIO()
         stream = io.TextIOWrapper(raw, encoding="ascii")
         View(Console(file=stream)).report("miner-000: a reason in \u00b5s")

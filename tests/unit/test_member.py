@@ -251,7 +251,7 @@ def test_training_waits_for_no_network(world: MemberWorld) -> None:
 
 
 @pytest.mark.parametrize("place", first_daily("update", "upload", "decision", "subscriber"))
-def test_an_error_in_it_is_a_warning_and_tried_again(
+def test_an_error_of_our_own_is_a_warning_and_tried_again(
     script: Script, place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     places: dict[str, tuple[Any, str]] = {

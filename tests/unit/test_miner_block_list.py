@@ -359,7 +359,7 @@ def test_the_newest_trained_block_is_young_and_training_never_waits(
     assert waited <= 0.01 * 3000
 
 
-def test_it_follows_the_event_stream() -> None:
+def test_the_list_follows_the_event_stream() -> None:
     world = World()
     feed = world.feed(prefetch=1)
     state = MinerState(mode=Mode.TRAINING, outer_step=3)

@@ -132,7 +132,7 @@ def step(inner_step: int) -> ev.InnerStepDone:
     return ev.InnerStepDone(step_report(inner_step, outer_step=4))
 
 
-def test_it_waits_without_data_and_begins_when_a_block_is_ready() -> None:
+def test_training_waits_without_data_and_begins_when_a_block_is_ready() -> None:
     rig = Rig()
     rig.blocks.available = False
     rig.blocks.request = 555

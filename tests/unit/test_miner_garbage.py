@@ -32,7 +32,7 @@ def collected(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_it_is_collected_after_an_outer_step_and_after_some_inner_ones(
+def test_garbage_is_collected_after_an_outer_step_and_after_some_inner_ones(
     collected: list[int],
 ) -> None:
     garbage = loop.Garbage()
@@ -51,7 +51,7 @@ def test_it_is_collected_after_an_outer_step_and_after_some_inner_ones(
     assert len(collected) == 5
 
 
-def test_it_is_collected_in_a_pause_where_threads_make_much(
+def test_garbage_is_collected_in_a_pause_where_threads_make_much(
     collected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     garbage = loop.Garbage()

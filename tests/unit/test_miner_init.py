@@ -160,7 +160,7 @@ def test_the_help_names_the_program_and_its_commands(capsys: pytest.CaptureFixtu
         assert commands(words) == 0 and said in capsys.readouterr().out
 
 
-def test_flags_write_it_without_a_question_and_never_over_another(
+def test_flags_write_the_file_without_a_question_and_never_replace_another(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("R2_ACCOUNT_ID", SECRETS["R2_ACCOUNT_ID"])

@@ -1,4 +1,4 @@
-"""Found a network: its file, its keys, and what an operator may give wrong."""
+"""Create a network: its file, its keys, and the mistakes of an operator."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def change_rules(world: World, *, show: Callable[[str], None], **more: Any) -> N
     world.validator._rules = replace(rules, show_finished=show, **more)
 
 
-def test_a_version_that_holds_from_the_end_on_puts_it_off(tmp_path: Path) -> None:
+def test_a_version_from_the_last_outer_step_on_delays_the_end(tmp_path: Path) -> None:
     world = founded(tmp_path, {"stop.outer_steps": 1})
     world.start()
     later = replace(world.config.validator, stop_outer_steps=2)

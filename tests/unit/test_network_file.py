@@ -315,7 +315,7 @@ def test_unsigned_altered_and_signed_by_another(tmp_path: Path) -> None:
     assert load(changed("min_group_size = 3", "min_group_size = 4"), tmp_path)
 
 
-def test_one_that_cannot_be_read(tmp_path: Path) -> None:
+def test_a_networks_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     for place in ("nowhere.toml", "/", "http://example.org/n.toml", "https://a:b@example.org/n",
                   "https://[a/n"):  # fmt: skip
         with pytest.raises(ConfigError, match=r"^--network") as error:

@@ -75,7 +75,7 @@ def status(answer: bytes) -> int:
 
 
 @pytest.mark.parametrize("name", ["127.0.0.1", "localhost", "LocalHost", "[::1]"])
-def test_it_answers_at_its_own_address(page: Page, name: str) -> None:
+def test_the_page_answers_at_its_own_address(page: Page, name: str) -> None:
     answer = ask(page, f"host: {name}:{port(page)}".encode())
     assert status(answer) == 200 and HOTKEY.encode() in answer
 
@@ -143,7 +143,7 @@ def test_a_websocket_is_not_a_way_past_the_checks(page: Page) -> None:
 
 
 @pytest.mark.slow
-def test_nobody_fills_the_log_through_it(tmp_path: Path) -> None:
+def test_no_caller_fills_the_log(tmp_path: Path) -> None:
     """Malformed requests, refused ones and more connections than it has room for."""
     with served(tmp_path, token=TOKEN) as page, contextlib.ExitStack() as held:
         address = ("127.0.0.1", port(page))
@@ -164,7 +164,7 @@ def test_nobody_fills_the_log_through_it(tmp_path: Path) -> None:
     assert len(page.lines) == 1, page.lines[:5]
 
 
-def test_a_token_opens_it_by_header_by_link_and_by_the_cookie_of_that(tmp_path: Path) -> None:
+def test_a_token_opens_the_page_by_header_by_link_and_by_its_cookie(tmp_path: Path) -> None:
     token = TOKEN.encode()
     with served(tmp_path, token=TOKEN) as page:
         link = ask(page, b"host: miner.example", path=b"/?token=" + token)

@@ -131,7 +131,7 @@ def test_a_checkpoint_is_the_one_before_or_the_new_one(
 
 
 @pytest.mark.usefixtures("process_group")
-def test_a_snapshot_that_is_called_complete_is(
+def test_a_snapshot_that_is_called_complete_has_every_file(
     disk_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The uploader of the next start believes its ``rank-0.done.json``."""

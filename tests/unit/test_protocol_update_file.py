@@ -307,7 +307,7 @@ def test_values_that_are_not_finite_are_not_written(
     assert not (tmp_path / "x").exists()
 
 
-def test_a_file_without_its_rows_or_its_head_is_none(tmp_path: Path) -> None:
+def test_a_file_without_its_rows_or_its_head_is_refused(tmp_path: Path) -> None:
     layout, path = UpdateLayout.of(SCHEMA, header()), tmp_path / "x"
     for index, (_, shape) in enumerate(SCHEMA[:-1]):
         write_rows(path, layout, index, 0, rows_of(drawn(shape)))

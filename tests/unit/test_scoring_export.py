@@ -136,7 +136,7 @@ def test_a_damaged_state_leaves_no_folder(
 
 
 class TestReadKey:
-    """Test an export by a key that was told once."""
+    """Test an export by a key that was named once."""
 
     @pytest.fixture
     def network(

@@ -359,7 +359,7 @@ def test_an_interval_holds_the_truth_19_times_out_of_20() -> None:
     assert 0.93 < statistics.mean(held) < 0.97
 
 
-def test_one_micro_batch_tells_no_interval() -> None:
+def test_one_micro_batch_gives_no_interval() -> None:
     found = comparison([4.0], [3.0])
     assert found.relative == 0.25 and found.interval == (-math.inf, math.inf)
     assert Judgement(1, 0, found, found).chance is None

@@ -62,8 +62,8 @@ def test_several_miners_have_a_row_each_and_the_worst_exit_status(
 
 
 @pytest.mark.slow
-def test_it_takes_less_than_a_second_of_the_processor(tmp_path: Path) -> None:
-    """Beside any load: what counts is its own time, whoever else wants the cores."""
+def test_status_takes_less_than_a_second_of_the_processor(tmp_path: Path) -> None:
+    """Under any load, because only the command's own processor time counts."""
     folder = make_miner(tmp_path, "earning")
     with (folder / "events.jsonl").open("a") as file:
         step = {"time": time.time() - 9000, "kind": "step", "loss": 2.0, "note": "x" * 300}
@@ -79,7 +79,7 @@ def test_it_takes_less_than_a_second_of_the_processor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tty", [False, True])
-def test_it_watches(
+def test_status_watch_prints_each_change(
     tty: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -211,7 +211,7 @@ def miner(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cut=st.integers(0, 40),
     jump=st.sampled_from([0.0, -1e5, 3600.0, 1e8, -1.7e9]),
 )
-def test_nothing_in_a_folder_and_no_clock_ends_it(
+def test_no_folder_content_and_no_clock_ends_status(
     miner: Path, events: list[Any], changed: dict[str, Any], text: str, cut: int, jump: float
 ) -> None:
     facts = miner / FACTS_FILE

@@ -316,7 +316,7 @@ def test_an_object_cut_short_is_tried_again(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LISTS)
-def test_so_is_a_list_whose_entries_say_nothing(
+def test_a_list_with_empty_entries_is_a_transient_error(
     store: S3ObjectStore, name: str, request: pytest.FixtureRequest
 ) -> None:
     if "page" in request.node.callspec.id:

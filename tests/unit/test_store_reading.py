@@ -465,10 +465,10 @@ def test_a_slow_bucket_that_answers_is_given_up_at_the_deadline(
         with pytest.raises(DeadlineError, match=f"{came * transfer.RANGE} of"):
             transfer.download(Slow(), "m", path, limit=1 << 40, deadline=until, concurrency=1)
         until = now + 150
-    assert ranges == [n * transfer.RANGE for n in range(6)]  # it went on where it was
+    assert ranges == [n * transfer.RANGE for n in range(6)]  # it continued where it was
 
 
-def test_one_file_has_the_time_of_the_caller_or_else_of_a_large_answer(
+def test_a_single_file_has_the_callers_time_or_a_large_answers(
     published: MemoryObjectStore, tmp_path: Path
 ) -> None:
     reader, path = BucketReader(published, large=timedelta(seconds=-1)), tmp_path / "m"
@@ -556,7 +556,7 @@ def test_a_store_that_stumbles_is_asked_again(
     assert set(stumbles.values()) == {0}
 
 
-def test_one_that_sends_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_sends_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """However little comes each time, it is over when the named time is."""
     monkeypatch.setattr(bucket_reader, "RANGE", 1)
     now = 0.0

@@ -39,7 +39,7 @@ def test_validators_find_an_upload_at_least_as_often_as_the_public_miner_s(
 
 @pytest.mark.parametrize(("step", "upload"), [(30, 300), (30, 900), (60, 900)])
 @pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.long), 120])
-def test_it_comes_near_the_best_that_anybody_can_do_without_foresight(
+def test_the_schedule_comes_near_the_best_without_foresight(
     step: float, upload: float, late: float
 ) -> None:
     world = World(400, step, upload, late=late)
@@ -199,7 +199,7 @@ def test_a_snapshot_that_was_not_taken_counts_as_not_asked_for() -> None:
     assert 3500 + 30 * (asked[1] - 45) <= 4560 + 30, "in time, although the first was not taken"
 
 
-def test_it_warns_before_it_is_too_late_with_the_reason() -> None:
+def test_the_schedule_warns_in_time_with_the_reason() -> None:
     plan = schedule(500)
     _, said = run(plan, range(1, 4), step=20, upload=10)
     (remedy,) = [text for text in said if "--neuron.upload_steps 50 or less" in text]

@@ -212,7 +212,7 @@ def test_each_part_is_the_weighted_mean_of_its_senders(data: st.DataObject) -> N
     asyncio.run(run())
 
 
-def test_it_is_complete_at_once_without_parts_or_without_senders() -> None:
+def test_a_reducer_is_complete_at_once_without_parts_or_without_senders() -> None:
     async def run() -> None:
         assert reducer_of(torch.empty(0, PART)).complete.is_set()
         assert reducer_of(torch.ones(2, PART), senders=0).complete.is_set()

@@ -186,7 +186,7 @@ class Program:
 def test_no_start_keeps_a_descriptor_or_a_folder(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alone for days, a peer is started again every two minutes."""
+    """A peer that meets nobody for days is started again every two minutes."""
     monkeypatch.setattr(tempfile, "tempdir", str(world.folder))
     monkeypatch.setattr(supervisor, "HostProcess", HOST_PROCESS)
     world.launch = Program

@@ -224,7 +224,7 @@ def test_a_folder_that_is_not_the_model_founds_nothing(
 
 
 class Founded:
-    """A founded network's validator, with twins around it."""
+    """A new network's validator, with twins around it."""
 
     def __init__(self, place: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder, self.source = place / "lab", source

@@ -526,7 +526,7 @@ def test_awful_weights_of_another_are_refused(
             how, initial, *rest, why=r"limit [0-4]\.\d.* 4\.20, our epoch-start weights [0-3]\."
         )
         load(how, good, *rest)
-    load("load_global", initial, 9, text)  # the network went on for long with what was refused
+    load("load_global", initial, 9, text)  # the network trained for long on the refused weights
     load("load_global", noise, 9, None)  # no data: as before there was a limit
     assert caplog.text.count("without a look at their loss") == 1 and made.outer_step == 9
 

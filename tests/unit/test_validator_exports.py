@@ -162,7 +162,7 @@ def gone(numbers: list[int]) -> bool:
     return not any(psutil.pid_exists(n) and is_running(psutil.Process(n)) for n in numbers)
 
 
-def test_one_that_hangs_is_killed_with_all_that_it_started(
+def test_an_export_that_hangs_is_killed_with_all_its_children(
     lab: Lab, caplog: pytest.LogCaptureFixture
 ) -> None:
     lab.open(HANGS, longest=timedelta(seconds=4))
@@ -172,7 +172,7 @@ def test_one_that_hangs_is_killed_with_all_that_it_started(
     assert len([r for r in caplog.records if r.levelno == logging.WARNING]) == 1
 
 
-def test_one_that_hangs_without_its_output_is_killed_in_time_too(lab: Lab) -> None:
+def test_an_export_that_hangs_with_closed_output_is_killed_in_time(lab: Lab) -> None:
     hangs = "import os, time\nos.close(1), os.close(2)\ntime.sleep(600)"
     lab.open(hangs, longest=timedelta(seconds=3))
     event = lab.look()

@@ -252,7 +252,7 @@ def test_one_spoiler_is_always_found(case: tuple[int, int]) -> None:
         lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1), min_size=1))
     )
 )
-def test_nobody_is_blamed_for_another(case: tuple[int, set[int]]) -> None:
+def test_no_honest_upload_is_blamed_for_a_spoiler(case: tuple[int, set[int]]) -> None:
     n, spoilers = case
     asked, passes = ask(spoilers)
     found = find_spoilers(n, passes)  # type: ignore[arg-type]

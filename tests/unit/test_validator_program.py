@@ -96,7 +96,7 @@ def test_a_signal_ends_it_with_status_0(world: World, tmp_path: Path) -> None:
     assert keys.ROOT_METADATA in world.bucket.objects
 
 
-def test_a_signal_while_it_still_starts(tmp_path: Path) -> None:
+def test_a_signal_during_the_start_ends_it(tmp_path: Path) -> None:
     def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(30)  # a DHT that does not answer

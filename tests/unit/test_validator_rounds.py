@@ -528,7 +528,7 @@ def test_a_wrong_clock_is_the_cause_of_a_round_without_a_group(world: World) -> 
     assert "5.0 s ahead of the store's" in world.events.of("round")[-1]["detail"]
 
 
-def test_an_average_that_makes_it_worse_is_refused(world: World) -> None:
+def test_an_average_that_raises_the_loss_is_refused(world: World) -> None:
     objects = dict(world.bucket.objects)
     world.swarm.distort = lambda t: -30 * t
     assert not world.validator.round()

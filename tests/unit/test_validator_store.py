@@ -754,7 +754,7 @@ def test_a_close_of_a_clock_that_went_wrong_is_not_waited_for(world: StoreWorld)
     assert world.state.outer_step == 1
 
 
-def test_one_whose_text_nobody_has_is_not_waited_for(world: StoreWorld) -> None:
+def test_an_upload_whose_text_nobody_has_is_not_waited_for(world: StoreWorld) -> None:
     world.train()
     world.until_close()
     for miner in world.miners.values():

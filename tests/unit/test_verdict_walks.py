@@ -251,7 +251,7 @@ class Hivemind(Walk):
         self.in_round = self.sending = self.leads_none = False
         self.inner_step, self.next_upload, self.stale = 0, 0.0, 0
         self.landed_at, self.newest = 0.0, 0
-        # All that is in the bucket, and what the miner was told of.
+        # All objects of the bucket, and all revisions that the miner knows.
         self.store = MemoryObjectStore(clock=lambda: self.now)
         self.told: dict[str, Any] = {}
         super().__init__(seed, folder, said)
