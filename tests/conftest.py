@@ -123,7 +123,7 @@ def loggers_as_they_were() -> Iterator[None]:
 
 @pytest.fixture
 def own_logging() -> Iterator[None]:
-    """For a program that sets up logging for its process; here the process is pytest's."""
+    """Undo the logging of a program that sets it up for its process, which is pytest's here."""
     root, hooks = logging.getLogger(), (sys.excepthook, threading.excepthook)
     handlers, level = list(root.handlers), root.level
     yield

@@ -302,7 +302,7 @@ def test_multipart(in_parts: MultipartStore, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("in_parts", ["s3", "twin"], indirect=True)  # with the codes of AWS
 def test_parts_that_cannot_be_put_together_are_refused(in_parts: MultipartStore) -> None:
-    """At Complete, and the upload stays; only its last part may be smaller than 5 MiB."""
+    """Complete refuses, and the upload stays; only its last part may be smaller than 5 MiB."""
     store = in_parts
     upload_id = store.create_multipart("big")
     least, last = b"a" * 5 * MIB, b"b"
@@ -329,7 +329,7 @@ def test_parts_that_cannot_be_put_together_are_refused(in_parts: MultipartStore)
 def test_a_snapshot_is_uploaded_to_any_kind(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """And read back whole; twice, as a restart would, into the same outer step."""
+    """It is read back whole; a second upload goes into the same outer step, as after a restart."""
     store = made(kind, request)
     revision = Revision(5, 3, 50)
     files = write_snapshot(tmp_path / "s", revision, world_size=1)

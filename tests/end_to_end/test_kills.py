@@ -64,7 +64,7 @@ def test_a_rank_that_is_stopped_is_replaced(tmp_path: Path) -> None:
 def test_ranks_start_again_after_a_gpu_is_lost_in_mid_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the CPU: rank 1 raises what torch raises where a GPU or its driver fails."""
+    """On the CPU, rank 1 raises the error of torch for a failed GPU or driver."""
     armed = tmp_path / "armed"
     monkeypatch.setenv("LOST_GPU", str(armed))
     options = SubnetOptions(folder=tmp_path / "subnet", ranks=(2,), blocks_per_allreduce=30)

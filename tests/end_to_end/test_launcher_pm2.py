@@ -163,7 +163,7 @@ def test_pm2_restarts_by_exit_status(pm2: FakeMiner) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(180)
 def test_a_reboot_brings_the_miner_back(pm2: FakeMiner) -> None:
-    """As a power cut: pm2's daemon and everything of the miner are gone at once."""
+    """Like a power cut, this ends pm2's daemon and all processes of the miner at once."""
     pm2("start", str(pm2.write_app()), FAKE_MODE="stray")
     ready = pm2.home / "run" / "ready-0"
     wait_for(ready.exists, "the rank")

@@ -170,7 +170,7 @@ def test_both_miners_took_every_outer_step_and_the_held_out_loss_fell(run: Run) 
 
 
 def test_a_killed_process_is_logged_at_once_and_its_miner_keeps_training(run: Run) -> None:
-    """With the round after it, in which everybody took part."""
+    """Everybody takes part in the round after it."""
     for kill in run.kills:
         kills.follow_up(kill)
         assert kill.told_after is not None and kill.told_after < 20, kill  # at rest one

@@ -94,7 +94,7 @@ def restart_in_mid_upload(subnet: LocalSubnet, pm2: LocalMiner) -> None:
     assert start["resumed"] and start["inner_step"] == before["inner_step"]
 
     def published() -> bool:
-        """That revision from its journal, or a newer one that superseded it."""
+        """Return that revision from the miner's journal, or a newer one that superseded it."""
         done = [e["revision"] for e in pm2.events("publication") if e["ok"]]
         return any(Revision.parse(tag) >= Revision.parse(begun) for tag in done)
 

@@ -140,7 +140,7 @@ def test_missing_keys(world: World) -> None:
 
 @pytest.mark.parametrize("tries", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_hotkey_that_is_not_registered_is_tried_again(world: World, tries: int) -> None:
-    """By the launcher; each time the one reason, on one line, until a stop."""
+    """The launcher tries it until a stop, and logs the one reason on one line each time."""
     create_wallet(world.folder / "wallets", f"stranger-{tries}")
     output = ""
     with world.started("--wallet.name", f"stranger-{tries}") as process:

@@ -142,7 +142,7 @@ def test_a_computer_whose_clock_is_an_hour_ahead_shows_the_same(
 def test_a_killed_miner_is_dead_within_ten_seconds(
     browser: Any, run_folder: tuple[Path, EventLog]
 ) -> None:
-    """By its process and files, with the page's server still there."""
+    """Its process and files show it, while the page's server still runs."""
     folder, events = run_folder
     with subprocess.Popen(["sleep", "600"]) as miner, served(folder) as page:
         (folder / "instance.json").write_text(json.dumps({"instance": "a", "pid": miner.pid}))
@@ -267,7 +267,7 @@ def titles_of_cards(browser: Any) -> list[str]:
 
 
 def test_page_shows_a_days_tokens_income_cost_and_the_weeks(browser: Any, tmp_path: Path) -> None:
-    """At 2.5 an hour; the network pays 0.35 in each of the 20 tempos of a day."""
+    """The machine costs 2.5 an hour; the network pays 0.35 in each of a day's 20 tempos."""
     with served(make_miner(tmp_path, "earning")) as page:
         browser.get(page.url)
         wait_for(lambda: "costs 60.00 a day" in card(browser, "Tokens a day"), "what it costs")

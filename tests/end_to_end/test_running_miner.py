@@ -87,7 +87,7 @@ def test_a_restart_while_chain_and_store_are_away_trains_from_the_disk(
 
 
 def count(miner: Neuron, kind: str) -> int:
-    """Of all events written until now; the orchestrator's own view may be behind."""
+    """Count in all events written until now; the orchestrator's own view may be behind."""
     return len(list(read_events(miner.plan.events, kind)))
 
 
@@ -117,7 +117,7 @@ def lose_the_uid(subnet: LocalSubnet, chain: RegistryChain) -> None:
 def test_a_miner_that_lost_its_uid_continues_when_it_is_registered_again(
     subnet: LocalSubnet,
 ) -> None:
-    """With another uid, so it publishes to another bucket; its weights are what they were."""
+    """It has another uid, so it publishes to another bucket; its weights have not changed."""
     (miner,), services = subnet.miners, subnet.services
     assert services is not None
     with our_chain(subnet) as chain:

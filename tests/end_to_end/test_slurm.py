@@ -51,7 +51,7 @@ def cluster(tmp_path: Path) -> Iterator[Slurm]:
 
 
 def _submit(cluster: Slurm, script: str, **more: str) -> str:
-    """With the guide's command."""
+    """Submit a job with the guide's command."""
     page = (ROOT / "docs" / "several-machines.md").read_text()
     (line,) = [line for line in page.splitlines() if f"ops/slurm/{script}.sbatch" in line]
     before, _, after = line.partition("sbatch ")
@@ -125,7 +125,7 @@ def test_two_nodes_of_a_job_save_before_its_time_is_over_and_go_on(cluster: Slur
 
 @pytest.mark.long
 def test_a_preempted_job_saves_in_its_grace_time_and_continues_later(cluster: Slurm) -> None:
-    """By Slurm itself: a job of a partition with a higher priority takes both nodes."""
+    """Slurm itself preempts it: a job of a partition with a higher priority takes both nodes."""
     job = _submit(cluster, "several-nodes", **_place(), NODE_STEPS="40")
     folder = cluster.folder / "runs" / "miner-node0"
     wait_for(lambda: len(_losses(folder)) >= 3, "steps", seconds=150, every=0.2)
@@ -173,7 +173,7 @@ def _notes(cluster: Slurm, node: int) -> list[str]:
 
 @pytest.mark.slow
 def test_every_node_starts_its_own_launcher_again_after_any_end(cluster: Slurm) -> None:
-    """As pm2 does: after a kill for want of memory, an abort of NCCL, a rank that was ended."""
+    """Like pm2, after a kill for want of memory, an abort of NCCL, or a rank that was ended."""
     job = _submit_launchers(cluster, node1="KILL TERM ABRT 0 1 137")
     wait_for(lambda: len(_notes(cluster, 1)) == 7, "the seventh start")
     assert _notes(cluster, 1) == ["started"] * 7 and _notes(cluster, 0) == ["started"]

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.long
 @pytest.mark.timeout(1500)
 def test_a_clone_is_set_up_and_its_miner_and_doctor_answer(tmp_path: Path) -> None:
-    """With what scripts/setup.sh installs, from a folder that is no checkout, as an update does."""
+    """scripts/setup.sh installs it from a folder that is no checkout, as an update does."""
     environ = {k: os.environ[k] for k in ("PATH", "HOME")} | {"PYTHONSAFEPATH": "1"}
     version = tmp_path / "a version"
     subprocess.run(["git", "clone", "--quiet", ROOT, version], check=True, timeout=60)

@@ -23,7 +23,7 @@ LONG = timedelta(seconds=420)  # only how long a broken test takes
 def test_running_miners_and_validator_switch_at_the_step_that_the_version_names(
     tmp_path: Path,
 ) -> None:
-    """And who has not heard of it is named and not called."""
+    """A miner that has not heard of the version is named and not called."""
     options = SubnetOptions(
         folder=tmp_path / "subnet",
         ranks=(2, 1, 1),

@@ -41,7 +41,7 @@ LONG = 30.0  # seconds; what is not cut off stays as long as one waits
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest):
-    """As a miner's, or with the settings that the test gives: most clients here are in time."""
+    """A server with a miner's settings, or with the test's: most clients here are in time."""
     with world(getattr(request, "param", SETTINGS)) as made:
         yield made
 

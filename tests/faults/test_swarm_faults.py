@@ -115,7 +115,7 @@ def test_a_peer_that_joined_late_takes_its_first_round(trio: list[HivemindSwarm]
 
 
 def test_the_bootstrap_is_away_and_comes_later(tmp_path: Path) -> None:
-    """At the start of a peer, and when its host is started again."""
+    """It is away at the start of a peer, and when the peer's host is started again."""
     with ExitStack() as stack:
 
         def start(name: str, **where: Any) -> HivemindSwarm:

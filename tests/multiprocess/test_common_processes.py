@@ -74,7 +74,7 @@ def start(mark: Mark) -> Iterator[Start]:
 def test_a_process_that_one_look_misses_is_ended(
     mark: Mark, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in execve: for a moment it has no environment."""
+    """During execve a process has no environment for a moment, so one look may miss it."""
     process = start(SLEEP)
     look, missed = Mark.processes, [True]
     monkeypatch.setattr(
@@ -313,7 +313,7 @@ class Kept:
 
 @pytest.mark.slow
 def test_a_program_is_kept_running_and_says_all_that_it_prints() -> None:
-    """By a signal or with a status that a start may help; also where a child holds its output."""
+    """It is started again after a signal or a passing status, also if a child holds its output."""
     code = (
         "import os, subprocess, sys, signal\n"
         "print('begun', os.getpid())\n"

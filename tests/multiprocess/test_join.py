@@ -275,7 +275,7 @@ def test_no_invitation_is_made_to_a_file_that_the_registry_does_not_serve(
 
 
 def test_the_doctor_runs_for_real(lab: Lab, home: Path, invitation: str) -> None:
-    """As a program; a network without a validator fails some of its checks."""
+    """It runs as a program; a network without a validator fails some of its checks."""
     here = home / "here"
     write_keys(lab, here)
     done = subprocess.run(

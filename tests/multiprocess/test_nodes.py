@@ -104,7 +104,7 @@ class Node:
         self.process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """As a machine that loses its power for a moment."""
+        """Kill everything at once, like a machine that loses its power for a moment."""
         for process in self.tree:
             process.kill()
 

@@ -84,7 +84,7 @@ def peer(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Regi
 
 @pytest.fixture
 def store(world: AccessWorld) -> AccessStore:
-    """Of uid 1, in a network whose next close is of outer step 3, serial 7."""
+    """The store of uid 1, in a network whose next close is of outer step 3, serial 7."""
     world.publish()
     return world.member(PEER)
 
@@ -590,7 +590,7 @@ def test_public_objects_are_read_without_the_registry() -> None:
 def test_a_signed_query_is_in_no_log_exception_or_event(
     fault: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever the store answers, with every library's debug lines; None: it is away."""
+    """The test reads every library's debug lines for each answer of the store; None: it is away."""
     caplog.set_level(logging.DEBUG)
     for name in ("botocore", "urllib3", "distributed_training"):
         caplog.set_level(logging.DEBUG, name)
@@ -691,7 +691,7 @@ def test_a_network_of_the_other_kind_grants_nothing(tmp_path: Path) -> None:
 
 
 def test_the_program_grants_urls_and_hands_out_no_key(world: AccessWorld, tmp_path: Path) -> None:
-    """Nor is the store's key among its words, or in what it prints."""
+    """The store's key is neither in its arguments nor in its output."""
     world.publish()
     rules = {
         "exchange": "store",

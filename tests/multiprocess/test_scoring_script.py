@@ -216,7 +216,7 @@ def test_its_figures_are_the_validators_own(subnet: Subnet) -> None:
 
 
 def _errors(stderr: str) -> list[str]:
-    """Without the lines of what it is doing."""
+    """Return its errors, without the lines of its progress."""
     return [line for line in stderr.splitlines() if not line.startswith("… ")]
 
 

@@ -83,7 +83,7 @@ class World:
         assert (statuses[0] == -9) if killed else set(statuses) == {0}, f"{statuses}\n{self.log()}"
 
     def assert_equal_to_the_leader(self) -> None:
-        """To the bit."""
+        """Assert that the weights equal the leader's bit for bit."""
         held = torch.load(self.folder / "epoch-start.pt", weights_only=True)
         pairs = zip(held, self.leader.state.weights, strict=True)
         assert all(torch.equal(one, other) for one, other in pairs)
@@ -152,7 +152,7 @@ def test_a_stop_in_a_round_and_a_close_that_moves_cost_nothing(world: World) -> 
 def test_a_member_has_nothing_of_hivemind_in_its_memory_and_nobody_can_connect_to_it(
     tmp_path: Path,
 ) -> None:
-    """And the files that it runs through are in the architecture's page."""
+    """The files that it runs through are in the architecture's page."""
     world = World(tmp_path, ranks=1)
     environ = {**os.environ, **rank_variables(0, world_size=1, port=0)}
     # Not a fork, whose server has imported all that tests need.

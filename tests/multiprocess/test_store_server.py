@@ -80,7 +80,7 @@ def test_a_member_writes_its_own_bucket_and_no_other(server: ObjectStoreServer) 
 
 
 def test_no_request_without_a_signature_is_answered(server: ObjectStoreServer) -> None:
-    """Nor one to the servers behind, which Swift itself asks without any key."""
+    """The servers behind it answer none either, though Swift itself asks them without a key."""
     account = server.keys["R2_WRITE_ACCESS_KEY_ID"].partition(":")[0]
     (process,) = [server.child.pid]
     ports = {

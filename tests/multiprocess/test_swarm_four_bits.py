@@ -118,7 +118,7 @@ def test_three_peers_and_a_validator_are_equal_to_the_bit_after_ten_rounds(
 def test_a_peer_of_another_compression_is_refused_in_one_line(
     swarms: list[HivemindSwarm], tmp_path: Path
 ) -> None:
-    """Whoever asks and whoever is asked: the others average without it."""
+    """Both sides refuse it, as leader and as follower: the others average without it."""
     pair = swarms[:2]
     plain = replace(FOUR, compression="none")
     other = open_swarm(tmp_path, SHAPES, swarms[0].visible_maddrs, plain)

@@ -57,7 +57,7 @@ def fill(swarm: HivemindSwarm, value: float) -> None:
 
 @pytest.mark.slow
 def test_peers_of_other_networks_never_meet(tmp_path: Path) -> None:
-    """In one DHT, with one model; only the digests of their networks' files differ."""
+    """They share one DHT and one model; only the digests of their networks' files differ."""
     with ExitStack() as stack:
 
         def peer(name: str, digest: str, known: Sequence[str]) -> HivemindSwarm:
@@ -75,7 +75,7 @@ def test_peers_of_other_networks_never_meet(tmp_path: Path) -> None:
 
 
 def test_peer_that_was_not_called_is_left_out(pair: Pair, tmp_path: Path) -> None:
-    """Whoever has the network's file finds the others, and may gather a group as they do."""
+    """A peer with the network's file finds the others, and may gather a group as they do."""
     called = replace(everybody(pair, 30), peers=tuple(swarm.peer_id for swarm in pair))
     with closing(open_swarm(tmp_path, SMALL, pair[0].visible_maddrs)) as stranger:
         uncalled = Rounds(stranger, request=replace(REQUEST, timeout=timedelta(seconds=20)))

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def looks(improvement: float, seed: int, count: int = 20) -> list[Look]:
-    """Of a miner whose own text gains a little more than random text; both vary."""
+    """Return looks at a miner whose own text gains a little more than random text; both vary."""
     dice = random.Random(seed)
     found = []
     for _ in range(count):

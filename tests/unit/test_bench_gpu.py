@@ -48,7 +48,7 @@ def test_a_report_fills_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 def test_a_part_that_hangs_or_dies_keeps_its_results_so_far(tmp_path: Path) -> None:
-    """And costs no other: the process that runs them takes no part in them."""
+    """It costs no other part its results: the process that runs the parts computes none."""
     part = gpu.Part("checks", "", "", 10.0)
     program = tmp_path / "gpu.py"
     for body, seconds, expected in (

@@ -41,12 +41,12 @@ class Clocks:
         )
 
     def fresh(self, nonce: int) -> bool:
-        """As the server decides it."""
+        """Return whether a call is fresh, as the server decides it."""
         return -SKEW * NS <= self.wall - nonce <= AGE * NS
 
 
 def save(memory: NonceMemory, file: Path, *, clean: bool) -> None:
-    """As the server does."""
+    """Save the calls as the server does."""
     KeptFile(file).save(Kept(memory.highest, clean))
 
 

@@ -220,7 +220,7 @@ def test_a_real_start_is_refused_at_once(command: list[str], tmp_path: Path) -> 
 
 
 def folder_flags() -> list[str]:
-    """Those that name a folder to write to; the others name one, or a file, to read."""
+    """Return the flags of folders to write to; the other flags name a folder or file to read."""
     paths = {setting.name for setting in FLAGS if Path in setting.parts}
     return sorted(paths - {"config", "validator.model_config", "validator.weights"})
 

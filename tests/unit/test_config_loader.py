@@ -73,7 +73,7 @@ def test_every_flag_of_the_protocol_page_is_known() -> None:
 
 
 def test_the_commands_of_the_public_guides_start() -> None:
-    """Those of its operators' documents, word by word."""
+    """The commands are copied word by word from the documents of the public network's operators."""
     rules = ("--netuid", "38", "--neuron.local_batch_size_train_effective", "256")
     own = ("--nproc_per_node", "4", "--neuron.local_batch_size_train", "2")
     config = load(*rules, *own, "--neuron.upload_steps", "5", "--neuron.use_dct=false")
@@ -94,7 +94,7 @@ def test_every_preset_can_be_asked_for() -> None:
 
 @pytest.mark.parametrize("card", CARDS)
 def test_a_preset_for_a_card_fits_it(card: int) -> None:
-    """By the memory model, with as many cards as the guide says and not with half of them."""
+    """The memory model says so for the guide's number of cards, and refuses half of them."""
     _, _, cards = CARDS[card]
     training = load("--preset", f"public-{card}gb").training
     shape = ModelShape.from_config(named_config("4b"))

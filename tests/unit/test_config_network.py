@@ -97,7 +97,7 @@ def test_netuid_38_counts_as_the_public_network(place: str, folder: Path) -> Non
 
 
 def test_settings_of_0_2_0_are_answered_with_the_line_that_they_lack(folder: Path) -> None:
-    """With that line, and nothing else, the file is taken over."""
+    """The file is accepted once it has that line."""
     flags = tomllib.loads(OF_0_2.read_text(encoding="utf-8"))
     given = {name: text for name, (text, _) in flags.items() if text}
     given = {n: text for n, text in given.items() if n != "netuid" and "validator." not in n}

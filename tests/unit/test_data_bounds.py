@@ -45,7 +45,7 @@ def rows_of(draw: random.Random, count: int) -> list[str | None]:
 
 
 def expected(rows: list[str | None]) -> list[str]:
-    """As documented: rows that do not fit into what is left of a page are left out."""
+    """Return the documented rows: a row that does not fit into the rest of a page is left out."""
     left, texts = 20_000, []
     for row in rows:
         if row and len(row.encode()) <= left:

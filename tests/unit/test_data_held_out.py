@@ -225,7 +225,7 @@ def test_drawn_domains_are_read_as_they_were_written(drawn: list) -> None:
 def test_each_domain_stands_next_to_the_judged_loss(
     tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In the event, the log, what the chain gets, and the cause of a refused outer step."""
+    """The event, the log, the chain's report and the cause of a refused outer step have it."""
     caplog.set_level("INFO")
     rules = config_of(tmp_path / "lab", held_out=domains_of(tmp_path, "", "", "*2"))
     config = validator_world.config_of(tmp_path / "run", settings(held_out_rise=0.0))

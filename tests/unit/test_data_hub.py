@@ -266,7 +266,7 @@ def test_a_server_without_ranges_and_groups_too_large_for_them_are_named(
 def test_a_damaged_file_is_left_out_by_name(
     mirror: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As of a local copy, so that its rows have the same numbers."""
+    """A local copy's damaged file is left out too, so rows have the same numbers in both."""
     write(tmp_path / "a/0.parquet", [f"row {n}" for n in range(150)])
     write(tmp_path / "a/1.parquet", ["x"] * 150, column="other")
     (tmp_path / "a/2.parquet").write_bytes(b"PAR1" + b"\xff" * 90 + b"PAR1")

@@ -86,7 +86,7 @@ def test_answers_that_asking_again_does_not_change(status: int) -> None:
 
 
 def test_the_server_s_own_sentence_is_shown_in_one_line() -> None:
-    """Whatever it answers with: a reason, none, a page of a proxy, what would forge lines."""
+    """It may answer with a reason, none, a proxy's page, or text that would forge lines."""
     draw = random.Random(5)
     letters = "abc {}\n\r\x1b[31m\x00\u2028\u202e\ud800é€"
     sentences = ["Rows are too big: 564.00 MiB (max=286.10 MiB)"]

@@ -223,7 +223,7 @@ def _when(*, verify: bool, fails: Mock) -> Callable[..., Any]:
 def test_tokens_beyond_the_models_vocabulary_are_not_trained_on(
     tmp_path: Path, tokenizer: tuple[Path, int]
 ) -> None:
-    """As of shards made without ``--vocabulary``: one would end every rank, at each start again."""
+    """Shards made without ``--vocabulary`` may have one: it would end every rank at each start."""
     data = np.zeros((60, 32), dtype=np.int32)
     data[::3, 7] = 200
     made = TextTokenizer(tokenizer[0], eos_id=tokenizer[1])

@@ -108,7 +108,7 @@ class Rig:
         self.controller.subscribe(lambda event, state: self.seen.append(event))
 
     def command(self, *events: ev.Event) -> Command:
-        """Of the boundary after ``events``."""
+        """Return the command of the boundary after ``events``."""
         for event in events:
             self.controller.post(event)
         return self.controller.next_command()

@@ -213,7 +213,7 @@ TABLE = [
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0.5, 1200), (3.0, 200), (24.0, 25), (60.0, 25)])
 def test_checkpoints_are_steps_and_time_apart(seconds: float, expected: int) -> None:
-    """At least 25 steps and 10 minutes, whatever an inner step takes."""
+    """They are at least 25 steps and 10 minutes apart for every length of an inner step."""
     rules = Rules(reload_seconds=2640, checkpoint_steps=25, checkpoint_seconds=600)
     now, at = state(Mode.TRAINING, unsaved_steps=20, unsaved_seconds=599.0), list[int]()
     now, actions = decide(now, diverged(1), rules)  # a roll-back: nothing is left to save

@@ -63,7 +63,7 @@ def test_another_version_of_the_networks_file_is_named(
 
 
 class Bucket:
-    """At outer step 4, with the ``network.json`` of ``content``."""
+    """A global bucket at outer step 4 whose ``network.json`` is ``content``."""
 
     content: bytes | None = b""
 
@@ -95,7 +95,7 @@ def watch_of(bucket: Any, events: list[ev.Event]) -> GlobalEpoch:
 
 
 def test_statement_about_the_network_is_logged_when_it_changes() -> None:
-    """And whatever else lies there ends nothing, and calls no file old."""
+    """Any other content of that object ends nothing, and makes no file count as old."""
     bucket, events = Bucket(), list[ev.Event]()
     watch = watch_of(bucket, events)
 

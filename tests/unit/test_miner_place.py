@@ -116,7 +116,7 @@ class Member:
 def test_miners_that_joined_at_different_times_have_one_rate(
     schedule: str, format_: int, tmp_path: Path
 ) -> None:
-    """In format 2; in format 1 each miner keeps counting its own steps."""
+    """They do in format 2; in format 1 each miner keeps counting its own steps."""
     draw, network = random.Random(schedule), Network()
     network.publish(0, 0)
     members = [Member(network, tmp_path, format_=format_, schedule=schedule)]

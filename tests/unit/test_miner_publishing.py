@@ -83,7 +83,7 @@ class Rig:
         )
 
     def on_event(self, event: ev.Event, state: MinerState = TRAINING) -> list[ev.Event]:
-        """As the controller does it: what follows is seen too."""
+        """Take an event as the controller does it: its consequences are seen too."""
         follows = self.uploads.on_event(event, state)
         for other in follows:
             self.on_event(other, state)

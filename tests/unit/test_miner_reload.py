@@ -110,7 +110,7 @@ SECONDS = st.floats(0.5, 3000)
 def test_the_next_round_begins_from_the_publication_if_it_was_fetched_in_time(
     interval: float, publishing: float, fetching: float, reload: float, spare: float, lost: bool
 ) -> None:
-    """Whatever the time that the validator is given to publish, longer than a period included."""
+    """This holds for every time that the validator has to publish, also above a period."""
     subnet = Subnet(
         period=1 + publishing + interval + fetching + spare,
         interval=interval,

@@ -291,7 +291,7 @@ def test_a_stop_is_recorded_and_its_line_left_to_the_launcher(rig: Rig) -> None:
 
 
 def test_the_metrics_are_written_where_no_step_ends(rig: Rig) -> None:
-    """In a round and without data; how long ago the last step was stays to be seen."""
+    """A round and a lack of data end no step; the metrics still show the last step's age."""
     began = time.time()
     rig.on_event(ev.Tick(1.0), IN_ROUND)
     first = figures(rig)

@@ -53,7 +53,7 @@ def test_a_stop_gets_the_time_that_the_last_checkpoint_shows(tmp_path: Path) -> 
 
 
 def test_a_library_that_aborts_leaves_stacks() -> None:
-    """As NCCL does when a collective is never joined."""
+    """NCCL aborts like this when a rank never joins a collective."""
     program = (
         "import ctypes\n"
         "from distributed_training.common.processes import write_stacks_on_signal\n"

@@ -334,7 +334,7 @@ def test_a_stop_ends_the_wait_of_a_start() -> None:
 
 
 def test_a_rank_that_stops_as_ordered_has_not_failed() -> None:
-    """Whatever the miner's status is: the launcher would end rank 0 while it closes."""
+    """Each status of the miner counts so: else the launcher would end rank 0 while it closes."""
     other: Any = SimpleNamespace(rank_zero=None, loop=SimpleNamespace(run=lambda: 3))
     assert start.Rank.run(other) == (0, "")
 

@@ -46,7 +46,7 @@ RESULT = AllReduceResult(("a", "b", "c"), (), 0.1, 0.9, 1.0)
 
 
 def rounded(values: torch.Tensor) -> torch.Tensor:
-    """As a peer has it that added up in another order: other last bits."""
+    """Return the weights of a peer that added up in another order: their last bits differ."""
     return values * (1 + 1e-7 * torch.randn_like(values))
 
 
@@ -227,7 +227,7 @@ def test_a_network_continues_after_its_validator_is_killed_in_the_first_rounds(
     rounds: list[tuple[int, bool, tuple[int, int], set[int], bool]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """At any moment: with the average at nobody, at one miner or at all, published or not."""
+    """The kill may come at any moment: no miner, one or all have the average, published or not."""
     caplog.set_level(logging.WARNING)
     with tempfile.TemporaryDirectory() as folder:
         network = Network(Path(folder))
@@ -251,7 +251,7 @@ def test_a_network_continues_after_its_validator_is_killed_in_the_first_rounds(
 def test_other_weights_of_the_outer_step_before_are_judged_by_its_loss(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And they are tried again: what was refused by our losses may be taken after a restart."""
+    """They are tried again: weights refused by our losses may be accepted after a restart."""
     network = Network(tmp_path)
     for miner in network.miners:
         miner.train(STEPS)

@@ -467,7 +467,7 @@ def test_a_wrong_option_leaves_nothing(tmp_path: Path, capsys, more, words: str)
 
 
 def test_a_decay_begins_where_the_network_is(tmp_path: Path, capsys) -> None:
-    """In a new version of the same run, signed."""
+    """It begins there by a new signed version of the same run."""
     folder = tmp_path / "lab"
     assert found(folder, "--set", "training.schedule=constant") == 0
     file, before = folder / "network.toml", read(folder).network
@@ -538,7 +538,7 @@ AWS = {
 
 
 def test_keys_of_any_store_are_right_where_the_file_names_it(tmp_path: Path, capsys) -> None:
-    """Without an account, and with the region of that store; a public chain has R2's lengths."""
+    """The file then needs no account, but the store's region; a public chain has R2's lengths."""
     store = ("--store", "https://s3.example.org", "--set", "store.region=eu-central-1")
     assert found(tmp_path / "lab", *store, "--set", "store.addressing=virtual") == 0
     assert "Keys of https://s3.example.org: of up to 512 characters" in capsys.readouterr().out

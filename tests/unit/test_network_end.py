@@ -146,7 +146,7 @@ def test_a_stop_that_means_nothing_is_refused(
 
 
 class Bucket:
-    """At outer step 4, of a network that says ``content`` of itself."""
+    """A global bucket at outer step 4 whose ``network.json`` is ``content``."""
 
     content: dict[str, Any] = {}
 

@@ -130,7 +130,7 @@ def test_pm2_waits_for_as_long_as_the_miner_takes_to_stop(
 
 @needs_node
 def test_pm2_runs_torchrun_where_the_override_asks_for_it(tmp_path: Path) -> None:
-    """With the guide's rows."""
+    """The override has the guide's rows."""
     page = (OPS.parent / "docs" / "several-machines.md").read_text()
     rows = page.partition("```js\n")[2].partition("```")[0]
     (tmp_path / "app.config.override.js").write_text(rows)
@@ -147,7 +147,7 @@ def test_pm2_runs_torchrun_where_the_override_asks_for_it(tmp_path: Path) -> Non
 
 @needs_node
 def test_pm2_stops_at_once_if_no_network_is_named(tmp_path: Path) -> None:
-    """In the terminal: what the start says stands in the log."""
+    """The terminal shows it; the start's own words are in the log."""
     done = pm2_reads(OPS.parent, DT_HOME=str(tmp_path), DT_NETWORK="")
     (line,) = done.stderr.splitlines()
     assert done.returncode == 0 and 'is the line network = "sn38", above' in line
@@ -267,7 +267,7 @@ ENTRYPOINT = OPS / "entrypoint.sh"
 
 
 def start_entrypoint(miner: str) -> subprocess.Popen[str]:
-    """With a shell's line in the miner's place."""
+    """Start the image's entrypoint with a shell's line in the miner's place."""
     return subprocess.Popen(
         [str(ENTRYPOINT), "-c", miner],
         env={"PATH": os.environ["PATH"], "DT_MINER": "bash"},

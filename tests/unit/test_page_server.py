@@ -323,7 +323,7 @@ def test_a_defect_is_a_500_and_one_line(
 
 
 class SlowLine(asyncio.Transport):
-    """To a client that reads on until ``unread`` no longer falls."""
+    """A line to a client that reads until ``unread`` no longer falls."""
 
     def __init__(self, *unread: int) -> None:
         super().__init__()

@@ -203,7 +203,7 @@ def _calls() -> Iterator[tuple[str, list[str]]]:
 
 
 def test_torch_loads_every_call_that_is_read() -> None:
-    """To other arguments torch answers as it likes: with errors of any type, or features."""
+    """Other arguments give errors of any type, or features, of torch."""
     read = set()
     for call, values in _calls():
         body = global_of(call) + b"(" + b"".join(_VALUES[value] for value in values) + b"tR"
@@ -316,7 +316,7 @@ def test_tensors_that_overlap_and_many_that_are_tiny_cost_little() -> None:
     [(8, 1, "encrypted"), (38, 0x10, "a folder")],  # of its flags, of its attributes
 )
 def test_a_member_of_which_torch_reads_other_bytes_is_refused(at: int, bit: int, said: str) -> None:
-    """Of a folder it reads none: the tensor would be what lay in that memory before."""
+    """torch reads none of a folder: the tensor would be the memory's earlier content."""
     data = bytearray(_bytes(build_payload(_codes(), META)))
     entry = data.rindex(b"PK\1\2", 0, data.rindex(b"/data/0"))
     data[entry + at] |= bit

@@ -33,7 +33,7 @@ def canonical(name: str) -> str:
 
 
 def versions(name: str) -> dict[str, str]:
-    """Of a list, all of which is entries with hashes: no other index, no address, no option."""
+    """Return a list's versions; it has only entries with hashes: no index, address or option."""
     text = (LISTS / f"{name}.txt").read_text()
     body = "".join(line for line in text.splitlines(True) if not line.startswith("#"))
     assert ENTRY.sub("", body) == "", name

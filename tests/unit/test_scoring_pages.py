@@ -89,7 +89,7 @@ def test_the_first_pages_of_each_rank_are_read() -> None:
 def test_a_miner_and_the_validator_draw_the_same_pages_of_a_network_of_its_own(
     tmp_path: Path, tokenizer: tuple[Path, int], world_size: int
 ) -> None:
-    """With data.selection 2 from the one file that both have; nothing that is held out is read."""
+    """data.selection 2 of the shared file decides the pages; no held-out page is read."""
     rules = {"format": 2, "exchange": "hivemind", "data.selection": 2, "data.pages_per_block": 3,
              "data.rows_per_page": 20, "data.rows": 1400, "data.held_out_pages": 5}  # fmt: skip
     file = network_file(tmp_path, rules)
@@ -127,7 +127,7 @@ def test_a_limit_takes_the_same_number_of_each_rank() -> None:
 
 
 def test_all_ranks_are_cut_to_the_shortest() -> None:
-    """As the public validators' ranks agree on the least number of tokens."""
+    """The public validators' ranks agree on the least number of tokens too."""
     first = {
         row
         for _, row, _ in select_pages(uid=7, local_rank=0, block=1234, n_pages=2, num_rows=NUM_ROWS)

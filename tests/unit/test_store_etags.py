@@ -151,7 +151,7 @@ def store_of(client: Client) -> S3ObjectStore:
 
 
 def sender_to(store: S3ObjectStore, journal: Path) -> Sender:
-    """Of one part after the other, with 30 s for all."""
+    """Return a sender of one part after the other, with 30 s for all parts."""
     until = time.monotonic() + 30
     return Sender(
         store=store, journal=Journal(journal), deadline=until, concurrency=1, part_size=PART

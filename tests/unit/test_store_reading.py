@@ -357,7 +357,7 @@ def test_half_of_one_object_is_never_joined_to_half_of_another(
 def test_an_object_replaced_between_two_ranges_is_read_from_its_beginning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
-    """And given up the second time: it is replaced faster than it can be read."""
+    """The second replacement ends the read: the object changes faster than it can be read."""
     monkeypatch.setattr(transfer, "RANGE", 1000)
     ranges, path = 0, tmp_path / "model"
 

@@ -240,7 +240,7 @@ def test_a_flood_does_not_slow_down_a_newcomer_that_asks_little(seed: int) -> No
 
 
 def test_a_peer_that_asks_as_fast_as_it_is_answered_is_slowed_down_not_refused() -> None:
-    """As the search of hivemind's own matchmaking does."""
+    """The search of hivemind's own matchmaking asks like this."""
     now, calls = 0.0, 0
     budget = Budget(Known(), clock=lambda: now)
     while now < 60:
@@ -326,7 +326,7 @@ def test_streams_are_bounded_for_each_peer_and_in_all(when: str, seed: int) -> N
 def test_refused_peer_hears_later_and_takes_little_memory_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever is refused at once asks again at once."""
+    """A peer that is refused at once would ask again at once."""
     waits: list[float] = []
     p2p = bounds.BoundedP2P()
 

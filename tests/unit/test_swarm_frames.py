@@ -296,14 +296,14 @@ def test_malformed_part_is_refused(data: bytes) -> None:
 @pytest.mark.parametrize("marker", [0, 1])
 @pytest.mark.parametrize("length", [4097, 5000, PART_BYTES])
 def test_long_malformed_part_is_refused_by_its_beginning(marker: int, length: int) -> None:
-    """Whoever opens a stream may send it: it must not fill memory first."""
+    """Every peer that opens a stream may send one: it must not fill memory first."""
     data = bytes([marker]) + length.to_bytes(8, "big") + b"\x31" + bytes(63)
     with pytest.raises(FrameError, match=r"laid out in another way|an error of"):
         received(data, lambda stream: wire.begin(stream, part_bytes=PART_BYTES))
 
 
 def test_no_memory_is_taken_for_values_that_are_no_numbers() -> None:
-    """Of each value of a small part numpy would make a string of 2 MB."""
+    """numpy would make a string of 2 MB of each value of a small part."""
     data = compressed(runtime_pb2.CompressionType.FLOAT16, "S2000000", bytes(20))
     tracemalloc.start()
     try:

@@ -223,7 +223,7 @@ def test_no_start_keeps_a_descriptor_or_a_folder(
 def test_a_host_that_is_not_understood_or_cannot_go_on_counts_as_ended(
     world: World, line: bytes, why: str
 ) -> None:
-    """At once, though its socket stays open."""
+    """It counts as ended at once, though its socket stays open."""
     program = Program()
     with world.keeper() as made:
         host = HOST_PROCESS(made._config(), program)
@@ -236,7 +236,7 @@ def test_a_host_that_is_not_understood_or_cannot_go_on_counts_as_ended(
 def test_a_host_whose_memory_grows_is_ended_with_the_figures(
     world: World, monkeypatch: pytest.MonkeyPatch, extra: int
 ) -> None:
-    """And not the ranks, by the kernel, when the machine has none left."""
+    """Else the kernel would kill the ranks when the machine has no memory left."""
     program = Program()
     taken = [300_000_000]
     monkeypatch.setattr(supervisor, "anonymous_memory", lambda pid: taken[0])

@@ -333,7 +333,7 @@ def test_one_peer_moves_the_others_by_at_most_its_share(
 
 @pytest.mark.parametrize("steps", [[1, 1], [0.01, 1, 1, 1], [1, 0.6, 1, 0], [0, 0, 0]])
 def test_with_four_bits_all_have_the_same_average_to_the_bit(steps: list[float]) -> None:
-    """Those that joined late too, and who contributes nothing; zeros stay zeros."""
+    """Peers that joined late or contribute nothing have it too; zeros stay zeros."""
     tensors = contributions(len(steps), steps)
     for tensor in tensors:
         tensor[7 * PART : 8 * PART] = 0
@@ -372,7 +372,7 @@ def test_peer_too_slow_for_the_deadline_is_left_out_early(pause: float) -> None:
 
 @pytest.mark.parametrize("passes", [1, 2, 3])
 def test_peer_slow_for_one_reducer_does_not_set_it_against_the_others(passes: int) -> None:
-    """In time at the looks before, and to everybody else: who waits for it is no slow reducer."""
+    """It was in time before, and is for all others: a reducer that waits for it is not slow."""
 
     class Slowing(Liar):
         async def _send_parts(self, stream: Stream, share: Sequence[Tensor]) -> None:
@@ -414,7 +414,7 @@ def test_peers_of_one_pace_leave_nobody_out_however_slow_they_are() -> None:
     [[0.01, 1, 1, 1], [1, 0.6, 1], [1, 0.6, 0.01], [1, 1, 0.01, 0.01], [0.6, 0.6, 1]],
 )
 def test_peers_that_took_fewer_steps_shorten_nobody(steps: list[float]) -> None:
-    """As one that joined late: it takes the average too."""
+    """A peer that joined late is such a peer, and takes the average too."""
     world = World(contributions(len(steps), steps))
     mean = torch.stack(world.before).mean(0)
     for i, tensor in enumerate(world.tensors):

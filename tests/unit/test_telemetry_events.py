@@ -77,7 +77,7 @@ def test_a_follower_continues_in_a_file_that_was_emptied(tmp_path: Path) -> None
 def test_events_go_on_in_a_new_file_where_theirs_was_moved_away(
     tmp_path: Path, name: str | None
 ) -> None:
-    """By logrotate, or by a person with rm."""
+    """logrotate moves it away, or a person deletes it."""
     path = tmp_path / "events.jsonl"
     with EventLog(path) as log:
         log.write("start")

@@ -82,7 +82,7 @@ def test_tied_weights_count_once_where_the_config_does_not_say_it(kind: str) -> 
 
 
 def test_an_option_that_is_not_known_is_refused() -> None:
-    """Of models to come: whatever a decoder layer says, and nothing that it leaves as it is."""
+    """Models to come may have any option; an option at its default value is accepted."""
     values = torch.randn(1, 4, 8, 16)
     plain, _ = sdpa_causal(torch.nn.Identity(), values, values, values, None)
     same = {

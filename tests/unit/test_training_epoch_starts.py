@@ -36,7 +36,7 @@ def weights(seed: int = 0) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("world", [2, 3, 5])
 def test_ranks_add_up_to_the_sketch_of_one(world: int) -> None:
-    """So a checkpoint is good at another number of ranks, some of which hold no row."""
+    """So a checkpoint fits another number of ranks, also if some ranks hold no row."""
     parts = []
     for rank in range(world):
         made = starts(world, rank)

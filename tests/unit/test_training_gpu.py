@@ -81,7 +81,7 @@ class Reads(TorchDispatchMode):
 
 
 def reads_of_a_step(**changes: Any) -> list[Counter[str]]:
-    """By micro-batch of the second step."""
+    """Return the reads of each micro-batch of the second step."""
     made = trainer(**changes)
     train(made, 0, 1)
     found = []
@@ -254,7 +254,7 @@ def test_auto_begins_where_memory_is_expected_to_end(monkeypatch: pytest.MonkeyP
 
 
 def test_auto_on_an_h200_compiles_twice() -> None:
-    """By the estimate of memory and the speeds that were measured there."""
+    """The estimate of memory and the speeds measured on an H200 decide it."""
     config, tried = named_config("1b"), list[int]()
     budget: Any = SimpleNamespace(limit=round(0.85 * 150e9))
     plan = plan_memory(

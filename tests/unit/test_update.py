@@ -284,7 +284,7 @@ def test_a_version_that_does_not_train_is_taken_back(machine: Machine, kind: str
 
 
 def test_an_update_continues_when_the_reader_of_its_output_ends(machine: Machine) -> None:
-    """As `| tee` does when the terminal is closed."""
+    """`| tee` ends like this when the terminal is closed."""
     with subprocess.Popen(machine.command("v2", "--no-doctor"), stdout=subprocess.PIPE) as update:
         assert update.stdout is not None
         update.stdout.close()

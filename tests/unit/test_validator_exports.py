@@ -259,7 +259,7 @@ def test_a_command_that_cannot_run_is_refused_at_the_start(flags: list[str], wor
 
 
 def test_a_validators_own_model_is_exported_and_looked_at(tmp_path: Path) -> None:
-    """By the real program, from the run folder, after a real round."""
+    """The real program exports it from the run folder after a real round."""
     look = tmp_path / "look.py"
     look.write_text(
         "import sys, json\nfrom safetensors import safe_open\n"

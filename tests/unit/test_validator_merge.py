@@ -176,7 +176,7 @@ def test_a_rule_with_the_network_s_own_step_gives_its_bits(
 def test_an_outer_rule_of_a_plug_in_is_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the hivemind kind's own step in another function: equal but for the last bits."""
+    """The plug-in is the hivemind kind's step in another function: only the last bits differ."""
     monkeypatch.setitem(OUTER_RULES._made, "of-test-merge", OuterRule(partial(nesterov_sgd)))
     other = merge_steps(tmp_path, rule=Rule("of-test-merge", RULE.learning_rate, RULE.mu))[-1]
     (tmp_path / "own").mkdir()
@@ -272,7 +272,7 @@ def test_two_spoilers_are_found_where_the_bound_allows() -> None:
 
 @given(st.integers(1, 64), st.lists(st.booleans(), min_size=200, max_size=200))
 def test_a_gate_that_answers_at_random_is_not_asked_for_ever(n: int, answers: list[bool]) -> None:
-    """Whoever is found, the merge without them did pass."""
+    """The merge without the found uploads did pass."""
     given, passed = iter(answers), list[Sequence[int]]()
     asked = count()
 

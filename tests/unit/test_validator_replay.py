@@ -123,7 +123,7 @@ def flip(path: Path, place: int, bit: int = 0) -> None:
 def test_a_flipped_byte_of_each_object_is_found_and_named(
     bucket: Path, tmp_path: Path, place: int | str
 ) -> None:
-    """In all files of the outer steps at once: each is named."""
+    """All files of the outer steps have one at once, and each file is named."""
     drawn = random.Random(45)
     flipped = [key for key in objects(bucket) if not key.endswith(".json")] + [
         keys.outer_key(step, keys.CONFIG) for step in (4, 8)

@@ -452,7 +452,7 @@ def _uploaded(folder: Path, **changes: Any) -> StoreWorld:
 def test_a_kill_at_each_write_leaves_the_old_outer_step_or_the_new(
     tmp_path: Path, each: bool
 ) -> None:
-    """On a disk that stays and on an empty one: ``each`` kill on both, or in turn but the last."""
+    """The disk stays or is empty after it: ``each`` kill with both, or in turn except the last."""
     world = _uploaded(tmp_path)
     world.until_late()
     held, folder = dict(world.bucket.objects), tmp_path / "validator"

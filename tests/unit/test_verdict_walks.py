@@ -558,7 +558,7 @@ class Store(Walk):
         return self.applied
 
     def compare(self, said: bool | None, told: Manifest | None) -> None:
-        """Of the upload that the last manifest names, among those that reached the miner."""
+        """Compare the upload that the last manifest that reached the miner names."""
         if said is not None:
             assert told is not None
             assert said == any(each.uid == 1 for each in told.merged), told

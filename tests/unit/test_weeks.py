@@ -94,7 +94,7 @@ def test_many_publications_leave_no_more_than_a_few(tmp_path: Path) -> None:
 def test_two_machines_with_one_copied_run_folder_are_distinguished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the same path, as with one image for many machines."""
+    """The folder has the same path on both, as with one image for many machines."""
     here = cleanup.instance_of(tmp_path)
     assert cleanup.instance_of(tmp_path) == here
     monkeypatch.setattr(cleanup, "machine", lambda: "another:host")
