@@ -51,14 +51,20 @@ class OuterStepOf(Protocol):
 class OuterRule:
     """Says how uploads become an update.
 
-    Attributes:
-        step: From a group's mean weights at the start and its mean pseudo-gradient.
+    Args:
+        step: Computes new weights from a group's mean weights at the start and its mean
+            pseudo-gradient, both float32 on the CPU.
         select: Of rows ``(r, c)`` that a member would upload, returns what it sends: new rows of
             that shape, zeros for the rest. None: all of it. What is not sent is its residual.
         feedback: Share of the residual that the next upload takes.
         groups: Of so many members at an outer step, returns the groups that average, by members'
             numbers. None: all together. In groups members' weights differ, so a network, which
             publishes one update for all, refuses the rule; ``examples/compare.py`` compares it.
+
+    Examples:
+        >>> rule = OuterRule(nesterov_sgd, feedback=0.5)
+        >>> rule.select is None, rule.feedback  # all values are sent
+        (True, 0.5)
     """
 
     step: OuterStepOf
