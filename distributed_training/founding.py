@@ -215,11 +215,16 @@ def _compare_tokenizers(given: Path, copied: Path) -> None:
 
 
 def read_model(path: Path | None, *, tokenizer: str) -> dict[str, Any]:
-    """Return ``[model.config]``: a config.json, or a tiny model on bytes. Raises ConfigError."""
-    from distributed_training.common.llama import local_llama_config
+    """Return ``[model.config]``: a config.json, a named size, or a tiny model on bytes.
+
+    Raises ConfigError.
+    """
+    from distributed_training.common.llama import SHAPES, local_llama_config, named_config
 
     try:
-        if path is not None:
+        if str(path) in SHAPES:
+            content = named_config(str(path))
+        elif path is not None:
             content = json.loads(path.read_text(encoding="utf-8"))
         elif tokenizer == "bytes":
             # 1.9 million parameters on bytes: trains on a laptop. Its token 256 ends a text.
@@ -231,7 +236,7 @@ def read_model(path: Path | None, *, tokenizer: str) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"there is no model to create a network with ({error}), so nothing was created: give "
-            "--model with the config.json of a Llama-like model"
+            "--model with 125m, 1b, 4b or the config.json of a Llama-like model"
         ) from None
 
 

@@ -147,7 +147,7 @@ def _add_init_options(init: argparse.ArgumentParser) -> None:
         "--model",
         type=path,
         metavar="FILE",
-        help="config.json of a Llama-like model [one of 2 million parameters]",
+        help="config.json of a Llama-like model, or 125m, 1b, 4b [one of 2 million parameters]",
     )
     model.add_argument(
         "--from",

@@ -60,18 +60,21 @@ def local_llama_config(*, vocab_size: int = 264, sequence_length: int = 256) -> 
     )
 
 
+#: Models of 32,000 words that ``dt-plan`` and ``dt-network init`` know by name.
+SHAPES: dict[str, dict[str, Any]] = {
+    "125m": {"hidden": 768, "layers": 12, "heads": 12, "kv_heads": 12, "intermediate": 2048},
+    "1b": {"hidden": 2048, "layers": 22, "heads": 32, "kv_heads": 4, "intermediate": 5632},
+    "4b": {"hidden": 3072, "layers": 32, "heads": 24, "kv_heads": 8, "intermediate": 8960},
+}
+
+
 def named_config(name: str) -> dict[str, Any]:
-    """Return a shape of the benches: ``tiny`` 1.9 M, ``125m``, ``1b`` 1.1 B, ``4b`` 3.9 B values.
+    """Return a model by its size: ``tiny`` 1.9 M, ``125m``, ``1b`` 1.1 B, ``4b`` 3.6 B values.
 
     Raises ValueError for another name.
     """
     if name == "tiny":
         return local_llama_config()
-    shapes: dict[str, dict[str, Any]] = {
-        "125m": {"hidden": 768, "layers": 12, "heads": 12, "kv_heads": 12, "intermediate": 2048},
-        "1b": {"hidden": 2048, "layers": 22, "heads": 32, "kv_heads": 4, "intermediate": 5632},
-        "4b": {"hidden": 3072, "layers": 32, "heads": 24, "kv_heads": 8, "intermediate": 8960},
-    }
-    if name not in shapes:
-        raise ValueError(f"model size {name!r} is none of: tiny, {', '.join(shapes)}")
-    return llama_config(vocab=32000, max_positions=2048, **shapes[name])
+    if name not in SHAPES:
+        raise ValueError(f"model size {name!r} is none of: tiny, {', '.join(SHAPES)}")
+    return llama_config(vocab=32000, max_positions=2048, **SHAPES[name])

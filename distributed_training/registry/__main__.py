@@ -1,6 +1,6 @@
 """Create, serve and administer the registry of a network that has no public chain.
 
-    dt-registry serve --folder F --network FILE                 found it, or go on with it
+    dt-registry serve --folder F --network FILE                 create it, or continue with it
     dt-registry invite --network FILE --uses 3                  print an invitation (founder)
     dt-registry allow --url URL HOTKEY...                       list hotkeys (founder)
     dt-registry enroll --url URL HOTKEY --validator             stake and permit (founder)
@@ -67,7 +67,7 @@ def parser() -> Parser:
     )
     commands = made.add_subparsers(dest="command", required=True, parser_class=Parser)
     command: argparse.ArgumentParser
-    command = commands.add_parser("serve", help="found a registry, or go on with it")
+    command = commands.add_parser("serve", help="create a registry, or continue with it")
     _add_folder(command)
     new = command.add_argument_group("of a new registry")
     new.add_argument(

@@ -21,7 +21,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from distributed_training import doctor
 from distributed_training.chain.kinds import CHAINS
-from distributed_training.common.llama import local_llama_config
+from distributed_training.common.llama import SHAPES, local_llama_config, named_config
 from distributed_training.common.memory import Arrangement, ModelShape, host_memory
 from distributed_training.config import ConfigError, load_config
 from distributed_training.data.tokenizer import build_tokenizer, byte_tokenizer
@@ -219,6 +219,13 @@ def test_a_network_is_founded_on_the_model_that_peers_build(
     assert "mscale" not in str(network.model)
     if change.get("sliding_window", 0) is None:
         assert network.model["sliding_window"] == small["max_position_embeddings"]
+
+
+@pytest.mark.parametrize("size", SHAPES)
+def test_sizes_of_dt_plan_are_models_for_init_too(tmp_path: Path, capsys, size: str) -> None:
+    assert found(tmp_path / "lab", "--model", size) == 0
+    network = read(tmp_path / "lab").network
+    assert network.head.parameters == ModelShape.from_config(named_config(size)).parameters
 
 
 def test_a_mixtures_file_holds_the_true_count_and_machines_are_judged_by_it(
