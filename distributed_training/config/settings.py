@@ -267,6 +267,8 @@ class DataSettings:
     request_timeout: timedelta = 20 * SECOND  # of one HTTP request for rows, body included
     request_attempts: int = 6  # for a page, with growing waits, before it is left out
     page_deadline: timedelta = 120 * SECOND  # of all attempts for a page, waits included
+    # Besides, for a server that answers 429: Hugging Face counts in windows of five minutes.
+    longest_pause: timedelta = 330 * SECOND
     connections: int = 4  # pages of a block that are fetched at once
     cache_dir: File | None = flag("data.cache_dir", None)
     """Folder for fetched data, which several miners may share. By default data/ in the run

@@ -44,9 +44,6 @@ T = TypeVar("T")
 MAX_REPLY = 64 * 2**20  # bytes
 _FIRST_WAIT, _MAX_WAIT = timedelta(seconds=0.5), timedelta(seconds=30)
 _LONGEST_HOLD = 900.0  # seconds, whatever a server asks for
-#: Seconds that a page waits besides its deadline because of 429: Hugging Face counts requests in
-#: windows of five minutes.
-_HONOURED = 330.0
 _MOST_REDIRECTS = 5
 _LEAST_RATE = 250_000  # bytes a second, of a reply larger than the timeout was made for
 #: A RecursionError: of a reply that is nested too deeply.
@@ -111,7 +108,7 @@ class PatientClient:
 
     Of the settings, ``request_timeout`` covers one request with its body. ``request_attempts`` are
     made for each within ``page_deadline``, with waits of 0.5, 1, 2, ... 30 s (jittered), or as long
-    as the server asks. A pause after a 429 counts separately, up to :data:`_HONOURED` seconds.
+    as the server asks. A pause after a 429 counts separately, up to ``longest_pause`` in all.
     ``token``: of Hugging Face; it goes only to this server. ``shared``: a folder that all
     processes of this machine use, for the pause after a 429.
     """
@@ -163,19 +160,20 @@ class PatientClient:
         problem, waits = "not asked", Backoff(first=_FIRST_WAIT, longest=_MAX_WAIT)
         kind = PageUnavailable
         deadline = time.monotonic() + self._settings.page_deadline.total_seconds()
-        attempts, honoured = self._settings.request_attempts, _HONOURED
+        attempts = self._settings.request_attempts
+        longest = left = self._settings.longest_pause.total_seconds()
         for attempt in range(attempts):
             # While the server wants to be left alone. No other page could be had meanwhile.
             while hold := self._hold.seconds():
-                if hold > honoured:
+                if hold > left:
                     break
                 hold += random.uniform(0, 0.2)  # not all connections at one instant
                 time.sleep(hold)
-                deadline, honoured = deadline + hold, honoured - hold
+                deadline, left = deadline + hold, left - hold
             if hold:
                 problem = (
                     f"the server asked to be left alone for {hold:.0f} s more (HTTP 429), and a "
-                    f"page waits {_HONOURED:.0f} s at most, so it is left out"
+                    f"page waits {longest:.0f} s at most, so it is left out"
                 )
                 break
             pause, asked = waits.failed().total_seconds(), None

@@ -445,7 +445,9 @@ def check_data(examination: Examination) -> Check:
             found = OwnText(data, Counts())
             return Check("data", "warn" if found.left_out else "ok", f"own text: {found.finding}")
         # Two tries, so that a doctor ends in a minute; a miner has more.
-        settings = dataclasses.replace(data, request_attempts=2)
+        settings = dataclasses.replace(
+            data, request_attempts=2, longest_pause=timedelta(seconds=30)
+        )
         source = open_source(settings, cache=examination.config.data_cache)
         table = source.num_rows()
         start = time.monotonic()

@@ -28,6 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -240,7 +241,8 @@ def require_data(config: Config) -> None:
         return
     try:
         # Once: a source that is away holds up no start, and whoever reads it later is patient.
-        served(replace(data, request_attempts=1), cache=config.data_cache)
+        quick = replace(data, request_attempts=1, longest_pause=timedelta(0))
+        served(quick, cache=config.data_cache)
     except OtherData as error:
         raise WrongData(str(error)) from None
     except PageUnavailable as error:

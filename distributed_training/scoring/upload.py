@@ -330,8 +330,10 @@ class PageReader:
         Raises:
             ConfigError: If the data source cannot be opened.
         """
+        # A validator leads no round while it waits for a page, and asks for it again later.
+        data = replace(config.data, longest_pause=timedelta(minutes=1))
         return cls(
-            source=open_source(config.data, cache=config.data_cache),
+            source=open_source(data, cache=config.data_cache),
             tokenizer=TextTokenizer(tokenizer_path, eos_id=eos_id),
             sequence_length=config.training.sequence_length,
             ranks=config.validator.evaluation_ranks,

@@ -349,7 +349,7 @@ def test_a_list_of_another_form_is_a_value_error(body: bytes) -> None:
 
 
 def test_a_refusal_for_asking_too_often_pauses_every_process_of_the_machine(
-    mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mirror: Path, tmp_path: Path
 ) -> None:
     one, other = Hold(tmp_path / "p" / "pause"), Hold(tmp_path / "p" / "pause")
     assert one.seconds() == other.seconds() == 0.0
@@ -368,12 +368,13 @@ def test_a_refusal_for_asking_too_often_pauses_every_process_of_the_machine(
         with pytest.raises(PageUnavailable, match="429"):
             first.rows("a", 0, split="train", limit=5)
         asked = len(hub.requests)
-        monkeypatch.setattr(patient_client, "_HONOURED", 0.3)
+        second._client._settings = dataclasses.replace(
+            DataSettings(), longest_pause=timedelta(seconds=0.3)
+        )
         with pytest.raises(PageUnavailable, match=r"left alone for .* so it is left out"):
             second.rows("a", 100, split="train", limit=5)
         assert len(hub.requests) == asked, "nobody knocks while another one waits"
         hub.limit = 10**9
-        monkeypatch.setattr(patient_client, "_HONOURED", 330.0)
         # The pause does not count: it may be longer than what a page has for its attempts.
         second._client._settings = dataclasses.replace(
             DataSettings(), page_deadline=timedelta(seconds=0.3)

@@ -13,6 +13,7 @@ import transformers
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from distributed_training.config import Config, ConfigError, problems
+from distributed_training.data.patient_client import Hold
 from distributed_training.node.start import (
     NetworkFailure,
     exit_status_of,
@@ -82,6 +83,15 @@ def test_a_copy_of_other_data_than_the_pinned_ends_a_start_with_status_2(
 def test_a_source_that_is_away_is_no_other_data(caplog: pytest.LogCaptureFixture) -> None:
     require_data(config_of(rules={"data.rows_url": "http://127.0.0.1:1", "data.rows": 5}))
     assert "is not known yet" in caplog.text
+
+
+def test_a_pause_that_the_data_server_asked_for_holds_up_no_start(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Hold, "seconds", lambda self: 200.0)
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"a start waits {seconds} s"))
+    require_data(config_of(rules={"data.rows_url": "http://127.0.0.1:1", "data.rows": 5}))
+    assert "left alone for 200 s" in caplog.text
 
 
 def named(folder: Path, *flags: str) -> Config:
