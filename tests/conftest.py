@@ -1,4 +1,4 @@
-"""Set up what holds for every test."""
+"""Set up logging, processes and fixtures for every test."""
 
 from __future__ import annotations
 

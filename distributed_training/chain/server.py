@@ -308,8 +308,8 @@ class SignedServer(BoundedServer):
                 due = self._miner.round_due()
                 # Training pauses for a round, and on this network only the master calls one. Any
                 # other validator could keep a miner from training by calling again and again. A
-                # legacy signature covers neither route nor body: whoever can read and hold back
-                # traffic can turn the master's IsAlive into an AllReduce, between rounds too.
+                # legacy signature covers neither route nor body: a client that can read and hold
+                # back traffic can turn the master's IsAlive into an AllReduce, between rounds too.
                 masters = claim.hotkey == self._master
                 may_be_early = masters and (claim.scheme == auth.BTAUTH or due is None)
                 if not (due or may_be_early):

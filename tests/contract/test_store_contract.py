@@ -136,7 +136,7 @@ OURS = ("a/b", "a/c", "d", "big", "epoch-1/metadata.json", "epoch-1/model.safete
 
 
 def read_as_member(kind: str, request: pytest.FixtureRequest) -> ObjectStore:
-    """The store as a member reads it by a registry's URLs; what it may not do its owner does."""
+    """The store as a member reads it by a registry's URLs; the owner does the forbidden calls."""
     world = AccessWorld(
         request.getfixturevalue("server"),
         request.getfixturevalue("tmp_path"),
@@ -217,7 +217,7 @@ def test_objects(store: ObjectStore) -> None:
 
 
 def test_an_object_that_nobody_may_replace(store: ObjectStore, tmp_path: Path) -> None:
-    """The first bytes stay; whoever writes the same again has its answer."""
+    """The first bytes stay; a writer of the same bytes gets the same answer again."""
     path = tmp_path / "file"
     path.write_bytes(b"0123456789")
     with path.open("rb") as handle:

@@ -1,4 +1,4 @@
-"""app.config.js under a real pm2: settings that hold, a clean stop, what is started again."""
+"""app.config.js under a real pm2: settings that hold, a clean stop, and starts after failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page in a real browser: what an operator keeps open."""
+"""The page in a real browser, as an operator keeps it open."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_a_page_without_its_server_says_so(browser: Any, run_folder: tuple[Path,
 
 
 def test_text_of_a_card_stays_selected(browser: Any, run_folder: tuple[Path, EventLog]) -> None:
-    """The page counts ages on each second; what did not change must not be drawn again."""
+    """The page counts ages each second; unchanged parts must not be drawn again."""
     folder, _ = run_folder
     with served(folder) as page:
         browser.get(page.url)
@@ -327,7 +327,7 @@ def sized(browser: Any, width: int, height: int) -> Iterator[None]:
 
 
 def verdict(browser: Any) -> list[str]:
-    """Its word, what it says, and its colour."""
+    """Return the verdict's word, its sentence and its colour."""
     script = """
         const place = document.getElementById('verdict'), said = (e) => e ? e.textContent : '';
         return [said(place.children[0]), said(place.children[1]), place.className];"""
@@ -360,7 +360,7 @@ def test_the_page_can_be_read_on_a_phone_in_the_dark_and_without_a_mouse(
 
 
 def focused(browser: Any) -> str:
-    """The text of what has the focus, in one script: the page may draw it again in between."""
+    """Return the focused element's text, in one script: the page may redraw it in between."""
     return str(browser.execute_script("return document.activeElement.innerText"))
 
 

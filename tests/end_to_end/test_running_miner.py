@@ -37,7 +37,7 @@ def subnet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSubnet]:
 def test_a_restart_while_chain_and_store_are_away_trains_from_the_disk(
     subnet: LocalSubnet,
 ) -> None:
-    """The machine goes down in an outage; what it needs to train lies on its disk."""
+    """The machine goes down in an outage; all that it needs to train lies on its disk."""
     (miner,) = subnet.miners
     folder = miner.plan.folder
     subnet.wait_until(lambda: (folder / "chain.json").exists(), WAIT, "the kept chain")

@@ -62,7 +62,7 @@ class Run:
     taken: dict[int, dict[str, Any]] = field(default_factory=dict)  # by the validator, by number
 
     def look(self) -> None:
-        """Read what was done since the last look. Nothing may have ended."""
+        """Read the events since the last look. No program may have ended."""
         self.taken = outer_steps(self.folders["validator"])
         for name, program in self.programs.items():
             assert program.status is None, (name, program.said[-3000:])
@@ -125,7 +125,7 @@ def test_sites_train_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def show(run: Run, step: int, first: float) -> None:
-    """Print the figures; assert what must hold of them."""
+    """Print the figures, and assert their limits."""
     events = list(read_events(run.folders["validator"] / "events.jsonl"))
     losses = [e for e in events if e["kind"] == "held_out"]
     weights = load_file(run.folders["validator"] / "global" / f"epoch-{step}" / "model.safetensors")
@@ -156,7 +156,7 @@ def come_uninvited(network: Founded) -> Program:
 
 
 def knock(network: Founded, url: str) -> None:
-    """Ask registry and miners for what only members get, with the outsider's signature."""
+    """Ask registry and miners for the members' answers, with the outsider's signature."""
     machine = network.machines["stranger"]
     wallet = create_wallet(network.folder / "stranger" / "wallets", "default")
     with machine.inside(), closing(RegistryChain(url=url, wallet=wallet)) as chain:

@@ -74,7 +74,7 @@ class Watched:
         self._master = Master(config.swarm.run_id, config.miner.master_ss58_address, verify)
 
     def look(self) -> None:
-        """Take note of what is there, once a second; a store that is down shows nothing."""
+        """Note the store's objects once a second; a store that is down shows none."""
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + 1.0
@@ -119,7 +119,7 @@ OUTER_STEPS = int(os.environ.get("KILLS_STEPS", "12"))
 
 
 def kill(subnet: LocalSubnet, kind: str, chosen: random.Random) -> Child | None:
-    """Kill one of its kind; return what somebody has to start again."""
+    """Kill one program of this kind; return the one that somebody has to start again."""
     assert subnet.services is not None
     miner = chosen.choice(subnet.miners)
     store, registry = subnet.services.children

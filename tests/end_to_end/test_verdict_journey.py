@@ -1,4 +1,4 @@
-"""The verdict on one real miner through its troubles: whoever is asked says the same.
+"""The verdict on one real miner through its troubles: all commands agree on it.
 
 The launcher's log, the dashboard, dt-status and the doctor are asked in each state. test_page.py
 has the dashboard in more states; test_verdict_walks.py compares the verdict with a validator.
@@ -111,7 +111,7 @@ class Journey:
         )
 
     def trains(self) -> None:
-        """Wait until it runs, and what ended it before is over for all of them."""
+        """Wait until the miner runs, and all commands have forgotten its last end."""
         self.expect(bad=False)
 
 

@@ -1,4 +1,4 @@
-"""Floods at the signed server: who is shut out, who is served, what is kept of outsiders."""
+"""Floods at the signed server: refused clients, served ones, and the memory for outsiders."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def few_newcomers(monkeypatch, *, burst: int) -> None:
 
 
 def flood(made: World) -> None:
-    """Outsiders use up what they share."""
+    """Let outsiders use up their shared budget."""
     numbers = iter(range(10_000))
     wait_for(
         lambda: (

@@ -130,7 +130,7 @@ def test_a_probe_of_the_doctor_is_no_warning(
 
 
 def server_cpu(made: World) -> float:
-    """CPU seconds of the server's thread so far, what the kernel did for it included."""
+    """Return the CPU seconds of the server's thread so far, with the kernel's work for it."""
     thread = made.server._thread.native_id
     return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) / 1e9
 
@@ -338,7 +338,7 @@ def test_fuzzed_bytes(fuzzed: World, raw: bytes) -> None:
 def test_fuzzed_bodies_of_a_validator(
     fuzzed: World, body: bytes, route: str, scheme: str, timeout: float
 ) -> None:
-    """Signed by its sender; whatever body and header hold, the event is within bounds."""
+    """The sender signs it; for every body and header the event is within bounds."""
     headers = sign(scheme, VALIDATOR, route, body, timeout=timeout)
     answer = send(fuzzed, request(route, headers, body))
     assert status(answer) in (200, 400), answer

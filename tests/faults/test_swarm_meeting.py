@@ -1,4 +1,4 @@
-"""Peers that find each other, and whatever may be in the way of that: real p2pd.
+"""Peers that find each other over real p2pd, and the obstacles to it.
 
 Nothing that an initial peer does or fails to do stops a start: the peer then has no other peer,
 names the cause in one line, and joins once the cause is gone.

@@ -43,7 +43,7 @@ World = tuple[asyncio.Runner, HivemindSwarm, DHTNode, list[DHTNode]]
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """A peer of ours, somebody honest that it has never met, and those that attack it."""
+    """A peer of ours, an honest peer that it has never met, and its attackers."""
     swarm = open_swarm(tmp_path_factory.mktemp("peer"), SMALL)
 
     async def join() -> DHTNode:

@@ -1,4 +1,4 @@
-"""A very short arena: every part of it runs, and what is published is scored."""
+"""A very short arena: every part of it runs, and the uploads are scored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding one's own processes, and nothing left behind, whatever they do."""
+"""Find one's own processes, and leave none behind after any behaviour of theirs."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ def test_aborted_child_leaves_no_core_and_open_files_are_as_many_as_allowed(tmp_
 
 
 class Kept:
-    """A program kept running, and what it said."""
+    """A program that is kept running, and its output."""
 
     def __init__(self, code: str, **more: Any) -> None:
         self.lines: list[str] = []

@@ -1,4 +1,4 @@
-"""The launcher with real processes; only the ranks' work is left out, and what it imports."""
+"""The launcher with real processes; only the ranks' work and its imports are left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The registry over HTTP and as a program: who may write, and what no kill and no clock takes."""
+"""The registry over HTTP and as a program: who may write, and its state after kills."""
 
 from __future__ import annotations
 
@@ -431,7 +431,7 @@ def test_another_registry_is_not_believed(
 
 
 class TestKept:
-    """Test what a kill, a restart, a backup or a clock must not take."""
+    """Test that a kill, a restart, a backup or a clock loses no state."""
 
     @pytest.mark.slow
     def test_a_kill_loses_no_acknowledged_write(self, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Members at a real store without a key of it: what a registry grants them, and nothing else."""
+"""Members at a real store without its key: the URLs that a registry grants, and no others."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def world(server: Any, tmp_path: Path) -> Iterator[AccessWorld]:
 
 @pytest.fixture(scope="module")
 def peer(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RegistryChain]:
-    """A member of a network with a close, for what changes nothing."""
+    """A member of a network with a close, for tests that change nothing."""
     with AccessWorld(server, tmp_path_factory.mktemp("lasting") / "registry") as made:
         made.publish()
         yield made.chain(PEER)
@@ -377,7 +377,7 @@ class TestParts:
 
 
 class _Elsewhere:
-    """A server that answers everything as ``status`` says, and counts what it was asked."""
+    """A server that answers everything with ``status``, and counts the requests."""
 
     def __init__(self, status: int = 200, location: str = "", body: bytes = b"") -> None:
         self.asked: list[str] = []

@@ -167,7 +167,7 @@ def _publish_all(folder: Path, url: str, server: ObjectStoreServer) -> Subnet:
 
 
 def _score(subnet: Subnet, *flags: str, reads: bool = True) -> subprocess.CompletedProcess[str]:
-    """``reads`` False: nobody reads what it prints, since the reader has gone."""
+    """``reads`` False: nobody reads its output, since the reader has gone."""
     words = ("--subnet", str(subnet.folder), *flags)
     return forked.run(SCRIPT, *words, environ={}, folder=subnet.folder, reads=reads)
 
@@ -336,7 +336,7 @@ ONE = ("--network", "sn38", "--uid", "5", "--neuron.device", "cpu")
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """Stand in for what a look at the subnet does, from the present block on."""
+    """Stand in for a look at the subnet, from the present block on."""
     found = Mock()
     monkeypatch.setattr(score, "find_sources", lambda *_: (Mock(block=found), [5]))
     monkeypatch.setattr(start, "fetch_tokenizer", lambda *_: (None, None))

@@ -1,4 +1,4 @@
-"""The object store that comes with the program: who may write where, and what is kept."""
+"""The object store that comes with the program: the rights to write, and its durability."""
 
 from __future__ import annotations
 

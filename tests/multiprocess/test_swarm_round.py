@@ -1,4 +1,4 @@
-"""Test what a peer of the swarm promises, with real hivemind peers over loopback."""
+"""Test the promises of a peer of the swarm, with real hivemind peers over loopback."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 @pytest.fixture
 def pair(both: Pair) -> Iterator[Pair]:
-    """No round is judged by those of another test."""
+    """Let no round be judged by the rounds of another test."""
     for swarm in both:
         swarm._judge.norms.clear()
     yield both

@@ -61,7 +61,7 @@ def test_an_outer_step_commits_or_leaves_every_bit(how: str, tmp_path: Path) -> 
     ["no_memory", "rebase", "preview", "toy_optimizer", "unlike_gpus", "disk_of_a_copy"],
 )
 def test_two_ranks(scenario: str, tmp_path: Path) -> None:
-    """Each scenario's docstring says what it shows."""
+    """Each scenario's docstring names its promise."""
     Ranks(scenario, 2, tmp_path).finish()
 
 
@@ -118,7 +118,7 @@ def test_killed_and_resumed_is_as_if_never_killed(tmp_path: Path) -> None:
 
 
 def test_epoch_starts_of_a_store_network_are_equal_to_the_bit_on_any_layout(tmp_path: Path) -> None:
-    """The upload, the epoch start, the residual and what is on top, over a restart too."""
+    """The upload, the epoch start, the residual and later steps are right, after a restart too."""
     for world in (1, 2, 3):
         Ranks("through_store", world, tmp_path).finish()
     Ranks("through_store_of_nodes", 4, tmp_path).finish()

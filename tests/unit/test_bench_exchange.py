@@ -1,4 +1,4 @@
-"""Test what ``bench.exchange`` computes from what it has measured."""
+"""Test the figures that ``bench.exchange`` computes from its measurements."""
 
 from __future__ import annotations
 

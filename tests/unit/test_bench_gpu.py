@@ -125,7 +125,7 @@ def test_the_sweep_ends_with_the_row_that_fits_and_names_the_others(
 
 
 def environment(folder: Path, names: Iterable[str]) -> Path:
-    """Return the Python of a new environment with the packages ``names`` and what they require."""
+    """Return the Python of a new environment with the packages ``names`` and their needs."""
     wanted, found = list(names), dict[str, metadata.Distribution]()
     while wanted:
         name = canonicalize_name(wanted.pop())

@@ -1,4 +1,4 @@
-"""``dt-network audit`` and ``rewind``: what they print, and what going back publishes."""
+"""``dt-network audit`` and ``rewind``: their output, and the publication after a rewind."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ class Fork:
         self._kept = ledger.save(), ledger.height
 
     def reorganize(self) -> None:
-        """Drop what was written since; other blocks stand in its place."""
+        """Drop the writes since then; other blocks take their place."""
         state, height = self._kept
         self._ledger.restore(state)
         self._ledger.advance(height - 1 - self._ledger.height)
@@ -236,7 +236,7 @@ def test_two_miners_with_one_hotkey_write_in_turn_seldom(caplog) -> None:
 
 
 class Rarely(MemoryChain):
-    """Shows what it read last; reads when told, as a chain that reads neurons every two minutes."""
+    """Shows its last read; reads on demand, as a chain that reads neurons every two minutes."""
 
     def _read(self) -> None:
         return None

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """Yield the parser and those of its commands."""
+    """Yield the parser and its commands' parsers."""
     yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

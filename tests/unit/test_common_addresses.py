@@ -1,4 +1,4 @@
-"""From where an address can be reached: whatever form it has, nobody inside is called for it."""
+"""The reach of an address: in no form of it is an inside service called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waits between tries, and what may come through only now and then."""
+"""Waits between tries, and lines that may come only now and then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers over HTTP are bounded; a compressed one by what comes out of it."""
+"""Answers over HTTP are bounded; a compressed one by its unpacked bytes."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ parent.send(my_kinds.WHERE)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder, with a plug-in ``my_kinds``. What the test imports is forgotten."""
+    """The working folder, with a plug-in ``my_kinds``. The test's imports are forgotten."""
     (tmp_path / "my_kinds.py").write_text("import os\nWHERE = os.getpid()\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -1,4 +1,4 @@
-"""The block list holds exactly what was trained on since the last publication, whatever happens.
+"""The block list holds exactly the blocks trained on since the last publication, always.
 
 The list is the miner's (`miner.block_list`); what it promises is checked here against a model that
 remembers every single token's training.
@@ -131,7 +131,7 @@ class BlockListMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.checkpoint is not None)
     @rule()
     def kill(self) -> None:
-        """Everything since the checkpoint is gone, but for what it holds of the step under way."""
+        """All since the checkpoint is gone, except the checkpoint's part of the step under way."""
         assert self.checkpoint is not None
         state, kept = self.checkpoint
         owed, in_step, cursor, steps = copy.deepcopy(kept)
@@ -151,7 +151,7 @@ class BlockListMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.checkpoint is not None and self.checkpoint[1][3] <= self.steps)
     @rule()
     def roll_back(self) -> None:
-        """Weights go back, data does not; what was published since is published."""
+        """Weights go back, data does not; later publications stay published."""
         assert self.checkpoint is not None
         state, kept = self.checkpoint
         owed, self.in_step, _, _ = copy.deepcopy(kept)

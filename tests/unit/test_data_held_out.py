@@ -1,4 +1,4 @@
-"""Held-out text of the network's own: what an outer step is judged on, and what is refused."""
+"""Held-out text of the network's own: the judgement of outer steps, and refused texts."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ def test_a_line_is_judged_by_the_time_an_upload_really_has(
     said: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """``seconds``: what an upload of the model takes."""
+    """``seconds``: the time of an upload of the model."""
     shape = ModelShape.from_config(named_config("tiny"))
     now = 0.0
 

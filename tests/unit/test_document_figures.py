@@ -1,4 +1,4 @@
-"""Test that what comments and documents cite exists."""
+"""Test that all citations of comments and documents exist."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ TOY = EXAMPLES.parent / "tests" / "toys" / "outer_rule.py"
 
 @pytest.mark.slow
 def test_outer_rules_of_files_are_compared_with_the_network_s_own(tmp_path: Path) -> None:
-    """A toy and both examples; bytes are those that the rule sends."""
+    """A toy and both examples; the counted bytes are the ones that the rule sends."""
     rules = [EXAMPLES / "rules" / name for name in ("sparse_uploads.py", "pairs.py")]
     picture = tmp_path / "compare.png"
     words = ["nesterov", TOY, *rules, "--seeds", "1", "--rounds", "1", "--steps", "1"]

@@ -1,4 +1,4 @@
-"""Scripts of others that join a network: few lines of ours, and what the page shows of them."""
+"""Scripts of others that join a network: few lines of ours, as the page shows them."""
 
 from __future__ import annotations
 

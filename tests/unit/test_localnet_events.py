@@ -1,4 +1,4 @@
-"""Events in, what is shown out: follower, states, view, summary."""
+"""From events to the display: follower, states, view, summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A script that joins a store network: what it sends, applies, survives, and is refused for."""
+"""A script that joins a store network: its uploads, updates, restarts and refusals."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class Script:
-    """A training script; ``kill`` leaves of it what a SIGKILL would: its disk."""
+    """A training script; ``kill`` leaves only its disk, as a SIGKILL would."""
 
     def __init__(self, world: MemberWorld, *, seed: int = 3, **settings: Any) -> None:
         self.world, self.number = world, 1000 * seed

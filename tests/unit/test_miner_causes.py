@@ -165,7 +165,7 @@ def test_a_line_names_no_cause_that_was_not_looked_at(
 
 
 def test_a_stop_ends_a_start_that_waits_for_a_store() -> None:
-    """Once: what the start cleans up then is not cut short by a second signal."""
+    """Once: a second signal does not cut the start's cleaning short."""
     stop = signals.RankStop()
     try:
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""A wall clock that is set, by NTP or by hand, must not move what is due."""
+"""A wall clock that is set, by NTP or by hand, must not move the times that are due."""
 
 from __future__ import annotations
 

@@ -356,7 +356,7 @@ def test_invariants_over_any_sequence_of_events(events: list[ev.Event]) -> None:
 
 
 class Counted(DecidedMiner):
-    """Weights are one number. ``fault``: what becomes of this miner's next round."""
+    """Weights are one number. ``fault``: the fate of this miner's next round."""
 
     fault = "none"
 

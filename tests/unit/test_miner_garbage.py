@@ -1,4 +1,4 @@
-"""Python's garbage on ranks: it waits for a moment that all ranks have, and what grows is small."""
+"""Python's garbage on ranks: it waits for a moment that all ranks share, and grows little."""
 
 from __future__ import annotations
 

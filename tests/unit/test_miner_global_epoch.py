@@ -1,4 +1,4 @@
-"""Comparisons with the global bucket, and what a first start takes from it."""
+"""Comparisons with the global bucket, and a first start's download from it."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_malformed_safetensors_file_is_refused() -> None:
 
 
 class Unread(GlobalBucket):
-    """A bucket of which the test says what it answers."""
+    """A bucket whose answers the test chooses."""
 
     def __init__(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""The verdict on a miner: the first thing in the way, else what the chain pays; and who says it."""
+"""The verdict on a miner: the first obstacle, else the chain's pay, and who logs it."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ LONG = launcher.STEADY.total_seconds() + 5
 
 
 class Played:
-    """Hold what comes of each start of the ranks, in order: after how many seconds, and how."""
+    """Hold the end of each start of the ranks, in order: its seconds and its status."""
 
     def __init__(self) -> None:
         self.left: list[tuple[float, ExitStatus | str]] = []

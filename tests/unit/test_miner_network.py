@@ -1,4 +1,4 @@
-"""Test what a miner's own bucket tells it at a start, after a process that published before."""
+"""Test a miner's start with its own bucket, after an earlier process has published."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A miner compares its network's file with what the global bucket says of its own."""
+"""A miner compares its network's file with the global bucket's statement."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ GOOD = b'{"name": "lab", "version": 1, "master": "5M", "run_id": "aa"}'
 
 
 def watch_of(bucket: Any, events: list[ev.Event]) -> GlobalEpoch:
-    """Compare the network of a miner at outer step 4 with what the bucket says of its own."""
+    """Compare the network of a miner at outer step 4 with the bucket's statement."""
     return GlobalEpoch(
         bucket=bucket,
         post=events.append,

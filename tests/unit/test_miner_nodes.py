@@ -1,4 +1,4 @@
-"""The watch of ranks over those of other nodes, and what is checked before torchrun."""
+"""The watch of ranks over other nodes' ranks, and the checks before torchrun."""
 
 from __future__ import annotations
 

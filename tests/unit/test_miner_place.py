@@ -82,7 +82,7 @@ class Member:
         self.state = MinerState(Mode.TRAINING, network.outer_step)
 
     def look(self) -> None:
-        """Look at the bucket, and carry out what follows for the schedule."""
+        """Look at the bucket, and carry out its consequence for the schedule."""
         self.watch._compare()
         while self.events:
             self.handle(self.events.pop(0))

@@ -1,4 +1,4 @@
-"""Uploads: which steps become snapshots, and what happens to those that cannot be published."""
+"""Uploads: the steps that become snapshots, and snapshots that cannot be published."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Subnet:
     _number: Iterator[int] = field(default_factory=count)
 
     def run(self, rounds: int) -> Iterator[tuple[MinerState, list[Action | Task]]]:
-        """State and what was ordered since the call before, at each call of a round."""
+        """Return state and orders since the call before, at each call of a round."""
         for number in range(1, rounds + 2):
             self._at(number * self.period, "call")
         for look in range(1, int((rounds + 1) * self.period / self.interval) + 1):

@@ -1,4 +1,4 @@
-"""The reporter: what operators read and what programs read, event by event."""
+"""The reporter: the lines and records of each event, for operators and programs."""
 
 from __future__ import annotations
 
@@ -348,7 +348,7 @@ def test_unmeasurable_metric_is_absent_and_ends_nothing(
 
 
 class Missed:
-    """``MissedRounds`` of a miner at outer step 3, and what it logged."""
+    """``MissedRounds`` of a miner at outer step 3, and its log."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
         self.caplog, self.clock_fault = caplog, ""

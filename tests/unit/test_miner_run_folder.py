@@ -1,4 +1,4 @@
-"""The files that ranks and launcher share, and what else the two agree on."""
+"""The files and the environment that ranks and launcher share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test what a start does when the global state cannot be had."""
+"""Test a start without a global state to load."""
 
 from __future__ import annotations
 
@@ -343,7 +343,7 @@ def test_a_rank_that_stops_as_ordered_has_not_failed() -> None:
 def rank_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Callable[..., Any]], tuple[int, run_folder.Ending | None]]:
-    """``run_rank`` of rank 0 where what comes after its first steps is played."""
+    """``run_rank`` of rank 0 with a played continuation after its first steps."""
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", INSTANCE: "x"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

@@ -1,4 +1,4 @@
-"""The two kinds of network: which keys a file of each has, and what is refused."""
+"""The two kinds of network: the keys that a file of each has, and refused keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A network's file: read strictly, signed, and different for whoever has other rules."""
+"""A network's file: read strictly, signed, and another one for other rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that the verdict on a network is what its table says, for drawn reports."""
+"""Test that the verdict on a network equals its table's, for drawn reports."""
 
 from __future__ import annotations
 

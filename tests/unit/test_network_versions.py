@@ -34,7 +34,7 @@ def config_of(path: str | Path, folder: Path, *flags: str) -> Config:
 def next_version(
     config: Config, text: str, at: int, *changes: tuple[str, str], signer: Keypair = ALICE
 ) -> str:
-    """The version after that of ``config``, whose file is ``text``, signed."""
+    """Return the signed version after the one of ``config``, whose file is ``text``."""
     assert config.network is not None
     for old, new in changes:
         assert old in text

@@ -1,4 +1,4 @@
-"""Test that the miner puts back what a reorganization takes off the chain."""
+"""Test that the miner writes again the values that a reorganization takes off the chain."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_a_list_that_cannot_be_the_subnets_ends_nobody_for_good(
 
 
 class Kept:
-    """A run folder with what the chain showed an hour ago, and no chain."""
+    """A run folder with the chain's state of an hour ago, and no chain."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path = folder / node_chain.STATE_FILE

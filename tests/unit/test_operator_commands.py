@@ -1,4 +1,4 @@
-"""Test what operators' commands say of what cannot work, at once and in one line."""
+"""Test that operators' commands refuse impossible settings at once and in one line."""
 
 from __future__ import annotations
 

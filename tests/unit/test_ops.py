@@ -1,4 +1,4 @@
-"""Test what operators' monitoring is given: every name exists, every alert fires when it should."""
+"""Test the files for operators' monitoring: every name exists, every alert fires in time."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_no_container_keeps_every_line_for_ever(path: Path) -> None:
 
 
 def commands() -> Iterator[tuple[str, str, list[str]]]:
-    """File, program and flags of what a founder's units and containers start."""
+    """Return file, program and flags of each start in a founder's units and containers."""
     for unit in UNITS:
         (line,) = re.findall("^ExecStart=(.*)$", unit.read_text(), re.M)
         first, *words = shlex.split(line)
@@ -95,7 +95,7 @@ def test_flags_of_units_and_containers_exist(file: str, program: str, words: lis
 
 
 def pm2_reads(folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    """The apps of app.config.js in ``folder`` as JSON, or what node says of it."""
+    """Return the apps of app.config.js in ``folder`` as JSON, or node's error."""
     code = "console.log(JSON.stringify(require(process.argv[1]).apps))"
     command = ["node", "-e", code, str(folder / "app.config.js")]
     environ = {"DT_NETWORK": "sn38", **environ}

@@ -286,7 +286,7 @@ _HARMLESS = {b"content-length: 0", b"x: y"}
 def test_nothing_behind_a_request_with_a_body_is_answered(
     page: Page, method: bytes, more: list[bytes]
 ) -> None:
-    """Or what one server takes for a body is a request to another one."""
+    """Else one server's body is a request to another one."""
     own = b"host: 127.0.0.1:%d" % port(page)
     behind = b"0\r\n\r\nGET /metrics HTTP/1.1\r\n" + own + b"\r\nconnection: close\r\n\r\n"
     with closing(socket.create_connection(("127.0.0.1", port(page)), timeout=30)) as caller:

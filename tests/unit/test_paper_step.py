@@ -1,4 +1,4 @@
-"""Test the inner step on paper against what one H200 did, and that it never contradicts itself."""
+"""Test the inner step on paper against an H200's, and that it never contradicts itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test ``dt-plan``: what it prints, what it proposes, and arguments that cannot be used."""
+"""Test ``dt-plan``: its output, its proposals, and arguments that cannot be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that what must not be lost outlives the loss of power at any moment."""
+"""Test that durable files outlive the loss of power at any moment."""
 
 from __future__ import annotations
 

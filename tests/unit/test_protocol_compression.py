@@ -1,4 +1,4 @@
-"""A compression is one file: what it encodes is uploaded, read and scored."""
+"""A compression is one file: its encodings are uploaded, read and scored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names, keys, metadata and commitments: what is written and what is refused when read."""
+"""Names, keys, metadata and commitments: their written forms, and refused ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Four bits a value: how far off, which bytes, and what is refused."""
+"""Four bits a value: the error, the bytes, and refused messages."""
 
 from __future__ import annotations
 

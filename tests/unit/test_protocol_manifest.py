@@ -1,4 +1,4 @@
-"""The chain of a store network: canonical form, signature, and what is refused when read."""
+"""The chain of a store network: canonical form, signature, and refused files."""
 
 from __future__ import annotations
 

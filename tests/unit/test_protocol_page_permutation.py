@@ -1,4 +1,4 @@
-"""The draw of different pages for everybody: what it promises, for drawn networks."""
+"""The draw of different pages for everybody keeps its promises on drawn networks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gradients.pt: what we write others can read, and what outsiders wrote is checked."""
+"""gradients.pt: others can read our files, and outsiders' files are checked."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_missing_parameters_and_unknown_entries_are_tolerated() -> None:
 
 
 def test_a_parameter_in_place_of_a_tensor_is_a_tensor() -> None:
-    """Autograd would record what is done with it, and a validator's memory grow with each pass."""
+    """Autograd would record each use of it, and a validator's memory grow with each pass."""
     payload = build_payload(_codes(), META)
     name = SCHEMA[0][0]
     payload[f"{name}vals"] = torch.nn.Parameter(payload[f"{name}vals"])

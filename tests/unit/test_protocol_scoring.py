@@ -1,4 +1,4 @@
-"""The score board against the golden vectors, an exact zero, and what the block number decides."""
+"""The score board against the golden vectors, an exact zero, and the block number's part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a round through the store: what is written is read, and all else is refused."""
+"""The files of a round through the store: written files are read, all others are refused."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_no_package_lacks_a_dependency(name: str) -> None:
 
 
 def of_extra(name: str) -> set[str]:
-    """The packages that an extra of the wheel names, those of the extras it names too."""
+    """Return the packages that an extra of the wheel names, directly or by other extras."""
     project = PROJECT["project"]
     found: set[str] = set()
     for text in project["optional-dependencies"][name] if name else project["dependencies"]:
@@ -150,7 +150,7 @@ esac
 
 
 def setup(folder: Path, *sets: str, **environ: str) -> list[str]:
-    """Return what pip was asked for, a line each."""
+    """Return the requests to pip, a line each."""
     calls = folder / "calls"
     calls.unlink(missing_ok=True)
     done = subprocess.run(
@@ -176,7 +176,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def lists(calls: list[str]) -> list[str]:
-    """Installed ones, in order. Whatever is installed is on a list and goes by its hash."""
+    """Return the installed packages, in order. Each is on a list and goes by its hash."""
     found = []
     for call in calls:
         if call.endswith(" -e ."):

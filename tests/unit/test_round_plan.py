@@ -1,4 +1,4 @@
-"""Test what ``dt-plan`` says of rounds against what real miners did (bench.exchange_grid)."""
+"""Test the rounds of ``dt-plan`` against real miners' (bench.exchange_grid)."""
 
 from __future__ import annotations
 

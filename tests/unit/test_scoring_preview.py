@@ -1,4 +1,4 @@
-"""The preview computes what the reference validator does, and no bucket spoils another's row."""
+"""The preview equals the reference validator, and no bucket spoils another's row."""
 
 from __future__ import annotations
 

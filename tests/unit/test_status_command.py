@@ -1,4 +1,4 @@
-"""Test ``dt-status`` on run folders of each state, and on what must not end it."""
+"""Test ``dt-status`` on run folders of each state, and on damaged ones."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def test_one_answer_that_an_upload_is_gone_costs_nothing(
 
 
 def test_an_object_of_other_parts_is_sent_again(tmp_path: Path) -> None:
-    """Its size is right, and its etag is that of other parts: at Complete and when asked again."""
+    """Its size is right, and its etag belongs to other parts: at Complete and when asked again."""
     client = Client("md5", 0)
     path = tmp_path / "model"
     path.write_bytes(os.urandom(3 * PART))

@@ -1,4 +1,4 @@
-"""Test that what answers at the store's address with status 200 need not be the store."""
+"""Test that a server at the store's address that answers 200 need not be the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Publication over the twin in memory: what is refused, and in which order."""
+"""Publication over the twin in memory: refused uploads, and the order of writes."""
 
 from __future__ import annotations
 

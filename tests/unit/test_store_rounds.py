@@ -332,7 +332,7 @@ def test_a_close_that_moved_voids_its_upload_and_is_followed_by_another(
 
 
 def test_weights_that_skip_our_upload_carry_its_fate(leader: Leader, miner: Miner) -> None:
-    """Else what was merged would be carried into the next upload too."""
+    """Else merged movement would be carried into the next upload too."""
     close = leader.close
     miner.pass_time(PERIOD)
     digest = miner.write_upload(close)
@@ -387,7 +387,7 @@ def test_weights_that_were_asked_for_are_fetched(leader: Leader, miner: Miner, n
 def test_an_upload_is_counted_once_where_older_weights_were_taken(
     leader: Leader, miner: Miner
 ) -> None:
-    """Else the next upload would take back what this one has brought."""
+    """Else the next upload would take back this one's movement."""
     for outer_step in range(2):
         close = leader.close
         miner.pass_time(PERIOD)

@@ -70,7 +70,7 @@ def ended(outer: int, inner: int, at: float, seconds: float, ok: bool = True) ->
 def run(
     plan: UploadSchedule, steps: range, *, step: float, upload: float, start: float = 0.0
 ) -> tuple[list[int], list[str]]:
-    """Drive it as the loop would; the inner steps it chose and what it said."""
+    """Drive it as the loop would; return the inner steps that it chose and its lines."""
     now, chosen, said = start, [], []
     finish: tuple[float, int] | None = None
     for inner in steps:

@@ -1,4 +1,4 @@
-"""The address book, addresses of a call, and what peers that are met may answer."""
+"""The address book, addresses of a call, and possible answers of met peers."""
 
 from __future__ import annotations
 

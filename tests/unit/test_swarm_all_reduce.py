@@ -1,4 +1,4 @@
-"""A reducer's sums in whatever order peers come and fail; reducers that answer anything at all."""
+"""A reducer's sums in any order of peers and failures; reducers with any answer."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_a_dictionary_that_is_too_large_is_not_unpacked(monkeypatch: pytest.Monk
 
 
 def test_the_table_of_peers_is_bounded_and_takes_known_peers() -> None:
-    """Node ids are what anybody claims: one place for a peer, and none is sent what is stored."""
+    """Anybody can claim a node id: a peer has one place, and none is sent stored values."""
 
     async def run() -> None:
         node = await made(peer(1))

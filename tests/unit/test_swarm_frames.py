@@ -1,4 +1,4 @@
-"""Parts on the wire, byte for byte hivemind's; what is refused; streams that peers open."""
+"""Parts on the wire, byte for byte hivemind's; refused messages; streams that peers open."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ COMPRESSIONS = [wire.NONE, runtime_pb2.CompressionType.FLOAT16]
 
 
 def hiveminds(message: Any) -> bytes:
-    """Return what hivemind writes for a message."""
+    """Return hivemind's bytes of a message."""
 
     class Writer:
         data = b""
@@ -166,7 +166,7 @@ def test_an_average_of_four_bits_is_sent_as_it_lies() -> None:
 
 
 def four_part(data: torch.Tensor, **changed: Any) -> bytes:
-    """Return a message of 1000 values of four bits, but for what is ``changed``."""
+    """Return a message of 1000 values of four bits, with the fields of ``changed``."""
     fields: dict[str, Any] = {"size": [1000], "dtype": "float32", "compression": wire.FOUR_BITS}
     tensor = runtime_pb2.Tensor(buffer=bytes(data.numpy()), **fields | changed)
     return hiveminds(averaging_pb2.AveragingData(tensor_part=tensor))
@@ -217,7 +217,7 @@ def test_four_bits_are_refused_where_a_group_does_not_use_them() -> None:
 
 
 def test_no_memory_is_taken_for_a_message_too_long_for_four_bits() -> None:
-    """Its length is claimed and within that of a part."""
+    """Its length is claimed, and is not above a part's."""
     claimed = four_part(torch.zeros(PART_BYTES, dtype=torch.uint8))
     with pytest.raises(FrameError, match="bytes instead of"):
         received(claimed[:80], take_four)  # what is claimed does not come
@@ -352,7 +352,7 @@ def no_descriptor_left() -> Iterator[None]:
 
 
 async def _p2pd(connection: Stream) -> None:
-    """Agrees to whatever it is asked."""
+    """Agrees to every question."""
     await connection.receive_message(p2pd_pb2.Request())
     await connection.send_message(p2pd_pb2.Response(type=p2pd_pb2.Response.OK))
 

@@ -1,4 +1,4 @@
-"""Test which averages are refused, by their norm; what the swarm keeps on disk."""
+"""Test which averages are refused by their norm, and the norms that the swarm keeps on disk."""
 
 from __future__ import annotations
 

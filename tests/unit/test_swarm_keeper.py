@@ -1,4 +1,4 @@
-"""The keeper with hosts that start as a test says; what the swarm process tells and asks."""
+"""The keeper with hosts that start as a test says; the swarm process's messages."""
 
 from __future__ import annotations
 

@@ -262,7 +262,7 @@ class World:
 
 
 def passed(values: Tensor) -> Tensor:
-    """Return what arrives of values that are sent with four bits."""
+    """Return values as they arrive when they are sent with four bits."""
     arrived = torch.empty_like(values)
     four_bits.decode(four_bits.encode(values), arrived)
     return arrived

@@ -42,7 +42,7 @@ OFFLINE = Judgement(Verdict.OFFLINE, "chain and store are silent", bad=True, ear
 
 
 class Miner:
-    """A miner's files, what the judge says of it, and what came to its operator."""
+    """A miner's files, the judge's verdict on it, and the messages to its operator."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.now = folder, BEGIN
@@ -84,7 +84,7 @@ class Miner:
         self.step = Fact(1, self.now)
 
     def passes(self, seconds: float, every: float = 15.0) -> list[str]:
-        """Let time pass in looks, and return what came."""
+        """Let time pass in looks, and return the messages."""
         before = len(self.came)
         for _ in range(int(seconds / every)):
             self.now += every

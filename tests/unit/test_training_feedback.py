@@ -1,4 +1,4 @@
-"""Error feedback: the public miner's way to the bit, and what is published when, and how long."""
+"""Error feedback: the public miner's way bit for bit, and the length and time of uploads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test what training does on a GPU, as far as a machine without one can: its code on the CPU."""
+"""Test training's code for a GPU on the CPU, as far as a machine without one can."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ GPU = torch.device("cuda")
 
 
 class Reads(TorchDispatchMode):
-    """Counts what makes the host wait for a device: values, or shapes that depend on values."""
+    """Counts the reads for which the host waits: values, or shapes that depend on values."""
 
     WAITS = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "is_nonzero")
 

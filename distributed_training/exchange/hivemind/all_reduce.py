@@ -614,7 +614,7 @@ class Reducer:
     def add(self, sender: PeerID, index: int, values: Tensor, weight: float) -> Averaged:
         """Add ``sender``'s values of part ``index``. Each sender sends each part once, in order.
 
-        Once the event is set, ``values`` holds the average minus what it held before, unless
+        Once the event is set, ``values`` holds the average minus its values before, unless
         averages have four bits. Raises ValueError for a weight or values that nobody may send, and
         when the sender has been left out already.
         """

@@ -101,7 +101,7 @@ _SEARCH_PAUSE = 0.5  # seconds between two searches, when one failed
 # Between two looks into the DHT for peers.
 _FIRST_LOOKUP_WAIT, _LONGEST_LOOKUP_WAIT = timedelta(seconds=0.1), timedelta(seconds=1)
 _FIRST_PART_TIMEOUT = 45.0  # seconds for the beginning of a stream that a called peer opened
-_UNCALLED_TIMEOUT = 10.0  # the same, of whoever comes where the call named nobody
+_UNCALLED_TIMEOUT = 10.0  # the same if the call named nobody, for the peers that come
 _JOIN_REQUEST_TIMEOUT = 5.0  # seconds for the one message that asks us to lead
 _STREAMS_EACH = 2  # of one peer at once; one is enough, but for one that broke a moment ago
 _MORE_STREAMS = 8  # in all, than the group has peers
@@ -235,7 +235,7 @@ class DTGradAverager(ServicerBase):
         self._admitted = frozenset(order.peers)
         self._known.add(map(PeerID.from_base58, order.peers))
         self._others = ""
-        # Whoever sends parts before we know of our group waits for this.
+        # A peer that sends parts before we know of our group waits for this.
         self._search_over.clear()
         about_us = [order.bandwidth, AveragingMode.NODE.value, MSGPackSerializer.dumps(0)]
         now = get_dht_time()
