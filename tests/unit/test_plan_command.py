@@ -63,15 +63,21 @@ def test_the_readme_shows_the_printed_plan(capsys: pytest.CaptureFixture[str]) -
         assert f" {steps}, " in said and f": {price})" in said
 
 
-def test_a_plan_goes_by_the_networks_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rules = {
+def rules_of_a_store(model: str) -> dict[str, Any]:
+    config = named_config(model)
+    return {
         "exchange": "store",
         "private": True,
         "chain.url": "http://127.0.0.1:8100",
-        "model.config": {k: v for k, v in named_config("125m").items() if v is not None},
-        "model.parameters": 134_105_856,
+        "model.config": {key: value for key, value in config.items() if value is not None},
+        "model.parameters": ModelShape.from_config(config).parameters,
+    }
+
+
+def test_a_plan_goes_by_the_networks_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rules = rules_of_a_store("125m") | {
         "round.blocks_per_allreduce": 1200,
         "round.grace": "300s",
         "round.bits": 2,
@@ -89,13 +95,7 @@ def test_a_plan_goes_by_the_networks_file(
 def test_a_plan_counts_one_moment_of_a_matrix_with_muon(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rules = {
-        "exchange": "store",
-        "private": True,
-        "chain.url": "http://127.0.0.1:8100",
-        "model.config": {k: v for k, v in named_config("1b").items() if v is not None},
-        "model.parameters": ModelShape.from_config(named_config("1b")).parameters,
-    }
+    rules = rules_of_a_store("1b")
     adamw, muon = (
         plan(
             capsys,
