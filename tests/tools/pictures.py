@@ -83,9 +83,10 @@ def _subnet(folder: Path) -> Iterator[str]:
     command += [str(folder / "subnet"), "--page-port", str(port), "--outer-steps", "20"]
     with (folder / "out").open("wb") as out:
         process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out)
+    end = time.monotonic() + _LONGEST
     try:
         while f"http://127.0.0.1:{port}/" not in (folder / "out").read_text():
-            if process.poll() is not None:
+            if process.poll() is not None or time.monotonic() > end:
                 raise RuntimeError((folder / "out").read_text())
             time.sleep(0.5)
         yield f"http://127.0.0.1:{port}/"
