@@ -6,7 +6,7 @@
 # make coverage                   lines and branches that the unit tests run, by file
 # make gpu    measures everything that is claimed of a GPU on this machine's; no set-up needed
 # make clean  removes the environment and what was built; no miner's run folder
-# make lint, make size              linters and types; the size of the code beside its goals
+# make lint, make size              linters and types; the size of the code and its goals
 # make docs                         the documents as a site: build/site/index.html
 # make release                      checks, then the wheel, its sources and notes: build/release
 PY := .venv/bin/python
@@ -47,7 +47,7 @@ test-long: dev build/torch-$(OLDEST_TORCH)/.made
 mutate: dev
 	$(PY) -m tests.tools.mutate $(ARGS)
 
-# In the processes of pytest alone: what a test forks or starts counts as not run.
+# Only in the processes of pytest: code that a test forks or starts counts as not run.
 coverage: dev build/coverage/.made
 	COVERAGE_FILE=build/coverage/data build/coverage/bin/python -m pytest $(UNIT) -m "not long" \
 		--cov=distributed_training --cov-branch --cov-report=term --cov-fail-under=83 $(ARGS)

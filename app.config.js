@@ -1,22 +1,22 @@
 // The miner under pm2:
 //
 //   pm2 start app.config.js                    the miner
-//   DT_APP=network DT_FLAGS=lab pm2 start app.config.js   what a founded network's folder lab needs (dt-network
-//                                              run lab); DT_APP=validator or DT_APP=registry: one of it alone
+//   DT_APP=network DT_FLAGS=lab pm2 start app.config.js   the programs of the network in folder lab (dt-network
+//                                              run lab); DT_APP=validator or DT_APP=registry: only one of them
 //   DT_NAME=two pm2 start app.config.js        a second miner here; its .env and override are in two/
 //   DT_PRESET=local pm2 start app.config.js    a miner of a subnet on this machine (see `make run`), whose
 //                                              flags are in DT_FLAGS and keys in the environment
 //   pm2 logs distributed_training_miner
 //   pm2 stop distributed_training_miner        finishes the micro-batch, checkpoints, exits 0
 //
-// Beside the miner it starts distributed_training_page, the dashboard, which goes on while the miner is
+// Next to the miner it starts distributed_training_page, the dashboard, which runs on while the miner is
 // stopped, refused or gone. It may be deleted: a miner without it serves the dashboard itself.
 //
 // Keys and other secrets belong into .env, never in here. `python neurons/miner.py --help` lists
 // the usual flags; an unknown one is an error that names the nearest known one.
 
 const flags = [
-  // Better in miner.toml beside .env, which the doctor and scripts/score.py read too: what stands here
+  // Better in miner.toml next to .env, which the doctor and scripts/score.py read too: what stands here
   // wins over it.
   // ["--network", "network.toml"],               needed, here, there, or DT_NETWORK in .env: its file, URL or name
   // ["--wallet.name", "default"],                or BT_WALLET_NAME, BT_WALLET_HOTKEY in .env
@@ -133,7 +133,7 @@ module.exports = {
       // After the stop timeout the launcher ends the ranks by force, which takes up to 25 s more.
       kill_timeout: 1000 * (stopSeconds() + 25),
       autorestart: true,
-      // Bad configuration, a hotkey lost or in use, a finished network: a start would not help (pm2 may go on to show
+      // Bad configuration, a hotkey lost or in use, a finished network: a start would not help (pm2 may then show
       // "waiting restart", but does not restart). 0 must not be among them: pm2 reports a launcher
       // killed by a signal, e.g. for want of memory, as 0, and it would stay down.
       stop_exit_codes: [2, 3, 4],

@@ -214,7 +214,7 @@ def compare(
         train_on(trainer, ours, range(1, 3))  # the first steps and the first blocks warm up
         for i in range(options.repeat):
             blocks = range(100 * (i + 1), 100 * (i + 1) + options.blocks)
-            ours.ahead(blocks[0])  # as in a run that has been going on
+            ours.ahead(blocks[0])  # as in a run under way
             found["public"].append(train_on(trainer, public, blocks))
             found["ours"].append(train_on(trainer, ours, blocks))
         ours.pipeline.close()

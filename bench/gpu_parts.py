@@ -227,7 +227,7 @@ def checks(bench: Bench) -> None:
             line = (str(error).splitlines() or [""])[0][:200]
             bench.row(name, f"**failed** {type(error).__name__}: {line}", ok=False)
         bench.forget()
-        # Anew after each: what is known when the time ends.
+        # Again after each: the results so far when the time ends.
         bench.rows = [row for row in bench.rows if row["name"] != "passed"]
         bench.row("passed", f"{number - failed} of {len(wanted)}", ok=not failed)
         longest = max(longest, time.monotonic() - began)

@@ -322,8 +322,8 @@ def in_phase(subnet: LocalSubnet, turn: Sequence[Watch]) -> bool:
 # --- what must be true afterwards -----------------------------------------------------------------
 
 
-#: What a miner's processes and files may have grown to since the first outer step, beyond
-#: what two moments differ by: so many times and so many more.
+#: Limits for the growth of a miner's processes and files since the first outer step, beyond the
+#: difference of two moments: a factor and an addition.
 GROWTH = {
     "processes": (1, 0),
     "threads": (1, 8),  # those of a publication or a fetch come and go

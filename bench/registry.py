@@ -62,7 +62,7 @@ class Measured:
 
 
 def fill(folder: Path, neurons: int) -> None:
-    """Found a registry with ``neurons`` miners that have an endpoint and a commitment."""
+    """Create a registry with ``neurons`` miners that have an endpoint and a commitment."""
     charter = Charter(
         name="bench",
         master=FOUNDER.ss58,

@@ -6,10 +6,10 @@
 For each attack: a validator that is known calls IsAlive 20 times a second (p99, goal 50 ms;
 failures, goal none), the training's step time as a ratio to the same steps without the attack (goal
 1.05), growth of this process's memory. Windows with and without the attack alternate; a ratio is
-the median of those of neighbouring windows' median steps. Wall times count on an idle machine
-alone; *by CPU* is the ratio that the server's share of the core implies. Training and server share
-one core, the hardest case: one thread of training. The senders have the others, as they would on a
-network.
+the median of those of neighbouring windows' median steps. Wall times count only on an idle
+machine; *by CPU* is the ratio that the server's share of the core implies. Training and server
+share one core, the hardest case: one thread of training. The senders have the others, as they would
+on a network.
 
 Traffic goes to 127.0.0.0/8 only and ends with the bench. Each sender is bounded in rate and in
 connections and never waits for an answer, so that what is offered does not depend on how the server

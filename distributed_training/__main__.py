@@ -1,7 +1,7 @@
 """Commands that have no program of their own.
 
 python -m distributed_training doctor ...             check all before a start; see its --help
-python -m distributed_training page ...               the dashboard beside a miner with these flags
+python -m distributed_training page ...               the dashboard of a miner with these flags
 python -m distributed_training flags [FILE]           write the table of all flags
 python -m distributed_training stop-seconds KIND ...  how long a stop may take, with these flags
 python -m distributed_training run-folder KIND ...    the run folder, with these flags

@@ -20,8 +20,8 @@
 Takes every flag of neurons/miner.py, .env and the environment, so its result holds for the miner
 started the same way. The checks are the lists of ``distributed_training.health``; nothing is
 changed, and what is written to disk or bucket is deleted again. For the step time ranks train
-random tokens on random weights for some seconds. Beside a miner that runs nothing is trained: its
-own events tell the step time. scripts/diagnose.py is the same. Exit status:
+random tokens on random weights for some seconds. While a miner runs, nothing is trained: its
+own events show the step time. scripts/diagnose.py is the same. Exit status:
 0 nothing failed (warnings are allowed), 1 something failed, 2 a flag is wrong, 130 interrupted.
 """
 

@@ -4,7 +4,7 @@
     dt-network run FOLDER --print   the commands that it starts, for a machine of their own each
 
 What each is started with follows from the network's file in FOLDER. ``run.toml`` next to it adds
-flags, by program. The children's lines go on with the program's name before them. One that ends is
+flags, by program. The children's lines are printed after the program's name. One that ends is
 started again; one that ends with a status that no start helps (2, 3) ends all.
 """
 
@@ -54,7 +54,7 @@ _PROGRAMS = {
 }
 _EFFECT = {
     _STORE: "uploads wait until then",
-    _REGISTRY: "nobody can join until then; miners go on with what they know",
+    _REGISTRY: "nobody can join until then; miners continue with the state they know",
     _VALIDATOR: "no outer step is taken until then",
 }
 _READY = timedelta(minutes=3)  # of store and registry, on a busy machine
@@ -84,7 +84,7 @@ class Plan:
         if not file.is_file():
             raise ConfigError(
                 f"there is no {FILE} in {folder}, so nothing was started: give the folder of a "
-                f"network, or found one with dt-network init {folder}"
+                f"network, or create one with dt-network init {folder}"
             )
         more = read_more(folder / RUN_FILE)
         given = ["--network", str(file)]

@@ -337,13 +337,13 @@ def public_values() -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in flat.items()}
 
 
-def parse(text: str, *, place: str, keys: Collection[str], beside: Callable[[str], str]) -> Network:
+def parse(text: str, *, place: str, keys: Collection[str], nearby: Callable[[str], str]) -> Network:
     """Return the network of a file's ``text``, its signature verified.
 
     Args:
         place: Path or URL, to name in errors.
         keys: Of the values that settings take; with those of :class:`Head`, all there are.
-        beside: Returns the text of another file at the same place.
+        nearby: Returns the text of another file at the same place.
 
     Raises:
         NetworkFileError: Not TOML, an unknown or missing key, another format, unsigned, altered.
@@ -375,7 +375,7 @@ def parse(text: str, *, place: str, keys: Collection[str], beside: Callable[[str
             f"{missing[0]}{more} is missing", "every peer needs each value: add it"
         )
     _refuse_data(flat)
-    files = {FILE: text, **load_model(flat, beside)}
+    files = {FILE: text, **load_model(flat, nearby)}
     digest = digest_of(flat)
     head = _head({key: flat[key] for key in HEAD_KEYS & {*flat}})
     # [chain] has the keys of its kind and no other's. One of a plug-in has what it likes.
@@ -501,7 +501,7 @@ def signed(
     text: str,
     signer: Any,
     *,
-    beside: Callable[[str], str],
+    nearby: Callable[[str], str],
     head: Mapping[str, Any] | None = None,
 ) -> str:
     """Return ``text`` with the signature of ``signer``, a key pair of bittensor, in it.
@@ -518,7 +518,7 @@ def signed(
     for key, value in (head or {}).items():
         top += "" if value is None else f"{key} = {toml_value(value)}\n"
     flat = flatten(tree_of(top + rest))
-    load_model(flat, beside)
+    load_model(flat, nearby)
     signature = bytes(signer.sign(_message(flat.get("format"), digest_of(flat)))).hex()
     return f'{top}signature = "0x{signature}"\n\n{rest}'
 
@@ -596,7 +596,7 @@ def _refuse_pages(flat: Mapping[str, Any]) -> None:
         )
 
 
-def load_model(flat: dict[str, Any], beside: Callable[[str], str]) -> dict[str, str]:
+def load_model(flat: dict[str, Any], nearby: Callable[[str], str]) -> dict[str, str]:
     """Put what ``model.config_file`` holds in its place; return its name and text, if it is named.
 
     Raises NetworkFileError.
@@ -607,7 +607,7 @@ def load_model(flat: dict[str, Any], beside: Callable[[str], str]) -> dict[str, 
         raise NetworkFileError(
             f"model.config_file {name!r:.100} is no name of a file next to it", "give such a name"
         )
-    text = beside(name)
+    text = nearby(name)
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
@@ -649,7 +649,7 @@ def read_network(
             read_text(path),
             place=place,
             keys=keys,
-            beside=lambda name: read_text(path.with_name(name)),
+            nearby=lambda name: read_text(path.with_name(name)),
         )
     place, _, pinned = place.partition("#")
     try:
@@ -669,7 +669,7 @@ def read_network(
                 read_text(copy / FILE),
                 place=place,
                 keys=keys,
-                beside=lambda name: read_text(copy / name),
+                nearby=lambda name: read_text(copy / name),
             )
     if known is not None and pinned not in ("", known.digest):
         known = None
@@ -688,7 +688,7 @@ def read_network(
         if not is_one:  # a page for maintenance, or of a proxy
             raise NetworkAway(f"what {place} answers is no network's file")
         found = parse(
-            text, place=place, keys=keys, beside=lambda name: _fetch(urljoin(place, name))
+            text, place=place, keys=keys, nearby=lambda name: _fetch(urljoin(place, name))
         )
         if pinned not in ("", found.digest):
             raise NetworkFileError(

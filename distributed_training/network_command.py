@@ -395,7 +395,7 @@ def _init(options: argparse.Namespace) -> None:
             f"# The rules of the network {options.name} (docs/network-file.md). After a change:\n"
             f"# dt-network sign {FILE}\n" + to_toml(rules)
         )
-        _write(folder / FILE, signed(text, master.hotkey, beside=_no_file_beside))
+        _write(folder / FILE, signed(text, master.hotkey, nearby=_no_file_nearby))
         write_bytes(folder / RUN_FILE, _run_file(options).encode())
         if options.store == _EMBEDDED:
             (folder / "store").mkdir()
@@ -631,13 +631,13 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
     return rules
 
 
-def _no_file_beside(name: str) -> str:
+def _no_file_nearby(name: str) -> str:
     raise NetworkFileError(f"model.config_file {name} is not supported here", "use model.config")
 
 
 def _write(path: Path, text: str) -> None:
     """Write a network's file if a miner accepts it. Raises ConfigError and keeps the old file."""
-    # Beside the file: a model's file is looked for in the same folder.
+    # Next to the file: a model's file is looked for in the same folder.
     trial = path.with_name(f".{path.name}")
     write_bytes(trial, text.encode())
     try:
@@ -745,7 +745,7 @@ def _first_outer_step(options: argparse.Namespace, now: int | None, before: int)
 
 
 def _next_version(
-    options: argparse.Namespace, flat: Mapping[str, Any], beside: Callable[[str], str]
+    options: argparse.Namespace, flat: Mapping[str, Any], nearby: Callable[[str], str]
 ) -> dict[str, Any]:
     """Return the first lines by which a file follows the version before it. Raises ConfigError."""
     path: Path = options.file
@@ -760,7 +760,7 @@ def _next_version(
         return dict.fromkeys(VERSION_KEYS) | {"version": 1}
     newest = max(kept)
     before = flatten(tree_of(read_text(kept[newest])))
-    load_model(before, beside)
+    load_model(before, nearby)
     if flat.get("exchange") != before.get("exchange"):
         raise ConfigError(
             f"exchange is another one than in version {newest}, and members of the two cannot "
@@ -807,7 +807,7 @@ def _sign(options: argparse.Namespace, text: str | None = None) -> None:
 
     path: Path = options.file
 
-    def beside(name: str) -> str:
+    def nearby(name: str) -> str:
         return read_text(path.with_name(name))
 
     wallets = options.wallets or path.absolute().parent / "wallets"
@@ -820,18 +820,18 @@ def _sign(options: argparse.Namespace, text: str | None = None) -> None:
             f"{path} names the master {named} and the wallet in {wallets} is {master.ss58}, so "
             "nothing was signed: give --wallets with the master's"
         )
-    load_model(flat, beside)
+    load_model(flat, nearby)
     if "model.config" in flat:
         model = {key.removeprefix("model."): flat[key] for key in flat if key.startswith("model.")}
         check_model(model, flat.get("training.sequence_length"))
     head = None
     if flat.get("format") == FORMATS[-1]:
-        head = _next_version(options, flat, beside)
+        head = _next_version(options, flat, nearby)
     elif options.at is not None:
         raise ConfigError(
             f"--at is of files of format {FORMATS[-1]}, so nothing was signed: leave it out"
         )
-    _write(path, signed(text, master.hotkey, beside=beside, head=head))
+    _write(path, signed(text, master.hotkey, nearby=nearby, head=head))
     _show(argparse.Namespace(place=str(path)), rules=False)
     if head is not None and head["previous"] is not None:
         given = ["--network", str(path)]

@@ -4,7 +4,7 @@
     python scripts/pretokenize.py SOURCE OUT --check
 
 SOURCE is as for --data.source: parquet:DIR, jsonl:DIR, text:DIR or stdlib. Then train with
---data.source shards:OUT. A run that was interrupted is gone on with by the same command; --check
+--data.source shards:OUT. The same command continues a run that was interrupted; --check
 reads every shard and compares its checksum instead.
 
 Exit status: 0 done, 1 some shards are missing, damaged or could not be made, 2 bad input,

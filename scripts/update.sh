@@ -45,7 +45,7 @@ as_app() (cd "$home" && exec env -i "${environment[@]}" "$@" 9<&-) # 9, the lock
 
 { exec 9<"$home" && flock -n 9; } || fail "another update is under way in $home"
 # In the foreground: else Ctrl-C would not reach them. The trap: `timeout` that has not begun its child
-# yet ends with a status, not by the signal, and bash would take it for a failure and go on.
+# yet ends with a status, not by the signal, and bash would take it for a failure and continue.
 trap 'exit 130' INT
 timeout --foreground 600 git -C "$old" fetch --tags --force --quiet 9<&- || say "nothing was fetched: only what is here is known"
 commit=$(git -C "$old" rev-parse --verify --quiet "origin/$target^{commit}" ||

@@ -27,7 +27,7 @@ class ChainKind:
     """One kind of chain.
 
     ``open`` takes the settings, the hotkey that signs (None: the chain is only read) and the hotkey
-    that must have founded the network. The chain is open at once and answers later. ``register``
+    that must have created the network. The chain is open at once and answers later. ``register``
     returns the command that gives a hotkey a uid.
     """
 

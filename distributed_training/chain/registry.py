@@ -512,7 +512,7 @@ class RegistryChain(Chain):
         state = _STATE.validate_json(answer.body)
         founder = state.registry.rpartition("/")[2]
         if self._master is not None and founder != self._master:
-            raise Unusable(f"it was founded by {founder}, not by {self._master}")
+            raise Unusable(f"it was created by {founder}, not by {self._master}")
         if self.identity and state.registry != self.identity:
             raise Unusable(f"it is {state.registry} now, no longer {self.identity}")
         self.identity = state.registry

@@ -284,7 +284,7 @@ class BittensorChain(Chain):
         if not self._failure_lines(self._looked_at):
             return
         known = (
-            f"going on with what was known {self._monotonic() - self._looked_at:.0f} s ago"
+            f"continues with the state of {self._monotonic() - self._looked_at:.0f} s ago"
             if self._looked_at > float("-inf")
             else "nothing is known yet"
         )

@@ -247,8 +247,8 @@ def host_memory(shape: ModelShape, how: Arrangement) -> int:
 
     In bytes a parameter:
 
-    *Always* 12: epoch start, outer momentum, error feedback; where inner steps go on in a round, 4
-    more: the weights that its pseudo-gradient was made of. With AdamW offloaded 8 more, 10.6 on a
+    *Always* 12: epoch start, outer momentum, error feedback; where inner steps continue in a round,
+    4 more: the weights that its pseudo-gradient was made of. With AdamW offloaded 8 more, 10.6 on a
     GPU with public shapes: there torch pins each tensor in memory of a power of two. Another inner
     optimizer has 4 for each tensor that it keeps, here and below, in place of AdamW's 8.
     *Averaging* 4: the buffers that rank 0 shares with the averager.

@@ -232,7 +232,7 @@ def best_step(
 
 
 def _copies(own: float, card: Card, floats: float) -> float:
-    """Return the seconds that copies of so many float32 values a parameter take a rank."""
+    """Return the seconds of a rank's copies of ``floats`` float32 values a parameter."""
     return 4 * floats * own / min(BANDWIDTH * card.bus * 1e9, _HOST)
 
 

@@ -527,7 +527,7 @@ def check_keys(config: Config) -> Iterator[str]:
     if not config.has_bucket:
         where, wanted = "a key of the store", "write and delete"
     missing = [variable for variable, text in _keys_of(config).items() if not text]
-    # Alone: of keys that are not there no comparison is worth a line.
+    # Only this line: keys that are not there need no comparison.
     if missing:
         asks = ", or run dt-miner init, which asks for them" if config.kind == "miner" else ""
         yield (

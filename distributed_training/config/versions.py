@@ -73,14 +73,14 @@ def has_versions(config: Config) -> bool:
 def parse_version(text: str, known: Network) -> Network:
     """Return the network of ``text``, another version of a known one. Raises NetworkFileError."""
 
-    def beside(name: str) -> str:
+    def nearby(name: str) -> str:
         try:
             return known.files[name]
         except KeyError:
             raise NetworkFileError(f"{name} is not here", "keep model.config_file") from None
 
     keys = {setting.network for setting in schema("validator") if setting.network}
-    return parse(text, place=known.place, keys=keys, beside=beside)
+    return parse(text, place=known.place, keys=keys, nearby=nearby)
 
 
 def under(config: Config, network: Network) -> Config:

@@ -1,6 +1,6 @@
 """Ask a server of data: bounded replies, growing waits, and one pause for all ranks of a machine.
 
-A server that is asked too often answers 429. Its limit is on the address, so a rank that went on
+A server that is asked too often answers 429. Its limit is on the address, so a rank that kept
 asking would only lengthen the wait of the others: the pause lies in a file that all processes with
 the same cache read, and each keeps to it.
 
@@ -163,7 +163,7 @@ class PatientClient:
         attempts = self._settings.request_attempts
         longest = left = self._settings.longest_pause.total_seconds()
         for attempt in range(attempts):
-            # While the server wants to be left alone. No other page could be had meanwhile.
+            # While the server refuses requests. No other page could be had meanwhile.
             while hold := self._hold.seconds():
                 if hold > left:
                     break
@@ -172,7 +172,7 @@ class PatientClient:
                 deadline, left = deadline + hold, left - hold
             if hold:
                 problem = (
-                    f"the server asked to be left alone for {hold:.0f} s more (HTTP 429), and a "
+                    f"the server asked for a pause of {hold:.0f} s more (HTTP 429), and a "
                     f"page waits {longest:.0f} s at most, so it is left out"
                 )
                 break

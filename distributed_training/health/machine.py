@@ -301,8 +301,8 @@ def arrange(
 ) -> Arrangement:
     """Return how this machine trains the model; ``gpu``: bytes of its first, None without one.
 
-    Where nobody says whether inner steps go on in a round, they do in a network of format 2 if the
-    host memory is there.
+    Where nobody says whether inner steps continue in a round, they do in a network of format 2 if
+    the host memory is there.
     """
     training = config.training
     how = Arrangement(

@@ -58,7 +58,7 @@ def build_parser() -> Parser:
     add("--blocks-per-allreduce", type=count, help="blocks between rounds (default: the network's)")
     add("--timeout", type=ranged(1.0, 1e6), help="seconds for it all (default: as its rounds need)")
     add("--keep", action="store_true", help="keep buckets and checkpoints after a good run")
-    add("--stay", action="store_true", help="go on until Ctrl-C, and say how a miner joins by hand")
+    add("--stay", action="store_true", help="run until Ctrl-C, and print how a miner joins by hand")
     add("--page-port", type=ranged(0, 65535), default=0, help="of the live page (default: any)")
     add(
         "--miner-flags", type=_split_flags, default=(), help="more flags for every miner, in quotes"

@@ -500,11 +500,11 @@ class Services:
         for key, value in {**changed, **options.rules}.items():
             table, _, name = key.rpartition(".")
             (rules.setdefault(table, {}) if table else rules)[name] = value
-        text = signed(to_toml(rules), master.hotkey, beside=str)
+        text = signed(to_toml(rules), master.hotkey, nearby=str)
         write_bytes(self.network, text.encode(), durable=False)
 
     def founders_chain(self) -> RegistryChain:
-        """Open the chain as the validator sees it, which founded it. Close it."""
+        """Open the chain as the validator, which created it, sees it. Close it."""
         from distributed_training.chain.registry import RegistryChain
 
         return RegistryChain(url=self.chain_endpoint, wallet=self.wallet(self._validator))

@@ -79,7 +79,7 @@ class RunFolder:
             self.release()
             (self.path / LOCK_FILE).unlink()
             raise ConfigError(
-                f"{self.path} holds files that no local subnet wrote, so it is left alone: "
+                f"{self.path} holds files that no local subnet wrote, so it is not used: "
                 "give --folder a new or empty folder"
             )
         for path in contents:
@@ -223,7 +223,7 @@ class LocalSubnet:
                 )
                 state = NeuronState(plan.folder, uid=plan.uid)
                 self.neurons.append(Neuron(plan, child, state))
-            # Alone and waited for: miners have nothing to load before its first model is there.
+            # First, and waited for: miners have nothing to load before its first model is there.
             self._start_neuron(self.validator)
             validator = self.validator.state
             longest = _START * self.options.slowness

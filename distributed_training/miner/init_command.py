@@ -5,9 +5,9 @@
     dt-miner init --force ...                     where there is a miner.toml: keeps it under
                                                   another name and writes a new one
 
-Secrets are typed without an echo, or taken from the environment, and go into ``.env`` (mode 600)
-alone. What ``.env`` holds already stays, but a key that a start would refuse is asked for again.
-Exit status 2: a flag is refused or miner.toml is there; nothing was written then.
+Secrets are typed without an echo, or taken from the environment, and go only
+into ``.env`` (mode 600). What ``.env`` holds already stays, but a key that a start would refuse is
+asked for again. Exit status 2: a flag is refused or miner.toml is there; nothing was written then.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ class Reporter(LoopReporter):
                 super().on_event(event, state)
 
     def _note(self, report: StepReport) -> str:
-        del report  # training may have gone on to an outer step of which nothing is uploaded
+        del report  # training may have reached an outer step without an upload
         age = self._schedule.repo_age_line(self._clock())
         uploaded, judged = self._uploaded_step, self._judged_step()
         if uploaded is not None and judged is not None and uploaded < judged:

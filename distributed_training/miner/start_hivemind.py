@@ -180,7 +180,7 @@ def find_address(config: Config, member: Member) -> str:
         me = find(member.chain.neurons(), member.hotkey)
         if me is None or me.port is None:
             raise NetworkFailure(str(error)) from None
-        log.warning("%s. Going on with %s, which the chain shows for it", error, me.ip)
+        log.warning("%s. Training continues with %s, which the chain shows for it", error, me.ip)
         return me.ip
 
 

@@ -225,7 +225,7 @@ def _begin_fetch(state: MinerState, target: int) -> Decision:
 
 
 def _fetch_failed(state: MinerState, at: float) -> MinerState:
-    """Go on with stale weights, which beats not training; a later comparison tries again."""
+    """Continue with stale weights, which beats not training; a later comparison tries again."""
     again = state.fetch_target == state.failed_target
     failures = 1 + (state.fetch_failures if again else 0)
     wait = doubling(failures, first=_FETCH_AGAIN, longest=_FETCH_AGAIN_LONGEST)

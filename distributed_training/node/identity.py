@@ -90,7 +90,7 @@ def follow_chain(
 
     Raises NetworkFailure.
 
-    ``master``: hotkey that must have founded the registry. ``kept``: used if no endpoint answers
+    ``master``: hotkey that must have created the registry. ``kept``: used if no endpoint answers
     soon; the chain is asked on in the background.
     """
     chain = chain_kind(settings).open(settings, wallet, master)

@@ -205,7 +205,7 @@ def serve(given: argparse.Namespace) -> None:
             service.start()
             port, charter = sock.getsockname()[1], registry.charter
             print(f"registry {charter.name} at http://{host}:{port}, block {registry.height}")
-            print(f"founded by {charter.master}; registration: {charter.admission}")
+            print(f"created by {charter.master}; registration: {charter.admission}")
             # With the pid: a log that is appended to has the READY of earlier starts.
             print(f"READY {os.getpid()}", flush=True)
             stop.wait()
@@ -263,12 +263,12 @@ def _registry(given: argparse.Namespace) -> Registry:
     if (mount := late_mount(given.folder)) is not None:
         raise store.StoreFault(
             f"{given.folder} is on {mount} of {FSTAB}, which is not mounted, so a second registry "
-            f"would be founded in its place and everybody lose the uid: mount {mount}"
+            f"would be created in its place and everybody lose the uid: mount {mount}"
         )
     if given.name is None or given.master is None:
         raise ConfigError(
             f"there is no registry in {given.folder}, so nothing was started: correct --folder, or "
-            "give --network FILE (or --name and --master) to found one"
+            "give --network FILE (or --name and --master) to create one"
         )
     if not store.NAME.fullmatch(given.name):
         raise ConfigError(
@@ -322,7 +322,7 @@ def _open_access(config: Config, folder: Path | None, master: str) -> Access:
     return Access(bucket, master=signer, parameters=network.head.parameters)
 
 
-#: What a registry is founded with for good, and the key of a network's file that says it.
+#: The final settings of a new registry, and each one's key in a network's file.
 FIXED = {
     "name": "name",
     "master": "chain.master_hotkey",

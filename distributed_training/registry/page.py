@@ -72,7 +72,7 @@ def draw_page(registry: Registry) -> str:
     facts = (
         f"block {registry.height}, one every {charter.seconds_per_block:g} s; "
         f"{len(view.members)} of {registry.most_uids} uids; registration: {charter.admission}; "
-        f"founded by <code>{escape(charter.master)}</code>; version {view.version}"
+        f"created by <code>{escape(charter.master)}</code>; version {view.version}"
     )
     at = f"last report {moment(received)}" if report is not None else "no report yet"
     cards = "".join(_cards(report, age)) if report is not None else ""

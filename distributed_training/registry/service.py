@@ -2,7 +2,7 @@
 
 Reads are open and come from an immutable view; a poller that names the ETag of what it has gets 304
 and the block. Writes are checked cheapest first: path, size, rates, receiver, freshness,
-signature; then a thread stores them, one after the other, while reads go on.
+signature; then a thread stores them, one after the other, while reads continue.
 
 ``GET /state``, ``/health``, ``/metrics``, ``/network.toml`` and ``/``, the page.
 ``POST /register``, ``/store_keys``, ``/access``, ``/deregister``, ``/commit``, ``/serve``,

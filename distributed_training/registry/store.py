@@ -203,7 +203,7 @@ class Registry(Ledger):
     def close(self) -> None:
         """Close the database. Idempotent."""
         with self._lock:
-            # Without this the next start would go on 30 s of blocks later.
+            # Without this the next start would continue 30 s of blocks later.
             with contextlib.suppress(sqlite3.Error):  # closed, or the disk is full
                 self._reserve(self.height)
             self._db.close()
@@ -241,16 +241,16 @@ class Registry(Ledger):
         # Less is no clock's fault: after a kill the file is ahead by what was reserved.
         if behind > 2 * _RESERVED_SECONDS + self.seconds_per_block:
             log.warning(
-                "This machine's clock is %.0f s behind the last block: blocks go on from %d; see "
-                "whether timedatectl says 'synchronized: yes'",
+                "This machine's clock is %.0f s behind the last block: blocks continue from %d; "
+                "see whether timedatectl says 'synchronized: yes'",
                 behind,
                 self._floor,
             )
         # A backup lacks the blocks since it was made, and clients have seen them.
         elif -behind > _LONGEST_OUTAGE and not restored:
             log.warning(
-                "This machine's clock is %.1f days beyond the last block: blocks go on from %d, as "
-                "if no time had passed; if the registry was not away that long, see whether "
+                "This machine's clock is %.1f days beyond the last block: blocks continue from %d, "
+                "as if no time had passed; if the registry was not away that long, see whether "
                 "timedatectl says 'synchronized: yes'",
                 -behind / 86400,
                 self._floor,
@@ -631,7 +631,7 @@ def backup(source: Path, target: Path, *, to_restore: bool = False) -> int:
     temporary = target.with_name(f".{target.name}.new")
     if not source.is_file():
         raise ConfigError(f"{source} does not exist, so nothing was copied: correct the path")
-    # A program that serves it would go on writing to the file that the copy replaces.
+    # A program that serves it would keep writing to the file that the copy replaces.
     if target.exists() and target.samefile(source):
         raise ConfigError(f"{target} is the registry itself, so nothing was copied: give another")
     try:

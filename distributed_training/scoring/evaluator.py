@@ -397,7 +397,7 @@ class Evaluator:
                 for blocks in (random_blocks, *([assigned] if self.assigned else []))
             ]
             # After the text: without it all that is computed would be thrown away.
-            # Anew for each upload: the one before is still subtracted.
+            # Again for each upload: the one before is still subtracted.
             self.model.load(judged.weights)
             before = [self.model.losses(text) for text in texts]
         except (DataUnavailable, torch.AcceleratorError):

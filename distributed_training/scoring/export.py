@@ -237,7 +237,7 @@ def export_model(
             outer_step = root.outer_step
         content = without_extras(reader.config(outer_step)[0])
         schema = parameter_schema(content)
-        # Beside the folder: on one disk a move is a rename, whole or not at all.
+        # Next to the folder: on one disk a move is a rename, whole or not at all.
         with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=".export-") as made:
             part = Path(made, "model")
             part.mkdir()

@@ -6,8 +6,8 @@ lease is renewed while its miner runs and lapses when it does not, so moving to 
 needs a few minutes' wait or a flag. A miner is identified by its run folder *and* the place of that
 folder: a copy on another machine, or under another path, is another miner's.
 
-A stuck upload is a multipart upload that was never completed, of a miner that was killed and went
-on elsewhere. It is billed and not visible. There may be thousands of them.
+A stuck upload is a multipart upload that was never completed, of a miner that was killed and
+continued elsewhere. It is billed and not visible. There may be thousands of them.
 """
 
 from __future__ import annotations

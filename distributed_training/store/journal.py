@@ -135,7 +135,7 @@ class Journal:
             return list(self._uploads.values())
 
     def owned(self) -> frozenset[str]:
-        """Return ids of the multipart uploads that a resume will go on with."""
+        """Return ids of the multipart uploads that a resume will continue."""
         with self._lock:
             # One with an etag is complete: the store no longer knows its id.
             return frozenset(r.upload_id for r in self._uploads.values() if not r.etag)

@@ -234,7 +234,7 @@ class AccessStore(S3ObjectStore):
         return self._granted("complete", key, size=size, md5=list(digests)).etag
 
     def delete(self, key: str) -> NoReturn:
-        raise AccessDeniedError(f"delete {self._bucket}/{key}: the validator alone deletes")
+        raise AccessDeniedError(f"delete {self._bucket}/{key}: only the validator deletes")
 
     def list_objects(self, prefix: str = "", *, most: int = MOST_LISTED) -> NoReturn:
         raise AccessDeniedError(f"list {self._bucket}/{prefix}: no member may list this bucket")

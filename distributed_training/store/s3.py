@@ -531,7 +531,7 @@ class S3ObjectStore:
         yield from paginator.paginate(Bucket=self._container, **arguments)
 
     def _await_write_interval(self, key: str) -> None:
-        # Reserved under the lock, waited for without it: writes of other keys go on.
+        # Reserved under the lock, waited for without it: writes of other keys continue.
         with self._write_lock:
             now = time.monotonic()
             due = max(now, self._last_write.get(key, 0.0) + self._write_interval)

@@ -187,7 +187,7 @@ class Retry:
                 if uplink.paused or uplink.stopped:
                     continue
                 if isinstance(error, ContradictionError):
-                    if damaged:  # or this would go on for an hour, at the price of all that is sent
+                    if damaged:  # or this would last for an hour, at the price of all that is sent
                         raise IntegrityError(
                             f"{error}; so it was twice, and it is not sent again"
                         ) from None
@@ -450,7 +450,7 @@ class _Parts:
 
 
 class Sender:
-    """Send files in parts, going on where an earlier attempt stopped.
+    """Send files in parts, continuing where an earlier attempt stopped.
 
     ``deadline`` covers everything it sends with all retries, by the clock of ``uplink``, which
     stands still during a pause; without ``uplink`` it is of ``time.monotonic()``.
@@ -541,7 +541,7 @@ class Sender:
     def _resume(
         self, key: str, cut: _Parts, identity: str
     ) -> tuple[UploadRecord | None, dict[int, PartInfo]]:
-        """Return the upload to go on with and the parts that need not be sent again.
+        """Return the upload to continue and the parts that need not be sent again.
 
         A record with an etag means: complete and visible. None: start again from the first part.
         """
@@ -706,7 +706,7 @@ class Sender:
     # --- inside ---------------------------------------------------------------------------------
 
     def abandon(self, record: UploadRecord) -> None:
-        """Abort an upload nobody will go on with, and forget it. One attempt: cleanup has more."""
+        """Abort an upload that nobody continues, and forget it. One attempt: cleanup has more."""
         # Of another store, before --r2.endpoint_url was changed, where this one takes no parts.
         if not record.etag and self._store.multipart() is not None:
             try:

@@ -105,7 +105,7 @@ class Publication:
 
         Every failure but a stop is a report with its reason. ``settings.longest_transfer`` covers
         all transfers with their retries, without the pauses. Raises StoppedError; the journal then
-        holds what the next process needs to go on.
+        holds all that the next process needs to continue.
         """
         began, sent, reason, age = time.monotonic(), Sent(), "", None
         newest: int | None = None
@@ -167,7 +167,7 @@ class Publication:
             # The root last: it leads readers to the outer step, whose metadata must be there.
             for key in (epoch_metadata, keys.ROOT_METADATA):
                 self._retry(self.store.put, key, metadata)
-            # Only now: a kill before the metadata is written must go on with this upload.
+            # Only now: after a kill before the metadata is written this upload must continue.
             self.journal.drop(*named)
             self.journal.set_checked(revision.outer_step if checked else None)
             if age is not None:
@@ -259,7 +259,7 @@ class UploadLoop:
         pending = self._journal.pending
         if pending is not None and os.path.isdir(pending.folder):  # never raises
             self._waiting = pending
-            log.info("Going on with the upload of %s", pending.revision.tag)
+            log.info("Continuing the upload of %s", pending.revision.tag)
         if start.miner_began is not None:
             # Or a miner that is killed again and again would fill the disk with them.
             age = timedelta(seconds=time.time() - start.miner_began)

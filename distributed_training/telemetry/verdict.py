@@ -295,7 +295,7 @@ class Judgement:
         earns: Whether it earns now; None: not known.
         counts: Whether validators count the newest upload known to be complete; None: not known.
         judged_step: Hivemind: the outer step whose uploads validators judge; None: not known, or
-            they go on to the next about now.
+            they move to the next about now.
     """
 
     verdict: Verdict
@@ -530,7 +530,7 @@ def _count_hivemind(facts: Facts, now: float) -> _Counts:
     return _Counts(None, next((each.cause for each in found if each.counts is None), _TURN))
 
 
-_TURN = "validators go on to the next outer step about now"
+_TURN = "validators move to the next outer step about now"
 
 
 def _count_upload(

@@ -387,7 +387,7 @@ def measured_micro_batch(
 
     All ranks call this. ``end_step``: norm and optimizer, on the gradients of a trial.
     Raises ConfigError if not even one sequence fits, RuntimeError if a size ran out of memory while
-    other ranks went on (they start again then, and it is known).
+    other ranks continued (they start again then, and it is known).
     """
     known = step.known
     stream, device = step.stream, step.sharded.device

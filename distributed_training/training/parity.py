@@ -1,7 +1,7 @@
 """Compare a model as it is computed here with ``transformers``, on a small copy, in seconds.
 
 A model that is trained as another function than its ``config.json`` says comes out useless, and no
-loss shows it. So loss and gradient of a small copy are compared before a network is founded:
+loss shows it. So loss and gradient of a small copy are compared before a network is created:
 with transformers' own by eager attention, at a length below and at one above the copy's window.
 """
 

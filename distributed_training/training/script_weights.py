@@ -258,7 +258,7 @@ def _problems(
     for name, parameter in named.items():
         first = ours.get(id(parameter))
         if first is None:
-            why = f" beside {tied[name]}, to which it is tied" if name in tied else ""
+            why = f" ({tied[name]}, to which it is tied, is one)" if name in tied else ""
             yield f"{name} is no parameter of the network's model{why}, {_NOTHING}: {other}"
         elif name in schema and first != name:
             yield (

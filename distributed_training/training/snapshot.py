@@ -455,7 +455,7 @@ def _write_files(state: SnapshotState, handle: SnapshotHandle) -> None:
         bad = (_not_finite(state.shards, rows, handle.check) for rows in kept)
         files[inner] = next((name for name in bad if name is not None), None)
     if state.rank == 0:
-        # No rank needs them: all were ready before this one went on.
+        # No rank needs them: all were ready before this one continued.
         shutil.rmtree(parts)
     sync_folder(folder)
     # Last: where this is, the uploader takes the rank's files for whole.

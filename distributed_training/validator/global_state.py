@@ -90,7 +90,7 @@ _SMALL = timedelta(seconds=30)  # one small write with its retries
 
 
 class GlobalStateError(RuntimeError):
-    """The global bucket holds something that cannot be gone on from. The text says what to do."""
+    """The validator cannot continue from the global bucket's content. The text has the remedy."""
 
 
 def claim_global_bucket(

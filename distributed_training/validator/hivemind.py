@@ -302,7 +302,7 @@ class HivemindValidator(Validator):
             self.standings.reached = None
         self.standings.failed_rounds += 1
         self.standings.last_round_block = self._chain.block()
-        # The sweep of a scoring pass tells the miners our outer step: some may have gone on.
+        # The sweep of a scoring pass tells the miners our outer step: some may have moved on.
         self._scored_at = -1
         self._save()
         log.warning(

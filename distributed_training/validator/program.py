@@ -581,7 +581,7 @@ def check_peer_id(config: Config, swarm: HivemindSwarm) -> None:
         keys.addressed_peer(a): a for a in config.network.values.get("swarm.initial_peers", ())
     }
     own = {address_of(maddr) for maddr in swarm.visible_maddrs}
-    # The bootstrap peer itself has nobody to join; elsewhere its place is told by the address.
+    # The bootstrap peer itself has nobody to join; elsewhere the address shows its place.
     alone = not config.swarm.initial_peers
     here = [peer for peer, a in named.items() if peer and (alone or address_of(a) in own)]
     if here and swarm.peer_id not in named:
@@ -622,7 +622,7 @@ def watch_address(
         closed=lambda pause: stop.wait(pause.total_seconds()),
         public_ip=public_ip,
         line="Rounds fail, and the public address of this machine is %s now, no longer %s: the "
-        "miners are told with the next call; where --dht.ip is given, start again with the new one",
+        "miners learn it with the next call; where --dht.ip is given, start again with the new one",
         moved=moved,
     )
 

@@ -46,7 +46,7 @@ def read_own_copy(folder: Path) -> GlobalState:
         except (ValueError, OSError) as error:
             why = f"outer step {outer_step}: {error}"
     raise GlobalStateError(
-        f"{folder} has no copy of the global state to go on from ({why}), so nothing was "
+        f"{folder} has no copy of the global state to continue from ({why}), so nothing was "
         "published: give --validator.model_from the uid of a member that runs"
     )
 

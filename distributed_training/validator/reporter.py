@@ -51,8 +51,8 @@ _LAST_PATIENCE = 10.0  # for the report of the stop
 class Reporter:
     """Report on the network as it is now. The validator sets the fields below ``run_folder``.
 
-    ``least``: miners that a round takes, of so many; ``round_seconds``: that a round may take with
-    its publication.
+    ``least``: fewest miners for a round; ``round_seconds``: longest time of a round and its
+    publication.
     """
 
     chain: Chain

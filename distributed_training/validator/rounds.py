@@ -265,7 +265,7 @@ class RoundCaller:
             answered = attendance.answered
             peer_ids = published | {uid: r.peer_id for uid, r in answered.items() if r.peer_id}
             # If there are too many, the lowest scores are left out; of equals the last ones called.
-            # Between miners of whom nothing else is known, the inner steps they claim decide.
+            # Between miners without a score, the inner steps that they claim decide.
             steps = {c.neuron.uid: c.metadata.inner_step for c in candidates}
             ordered = sorted(
                 alive,

@@ -591,7 +591,7 @@ class StoreValidator(Validator):
             made_at=now,
             files=files if state.outer_step % self._rules.settings.weights_every == 0 else {},
         )
-        # Beside the scores that count: which ones do is decided by the manifest in the store.
+        # Next to the scores that count: the manifest in the store decides which ones do.
         with suppress(OSError):
             self.standings.save(self._steps.place(state.outer_step) / LEDGER)
         uploads = {one.uid: one.file.path for one in chosen}
@@ -607,7 +607,7 @@ class StoreValidator(Validator):
         return Prepared(manifest, data, {name: folder / name for name in names}, uploads or {})
 
     def _publish(self, reached: _Reached) -> bool:
-        """Publish an outer step and go on from it. Raises StoreError: it is tried again."""
+        """Publish an outer step and continue from it. Raises StoreError: it is tried again."""
         began = time.monotonic()
         sent = self._steps.publish(reached.prepared)
         manifest = reached.prepared.manifest

@@ -162,7 +162,7 @@ class Validator(abc.ABC):
     # --- life -----------------------------------------------------------------------------------
 
     def start(self, state: GlobalState, *, found: bool) -> None:
-        """Go on from the ``state`` that was found in the global bucket, or else publish it.
+        """Continue from the ``state`` that was found in the global bucket, or else publish it.
 
         Raises GlobalStateError, StoreError when the bucket cannot be written.
         """
@@ -272,7 +272,7 @@ class Validator(abc.ABC):
         began: float,
         what: str,
     ) -> None:
-        """Go on from an outer step that is published; ``what`` begins its line.
+        """Continue from an outer step that is published; ``what`` begins its line.
 
         ``began``: by ``time.monotonic()``.
         """
@@ -365,8 +365,8 @@ class Validator(abc.ABC):
             self.standings.save(self._standings_path)
         except OSError as error:  # a round must not be lost with the miners' steps
             log.warning(
-                "%s was not written (%s): a restart would go on with older scores; free the disk "
-                "of --neuron.run_folder",
+                "%s was not written (%s): a restart would continue with older scores; free the "
+                "disk of --neuron.run_folder",
                 self._standings_path,
                 error.strerror,
             )

@@ -1,6 +1,6 @@
 """Add the documents outside of docs/ to the site, and lead their links to its pages.
 
-Language models get ``llms.txt`` (https://llmstxt.org), an index of the pages, and beside each page
+Language models get ``llms.txt`` (https://llmstxt.org), an index of the pages, and next to each page
 its text under the page's name and ``.md``.
 
 mkdocs calls the ``on_`` functions (https://www.mkdocs.org/dev-guide/plugins/#events).

@@ -57,7 +57,7 @@ while :; do
     child=$!
     ended
     if scontrol show job "$SLURM_JOB_ID" | grep -q "PreemptTime=[0-9]"; then asked=yes; fi
-    # The tasks end for good with these alone; anything else is srun's own failure, or a step was lost.
+    # The tasks end for good only with these; anything else is srun's own failure, or a step was lost.
     case $asked$status in yes* | 0 | 2 | 3 | 4) break ;; esac
     echo "srun ended with status $status; the miner is started again in $DT_PAUSE s"
     sleep "$DT_PAUSE"

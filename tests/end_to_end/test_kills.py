@@ -55,7 +55,7 @@ def test_a_rank_that_is_stopped_is_replaced(tmp_path: Path) -> None:
         assert f"=== {stopped.pid} (stopped)" in stacks
         log = miner.child.log.read_text()
         assert log.count("The ranks hang") == 1
-        # A round that was called meanwhile may have gone on without this miner.
+        # A round that was called meanwhile may have continued without this miner.
         assert "Resumed at outer step" in log or "Behind Global Epoch" in log
     assert subnet.problems == []
 

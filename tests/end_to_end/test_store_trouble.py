@@ -252,7 +252,7 @@ def test_members_in_trouble_cost_themselves(tmp_path: Path) -> None:
     table(("uid", "", "of a lone miner's inner steps", "merged", "refused"), rows)
     print(f"{len(due)} updates, {in_time:.1%} in time; late by {late} s; {len(moved)} closes moved")
     print(f"the thin link moved {link.moved[0]} bytes out, {link.moved[1]} in")
-    assert len(due) >= 0.7 * (until - began) / SOAK_PERIOD - 2, "outer steps go on"
+    assert len(due) >= 0.7 * (until - began) / SOAK_PERIOD - 2, "outer steps continue"
     assert in_time >= PUBLISHED
     assert all(float(rows[index][2]) >= HELD for index in FAST)
     assert subnet.problems == []

@@ -86,7 +86,7 @@ class Journey:
 
         try:
             self.subnet.wait_until(there, WAIT, verdict or "that it trains")
-            # It may go on to the next verdict while the others are asked.
+            # It may move to the next verdict while the others are asked.
             wait_for(lambda: self.all_say_the_same(found), "one verdict", seconds=90)
         except (pytest.fail.Exception, SubnetFailure) as error:
             raise AssertionError(f"{error}: {found}; {self.said}") from None

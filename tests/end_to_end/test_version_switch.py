@@ -53,7 +53,7 @@ def test_running_miners_and_validator_switch_at_the_step_that_the_version_names(
         master = services.wallet(subnet.validator.plan).hotkey
         versions = services.network.parent / "versions"
         versions.mkdir(exist_ok=True)
-        (versions / "2.toml").write_text(signed(rules, master, beside=str, head=head))
+        (versions / "2.toml").write_text(signed(rules, master, nearby=str, head=head))
 
         def log(neuron: object) -> str:
             return neuron.child.log.read_text()  # type: ignore[attr-defined, no-any-return]

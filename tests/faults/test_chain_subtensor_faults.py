@@ -200,10 +200,10 @@ def test_a_chain_away_for_an_hour_comes_back_with_few_lines(make: Make, caplog) 
     # A line every five minutes, with the age of what is known; not one for each attempt.
     # The clock runs on, so there are as many as fit between two looks at it.
     five, before = timedelta(minutes=5), chain.age()
-    lines = [m for m in caplog.messages if "going on with what was known" in m]
+    lines = [m for m in caplog.messages if "continues with the state of" in m]
     assert before / five - 2 <= len(lines) <= chain.age() / five + 2 < len(away)
     assert "--subtensor.chain_endpoint" in lines[0] and "\n" not in lines[0]
-    ages = [int(m.partition("known ")[2].split()[0]) for m in lines]
+    ages = [int(m.partition("state of ")[2].split()[0]) for m in lines]
     assert ages == sorted(ages) and ages[-1] > 3000
     failures = chain.counters()["failures"]
     assert failures >= len(away)

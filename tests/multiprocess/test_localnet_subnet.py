@@ -160,7 +160,7 @@ class TestFolder:
     ) -> None:
         (tmp_path / "thesis.tex").write_text("years of work")
         assert main(command_line(tmp_path, "good")) == 2
-        assert "left alone" in capsys.readouterr().err
+        assert "not used" in capsys.readouterr().err
         assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
     @pytest.mark.parametrize(

@@ -425,7 +425,7 @@ def test_another_registry_is_not_believed(
         strict = RegistryChain(url=server.url, wallet=PEER, master=STRANGER.ss58)
         server.start()
         with closing(strict):
-            said = f"founded by {VALIDATOR.ss58}, not by {STRANGER.ss58}"
+            said = f"created by {VALIDATOR.ss58}, not by {STRANGER.ss58}"
             wait_for(lambda: said in caplog.text, "the refusal")
             assert not strict.wait_ready(timedelta(0))
 

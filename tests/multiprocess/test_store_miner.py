@@ -66,7 +66,7 @@ class World:
         return sum(e["outer_step"] == outer_step for e in self.events("step"))
 
     def wait_for_steps(self, more: int) -> None:
-        """Inner steps go on, whatever the round waits for."""
+        """Wait until inner steps continue while the round waits."""
         before = len(self.events("step"))
         wait_for(lambda: len(self.events("step")) >= before + more, f"inner steps\n{self.log()}")
 

@@ -148,4 +148,4 @@ def test_an_unregistered_hotkey_ends_the_start_with_that_reason(
         assert program.run_validator(_config(tmp_path, url, store, wallet, "8")) == 1
     said = capfd.readouterr().out
     assert f"hotkey {wallet.ss58} is not registered at {url}" in said
-    assert f"it was founded by {VALIDATOR.ss58}, not by {wallet.ss58}" in said
+    assert f"it was created by {VALIDATOR.ss58}, not by {wallet.ss58}" in said

@@ -1,4 +1,4 @@
-"""A registry as a program of its own, open to all, founded by ``master`` or the usual one."""
+"""A registry as a program of its own, open to all, created by ``master`` or the usual one."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ CLOSING = 4.0  # seconds; longer than the tests' LINGER
 
 
 def _train(folder: Path) -> Iterator[None]:
-    """Write what a miner that trains does, an inner step each time, going on with the last one."""
+    """Write the events of a miner that trains, one more inner step each time."""
     events = EventLog(folder / "events.jsonl")
     done = max((e["inner_step"] for e in read_events(events.path, "step")), default=0)
     events.write("start", resumed=done > 0)

@@ -69,7 +69,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def init(folder: Path, config: dict[str, Any]) -> tuple[int, str]:
-    """Found a network on the model; return the exit status and what it says."""
+    """Create a network on the model; return the exit status and what it says."""
     model = folder / "config.json"
     model.write_text(json.dumps(config))
     words = ("--name", "lab", "--host", "192.0.2.7", "--registry", "https://registry.example.org",

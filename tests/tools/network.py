@@ -33,5 +33,5 @@ def network_file(
         (tables.setdefault(table, {}) if table else tables)[name] = value
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "network.toml"
-    path.write_text(signed(to_toml(tables), signer, beside=str))
+    path.write_text(signed(to_toml(tables), signer, nearby=str))
     return str(path)

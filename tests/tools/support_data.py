@@ -35,7 +35,7 @@ class QuietServer(ThreadingHTTPServer):
 class Fault:
     """Name what happens to one request instead of a good answer.
 
-    ``status`` with ``retry_after``; or ``cut`` the body in the middle; or ``drip`` it out over so
+    ``status`` with ``retry_after``; or ``cut`` the body in the middle; or ``drip`` it out over that
     many seconds; or send ``body`` as it is; or ``hang`` up without an answer.
     """
 

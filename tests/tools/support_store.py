@@ -187,7 +187,7 @@ class Upload:
         self.parts = sum(-(-s // size) for s in sizes if s > size)
 
     def send(self, endpoint: str) -> PublicationReport:
-        """Upload it by way of ``endpoint``, going on where the journal stands."""
+        """Upload it by way of ``endpoint``, continuing where the journal stands."""
         settings = dataclasses.replace(self.settings, endpoint_url=endpoint)
         store = S3ObjectStore.from_settings(settings, bucket=self.bucket.bucket, write=True)
         return publish(store, self.folder, settings=settings, journal=self.journal)

@@ -371,7 +371,7 @@ def test_a_refusal_for_asking_too_often_pauses_every_process_of_the_machine(
         second._client._settings = dataclasses.replace(
             DataSettings(), longest_pause=timedelta(seconds=0.3)
         )
-        with pytest.raises(PageUnavailable, match=r"left alone for .* so it is left out"):
+        with pytest.raises(PageUnavailable, match=r"asked for a pause of .* so it is left out"):
             second.rows("a", 100, split="train", limit=5)
         assert len(hub.requests) == asked, "nobody knocks while another one waits"
         hub.limit = 10**9

@@ -245,7 +245,7 @@ def own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_kill_repeats_no_text_and_loses_none(
     tmp_path: Path, tokenizer: Tokenizer, own_files: Path, kept: bool
 ) -> None:
-    """The checkpoint is older than the kill, and the chain has gone on to other numbers."""
+    """The checkpoint is older than the kill, and the chain has reached other numbers."""
     units = OwnText(data(own_files), Counts()).units
     straight = DataPipeline(spec(tmp_path / "a", tokenizer, own_files), micro_batch_size=2)
     with closing(straight):

@@ -200,7 +200,7 @@ def test_no_server_switches_a_source_off_for_good() -> None:
         with pytest.raises(PageUnavailable):
             made.rows("CC-MAIN-0", 3, split="train", limit=10)
         assert 890 < made._client._hold.seconds() <= 900
-        with pytest.raises(PageUnavailable, match="left alone for"):
+        with pytest.raises(PageUnavailable, match="asked for a pause of"):
             made.rows("CC-MAIN-0", 3, split="train", limit=10)
 
 

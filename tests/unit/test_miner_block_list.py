@@ -264,7 +264,7 @@ def test_without_chain_or_data_the_lists_are_as_recent_as_can_be(
     feed = world.feed(prefetch=8)
     idle, _, ages = hour(world, feed, block_seconds=block_seconds, **{gone: 1800.0})
     since = ages[5:]
-    assert len(since) >= 4, "publications go on"
+    assert len(since) >= 4, "publications continue"
     for i, age in enumerate(since):
         assert age <= 25 * (i + 1) + 10, "the newest there was, and no older"
     assert idle < 0.1

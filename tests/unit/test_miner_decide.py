@@ -112,7 +112,7 @@ TABLE = [
     row("a call in a round", AVERAGING, CALLED, AVERAGING),
     row("a call in a load", LOADING, CALLED, LOADING),
     row("a call in a fetch", FETCHING, CALLED, FETCHING),
-    row("inner steps go on while the global state is fetched, without snapshots",
+    row("inner steps continue while the global state is fetched, without snapshots",
         state(FETCHING, **NINE), step(50), FETCHING, Action.CHECKPOINT),
     row("a snapshot while the next epoch is fetched: this one is judged for a while",
         FETCHING, WANTED, FETCHING, Action.SNAPSHOT),

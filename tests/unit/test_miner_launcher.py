@@ -147,7 +147,7 @@ def test_settings_that_cannot_be_right_end_with_status_2_at_once(
 def test_the_run_folder_tells_of_settings_that_are_refused(
     argv: list[str], ranks: Played, readable: bool, flag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the dashboard would go on to say that somebody asked for the stop before."""
+    """Else the dashboard would still say that somebody asked for the stop before."""
     folder = Path("runs/one").absolute()
     folder.mkdir(parents=True)
     LauncherFile(folder).stopped("signal SIGINT")

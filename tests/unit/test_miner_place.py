@@ -106,7 +106,7 @@ class Member:
         return rates
 
     def take_outer_step(self) -> None:
-        """Go on with the next outer step, before the bucket shows it."""
+        """Continue with the next outer step, before the bucket shows it."""
         self.trainer.begin_epoch(self.trainer.outer_step + 1)
         self.state = MinerState(Mode.TRAINING, self.trainer.outer_step, place=self.state.place)
 

@@ -240,7 +240,7 @@ class Silent(RuntimeError):
     [
         (TransientError("503"), True, True),
         (DeadlineError("no answer within 60 s"), True, True),
-        (TransientError("503"), False, False),  # with nothing of its own to go on from
+        (TransientError("503"), False, False),  # with nothing of its own to continue from
         (AccessDeniedError("403"), True, False),  # perhaps for good
     ],
 )

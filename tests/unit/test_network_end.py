@@ -113,7 +113,7 @@ def test_a_version_from_the_last_outer_step_on_delays_the_end(tmp_path: Path) ->
         assert bool(world.validator.finished) == (step == 2) == bool(world.events.of("finished"))
     world.validator.tick()
     assert shown == [world.validator.finished]
-    # One that comes after the end, too: miners may go on then.
+    # One that comes after the end, too: miners may continue then.
     later = replace(later, stop_outer_steps=3)
     rules[2] = replace(world.config, validator=later)
     world.validator.tick()

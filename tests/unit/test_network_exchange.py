@@ -52,7 +52,7 @@ def store_rules(**keys: Any) -> dict[str, Any]:
 
 def load(rules: dict[str, Any], folder: Path, kind: str = "miner") -> Config:
     path = folder / "network.toml"
-    path.write_text(signed(to_toml(rules), ALICE, beside=lambda name: ""))
+    path.write_text(signed(to_toml(rules), ALICE, nearby=lambda name: ""))
     return load_config(kind, ("--network", str(path)), environ={}, dotenv=None, check=False)
 
 

@@ -51,7 +51,7 @@ SECOND = f'previous = "sha256:{"0" * 64}"\nfrom_outer_step = 7\nversion = 2 '
 ALICE, BOB = (Keypair.create_from_uri(f"//{name}") for name in ("Alice", "Bob"))
 
 
-def beside(name: str) -> str:
+def nearby(name: str) -> str:
     raise AssertionError(f"{name} was asked for")
 
 
@@ -59,7 +59,7 @@ def changed(old: str, new: str, *, signer: Keypair | None = ALICE) -> str:
     """The example with one change; signed again unless ``signer`` is None."""
     assert old in EXAMPLE
     text = EXAMPLE.replace(old, new)
-    return signed(text, signer, beside=beside) if signer else text
+    return signed(text, signer, nearby=nearby) if signer else text
 
 
 def load(text: str, folder: Path, *flags: str, kind: str = "miner") -> Config:
@@ -101,7 +101,7 @@ def test_the_run_s_id_stays_through_versions_and_is_another_networks_for_another
 ) -> None:
     run_id = load(EXAMPLE, tmp_path).swarm.run_id
     later = changed("version = 1 ", SECOND).replace("0.9\n", "0.8\n")
-    config = load(signed(later, ALICE, beside=beside), tmp_path)
+    config = load(signed(later, ALICE, nearby=nearby), tmp_path)
     assert config.network and config.network.head.from_outer_step == 7
     assert config.swarm.run_id == run_id
     for old, new in (
@@ -128,19 +128,19 @@ def test_comments_layout_and_the_place_of_the_model_do_not_count(tmp_path: Path)
 
 def test_a_file_of_format_1_is_read_as_before_and_has_no_later_key(tmp_path: Path) -> None:
     first = EXAMPLE.replace("format = 2 ", "format = 1 ").replace('exchange = "hivemind"', "")
-    config = load(signed(first, ALICE, beside=beside), tmp_path)
+    config = load(signed(first, ALICE, nearby=nearby), tmp_path)
     assert config.network and config.network.head.exchange == "hivemind"
     assert not config.chain.private
-    later = signed(first.replace("run = 5 ", "private = true\nrun = 5 "), ALICE, beside=beside)
+    later = signed(first.replace("run = 5 ", "private = true\nrun = 5 "), ALICE, nearby=nearby)
     assert "private is a key of format 2" in refused(later, tmp_path)
     for key, value in (
         ("schedule", '"constant"'), ("decay_from", 9), ("decay_steps", 9),
         ("weight_decay_on", '"matrices"'),
     ):  # fmt: skip
         of_first = first.replace("[training]", f"[training]\n{key} = {value}")
-        later = signed(of_first, ALICE, beside=beside)
+        later = signed(of_first, ALICE, nearby=nearby)
         assert f"training.{key} is a key of format 2" in refused(later, tmp_path)
-    later = signed(f'{first}\n[upload]\ncontent = "scored"\n', ALICE, beside=beside)
+    later = signed(f'{first}\n[upload]\ncontent = "scored"\n', ALICE, nearby=nearby)
     assert "upload.content is a key of format 2" in refused(later, tmp_path)
     assert config.store.content == "all"
     training = config.training
@@ -155,7 +155,7 @@ def test_how_tensors_travel_in_a_round_is_the_network_s(tmp_path: Path) -> None:
     assert "round.compression in" in refused(text, tmp_path, *said)
     # hivemind's breaks on parts of few values
     other = text.replace("4bit", "uniform_8bit")
-    assert "'uniform_8bit'" in refused(signed(other, ALICE, beside=beside), tmp_path)
+    assert "'uniform_8bit'" in refused(signed(other, ALICE, nearby=nearby), tmp_path)
 
 
 def test_private_addresses_are_right_only_in_a_private_network(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_private_addresses_are_right_only_in_a_private_network(tmp_path: Path) -
         with pytest.raises(ConfigError, match="give its address in the private network"):
             load(private, tmp_path, f"--{name}", "127.0.0.1")
         alone = private.replace("https://registry.example.org", "http://127.0.0.1:8100")
-        assert load(signed(alone, ALICE, beside=beside), tmp_path, f"--{name}", "127.0.0.1")
+        assert load(signed(alone, ALICE, nearby=nearby), tmp_path, f"--{name}", "127.0.0.1")
     assert load(private, tmp_path, "--axon.external_ip", "fd12::5").chain.private
 
 
@@ -178,7 +178,7 @@ def test_pages_are_drawn_by_the_rule_that_the_file_names(tmp_path: Path) -> None
     assert load(EXAMPLE, tmp_path).draw_pages is select_pages
     second = EXAMPLE.replace("\nrevision = ", "\nselection = 2\nheld_out_pages = 8\nrevision = ")
     draws = [
-        load(signed(text, ALICE, beside=beside), tmp_path, kind=kind).draw_pages
+        load(signed(text, ALICE, nearby=nearby), tmp_path, kind=kind).draw_pages
         for text in (second, second.replace("version = 1 ", SECOND))
         for kind in ("miner", "validator")
     ]
@@ -333,7 +333,7 @@ def large() -> str:
     for old, new in LARGE:
         assert old in text
         text = text.replace(old, new)
-    return signed(text, ALICE, beside=beside)
+    return signed(text, ALICE, nearby=nearby)
 
 
 BAD = {
@@ -509,7 +509,7 @@ def test_a_digest_or_a_copy_says_whose_file_comes_over_http(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, argv = "http://10.0.0.5:8100/network.toml", ("--neuron.run_folder", str(tmp_path))
-    bobs = signed(EXAMPLE.replace(ALICE.ss58_address, BOB.ss58_address), BOB, beside=beside)
+    bobs = signed(EXAMPLE.replace(ALICE.ss58_address, BOB.ss58_address), BOB, nearby=nearby)
     served = {"text": EXAMPLE}
     monkeypatch.setattr(network, "_client", by(lambda _: httpx.Response(200, **served)))
 
@@ -557,7 +557,7 @@ def test_network_given_by_url_is_read_from_its_kept_copy_offline(
     other = ("--neuron.run_folder", str(tmp_path / "run"), "--network", url + "l")
     with pytest.raises(ConfigAway):  # the copy is of another URL
         load_config("miner", other, environ=KEYS, dotenv=None)
-    bobs = signed(EXAMPLE.replace(ALICE.ss58_address, BOB.ss58_address), BOB, beside=beside)
+    bobs = signed(EXAMPLE.replace(ALICE.ss58_address, BOB.ss58_address), BOB, nearby=nearby)
     answers = {
         "<html>back soon</html>": "is no network's file",
         "x" * (2 << 20): "is no network's file",

@@ -91,7 +91,7 @@ def test_a_pause_that_the_data_server_asked_for_holds_up_no_start(
     monkeypatch.setattr(Hold, "seconds", lambda self: 200.0)
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"a start waits {seconds} s"))
     require_data(config_of(rules={"data.rows_url": "http://127.0.0.1:1", "data.rows": 5}))
-    assert "left alone for 200 s" in caplog.text
+    assert "asked for a pause of 200 s" in caplog.text
 
 
 def named(folder: Path, *flags: str) -> Config:

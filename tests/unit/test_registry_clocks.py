@@ -1,4 +1,4 @@
-"""A clock that is wrong for a while: no call counts twice, nobody is locked out, blocks go on."""
+"""A clock that is wrong for a while: no call counts twice, nobody is locked out, blocks grow."""
 
 from __future__ import annotations
 
@@ -320,7 +320,7 @@ def test_a_file_of_0_2_0_is_taken_over(tmp_path: Path, monkeypatch: pytest.Monke
     assert (peer.since, peer.earned, founder.counted) == (START, 0.5, None)
     assert world.registry.view.losses == {7: (3.5, START), 8: (3.25, START + 1)}
     assert world.registry.view.version == 40
-    with closing(sqlite3.connect(tmp_path / "schema-1.db")) as before:  # 0.2.0 could go on with it
+    with closing(sqlite3.connect(tmp_path / "schema-1.db")) as before:  # 0.2.0 could continue it
         assert before.execute("PRAGMA user_version").fetchone() == (1,)
         assert before.execute("SELECT count(*) FROM slots").fetchone() == (3,)
     _replay_all(world)

@@ -355,7 +355,7 @@ def test_a_crowded_bucket_is_cleaned_and_no_publication_waits_for_it(
         )
         assert reports[0].ok, reports[0].reason
         assert_published(store, REVISION, files)
-        assert len(store._uploads) > 700, "the cleanup had not gone on"
+        assert len(store._uploads) > 700, "the cleanup had not continued"
         published.set()
         wait_for(
             lambda: "3 stuck multipart uploads stay" in caplog.text,

@@ -740,7 +740,7 @@ def test_a_snapshot_copies_and_writes_the_uploaded_parts(tmp_path: Path, parts: 
     content, of_all = (
         json.loads((tmp_path / made / keys.CONFIG).read_text()) for made in ("s", "all")
     )
-    place = {} if parts == "all" else {"total_inner_steps": 2}  # to go on from a member's model
+    place = {} if parts == "all" else {"total_inner_steps": 2}  # to continue from a member's model
     assert content == of_all | place and "total_inner_steps" not in of_all
     again = trainer()
     restored = Checkpointer(trainer=again, folder=tmp_path / "checkpoints").restore()

@@ -5,7 +5,7 @@
 Rank 0 starts it. DESCRIPTOR is this process's end of a socket: commands come in and answers leave
 as lines of JSON (:mod:`.supervisor`). Standard output and error are hivemind's log. It leads a
 process group of its own, with p2pd in it, and ends that group when rank 0 is gone or when it cannot
-go on itself.
+continue itself.
 
 The averager is wire-compatible with the public network. hivemind's own is a process next to the
 DHT's process, with pipes and shared-memory futures between them. Here DHT node, matchmaking and
@@ -205,7 +205,7 @@ class DTGradAverager(ServicerBase):
             return Failed("PEER_FAILED", str(error), self._causes())
         finally:
             if not averaged:
-                for task in serving:  # they would go on writing into the tensors
+                for task in serving:  # they would keep writing into the tensors
                     task.cancel()
             self._search_over.set()
             causes, self._all_reduce = self._causes(), None
@@ -562,7 +562,7 @@ def set_aside_damaged(identity: Path) -> None:
 
 
 class HostFailed(RuntimeError):
-    """The swarm process cannot go on; the text has the reason."""
+    """The swarm process cannot continue; the text has the reason."""
 
 
 class Host:

@@ -171,7 +171,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Ended:
-    """The last line of a swarm process that cannot go on, or could not start."""
+    """The last line of a swarm process that cannot continue, or could not start."""
 
     detail: str
 
@@ -576,7 +576,7 @@ class HostProcess:
             with self._connection.makefile("rb") as lines:
                 for line in lines:
                     self._handle(from_line(line))
-                    if self.why:  # it cannot go on; its own end may take seconds
+                    if self.why:  # it cannot continue; its own end may take seconds
                         break
         except TimeoutError:
             self.why = f"it hung: no sign of life for {HANG:.0f} s"

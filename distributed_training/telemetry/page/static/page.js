@@ -131,7 +131,7 @@ function buttons() {
   });
 }
 
-function titleOf(neuron) {  // as its settings name it; two of one name are told apart by their folders
+function titleOf(neuron) {  // as its settings name it; two of one name differ by their folders
   const same = [...neurons.values()].filter((other) => other.title === neuron.title).length;
   return same > 1 ? neuron.name : neuron.title;
 }
@@ -280,7 +280,7 @@ function uploadCards(neuron, running) {
       : "validators score it zero", age > limit ? "bad" : ""));
   }
   const listed = gauge("block_list_age_blocks"), most = gauge("block_list_limit_blocks");
-  if (listed !== undefined && most && running) {  // the chain goes on where the miner writes no figures
+  if (listed !== undefined && most && running) {  // the chain continues where the miner writes no figures
     const pace = gauge("chain_seconds_per_block"), written = gauge("metrics_written_timestamp_seconds");
     const blocks = listed + (pace && written ? Math.max(0, Math.floor((now - written) / pace)) : 0);
     made.push(aged(card("Newest uploaded block", `${number(blocks, 0)} blocks old`,
@@ -587,7 +587,7 @@ function follow() {
 }
 
 if (location.search) history.replaceState(null, "", location.pathname);  // the token stays with the cookie
-setInterval(soon, 1000);  // ages and countdowns go on between events
+setInterval(soon, 1000);  // ages and countdowns continue between events
 window.addEventListener("resize", soon);
 document.addEventListener("visibilitychange", soon);
 follow();
