@@ -57,9 +57,10 @@ class OuterRule:
         select: Of rows ``(r, c)`` that a member would upload, returns what it sends: new rows of
             that shape, zeros for the rest. None: all of it. What is not sent is its residual.
         feedback: Share of the residual that the next upload takes.
-        groups: Of so many members at an outer step, returns the groups that average, by members'
-            numbers. None: all together. In groups members' weights differ, so a network, which
-            publishes one update for all, refuses the rule; ``examples/compare.py`` compares it.
+        groups: Takes the number of members at an outer step; returns the groups that average, by
+            members' numbers. None: all together. In groups members' weights differ, so a network,
+            which publishes one update for all, refuses the rule; ``examples/compare.py`` compares
+            it.
 
     Examples:
         >>> rule = OuterRule(nesterov_sgd, feedback=0.5)

@@ -2,8 +2,8 @@
 
     python -m tests.tools.prose
 
-It refuses sentences of more than 35 words, and words that make a reader stop: *alone* for *only*,
-*goes on* for *continues*. CONTRIBUTING.md has the rules.
+It refuses sentences of more than 35 words, and words that make a reader stop: `alone` for *only*,
+`goes on` for *continues*. CONTRIBUTING.md has the rules.
 test_document_figures.py checks citations of docs/protocol.md.
 """
 
@@ -16,20 +16,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-CODE = ("distributed_training", "extras", "neurons", "scripts", "bench", "tests")
+CODE = ("distributed_training", "extras", "neurons", "scripts", "bench", "examples", "tests")
 DOCUMENTS = ("*.md", "docs/*.md", "docs/skills/*/*.md", "ops/*.md")
 LONGEST = 35  # words of a sentence; a colon or semicolon ends it too
 BANNED = re.compile(
     r"\b(anew|besides|cure|held[- ]back|house|junk|mend(s|ed|ing)?|strangers?|whom)\b", re.I
 )
 CALQUES = re.compile(
-    r"\b(alone|belongs? into|beside|go(es)? on|is told|likewise|so (long|many))\b|: none\b", re.I
+    r"\b(alone|belongs? into|beside|go(es)? on|is told|likewise|so (long|many)"
+    r"|found (a|the|your|its) (own )?network|founded network)\b",
+    re.I,
 )
-CODE_IN_TEXT = re.compile(r"```.*?```|`[^`]*`", re.S)
+NONE = re.compile(r": none\b", re.I)  # in documents; docstrings say what a None means
+CODE_IN_TEXT = re.compile(r"```.*?```|``.*?``|`[^`]*`", re.S)
 
 
 def findings(text: str) -> Iterator[str]:
-    """Yield what is wrong with ``text``, of which indented lines and table rows stand alone."""
+    """Yield what is wrong with ``text``, of which each indented line or row is a paragraph."""
     text = re.sub(r"^```.*?^```|<!--.*?-->", "", text, flags=re.M | re.S)
     for paragraph in re.split(r"\n\s*\n|\n(?=\s|[-*#|>] |\d+\. )|(?<=\s)\|(?=\s)", text):
         for sentence in re.split(r"(?<=[.!?:;])[)`*\"]*\s+", " ".join(paragraph.split())):
@@ -37,6 +40,14 @@ def findings(text: str) -> Iterator[str]:
                 yield f"{words} words: {sentence[:60]}..."
         for word in BANNED.finditer(" ".join(paragraph.split())):
             yield f"the word {word[0]!r}: see CONTRIBUTING.md"
+
+
+def calques(text: str, *patterns: re.Pattern[str]) -> Iterator[str]:
+    """Yield the German turns of ``text``, outside of its code."""
+    text = " ".join(CODE_IN_TEXT.sub("", text).split())
+    for pattern in patterns:
+        for words in pattern.finditer(text):
+            yield f"the words {words[0]!r}: see CONTRIBUTING.md"
 
 
 def of_code(path: Path) -> Iterator[str]:
@@ -49,7 +60,7 @@ def of_code(path: Path) -> Iterator[str]:
             line, text = node.lineno, " ".join(w for w in words if isinstance(w, str))
         else:
             continue
-        yield from (f"{line}: {found}" for found in findings(text))
+        yield from (f"{line}: {found}" for found in (*findings(text), *calques(text, CALQUES)))
 
 
 def main() -> int:
@@ -61,8 +72,7 @@ def main() -> int:
         name = path.relative_to(ROOT)
         text = path.read_text()
         found += [f"{name}: {problem}" for problem in findings(text)]
-        calques = CALQUES.finditer(CODE_IN_TEXT.sub("", text))
-        found += [f"{name}: the words {word[0]!r}: see CONTRIBUTING.md" for word in calques]
+        found += [f"{name}: {problem}" for problem in calques(text, CALQUES, NONE)]
     print(*found, sep="\n", end="\n" if found else "")
     return int(bool(found))
 
