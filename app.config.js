@@ -12,7 +12,7 @@
 // Next to the miner it starts distributed_training_page, the dashboard, which runs on while the miner is
 // stopped, refused or gone. It may be deleted: a miner without it serves the dashboard itself.
 //
-// Keys and other secrets belong into .env, never in here. `python neurons/miner.py --help` lists
+// Keys and other secrets belong in .env, never here. `python neurons/miner.py --help` lists
 // the usual flags; an unknown one is an error that names the nearest known one.
 
 const flags = [
