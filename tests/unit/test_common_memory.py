@@ -18,6 +18,7 @@ from distributed_training.common.memory import (
     checkpoint_bytes,
     device_memory,
     disk_space,
+    host_memory,
     loss_chunk,
     snapshot_bytes,
 )
@@ -162,6 +163,21 @@ def test_disk_figures_equal_the_written_bytes(tmp_path: Path, process_group: Non
     found = ModelShape.from_config(config)
     most = disk_space(found, keep_checkpoints=checkpoints - 1, content="scored")
     assert most == checkpoints * one + 2 * scored + 4 * found.parameters + 3 * state
+
+
+def test_muon_saves_what_the_page_of_requirements_says() -> None:
+    shape = ModelShape.from_config(named_config("4b"))
+
+    def used(moments: float) -> list[float]:
+        how = Arrangement(1, 1, 2048, offload_optimizer=True, moments=moments)
+        on_gpu = device_memory(shape, dataclasses.replace(how, offload_optimizer=False))
+        on_disk = disk_space(shape, keep_checkpoints=2, moments=moments)
+        return [each / shape.parameters for each in (on_gpu, host_memory(shape, how), on_disk)]
+
+    gpu, host, disk = (round(most - least) for most, least in zip(used(2), used(1), strict=True))
+    page = (Path(__file__).parents[2] / "docs" / "requirements.md").read_text()
+    said = f"less of GPU memory, {host} of host memory and {disk} of disk"
+    assert f"Muon needs up to {gpu} bytes a parameter {said}" in " ".join(page.split())
 
 
 def written(folder: Path, pattern: str) -> int:
