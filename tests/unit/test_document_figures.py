@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,23 @@ def test_each_table_of_figures_is_as_it_was_measured() -> None:
         figure = json.loads(path.read_text())
         assert all(figure[key] for key in ("machine", "command", "date", "commit")), name
         assert {len(row) for row in figure["rows"]} == {len(figure["columns"])}, name
+
+
+def test_each_commit_that_a_page_cites_is_in_the_history() -> None:
+    def git(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
+
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        pytest.skip("not a whole clone")
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench").glob("*.md")]
+    cited = {
+        (commit, page.name)
+        for page in pages
+        for commit in re.findall(r"\bcommit ([0-9a-f]{8,40})\b", page.read_text())
+    }
+    assert len(cited) > 5
+    lost = [one for one in cited if git("merge-base", "--is-ancestor", one[0], "HEAD").returncode]
+    assert lost == []
 
 
 def test_each_event_of_a_miner_is_in_the_reference() -> None:
