@@ -49,6 +49,7 @@ PLANS = ("plan", "memory plan")  # rows of the report that the document leaves o
 _LOOK = 2.0  # seconds
 MINUTES = 8.75  # of all parts; nine less the ends of processes
 _TOY_MINUTES = 25.0  # a machine that only tries the code may have other work
+_LENGTHS = f"of all parts [{MINUTES:g}; with --quick {_TOY_MINUTES:g}]"
 
 
 #: As pip names them, and the module of each.
@@ -306,7 +307,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="folder")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--quick", action="store_true", help="toy sizes")
-    parser.add_argument("--minutes", type=float, help=f"of all parts; {MINUTES}, of toys 25")
+    parser.add_argument("--minutes", type=float, help=_LENGTHS)
     parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
     parser.add_argument("--plan", action="store_true", help="predict on paper; needs no GPU")
     parser.add_argument("--table", type=Path, metavar="FILE.json", help="fill the document with it")
