@@ -215,9 +215,7 @@ class Network:
     digest: str
     built_in: bool  # it came with the program
     values: Mapping[str, Any]
-    files: Mapping[str, str] = field(
-        repr=False
-    )  # name -> text: the file, and the model's next to it
+    files: Mapping[str, str] = field(repr=False)  # name -> text: the file and its model's
 
     @property
     def model(self) -> Mapping[str, Any] | None:
