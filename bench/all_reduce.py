@@ -27,7 +27,7 @@ import psutil
 
 from bench.common import parser, table
 from distributed_training.config.settings import SwarmSettings
-from distributed_training.exchange.hivemind.swarm import HivemindSwarm
+from distributed_training.exchange.sn38.swarm import HivemindSwarm
 from distributed_training.protocol.types import RoundRequest
 
 MATCHMAKING = 3.0

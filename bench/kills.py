@@ -63,7 +63,7 @@ from distributed_training.telemetry import read_events
 WORDS = {
     "multiprocessing.resource_tracker": "resource tracker",
     "multiprocessing.forkserver": "fork server",
-    "distributed_training.exchange.hivemind.averager_process": "swarm host",
+    "distributed_training.exchange.sn38.averager_process": "swarm host",
     "p2pd": "p2pd",
     "distributed_training.store.uploader_process": "uploader",
     "distributed_training.data.block_builder": "data worker",

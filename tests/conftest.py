@@ -152,7 +152,7 @@ def process_group() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def forked_hosts() -> Iterator[None]:
     """Swarm hosts of this module's peers are forked, not started as programs."""
-    from distributed_training.exchange.hivemind import supervisor
+    from distributed_training.exchange.sn38 import supervisor
     from tests.tools.forked import ForkedHostLaunch
 
     with pytest.MonkeyPatch.context() as patch:

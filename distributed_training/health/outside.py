@@ -373,7 +373,7 @@ def check_bootstrap(examination: Examination) -> Check:
     if examination.step is not None:
         # What dials them imports torch, which takes seconds from the ranks.
         return Check(name, "skip", "not dialled: the running miner's log says whether it joined")
-    from distributed_training.exchange.hivemind.supervisor import address_of, any_reachable
+    from distributed_training.exchange.sn38.supervisor import address_of, any_reachable
 
     dialled = {peer: address for peer in peers if (address := address_of(peer))}
     if not dialled:

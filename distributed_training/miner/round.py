@@ -42,7 +42,7 @@ from .ranks import Ranks
 
 if TYPE_CHECKING:
     from distributed_training.chain.server import SignedServer
-    from distributed_training.exchange.hivemind.swarm import HivemindSwarm
+    from distributed_training.exchange.sn38.swarm import HivemindSwarm
     from distributed_training.training.held_weights import HeldWeights
     from distributed_training.training.snapshot import SnapshotHandle
     from distributed_training.training.trainer import Trainer

@@ -29,8 +29,8 @@ from distributed_training.common.memory import (
 )
 from distributed_training.config import Config
 from distributed_training.config.versions import Versions, has_versions
-from distributed_training.exchange.hivemind.supervisor import HostLaunch, SwarmUnavailable
-from distributed_training.exchange.hivemind.swarm import HivemindSwarm
+from distributed_training.exchange.sn38.supervisor import HostLaunch, SwarmUnavailable
+from distributed_training.exchange.sn38.swarm import HivemindSwarm
 from distributed_training.health.clock import ClockWatch, measure_offset
 from distributed_training.health.machine import arrange, gpu_bytes
 from distributed_training.network import FILE

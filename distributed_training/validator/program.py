@@ -34,8 +34,8 @@ from distributed_training.config import Config, ConfigError
 from distributed_training.config.versions import Versions, has_versions, restart_keys, under
 from distributed_training.data.held_out import held_out_batches
 from distributed_training.data.page_source import PageUnavailable
-from distributed_training.exchange.hivemind.supervisor import SwarmUnavailable, address_of
-from distributed_training.exchange.hivemind.swarm import HivemindSwarm
+from distributed_training.exchange.sn38.supervisor import SwarmUnavailable, address_of
+from distributed_training.exchange.sn38.swarm import HivemindSwarm
 from distributed_training.health.clock import ClockWatch, measure_offset
 from distributed_training.network import LARGEST_FILE, VERSIONS, Network, save_copy
 from distributed_training.node.buckets import PeerBuckets, check_own, open_own, own_commitment

@@ -29,7 +29,7 @@ from torch import Tensor
 from distributed_training.chain.base import Neuron
 from distributed_training.chain.client import SignedClient
 from distributed_training.config import Config
-from distributed_training.exchange.hivemind.swarm import HivemindSwarm
+from distributed_training.exchange.sn38.swarm import HivemindSwarm
 from distributed_training.node.start import Stopped
 from distributed_training.protocol import keys, lines
 from distributed_training.protocol.keys import is_peer_id

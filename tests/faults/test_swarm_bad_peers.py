@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distributed_training.exchange.hivemind.swarm import HivemindSwarm
+from distributed_training.exchange.sn38.swarm import HivemindSwarm
 from distributed_training.protocol.types import AllReduceResult
 from tests.tools.swarm_bad_peer import KINDS
 from tests.tools.swarm_world import REQUEST, LinePeer, Rounds, assert_good_round, open_swarms

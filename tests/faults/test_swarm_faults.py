@@ -24,9 +24,9 @@ import pytest
 import torch
 
 from distributed_training.common.ports import free_ports
-from distributed_training.exchange.hivemind import supervisor
-from distributed_training.exchange.hivemind.supervisor import SwarmUnavailable
-from distributed_training.exchange.hivemind.swarm import HivemindSwarm
+from distributed_training.exchange.sn38 import supervisor
+from distributed_training.exchange.sn38.supervisor import SwarmUnavailable
+from distributed_training.exchange.sn38.swarm import HivemindSwarm
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, AllReduceResult
 from tests.tools.swarm_world import (
     LARGE,

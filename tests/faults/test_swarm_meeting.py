@@ -23,7 +23,7 @@ import pytest
 from hivemind.dht import protocol
 from hivemind.dht.node import DHTNode
 
-from distributed_training.exchange.hivemind.swarm import HivemindSwarm
+from distributed_training.exchange.sn38.swarm import HivemindSwarm
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, AllReduceResult
 from tests.tools.swarm_world import (
     REQUEST,

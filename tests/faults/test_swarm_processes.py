@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from distributed_training.exchange.hivemind import supervisor
-from distributed_training.exchange.hivemind.swarm import HivemindSwarm
+from distributed_training.exchange.sn38 import supervisor
+from distributed_training.exchange.sn38.swarm import HivemindSwarm
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, AllReduceResult
 from tests.tools.swarm_world import (
     REQUEST,

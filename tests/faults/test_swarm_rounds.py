@@ -21,7 +21,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from distributed_training.exchange.hivemind.swarm import HivemindSwarm
+from distributed_training.exchange.sn38.swarm import HivemindSwarm
 from distributed_training.miner.events import Action, Mode
 from distributed_training.miner.global_state import TOLERANCE, drift
 from distributed_training.protocol.types import AllReduceResult, RoundRequest

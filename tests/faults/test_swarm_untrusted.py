@@ -23,9 +23,9 @@ from hivemind.dht.routing import DHTID
 from hivemind.p2p import P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.proto import averaging_pb2, dht_pb2
 
-from distributed_training.exchange.hivemind import wire
-from distributed_training.exchange.hivemind.supervisor import anonymous_memory
-from distributed_training.exchange.hivemind.swarm import HivemindSwarm
+from distributed_training.exchange.sn38 import wire
+from distributed_training.exchange.sn38.supervisor import anonymous_memory
+from distributed_training.exchange.sn38.swarm import HivemindSwarm
 from distributed_training.protocol.keys import averager_prefix
 from tests.tools.swarm_world import SMALL, assert_good_round, host_pid, open_swarm, processes
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed_training.exchange.hivemind.swarm import HivemindSwarm
+from distributed_training.exchange.sn38.swarm import HivemindSwarm
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, AllReduceResult
 from distributed_training.training.outer_rule import nesterov_sgd
 from tests.tools.swarm_world import (

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from distributed_training.exchange.hivemind.swarm import HivemindSwarm
+from distributed_training.exchange.sn38.swarm import HivemindSwarm
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, AllReduceResult
 from tests.tools.swarm_world import (
     REQUEST,
@@ -192,7 +192,7 @@ def test_another_schema_finds_no_group(pair: Pair, tmp_path: Path) -> None:
 def test_bandwidth_is_measured_in_the_round_before_and_absent_at_first(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distributed_training.exchange.hivemind.swarm._SHORTEST_MEASURE", 0.0)
+    monkeypatch.setattr("distributed_training.exchange.sn38.swarm._SHORTEST_MEASURE", 0.0)
     first, second = pair
     first._bandwidth = None
     orders: list[Any] = []

@@ -30,7 +30,7 @@ from typing import Any, cast
 
 import pytest
 
-from distributed_training.exchange.hivemind.supervisor import LOG, HostLaunch
+from distributed_training.exchange.sn38.supervisor import LOG, HostLaunch
 from distributed_training.miner.rank_group import PRELOAD
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[2]
 _PRELOAD = (
     "tests.tools.jumping_clock",
     *PRELOAD,
-    "distributed_training.exchange.hivemind.averager_process",
+    "distributed_training.exchange.sn38.averager_process",
     __name__,  # a fork begins in it: with its imports in a tenth of a second
 )
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -201,7 +201,7 @@ def _host(connection: socket.socket, tells: Connection, log: str, owner: int) ->
     os.getppid = lambda: owner if parent() == server else 1
     tells.send(True)
     sys.argv = ["host", str(connection.detach())]
-    from distributed_training.exchange.hivemind import averager_process
+    from distributed_training.exchange.sn38 import averager_process
 
     averager_process.main()
 

@@ -42,11 +42,11 @@ from distributed_training.config.settings import StoreSettings
 from distributed_training.data.page_source import Counts
 from distributed_training.data.parquet import FolderSource, ParquetSource
 from distributed_training.data.shards import HeldOut
-from distributed_training.exchange.hivemind import wire
-from distributed_training.exchange.hivemind.address_book import AddressBook
-from distributed_training.exchange.hivemind.averager_process import set_aside_damaged
-from distributed_training.exchange.hivemind.swarm import Judge
-from distributed_training.exchange.hivemind.wire import StreamError
+from distributed_training.exchange.sn38 import wire
+from distributed_training.exchange.sn38.address_book import AddressBook
+from distributed_training.exchange.sn38.averager_process import set_aside_damaged
+from distributed_training.exchange.sn38.swarm import Judge
+from distributed_training.exchange.sn38.wire import StreamError
 from distributed_training.miner import run_folder
 from distributed_training.miner.global_state import drift
 from distributed_training.network import Shown

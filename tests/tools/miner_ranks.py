@@ -32,7 +32,7 @@ from distributed_training.chain.kinds import chain_kind
 from distributed_training.chain.server import SignedServer
 from distributed_training.common.processes import leave
 from distributed_training.data.tokenizer import BYTE_VOCABULARY, build_tokenizer
-from distributed_training.exchange.hivemind.supervisor import SharedTensors
+from distributed_training.exchange.sn38.supervisor import SharedTensors
 from distributed_training.miner import assembly, start, start_hivemind
 from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState

@@ -20,9 +20,9 @@ import torch
 from hivemind.dht.node import DHTNode
 from torch import Tensor
 
-from distributed_training.exchange.hivemind import all_reduce, averager_process, wire
-from distributed_training.exchange.hivemind.bounds import Known
-from distributed_training.exchange.hivemind.wire import Stream
+from distributed_training.exchange.sn38 import all_reduce, averager_process, wire
+from distributed_training.exchange.sn38.bounds import Known
+from distributed_training.exchange.sn38.wire import Stream
 from tests.tools.swarm_world import ORDER
 
 KINDS = (

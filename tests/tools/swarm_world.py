@@ -20,14 +20,14 @@ import psutil
 import torch
 
 from distributed_training.config.settings import SwarmSettings
-from distributed_training.exchange.hivemind.supervisor import HostKeeper, RoundOrder
-from distributed_training.exchange.hivemind.swarm import HivemindSwarm
+from distributed_training.exchange.sn38.supervisor import HostKeeper, RoundOrder
+from distributed_training.exchange.sn38.swarm import HivemindSwarm
 from distributed_training.protocol.types import AllReduceError, AllReduceResult, RoundRequest
 
 if TYPE_CHECKING:
     from hivemind.p2p import PeerID
 
-    from distributed_training.exchange.hivemind.wire import Stream
+    from distributed_training.exchange.sn38.wire import Stream
 
 ROOT = Path(__file__).parents[2]
 Shapes = Sequence[tuple[int, ...]]
@@ -199,7 +199,7 @@ class LinePeer:
 @contextmanager
 def stream_pair(own: PeerID, other: PeerID) -> Iterator[tuple[Stream, Stream]]:
     """Both ends of a stream between two peers: ours, and the other one's. In a running loop."""
-    from distributed_training.exchange.hivemind.wire import Stream  # hivemind is heavy
+    from distributed_training.exchange.sn38.wire import Stream  # hivemind is heavy
 
     ours, theirs = socket.socketpair()
     with ours, theirs:

@@ -15,11 +15,11 @@ import pytest
 from hivemind.p2p import P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.proto import dht_pb2
 
-from distributed_training.exchange.hivemind import address_book, meeting
-from distributed_training.exchange.hivemind.address_book import AddressBook
-from distributed_training.exchange.hivemind.bounds import Known
-from distributed_training.exchange.hivemind.meeting import Meeting, Obstacle
-from distributed_training.exchange.hivemind.wire import StreamError
+from distributed_training.exchange.sn38 import address_book, meeting
+from distributed_training.exchange.sn38.address_book import AddressBook
+from distributed_training.exchange.sn38.bounds import Known
+from distributed_training.exchange.sn38.meeting import Meeting, Obstacle
+from distributed_training.exchange.sn38.wire import StreamError
 from distributed_training.protocol.keys import addressed_peer
 from tests.tools.swarm_world import ORDER
 

@@ -15,8 +15,8 @@ from hivemind.proto import averaging_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distributed_training.exchange.hivemind import wire
-from distributed_training.exchange.hivemind.all_reduce import (
+from distributed_training.exchange.sn38 import wire
+from distributed_training.exchange.sn38.all_reduce import (
     AllReduce,
     Buffers,
     Group,
@@ -24,7 +24,7 @@ from distributed_training.exchange.hivemind.all_reduce import (
     Reducer,
     Terms,
 )
-from distributed_training.exchange.hivemind.wire import Stream
+from distributed_training.exchange.sn38.wire import Stream
 from tests.tools.swarm_world import stream_pair
 
 pytestmark = pytest.mark.timeout(120)

@@ -18,9 +18,9 @@ from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer as Packed
 
-from distributed_training.exchange.hivemind import bounds
-from distributed_training.exchange.hivemind.averager_process import DTGradAverager
-from distributed_training.exchange.hivemind.bounds import (
+from distributed_training.exchange.sn38 import bounds
+from distributed_training.exchange.sn38.averager_process import DTGradAverager
+from distributed_training.exchange.sn38.bounds import (
     MOST_MESSAGE_BYTES,
     Budget,
     DHTProtocol,

@@ -22,8 +22,8 @@ from hivemind.proto import averaging_pb2, p2pd_pb2, runtime_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distributed_training.exchange.hivemind import wire
-from distributed_training.exchange.hivemind.wire import (
+from distributed_training.exchange.sn38 import wire
+from distributed_training.exchange.sn38.wire import (
     Daemon,
     FrameError,
     Stream,

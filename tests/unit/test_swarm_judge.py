@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from distributed_training.exchange.hivemind.supervisor import address_of, bound_log
-from distributed_training.exchange.hivemind.swarm import Judge
+from distributed_training.exchange.sn38.supervisor import address_of, bound_log
+from distributed_training.exchange.sn38.swarm import Judge
 from distributed_training.protocol.types import AllReduceError, AllReduceFault
 
 pytestmark = pytest.mark.timeout(10)

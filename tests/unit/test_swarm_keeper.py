@@ -23,9 +23,9 @@ from typing import Any
 import pytest
 
 from distributed_training.config.settings import SwarmSettings
-from distributed_training.exchange.hivemind import averager_process, supervisor, swarm
-from distributed_training.exchange.hivemind.bounds import Known
-from distributed_training.exchange.hivemind.supervisor import (
+from distributed_training.exchange.sn38 import averager_process, supervisor, swarm
+from distributed_training.exchange.sn38.bounds import Known
+from distributed_training.exchange.sn38.supervisor import (
     Beat,
     HostConfig,
     HostKeeper,

@@ -25,10 +25,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from distributed_training.exchange.hivemind import wire
-from distributed_training.exchange.hivemind.all_reduce import AllReduce, Group, GroupFailed, Terms
-from distributed_training.exchange.hivemind.averager_process import _group_of, shares_of
-from distributed_training.exchange.hivemind.wire import Stream
+from distributed_training.exchange.sn38 import wire
+from distributed_training.exchange.sn38.all_reduce import AllReduce, Group, GroupFailed, Terms
+from distributed_training.exchange.sn38.averager_process import _group_of, shares_of
+from distributed_training.exchange.sn38.wire import Stream
 from distributed_training.protocol import four_bits
 from tests.tools.swarm_world import stream_pair
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from distributed_training.config import Config, ConfigError
-from distributed_training.exchange.hivemind.supervisor import SwarmUnavailable
+from distributed_training.exchange.sn38.supervisor import SwarmUnavailable
 from distributed_training.node import identity
 from distributed_training.node.start import WrongNetwork, exit_status_of, sole_user
 from distributed_training.protocol import keys

@@ -1,6 +1,6 @@
 """Run the swarm process, which owns p2pd, the DHT node and the averager.
 
-    python -m distributed_training.exchange.hivemind.averager_process DESCRIPTOR
+    python -m distributed_training.exchange.sn38.averager_process DESCRIPTOR
 
 Rank 0 starts it. DESCRIPTOR is this process's end of a socket: commands come in and answers leave
 as lines of JSON (:mod:`.supervisor`). Standard output and error are hivemind's log. It leads a

@@ -1,4 +1,4 @@
-"""The swarm: peers that find each other through a DHT and average their pseudo-gradients.
+"""The swarm of format 1: peers that find each other through a DHT and average pseudo-gradients.
 
 A round is :meth:`HivemindSwarm.average` (:mod:`.swarm`): find a group, average the values with it
 (:mod:`.all_reduce`, on hivemind's wire, :mod:`.wire`), check the average. hivemind's network

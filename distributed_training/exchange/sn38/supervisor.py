@@ -475,7 +475,7 @@ def bound_log(path: Path, most: int = _LOG_BYTES) -> None:
 
 #: Without a sign of life for this time (they come every 2 s) the process counts as hung.
 HANG = 20.0
-PROGRAM = "distributed_training.exchange.hivemind.averager_process"
+PROGRAM = "distributed_training.exchange.sn38.averager_process"
 _CLOSE = 6.0  # seconds to leave the swarm
 _TENSORS = b"T"  # the first byte to the process: with it comes the descriptor of the tensors
 
