@@ -1,24 +1,25 @@
 """The home of outer rules: how uploads become the update of an outer step.
 
-A rule has up to four parts (:class:`OuterRule`). What members send of their movement is one, and
+A rule has up to five parts (:class:`OuterRule`). What members send of their movement is one, and
 what they keep of the rest for the next upload is another. Then there is which members average with
-each other, and the step along the average. The public network's rule has only a step: SGD with
-Nesterov momentum.
+each other, how the uploads that are merged become one pseudo-gradient, and the step along it. The
+public network's rule has only a step: SGD with Nesterov momentum.
 
 Another one is an ``OuterRule`` and one line, ``OUTER_RULES.register(name, rule)``, in a module that
 ``--plugins`` names. Miners and validators of a network must have the same: each computes the new
 weights itself, and their bits must agree. So a rule works in float32 on the CPU: its step on each
-element only, its choice on each row only, since a rank holds some rows.
+element only, its choice and its merge on each row only, since a rank or a block holds some rows.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -48,8 +49,25 @@ class OuterStepOf(Protocol):
 
 
 @dataclass(frozen=True)
+class UploadFacts:
+    """What is known of one of the uploads that a rule merges; the manifest names it for replays.
+
+    Attributes:
+        tokens: On which it was trained, as its member's file says.
+        norm: Euclidean norm of all its values, before it was clipped.
+        gain: Nats per token by which it lowers the loss on text, as the judge measured.
+    """
+
+    tokens: int
+    norm: float
+    gain: float
+
+
+@dataclass(frozen=True)
 class OuterRule:
     """Says how uploads become an update.
+
+    Whatever a part raises becomes a ConfigError, one line that names rule and part.
 
     Args:
         step: Computes new weights from a group's mean weights at the start and its mean
@@ -61,6 +79,9 @@ class OuterRule:
             members' numbers. None: all together. In groups members' weights differ, so a network,
             which publishes one update for all, refuses the rule; ``examples/compare.py`` compares
             it.
+        merge: Of rows ``(members, r, c)``, new float32 ones of the uploads that are merged, clipped
+            and in the order of their uids, and of their facts in this order, returns the rows
+            ``(r, c)`` of the pseudo-gradient that ``step`` gets. None: their mean.
 
     Examples:
         >>> rule = OuterRule(nesterov_sgd, feedback=0.5)
@@ -72,6 +93,52 @@ class OuterRule:
     select: Callable[[Tensor], Tensor] | None = None
     feedback: float = 1.0
     groups: Callable[[int, int], Sequence[Sequence[int]]] | None = None
+    merge: Callable[[Tensor, Sequence[UploadFacts]], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        for part in ("step", "select", "groups", "merge"):
+            function = getattr(self, part)
+            if function is not None and function is not nesterov_sgd:
+                object.__setattr__(self, part, functools.partial(_call, self, part, function))
+
+    def __repr__(self) -> str:
+        return f"OuterRule({self._name!r})"
+
+    @property
+    def _name(self) -> str:
+        return next((name for name in OUTER_RULES if OUTER_RULES[name] is self), "without a name")
+
+    def merge_rows(self, rows: Tensor, facts: Sequence[UploadFacts]) -> Tensor:
+        """Return what ``merge`` makes of rows ``(members, r, c)``. Raises ConfigError."""
+        assert self.merge is not None
+        wanted = rows.shape[1:]
+        found = self.merge(rows, facts)
+        if (
+            not isinstance(found, Tensor)
+            or (found.shape, found.dtype) != (wanted, rows.dtype)
+            or not found.isfinite().all()
+        ):
+            raise _failed(self, "merge", "it returns other rows than finite float32 ones")
+        return found
+
+
+def _call(
+    rule: OuterRule, part: str, function: Callable[..., Any], *given: Any, **rates: Any
+) -> Any:
+    try:
+        return function(*given, **rates)
+    except (ConfigError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever a plug-in's code raises
+        text = "".join(filter(str.isprintable, str(error).partition("\n")[0]))
+        raise _failed(rule, part, f"{type(error).__name__}: {text:.300}") from error
+
+
+def _failed(rule: OuterRule, part: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"the outer rule {rule._name!r} fails in its {part} ({why}), so nothing can be trained by "
+        "it: correct that function, or choose another training.outer_rule"
+    )
 
 
 #: Name -> rule.
@@ -142,7 +209,7 @@ def outer_rule_of(
     name = settings.outer_rule
     rule = choose_kind(OUTER_RULES, name, key="training.outer_rule")
     if not (problem := _refuse_network(rule, exchange, bits)):
-        problem = _try_step(rule.step, settings) or _try_select(rule)
+        problem = _try_step(rule.step, settings) or _try_select(rule) or _try_merge(rule)
     if problem:
         raise ConfigError(
             f"the outer rule {name!r} {problem}, so nothing was started: correct the rule, or "
@@ -161,6 +228,8 @@ def _refuse_network(rule: OuterRule, exchange: str | None, bits: int) -> str:
         )
     if rule.select is not None and exchange != "store":
         return "chooses what is uploaded, and over hivemind peers average whole pseudo-gradients"
+    if rule.merge is not None and exchange != "store":
+        return "merges the uploads of members, and over hivemind peers average among themselves"
     if rule.select is not None and bits < _WITH_ZERO:
         return f"sends zeros, which uploads of {bits} bits have not (round.bits = 4 has)"
     return ""
@@ -172,7 +241,10 @@ def _try_step(step: OuterStepOf, settings: TrainingSettings) -> str:
     for _ in range(2):
         given = [t for t in (param, grad, state) if t is not None]
         before = [t.clone() for t in given]
-        new, kept = step(param, grad, state, **rates)
+        found = step(param, grad, state, **rates)
+        if not (isinstance(found, tuple) and len(found) == 2 and _are_tensors(*found)):
+            return "returns from its step no pair of tensors (param, state)"
+        new, kept = found
         lower = step(param[1:], grad[1:], None if state is None else state[1:], **rates)
         if any((t.shape, t.dtype) != (param.shape, param.dtype) for t in (new, kept)):
             return "returns other tensors than float32 ones of the parameter's shape"
@@ -190,18 +262,35 @@ def _try_step(step: OuterStepOf, settings: TrainingSettings) -> str:
     return ""
 
 
+def _are_tensors(*found: object) -> bool:
+    return all(isinstance(each, Tensor) for each in found)
+
+
 def _try_select(rule: OuterRule) -> str:
-    if not 0 <= rule.feedback <= 1:
+    if not isinstance(rule.feedback, int | float) or not 0 <= rule.feedback <= 1:
         return f"keeps {rule.feedback} of the residual, which is no share of it"
     if rule.select is None:
         return ""
     rows = torch.arange(24.0).view(3, 8).sub_(9.25)  # no two of one magnitude in a row
     before = rows.clone()
     sent, lower = rule.select(rows), rule.select(rows[1:])
-    if (sent.shape, sent.dtype) != (rows.shape, rows.dtype):
+    if not _are_tensors(sent, lower) or (sent.shape, sent.dtype) != (rows.shape, rows.dtype):
         return "sends other tensors than float32 ones of the rows' shape"
     if not torch.equal(rows, before):
         return "changes what it is given"
     if not torch.equal(lower, sent[1:]):
         return "chooses in each row by what is in other rows, which other ranks may have"
+    return ""
+
+
+def _try_merge(rule: OuterRule) -> str:
+    if rule.merge is None:
+        return ""
+    for members in (1, 3):
+        facts = [UploadFacts(1000 + n, 1.0 + n, 0.1 * n - 0.1) for n in range(members)]
+        rows = torch.sin(torch.arange(members * 24.0) ** 2).view(members, 3, 8)
+        merged = rule.merge_rows(rows.clone(), facts)
+        lower = rule.merge_rows(rows[:, 1:].clone(), facts)
+        if not torch.equal(lower, merged[1:]):
+            return "merges each row by what is in other rows, which other blocks may have"
     return ""

@@ -1,9 +1,9 @@
 """Merge the uploads of a close into the update of an outer step (protocol page, section 12).
 
-The accepted uploads are clipped and averaged, each with weight 1. The outer rule makes an update of
-the mean. The *residual*, which quantization took from the update before, is added. The sum is
-quantized; its loss becomes the next residual. So no merged upload is ever lost, and all apply the
-same bytes, the validator too.
+The accepted uploads are clipped and averaged, each with weight 1, or the outer rule merges them
+itself. It makes an update of the result. The *residual*, which quantization took from the update
+before, is added. The sum is quantized; its loss becomes the next residual. So no merged upload is
+ever lost, and all apply the same bytes, the validator too.
 
 Whoever replays the outer step must get the same bits on another machine. So all of it is float32 on
 the CPU, upload by upload in the manifest's order, and each product and each sum is rounded by
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from distributed_training.config import Config
+from distributed_training.config.types import choose_kind
 from distributed_training.protocol.manifest import Manifest
 from distributed_training.protocol.types import Sign
 from distributed_training.protocol.update_file import (
@@ -34,7 +35,7 @@ from distributed_training.protocol.update_file import (
     rows_and_columns,
     write_rows,
 )
-from distributed_training.training.outer_rule import OUTER_RULES, nesterov_sgd
+from distributed_training.training.outer_rule import OUTER_RULES, UploadFacts, nesterov_sgd
 
 NESTEROV = "nesterov"
 #: Outer steps whose merged norms bound the norm of an upload.
@@ -116,6 +117,7 @@ def merge(
     path: Path,
     layout: UpdateLayout,
     sign: Sign,
+    facts: Sequence[UploadFacts] = (),
 ) -> tuple[str, OuterState]:
     """Write the update into ``path``; return its digest, and the state after it.
 
@@ -126,9 +128,15 @@ def merge(
         path: Where no file is yet.
         layout: Of the update, with its header.
         sign: By the master.
+        facts: Of each upload, for a rule that merges them itself. It does not get an upload whose
+            factor is 0.
 
-    Raises OSError, and ValueError for values that became too large to be written.
+    Raises OSError, ConfigError where the outer rule is unknown or fails, and ValueError for values
+    that became too large to be written.
     """
+    chosen = choose_kind(OUTER_RULES, rule.name, key="the outer rule")
+    own = None if chosen.merge is None else chosen
+    counted = [each for each in zip(uploads, factors, facts, strict=True) if each[1]] if own else []
     momenta, residuals = ([torch.empty_like(w) for w in before.weights] for _ in range(2))
     for index, part in enumerate(layout.parts):
         shape = (part.rows, part.columns)
@@ -139,11 +147,16 @@ def merge(
             None if tensors is None else tensors[index].view(shape)
             for tensors in (before.momentum, before.residual)
         )
-        for a, b in _chunks(layout, index):
-            mean = uploads[0].rows(index, a, b).mul_(factors[0])
-            for upload, factor in zip(uploads[1:], factors[1:], strict=True):
-                mean.add_(upload.rows(index, a, b).mul_(factor))
-            mean.div_(len(uploads))
+        # Such a rule gets the rows of all members at once, so they are fewer: memory is bounded.
+        for a, b in _chunks(layout, index, max(1, len(counted))):
+            if own is not None:
+                rows = [upload.rows(index, a, b).mul_(factor) for upload, factor, _ in counted]
+                mean = own.merge_rows(torch.stack(rows), [each[2] for each in counted])
+            else:
+                mean = uploads[0].rows(index, a, b).mul_(factors[0])
+                for upload, factor in zip(uploads[1:], factors[1:], strict=True):
+                    mean.add_(upload.rows(index, a, b).mul_(factor))
+                mean.div_(len(uploads))
             step, new_momentum[a:b] = _step(
                 rule, weight[a:b], mean, None if momentum is None else momentum[a:b]
             )
@@ -184,10 +197,13 @@ def _subtract(tensors: Sequence[Tensor], update: UpdateFile) -> None:
             rows[a:b].sub_(update.rows(index, a, b))
 
 
-def _chunks(layout: UpdateLayout, index: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of a parameter's rows, first and after the last, each handled at once."""
+def _chunks(layout: UpdateLayout, index: int, members: int = 1) -> Iterator[tuple[int, int]]:
+    """Yield ranges of a parameter's rows, first and after the last, each handled at once.
+
+    ``members``: whose rows of a range are in memory together.
+    """
     part = layout.parts[index]
-    step = max(1, _CHUNK // max(1, part.columns))
+    step = max(1, _CHUNK // max(1, part.columns * members))
     return ((first, min(first + step, part.rows)) for first in range(0, part.rows, step))
 
 

@@ -30,6 +30,7 @@ from distributed_training.protocol.metadata import MAX_CONFIG_BYTES
 from distributed_training.protocol.update_file import BITS, UpdateFile, UpdateLayout, largest_file
 from distributed_training.store.bucket_reader import BucketReader, StateUnavailable
 from distributed_training.store.errors import IntegrityError, ObjectMissingError
+from distributed_training.training.outer_rule import UploadFacts
 from distributed_training.training.outer_step import load_weights, model_bytes
 from distributed_training.validator.merge import (
     OuterState,
@@ -275,6 +276,7 @@ class Chain:
             path=path,
             layout=UpdateLayout.of(self.schema, update.header),
             sign=lambda message: _UNSIGNED,
+            facts=[UploadFacts(m.tokens, m.norm, m.improvement) for m in manifest.merged],
         )
         path.unlink()
         self._compare(keys.outer_key(manifest.outer_step, keys.UPDATE), after, manifest)

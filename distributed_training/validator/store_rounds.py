@@ -49,6 +49,7 @@ from distributed_training.store.errors import (
     ObjectMissingError,
     StoreError,
 )
+from distributed_training.training.outer_rule import UploadFacts
 from distributed_training.training.outer_step import GlobalState
 from distributed_training.validator.judging import (
     CAUSES,
@@ -518,6 +519,8 @@ class StoreValidator(Validator):
             path=path,
             layout=UpdateLayout.of(self.state.schema, header),
             sign=self._steps.sign,
+            # As the manifest has them: whoever replays the step must get the same bits.
+            facts=[UploadFacts(u.file.header.tokens, u.norm, u.improvement) for u in ordered],
         )
         losses = self._rules.losses(values.weights)
         return _MergedSome(sorted(uids), digest, values, factors, losses)

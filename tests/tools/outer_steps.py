@@ -21,6 +21,7 @@ from distributed_training.protocol.update_file import (
 )
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.folder import FolderStore
+from distributed_training.training.outer_rule import UploadFacts
 from distributed_training.validator.merge import (
     OuterState,
     Rule,
@@ -94,6 +95,7 @@ def publish_chain(
     weights_every: int = 4,
     keep_uploads: int = 100,
     uids: tuple[int, ...] = (2, 5, 10),
+    rule: Rule = Rule("nesterov", 0.7, 0.9),
 ) -> list[OuterState]:
     """Write a bucket as a validator has published it; return the state of each outer step."""
     states = [OuterState(drawn(1000))]
@@ -105,7 +107,8 @@ def publish_chain(
         head = header("update", step - 1, start=chain[-1].weights) if step else None
         if head is not None:
             for uid in uids:
-                upload = header("upload", step - 1, hotkey=hotkey_of(uid), start=head.start)
+                named = {"hotkey": hotkey_of(uid), "start": head.start, "tokens": 61440 + uid}
+                upload = header("upload", step - 1, **named)
                 size = 1e-3 * (8 if uid == 10 and step == 2 else 1)
                 path = folder / f"uploads/{uid}.safetensors"
                 files.append(write_file(path, drawn(100 * step + uid, size), upload))
@@ -115,14 +118,17 @@ def publish_chain(
                 files,
                 factors,
                 states[-1],
-                Rule("nesterov", 0.7, 0.9),
+                rule,
                 path=folder / keys.UPDATE,
                 layout=UpdateLayout.of(SCHEMA, head),
                 sign=sign,
+                facts=[
+                    UploadFacts(61440 + uid, n, uid / 9) for uid, n in zip(uids, norms, strict=True)
+                ],
             )
             states.append(after)
             merged = [
-                Merged(uid, hotkey_of(uid), file.digest, norm, factor, 0.1, 30, 61440)
+                Merged(uid, hotkey_of(uid), file.digest, norm, factor, uid / 9, 30, 61440 + uid)
                 for uid, file, norm, factor in zip(uids, files, norms, factors, strict=True)
             ]
         whole = step % weights_every == 0
@@ -138,9 +144,9 @@ def publish_chain(
             weights=weights,
             momentum=momentum,
             residual=residual,
-            learning_rate=0.7,
-            mu=0.9,
-            rule="nesterov",
+            learning_rate=rule.learning_rate,
+            mu=rule.mu,
+            rule=rule.name,
             merged=tuple(merged),
             refused=(),
             losses_before={"held-out": 5.0},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -91,9 +92,59 @@ def test_a_rule_that_does_not_choose_whole_rows_is_refused(
     refuse(monkeypatch, OuterRule(nesterov_sgd, **parts), refused)
 
 
+def breaks(*given: Any, **rates: Any) -> Any:
+    raise RuntimeError("Could not infer dtype of NoneType\nand a second line")
+
+
+@pytest.mark.parametrize(
+    ("parts", "part"),
+    [
+        ({"step": breaks}, "step (RuntimeError: Could not infer dtype of NoneType)"),
+        ({"step": lambda param, grad, state: (param, grad)}, "step (TypeError: "),
+        ({"step": lambda param, grad, state, losses, lr, mu: (param, grad)}, "step (TypeError: "),
+        ({"step": lambda *_, **__: None}, "returns from its step no pair"),
+        ({"select": breaks}, "select (RuntimeError: "),
+        ({"select": lambda rows: None}, "sends other tensors"),
+        ({"feedback": "half"}, "keeps half of the residual"),
+        ({"merge": breaks}, "merge (RuntimeError: "),
+        ({"merge": lambda rows: rows[0]}, "merge (TypeError: "),
+        ({"merge": lambda rows, facts: rows}, "merge (it returns other rows"),
+        ({"merge": lambda rows, facts: rows[0].double()}, "merge (it returns other rows"),
+        ({"merge": lambda rows, facts: rows[0] / 0}, "merge (it returns other rows"),
+        ({"merge": lambda rows, facts: None}, "merge (it returns other rows"),
+        ({"merge": lambda rows, facts: facts[0].age}, "merge (AttributeError: "),
+        ({"merge": lambda rows, facts: rows[0] * rows.sum()}, "merges each row by what is in"),
+    ],
+)
+@pytest.mark.parametrize("exchange", ["store", None])
+def test_any_error_in_a_rule_is_one_line_that_names_rule_and_part(
+    parts: dict[str, Any], part: str, exchange: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OUTER_RULES, "_made", {"odd": OuterRule(**{"step": nesterov_sgd, **parts})})
+    with pytest.raises(ConfigError, match=re.escape(part)) as caught:
+        outer_rule_of(TrainingSettings(outer_rule="odd"), exchange)
+    assert re.fullmatch(
+        "the outer rule 'odd' .*, so nothing .*: correct .*, or choose another training.outer_rule",
+        str(caught.value),
+    )
+
+
+@pytest.mark.parametrize("part", ["step", "select", "groups", "merge"])
+def test_an_error_of_a_later_call_is_one_line_too(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule = OuterRule(**{"step": nesterov_sgd, part: breaks})
+    monkeypatch.setattr(OUTER_RULES, "_made", {"odd": rule})
+    with pytest.raises(ConfigError) as caught:
+        getattr(rule, part)(torch.ones(2, 3), torch.ones(2, 3))
+    assert str(caught.value).startswith(f"the outer rule 'odd' fails in its {part} (RuntimeError")
+    assert "\n" not in str(caught.value) and "correct that function" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("parts", "network", "refused"),
     [
+        ({"merge": lambda rows, facts: rows[0]}, {"exchange": "hivemind"}, "among themselves"),
         ({"groups": lambda members, step: [range(members)]}, {}, "all members of a network have"),
         ({"select": halves}, {"exchange": "hivemind"}, "over hivemind peers average whole"),
         ({"select": halves}, {"bits": 2}, "uploads of 2 bits have not"),

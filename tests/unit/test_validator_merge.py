@@ -17,9 +17,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from distributed_training.protocol.update_file import UpdateFile, UpdateLayout
-from distributed_training.training.outer_rule import OUTER_RULES, OuterRule, nesterov_sgd
+from distributed_training.protocol.update_file import UpdateFile, UpdateLayout, rows_and_columns
+from distributed_training.training.outer_rule import (
+    OUTER_RULES,
+    OuterRule,
+    UploadFacts,
+    nesterov_sgd,
+)
 from distributed_training.validator import merge as module
 from distributed_training.validator.merge import (
     OuterState,
@@ -32,6 +38,7 @@ from distributed_training.validator.merge import (
     subtract,
 )
 from tests.tools.outer_steps import SCHEMA, drawn, header, hotkey_of, sign, write_file
+from tests.toys.merges import MERGES, Merge
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -187,6 +194,65 @@ def test_an_outer_rule_of_a_plug_in_is_followed(
     assert other.momentum is not None
     for one, two in zip(other.momentum, own.momentum, strict=True):
         assert torch.allclose(one, two, atol=1e-6)
+
+
+FACTS = [UploadFacts(10 + n, 1.0 + n, n / 7 - 0.1) for n in range(len(FACTORS))]
+
+
+@pytest.mark.parametrize("own", MERGES, ids=lambda each: each.__name__)
+def test_a_rule_merges_the_members_rows(
+    own: Merge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets each upload's clipped rows and facts, in blocks that hold bounded memory."""
+    largest = 0
+
+    def watched(rows: Tensor, facts: Sequence[UploadFacts]) -> Tensor:
+        nonlocal largest
+        largest = max(largest, rows.numel())
+        assert list(facts) == FACTS
+        return own(rows, facts)
+
+    def once(folder: Path) -> OuterState:
+        folder.mkdir()
+        layout = UpdateLayout.of(SCHEMA, header("update", 0))
+        uploads = uploads_in(folder, 0)
+        path = folder / "update"
+        rule = Rule("own", 1.0, 0.0)
+        return merge(
+            uploads, FACTORS, OuterState(drawn(99)), rule,
+            path=path, layout=layout, sign=sign, facts=FACTS,
+        )[1]  # fmt: skip
+
+    monkeypatch.setitem(OUTER_RULES._made, "own", OuterRule(nesterov_sgd, merge=watched))
+    found = once(tmp_path / "whole")
+    assert found.momentum is not None
+    for index, (name, shape) in enumerate(SCHEMA):
+        rows = torch.stack(
+            [
+                upload.decode(name, shape).view(rows_and_columns(shape)) * factor
+                for upload, factor in zip(uploads_in(tmp_path / "a", 0), FACTORS, strict=True)
+            ]
+        )
+        assert torch.equal(found.momentum[index], own(rows, FACTS).view(shape)), name
+    monkeypatch.setattr(module, "_CHUNK", 900)
+    largest = 0
+    assert once(tmp_path / "blocks").digests == found.digests
+    assert largest <= 900
+
+
+def test_a_rule_does_not_get_an_upload_of_factor_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def two(rows: Tensor, facts: Sequence[UploadFacts]) -> Tensor:
+        assert list(facts) == [FACTS[0], FACTS[2]]
+        return rows[0] + rows[1]
+
+    monkeypatch.setitem(OUTER_RULES._made, "own", OuterRule(nesterov_sgd, merge=two))
+    layout = UpdateLayout.of(SCHEMA, header("update", 0))
+    merge(
+        uploads_in(tmp_path, 0), [1.0, 0.0, 1.0], OuterState(drawn(99)), Rule("own", 1.0, 0.0),
+        path=tmp_path / "update", layout=layout, sign=sign, facts=FACTS,
+    )  # fmt: skip
 
 
 def test_norm_is_that_of_all_values(tmp_path: Path) -> None:

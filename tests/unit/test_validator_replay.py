@@ -15,7 +15,8 @@ import torch
 
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Manifest, Master
-from distributed_training.validator.merge import OuterState
+from distributed_training.training.outer_rule import OUTER_RULES, OuterRule, nesterov_sgd
+from distributed_training.validator.merge import OuterState, Rule
 from distributed_training.validator.replay import ChainBroken
 from tests.tools.outer_steps import (
     MASTER,
@@ -30,6 +31,7 @@ from tests.tools.outer_steps import (
     verify,
     write_file,
 )
+from tests.toys.merges import MERGES, Merge
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -67,6 +69,23 @@ def test_an_empty_disk_continues_bit_for_bit(
     assert_same(found, states[STEPS if to is None else to])
     # Nothing that was downloaded stays.
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("own", MERGES, ids=lambda each: each.__name__)
+def test_an_audit_repeats_the_merge_of_a_rule(
+    own: Merge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its facts come from the manifests; a rule that is another one by now is noticed."""
+    monkeypatch.setitem(OUTER_RULES._made, "own", OuterRule(nesterov_sgd, merge=own))
+    publish_chain(tmp_path / "bucket", 5, rule=Rule("own", 0.7, 0.9))
+    found = open_chain(tmp_path / "bucket", tmp_path / "audit").audit()
+    assert not found.problems
+    assert found.replayed_from == 0
+    changed = OuterRule(nesterov_sgd, merge=lambda rows, facts: own(rows, facts) * 2)
+    monkeypatch.setitem(OUTER_RULES._made, "own", changed)
+    found = open_chain(tmp_path / "bucket", tmp_path / "again").audit()
+    assert len(found.problems) >= 1
+    assert "that its manifest does not name" in found.problems[0]
 
 
 def test_weights_need_no_uploads(published: tuple[Path, list[OuterState]], tmp_path: Path) -> None:
