@@ -50,9 +50,9 @@ class HeadSeen:
 
 @dataclass(frozen=True)
 class ChainForked(Event):
-    """There are two valid manifests for one step: nothing is applied or sent any more."""
+    """There are two valid manifests for one step: nothing is applied or sent before a recovery."""
 
-    cause: str  # one line that names both, and the remedy
+    cause: str  # one line that names both, and the remedy; empty: a recovery has settled it
 
 
 @dataclass(frozen=True)

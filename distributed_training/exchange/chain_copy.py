@@ -4,7 +4,8 @@ The store is not believed. An object of it counts only if the master has signed 
 grows: a state with a smaller serial is an old one, and a manifest that follows another one than
 ours is part of another history. So the newest state and all manifests that were seen stay on the
 disk, over a restart too. Two valid manifests of one outer step prove that the master signed two
-histories: only its owner can say which one holds, so nothing is applied any more.
+histories: only its owner can say which one holds, so nothing is applied before a recovery, which
+begins the chain again above both.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Manifest, Master, State
 from distributed_training.store.base import ObjectInfo, is_md5, same_etag
 from distributed_training.store.bucket_reader import BucketReader, StateUnavailable
-from distributed_training.store.errors import StoreError
+from distributed_training.store.errors import IntegrityError, StoreError
 
 _AT_ONCE = 8  # manifests that are fetched at once
 _Kind = TypeVar("_Kind", State, Manifest)
@@ -34,10 +35,14 @@ class ForkError(StateUnavailable):
     """The master signed two manifests of one outer step; the text names both."""
 
 
+class OlderStateError(StateUnavailable):
+    """The store shows an older state than one that was seen: it answers late, or lost objects."""
+
+
 class ChainCopy:
     """The chain as far as this member has seen it, in ``folder``. Its methods raise StoreError.
 
-    ``forked``: the line about two valid manifests of one outer step; empty: there never were.
+    ``forked``: the line about two valid manifests of one outer step that no recovery explains.
     """
 
     def __init__(self, reader: BucketReader, folder: Path, master: Master) -> None:
@@ -55,9 +60,9 @@ class ChainCopy:
             name = path.name.partition(".")[0]
             return (
                 f"The network's master has signed two manifests of outer step {name}: "
-                f"{self._path(name)} and {path}. Nothing is applied or sent any more, since nobody "
-                "else can say which one holds: ask the founder, then delete "
-                f"{self._folder} and start again"
+                f"{self._path(name)} and {path}. A bucket that was put back from a copy explains "
+                "that, and so does a stolen key. Nothing is applied or sent until the founder says "
+                "which one holds by dt-network recover; then this member continues by itself"
             )
         return ""
 
@@ -66,19 +71,24 @@ class ChainCopy:
 
         ``now``: Unix seconds, by the store's clock. Raises StateUnavailable, and ForkError.
         """
-        if info is None:
-            raise StateUnavailable(
-                f"the store holds no {keys.STATE} yet: the network has not begun"
-            )
         state = self._newest
-        if state is None or not same_etag(info.etag, self._etag):
-            data = self._reader.get(keys.STATE, limit=State.most_bytes)
+        # Where HEAD finds nothing GET may: the two may be answered by different replicas.
+        if state is None or info is None or not same_etag(info.etag, self._etag):
+            data = self._get(keys.STATE, State)
+            if data is None and state is None:
+                raise StateUnavailable(
+                    f"the store holds no {keys.STATE} yet: the network has not begun"
+                )
             if data is None:
-                raise StateUnavailable(f"{keys.STATE} was there and is not any more")
+                raise StateUnavailable(
+                    f"{keys.STATE} is missing in the store: the network's validator writes it again"
+                )
             try:
                 state = State.parse(data, self._master)
                 if self._newest is not None:
                     self._check_history(state, self._newest)
+                if self.forked and state != self._newest:
+                    self._settle_fork(state)
             except ValueError as error:
                 raise StateUnavailable(f"{error}: nothing is taken from it") from None
             if state != self._newest:
@@ -86,7 +96,10 @@ class ChainCopy:
             self._newest = state
             md5 = hashlib.md5(data, usedforsecurity=False).hexdigest()
             # A cache may answer with older bytes than HEAD described: then it is asked again.
-            self._etag = "" if is_md5(info.etag) and not same_etag(info.etag, md5) else info.etag
+            old = info is None or (is_md5(info.etag) and not same_etag(info.etag, md5))
+            self._etag = "" if info is None or old else info.etag
+        if self.forked:
+            raise ForkError(self.forked)
         # A finished network has no newer state.
         if state.expires < now and not state.finished:
             raise StateUnavailable(
@@ -100,12 +113,18 @@ class ChainCopy:
     def link(self, first: int, state: State) -> int | None:
         """Fetch the manifests from ``first`` to the state's, and check that each follows the last.
 
-        Returns the outer step to which the network has gone back on the way, None if it has not.
+        Where the founder has recovered the network since ``first``, the chain begins there. Returns
+        the outer step to which the network has gone back on the way, None if it has not.
         Raises StateUnavailable, and ForkError.
         """
-        before, back = self.manifest(first), None
+        back, before = None, self.copy(state.outer_step)
         try:
-            for after, data in self._fetch_missing(first + 1, state.outer_step + 1):
+            before = head = before or Manifest.parse(self._fetch(state.outer_step), self._master)
+            _check_head(state, head)
+            before = self.manifest(max(first, head.recovered))
+            if before.outer_step > first:
+                back = before.rewound_to
+            for after, data in self._fetch_missing(before.outer_step + 1, state.outer_step + 1):
                 after.check_after(before)
                 if data:
                     write_bytes(self._path(after.outer_step), data)
@@ -113,7 +132,8 @@ class ChainCopy:
                 back = back if after.rewound_to is None else after.rewound_to
             _check_head(state, before)
         except ValueError as error:
-            self._look_for_another(before.outer_step)
+            if before is not None:
+                self._look_for_another(before.outer_step)
             raise StateUnavailable(f"{error}: nothing is taken from it") from None
         return back
 
@@ -141,9 +161,25 @@ class ChainCopy:
             state.check_after(before)
             if (ours := self.copy(state.outer_step)) is not None:
                 _check_head(state, ours)
-        except ValueError:
+        except ValueError as error:
             self._look_for_another(state.outer_step)
-            raise
+            if state.serial >= before.serial and state.outer_step >= before.outer_step:
+                raise
+            raise OlderStateError(
+                f"{error}. Nothing is taken from it; if this lasts, the bucket was put back from a "
+                "copy, and the founder runs dt-network recover"
+            ) from None
+
+    def _settle_fork(self, state: State) -> None:
+        """Forget the two histories if the state belongs to a recovery since. Raises ForkError."""
+        head = Manifest.parse(self._fetch(state.outer_step), self._master)
+        _check_head(state, head)
+        forks = list(self._folder.glob("*.other.json"))
+        if any(int(path.name.partition(".")[0]) >= head.recovered for path in forks):
+            raise ForkError(self.forked)
+        for path in forks:
+            path.unlink()
+        self.forked = ""
 
     def _look_for_another(self, outer_step: int) -> None:
         """Raise ForkError if the store has a valid manifest that is not the one we know."""
@@ -174,10 +210,16 @@ class ChainCopy:
 
     def _fetch(self, outer_step: int) -> bytes:
         key = keys.outer_key(outer_step, keys.MANIFEST)
-        data = self._reader.get(key, limit=Manifest.most_bytes)
+        data = self._get(key, Manifest)
         if data is None:
             raise StateUnavailable(f"{key} is missing")
         return data
+
+    def _get(self, key: str, kind: type[State | Manifest]) -> bytes | None:
+        try:
+            return self._reader.get(key, limit=kind.most_bytes)
+        except IntegrityError as error:  # a fault of the object, and not of the store
+            raise StateUnavailable(f"{error}: nothing is taken from it") from None
 
     def _path(self, name: object) -> Path:
         return self._folder / f"{name}.json"

@@ -19,7 +19,8 @@ import math
 import shutil
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -31,11 +32,17 @@ from distributed_training.protocol.metadata import MAX_CONFIG_BYTES
 from distributed_training.protocol.types import Base, Update
 from distributed_training.store.base import ObjectStore
 from distributed_training.store.bucket_reader import MOST_BYTES, BucketReader, StateUnavailable
-from distributed_training.store.errors import StoppedError, StoreError
+from distributed_training.store.errors import (
+    IntegrityError,
+    ObjectMissingError,
+    PreconditionError,
+    StoppedError,
+    StoreError,
+)
 from distributed_training.store.uplink import Uplink
 
 from .base import ChainForked, Close, HeadSeen, NetworkFinished, Post, UploadEnded
-from .chain_copy import ChainCopy, ForkError
+from .chain_copy import ChainCopy, ForkError, OlderStateError
 from .own_uploads import Fate, OwnUploads, forget_files
 
 log = logging.getLogger(__name__)
@@ -48,6 +55,9 @@ _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=5), timedelta(minutes=5)  # after
 _LAST_REQUEST = 5.0  # seconds that a request in flight gets at the end
 _VOID = "void: the close moved, or its outer step is over"
 _SHORTEST = 0.2  # seconds between two turns
+_LATE = 75.0  # seconds for which a store may show an older state without a line
+#: What makes an object unusable, for which the next sound one is taken.
+_FAULTS = (StateUnavailable, ObjectMissingError, IntegrityError, PreconditionError)
 
 
 class StoreRounds:
@@ -86,6 +96,7 @@ class StoreRounds:
         self._ahead: float | None = None  # the store's Unix time minus the steady clock
         self._off: float | None = None  # our Unix time minus the store's
         self.silent_since: float | None = None  # when the store fell silent, by the steady clock
+        self._older_since: float | None = None  # when the store began to show an older state
         self._next_look = -math.inf
         self._posted: Close | None = None
         self._sent: Close | None = None  # the close of the last sending that was begun
@@ -110,11 +121,7 @@ class StoreRounds:
         Raises StoreError with a line for the operator, OSError of the disk.
         """
         state = self._read_state()
-        if not state.weights_at:
-            raise StateUnavailable(f"{keys.STATE} names no whole weights")
-        newest = state.weights_at[-1]
-        self._chain.link(newest, state)
-        return self._fetch_weights(newest, "a start")
+        return self._fetch_soundest(state.weights_at, state, "a start")
 
     def held_weights(self) -> Path | None:
         """Return the folder of the newest whole weights on the disk; nobody is asked."""
@@ -218,9 +225,11 @@ class StoreRounds:
     def turn(self) -> float:
         """Do the work that is due. Return the seconds until the next turn."""
         steady = self._clocks.steady
-        if steady() >= self._next_look and not self._chain.forked:
+        if steady() >= self._next_look:
             self._look()
         if not self._chain.forked:
+            if self._reported.pop("fork", None) is not None:  # a recovery has settled it
+                self._post(ChainForked(""))
             self._keep_sending()
             self._post_close()
             self._fetch_next()
@@ -251,7 +260,11 @@ class StoreRounds:
             return  # turn() logs it
         except StateUnavailable as error:
             self._settle_silence()
-            self._report("state", str(error))
+            older = isinstance(error, OlderStateError)
+            self._older_since = (self._older_since or steady()) if older else None
+            # A store may answer late, which is nobody's fault and no reason for a line.
+            if self._older_since is None or steady() - self._older_since >= _LATE:
+                self._report("state", str(error))
         except (StoreError, OSError) as error:
             # One line for each outage, not one for each look.
             text = f"The store cannot be read ({error}). Training continues, and it is asked again"
@@ -259,6 +272,7 @@ class StoreRounds:
             self._report("store", text, kind="away")
         else:
             self._settle_silence()
+            self._older_since = None
             self._settle("state", "The network's state is taken again")
             if before is None or before.outer_step != state.outer_step:
                 self._not_before = -math.inf
@@ -381,37 +395,93 @@ class StoreRounds:
             self._post(fact)
 
     def _next(self, state: State) -> Update:
-        """Return the update or weights that the loop applies next. Raises StoreError, OSError."""
-        held, newest = self._held, max(state.weights_at, default=-1)
-        if self._wants_weights and newest >= 0:
-            first, reason = min(held, newest), "they were asked for"
+        """Return the update or weights that the loop applies next. Raises StoreError, OSError.
+
+        Whatever is missing or damaged on the way to later whole weights is skipped.
+        """
+        held, wanted = self._held, self._wants_weights and bool(state.weights_at)
+        usable = [step for step in state.weights_at if wanted or step > held]
+        first, reason, fate = held, "", Fate(Base.KEPT)
+        if wanted:
+            first, reason = min(held, usable[-1]), "they were asked for"
         elif held > state.outer_step:
-            raise StateUnavailable(f"we hold outer step {held}, which {keys.STATE} does not know")
+            raise StateUnavailable(
+                f"we hold outer step {held}, which {keys.STATE} does not know: if the bucket was "
+                "put back from a copy, the founder runs dt-network recover"
+            )
+        try:
+            back = self._chain.link(first, state)
+        except StateUnavailable as error:
+            if isinstance(error, ForkError) or not usable:
+                raise
+            # A rewind may be among what cannot be read.
+            reason, fate = str(error), Fate(Base.REFUSED, cause=f"its fate is unknown: {error}")
         else:
-            first, reason = held, ""
-        back = self._chain.link(first, state)
-        if back is not None:
-            reason = reason or f"the network went back to outer step {back}"
-        elif newest > held and not reason:
-            update = self._reader.head(keys.outer_key(held + 1, keys.UPDATE))
-            model = self._reader.head(keys.outer_key(newest, keys.MODEL))
-            if update is None:
-                reason = f"outer step {held + 1} has no update any more"
-            elif model is not None and model.size < (newest - held) * update.size:
-                reason = f"they are fewer bytes than {newest - held} updates"
-        if reason and newest <= held:
-            weights = self._fetch_weights(newest, reason)
+            if back is not None:  # movement from abandoned weights is dropped with them
+                cause = f"the network went back to outer step {back}"
+                reason, fate = reason or cause, Fate(Base.REFUSED, cause=cause)
+        if reason:
+            return self._lead_by_weights(usable, state, reason, fate)
+        smaller = self._compare_sizes(held, usable[-1]) if usable else ""
+        try:
+            if smaller:
+                return self._lead_by_weights(usable, state, smaller, fate)
+            return self._fetch_update(held + 1, self._find_fate(held, fate))
+        except _FAULTS as error:
+            if isinstance(error, ForkError) or not usable:
+                raise
+            if not smaller:
+                return self._lead_by_weights(usable, state, str(error), fate)
+        return self._fetch_update(held + 1, self._find_fate(held, fate))
+
+    def _lead_by_weights(
+        self, steps: Sequence[int], state: State, reason: str, fate: Fate
+    ) -> Update:
+        """Return the newest sound weights of ``steps``, with our upload's ``fate`` if they skip it.
+
+        Raises StoreError, OSError.
+        """
+        weights, held = self._fetch_soundest(steps, state, reason), self._held
+        if weights.outer_step <= held:
             self._counted = held
             return weights
-        # Whichever of the two is applied, this one has our upload's fate.
-        fate = Fate(Base.KEPT)
-        if back is not None:  # movement from abandoned weights is dropped with them
-            fate = Fate(Base.REFUSED, cause=f"the network went back to outer step {back}")
-        elif held >= self._counted:
-            fate, self._counted = self._uploads.find_fate(self._chain.manifest(held + 1)), 0
-        if not reason:
-            return self._fetch_update(held + 1, fate)
-        return self._fetch_weights(newest, reason, fate)
+        fate = self._find_fate(held, fate)
+        return replace(weights, base=fate.base, own_upload=fate.path, cause=fate.cause)
+
+    def _compare_sizes(self, held: int, newest: int) -> str:
+        """Return why whole weights of ``newest`` are taken before the updates; empty: no reason."""
+        update = self._reader.head(keys.outer_key(held + 1, keys.UPDATE))
+        model = self._reader.head(keys.outer_key(newest, keys.MODEL))
+        if update is None:
+            return f"outer step {held + 1} has no update any more"
+        if model is not None and model.size < (newest - held) * update.size:
+            return f"they are fewer bytes than {newest - held} updates"
+        return ""
+
+    def _find_fate(self, held: int, known: Fate) -> Fate:
+        """Return the fate of our upload for outer step ``held``, once; ``known``: if it is."""
+        if known.base is Base.KEPT and held >= self._counted:
+            known, self._counted = self._uploads.find_fate(self._chain.manifest(held + 1)), 0
+        return known
+
+    def _fetch_soundest(self, steps: Sequence[int], state: State, reason: str) -> Update:
+        """Return the newest whole weights of ``steps`` that are sound. Raises StoreError, OSError.
+
+        Args:
+            steps: The outer steps that may be taken, of those that ``state`` names.
+            state: The state to whose head their manifests must lead.
+            reason: Why weights are fetched, for the log.
+        """
+        fault: StoreError = StateUnavailable(f"{keys.STATE} names no whole weights")
+        for step in sorted(steps, reverse=True):
+            try:
+                self._chain.link(step, state)
+                return self._fetch_weights(step, reason)
+            except ForkError:
+                raise
+            except _FAULTS as error:  # those before them, and the updates since, lead there too
+                fault = error
+        raise fault
 
     def _fetch_update(self, outer_step: int, fate: Fate) -> Update:
         manifest = self._chain.manifest(outer_step)
@@ -422,7 +492,7 @@ class StoreRounds:
         self._reader.fetch_signed(key, path, manifest.update, limit=self._largest_update)
         return _lead_to(manifest, path, fate)
 
-    def _fetch_weights(self, outer_step: int, reason: str, fate: Fate = Fate(Base.KEPT)) -> Update:
+    def _fetch_weights(self, outer_step: int, reason: str) -> Update:
         manifest, place = self._chain.manifest(outer_step), self._folder / "weights"
         folder, aside = place / str(outer_step), place / f".{outer_step}"
         whole = folder if folder.exists() else aside
@@ -438,7 +508,7 @@ class StoreRounds:
         for other in place.iterdir():
             if other != folder:
                 shutil.rmtree(other, ignore_errors=True)
-        return _lead_to(manifest, folder / keys.MODEL, fate, whole=reason)
+        return _lead_to(manifest, folder / keys.MODEL, Fate(Base.KEPT), whole=reason)
 
     def _report(self, what: str, text: str, *, kind: str = "") -> None:
         """Log a line about ``what``, unless the last one was of the same kind."""

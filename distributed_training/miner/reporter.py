@@ -279,7 +279,7 @@ class StoreReporter(LoopReporter):
                 )
             case ev.OuterStepEnded() if state.update is not None:
                 self._report_round(event, state, state.update)
-            case ev.ChainForked(cause=cause):
+            case ev.ChainForked(cause=cause):  # empty: a recovery has settled it
                 self._record("fork", cause=cause)
             case _:
                 super().on_event(event, state)

@@ -5,7 +5,9 @@ is the head. ``outer/N/manifest.json`` says how the epoch-start weights of outer
 and names the manifest before it by its digest. A reader that keeps the head notices another
 history. Outer step 0 has a manifest too, and nothing before it. A network that goes back to the
 weights of an earlier outer step takes one more outer step, whose manifest has ``rewound_to`` and no
-update: outer steps and serials only grow.
+update: outer steps and serials only grow. After a store has lost objects, or was put back from a
+copy, a recovery begins the chain again: at an outer step above all that anybody can have seen, and
+after no other manifest. So an old recovery means nothing to a reader that knows a later state.
 
 Each file is one JSON object, signed by the network's master. Its canonical form without the
 signature has a digest, which is signed, and by which other files name it. Such a file comes from a
@@ -75,8 +77,9 @@ class _Signed:
         """JSON with sorted keys, without white space, in ASCII, like a network's file."""
         # Twice: else numbers as keys would be sorted as numbers.
         content = json.loads(json.dumps(asdict(self), allow_nan=False))  # type: ignore[call-overload]
-        if content.get("gate") == 0:  # else programs from before it would refuse every state
-            del content["gate"]
+        for later in ("gate", "recovered"):  # else programs from before them would refuse all
+            if content.get(later) == 0:
+                del content[later]
         return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
 
     @functools.cached_property
@@ -208,7 +211,7 @@ class Manifest(_Signed):
 
     Attributes:
         rules_id: The id of the version of the network's file that was in force.
-        previous: Digest of the manifest before; empty at outer step 0.
+        previous: Digest of the manifest before; empty where the chain begins.
         update: Digest of ``update.safetensors``, what all subtract from the epoch-start weights;
             empty at outer step 0 and after a rewind, whose weights the store holds whole.
         weights: Digest of the epoch-start weights (section 11).
@@ -221,6 +224,7 @@ class Manifest(_Signed):
         closed_at, serial: Of the close.
         total_inner_steps, total_tokens: Of the network until here.
         rewound_to: The outer step whose weights, momentum and residual these are again.
+        recovered: The outer step at which the chain begins: that of the last recovery, else 0.
     """
 
     name: ClassVar[str] = keys.MANIFEST
@@ -251,13 +255,18 @@ class Manifest(_Signed):
         Mapping[Annotated[str, Field(pattern=r"^[a-z0-9_.-]{1,64}$")], Digest], Field(max_length=16)
     ] = field(default_factory=dict)
     rewound_to: OuterStep | None = None
+    recovered: OuterStep = 0
 
     def __post_init__(self) -> None:
         uids = [each.uid for each in self.merged]
         if uids != sorted({*uids}):
             raise ValueError("merged does not ascend by uid")
-        if (self.outer_step == 0) != (not self.previous):
-            raise ValueError("previous is of all but outer step 0")
+        if self.recovered > self.outer_step:
+            raise ValueError("recovered names an outer step to come")
+        if (self.outer_step == self.recovered) != (not self.previous):
+            raise ValueError("previous is of all outer steps but the one at which the chain begins")
+        if self.outer_step == self.recovered > 0 and self.rewound_to is None:
+            raise ValueError("a recovery names in rewound_to whose weights it has")
         if self.rewound_to is not None and self.rewound_to >= self.outer_step:
             raise ValueError("rewound_to names an outer step to come")
         if bool(self.update) != (self.outer_step > 0 and self.rewound_to is None):
@@ -276,6 +285,11 @@ class Manifest(_Signed):
             raise ValueError(
                 f"manifest.json of outer step {self.outer_step} follows {self.previous}, and the "
                 f"one of outer step {before.outer_step} is {before.digest}: another history"
+            )
+        if self.recovered != before.recovered:
+            raise ValueError(
+                f"manifest.json of outer step {self.outer_step} names {self.recovered} as the "
+                f"first outer step of the chain, and the one before it {before.recovered}"
             )
 
 

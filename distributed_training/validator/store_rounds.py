@@ -571,6 +571,7 @@ class StoreValidator(Validator):
             state,
             values,
             previous=head.digest,
+            recovered=head.recovered,
             update=merged.update,
             merged=tuple(
                 Merged(

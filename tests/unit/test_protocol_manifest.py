@@ -99,7 +99,7 @@ def test_a_wrong_value_of_any_field_is_refused_in_one_line(
     kind: type[State] | type[Manifest], data: bytes
 ) -> None:
     content = json.loads(data)
-    for name in (field.name for field in dataclasses.fields(kind)):
+    for name in (field.name for field in dataclasses.fields(kind) if field.name in content):
         value = json.dumps(content[name], separators=(",", ":"))
         for wrong in WRONG:
             if wrong in RIGHT.get(name, ()):
@@ -221,12 +221,20 @@ def test_a_manifest_that_does_not_follow_is_refused(changes: dict[str, Any], why
         {"rewound_to": 1, "update": "", "merged": ()},
         {"merged": tuple(reversed(parse(Manifest, MANIFEST).merged))},
         {"losses_after": {"x": float("nan")}},
+        {"recovered": 1},  # follows another, as no first outer step of a chain does
+        {"recovered": 1, "previous": ""},  # without whose weights it has
+        {"recovered": 2, "previous": "", "rewound_to": 0, "update": "", "merged": ()},
     ],
 )
 def test_the_master_cannot_write_a_contradiction(changes: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         manifests(**changes)
     manifests(rewound_to=0, update="", merged=())
+    recovery = manifests(recovered=1, previous="", rewound_to=0, update="", merged=())
+    assert parse(Manifest, recovery.to_bytes(lambda message: b"s" * 64)) == recovery
+    # Nothing of a chain that was left follows a recovery, and the reverse.
+    with pytest.raises(ValueError, match="first outer step of the chain"):
+        manifests(outer_step=2, previous=recovery.digest).check_after(recovery)
 
 
 names = st.text(st.characters(codec="ascii", exclude_categories=["Cc"]), max_size=300)

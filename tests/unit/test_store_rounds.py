@@ -503,7 +503,7 @@ def deleted(leader: Leader) -> None:
         (expired, "has expired at 2027-01-15 07:59:59 UTC"),
         (half, "does not end with a signature"),
         (another_network, "another network"),
-        (deleted, "not begun"),
+        (deleted, "is missing"),
     ],
 )
 def test_a_state_that_is_refused_costs_one_line_and_nothing_is_taken_or_lost(
@@ -588,7 +588,7 @@ def test_a_store_that_is_away_costs_one_line(
     assert "The store cannot be read" in line and "503 SlowDown" in line
     assert miner.rounds.silent_since is not None
     # It answers, with a state that is not taken.
-    store.faults = {("head", keys.STATE): lambda found: None}
+    store.faults = {(kind, keys.STATE): lambda found: None for kind in ("head", "get")}
     assert miner.pass_time(30) == [] and miner.rounds.silent_since is None
     caplog.clear()
     store.faults.clear()
