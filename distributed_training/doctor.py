@@ -469,10 +469,8 @@ def recent_step(folder: Path) -> timedelta | None:
 
 def _judge_step(config: Config, step: timedelta, text: str) -> list[Check]:
     """Compare an inner step with the limits; ``text``: how long it takes, and who says so."""
-    rounds = config.miner
-    blocks = max(rounds.blocks_per_allreduce, rounds.blocks_per_allreduce_later)
     # Then validators judge uploads of the new outer step (protocol.scoring.scored_epoch).
-    due = timedelta(seconds=blocks / 2 * config.chain.seconds_per_block)
+    due = config.round_period / 2
     store = config.store
     steps, minimum = store.upload_steps, max(1, store.minimum_valid_inner_step)
     faster = "use a GPU, or lower --neuron.local_batch_size_train_effective"

@@ -39,6 +39,7 @@ from distributed_training.common.files import parse_toml
 from distributed_training.common.kinds import PluginError, import_plugins
 from distributed_training.common.processes import is_secret
 from distributed_training.network import (
+    OF_EXCHANGE,
     PUBLIC,
     Network,
     NetworkAway,
@@ -53,6 +54,9 @@ from .settings import ChainSettings
 from .types import ConfigAway, ConfigError, NoNetworkNamed, hide_user, show
 
 _LONGEST_TEXT = 4096  # characters of one value
+_BATCH, _MICRO = "neuron.local_batch_size_train_effective", "neuron.local_batch_size_train"
+#: Flags of operators' guides, in whose place a rule of the network's file holds.
+_YIELD = ("netuid", "neuron.use_dct", _BATCH)
 
 
 class Parser(argparse.ArgumentParser):
@@ -521,6 +525,9 @@ def _with_rules(
     rules = _given_by(network, known, place=f" in {place}")
     # Values are compared and not texts: 1m and 60s are the same rule.
     shared = _build(known, {**defaults, **rules})
+    wanted = _build(known, {**defaults, **rules, **given}, network=network)
+    given = dict(given)
+    warnings.extend(_yielding(wanted, shared, given))
     ours = _build(known, {**defaults, **rules, **given}, warnings=tuple(warnings), network=network)
     _refuse(
         [
@@ -537,6 +544,37 @@ def _with_rules(
         ]
     )
     return at_published(ours)
+
+
+def _yielding(wanted: Config, shared: Config, given: dict[str, Given]) -> Iterator[str]:
+    """Take flags in whose place a rule of the network holds out of ``given``; yield their lines.
+
+    Operators' guides tell everybody to give these flags, so none of them ends a start.
+    ``wanted``: what they would make of the configuration, ``shared``: only the rules.
+    """
+    known, network = schema(wanted.kind), wanted.network
+    assert network is not None
+    why = {
+        name: f"because {network.place} says {known.settings[name].network} = "
+        f"{show(shared.get(name))} for all members"
+        for name in _YIELD
+        # In a network that comes with the program the batch is the operator's affair.
+        if wanted.get(name) != shared.get(name) and not (network.built_in and name == _BATCH)
+    }
+    if shared.exchange == "store":
+        why["neuron.upload_steps"] = "because members of this network upload once for each close"
+        why["neuron.use_dct"] = "because uploads of this network are not compressed by it"
+    for name in why.keys() & given.keys():
+        entry = given.pop(name)
+        yield f"{entry.source} {entry.text} has no effect, {why[name]}: leave it out"
+    most, size = (wanted if _BATCH in given else shared).get(_BATCH), wanted.get(_MICRO)
+    if isinstance(size, int) and size > most:
+        source = given[_MICRO].source if _MICRO in given else f"preset {wanted.preset}"
+        given[_MICRO] = Given(str(most), source)
+        yield (
+            f"{source}: micro-batches have {most} sequences and not {size}, because an inner step "
+            f"of this network has no more: give --{_MICRO} {most} or less"
+        )
 
 
 def at_published(config: Config) -> Config:
@@ -619,7 +657,15 @@ def _build(
                 )
     # After all packages: the line tells how many more are wrong.
     _refuse(list(wrong.values()))
-    values = {s.name: getattr(packages[s.places[0][0]], s.places[0][1]) for s in known}
+    # A key of the other exchange has no value, so nobody reads the public network's by mistake.
+    absent = frozenset[str]()
+    if network is not None and network.head.format > 1:
+        absent = OF_EXCHANGE["hivemind" if network.head.exchange == "store" else "store"]
+    values = {
+        s.name: getattr(packages[s.places[0][0]], s.places[0][1])
+        for s in known
+        if s.network not in absent
+    }
     return Config(
         kind=known.kind,
         values=values,

@@ -27,7 +27,7 @@ from distributed_training.protocol.page_permutation import DrawPages, PagePermut
 from distributed_training.protocol.pages import select_pages
 
 from .installed import missing
-from .settings import AllSettings, ChainSettings, Exchange
+from .settings import AllSettings, Exchange
 from .types import ConfigError, Domain, parse_domains, show
 
 Kind = Literal["miner", "validator"]
@@ -265,8 +265,11 @@ class Config(AllSettings):
 
     @property
     def round_period(self) -> timedelta:
-        """The time from one close to the next, with exchange ``store``."""
-        return timedelta(seconds=self.miner.blocks_per_allreduce * self.chain.seconds_per_block)
+        """The time from one close, or round over hivemind, to the next."""
+        blocks = self.miner.blocks_per_allreduce
+        if self.exchange == "hivemind":  # after the first round validators wait longer
+            blocks = max(blocks, self.miner.blocks_per_allreduce_later)
+        return timedelta(seconds=blocks * self.chain.seconds_per_block)
 
     @property
     def tokens_of_step(self) -> int:
@@ -343,32 +346,9 @@ def check_installed(config: Config) -> Iterator[str]:
         yield line
 
 
-def check_network_choice(config: Config) -> Iterator[str]:
-    founded = config.network is not None and not config.network.built_in
-    if founded or config.chain.registry_url is not None:  # those of a founded one: in the loader
-        return
-    if config.chain.netuid != (netuid := ChainSettings().netuid):
-        yield (
-            f"--netuid {config.chain.netuid} is not this subnet, so no peer would be found: "
-            f"give --netuid {netuid}, or --preset local for a subnet on this machine"
-        )
-    if config.training.use_dct:
-        yield (
-            "--neuron.use_dct changes the meaning of the gradient's indices, so every validator of "
-            "the public network would reject the uploads: remove the flag"
-        )
-
-
 def check_values(config: Config) -> Iterator[str]:
-    micro = config.training.local_batch_size_train
-    effective = config.training.local_batch_size_train_effective
-    if micro != "auto" and micro > effective:
-        yield (
-            f"--neuron.local_batch_size_train {micro} is larger than "
-            f"--neuron.local_batch_size_train_effective {effective}, so an inner step would hold "
-            f"more than asked: give --neuron.local_batch_size_train {effective} or less"
-        )
-    for (name, inner), (around, outer) in pairwise((n, config.get(n)) for n in TIMEOUT_HIERARCHY):
+    waits = TIMEOUT_HIERARCHY if config.exchange == "hivemind" else ()
+    for (name, inner), (around, outer) in pairwise((n, config.get(n)) for n in waits):
         # Equal ones too: chance would decide which of the two ends first.
         if inner >= outer:
             yield (
@@ -578,7 +558,6 @@ def key_faults(config: Config) -> Iterator[str]:
 
 # A start shows only the first problem, so a problem that makes others pointless stands first.
 CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
-    check_network_choice,
     check_values,
     check_own_text,
     check_schedule,

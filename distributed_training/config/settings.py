@@ -289,8 +289,9 @@ class DataSettings:
 class DiagnosticsSettings:
     """Settings of the doctor and of the checks at a start."""
 
-    minimum_disk_gb: float = flag("diagnostics.minimum_disk_gb", 10.0, ge=0, le=1e9)
-    """Free disk, in GB, that the doctor demands in addition to the checkpoints."""
+    minimum_disk_gb: float | None = flag("diagnostics.minimum_disk_gb", None, ge=0, le=1e9)
+    """Free disk, in GB, that the doctor demands in addition to the checkpoints. By default 1 to 10,
+    as much as they take."""
     measure: Duration = flag("diagnostics.measure", 10 * SECOND, ge=0 * SECOND, le=HOUR)
     """How long the doctor trains to estimate the step time. 0 skips this."""
     start_check: bool = flag("diagnostics.start_check", True)

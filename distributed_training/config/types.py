@@ -305,6 +305,13 @@ GlobalBucket = Annotated[  # a miner's own is this and four characters more
         lambda text: len(text.rpartition("/")[2]) <= 59,
     ),
 ]
+NetworkName = Annotated[  # its bucket's too, unless another is named
+    str,
+    _holds(
+        "3 to 59 lower-case letters, digits and '-', neither first nor last",
+        lambda text: len(text) <= 59 and _is_bucket(text),
+    ),
+]
 Hotkey = Annotated[
     str, _holds("a hotkey: an ss58 address whose checksum is right (47 or 48 characters)", is_ss58)
 ]

@@ -97,9 +97,11 @@ def under(config: Config, network: Network) -> Config:
         source = config.sources.get(setting.name)
         of_file = source in (None, f"{setting.network} in {config.general.network}")
         if setting.network and (setting.is_rule or of_file):
-            values[setting.name] = shared.get(setting.name)
+            if setting.name in shared.values:
+                values[setting.name] = shared.get(setting.name)
             for package, field in setting.places:
-                object.__setattr__(packages[package], field, values[setting.name])
+                value = getattr(getattr(shared, package), field)
+                object.__setattr__(packages[package], field, value)
     packages["general"] = config.general
     return at_published(replace(config, values=values, network=network, **packages))
 

@@ -58,6 +58,7 @@ _CHECKPOINT_BYTES = 16  # a parameter; see common.memory.disk_space
 _SHARED_MEMORY = 1 << 30  # NCCL's buffers between the GPUs of one machine
 _DESCRIPTORS = 1024  # files, shards and connections, without those of the signed server
 _COMFORTABLE = 0.9  # share of the memory
+_MOST_SPARE = 10_000_000_000  # bytes of disk beside all that a miner keeps, for data and logs
 _TOO_MUCH = 1.15  # share of the memory; the estimate is not exact enough to refuse a near miss
 
 
@@ -252,10 +253,6 @@ def check_batch(examination: Examination) -> Check:
     effective = examination.config.training.local_batch_size_train_effective
     if micro_batch is None:
         return Check(name, "ok", f"micro-batch auto, {effective} sequences per inner step")
-    if micro_batch > effective:
-        finding = f"the micro-batch {micro_batch} is larger than the effective batch {effective}"
-        remedy = f"give --neuron.local_batch_size_train {effective} or less"
-        return Check(name, "fail", finding, remedy)
     steps = accumulation_steps(effective=effective, micro_batch=micro_batch, world_size=ranks)
     actual = steps * micro_batch * ranks
     finding = f"{actual} sequences = {steps} micro-batches of {micro_batch} on {ranks} rank(s)"
@@ -452,16 +449,21 @@ def check_room(examination: Examination) -> Check:
     The folder's file system must take a file, too.
     """
     config, shape = examination.config, examination.shape
-    # A download and a snapshot wait for room as long as the reserve is not left free.
-    needed = max(round(config.diagnostics.minimum_disk_gb * 1e9), DISK_RESERVE)
+    given = config.diagnostics.minimum_disk_gb
+    needed = _MOST_SPARE if given is None else round(given * 1e9)
     folder = config.run_folder.absolute()
     if shape is not None:
         keep, moments = config.miner.keep_checkpoints, count_moments(config.training, shape)
         content = "scored" if config.exchange == "store" else config.store.content
         most = disk_space(shape, keep_checkpoints=keep, moments=moments, content=content)
+        if given is None:  # a small model writes little else too
+            needed = min(needed, most)
+        needed = max(needed, DISK_RESERVE)
         # What is there is part of the need: counted twice, a restart on a disk of the documented
         # size would be refused.
         needed += max(0, most - bytes_under(folder))
+    # A download and a snapshot wait for room as long as the reserve is not left free.
+    needed = max(needed, DISK_RESERVE)
     place = _existing(folder)
     try:
         free = free_bytes(place)

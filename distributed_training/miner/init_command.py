@@ -36,7 +36,6 @@ from distributed_training.config.model import (
     KEY_VARIABLES,
     check_addresses,
     check_installed,
-    check_network_choice,
     check_values,
     key_faults,
 )
@@ -215,7 +214,7 @@ def argv_of(given: Mapping[str, str]) -> list[str]:
 def _config_of(given: Mapping[str, str]) -> Config:
     """Return the configuration with only these flags. Raises ConfigError for what they say."""
     config = load_config("miner", argv_of(given), environ={}, dotenv=None, check=False)
-    for check in (check_installed, check_network_choice, check_addresses, check_values):
+    for check in (check_installed, check_addresses, check_values):
         for line in check(config):
             raise ConfigError(line)
     return config

@@ -49,7 +49,10 @@ def test_another_value_is_taken_over_or_refused_by_name_and_place(
     file, value = tmp_path / "miner.toml", FLAGS[name][1]
     file.write_text(f'"{name}" = "{value}"\n')
     known = schema("validator").get(name)
-    if known is not None and name not in ("config", "network"):
+    if name in ("netuid", "neuron.use_dct"):  # a rule takes its place
+        line = load("--config", str(file)).warnings[0]
+        assert line.startswith(f"{name} in {file} {value} has no effect")
+    elif known is not None and name not in ("config", "network"):
         assert load("--config", str(file)).sources[known.name] == f"{name} in {file}"
     elif name in NO_EFFECT:
         assert name in load("--config", str(file)).warnings[0]

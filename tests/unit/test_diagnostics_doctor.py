@@ -277,7 +277,7 @@ def test_calls_equal_the_count_of_a_running_miner(
         ("2", 512, 1, "ok", "256 micro-batches of 2 on 1"),
         ("3", 100, 4, "warn", "effective 108"),
         ("auto", 4, 1, "ok", ""),
-        ("8", 4, 1, "fail", "local_batch_size_train 4 or less"),
+        ("8", 4, 1, "ok", "1 micro-batches of 4 on 1"),
     ],
 )
 def test_batch(micro_batch: str, effective: int, ranks: int, verdict: str, words: str) -> None:

@@ -379,12 +379,6 @@ def test_a_bad_file_ends_a_program_with_status_2_and_nothing_is_written(
             ("--neuron.sequence_length 512", "training.sequence_length in", "(1024)"),
         ),
         (("--neuron.run_id", "v1_2_7_r5"), ("--neuron.run_id v1_2_7_r5", "run_id in")),
-        (("--netuid", "38"), ("--netuid 38", "chain.netuid in")),
-        (("--neuron.use_dct",), ("--neuron.use_dct on", "compression.dct in", "(off)")),
-        (
-            ("--neuron.local_batch_size_train_effective", "64"),
-            ("_effective 64", "training.effective_batch in"),
-        ),
     ],
 )
 def test_a_flag_that_only_a_network_may_set(tmp_path: Path, flags, words) -> None:

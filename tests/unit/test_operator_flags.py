@@ -1,0 +1,114 @@
+"""Flags that operators' guides name: none of them ends a miner, in any kind of network.
+
+Guides of the public network tell everybody to give them. Where a rule of the network's file holds
+in a flag's place, the start says so in one warning.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from distributed_training.config import problems
+from tests.tools.network import network_file
+from tests.tools.r2_keys import KEYS
+from tests.tools.settings import load_config
+
+pytestmark = pytest.mark.timeout(60)
+
+STORE = {
+    "exchange": "store",
+    "private": True,
+    "chain.url": "http://127.0.0.1:8100",
+    "training.effective_batch": 16,
+}
+#: Every flag of the guides (scoring, performance, throughput, scripts) with the values that they
+#: recommend or replace, as words of a command line.
+NAMED = [
+    *(["--neuron.local_batch_size_train_effective", n] for n in ("128", "256", "512", "1024")),
+    ["--neuron.local_batch_size_train_effective=256"],
+    *([f"--neuron.local_batch_size_train={n}"] for n in (1, 2)),
+    *(["--neuron.upload_steps", n] for n in ("60", "120")),
+    ["--neuron.use_dct"],
+    ["--neuron.use_dct=true"],
+    ["--netuid", "38"],
+    ["--netuid", "1"],
+    ["--nproc_per_node=4"],
+    ["--nproc_per_node", "8"],
+]
+#: Those that the file's rule replaces, by kind of network.
+REPLACED = {
+    "store": {"netuid", "use_dct", "local_batch_size_train_effective", "upload_steps"},
+    "hivemind": {"netuid", "use_dct", "local_batch_size_train_effective"},
+    "sn38": {"use_dct"},
+    "local": {"netuid", "use_dct"},
+}
+
+
+def place_of(kind: str, folder: Path) -> str:
+    if kind in ("sn38", "local"):
+        return kind
+    rules = STORE if kind == "store" else {"exchange": "hivemind"}
+    return network_file(folder, {"format": 2, **rules})
+
+
+@pytest.mark.parametrize(("kind", "words"), product(REPLACED, NAMED), ids=str)
+def test_a_flag_of_the_guides_never_ends_a_miner(
+    kind: str, words: list[str], tmp_path: Path
+) -> None:
+    place = place_of(kind, tmp_path)
+    plain = load_config("miner", ["--network", place], environ=KEYS, dotenv=None, check=False)
+    config = load_config(
+        "miner", ["--network", place, *words], environ=KEYS, dotenv=None, check=False
+    )
+    assert problems(config) == problems(plain)
+    flag = words[0].partition("=")[0]
+    told = [line for line in config.warnings if line.startswith(flag)]
+    name = flag.removeprefix("--").removeprefix("neuron.")
+    same = kind == "sn38" and words == ["--netuid", "38"]
+    differs = name in REPLACED[kind] or (kind, words) == ("sn38", ["--netuid", "1"])
+    assert len(told) == (differs and not same), config.warnings
+    if told:
+        assert told[0].endswith("leave it out") and "\n" not in told[0]
+        assert config.get(f"neuron.{name}") == plain.get(f"neuron.{name}")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--neuron.local_batch_size_train", "17"],
+        ["--neuron.local_batch_size_train", "64", "--neuron.local_batch_size_train_effective", "8"],
+        ["--preset", "public-141gb"],
+    ],
+    ids=str,
+)
+def test_a_micro_batch_is_at_most_an_inner_step(words: list[str], tmp_path: Path) -> None:
+    place = network_file(tmp_path, {"format": 2, **STORE, "training.effective_batch": 4})
+    config = load_config("miner", ["--network", place, *words], environ=KEYS, dotenv=None)
+    assert config.training.local_batch_size_train == 4
+    (told,) = (line for line in config.warnings if "micro-batches have 4 sequences" in line)
+    assert told.startswith(words[0] if words[0] != "--preset" else "preset public-141gb")
+
+
+def test_a_batch_that_cannot_be_read_is_still_refused(tmp_path: Path) -> None:
+    for word in ("many", "0", "-1"):
+        with pytest.raises(ValueError, match="local_batch_size_train_effective"):
+            place = place_of("store", tmp_path / word)
+            flags = ["--network", place, "--neuron.local_batch_size_train_effective", word]
+            load_config("miner", flags, environ=KEYS, dotenv=None)
+
+
+def test_a_key_of_the_other_exchange_has_no_value(tmp_path: Path) -> None:
+    config = load_config(
+        "validator", ["--network", place_of("store", tmp_path)], environ=KEYS, dotenv=None,
+        check=False,
+    )  # fmt: skip
+    assert config.get("round.blocks_per_allreduce_later") is None
+    assert config.get("compression.kind") is None and config.get("round.grace") is not None
+    period = config.miner.blocks_per_allreduce * config.chain.seconds_per_block
+    assert config.round_period.total_seconds() == period
+    peers = load_config("validator", ["--network", "sn38"], environ=KEYS, dotenv=None)
+    assert peers.get("round.blocks_per_allreduce_later") == 750
+    assert peers.round_period.total_seconds() == 750 * 12
