@@ -19,6 +19,7 @@ from typing import Any
 from distributed_training.common.proxies import HUB, share
 from distributed_training.config import ConfigError
 from distributed_training.config.types import DOMAIN_NAME, ConfigAway
+from distributed_training.network import HELD_OUT
 from distributed_training.node.start import hub_is_away
 from distributed_training.protocol.page_permutation import HELD_OUT_PAGES
 
@@ -68,29 +69,40 @@ def pin_data(data: dict[str, Any], *, unpinned: bool) -> None:
         data |= {key: value for key, value in vars(found).items() if value is not None}
 
 
-def choose_pages(data: dict[str, Any]) -> None:
+def choose_pages(data: dict[str, Any], *, beside: Path | None = None) -> dict[str, bytes]:
     """Give pinned data the draw by which nobody shares a page, and hold pages out.
 
-    Pin a file of held-out text. Raises ConfigError.
+    Pin files of held-out text; return those of this machine by the names that the network's file
+    gives them. ``beside``: folder of a network's file whose held-out text may be named.
+
+    Raises ConfigError.
     """
+    named, kept = data.get("held_out"), dict[str, bytes]()
+    files = [named] if isinstance(named, str) else named
+    if named in ("pages", "python") or not (
+        isinstance(files, list) and all(isinstance(file, str) for file in files)
+    ):
+        files = []
+    pinned = [_pin_file(file, data["text_column"], kept, beside) for file in files]
+    if pinned:
+        data["held_out"] = pinned if isinstance(named, list) else pinned[0]
     if data.get("rows") is not None:
         data.setdefault("selection", 2)
     rows, of_a_page = data.get("rows"), data["rows_per_page"]
     # What is of another type is refused with the whole file.
     if data.get("selection") == 2 and type(rows) is type(of_a_page) is int and of_a_page > 0:
         share = rows // of_a_page // _HELD_OUT_SHARE
-        data.setdefault("held_out_pages", max(1, min(HELD_OUT_PAGES, share)))
-    named = data.get("held_out")
-    if isinstance(named, str) and named not in ("pages", "python"):
-        data["held_out"] = _pin_file(named, data["text_column"])
-    elif isinstance(named, list) and all(isinstance(file, str) for file in named):
-        data["held_out"] = [_pin_file(file, data["text_column"]) for file in named]
+        # Pages that nobody is judged on are trained on, but for the one that the draw needs.
+        share = 1 if pinned else min(HELD_OUT_PAGES, share)
+        data.setdefault("held_out_pages", max(1, share))
+    return kept
 
 
-def _pin_file(named: str, column: str) -> str:
+def _pin_file(named: str, column: str, kept: dict[str, bytes], beside: Path | None) -> str:
     """Return a file of held-out text, or a domain ``NAME=FILE``, with its digest.
 
-    Raises ConfigError for one that cannot be read.
+    One of this machine is named without its folder, which concerns no member, and added to
+    ``kept``. Raises ConfigError for one that cannot be read.
     """
     from distributed_training.data.held_out import file_rows, read_file
     from distributed_training.data.page_source import PageUnavailable
@@ -98,13 +110,21 @@ def _pin_file(named: str, column: str) -> str:
     start = re.match(DOMAIN_NAME, named)
     assert start is not None  # all of it may be missing
     place, _, digest = named[start.end() :].partition("#")
-    place = place if "://" in place else str(Path(place).expanduser().absolute())
     try:
-        content = read_file(place, digest or None)
+        source = place
+        if "://" not in place and beside is not None and (beside / HELD_OUT / place).is_file():
+            source = str(beside / HELD_OUT / place)
+        content = read_file(source, digest or None)
     except PageUnavailable as error:
         raise ConfigAway(f"{error}, so no network was created: try again") from None
     file_rows(place, content, column)
-    return f"{start[0]}{place}#{hashlib.sha256(content).hexdigest()}"
+    digest = hashlib.sha256(content).hexdigest()
+    if "://" not in place:
+        place = re.sub(r"[^\w.-]", "-", Path(place).name)
+        if kept.setdefault(place, content) != content:  # another of the same name
+            place = f"{digest[:8]}-{place}"
+            kept[place] = content
+    return f"{start[0]}{place}#{digest}"
 
 
 def pin_tokenizer(table: dict[str, Any]) -> None:

@@ -127,6 +127,7 @@ LARGEST_FILE = 1 << 20  # bytes, of the file, and of the model's file next to it
 LARGEST_SHOWN = 4096  # bytes of what the global bucket says of its network
 KEPT = "network"  # folder of the last good copy, in the run folder
 FILE = "network.toml"
+HELD_OUT = "held-out"  # folder of held-out text, next to the founder's file and in run folders
 VERSIONS = "versions"  # folder of all signed versions, next to the founder's file
 _ATTEMPTS, _FIRST_WAIT, _TIMEOUT = 3, 1.0, 10.0  # seconds
 _LONGEST = 30.0  # seconds, of a whole reply with the redirects before it

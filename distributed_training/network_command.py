@@ -30,6 +30,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -43,7 +44,14 @@ from distributed_training.config.installed import require
 from distributed_training.config.loader import Parser, argument, ranged
 from distributed_training.config.model import check_exchange, check_schedule
 from distributed_training.config.settings import ChainSettings
-from distributed_training.config.types import EndpointUrl, File, Text, show
+from distributed_training.config.types import (
+    EndpointUrl,
+    File,
+    GlobalBucket,
+    NetworkName,
+    Text,
+    show,
+)
 from distributed_training.config.versions import describe, parse_version
 from distributed_training.founder import (
     INVITATION,
@@ -65,6 +73,7 @@ from distributed_training.founding import (
 from distributed_training.network import (
     FILE,
     FORMATS,
+    HELD_OUT,
     OF_EXCHANGE,
     VERSION_KEYS,
     VERSIONS,
@@ -81,7 +90,15 @@ from distributed_training.network import (
     toml_value,
     tree_of,
 )
-from distributed_training.protocol.growth import Growth, file_bytes, grace_seconds
+from distributed_training.protocol.growth import (
+    TOKENS_A_PARAMETER,
+    Growth,
+    amount,
+    file_bytes,
+    fitting_period,
+    fitting_schedule,
+    grace_seconds,
+)
 from distributed_training.protocol.keys import CONFIG
 from distributed_training.protocol.metadata import LONGEST_KEY, parse_config
 from distributed_training.protocol.types import ExitStatus
@@ -96,13 +113,19 @@ _EXCHANGE = "store"  # of a network whose founder names none
 _SLOWEST_LINK = 20.0  # Mbit/s up, of a member of a store network
 _SWARM_PORT = 8009
 _HIGHEST_RATE = 0.1  # of AdamW and Muon
+_MANY_WORDS = 32_000  # of a tokenizer; with fewer, less can be learned and lost
 
 
 def _add_init_options(init: argparse.ArgumentParser) -> None:
     text, path = argument(Text), argument(File)
     add = init.add_argument
     add("folder", type=path, help="new folder for network.toml and the founder's keys")
-    add("--name", type=text, required=True, help="name of lower-case letters, digits and '-'")
+    add(
+        "--name",
+        type=argument(NetworkName),
+        required=True,
+        help="name of 3 to 59 lower-case letters, digits and '-'",
+    )
     add(
         "--exchange",
         choices=("store", "hivemind"),
@@ -173,7 +196,11 @@ def _add_init_options(init: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let data and tokenizer change later, and publish neither",
     )
-    add("--bucket", type=text, help="global bucket, or BUCKET/PREFIX [the network's name]")
+    add(
+        "--bucket",
+        type=argument(GlobalBucket),
+        help="global bucket, or BUCKET/PREFIX [the network's name]",
+    )
     add(
         "--store",
         type=lambda word: word if word == _EMBEDDED else argument(EndpointUrl)(word),
@@ -187,6 +214,13 @@ def _add_init_options(init: argparse.ArgumentParser) -> None:
         default=2,
         metavar="N",
         help="members expected at first [2]",
+    )
+    add(
+        "--tokens",
+        type=ranged(1.0, 1e18),
+        metavar="N",
+        help="tokens that all members train together, by which the learning rate falls "
+        f"[{TOKENS_A_PARAMETER} for each parameter]",
     )
     add(
         "--set",
@@ -357,7 +391,8 @@ def _init(options: argparse.Namespace) -> None:
     # Before the folder is made: the source of the data may be away.
     if rules["data"].get("own") is not True:  # else nobody reads them
         pin_data(rules["data"], unpinned=options.unpinned)
-    choose_pages(rules["data"])
+    old = getattr(options, "of", None)
+    held_out = choose_pages(rules["data"], beside=None if old is None else old.absolute().parent)
     if not options.unpinned:
         pin_tokenizer(rules["tokenizer"])
     model = rules["model"].get("config")
@@ -384,6 +419,13 @@ def _init(options: argparse.Namespace) -> None:
         from distributed_training.chain.identity import create_wallet, make_identity
 
         master = create_wallet(folder / "wallets", MASTER)
+        # What git picked up would be in every clone.
+        (folder / "wallets" / ".gitignore").write_text("*\n")
+        secret = ("wallets", INVITATION, "registry", "store", "validator")
+        (folder / ".gitignore").write_text("".join(f"/{name}\n" for name in secret))
+        for name, content in held_out.items():
+            (folder / HELD_OUT).mkdir(exist_ok=True)
+            write_bytes(folder / HELD_OUT / name, content)
         rules["chain"].setdefault("master_hotkey", master.ss58)
         if options.exchange == "hivemind":
             host, port = options.host, options.dht_port or _SWARM_PORT
@@ -403,18 +445,25 @@ def _init(options: argparse.Namespace) -> None:
             store_keys(folder / "store")
         stack.pop_all()
     _show(argparse.Namespace(place=str(folder / FILE)), rules=False)
-    if options.exchange == "store":
-        print(_describe_rounds(folder / FILE, options.miners))
+    print(_describe_training(folder / FILE, options.miners))
     print(_what_to_run(options, folder))
 
 
-def _describe_rounds(file: Path, members: int) -> str:
-    """Return the bytes that members send and the store keeps, and the time for uploads."""
+def _describe_training(file: Path, members: int) -> str:
+    """Return the schedule and, with a store, the bytes that members send and the store keeps."""
     config = load_config(
         "validator", ["--network", str(file)], environ={}, dotenv=None, check=False
     )
-    rounds = config.validator
+    rounds, training = config.validator, config.training
     assert config.network is not None
+    tokens = members * config.tokens_of_step * training.total_steps
+    schedule = (
+        f"learning rate {training.learning_rate:g} after {training.warmup_steps} inner steps; its "
+        f"schedule ends at inner step {training.total_steps}, after {amount(tokens)} tokens of "
+        f"{members} members (--tokens, --miners)"
+    )
+    if config.exchange != "store":
+        return schedule
     growth = Growth(
         members,
         config.network.head.parameters,
@@ -423,6 +472,7 @@ def _describe_rounds(file: Path, members: int) -> str:
         keep_uploads=rounds.keep_uploads,
     )
     return (
+        f"{schedule}\n"
         f"each {show(config.round_period)} a member sends {growth.upload / 1e6:.1f} MB within "
         f"{show(rounds.grace)} and receives {growth.update / 1e6:.1f} MB; "
         f"{growth.describe_store()}"
@@ -510,6 +560,38 @@ def _refuse_options(options: argparse.Namespace) -> None:
 
 def _own_buckets(options: argparse.Namespace) -> bool:
     return dict(options.more).get("store.access") == "own"
+
+
+def _choose_schedule(rules: dict[str, Any], options: argparse.Namespace) -> None:
+    """Write the rules of training that fit the model and the tokens, unless they are given.
+
+    With a store the period too, and a held-out rise for models of few words.
+    """
+    given, training, of_round = dict(options.more), rules["training"], rules["round"]
+    sizes = [training.get(key) for key in ("effective_batch", "sequence_length")]
+    # What is of another type is refused with the whole file.
+    if not all(type(size) is int and size > 0 for size in sizes):
+        return
+    parameters, words = rules["model"]["parameters"], rules["model"]["config"].get("vocab_size")
+    fits = fitting_schedule(
+        parameters,
+        options.miners * math.prod(sizes),
+        options.tokens,
+        warmup=given.get("training.warmup_steps"),
+        total=given.get("training.total_steps"),
+    )
+    if options.weights is not None:  # a higher rate first undoes what low rates have learned
+        fits = replace(fits, learning_rate=fits.learning_rate / 10)
+    training |= {k: v for k, v in asdict(fits).items() if f"training.{k}" not in given}
+    if type(words) is int and 1 < words < _MANY_WORDS and "round.held_out_rise" not in given:
+        # The same share of all that can be learned, which is the logarithm of the words.
+        of_round["held_out_rise"] = round(0.25 * math.log(words) / math.log(_MANY_WORDS), 3)
+    seconds, bits = of_round.get("seconds_per_block"), of_round.get("bits", 4)
+    if options.exchange != "store" or "round.blocks_per_allreduce" in given:
+        return
+    if isinstance(seconds, int | float) and seconds > 0 and bits in (2, 3, 4):
+        period = fitting_period(parameters, bits, options.slowest_link or _SLOWEST_LINK)
+        of_round["blocks_per_allreduce"] = math.ceil(period / seconds)
 
 
 def _choose_grace(rules: dict[str, Any], link: float | None) -> None:
@@ -620,12 +702,15 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
             )
     data = rules["data"]
     as_built_in = data["source"] == "hub" and data["dataset"] == built_in_rules()["data"]["dataset"]
+    if "data.dataset" not in dict(options.more) and data["source"] not in ("hub", "hf"):
+        data["dataset"] = str(data["source"]).partition(":")[0]  # no dataset of the hub is read
     if as_built_in and not {"folder", "revision", "rows"} & set(data):
         data["folder"] = _SAMPLE
     # What is given counts for the model too; a number of its parameters is compared with it.
     config = read_model(options.model, tokenizer=options.tokenizer)
     rules["model"] = {"config": config} | rules["model"]
     check_model(rules["model"], rules["training"].get("sequence_length"))
+    _choose_schedule(rules, options)
     if store:
         _choose_grace(rules, options.slowest_link)
     return rules

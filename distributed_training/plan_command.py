@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.common.files import read_json_object
-from distributed_training.common.gpus import CARDS, PRICED
+from distributed_training.common.gpus import CARDS, PRICED, Card
 from distributed_training.common.llama import named_config
 from distributed_training.common.memory import (
     MOST_WORKERS,
@@ -32,13 +32,27 @@ from distributed_training.common.memory import (
     scored_bytes,
     snapshot_bytes,
 )
-from distributed_training.common.paper_step import Machine, PaperStep, best_step, held_seconds
+from distributed_training.common.paper_step import (
+    COMPILED,
+    Machine,
+    PaperStep,
+    best_step,
+    held_seconds,
+    product_share,
+)
 from distributed_training.config import ConfigError, exit_with, load_config
 from distributed_training.config.loader import Parser, argument, ranged
 from distributed_training.config.types import Text
 from distributed_training.health.machine import count_moments
-from distributed_training.protocol.growth import Growth, grace_seconds
+from distributed_training.protocol.growth import (
+    TOKENS_A_PARAMETER,
+    Growth,
+    amount,
+    fitting_period,
+    grace_seconds,
+)
 from distributed_training.protocol.network_report import span
+from distributed_training.protocol.pages import JUDGED_OF_DOMAINS, JUDGED_RANKS, VALIDATOR_PAGES
 from distributed_training.protocol.round_plan import (
     Member,
     OuterStep,
@@ -47,7 +61,7 @@ from distributed_training.protocol.round_plan import (
 )
 
 _GPU = re.compile(r"([a-z0-9]+?)(?:x([1-9]\d?))?(?:x([1-9]\d{0,2}))?")
-_TOKENS_A_PARAMETER = 20  # Hoffmann et al. 2022: the best number of tokens for a model of this size
+_BASE = 1_000_000_000  # bytes of Python, torch and the text
 _CHECKPOINTS = 2  # that are kept, by default
 _VALIDATORS_LINK = 1000.0  # Mbit/s
 _LATE, _IDLE, _CHEAPER = 0.15, 0.03, 0.9
@@ -74,6 +88,7 @@ class Rules:
     timeout: float = 795.0
     weights_every: int = 8
     keep_uploads: int = 8
+    judged: int = 0  # tokens of one of the two texts that an upload is judged on, at most
 
 
 @dataclass(frozen=True)
@@ -190,6 +205,23 @@ class Plan:
         )
 
     @property
+    def validator(self) -> Validator:
+        """The validator on one GPU: the member's if that is large enough, else the cheapest."""
+        rules, count = self.rules, self.rules.shape.parameters
+        # Weights in float32, a layer of them in bf16, and the logits of two sequences.
+        device = round(4.5 * count + 2 * 8 * rules.length * rules.shape.vocab)
+        cards = [self.machine.card, *sorted(CARDS.values(), key=lambda card: card.price)]
+        card = next((each for each in cards if device < 0.9e9 * each.memory), None)
+        price = 0.0 if card is None else card.price
+        if card == self.machine.card and self.price is not None:
+            price = self.price
+        # The text that all share, with the upload, and the member's own, without and with it.
+        work = 3 * 2 * count * rules.judged
+        share = product_share(rules.shape) / COMPILED
+        seconds = math.inf if card is None else work / (share * card.peak)
+        return Validator(card, device, round(28 * count) + _BASE, seconds, 24 * price)
+
+    @property
     def dollars_a_day(self) -> float:
         price = self.machine.card.price if self.price is None else self.price
         return 24 * price * self.machine.all_gpus
@@ -205,6 +237,20 @@ class Plan:
     @property
     def dollars(self) -> float:
         return self.days * self.dollars_a_day * self.peers
+
+
+@dataclass(frozen=True)
+class Validator:
+    """What the founder adds. ``seconds``: to judge an upload; ``card``: None where none holds it.
+
+    ``host_bytes``: weights, momentum and residual of two outer steps, and the mean of the uploads.
+    """
+
+    card: Card | None
+    device_bytes: int
+    host_bytes: int
+    seconds: float
+    dollars_a_day: float
 
 
 # --- what to change -------------------------------------------------------------------------------
@@ -279,7 +325,7 @@ def _worth(plan: Plan) -> str:
     found = plan.outer_step(step)
     words = f"utilization {found.utilization:.1%}"
     if math.isfinite(plan.dollars):
-        words += f", MFU {step.mfu:.0%}, {plan.dollars:,.0f} $"
+        words += f", MFU {step.mfu:.0%}, {money(plan.dollars)}"
     return words
 
 
@@ -398,7 +444,7 @@ def facts(plan: Plan) -> Iterator[tuple[str, str]]:
     tokens = outer.inner_steps * step.tokens
     yield (
         "an outer step",
-        f"{outer.inner_steps:,.0f} inner steps, {tokens / 1e9:.2f} billion tokens of a member",
+        f"{outer.inner_steps:,.0f} inner steps, {amount(tokens)} tokens of a member",
     )
     yield "bytes of it", f"sends {size(outer.sent)}, receives {size(outer.received)}"
     if rules.exchange == "store":
@@ -410,6 +456,8 @@ def facts(plan: Plan) -> Iterator[tuple[str, str]]:
     late = "" if outer.in_time else ": it comes too late and is not merged"
     yield "utilization", f"{outer.utilization:.1%}{late}"
     if rules.exchange == "store":
+        yield "validator", _describe_validator(plan)
+    if rules.exchange == "store":
         yield "store", plan.growth.describe_store()
     price = plan.machine.card.price if plan.price is None else plan.price
     dated = f" of {PRICED}, --price" if plan.price is None else ""
@@ -420,9 +468,23 @@ def facts(plan: Plan) -> Iterator[tuple[str, str]]:
     )
     if math.isfinite(plan.days):
         yield (
-            f"{plan.tokens / 1e9:,.0f} billion tokens",
-            f"{plan.days:,.1f} days, {plan.dollars:,.0f} $ of all members",
+            amount(plan.tokens) + " tokens",
+            f"{lasting(plan.days)}, {money(plan.dollars)} of all members",
         )
+
+
+def _describe_validator(plan: Plan) -> str:
+    found = plan.validator
+    if found.card is None:
+        return f"no GPU here holds the {found.device_bytes / 1e9:.0f} GB by which it judges"
+    cost = f"{money(found.dollars_a_day)} a day"
+    if math.isfinite(plan.days):
+        cost += f", {money(plan.days * found.dollars_a_day)} in all"
+    return (
+        f"1 x {found.card.name} ({found.device_bytes / 1e9:.1f} GB of it), "
+        f"{found.host_bytes / 1e9:.1f} GB of host memory; judges an upload in up to "
+        f"{found.seconds:.1f} s, all {plan.peers} in {span(plan.peers * found.seconds)}; {cost}"
+    )
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -447,11 +509,23 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "dollars": plan.dollars if finite else None,
     }
     if plan.rules.exchange == "store":
+        judge = plan.validator
         figures |= {
+            "validator": asdict(judge) | {"seconds": judge.seconds if judge.card else None},
             "stored": plan.growth.stored,
             "store_dollars_a_month": plan.growth.dollars_a_month,
         }
     return figures
+
+
+def money(dollars: float) -> str:
+    """Return dollars, with cents where they count."""
+    return f"{dollars:,.2f} $" if dollars < 100 else f"{dollars:,.0f} $"
+
+
+def lasting(days: float) -> str:
+    """Return a length of time in hours, or in days from the fourth on."""
+    return f"{24 * days:,.1f} hours" if days < 4 else f"{days:,.1f} days"
 
 
 def size(count: float) -> str:
@@ -525,14 +599,19 @@ def rules_of(options: argparse.Namespace) -> Rules:
             "planned: leave it out, or give --model in place of --network"
         )
     four = founded or config.swarm.compression == "4bit"
-    # A public network's validators wait longer from the first outer step on.
-    blocks = miner.blocks_per_allreduce
-    blocks = blocks if founded else max(blocks, miner.blocks_per_allreduce_later)
+    period = config.round_period.total_seconds()
+    if founded and exchange == "store":
+        period = fitting_period(shape.parameters, miner.bits, options.link[1])
+    data = config.data
+    pages = JUDGED_RANKS * min(VALIDATOR_PAGES, data.pages_per_block)
+    judged = pages * data.rows_per_page * data.max_length
+    if data.own:  # on the held-out text of all domains
+        judged = JUDGED_OF_DOMAINS * config.training.sequence_length
     return Rules(
         model=model,
         shape=shape,
         exchange=exchange,
-        period=blocks * config.chain.seconds_per_block,
+        period=period,
         sequences=config.training.local_batch_size_train_effective,
         length=config.training.sequence_length,
         moments=count_moments(config.training, shape),
@@ -545,6 +624,7 @@ def rules_of(options: argparse.Namespace) -> Rules:
         timeout=config.swarm.allreduce_timeout.total_seconds(),
         weights_every=miner.weights_every,
         keep_uploads=miner.keep_uploads,
+        judged=judged,
     )
 
 
@@ -599,7 +679,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--tokens",
         type=ranged(1.0, 1e18),
         metavar="N",
-        help=f"tokens that all members train together [{_TOKENS_A_PARAMETER} a parameter]",
+        help=f"tokens that all members train together [{TOKENS_A_PARAMETER} a parameter]",
     )
     add("--json", action="store_true", help="print JSON, for programs")
     try:
@@ -608,7 +688,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return exit_with(error)
     down, up = options.link
-    tokens = options.tokens or float(_TOKENS_A_PARAMETER * rules.shape.parameters)
+    tokens = options.tokens or float(TOKENS_A_PARAMETER * rules.shape.parameters)
     plan = Plan(rules, options.gpu, down, up, options.peers, options.price, tokens)
     found = list(changes(plan))
     if options.json:

@@ -57,6 +57,7 @@ from distributed_training.common.memory import (
 )
 
 GOAL = 0.48  # MFU of what was not measured
+COMPILED = 1.16  # times as fast as layers that are not
 _MEASURED = "H200"  # one of it
 ATTENTION, BANDWIDTH = 0.5, 0.85  # of the data sheet's
 _MOST_PRODUCTS = 0.65

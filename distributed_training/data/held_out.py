@@ -21,7 +21,7 @@ from distributed_training.common.files import open_at_once, write_bytes
 from distributed_training.common.http import TooLong
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.types import Domain
-from distributed_training.network import NetworkAway, NetworkFileError, download
+from distributed_training.network import HELD_OUT, NetworkAway, NetworkFileError, download
 from distributed_training.protocol.page_permutation import PagePermutation
 
 from .block_builder import open_source
@@ -87,7 +87,7 @@ def _rows(config: Config, domain: Domain) -> tuple[list[str], int]:
     if domain.place == "python":
         return StdlibSource().held_out(), _WHOLE
     if domain.digest is not None:
-        content = _read_pinned(domain.place, domain.digest, config.run_folder)
+        content = _read_pinned(domain.place, domain.digest, config)
         return file_rows(domain.place, content, config.data.text_column), _WHOLE
     source, draw = open_source(config.data, cache=config.data_cache), config.draw_pages
     assert isinstance(draw, PagePermutation)  # the network's file was refused else
@@ -101,20 +101,30 @@ def _rows(config: Config, domain: Domain) -> tuple[list[str], int]:
     return rows, config.data.max_length
 
 
-def _read_pinned(place: str, digest: str, run_folder: Path) -> bytes:
-    """Return what :func:`read_file` does; of a URL the run folder keeps a copy, if there is one.
+def _read_pinned(place: str, digest: str, config: Config) -> bytes:
+    """Return what :func:`read_file` does, from wherever this machine has the file.
 
-    Else no outer step could be judged any more once that server is gone.
+    The run folder keeps a copy: without it no outer step could be judged once a server, or the
+    founder's own file, is gone. A name without a folder lies next to the network's file.
     """
-    if "://" not in place:
-        return read_file(place, digest)
-    copy = run_folder / "held-out" / digest
-    with suppress(OSError), open_at_once(copy) as file:
-        content = file.read(LARGEST_FILE) or b""
-        if hashlib.sha256(content).hexdigest() == digest:
-            return content
-    content = read_file(place, digest)
-    if run_folder.is_dir():
+    copy = config.run_folder / HELD_OUT / digest
+    beside = Path(config.network.place if config.network else "").parent / HELD_OUT / place
+    content = None
+    for path in (copy, beside):
+        with suppress(OSError, ValueError), open_at_once(path) as file:
+            found = file.read(LARGEST_FILE) or b""
+            if hashlib.sha256(found).hexdigest() == digest:
+                if path is copy:
+                    return found
+                content = found
+    if content is None and "/" not in place and not Path(place).exists():
+        raise ConfigError(
+            f"the held-out text {place} is neither {copy} nor {beside}, so nothing can be judged "
+            "here: copy it there from the founder's machine, where dt-network init put it into "
+            f"{HELD_OUT}/"
+        )
+    content = content or read_file(place, digest)
+    if config.run_folder.is_dir():
         with suppress(OSError):
             copy.parent.mkdir(exist_ok=True)
             write_bytes(copy, content)

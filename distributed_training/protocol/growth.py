@@ -17,6 +17,19 @@ _SLACK = 1.2  # of the bytes: requests, and a link that is not always as fast
 GB_MONTH = 0.015  # dollars at R2, where traffic is free: developers.cloudflare.com/r2/pricing
 
 
+TOKENS_A_PARAMETER = 20  # Hoffmann et al. 2022: the best number for a model of this size
+#: Parameters up to which a row holds, highest learning rate (Pythia's, arxiv.org/abs/2304.01373)
+#: and seconds of a period (docs/found-a-network.md).
+_ROWS = (
+    (100e6, 1e-3, 720.0),
+    (300e6, 6e-4, 720.0),
+    (2e9, 3e-4, 1800.0),
+    (math.inf, 1.6e-4, 1800.0),
+)
+_WARM_UP, _LONGEST_WARM_UP = 30, 1000  # one of so many steps; inner steps
+_FEWEST_STEPS = 1000  # of a schedule whose end nobody has named: small models learn for longer
+
+
 def file_bytes(parameters: int, bits: int) -> int:
     """Return the bytes of an upload, or with 4 ``bits`` of an update, but for its header."""
     return parameters * bits // 8 + 4 * math.ceil(parameters / _GROUP)
@@ -29,6 +42,55 @@ def grace_seconds(parameters: int, bits: int, link: float, *, period: float) -> 
     """
     sending = _SLACK * 8 * file_bytes(parameters, bits) / (link * 1e6)
     return math.ceil(min(_MARGIN, period / 10) + CHECKPOINT * parameters + sending)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Rules of ``[training]`` that fit a model and a number of tokens; steps are inner steps."""
+
+    learning_rate: float
+    warmup_steps: int
+    total_steps: int
+
+
+def fitting_schedule(
+    parameters: int,
+    step: int,
+    tokens: float | None,
+    *,
+    warmup: int | None = None,
+    total: int | None = None,
+) -> Schedule:
+    """Return the schedule of a model that all members train on ``tokens``; None: 20 a parameter.
+
+    ``step``: tokens of one inner step of all members together. ``warmup``, ``total``: inner steps
+    that somebody has chosen.
+    """
+    rate = next(rate for most, rate, _ in _ROWS if parameters <= most)
+    wanted = max(1.0, (tokens or TOKENS_A_PARAMETER * parameters) / step)
+    digits = 10 ** max(0, math.floor(math.log10(wanted)) - 2)
+    most = max(2, math.ceil(wanted / digits) * digits)  # three digits are enough
+    if tokens is None:
+        most = max(most, _FEWEST_STEPS, 10 * (warmup or 0))
+    most = total or most
+    return Schedule(rate, warmup or min(_LONGEST_WARM_UP, max(1, most // _WARM_UP)), most)
+
+
+def amount(count: float) -> str:
+    """Return a number in millions or billions."""
+    return f"{count / 1e6:,.3g} million" if count < 1e9 else f"{count / 1e9:,.3g} billion"
+
+
+def fitting_period(parameters: int, bits: int, link: float) -> float:
+    """Return the seconds of a period that fits a model, in whole blocks of 12 s.
+
+    It is at least three times the grace of a member whose link sends ``link`` Mbit/s.
+    """
+    row = next(period for most, _, period in _ROWS if parameters <= most)
+    if 3 * grace_seconds(parameters, bits, link, period=row) <= row:
+        return row
+    # With the whole margin, which a longer period has.
+    return 12.0 * math.ceil(3 * grace_seconds(parameters, bits, link, period=math.inf) / 12)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 SPLIT = "train"  # every page is of this split
 ROWS_PER_PAGE = 100  # left free at a config's end, whatever data.rows_per_page says
 VALIDATOR_PAGES = 2  # of the five that a miner fetches, the first two
+JUDGED_OF_DOMAINS = 64  # sequences, by the domains' weights, where members have text of their own
 JUDGED_RANKS = 4  # validators look at the pages of ranks 0..3, however many ranks a miner has
 
 

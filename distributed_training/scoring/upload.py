@@ -47,7 +47,7 @@ from distributed_training.protocol.gradients import (
 )
 from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata, MetadataError
 from distributed_training.protocol.page_permutation import DrawPages
-from distributed_training.protocol.pages import select_pages
+from distributed_training.protocol.pages import JUDGED_OF_DOMAINS, select_pages
 from distributed_training.protocol.scoring import blocks_are_fresh
 from distributed_training.store.base import ObjectInfo
 from distributed_training.store.bucket_reader import (
@@ -259,7 +259,7 @@ def pages_of(
     """
     if not config.data.own:
         return PageReader.from_settings(config, tokenizer_path, eos_id, limit=limit)
-    length, wanted = config.training.sequence_length, limit or _OF_DOMAINS
+    length, wanted = config.training.sequence_length, limit or JUDGED_OF_DOMAINS
     try:
         tokens = domain_tokens(config, tokenizer_path, eos_id)
     except PageUnavailable as error:
@@ -276,9 +276,6 @@ def pages_of(
         return torch.stack(found)
 
     return read
-
-
-_OF_DOMAINS = 64  # sequences that uploads are judged on, by the domains' weights
 
 
 @dataclass(frozen=True)

@@ -307,7 +307,12 @@ def test_a_url_that_is_gone_costs_no_start_after_the_first(
         return text
 
     monkeypatch.setattr(held_out, "download", download)
-    read = held_out._read_pinned
+
+    def read(place: str, digest: str, run_folder: Path) -> bytes:
+        config = config_of(tmp_path.with_name("lab"))
+        general = replace(config.miner, run_folder=run_folder)
+        return held_out._read_pinned(place, digest, replace(config, miner=general))
+
     assert read(place, digest, tmp_path / "none") == text and not list(tmp_path.iterdir())
     assert read(place, digest, tmp_path) == read(place, digest, tmp_path) == text
     assert len(asked) == 2

@@ -9,6 +9,7 @@ import os
 import re
 import runpy
 import shlex
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,11 +25,13 @@ from distributed_training.chain.kinds import CHAINS
 from distributed_training.common.llama import SHAPES, local_llama_config, named_config
 from distributed_training.common.memory import Arrangement, ModelShape, host_memory
 from distributed_training.config import ConfigError, load_config
+from distributed_training.data.held_out import held_out_batches
 from distributed_training.data.tokenizer import build_tokenizer, byte_tokenizer
 from distributed_training.health import machine
 from distributed_training.network_command import main
 from distributed_training.node.buckets import commitment_text
 from distributed_training.node.start import fetch_tokenizer
+from distributed_training.plan_command import main as plan_main
 from distributed_training.protocol.metadata import ConfigExtras
 from distributed_training.training.model import parameter_schema
 from tests.tools.model_families import FAMILIES, init
@@ -135,14 +138,22 @@ def test_a_file_of_held_out_text_is_pinned_and_read_before_anything_is_signed(
     digest = hashlib.sha256(text.read_bytes()).hexdigest()
     named = ("--set", f"data.held_out={text}")
     assert found(tmp_path / "lab", *named) == 0
-    assert read(tmp_path / "lab").data.held_out == f"{text}#{digest}"
+    assert read(tmp_path / "lab").data.held_out == f"held.txt#{digest}"
+    assert (tmp_path / "lab" / "held-out" / "held.txt").read_bytes() == text.read_bytes()
+    assert str(tmp_path) not in (tmp_path / "lab" / "network.toml").read_text()
     assert found(tmp_path / "same", "--set", f"data.held_out={text}#{digest}") == 0
     assert found(tmp_path / "other", "--set", f"data.held_out={text}#{'0' * 64}") == 2
     assert "has the SHA-256" in capsys.readouterr().err
     several = ("--set", f'data.held_out=["a*2={text}", "b={text}#{digest}"]')
     assert found(tmp_path / "several", *several) == 0
     assert read(tmp_path / "several").held_out_name == "a 0.67, b 0.33"
-    assert read(tmp_path / "several").data.held_out == f"a*2={text}#{digest} b={text}#{digest}"
+    assert read(tmp_path / "several").data.held_out == f"a*2=held.txt#{digest} b=held.txt#{digest}"
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "held.txt").write_text("TGCA" * 9)
+    two = ("--set", f'data.held_out=["a={text}", "b={tmp_path / "two" / "held.txt"}"]')
+    assert found(tmp_path / "both", *two) == 0
+    kept = {p.read_text()[:4] for p in (tmp_path / "both" / "held-out").iterdir()}
+    assert kept == {"ACGT", "TGCA"} and len({*read(tmp_path / "both").data.held_out.split()}) == 2
     text.write_bytes(b"\xff")
     assert found(tmp_path / "other", *several) == 2
     assert "give UTF-8 text" in capsys.readouterr().err
@@ -155,6 +166,106 @@ def test_a_file_of_held_out_text_is_pinned_and_read_before_anything_is_signed(
     assert "is empty" in capsys.readouterr().err
     away = ("--set", "data.held_out=https://127.0.0.1:1/held.txt")
     assert found(tmp_path / "other", *away) == 1 and not (tmp_path / "other").exists()
+
+
+def test_held_out_text_goes_where_the_founders_folder_goes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tokenizer: tuple[Path, int]
+) -> None:
+    """Moved, restored, succeeded, and of a file of before, which names a path."""
+    text = tmp_path / "held.txt"
+    text.write_text("ACGT" * 999)
+    assert found(tmp_path / "lab", "--set", f"data.held_out={text}") == 0
+    text.unlink()
+    (tmp_path / "lab").rename(tmp_path / "moved")
+    run = tmp_path / "moved" / "validator"
+
+    def judged(folder: Path, *more: str) -> int:
+        argv = ["--network", str(folder / "network.toml"), *more]
+        config = load_config("validator", argv, environ={}, dotenv=None, check=False)
+        (batches,) = held_out_batches(config, *tokenizer, sequences=2).values()
+        return len(batches)
+
+    assert judged(tmp_path / "moved", "--neuron.run_folder", str(run)) == 2
+    (copy,) = (run / "held-out").iterdir()  # the run folder has it too
+    (tmp_path / "moved" / "held-out" / "held.txt").unlink()
+    assert judged(tmp_path / "moved", "--neuron.run_folder", str(run)) == 2
+    copy.unlink()
+    with pytest.raises(ConfigError, match=r"held\.txt is neither .* copy it there"):
+        judged(tmp_path / "moved", "--neuron.run_folder", str(run))
+
+
+def test_git_never_picks_up_what_only_the_founder_may_have(tmp_path: Path) -> None:
+    assert found(tmp_path / "lab") == 0
+    (tmp_path / "lab" / "invitation.txt").write_text("secret")
+    for words in (["init", "-q"], ["add", "."]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True, timeout=20)
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=tmp_path, check=True, timeout=20, capture_output=True, text=True
+    ).stdout.split()
+    assert "lab/network.toml" in listed and "lab/versions/1.toml" in listed
+    hidden = ("wallets", "invitation", "validator", "registry", "store")
+    assert not [name for name in listed if name.split("/")[1].startswith(hidden)]
+    (tmp_path / "lab" / "wallets").rename(tmp_path / "elsewhere")  # as a backup in a repository
+    subprocess.run(["git", "add", "."], cwd=tmp_path, check=True, timeout=20)
+    status = subprocess.run(
+        ["git", "ls-files"], cwd=tmp_path, check=True, timeout=20, capture_output=True, text=True
+    )
+    assert "elsewhere" not in status.stdout
+
+
+def test_the_table_of_the_guide_is_what_init_writes_and_dt_plan_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "found-a-network.md").read_text()
+    rows = dict(re.findall(r"^\| (.+?) \|(.+)\|$", page, re.M))
+    columns = {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows.items()}
+    for at, (model, gpu) in enumerate((("125m", "4090"), ("1b", "h100"), ("4b", "h100x8"))):
+        cells = {name: found[at] for name, found in columns.items() if len(found) == 3}
+        folder, link = tmp_path / model, cells["`--slowest-link`"]
+        words = ["--name", "lab", "--registry", "https://r.example.org", "--store"]
+        words += ["https://s3.example.org", "--data-source", "stdlib", "--model", model]
+        assert not main(["init", str(folder), *words, "--slowest-link", link, "--miners", "4"])
+        said, values = capsys.readouterr().out, read(folder).network.values
+        for key in ("learning_rate", "warmup_steps", "total_steps"):
+            cell = cells[f"`training.{key}`"]
+            assert values[f"training.{key}"] == float(cell)
+            assert re.search(rf" {float(cell):g}[,; ]", said)
+        period = next(cell for name, cell in cells.items() if name.endswith(": the period"))
+        seconds, blocks = re.findall(r"\d+", period)[:2]
+        assert values["round.seconds_per_block"] == int(seconds)
+        assert values["round.blocks_per_allreduce"] == int(blocks)
+        assert values["round.grace"] == cells["grace that `init` writes"].replace(" ", "")
+        down_up = cells["its link, Mbit/s down/up"]
+        given = ["--model", model, "--gpu", gpu, "--link", down_up, "--peers", "4"]
+        assert plan_main(given) == 0
+        said = capsys.readouterr().out
+        dollars = cells["GPUs of all members, prices of May 2026"].removesuffix(" dollars")
+        hours = cells["time of the whole training"]
+        assert f"  {hours}, {dollars} $ of all members" in said
+        judging = cells["the validator's GPU meanwhile, judging"].removesuffix(" dollars")
+        assert f"a day, {judging} $ in all" in said
+
+
+@pytest.mark.parametrize(
+    ("more", "wanted"),
+    [
+        ((), (1e-3, 33, 1000, 0.134)),  # the model of 2 million parameters on bytes
+        (("--tokens", "1e9", "--miners", "8"), (1e-3, 7, 239, 0.134)),
+        (("--set", "training.total_steps=300"), (1e-3, 10, 300, 0.134)),
+        (("--set", "training.warmup_steps=500"), (1e-3, 500, 5000, 0.134)),
+        (("--set", "training.learning_rate=2e-4"), (2e-4, 33, 1000, 0.134)),
+        (("--set", "round.held_out_rise=0.5"), (1e-3, 33, 1000, 0.5)),
+        (("--model", "125m"), (6e-4, 85, 2560, 0.25)),
+    ],
+)
+def test_rules_fit_the_model_and_the_tokens_unless_they_are_given(
+    tmp_path: Path, more: tuple[str, ...], wanted: tuple[float, ...]
+) -> None:
+    assert found(tmp_path / "lab", *more) == 0
+    config = read(tmp_path / "lab")
+    training = config.training
+    made = (training.learning_rate, training.warmup_steps, training.total_steps)
+    assert (*made, config.miner.held_out_rise) == wanted
 
 
 @pytest.mark.parametrize("more", [(), ("--unpinned",), ("--set", "data.rows=300")])
@@ -442,11 +553,14 @@ def test_no_version_has_data_that_nobody_would_publish(tmp_path: Path, capsys, o
             (("--set", f"training.{change}"), words)
             for change, words in (
                 ("learning_rate=0.11", "learning_rate 0.11 is above 0.1"),
-                ("warmup_steps=88001", "not below training.total_steps 88000"),
                 ("decay_from=2000", "only one of them"),
                 ("sequence_length=1025", "above 1024, the positions that the model has"),
                 ("schedule=linear", "training.schedule in"),
             )
+        ),
+        (
+            ("--set", "training.warmup_steps=9", "--set", "training.total_steps=9"),
+            "not below training.total_steps 9",
         ),
         (
             ("--set", "training.decay_from=2000", "--set", "training.decay_steps=9"),
@@ -460,17 +574,24 @@ def test_no_version_has_data_that_nobody_would_publish(tmp_path: Path, capsys, o
                 ("data.rows=2026-01-01", "a date or a time"),
             )
         ),
-        (("--name", "No Name"), "name"),
-        (("--bucket", "x/../y"), "global_bucket"),
+        *(
+            (("--name", name), "--name: ")
+            for name in ("No Name", "rr", "-lab", "lab-", "a" * 60, "lab.a", "")
+        ),
+        (("--bucket", "x/../y"), "--bucket: 'x/../y' is not 3 to 63"),
+        (("--bucket", "b" * 60), "at most 59 characters"),
         (("--host", "127.0.0.1"), "--host 127.0.0.1 cannot be reached from other machines"),
         (("--host", "0.0.0.0"), "--host 0.0.0.0 cannot be reached from other machines"),
         (("--set", "store.endpoint=https://s3.example.org/lab"), "leave out '/lab'"),
     ],
 )
 def test_a_wrong_option_leaves_nothing(tmp_path: Path, capsys, more, words: str) -> None:
-    assert found(tmp_path / "lab", *more) == 2
+    try:
+        assert found(tmp_path / "lab", *more) == 2
+    except SystemExit as refused:
+        assert refused.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and words in line
+    assert line.startswith("error: ") and words in line and not [*tmp_path.iterdir()]
 
 
 def test_a_decay_begins_where_the_network_is(tmp_path: Path, capsys) -> None:
@@ -509,7 +630,7 @@ def dotted(text: str) -> str:
     ("schedule", "change", "more", "words"),
     [
         ("cosine", None, ("--from", "4000"), "this one is cosine"),
-        ("constant", None, ("--from", "999"), "below training.warmup_steps 1000"),
+        ("constant", None, ("--from", "9"), "below training.warmup_steps 33"),
         ("constant", dotted, ("--from", "4000"), "is not laid out as dt-network init writes it"),
         ("constant", lambda text: text + "[", ("--from", "4000"), "is not TOML"),
         ("constant", None, (), "give --from"),

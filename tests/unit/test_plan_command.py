@@ -32,17 +32,19 @@ def test_a_plan_names_all_that_is_promised(capsys: pytest.CaptureFixture[str]) -
     assert main(GIVEN) == 0
     said = capsys.readouterr().out
     print(said)
-    lines = {line[:18].strip(): line[19:] for line in said.splitlines()[1:]}
+    lines = dict(re.split(r"  +", line, maxsplit=1) for line in said.splitlines()[1:])
     assert {"inner step", "GPU memory", "host memory, disk", "an outer step"} < lines.keys()
     assert {"bytes of it", "upload", "utilization", "store", "dollars"} < lines.keys()
     assert "micro-batch 8" in lines["GPU memory"] and "inner steps" in lines["an outer step"]
     assert "sends 2.00 GB" in lines["bytes of it"] and "388.14 GB" in lines["store"]
-    assert "566 a day" in lines["dollars"] and "73 billion tokens" in lines
+    assert "566 a day" in lines["dollars"] and "72.9 billion tokens" in lines
+    assert "1 x H100" in lines["validator"] and "judges an upload in" in lines["validator"]
     assert "->" in lines["change first"]
 
 
 _ROW = re.compile(
-    r"\| ([\d.]+ [MB]) \| (\d) x (?:RTX )?(\w+) \| (.+?) \| (.+?) each \| (.+?)(?: a month)? \|"
+    r"\| ([\d.]+ [MB]) \| (\d) x (?:RTX )?(\w+) \| (.+?): (.+?) \| (.+?) each \| "
+    r"(.+?)(?: a month)? \| (.+?) tokens in (.+?), (.+?) \|"
 )
 
 
@@ -50,17 +52,18 @@ def test_the_readme_shows_the_printed_plan(capsys: pytest.CaptureFixture[str]) -
     rows = _ROW.findall((Path(__file__).parents[2] / "README.md").read_text())
     assert len(rows) == 3
     models = {"125 M": "125m", "1.1 B": "1b", "3.6 B": "4b"}
-    for model, count, card, steps, moved, price in rows:
+    for model, count, card, period, steps, moved, price, tokens, lasting, dollars in rows:
         gpu = f"{card.lower()}x{count}"
         assert not main(
             ["--model", models[model], "--gpu", gpu, "--link", "100/20", "--peers", "4"]
         )
         said = capsys.readouterr().out
-        sent, unit = moved.split()
+        *wanted, unit = moved.replace(" and", "").split()
         places = 2 if unit == "GB" else 0
         there = re.findall(rf"(?:sends|receives) ([\d.]+) {unit}", said)
-        assert [f"{float(each):.{places}f}" for each in there] == [sent, sent]
-        assert f" {steps}, " in said and f": {price})" in said
+        assert [f"{float(each):.{places}f}" for each in there] == (2 * wanted)[:2]
+        assert f" {steps}, " in said and f": {price})" in said and f"each {period}\n" in said
+        assert re.search(rf"{tokens} tokens +{lasting}, {re.escape(dollars)} of all", said)
 
 
 def rules_of_a_store(model: str) -> dict[str, Any]:
@@ -124,6 +127,7 @@ def test_a_plan_counts_the_data_workers_of_each_gpu(capsys: pytest.CaptureFixtur
     [
         (["--gpu", "h100x8", "--link", "100/5"], "an upload takes", "a period of"),
         (["--gpu", "h100x8", "--link", "100/11"], "an upload takes", "round.bits = 2"),
+        (["--gpu", "h100x8", "--link", "100/5", "--model", "4b"], "the update comes", "bits = 2"),
         (["--gpu", "4090", "--link", "100/20"], "does not fit", "x RTX 4090"),
         (["--gpu", "4090x8", "--link", "500/500"], "gathers", "effective_batch"),
         (["--gpu", "h100x8", "--link", "900/50", "--peers", "900"], "validator", "link"),
@@ -131,9 +135,16 @@ def test_a_plan_counts_the_data_workers_of_each_gpu(capsys: pytest.CaptureFixtur
     ],
 )
 def test_the_bottleneck_is_named_with_the_effect_of_its_change(
-    words: list[str], why: str, what: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], why: str, what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first, *_ = plan(capsys, "--model", "4b", *words)["changes"]
+    """Of a file, whose period is what it is, or of a new network, whose period fits its link."""
+    rules = rules_of_a_store("4b") | {"round.blocks_per_allreduce": 400, "round.grace": "1600s"}
+    rules |= {"round.seconds_per_block": 12.0, "training.effective_batch": 512}
+    rules |= {"training.sequence_length": 1024}
+    named = {"--model", "--exchange"} & {*words}
+    of = [] if "--model" in words else ["--model", "4b"]
+    of = of if named else ["--network", network_file(tmp_path, rules)]
+    first, *_ = plan(capsys, *of, *words)["changes"]
     print(first)
     assert why in first["why"] and what in first["what"] and first["effect"]
 
@@ -194,6 +205,49 @@ def test_a_config_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str])
     assert main(["--model", "/nowhere/config.json", "--gpu", "h100", "--link", "1"]) == 2
     said = capsys.readouterr().err
     assert "/nowhere/config.json: it is no file" in said and "hidden_size" not in said
+
+
+@settings(
+    deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    blocks=st.integers(1, 5000),
+    seconds=st.sampled_from([1.0, 6.0, 12.0]),
+    own=st.booleans(),
+)
+def test_the_period_of_a_plan_is_the_files_whatever_it_is(
+    blocks: int, seconds: float, own: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rules = rules_of_a_store("125m") | {
+        "round.blocks_per_allreduce": blocks,
+        "round.seconds_per_block": seconds,
+        "round.grace": "1s",
+    }
+    if own:
+        rules |= {"data.own": True, "data.held_out": f"/x#{'0' * 64}"}
+    machine = ["--gpu", "4090", "--link", "100000"]
+    found = plan(capsys, "--network", network_file(tmp_path, rules), *machine)
+    assert found["inner_steps"] * found["step_seconds"] == pytest.approx(
+        blocks * seconds, abs=0.05 * found["step_seconds"] + 5
+    )
+
+
+def test_a_plan_has_the_validator_and_does_not_round_hours_away(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A look of the judge at 2 x 4 pages, three passes, on one GPU."""
+    words = ["--model", "125m", "--gpu", "4090", "--link", "100/20", "--peers", "4"]
+    assert not main(words)
+    said = capsys.readouterr().out
+    assert "each 12 min" in said and "120 inner steps, 62.9 million tokens" in said
+    assert re.search(r"2\.68 billion tokens +2\.1 hours, 3\.\d\d \$ of all members", said)
+    judge = plan(capsys, *words)["validator"]
+    assert judge["card"]["name"] == "RTX 4090" and 1 < judge["seconds"] < 60
+    assert 4 * 134_105_856 < judge["device_bytes"] < 24e9
+    assert judge["dollars_a_day"] == pytest.approx(9.6)
+    large = plan(capsys, "--model", "1b", *words[2:])["validator"]
+    assert large["card"]["name"] == "RTX 4090" and large["seconds"] > 3 * judge["seconds"]
+    assert "validator" not in plan(capsys, *words, "--exchange", "hivemind")
 
 
 @pytest.mark.parametrize(
