@@ -24,7 +24,7 @@ import re
 import time
 import tomllib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urljoin, urlsplit
@@ -37,7 +37,10 @@ from distributed_training.common.files import json_line, open_at_once, parse_tom
 from distributed_training.common.http import TooLong, ask
 from distributed_training.common.memory import ModelShape
 from distributed_training.common.proxies import proxy_for
+from distributed_training.protocol.keys import NETWORK
+from distributed_training.protocol.manifest import Master, is_signed, sign_form
 from distributed_training.protocol.page_permutation import HELD_OUT_PAGES
+from distributed_training.protocol.types import Sign
 
 if TYPE_CHECKING:
     import ssl
@@ -248,6 +251,8 @@ class Shown:
 
     ``run_id``: the network's ``rules_id``; None where an earlier version of the program wrote it.
     ``finished``: which [stop] of its file the network has reached, in words; None while it trains.
+    ``network``: its run, in a file that the master has signed; None: it is unsigned, as a network
+    of format 1 has it, and means nothing where the network's file is of a later one.
     """
 
     name: Annotated[str, Field(max_length=63)]
@@ -255,21 +260,42 @@ class Shown:
     master: Annotated[str, Field(max_length=64)]
     run_id: Annotated[str | None, Field(pattern=r"^\w{1,64}$")] = None
     finished: Annotated[str | None, Field(pattern=r"^[ -~]{1,200}$")] = None
+    network: Annotated[str | None, Field(pattern=r"^\w{1,64}$")] = None
 
     @classmethod
     def of(cls, network: Network) -> Shown:
         head, values = network.head, network.values
         return cls(head.name, head.version, values["chain.master_hotkey"], network.rules_id)
 
+    def to_bytes(self, sign: Sign | None) -> bytes:
+        """Return the file, signed by ``sign``; None: unsigned."""
+        content = {name: value for name, value in asdict(self).items() if value is not None}
+        form = json.dumps(content).encode()
+        return form if sign is None else sign_form(NETWORK, form, sign)
+
+    def counts_for(self, network: Network) -> bool:
+        """Return whether it may say something of ``network``: its master's word, or format 1."""
+        run, master = network.values["run_id"], network.values["chain.master_hotkey"]
+        return network.head.format == 1 or (self.network, self.master) == (run, master)
+
     @classmethod
     def parse(cls, data: bytes) -> Shown:
-        """Read the file. Raises ValueError for anything else, with nothing of it in the text."""
+        """Read the file. Raises ValueError for anything else, with nothing of it in the text.
+
+        A file that names its ``network`` is signed by the master that it names.
+        """
         content = json_line(data) or {}
         try:
             known: Any = {name: content.get(name) for name in cls.__dataclass_fields__}
-            return cls(**known)
+            shown = cls(**known)
         except ValidationError:
             raise ValueError("it does not name a network") from None
+        if shown.network is not None:
+            from bittensor_core import verify  # the chain's client would take a second
+
+            if not is_signed(NETWORK, data, Master(shown.network, shown.master, verify)):
+                raise ValueError("it is not signed by the master that it names")
+        return shown
 
 
 def other_version(shown: Shown, ours: Network) -> str:

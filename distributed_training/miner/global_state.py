@@ -357,14 +357,22 @@ class NetworkWatch:
         self.versions = versions
         self._post = post
         self._other_version = ""
+        self._version = 0  # the newest that the bucket has named
 
     def look(self) -> str:
-        """Post what has changed; return why the network is finished, as the bucket says unsigned.
+        """Post what has changed; return why the network is finished, as the bucket says.
 
-        A bucket that is damaged, or away just now, changes nothing.
+        A bucket that is damaged, or away just now, changes nothing. Nor does what the network's
+        master has not signed, or an older version than the bucket has named before.
         """
         try:
             shown, rules, refused = self._bucket.network(), self._network, ""
+            if self._network.head.format > 1:
+                if shown is None or not shown.counts_for(self._network):
+                    return ""
+                if shown.version < self._version:
+                    return ""
+                self._version = shown.version
             if self.versions is not None and shown is not None:
                 if shown.version > self.versions.newest.head.version:
                     refused = self._bucket.learn(self.versions)

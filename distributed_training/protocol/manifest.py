@@ -65,6 +65,32 @@ class Master:
     verify: Verify
 
 
+def _message(name: str, form: bytes) -> bytes:
+    return f"{name} {_FORMAT} {hashlib.sha256(form).hexdigest()}".encode()
+
+
+def sign_form(name: str, form: bytes, sign: Sign) -> bytes:
+    """Return the JSON object ``form`` with the signature of it, as ``name``, for its last key."""
+    return form[:-1] + f',"signature":"0x{sign(_message(name, form)).hex()}"}}'.encode()
+
+
+def split_form(name: str, data: bytes) -> tuple[bytes, bytes]:
+    """Return what :func:`sign_form` was given, and the signature. Raises ValueError without one."""
+    signature = _SIGNATURE.fullmatch(data[-_SIGNATURE_BYTES:])
+    if signature is None:
+        raise ValueError(f"{name} does not end with a signature")
+    return data[:-_SIGNATURE_BYTES] + b"}", bytes.fromhex(signature[1].decode())
+
+
+def is_signed(name: str, data: bytes, master: Master) -> bool:
+    """Return whether ``data`` is an object that the master has signed as ``name``."""
+    try:
+        form, signature = split_form(name, data)
+        return master.verify(_message(name, form), signature, master.hotkey)
+    except ValueError:
+        return False
+
+
 class _Signed:
     """The common part of state and manifest: one canonical form, one signature."""
 
@@ -87,13 +113,9 @@ class _Signed:
         """SHA-256 of the canonical form, in hex."""
         return hashlib.sha256(self.canonical).hexdigest()
 
-    @property
-    def _message(self) -> bytes:
-        return f"{self.name} {_FORMAT} {self.digest}".encode()
-
     def to_bytes(self, sign: Sign) -> bytes:
         """Return the file: the canonical form, and the master's signature as its last key."""
-        return self.canonical[:-1] + f',"signature":"0x{sign(self._message).hex()}"}}'.encode()
+        return sign_form(self.name, self.canonical, sign)
 
     @classmethod
     def parse(cls, data: bytes, master: Master) -> Self:
@@ -103,10 +125,7 @@ class _Signed:
         """
         if len(data) > cls.most_bytes:
             raise ValueError(f"{cls.name} has {len(data)} bytes, above the bound {cls.most_bytes}")
-        signature = _SIGNATURE.fullmatch(data[-_SIGNATURE_BYTES:])
-        if signature is None:
-            raise ValueError(f"{cls.name} does not end with a signature")
-        form = data[:-_SIGNATURE_BYTES] + b"}"
+        form, signed = split_form(cls.name, data)
         try:
             content: Self = _adapter(cls).validate_json(form, strict=True)  # type: ignore[arg-type]
         except ValidationError as refusal:
@@ -119,8 +138,7 @@ class _Signed:
             raise ValueError(f"{cls.name} is not in canonical form, or has keys of another version")
         if content.run_id != master.run_id:
             raise ValueError(f"{cls.name} is of another network")
-        signed = bytes.fromhex(signature[1].decode())
-        if not master.verify(content._message, signed, master.hotkey):
+        if not master.verify(_message(cls.name, form), signed, master.hotkey):
             raise ValueError(f"{cls.name} is not signed by the network's master {master.hotkey}")
         return content
 

@@ -7,25 +7,28 @@ rate's schedule.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from bittensor_core import verify
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from distributed_training.common.files import atomic_file, write_bytes
 from distributed_training.config.versions import Versions
-from distributed_training.network import FILE, LARGEST_SHOWN, Network, Shown
+from distributed_training.network import FILE, LARGEST_FILE, LARGEST_SHOWN, Network, Shown
+from distributed_training.node.identity import Member
 from distributed_training.node.start import WrongNetwork
 from distributed_training.protocol import keys
 from distributed_training.protocol.gradients import Schema
+from distributed_training.protocol.manifest import Master, State
 from distributed_training.protocol.metadata import ConfigExtras, Metadata, RoundNotes
 from distributed_training.protocol.types import PublicationReport, Revision
 from distributed_training.store.base import ObjectStore
@@ -36,7 +39,7 @@ from distributed_training.store.bucket_reader import (
     remove_states,
 )
 from distributed_training.store.cleanup import prune_epochs
-from distributed_training.store.errors import StoreError
+from distributed_training.store.errors import IntegrityError, StoreError
 from distributed_training.store.journal import Journal
 from distributed_training.store.transfer import Retry, Sender, Sent, deadline_in
 from distributed_training.training.model import hf_config, schema_of
@@ -99,19 +102,29 @@ def claim_global_bucket(
     *,
     finished: str = "",
     versions: Versions | None = None,
+    member: Member | None = None,
 ) -> None:
     """Write into the global bucket whose it is, and whether the network is ``finished``.
 
-    ``versions``: of the network's file, which miners read there; ``network`` is the newest.
+    What is there already is left. ``versions``: of the network's file, which miners read there;
+    ``network`` is the newest. ``member``: signs as the master, but for files of format 1.
 
     Raises WrongNetwork where it is another founder's: two networks of one name would overwrite each
     other's model. Raises StoreError.
     """
-    master = network.values["chain.master_hotkey"]
-    try:
-        owner = Shown.parse(store.get(keys.NETWORK, limit=LARGEST_SHOWN) or b"").master
-    except ValueError:
-        owner = master  # none or damaged: what is written now replaces it
+    master, sign = network.values["chain.master_hotkey"], None
+    wanted = replace(Shown.of(network), finished=finished or None)
+    if member is not None and network.head.format > 1 and member.hotkey == master:
+        sign = member.wallet.hotkey.sign
+        wanted = replace(wanted, network=network.values["run_id"])
+    shown: Shown | None = None
+    with suppress(ValueError, IntegrityError):  # it is damaged: what is written now replaces it
+        shown = Shown.parse(store.get(keys.NETWORK, limit=LARGEST_SHOWN) or b"")
+    owner = master if shown is None else shown.master
+    # Anybody can write an unsigned one, or sign one with a key made for it.
+    proven = shown is not None and shown.network is not None
+    if sign is not None and owner != master and (not proven or _is_led(store, network)):
+        owner = master
     if owner != master:
         raise WrongNetwork(
             f"the global bucket {store.bucket} is another network's (its master is {owner}, not "
@@ -119,13 +132,23 @@ def claim_global_bucket(
             "this network's file another store.global_bucket and sign it again"
         )
     for version in versions.known if versions is not None else ():
-        key = keys.VERSION.format(version.head.version)
-        store.put(key, version.files[FILE].encode())
+        key, data = keys.VERSION.format(version.head.version), version.files[FILE].encode()
+        with suppress(IntegrityError):
+            if store.get(key, limit=LARGEST_FILE) == data:
+                continue
+        store.put(key, data)
     # Last: miners look for the version that it names.
-    shown = asdict(replace(Shown.of(network), finished=finished or None))
-    if not finished:
-        del shown["finished"]
-    store.put(keys.NETWORK, json.dumps(shown).encode())
+    if shown != wanted:
+        store.put(keys.NETWORK, wanted.to_bytes(sign))
+
+
+def _is_led(store: ObjectStore, network: Network) -> bool:
+    """Return whether the bucket's state is signed by the master of ``network``."""
+    master = Master(network.values["run_id"], network.values["chain.master_hotkey"], verify)
+    with suppress(ValueError, IntegrityError):
+        State.parse(store.get(keys.STATE, limit=State.most_bytes) or b"", master)
+        return True
+    return False
 
 
 class GlobalPublisher:

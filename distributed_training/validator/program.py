@@ -13,6 +13,7 @@ import os
 import random
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ from distributed_training.node.start import (
     NetworkFailure,
     Stopped,
     StopSignals,
+    WrongNetwork,
     dashboard,
     exit_status_of,
     fetch_tokenizer,
@@ -102,6 +104,8 @@ from distributed_training.validator.validator import Validator, ValidatorRules
 
 log = logging.getLogger(__name__)
 
+_CLAIM_AGAIN = 60.0  # seconds between two looks at whose the bucket is, by its own words
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -145,9 +149,9 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
     if config.network is not None and has_versions(config):
         versions = open_versions(config, config.network, folder, store)
         config = under(config, versions.in_force)
-        claim_global_bucket(store, versions.newest, versions=versions)
+        claim_global_bucket(store, versions.newest, versions=versions, member=member)
     elif config.network is not None:
-        claim_global_bucket(store, config.network)
+        claim_global_bucket(store, config.network, member=member)
     # After the claim: a commitment sends everybody to this bucket. Where the registry hands out
     # URLs it would show them what others have uploaded, before it is merged.
     if config.has_bucket:
@@ -188,7 +192,10 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
             None
             if config.network is None
             else claim_global_bucket(
-                store, versions.newest if versions else config.network, finished=reason
+                store,
+                versions.newest if versions else config.network,
+                finished=reason,
+                member=member,
             )
         ),
     )
@@ -234,23 +241,31 @@ def follow_rules(config: Config, parts: Parts) -> Callable[[int, str], Config | 
     raises NetworkFailure for rules that need a restart.
     """
     versions, problem = parts.versions, ""
-    published = versions.newest if versions is not None else None
+    published, due = versions.newest if versions is not None else None, 0.0
 
     def look(outer_step: int, finished: str) -> Config | None:
-        nonlocal problem, published
+        nonlocal problem, published, due
         if versions is None or config.network is None:
             return None
         found = versions.look_beside(config.network.place)
         if found != problem and found:
             log.warning("%s", found)
         problem = found
-        if versions.newest is not published:
+        newest = versions.newest
+        if newest is not published or time.monotonic() >= due:
+            due = time.monotonic() + _CLAIM_AGAIN
             try:
-                newest = versions.newest
-                claim_global_bucket(parts.store, newest, finished=finished, versions=versions)
+                claim_global_bucket(
+                    parts.store,
+                    newest,
+                    finished=finished,
+                    versions=versions,
+                    member=parts.member,
+                )
                 published = newest
-            except StoreError as error:  # again at the next look
-                log.warning("The new version of the network's file is not published: %s", error)
+            except (StoreError, WrongNetwork) as error:  # again at the next look
+                if newest is not published:
+                    log.warning("The new version of the network's file is not published: %s", error)
         wanted = versions.at(outer_step)
         if wanted is versions.in_force:
             return None

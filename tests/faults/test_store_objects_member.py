@@ -7,20 +7,29 @@ the network's head and sends its uploads.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from bittensor.sp_core import Keypair
 
 from distributed_training.exchange.base import ChainForked, Close, NetworkFinished
+from distributed_training.miner.global_state import GlobalBucket, NetworkWatch
+from distributed_training.network import Shown
+from distributed_training.node.start import WrongNetwork
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import Update
 from distributed_training.store import errors
+from distributed_training.store.bucket_reader import BucketReader
+from distributed_training.validator.global_state import claim_global_bucket
 from tests.tools.memory_store import MemoryObjectStore
-from tests.tools.store_network import PERIOD, FaultyStore, Leader, Miner, Time
+from tests.tools.outer_steps import RUN_ID
+from tests.tools.store_network import MASTER, PERIOD, FaultyStore, Leader, Miner, Time
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -282,6 +291,127 @@ def test_members_continue_after_a_recovery(
     world.put_back({**world.copy(), keys.STATE: now[keys.STATE]})  # the state of a recovery before
     world.follow(PERIOD)
     assert world.held == 31 and not rounds._chain.forked
+
+
+# --- network.json ---------------------------------------------------------------------------------
+
+THIEF = Keypair.create_from_uri("//Charlie")
+
+
+def network(version: int = 1, master: str = MASTER.ss58_address) -> Any:
+    return SimpleNamespace(
+        place="lab/network.toml",
+        head=SimpleNamespace(name="lab", version=version, format=2),
+        values={"chain.master_hotkey": master, "run_id": RUN_ID},
+        rules_id=f"rules{version}",
+    )
+
+
+def statement(signer: Keypair | None, **changes: Any) -> bytes:
+    shown = dataclasses.replace(Shown.of(network()), network=RUN_ID if signer else None)
+    sign = None if signer is None else signer.sign
+    return dataclasses.replace(shown, **changes).to_bytes(sign)
+
+
+class NetworkWorld:
+    """A bucket with the validator's statement of version 2, and a member with that version."""
+
+    def __init__(self, version: int = 2) -> None:
+        self.memory = MemoryObjectStore()
+        self.member: Any = SimpleNamespace(
+            hotkey=MASTER.ss58_address, wallet=SimpleNamespace(hotkey=MASTER)
+        )
+        self.claim()
+        self.good = self.memory.get(keys.NETWORK, limit=9999)
+        self.posted: list[Any] = []
+        self.start(version)
+
+    def claim(self, version: int = 2) -> None:
+        claim_global_bucket(self.memory, network(version), member=self.member)
+
+    def start(self, version: int) -> None:
+        reader = BucketReader(self.memory)
+        bucket = GlobalBucket(open_bucket=lambda: reader, folder=Path("none"), run=1)
+        self.watch = NetworkWatch(bucket, network(version), None, self.posted.append)
+
+    def look(self) -> list[str]:
+        """Return the problems that a look posts; it never ends a miner."""
+        self.posted.clear()
+        assert self.watch.look() == ""
+        return [event.problem for event in self.posted]
+
+
+MEANINGLESS = {
+    "absent": None,
+    "damaged": lambda good: damage(good),
+    "half": lambda good: good[:50],
+    "too large": lambda good: good + b" " * 5000,
+    "another's": lambda good: b'{"run_id": "aa"}',
+    "unsigned": lambda good: statement(None),
+    "another signature": lambda good: unsigned(good),
+    "unsigned version": lambda good: statement(None, version=999_999),
+    "unsigned end": lambda good: statement(None, version=2, run_id="rules2", finished="over"),
+    "unsigned master": lambda good: statement(None, master=THIEF.ss58_address),
+    "a thief's end": lambda good: statement(THIEF, version=2, run_id="rules2", finished="over"),
+    "a thief's version": lambda good: statement(THIEF, version=9, master=THIEF.ss58_address),
+    "another network's": lambda good: statement(MASTER, version=9, network="other"),
+}
+
+
+@pytest.mark.parametrize("moment", ["running", "starting"])
+@pytest.mark.parametrize("fault", [*MEANINGLESS, "older"])
+def test_a_statement_that_the_master_did_not_sign_means_nothing(fault: str, moment: str) -> None:
+    """Neither an end nor a red verdict follows, and the validator writes it again."""
+    world = NetworkWorld()
+    assert world.look() == []
+    make = MEANINGLESS.get(fault)
+    if fault == "older":
+        world.memory.put(keys.NETWORK, statement(MASTER))
+    elif make is None:
+        world.memory.delete(keys.NETWORK)
+    else:
+        world.memory.put(keys.NETWORK, make(world.good))
+    if moment == "starting" and fault != "older":
+        world.start(2)
+    assert world.look() == []
+    world.memory.put(keys.STATE, signed_state())
+    world.claim()
+    assert Shown.parse(world.memory.get(keys.NETWORK, limit=9999) or b"").counts_for(network())
+    assert world.look() == []
+    world.claim(3)
+    assert "at version 3" in world.look()[0]
+    world.memory.put(keys.NETWORK, statement(None, version=2, run_id="rules2"))
+    assert world.look() == [], "what is not signed does not take it back either"
+
+
+def signed_state() -> bytes:
+    return Leader(MemoryObjectStore(), Time()).put_state()
+
+
+def test_an_end_that_the_master_has_signed_is_believed() -> None:
+    world = NetworkWorld()
+    claim_global_bucket(world.memory, network(2), finished="step 4", member=world.member)
+    assert world.watch.look() == "step 4"
+
+
+def test_a_bucket_that_another_master_has_claimed_first_is_left(tmp_path: Path) -> None:
+    world = NetworkWorld()
+    theirs = statement(THIEF, master=THIEF.ss58_address, network="other")
+    world.memory.put(keys.NETWORK, theirs)
+    with pytest.raises(WrongNetwork):
+        world.claim()
+    assert world.memory.get(keys.NETWORK, limit=9999) == theirs
+    # Where the state is ours, that statement is a thief's of the store's key.
+    world.memory.put(keys.STATE, signed_state())
+    world.claim()
+    assert world.look() == []
+
+
+def test_a_sound_statement_is_not_written_again() -> None:
+    world, written = NetworkWorld(), list[str]()
+    world.memory._before = lambda operation, key: written.append(operation)
+    world.claim()
+    assert "put" not in written
 
 
 def test_the_number_of_cases() -> None:
