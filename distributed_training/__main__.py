@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from distributed_training import __version__
+from distributed_training import NO_HELP, __version__
 from distributed_training.config import OPERATORS_FILE, Config, ConfigError, exit_with, load_config
 from distributed_training.config.schema import PUBLIC_DOCUMENT, markdown
 
@@ -44,12 +44,12 @@ def main(argv: list[str]) -> int:
             print(longest if what == "stop-seconds" else config.run_folder.absolute())
             return 0
         case ["-h" | "--help"]:
-            print(__doc__)
+            print(__doc__ or NO_HELP)
             return 0
         case ["--version"]:
             print(__version__)
             return 0
-    print(__doc__, file=sys.stderr)
+    print(__doc__ or NO_HELP, file=sys.stderr)
     return 2
 
 

@@ -52,6 +52,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from distributed_training import NO_HELP
 from distributed_training.common import webhook
 from distributed_training.common.files import read_json_object
 from distributed_training.common.llama import named_config
@@ -206,7 +207,7 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     options, flags = build_parser().parse_known_args(argv)
     if options.help:
-        print(__doc__)
+        print(__doc__ or NO_HELP)
         return 0
     logging.disable(logging.CRITICAL)  # libraries that retry; the findings give the result
     try:

@@ -29,7 +29,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from distributed_training import doctor
+from distributed_training import NO_HELP, doctor
 from distributed_training.chain.base import ChainError
 from distributed_training.chain.kinds import how_to_register
 from distributed_training.common.files import atomic_file, write_bytes
@@ -67,7 +67,7 @@ class _Unfinished(RuntimeError):
 
 
 def build_parser() -> Parser:
-    lines = (__doc__ or "").splitlines()
+    lines = (__doc__ or NO_HELP).splitlines()
     parser = Parser(
         prog="dt-join",
         usage="dt-join [INVITATION | FILE | URL] [--folder FOLDER] [flags of the miner]",

@@ -33,6 +33,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self
 
@@ -74,6 +75,7 @@ from distributed_training.training.collectives import Layout, open_stream
 from distributed_training.training.script_weights import (
     STREAM_TIMEOUT,
     ScriptWeights,
+    UndoneUpdates,
     optimizers_of,
 )
 
@@ -85,6 +87,7 @@ _SAY_AGAIN = 600.0  # seconds between two lines of one cause
 _SILENT = 300.0  # seconds without a step, after which a close that passes is worth a line
 _MOST_BOUNDARIES = 1000  # until a stop, which is the next but for errors
 _joins = itertools.count()
+_members: dict[Path, Net] = {}  # by their run folder, those that have not been left
 #: A script may have made another device torch's default, and what is built here is in host memory.
 _HOST = torch.device("cpu")
 
@@ -117,11 +120,15 @@ def join(
         ValueError: With one line for settings, a model or an optimizer that do not fit.
         RuntimeError: Where chain or store cannot be reached.
     """
-    optimizers, config, ranks = optimizers_of(optimizer), _config_of(network, settings), _meet()
+    optimizers, config = optimizers_of(optimizer), _config_of(network, settings)
+    if (net := _members.get(folder := config.run_folder.absolute())) is not None:
+        log.info("join() is called again: the membership of before in %s ends", folder)
+        net._make_room()
+    ranks = _meet()
     import_plugins(config.general.plugins)
     with _HOST, ExitStack() as stack:
         net = _assemble(model, optimizers, config, ranks, stack)
-        net.keep(stack.pop_all())
+        net.keep(stack.pop_all(), folder)
     return net
 
 
@@ -162,6 +169,7 @@ class Net(RankLoop):
         self._not_finite = False  # the last loss here: weights that may be the cause are not saved
         self._ended = self._closed = self._changes_weights = False
         self._repeats = Repeats(_SAY_AGAIN)
+        self._undone = UndoneUpdates(self._weights.shards)
         self._stack = ExitStack()
 
     @property
@@ -247,15 +255,26 @@ class Net(RankLoop):
                 self._end()
         self._leave()
 
+    def _may_save(self) -> bool:
+        """Return whether a checkpoint can be written after an interrupt."""
+        # Another rank may be in a collective of training that never ends, and the weights may be
+        # half changed.
+        whole = not (self._changes_weights or self._weights.steps.under_way)
+        return whole and self._weights.stream.world_size == 1
+
+    def _make_room(self) -> None:
+        """End the membership for another of this process: a cell is run again, a Trainer too."""
+        if self._may_save():
+            self.close()
+        else:
+            self._leave()
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        # Another rank may be in a collective of training that never ends, and the weights may be
-        # what the error is about, or half changed.
-        whole = not (self._changes_weights or self._weights.steps.under_way)
-        single = self._weights.stream.world_size == 1
-        if kind is None or (single and whole and kind in (KeyboardInterrupt, SystemExit)):
+        # After an error the weights may be what it is about.
+        if kind is None or (self._may_save() and kind in (KeyboardInterrupt, SystemExit)):
             self.close()
         elif not self._closed:
             log.warning(
@@ -267,13 +286,16 @@ class Net(RankLoop):
 
     # --- inside ---------------------------------------------------------------------------------
 
-    def keep(self, stack: ExitStack) -> None:
+    def keep(self, stack: ExitStack, folder: Path) -> None:
         """Close the contents of ``stack`` when the membership ends.
 
         Args:
             stack: Holds the threads, files and locks of this rank.
+            folder: The run folder, in which this process has one membership at a time.
         """
         self._stack = stack
+        _members[folder] = self
+        stack.callback(_members.pop, folder, None)
         atexit.register(self._leave)  # of a script that neither closes it nor leaves its context
         this = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: None if (net := this()) is None else net._drop())
@@ -281,6 +303,7 @@ class Net(RankLoop):
     def _drop(self) -> None:
         """Do nothing from here on: this is a fork, and the membership is the script's own."""
         self._ended = self._closed = True
+        _members.clear()
 
     def _count_step(self, loss: Tensor | float | None, tokens: int | None) -> None:
         """Count the optimizer's steps since the last call, and report them."""
@@ -307,6 +330,15 @@ class Net(RankLoop):
         weights.total_inner_steps += taken
         micro_batches, self._micro_batches, self._sequences = self._micro_batches, 0, 0
         weights.in_step = False
+        if self._undone.stepped() and (again := self._repeats("undone")) is not None:
+            log.warning(
+                "%s has put weights of before the update of outer step %d back: it keeps a copy "
+                "of the weights, so updates are lost here and the next upload undoes what others "
+                "did: join with an optimizer that keeps none (docs/join-a-script.md)%s",
+                type(self._optimizer).__name__,
+                self.outer_step,
+                again,
+            )
         value = _number(loss)
         self._not_finite = loss is not None and not math.isfinite(value)
         if self._data is not None and not micro_batches and self._repeats("data") is not None:
@@ -412,8 +444,12 @@ class Net(RankLoop):
                     again,
                 )
             return skipped
+        before = self._undone.look() if action is Action.OUTER_STEP else None
         try:
-            return super()._carry_out(command)
+            event = super()._carry_out(command)
+            if before is not None:
+                self._undone.updated(before)
+            return event
         except Exception as error:  # noqa: BLE001 - it must not end the script
             self._warn(action.name.lower().replace("_", " "), error)
             match action:

@@ -34,7 +34,7 @@ from pydantic.dataclasses import dataclass as checked
 
 from distributed_training.common.addresses import is_inside
 from distributed_training.common.files import json_line, open_at_once, parse_toml, write_bytes
-from distributed_training.common.http import TooLong, ask
+from distributed_training.common.http import TooLong, ask, run_to_end
 from distributed_training.common.memory import ModelShape
 from distributed_training.common.proxies import proxy_for
 from distributed_training.protocol.keys import NETWORK
@@ -779,7 +779,7 @@ def _fetch(url: str) -> str:
         if attempt:
             time.sleep(_FIRST_WAIT * 2 ** (attempt - 1))
         try:
-            data = asyncio.run(download(url))
+            data = run_to_end(download(url))
             break
         except TooLong as error:  # a page of something else
             raise NetworkAway(f"what {url} answers is no network's file: {error}") from None

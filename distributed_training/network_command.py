@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from distributed_training import NO_HELP
 from distributed_training.chain.base import ChainError
 from distributed_training.common.addresses import Reach, reach
 from distributed_training.common.files import write_bytes
@@ -273,7 +274,7 @@ def _add_signing(commands: argparse._SubParsersAction[Parser]) -> list[Parser]:
 
 
 def build_parser() -> Parser:
-    parser = Parser(prog="dt-network", description=(__doc__ or "").partition("\n")[0])
+    parser = Parser(prog="dt-network", description=(__doc__ or NO_HELP).partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     text, path = argument(Text), argument(File)
     init = commands.add_parser("init", help="write and sign the file of a new network")

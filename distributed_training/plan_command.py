@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from distributed_training import NO_HELP
 from distributed_training.common.files import read_json_object
 from distributed_training.common.gpus import CARDS, PRICED, Card
 from distributed_training.common.llama import named_config
@@ -631,8 +632,8 @@ def rules_of(options: argparse.Namespace) -> Rules:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="dt-plan",
-        description=(__doc__ or "").splitlines()[0],
-        epilog="\n".join((__doc__ or "").splitlines()[2:]),
+        description=(__doc__ or NO_HELP).splitlines()[0],
+        epilog="\n".join((__doc__ or NO_HELP).splitlines()[2:]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument

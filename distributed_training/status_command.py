@@ -31,6 +31,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from distributed_training import NO_HELP
 from distributed_training.common.processes import limit_resources
 from distributed_training.config import OPERATORS_FILE, ConfigError, exit_with, load_config
 from distributed_training.config.loader import Parser, argument
@@ -63,8 +64,8 @@ _COLUMNS = ("time", "miner", "verdict", "incentive", "uploads", "rounds", "loss"
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="dt-status",
-        description=(__doc__ or "").splitlines()[0],
-        epilog="\n".join((__doc__ or "").splitlines()[2:]),
+        description=(__doc__ or NO_HELP).splitlines()[0],
+        epilog="\n".join((__doc__ or NO_HELP).splitlines()[2:]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folders", nargs="*", type=argument(File), metavar="FOLDER")

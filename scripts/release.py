@@ -64,7 +64,7 @@ def build(folder: Path, version: str) -> list[Path]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "release")
     options = parser.parse_args()
     version = distributed_training.__version__

@@ -127,7 +127,7 @@ class SignedClient:
                 return await asyncio.gather(*(one(client, neuron) for neuron in neurons))
 
         uids = (neuron.uid for neuron in neurons)
-        return dict(zip(uids, asyncio.run(sweep()), strict=True))
+        return dict(zip(uids, http.run_to_end(sweep()), strict=True))
 
 
 async def _post(

@@ -6,7 +6,6 @@ by ``bittensor_core``, as bittensor does: members of a registry's network need n
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import ipaddress
 import os
@@ -169,7 +168,7 @@ def external_ip(
             return own
     if settings.private:
         return _private_ip(settings)
-    address, given = asyncio.run(_find_address(services, timeout))
+    address, given = http.run_to_end(_find_address(services, timeout))
     if address is None:
         others = f"; given were {', '.join(given)}" if given else ""
         raise AddressUnknown(

@@ -52,10 +52,8 @@ KEPT = timedelta(seconds=20)  # an idle connection: shorter than the registry ke
 INVITATION = re.compile(r"(https?://[^\s#]{1,2000}#[0-9a-f]{64})\.([\w-]{16,128})", re.ASCII)
 _FIRST_ANSWER = timedelta(seconds=30)  # to one command
 _MOST_BYTES = 16 * 2**20  # of an answer; 4096 neurons have 2 MB, with the longest keys up to 11
+_OURS = "could not be asked, by a fault of this program"  # in the place of: does not answer
 _CLOCK_APART = 4.0  # seconds, from which a refused write names the clocks
-# RuntimeError: nested too deeply, or no thread is left in which a name is looked up.
-_FAILURES = (httpx.HTTPError, RuntimeError, ValueError, LookupError, TypeError)
-
 
 _Row = tuple[int, Neuron | None, str | None]
 _ROW: TypeAdapter[_Row] = TypeAdapter(_Row)
@@ -141,6 +139,22 @@ class Busy(RefusedWrite):
 
 class Unusable(ValueError):
     """The answer is no registry's, or another network's; the text gives the reason."""
+
+
+#: What a link, a host's name or an answer may raise; any other error is one of this program.
+_FAILURES = (httpx.HTTPError, Unusable, UnicodeError)
+
+
+@contextmanager
+def _reading(status: int) -> Iterator[None]:
+    """Raise Unusable for whatever the content of an answer raises while it is read."""
+    try:
+        yield
+    except Unusable:
+        raise
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        why = f"its answer (status {status}) is not a registry's: {_why(error)}"
+        raise Unusable(why) from error
 
 
 class RegistryChain(Chain):
@@ -310,8 +324,6 @@ class RegistryChain(Chain):
                 if changes:
                     self._read_state()
                 return result
-            except ChainError:
-                raise
             except _FAILURES as error:
                 raise ChainError(f"{kind}: {_why(error)} at {self._url}") from error
 
@@ -341,11 +353,13 @@ class RegistryChain(Chain):
         if self._wallet is None:
             raise ChainError(f"{kind}: no wallet was given, so nothing can be signed")
         answer = self._fetch(f"/{kind}", json.dumps(fields).encode())
-        content = json.loads(answer.body)
+        with _reading(answer.status):
+            content = json.loads(answer.body)
+            given = content["result" if answer.status == 200 else "message"]
         if answer.status == _NO_SUCH_PATH:
             raise _NoSuchPath(f"{kind}: this registry does not know it")
         if answer.status != 200:
-            message = str(content["message"])[:300]
+            message = str(given)[:300]
             apart = time.time() - (self.clock() or time.time())
             if abs(apart) >= _CLOCK_APART:
                 # Then the registry's own remedy would say it twice.
@@ -360,15 +374,19 @@ class RegistryChain(Chain):
             raise refused(f"{kind}: {message}")
         if kind in ("commit", "serve"):
             self._written[kind] = fields
-        return content["result"]
+        return given
 
     def _fetch(self, path: str, body: bytes | None = None) -> Answer:
         try:
-            return self._runner.run(self._exchange(path, body))
+            return http.run_to_end(self._exchange(path, body), self._runner)
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
             # The registry closed the kept connection while we asked. A write that it took all the
             # same is signed again here, and changes nothing the second time.
-            return self._runner.run(self._exchange(path, body))
+            return http.run_to_end(self._exchange(path, body), self._runner)
+        except RuntimeError as error:
+            if "start new thread" not in str(error):
+                raise
+            raise Unusable(f"this machine has no thread left to ask it: {error}") from error
 
     async def _exchange(self, path: str, body: bytes | None) -> Answer:
         """Return the answer to a read, or to a write that is signed now."""
@@ -405,7 +423,8 @@ class RegistryChain(Chain):
         with self._lock:
             try:
                 answer = self._fetch(f"/{name}")
-                return answer.body.decode() if answer.status == 200 else ""
+                with _reading(answer.status):
+                    return answer.body.decode() if answer.status == 200 else ""
             except _FAILURES as error:
                 raise ChainError(f"{name}: {_why(error)} at {self._url}") from error
 
@@ -424,16 +443,17 @@ class RegistryChain(Chain):
                         log.info("The registry at %s answers again", self._url)
                     self.trouble = ""
                     backoff.succeeded()
-                except _FAILURES as error:  # no other thread of this process reads
+                except Exception as error:  # noqa: BLE001 - no other thread of this process reads
                     self._counts["failures"] += 1
                     why = _why(error)
                     # Once for each outage, and for each other program that answers in its place.
                     if not self.trouble or (isinstance(error, Unusable) and why != self.trouble):
                         log.warning(
-                            "The registry at %s does not answer (%s): training continues with what "
+                            "The registry at %s %s (%s): training continues with what "
                             "was last known, and it is asked again; if it lasts, see chain.url of "
                             "the network's file",
                             self._url,
+                            "does not answer" if isinstance(error, _FAILURES) else _OURS,
                             why,
                         )
                     self.trouble = why
@@ -494,22 +514,23 @@ class RegistryChain(Chain):
         self._saw_block(state.block)
 
     def _ask(self) -> State:
-        """Ask for the state. Raises httpx.HTTPError, ValueError."""
+        """Ask for the state. Raises httpx.HTTPError, Unusable."""
         answer = self._fetch("/state")
-        if answer.status == 304 and self._seen is not None:
-            # Nothing that we read is lost, whichever process answers and from any backup. The next
-            # answers are compared with this version.
-            self._seen = replace(
-                self._seen,
-                start=answer.headers["x-start"],
-                version=int(answer.headers["x-version"]),
-                block=int(answer.headers["x-block"]),
-                time=float(answer.headers["x-time"]),
-            )
-            return self._seen
-        if answer.status != 200:
-            raise Unusable(f"status {answer.status}")
-        state = _STATE.validate_json(answer.body)
+        with _reading(answer.status):
+            if answer.status == 304 and self._seen is not None:
+                # Nothing that we read is lost, whichever process answers and from any backup. The
+                # next answers are compared with this version.
+                self._seen = replace(
+                    self._seen,
+                    start=answer.headers["x-start"],
+                    version=int(answer.headers["x-version"]),
+                    block=int(answer.headers["x-block"]),
+                    time=float(answer.headers["x-time"]),
+                )
+                return self._seen
+            if answer.status != 200:
+                raise Unusable(f"status {answer.status}")
+            state = _STATE.validate_json(answer.body)
         founder = state.registry.rpartition("/")[2]
         if self._master is not None and founder != self._master:
             raise Unusable(f"it was created by {founder}, not by {self._master}")
@@ -541,5 +562,5 @@ def _why(error: Exception) -> str:
     if isinstance(error, (ChainError, Unusable)):
         return str(error)
     # The error's own words name a fault that only the operator can fix: a name, a certificate.
-    words = f": {error}"[:200] if isinstance(error, httpx.ConnectError) else ""
-    return type(error).__name__ + words
+    words = "".join(filter(str.isprintable, str(error).partition("\n")[0]))
+    return f"{type(error).__name__}: {words:.200}".removesuffix(": ")

@@ -45,6 +45,8 @@ _not_written = Repeats(600.0)
 _UNTOLD = Throttle(math.inf, most_keys=16)  # a line for each file system
 
 FSTAB = Path("/etc/fstab")
+#: What exFAT, SMB and FUSE answer where a file system has no hard links.
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
@@ -103,7 +105,7 @@ def atomic_file(
                 # Before the rename, or a power loss may leave the new name on an empty file.
                 os.fsync(handle.fileno())
         if new:
-            os.link(temporary, path)  # replaces nothing, whoever else writes at this moment
+            _name(temporary, path)
         else:
             os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
@@ -120,6 +122,21 @@ def atomic_file(
             temporary.unlink(missing_ok=True)  # it is gone if all went well
     if durable:
         sync_folder(path.parent)
+
+
+def _name(temporary: Path, path: Path) -> None:
+    """Give a file its name, and replace nothing, whoever else writes at this moment."""
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        try:
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            if path.stat().st_size:  # else a writer that was killed here had taken the name
+                raise
+        os.replace(temporary, path)
 
 
 def write_at(handle: int, data: bytes | memoryview, position: int) -> None:

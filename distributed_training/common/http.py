@@ -3,10 +3,47 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import httpx
+
+
+Found = TypeVar("Found")
+
+
+def run_to_end(work: Coroutine[Any, Any, Found], runner: asyncio.Runner | None = None) -> Found:
+    """Return what a coroutine does, from any thread: a notebook's has a loop that runs already.
+
+    ``runner``: in whose loop; None: in one of its own. An interrupt cancels the coroutine.
+    """
+
+    def run(work: Coroutine[Any, Any, Found]) -> Found:
+        return asyncio.run(work) if runner is None else runner.run(work)
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run(work)
+    begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = []
+
+    async def known() -> Found:
+        begun.append((asyncio.get_running_loop(), asyncio.current_task()))
+        return await work
+
+    pool = ThreadPoolExecutor(1, "loop")
+    try:
+        return pool.submit(run, known()).result()
+    except BaseException:
+        for loop, task in begun:
+            with suppress(RuntimeError):  # it has ended, with this error
+                loop.call_soon_threadsafe(task.cancel if task is not None else loop.stop)
+        raise
+    finally:
+        pool.shutdown()
 
 
 class TooLong(ValueError):

@@ -33,6 +33,7 @@ from urllib.parse import parse_qs, urlsplit
 from pydantic import SecretStr
 
 from .addresses import Reach, reach
+from .http import run_to_end
 
 _SECONDS = 10.0  # for all of one request
 _MOST_BYTES = 64 * 1024  # of an answer
@@ -139,7 +140,7 @@ def send(url: SecretStr, message: Message, *, seconds: float = _SECONDS) -> None
     place, body, headers = build_request(url.get_secret_value(), message)
     try:
         with asyncio.Runner(loop_factory=_Loop) as runner:
-            status, wait = runner.run(_post(place, body, headers, seconds))
+            status, wait = run_to_end(_post(place, body, headers, seconds), runner)
     except TimeoutError:
         raise NotSent(f"it has not answered within {seconds:.0f} s", silent=True) from None
     except Exception as error:  # noqa: BLE001  # whatever a client raises may have the URL in it

@@ -7,7 +7,6 @@ files are *domains*, and the judged loss is the mean of theirs by their weights.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import io
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from distributed_training.common.files import open_at_once, write_bytes
-from distributed_training.common.http import TooLong
+from distributed_training.common.http import TooLong, run_to_end
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.types import Domain
 from distributed_training.network import HELD_OUT, NetworkAway, NetworkFileError, download
@@ -143,7 +142,7 @@ def read_file(place: str, digest: str | None = None) -> bytes:
             import httpx
 
             try:
-                content = asyncio.run(download(place, most=LARGEST_FILE, seconds=_SECONDS))
+                content = run_to_end(download(place, most=LARGEST_FILE, seconds=_SECONDS))
             except (NetworkAway, TooLong, httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
                 why = str(error) or type(error).__name__
                 raise PageUnavailable(f"the held-out text {place}: {why:.300}") from None

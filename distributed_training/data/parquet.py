@@ -39,6 +39,13 @@ def raise_if_it_may_pass(error: Exception, path: Path) -> None:
         raise PageUnavailable(f"{path} cannot be read now: {error.strerror}") from None
 
 
+def open_arrow(path: Path) -> Any:
+    """Open a file as pyarrow's, which takes a name of other bytes than UTF-8 only as bytes."""
+    import pyarrow as pa
+
+    return pa.OSFile(os.fsencode(path))
+
+
 def folder_revision(folder: Path, *, wanted: str | None = None) -> str | None:
     """Return the commit of which ``folder`` is a Hugging Face download.
 
@@ -230,7 +237,7 @@ class ParquetSource(FolderSource):
     def _metadata(self, path: Path) -> Any:
         import pyarrow.parquet as pq
 
-        return pq.read_metadata(path)
+        return pq.read_metadata(open_arrow(path))
 
     def _open(self, path: Path, group: int) -> Any:
         """Open a file as pyarrow's, to read one group of it."""
@@ -238,7 +245,7 @@ class ParquetSource(FolderSource):
         import pyarrow.parquet as pq
 
         # By default Arrow reads all of a group's column before the first row.
-        return pq.ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False)
+        return pq.ParquetFile(open_arrow(path), buffer_size=_BUFFER, pre_buffer=False)
 
     def _read(self, path: Path, first: int, count: int) -> Iterator[object]:
         import pyarrow as pa

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import secrets
 import tempfile
@@ -16,6 +15,7 @@ from distributed_training.chain.base import Chain, ChainError, find
 from distributed_training.chain.identity import AddressUnknown, load_wallet
 from distributed_training.chain.kinds import how_to_register
 from distributed_training.chain.subtensor import endpoints_of
+from distributed_training.common.http import run_to_end
 from distributed_training.common.memory import ModelShape, snapshot_bytes
 from distributed_training.common.proxies import HUB, VARIABLES, proxy_for, unusable, variable
 from distributed_training.config import Config, ConfigError
@@ -378,7 +378,7 @@ def check_bootstrap(examination: Examination) -> Check:
     dialled = {peer: address for peer in peers if (address := address_of(peer))}
     if not dialled:
         return Check(name, "skip", "no initial peer with a TCP port is given")
-    if asyncio.run(any_reachable(list(dialled), timeout=_TIMEOUT.total_seconds())):
+    if run_to_end(any_reachable(list(dialled), timeout=_TIMEOUT.total_seconds())):
         return Check(name, "ok", f"at least one of {len(dialled)} initial peers opens its port")
     places = ", ".join(f"{host}:{port}" for host, port in dialled.values())
     return Check(

@@ -20,6 +20,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from distributed_training.config import (
@@ -35,9 +36,16 @@ from distributed_training.config.schema import completion
 from distributed_training.miner.rank_group import PROGRAM
 from distributed_training.protocol.types import FINAL, ExitStatus
 
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_OF_PLATFORMS = {
+    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "GLOO_DEVICE_TRANSPORT", *_INTERFACES),
+    *("NCCL_COMM_ID", "NCCL_NET", "NCCL_NET_PLUGIN"),
+}
+
 
 def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
-    """Run the launcher, or one rank where ``RANK`` is set. Return the exit status.
+    """Run the launcher, or one rank where torchrun has set its variables. Return the exit status.
 
     The configuration is read here and nowhere else: the launcher hands it to its ranks.
     """
@@ -61,11 +69,11 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
         if argv[:1] == ["check"]:
             return check(argv[1:])
         # Under torchrun every process is a rank, and torchrun restarts all or none.
-        if "RANK" not in os.environ:
+        if not ("RANK" in os.environ and "LOCAL_WORLD_SIZE" in os.environ):
             config = load_settings(argv)
             from distributed_training.miner.launcher import launch
 
-            return launch(config, program=program)
+            return launch(forget_platform(config), program=program)
         config = load_config("miner", argv, file=OPERATORS_FILE)
     except ConfigError as error:
         return exit_with(error, of_service=True)
@@ -74,6 +82,21 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
     from distributed_training.common.processes import leave
 
     leave(importlib.import_module(program).run_rank(config))
+
+
+def forget_platform(config: Config) -> Config:
+    """Drop variables that a platform or an image sets for jobs of its own; return the line on it.
+
+    The ranks of one launcher meet on this machine, and need none of them.
+    """
+    names = sorted(n for n in os.environ if n in _OF_PLATFORMS or n.startswith("TORCHELASTIC_"))
+    if not (found := [f"{name}={os.environ.pop(name)}" for name in names]):
+        return config
+    line = (
+        f"{', '.join(found)} of the environment: ignored, since the ranks of one machine meet by "
+        "themselves (several machines start by ops/torchrun.sh)"
+    )
+    return replace(config, warnings=(*config.warnings, line))
 
 
 def load_settings(argv: Sequence[str]) -> Config:
@@ -128,6 +151,19 @@ def set_rank_environment() -> None:
 
     from distributed_training.miner.rank_group import rank_environment_defaults
 
+    for name in _INTERFACES:
+        given = os.environ.get(name, "^")  # NCCL's: all but these, or how names begin
+        known = [*psutil.net_if_addrs()]
+        if not given.startswith("^") and not all(
+            any(each.startswith(one.lstrip("=").partition(":")[0]) for each in known)
+            for one in given.split(",")
+        ):
+            del os.environ[name]
+            print(
+                f"warning: {name}={given} is ignored, since this machine has no such network "
+                f"interface: it has {', '.join(known)}",
+                file=sys.stderr,
+            )
     with contextlib.suppress(OSError):  # torchrun has just been there
         found = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(found[0], found[1]) as route:
@@ -140,7 +176,9 @@ def set_rank_environment() -> None:
     # torchrun sets 1 where nobody chose: encoding an upload would take one core of many.
     if os.environ.get("OMP_NUM_THREADS") == "1":
         del os.environ["OMP_NUM_THREADS"]
-    os.environ.update(rank_environment_defaults(ranks=int(os.environ["LOCAL_WORLD_SIZE"])))
+    chosen = {name: os.environ[name] for name in _INTERFACES if name in os.environ}
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    os.environ.update(rank_environment_defaults(ranks=ranks) | chosen)
 
 
 if __name__ == "__main__":

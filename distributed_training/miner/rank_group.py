@@ -66,7 +66,7 @@ _TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP)
 
 
 def rank_environment_defaults(*, ranks: int) -> dict[str, str]:
-    """Return the variables that server and ranks need, where the operator set none."""
+    """Return the variables that server and ranks of one machine need."""
     wanted = {
         "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),
         # numpy's and scipy's own: a thread of theirs in the server would be lost in each fork.
@@ -76,13 +76,15 @@ def rank_environment_defaults(*, ranks: int) -> dict[str, str]:
         # model (checkpoints, snapshots, the outer step) mostly wait for first touches of pages.
         "THP_MEM_ALLOC_ENABLE": "1",
     }
-    if sys.platform == "linux":  # all ranks are on this machine; its name may resolve to nothing
-        wanted["GLOO_SOCKET_IFNAME"] = "lo"
     if not os.environ.get("PYTORCH_ALLOC_CONF"):  # torch's newer name of the same
         # Segments that grow instead of many of fixed sizes: what is free can then be used. Without
         # it a GPU that is nearly full runs out of memory by fragmentation, hours into a run.
         wanted["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     found = {name: os.environ.get(name, value) for name, value in wanted.items()}
+    if sys.platform == "linux":
+        # All ranks are on this machine. Its name may resolve to nothing, and an image's variable
+        # may name an interface of another machine.
+        found["GLOO_SOCKET_IFNAME"] = "lo"
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     return found | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
 

@@ -61,13 +61,15 @@ class LoopReporter:
         self._no_snapshot = Repeats(_SAY_AGAIN, clock=clock)
         self._round_began: float | None = None
         self.round_seconds: float | None = None  # of the last round
+        self.step_level = logging.INFO  # of the lines of a step
 
     def on_event(self, event: ev.Event, state: MinerState) -> None:
         """Report an event; ``state`` is the state it found, before any decision on it."""
         match event:
             case ev.InnerStepDone(report=report):
-                log.info("%s", lines.step_line(report))
-                log.info("%s%s", lines.throughput_line(report), self._note(report))
+                log.log(self.step_level, "%s", lines.step_line(report))
+                line = lines.throughput_line(report)
+                log.log(self.step_level, "%s%s", line, self._note(report))
                 for line in self._warnings(report):
                     log.warning("%s", line)
                 tokens_per_second = report.tokens_per_second

@@ -225,6 +225,8 @@ class RankZero:
             bucket=config.store.global_model_name,
             global_uid=self._info.global_uid,
         )
+        if self._context.guest:  # the script's output has its own lines for a step
+            reporter.step_level = logging.DEBUG
         shapes, moments = [shape for _, shape in trainer.schema], trainer.moments
         upload = largest_file(trainer.schema, config.miner.bits)
         needed = upload + checkpoint_bytes(shapes, moments)

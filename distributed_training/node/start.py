@@ -153,8 +153,13 @@ def sole_user(
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            if (pid := owner()) == os.getpid():
+                raise ConfigError(
+                    f"this process uses {folder} already, so it cannot do so a second time: call "
+                    "close() of what join() has returned first"
+                ) from None
             raise ConfigError(
-                f"a {program} (pid {owner() or '?'}) is running in {folder}, so a second one would "
+                f"a {program} (pid {pid or '?'}) is running in {folder}, so a second one would "
                 f"overwrite its files: stop it, or {instead}"
             ) from None
         except OSError as error:  # Lustre without -o flock, NFS without a lock service

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import SecretStr
 
+from distributed_training import NO_HELP
 from distributed_training.config.loader import (
     Parser,
     add_wallet,
@@ -58,7 +59,7 @@ _OTHER_FILES = 64  # that the service opens in addition to its connections
 
 
 def parser() -> Parser:
-    lines = (__doc__ or "").splitlines()
+    lines = (__doc__ or NO_HELP).splitlines()
     made = Parser(
         prog="dt-registry",
         description=lines[0],

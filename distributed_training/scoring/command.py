@@ -51,6 +51,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from distributed_training import NO_HELP
 from distributed_training.common.files import read_json_object, write_json
 from distributed_training.config import OPERATORS_FILE, Config, ConfigError, exit_with, load_config
 from distributed_training.config.installed import require
@@ -76,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     # Two parsers: what this one does not know is a flag of the validator, or refused by its loader.
     options, flags = build_parser().parse_known_args(argv)
     if options.help:
-        print(__doc__)
+        print(__doc__ or NO_HELP)
         return 0
     try:
         given = [*subnet_flags(options.subnet), *flags]

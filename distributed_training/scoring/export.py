@@ -43,6 +43,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distributed_training import NO_HELP
 from distributed_training.common.proxies import HUB, share
 from distributed_training.config import OPERATORS_FILE, Config, ConfigError, exit_with, load_config
 from distributed_training.config.installed import require
@@ -80,7 +81,7 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     options, flags = build_parser().parse_known_args(argv)
     if options.help:
-        print(__doc__)
+        print(__doc__ or NO_HELP)
         return 0
     try:
         # Before the network is asked: a download of gigabytes would end in one of these.

@@ -93,15 +93,13 @@ def _session() -> Any:
     import boto3
     import botocore.session
 
-    # Clients give all settings. Without this a profile or a file in ~/.aws, meant for another
-    # program, would be read: AWS_PROFILE may name one that this machine lacks.
-    session = botocore.session.Session(
-        session_vars={
-            "profile": (None, None, None, None),
-            "config_file": (None, None, os.devnull, None),
-            "credentials_file": (None, None, os.devnull, None),
-        }
-    )
+    # Clients give all settings. Without this variables, a profile or a file in ~/.aws, meant for
+    # another program, would be read: AWS_PROFILE may name one that this machine lacks.
+    known = botocore.session.Session.SESSION_VARIABLES
+    ours = {name: (None, None, *rest) for name, (_, _, *rest) in known.items()}
+    for name in ("config_file", "credentials_file"):
+        ours[name] = (None, None, os.devnull, None)
+    session = botocore.session.Session(session_vars=ours)
     return boto3.session.Session(botocore_session=session)
 
 
@@ -221,6 +219,7 @@ class S3ObjectStore:
                     s3={
                         "addressing_style": settings.addressing,
                         "payload_signing_enabled": False,
+                        "us_east_1_regional_endpoint": "regional",  # not as the environment has it
                     },
                 ),
             )

@@ -109,7 +109,12 @@ class OuterRule:
         return next((name for name in OUTER_RULES if OUTER_RULES[name] is self), "without a name")
 
     def merge_rows(self, rows: Tensor, facts: Sequence[UploadFacts]) -> Tensor:
-        """Return what ``merge`` makes of rows ``(members, r, c)``. Raises ConfigError."""
+        """Return what ``merge`` makes of a block of rows. Raises ConfigError.
+
+        Args:
+            rows: ``(members, r, c)``, float32 on the CPU.
+            facts: Of each member's upload, in this order.
+        """
         assert self.merge is not None
         wanted = rows.shape[1:]
         found = self.merge(rows, facts)

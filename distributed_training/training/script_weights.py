@@ -32,6 +32,8 @@ from .store_outer_step import StoreOuterStep
 #: Covers each collective of the host-memory streams.
 STREAM_TIMEOUT = timedelta(minutes=10)
 _NOTHING = "so nothing was joined"
+_WATCHED_PARAMETERS, _WATCHED_VALUES, _WATCHED_STEPS = 16, 4096, 12
+_UNDONE, _FAR = 0.2, 10.0  # share of an update; times the median step
 
 
 class Steps:
@@ -69,6 +71,44 @@ class Steps:
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+
+
+class UndoneUpdates:
+    """Notice an optimizer that puts weights of before an update back, since it keeps a copy.
+
+    Lookahead's slow weights and the master weights of mixed precision are such copies. A step that
+    undoes the update moves weights along it, and many times as far as other steps. Some values of
+    the largest parameters show it; on a GPU nothing waits for them.
+    """
+
+    def __init__(self, shards: Sequence[ParameterShard]) -> None:
+        largest = sorted(shards, key=lambda shard: -shard.local.numel())[:_WATCHED_PARAMETERS]
+        self._shards = largest
+        self._update: Tensor | None = None
+        self._moves: list[Tensor] = []
+
+    @torch.no_grad()
+    def look(self) -> Tensor:
+        """Return a copy of the watched values."""
+        return torch.cat([s.local.reshape(-1)[:_WATCHED_VALUES].float() for s in self._shards])
+
+    def updated(self, before: Tensor) -> None:
+        """Begin to watch after an update; ``before``: what :meth:`look` returned before it."""
+        self._last = self.look()
+        self._update, self._moves = before - self._last, []
+
+    def stepped(self) -> bool:
+        """Return whether one of the steps since the update has undone it."""
+        if self._update is None:
+            return False
+        before, self._last = self._last, self.look()
+        self._moves.append(self._last - before)
+        if len(self._moves) < _WATCHED_STEPS:
+            return False
+        moves, update, self._update = torch.stack(self._moves), self._update, None
+        far, back = moves.norm(dim=1), moves @ update
+        undone = (back > _UNDONE * update.square().sum()) & (far > _FAR * far.median())
+        return bool(undone.any())
 
 
 def optimizers_of(given: Any) -> list[Optimizer]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +22,7 @@ from distributed_training.telemetry.metrics import CHAIN_COUNTS
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_server_thread import RegistryServer
 from tests.tools.chain_substrate import QUICK, QUICK_READS, LedgerSubstrate
+from tests.tools.notebook import running_loop
 from tests.tools.waiting import wait_for
 from tests.toys import chain as toy
 
@@ -38,6 +40,13 @@ class Setup:
     down: Callable[[], None]
     up: Callable[[], None]
     deregister_other: Callable[[], None]
+
+
+@pytest.fixture(autouse=True, params=["script", "notebook"])
+def caller(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Call it from a script, and from a thread whose event loop runs."""
+    with running_loop() if request.param == "notebook" else nullcontext():
+        yield
 
 
 @pytest.fixture

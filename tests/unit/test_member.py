@@ -6,11 +6,12 @@ import contextlib
 import json
 import logging
 import os
+import re
 import statistics
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 import distributed_training
+from distributed_training import member
 from distributed_training.common.files import sha256_of
 from distributed_training.data.tokenizer import BYTE_VOCABULARY
 from distributed_training.member import Net
@@ -28,10 +30,11 @@ from distributed_training.miner import store_round
 from distributed_training.miner.controller import Controller
 from distributed_training.miner.events import Action, Command
 from distributed_training.miner.reporter import StoreReporter
+from distributed_training.node.start import sole_user
 from distributed_training.protocol.update_file import UpdateFile
 from distributed_training.store.folder import FolderStore
 from distributed_training.telemetry import read_events
-from distributed_training.telemetry.run_state import observe
+from distributed_training.telemetry.run_state import LOCK_FILE, observe
 from distributed_training.telemetry.verdict import Verdict, judge
 from distributed_training.training.script_weights import ScriptWeights, Steps
 from distributed_training.training.store_outer_step import StoreOuterStep
@@ -101,6 +104,23 @@ class Script:
         return list(read_events(self.world.folder / "run" / "events.jsonl", kind))
 
 
+def refusal_elsewhere(world: MemberWorld) -> str:
+    """Return the refusal that another process gets which uses the run folder."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            with sole_user(world.folder / "run", LOCK_FILE, "miner"):
+                pass
+        except ValueError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(writer)
+    with open(reader) as said:
+        return said.read()
+
+
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[MemberWorld]:
     made = MemberWorld(tmp_path)
@@ -146,6 +166,18 @@ def test_a_script_takes_outer_steps_and_logs_the_same_lines_as_a_miner(script: S
     assert facts.launch is not None and facts.launch.asked
     found = judge(facts, time.time())
     assert (found.verdict, found.bad) == (Verdict.STOPPED, False), found
+
+
+def test_a_step_prints_nothing_of_ours(script: Script, caplog: pytest.LogCaptureFixture) -> None:
+    """The lines of a step are for DEBUG; events.jsonl has each step."""
+    for level, shown in ((logging.INFO, False), (logging.DEBUG, True)):
+        caplog.clear()
+        with caplog.at_level(level, "distributed_training"):
+            script.train(3)
+        lines = [record.getMessage() for record in caplog.records]
+        assert any(line.startswith("Outer Step: ") for line in lines) == shown
+        assert any(line.startswith("Throughput: ") for line in lines) == shown
+    assert len(script.events("step")) == 6
 
 
 def test_a_script_that_starts_again_continues_from_its_state(script: Script) -> None:
@@ -437,8 +469,7 @@ def test_a_fork_of_a_script_leaves_its_membership(script: Script) -> None:
             os._exit(int(script.net.inner_step != 3))
     assert os.waitpid(child, 0)[1] == 0
     assert sorted(checkpoints.glob("*")) == before
-    with pytest.raises(ValueError, match="is running in"):
-        Script(script.world, seed=8)
+    assert "is running in" in refusal_elsewhere(script.world)
     script.train()
     assert script.net.inner_step == 4
 
@@ -448,9 +479,8 @@ def test_two_scripts_with_one_identity_cost_a_line_and_no_upload(
     script: Script, caplog: pytest.LogCaptureFixture
 ) -> None:
     world = script.world
-    with pytest.raises(ValueError, match=r"is running in .*run, so a second one") as refused:
-        Script(world, seed=8)
-    assert "\n" not in str(refused.value)
+    refused = refusal_elsewhere(world)
+    assert re.search(r"is running in .*run, so a second one", refused) and "\n" not in refused
     other = Script(world, seed=9, neuron_run_folder=str(world.folder / "other"))
     script.train(2)
     other.train(2)
@@ -514,6 +544,117 @@ def test_an_interrupt_is_saved_and_an_error_is_not(world: MemberWorld) -> None:
             max((world.folder / "run" / "checkpoints").glob("checkpoint-*/rank-0.json")).read_text()
         )["progress"]
         assert progress["inner_step"] == saved
+
+
+@pytest.mark.parametrize("end", ["none", "interrupt", "error", "half"])
+def test_join_in_one_process_a_second_time_continues(
+    script: Script, end: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A cell is run again, also after an interrupt or an error, with the same optimizer."""
+    caplog.set_level(logging.INFO)
+    world, first = script.world, script.net
+    script.train(7)
+    first._checkpointer.wait()
+    if end == "interrupt":
+        with (
+            pytest.raises(KeyboardInterrupt),
+            mock.patch.object(first, "step", side_effect=KeyboardInterrupt),
+        ):
+            script.train()  # the optimizer has stepped, and nobody counted it
+    elif end == "error":
+        with pytest.raises(ZeroDivisionError):
+            script.train(1 // 0)
+    elif end == "half":
+        with (
+            pytest.raises(KeyboardInterrupt),
+            mock.patch.object(first, "_pass_boundaries", side_effect=KeyboardInterrupt),
+        ):
+            script.train()
+    script.net = distributed_training.join(
+        world.network, script.model, script.optimizer, **world.settings()
+    )
+    assert "join() is called again: the membership of before" in caplog.text
+    assert script.net is not first and first._closed
+    # Half changed weights are not saved: it continues at the checkpoint of step 5.
+    assert script.net.inner_step == (5 if end == "half" else 7)
+    script.take_outer_step()
+    assert script.net.outer_step == 1
+    assert list(member._members.values()) == [script.net]
+    script.net.close()
+    assert not member._members
+
+
+def test_a_join_that_fails_or_is_interrupted_leaves_nothing_behind(world: MemberWorld) -> None:
+    for error in (KeyboardInterrupt, RuntimeError):
+        with pytest.raises(error), mock.patch.object(member, "Checkpointer", side_effect=error):
+            Script(world)
+        assert not member._members
+    made = Script(world)
+    made.train(2)
+    made.net.close()
+
+
+class Lookahead(torch.optim.Optimizer):
+    """k steps forward, one back: slow weights are a copy (arXiv 1907.08610)."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float) -> None:
+        self.inner = torch.optim.AdamW(params, lr=lr)
+        super().__init__(self.inner.param_groups, {})
+        self.steps = 0
+        self.slow = [p.detach().clone() for p in self.parameters()]
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        return (p for group in self.param_groups for p in group["params"])
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        self.steps += 1
+        if self.steps % 5 == 0:
+            for slow, p in zip(self.slow, self.parameters(), strict=True):
+                p.data.copy_(slow.lerp_(p.detach(), 0.5))
+
+
+class Master(Lookahead):
+    """Steps of a copy, as mixed precision has."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for slow, p in zip(self.slow, self.parameters(), strict=True):
+            p.data.copy_(slow)
+        self.inner.step()
+        for slow, p in zip(self.slow, self.parameters(), strict=True):
+            slow.copy_(p.detach())
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9), False),
+        (lambda params: torch.optim.AdamW(params, lr=3e-4), False),
+        (lambda params: Lookahead(params, lr=3e-4), True),
+        (lambda params: Master(params, lr=3e-4), True),
+    ],
+    ids=["SGD", "AdamW", "Lookahead", "Master"],
+)
+def test_an_optimizer_that_puts_old_weights_back_is_named_at_the_first_update(
+    make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    named: bool,
+    world: MemberWorld,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    running = Script.__new__(Script)
+    running.world, running.number, running.model = world, 0, script_model(world.model)
+    running.optimizer = make(list(running.model.parameters()))
+    running.net = distributed_training.join(
+        world.network, running.model, running.optimizer, **world.settings()
+    )
+    for _ in range(1 if named else 2):
+        running.train(25)
+        running.take_outer_step()
+        running.train(15)
+    name = type(running.optimizer).__name__
+    line = f"{name} has put weights of before the update of outer step 1 back"
+    assert caplog.text.count("has put weights of before") == caplog.text.count(line) == named
+    running.net.close()
 
 
 @pytest.mark.long

@@ -305,7 +305,7 @@ def test_a_container_that_is_stopped_lets_the_miner_finish() -> None:
 @pytest.mark.parametrize(
     ("file", "service", "wallet"),
     [
-        ("compose.miner.yml", "miner", ["hotkeys", "coldkeypub.txt"]),
+        ("compose.miner.yml", "miner", ["hotkeys"]),
         ("compose.network.yml", "network", ["wallets"]),  # dt-network init makes no coldkey
     ],
 )

@@ -1,0 +1,217 @@
+"""Process, variables and disks are another's: none of them ends a program of ours."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import botocore.session
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pydantic import SecretStr
+
+from distributed_training.common.files import atomic_file
+from distributed_training.config.settings import StoreSettings
+from distributed_training.data.page_source import Counts
+from distributed_training.data.parquet import ParquetSource
+from distributed_training.miner import __main__ as program
+from distributed_training.miner import launcher
+from distributed_training.miner.rank_group import rank_environment_defaults
+from distributed_training.store.errors import PreconditionError
+from distributed_training.store.folder import FolderStore
+from distributed_training.store.s3 import S3ObjectStore, _session
+from tests.tools.miner_parts import config_of
+
+pytestmark = pytest.mark.timeout(120)
+
+# --- variables ------------------------------------------------------------------------------------
+
+JOBS = {
+    "a PyTorchJob": {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+    "AzureML": {"RANK": "0", "LOCAL_RANK": "0", "NODE_RANK": "0", "WORLD_SIZE": "1"},
+    "empty": {"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": ""},
+    "an image": {"GLOO_SOCKET_IFNAME": "eth9", "NCCL_SOCKET_IFNAME": "eth9"},
+    "a cluster": {"NCCL_COMM_ID": "a:1", "NCCL_NET": "IB", "GLOO_DEVICE_TRANSPORT": "x"},
+    "half of torchrun": {"TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "1"},
+}
+
+
+@pytest.mark.parametrize("variables", JOBS.values(), ids=JOBS)
+def test_variables_of_a_platform_are_ignored_with_one_line(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    started: list[Any] = []
+    monkeypatch.setattr(program, "load_settings", lambda argv: config_of())
+    monkeypatch.setattr(launcher, "launch", lambda config, **_: started.append(config) or 0)
+    assert program.main([]) == 0
+    (config,) = started
+    (line,) = config.warnings
+    for name, value in variables.items():
+        assert f"{name}={value}" in line
+        assert name not in os.environ
+    assert "ignored" in line and "\n" not in line
+
+
+def test_ranks_of_one_machine_meet_at_its_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor's trial of the ranks too."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
+    assert rank_environment_defaults(ranks=2)["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [("eth9", False), ("lo,eth9", False), ("lo", True), ("=lo", True), ("^docker0", True)],
+)
+def test_an_interface_that_is_not_there_is_named_under_torchrun(
+    given: str, kept: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, given)
+    monkeypatch.setattr(os, "environ", {**os.environ, "MASTER_ADDR": "127.0.0.1"})
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    program.set_rank_environment()
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        assert os.environ[name] == (given if kept else "lo")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == (0 if kept else 2)
+    assert kept or f"GLOO_SOCKET_IFNAME={given} is ignored" in lines[0]
+
+
+AWS = sorted(
+    {
+        environment
+        for _, names, _, _ in botocore.session.Session.SESSION_VARIABLES.values()
+        for environment in ([names] if isinstance(names, str) else names or [])
+    }
+    | {
+        "AWS_S3_US_EAST_1_REGIONAL_ENDPOINT",
+        "AWS_S3_USE_ARN_REGION",
+        "AWS_S3_DISABLE_MULTIREGION_ACCESS_POINTS",
+    }
+)
+
+
+@pytest.mark.parametrize("value", ["odd", "-1"])
+def test_no_variable_of_another_program_ends_or_changes_the_store_s_client(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All at once: they are read when the client is made."""
+    for name in AWS:
+        if name != "AWS_CA_BUNDLE":  # which names the authorities for us too
+            monkeypatch.setenv(name, value)
+    _session.cache_clear()
+    secret = SecretStr("a" * 32)
+    settings = StoreSettings(
+        endpoint_url="http://127.0.0.1:9",
+        write_access_key_id=secret,
+        write_secret_access_key=secret,
+    )
+    store = S3ObjectStore.from_settings(settings, bucket="llama-test-1", write=True)
+    _session.cache_clear()
+    url = store.presign("get_object", "key", 60)
+    assert url.startswith("http://127.0.0.1:9/llama-test-1/key?X-Amz-Algorithm=AWS4-HMAC-SHA256")
+    assert store._client.meta.config.retries["total_max_attempts"] == 1
+
+
+# --- python -OO -----------------------------------------------------------------------------------
+
+COMMANDS = ["miner", "doctor", "registry", "join_command", "network_command", "status_command"]
+COMMANDS += ["plan_command", "scoring.command", "scoring.export", "localnet.command"]
+
+HELPS = """
+import importlib, runpy, sys
+found = {}
+for name in sys.argv[1:]:
+    sys.argv = [name, "--help"]
+    try:
+        runpy.run_module("distributed_training." + name, run_name="__main__", alter_sys=True)
+        found[name] = 0
+    except SystemExit as ended:
+        found[name] = ended.code or 0
+    except BaseException as error:
+        found[name] = repr(error)
+import json
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_every_program_answers_help_without_docstrings() -> None:
+    done = subprocess.run(
+        [sys.executable, "-OO", "-c", HELPS, *COMMANDS, "__main__"],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == dict.fromkeys([*COMMANDS, "__main__"], 0), done.stderr
+    assert "None" not in done.stdout.split("\n")
+
+
+# --- disks ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS], ids=errno.errorcode.get)
+def no_links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(source: object, target: object, **_: object) -> None:
+        raise OSError(request.param, os.strerror(request.param), str(source))
+
+    monkeypatch.setattr(os, "link", link)
+
+
+@pytest.mark.usefixtures("no_links")
+def test_a_folder_without_hard_links_holds_objects_that_are_written_once(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path, writes=True)
+    store.put_new("uploads/1", b"first")
+    with pytest.raises(PreconditionError):
+        store.put_new("uploads/1", b"second")
+    assert store.get("uploads/1", limit=10) == b"first"
+    (tmp_path / "uploads/2").touch()  # of a writer that was killed when it had taken the name
+    store.put_new("uploads/2", b"first")
+    assert store.get("uploads/2", limit=10) == b"first"
+    assert [info.key for info in store.list_objects()] == ["uploads/1", "uploads/2"]
+
+
+@pytest.mark.usefixtures("no_links")
+def test_one_of_several_writers_has_written_it(tmp_path: Path) -> None:
+    path, written = tmp_path / "object", []
+
+    def write(number: int) -> None:
+        try:
+            with atomic_file(path, new=True) as file:
+                file.write(bytes([number]) * 1000)
+            written.append(number)
+        except FileExistsError:
+            pass
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert written and path.read_bytes() in [bytes([number]) * 1000 for number in written]
+    assert [each.name for each in tmp_path.iterdir()] == ["object"]
+
+
+def test_a_file_whose_name_is_other_bytes_than_utf_8_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [f"row {number}" for number in range(200)]
+    pq.write_table(pa.table({"text": rows}), tmp_path / "plain.parquet")
+    os.rename(tmp_path / "plain.parquet", os.fsencode(tmp_path) + b"/caf\xe9.parquet")
+    caplog.set_level(logging.WARNING)
+    source = ParquetSource(tmp_path, text_column="text", counts=Counts())
+    assert source.num_rows() == {"root": 200}
+    assert source.rows("root", 10, split="train", limit=2) == ["row 10", "row 11"]
+    assert not caplog.records
