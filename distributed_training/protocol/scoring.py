@@ -24,7 +24,7 @@ uids that did harm. The network's validators do this, so it is kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -161,6 +161,8 @@ class ScoreBoard:
         self,
         random: Mapping[int, tuple[float, float]],
         assigned: Mapping[int, tuple[float, float]],
+        *,
+        unknown: Collection[int] = (),
     ) -> None:
         """Change ratings and assigned scores by the evaluations of one scoring pass.
 
@@ -172,6 +174,7 @@ class ScoreBoard:
             random: ``(loss before, loss after)`` of each uid on the random pages, in nats per
                 token; ``RESET`` for an upload that could not be judged.
             assigned: The same on the pages assigned to that uid.
+            unknown: Uids whose assigned pages could not be measured: their average stays.
 
         Raises:
             KeyError: For a uid that is not on the board, or only in ``assigned``. Nothing has
@@ -195,6 +198,8 @@ class ScoreBoard:
             for uid, (rating,) in zip(random, rated, strict=True):
                 self._ratings[uid] = rating
         for uid, pair in random.items():
+            if uid in unknown:
+                continue
             # In nats per token. Strictly: a reset, 0 on both, has to lower the average.
             before, after = assigned.get(uid, RESET)
             better = before - after > pair[0] - pair[1]

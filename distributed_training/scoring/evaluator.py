@@ -8,6 +8,7 @@ miner lists as trained.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import threading
@@ -27,6 +28,7 @@ from distributed_training.scoring.upload import (
     Cause,
     DataUnavailable,
     Judged,
+    ShortText,
     Upload,
     in_a_line,
     of_this_machine,
@@ -177,6 +179,8 @@ class EvaluationModel:
 # Of the decoded gradient times the outer learning rate (protocol page, section 4).
 APPLIED_FRACTION = 0.5
 
+_TRIED = 4  # blocks, until one has enough text
+
 # (uid, block) -> int64 (n, sequence length). Raises DataUnavailable.
 Pages = Callable[[int, int], Tensor]
 
@@ -292,8 +296,8 @@ class Judgement:
         uid: The miner's.
         outer_step: X, the folder of the bucket that was judged.
         random: On text that nobody was assigned; None if the upload was reset.
-        assigned: On text that the miner was assigned; None if the upload was reset, or where miners
-            train on text of their own.
+        assigned: On text that the miner was assigned; None if the upload was reset, where miners
+            train on text of their own, or if the miner's blocks are too short.
         cause: Why it was reset; None if it was not.
         reason: The finding in words; empty if it was not reset.
 
@@ -390,12 +394,16 @@ class Evaluator:
         uid, outer_step = upload.uid, judged.outer_step
         # As the network's validators draw it, by a generator seeded with the uid. Not the global
         # generator: whoever knows its seed knows the next random block too.
-        assigned = (random.Random(uid).sample(list(upload.blocks), 1)[0],)
+        listed = random.Random(uid).sample(list(upload.blocks), len(upload.blocks))
         try:
-            texts = [
-                torch.cat([self.pages(uid, block) for block in blocks])
-                for blocks in (random_blocks, *([assigned] if self.assigned else []))
-            ]
+            drawn = [self._text(uid, range(block, block + _TRIED)) for block in random_blocks]
+            blocks = [tuple(block for block, _ in drawn)]
+            texts = [torch.cat([text for _, text in drawn])]
+            with contextlib.suppress(ShortText):  # it is judged on random text only
+                if self.assigned:
+                    block, text = self._text(uid, listed[:_TRIED])
+                    blocks.append((block,))
+                    texts.append(text)
             # After the text: without it all that is computed would be thrown away.
             # Again for each upload: the one before is still subtracted.
             self.model.load(judged.weights)
@@ -426,15 +434,21 @@ class Evaluator:
             why = f"it cannot be applied: {in_a_line(error)}"
             return Judgement.reset(uid, outer_step, Cause.BAD_GRADIENT, why)
         found = [
-            Comparison(tuple(blocks), self.model.tokens(text), b, a)
-            for blocks, text, b, a in zip(
-                (random_blocks, assigned)[: len(texts)], texts, before, after, strict=True
-            )
+            Comparison(of_text, self.model.tokens(text), b, a)
+            for of_text, text, b, a in zip(blocks, texts, before, after, strict=True)
         ]
         if not all(math.isfinite(loss) for comparison in found for loss in comparison.after):
             cause = Cause.NOT_FINITE
             return Judgement.reset(uid, outer_step, cause, "the loss after it is not finite")
-        return Judgement(uid, outer_step, found[0], found[1] if self.assigned else None)
+        return Judgement(uid, outer_step, found[0], found[1] if len(found) > 1 else None)
+
+    def _text(self, uid: int, blocks: Sequence[int]) -> tuple[int, Tensor]:
+        """Return the first of ``blocks`` that has enough text, with it. Raises DataUnavailable."""
+        *others, last = blocks
+        for block in others:
+            with contextlib.suppress(ShortText):
+                return block, self.pages(uid, block)
+        return last, self.pages(uid, last)
 
 
 def judgement_fields(judgement: Judgement, revision: str) -> Mapping[str, object]:

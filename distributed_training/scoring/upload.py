@@ -250,6 +250,10 @@ class DataUnavailable(RuntimeError):
     """Pages, or this machine's memory, cannot be had now; says nothing about the upload."""
 
 
+class ShortText(DataUnavailable):
+    """A block has less text than a judgement needs, and never will have more."""
+
+
 def pages_of(
     config: Config, tokenizer_path: Path, eos_id: int, *, limit: int = 0
 ) -> Callable[[int, int], Tensor]:
@@ -344,8 +348,8 @@ class PageReader:
     def __call__(self, uid: int, block: int) -> Tensor:
         """Return the text of a block as int64 ``(n, sequence_length)``.
 
-        Raises DataUnavailable: rows cannot be had now, come too slowly, or are too few for one
-        sequence or a page.
+        Raises DataUnavailable: rows cannot be had now, or come too slowly; ShortText: they are too
+        few for two sequences or a page.
         """
         per_rank = -(-self.limit // self.ranks) if self.limit else None
         tokens = []
@@ -372,12 +376,13 @@ class PageReader:
                 tokens.append(self.tokenizer.encode_rows(rows, max_length=self.max_length))
         # ValueError: the page selection drew a config that is too small for a page.
         except (PageUnavailable, OSError, ValueError) as error:
-            raise DataUnavailable(f"pages of uid {uid}, block {block}: {error}") from error
+            kind = ShortText if isinstance(error, ValueError) else DataUnavailable
+            raise kind(f"pages of uid {uid}, block {block}: {error}") from error
         # Validators cut all ranks to the shortest, and drop a tail of less than two sequences.
         length = self.sequence_length
         count = min(map(len, tokens)) // (BATCH * length) * BATCH
         if count == 0:
-            raise DataUnavailable(f"pages of uid {uid}, block {block} hold less than two sequences")
+            raise ShortText(f"pages of uid {uid}, block {block} hold less than two sequences")
         cut = [each[: count * length].astype(np.int64).reshape(count, length) for each in tokens]
         return torch.cat([torch.from_numpy(each)[:per_rank] for each in cut])
 

@@ -217,6 +217,8 @@ class Standings:
         self.board.update_round(
             random={j.uid: j.random.losses if j.random else RESET for j in judgements},
             assigned={j.uid: j.assigned.losses if j.assigned else RESET for j in judgements},
+            # Its blocks are too short to be measured, which is no fault of the upload.
+            unknown={j.uid for j in judgements if j.ok and j.assigned is None},
         )
         for judgement in judgements:
             entry = self.entries[judgement.uid]

@@ -7,6 +7,10 @@ others' would else find each round over. The accepted uploads are merged (:mod:`
 step is published (:mod:`.outer_steps`) if the held-out loss allows it; if not, whoever spoils it is
 looked for by halves. Whatever fails on the way, a store, a disk or a kill, is begun again from what
 is in the store: a round may be late, but no upload is lost.
+
+No wait for somebody else is without an end. An upload that the store does not deliver, that does
+not fit on this disk or whose text is away delays nobody once the grace is over: it is not judged,
+which costs its member nothing. Half a period later, judging ends too.
 """
 
 from __future__ import annotations
@@ -17,9 +21,11 @@ import random
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +33,7 @@ import torch
 from torch import Tensor
 
 from distributed_training.chain.base import ChainError, Neuron
+from distributed_training.common.backoff import Backoff
 from distributed_training.node.identity import Member, miners_of
 from distributed_training.node.start import Stopped
 from distributed_training.protocol import keys, lines
@@ -43,14 +50,17 @@ from distributed_training.scoring.upload import (
     of_this_machine,
 )
 from distributed_training.store.base import ObjectInfo
+from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.errors import (
     IntegrityError,
     NoRoomError,
     ObjectMissingError,
     StoreError,
 )
+from distributed_training.store.transfer import deadline_in
 from distributed_training.training.outer_rule import UploadFacts
 from distributed_training.training.outer_step import GlobalState
+from distributed_training.validator.errands import Errands
 from distributed_training.validator.judging import (
     CAUSES,
     Accepted,
@@ -70,7 +80,7 @@ from distributed_training.validator.merge import (
 )
 from distributed_training.validator.outer_steps import OuterSteps, Prepared, next_state, renewed
 from distributed_training.validator.reporter import Reporter
-from distributed_training.validator.rounds import Attendance, Run, each
+from distributed_training.validator.rounds import Attendance, Run
 from distributed_training.validator.scorer import PastRound
 from distributed_training.validator.validator import (
     MOST_STEPS_OF_A_BLOCK,
@@ -82,9 +92,23 @@ log = logging.getLogger(__name__)
 
 LEDGER = "ledger.json"  # in an outer step's folder: the scores that hold once it is published
 _LOOK = 2.0  # seconds between two looks at the store
+_TURN = 30.0  # seconds of judging between two looks: the state is renewed in between
+_SILENT = 60.0  # seconds without an answer after which a store counts as silent, at least
+_MOST_NAMED = 3  # uploads of a close that a warning names: a source that is away concerns all
 _ALL_AWAITED = 8  # closes: at each such one nobody's absence counts
 _PATIENT = 3  # closes in a row that the held-out loss refuses, before the founder is asked
 _UPDATE_BITS = 4
+
+
+@dataclass
+class _Lack:
+    """What an upload cannot be judged without: ``since`` and ``again`` by the store's clock."""
+
+    since: float
+    again: float = 0.0  # the next try
+    waits: Backoff = field(
+        default_factory=partial(Backoff, first=timedelta(seconds=4), longest=timedelta(minutes=1))
+    )
 
 
 @dataclass
@@ -94,11 +118,23 @@ class _Close:
     state: State
     random_block: int  # of the text that all its uploads are judged on
     began: float  # by time.monotonic()
+    until: float  # by the store's clock: nothing is fetched or judged any more
     awaited: frozenset[str]  # hotkeys: the round does not end before them, within the grace
     came: dict[int, float] = field(default_factory=dict)  # by uid: when, by the store's clock
     accepted: dict[int, Accepted] = field(default_factory=dict)
     refused: dict[int, Refused] = field(default_factory=dict)
-    waiting: dict[int, str] = field(default_factory=dict)  # why one could not be judged yet
+    waiting: dict[int, str] = field(default_factory=dict)  # why one is not judged yet
+    lacks: dict[int, _Lack] = field(default_factory=dict)  # those of them that failed
+    fetched: set[int] = field(default_factory=set)  # those that are on the disk
+    fetching: Errands = field(default_factory=Errands)
+    looking: Errands = field(default_factory=Errands)  # at members' own buckets, as the next one
+    looking_last: Errands = field(default_factory=Errands)  # after the grace
+    cramped: bool = False  # the disk has no room for several at once
+
+    @property
+    def ends(self) -> float:
+        """The end of the grace, by the store's clock."""
+        return self.state.closes_at + self.state.grace
 
 
 @dataclass(frozen=True)
@@ -158,6 +194,7 @@ class StoreValidator(Validator):
         self._grace = config.validator.grace.total_seconds()
         self._outer_rule = Rule.of(config)
         self._uploads = run.folder / "uploads"  # of the present close
+        self._patience = max(_SILENT, self._grace)  # seconds that one upload has to come
         self._rng = random.Random(self._rules.settings.seed or None)
         self._close: _Close | None = None
         self._reached_step: _Reached | None = None
@@ -257,6 +294,7 @@ class StoreValidator(Validator):
                 state,
                 self._rng.randrange(*random_block_range(block)),
                 time.monotonic(),
+                max(state.closes_at + state.grace, now) + self._period / 2,
                 self._choose_awaited(state.serial, miners),
             )
             shutil.rmtree(self._uploads, ignore_errors=True)
@@ -296,97 +334,166 @@ class StoreValidator(Validator):
     def _missing(self, close: _Close, miners: Sequence[Neuron], now: float) -> bool:
         """Return whether there is somebody to wait for."""
         judged = close.accepted.keys() | close.refused.keys()
-        end = close.state.closes_at + close.state.grace
-        if now < end:
+        few = len(close.accepted) < self._rules.settings.least
+        if now < close.ends:
             awaited = {miner.uid for miner in miners if miner.hotkey in close.awaited}
-            few = len(close.accepted) < self._rules.settings.least
             return few or bool(close.waiting) or not awaited <= judged
-        # Text that cannot be had is waited for, up to half of a period, where most need some: a
-        # member chooses its block, and one whose text nobody has must cost only that member.
-        return len(close.waiting) > len(close.accepted) and now < end + self._period / 2
+        unheard = close.waiting.keys() - close.lacks.keys()
+        if now >= close.until:
+            if unheard:
+                log.warning(
+                    "Half a period was not enough to fetch and judge %d of %d uploads, so they go "
+                    "into the next round: give the validator a faster device or link, or admit "
+                    "fewer members",
+                    len(unheard),
+                    len(close.came),
+                )
+            return False
+        # Text that cannot be had is waited for where most need some: a member chooses its block,
+        # and one whose text nobody has must cost only that member.
+        texts = close.lacks.keys() & close.fetched
+        return (
+            bool(unheard)
+            or close.looking_last.unheard
+            or (few and bool(close.waiting))
+            or len(texts) > len(close.accepted)
+        )
 
     def _take(self, close: _Close, miners: Sequence[Neuron], block: int, now: float) -> None:
         """Fetch and judge the uploads that came since the last look."""
-        hotkeys = {miner.uid: miner.hotkey for miner in miners}
+        began = time.monotonic()
         by_uid = {miner.uid: miner for miner in miners}
         known = close.accepted.keys() | close.refused.keys()
         new: dict[int, ObjectInfo] = {}
-        for info in self._find_uploads(close, [m for m in miners if m.uid not in known]):
+        for info in self._find_uploads(close, [m for m in miners if m.uid not in known], now):
             uid, *place = keys.parse_upload_key(info.key) or (-1, -1, -1)
-            if place == [close.state.outer_step, close.state.serial] and uid in hotkeys:
+            if place == [close.state.outer_step, close.state.serial] and uid in by_uid:
                 close.came[uid] = info.modified
-                if uid not in known:
+                if uid not in known | close.fetched:
                     new[uid] = info
         self._attend(close, miners)
-        late = close.state.closes_at + close.state.grace
         most = largest_file(self.state.schema, self._judge.bits)
 
         def refuse_late(uid: int, info: ObjectInfo) -> bool:
-            if info.modified > late:
-                reason = f"it came {info.modified - late:.0f} s after close and grace"
-                self._refuse(close, uid, hotkeys[uid], "", "late", reason)
-            return info.modified > late
+            if info.modified > close.ends:
+                reason = f"it came {info.modified - close.ends:.0f} s after close and grace"
+                self._refuse(close, uid, by_uid[uid].hotkey, "", "late", reason)
+            return info.modified > close.ends
 
         for uid, info in new.items():
             if not refuse_late(uid, info) and info.size > most:
                 reason = f"it has {info.size} bytes, and no upload has more than {most}"
-                self._refuse(close, uid, hotkeys[uid], "", "damaged", reason)
-        wanted = [uid for uid in new if uid not in close.refused]
-        # Several at a time: each may be slow. Judged one after the other, on one device.
-        fetched = each(lambda u: self._fetch(new[u], by_uid[u], most), wanted, stop=self._stop)
-        for uid, found in zip(wanted, fetched, strict=True):
+                self._refuse(close, uid, by_uid[uid].hotkey, "", "damaged", reason)
+        wanted = self._most_trusted(close, now, [uid for uid in new if uid not in close.refused])
+        for uid in wanted:
+            close.waiting.setdefault(uid, "it did not come from the store in time")
+        # Several at a time: each may be slow, and none of them delays another.
+        fetched = close.fetching.run(
+            lambda u: self._fetch(close, new[u], by_uid[u], most),
+            wanted,
+            within=_LOOK,
+            patience=self._patience,
+            **({"at_once": 1} if close.cramped else {}),
+            stop=self._stop,
+        )
+        for uid, found in fetched.items():
             if isinstance(found, ObjectInfo):
                 # Its owner may have replaced it since the look, by a copy of one that came later.
                 close.came[uid] = found.modified
-                if not refuse_late(uid, found):
-                    self._judge_one(close, uid, hotkeys[uid], block)
-            elif isinstance(found, IntegrityError | ObjectMissingError):
-                self._refuse(close, uid, hotkeys[uid], "", "damaged", str(found))
+                if uid in by_uid and not refuse_late(uid, found):
+                    close.fetched.add(uid)
+                    close.lacks.pop(uid, None)
+                    close.waiting[uid] = "its turn to be judged did not come in half a period"
+            elif isinstance(found, IntegrityError | ObjectMissingError) and uid in by_uid:
+                self._refuse(close, uid, by_uid[uid].hotkey, "", "damaged", str(found))
+            elif isinstance(found, Exception):
+                close.cramped |= isinstance(found, NoRoomError)
+                ours = isinstance(found, StoreError | ChainError | OSError)
+                self._lack(close, uid, str(found) if ours else in_a_line(found), now)
             else:
-                close.waiting[uid] = str(found)
+                raise found
+        for uid in close.fetching.silent(self._patience):
+            if uid not in close.lacks:
+                self._lack(close, uid, f"it did not come in {self._patience:.0f} s", now)
+        turn = time.monotonic() + _TURN
+        for uid in self._most_trusted(close, now, close.fetched & by_uid.keys()):
+            if now + time.monotonic() - began >= close.until:
+                break
+            self._judge_one(close, uid, by_uid[uid].hotkey, block, now)
             self._reporter.report(at_once=False)
+            if time.monotonic() > turn:
+                break
 
-    def _find_uploads(self, close: _Close, miners: Sequence[Neuron]) -> list[ObjectInfo]:
+    def _most_trusted(self, close: _Close, now: float, uids: Collection[int]) -> list[int]:
+        """Return those whose turn it is, the least trusted last: there may be no time for it."""
+        due = [uid for uid in uids if uid not in close.lacks or close.lacks[uid].again <= now]
+        return sorted(due, key=lambda uid: (-self.standings.entries[uid].published, uid))
+
+    def _lack(self, close: _Close, uid: int, why: str, now: float) -> None:
+        """Note that an upload cannot be judged yet; the first time with a line."""
+        lack = close.lacks.setdefault(uid, _Lack(now))
+        lack.again = now + lack.waits.failed().total_seconds()
+        since = time.strftime("%H:%M:%S UTC", time.gmtime(lack.since))
+        close.waiting[uid] = f"since {since}: {why}"
+        if lack.waits.failures == 1 and len(close.lacks) <= _MOST_NAMED:
+            log.warning(
+                "The upload of uid %d cannot be judged since %s (%s): it is tried again, and after "
+                "the grace the round ends without it",
+                uid,
+                since,
+                why,
+            )
+
+    def _find_uploads(
+        self, close: _Close, miners: Sequence[Neuron], now: float
+    ) -> list[ObjectInfo]:
         """List the uploads in the store, those of ``miners`` among them. Raises StoreError."""
-        if (of_member := self._of_member) is None:
-            return self._steps.list_uploads()
-        place = close.state.outer_step, close.state.serial
+        if self._of_member is None:
+            try:
+                return self._steps.list_uploads()
+            except StoreError:
+                if now < close.ends:
+                    raise
+        by_uid = {miner.uid: miner for miner in miners}
 
-        def look(miner: Neuron) -> ObjectInfo | None:
+        def look(uid: int) -> ObjectInfo | None:
+            key = keys.upload_key(uid, close.state.outer_step, close.state.serial)
             with suppress(StoreError, ChainError):  # its owner's loss; it is looked for again
-                return of_member(miner).head(keys.upload_key(miner.uid, *place))
+                return self._reader(by_uid[uid]).head(key)
             return None
 
-        return [info for info in each(look, miners, stop=self._stop) if info is not None]
+        looking = close.looking if now < close.ends else close.looking_last
+        found = looking.run(look, [*by_uid], within=_LOOK, patience=_SILENT, stop=self._stop)
+        for error in found.values():
+            if isinstance(error, BaseException):
+                raise error
+        return [info for info in found.values() if isinstance(info, ObjectInfo)]
 
-    def _upload_path(self, uid: int) -> Path:
-        return self._uploads / f"{uid}.safetensors"
+    def _reader(self, miner: Neuron) -> BucketReader:
+        """Return where a member uploads. Raises StoreError, ChainError."""
+        return self._steps.reader if self._of_member is None else self._of_member(miner)
 
-    def _fetch(
-        self, info: ObjectInfo, miner: Neuron, most: int
-    ) -> ObjectInfo | StoreError | ChainError:
-        """Fetch an upload; return what came, or why it cannot be had: by its owner, or not now.
+    def _upload_path(self, close: _Close, uid: int) -> Path:
+        # A fetch of an earlier close that nobody waits for may still write.
+        folder = f"{close.state.outer_step}.{close.state.serial}"
+        return self._uploads / folder / f"{uid}.safetensors"
 
-        Raises StoreError of the global bucket.
-        """
-        path, of_member = self._upload_path(miner.uid), self._of_member
-        if path.exists():  # it waits for its text
-            return info
+    def _fetch(self, close: _Close, info: ObjectInfo, miner: Neuron, most: int) -> ObjectInfo:
+        """Fetch an upload; return what came. Raises StoreError, ChainError, OSError."""
+        path = self._upload_path(close, miner.uid)
         path.parent.mkdir(parents=True, exist_ok=True)
+        deadline = deadline_in(timedelta(seconds=self._patience))
         try:
-            reader = self._steps.reader if of_member is None else of_member(miner)
-            return reader.download(info.key, path, limit=most)
-        except (IntegrityError, ObjectMissingError) as error:
-            return error
-        except (StoreError, ChainError) as error:
-            if of_member is None or isinstance(error, NoRoomError):
-                raise
-            return error
+            return self._reader(miner).download(info.key, path, limit=most, deadline=deadline)
+        except NoRoomError:
+            for part in path.parent.glob(f".{path.name}.*"):  # others may have room without it
+                part.unlink(missing_ok=True)
+            raise
 
-    def _judge_one(self, close: _Close, uid: int, hotkey: str, block: int) -> None:
-        path = self._upload_path(uid)
+    def _judge_one(self, close: _Close, uid: int, hotkey: str, block: int, now: float) -> None:
+        path = self._upload_path(close, uid)
         revision = f"{close.state.outer_step}.{close.state.serial}"
-        if uid not in close.waiting:
+        if uid not in close.lacks:
             self._record(
                 "upload_seen",
                 uid=uid,
@@ -402,7 +509,6 @@ class StoreValidator(Validator):
             weights=self.state.weights,
             learning_rate=self._outer_rule.learning_rate,
         )
-        close.waiting.pop(uid, None)
         try:
             found = self._judge.judge(
                 uid,
@@ -424,19 +530,26 @@ class StoreValidator(Validator):
                 why = in_a_line(error)
                 self._refuse(close, uid, hotkey, digest_file(path), "damaged", why)
                 return
-            if not close.waiting:
-                log.warning("The upload of uid %d is not judged now: %s", uid, error)
-            close.waiting[uid] = str(error)
+            self._lack(close, uid, str(error), now)
             return
+        self._leave(close, uid)
         close.accepted[uid] = found
         self._record("upload_scored", **judgement_fields(found.judgement, revision))
         log.info("uid %d: accepted, random text %+.4f nats", uid, -found.improvement)
+
+    def _leave(self, close: _Close, uid: int) -> None:
+        """Take note that nothing has to be done for an upload any more."""
+        close.waiting.pop(uid, None)
+        close.lacks.pop(uid, None)
+        close.fetched.discard(uid)
 
     def _refuse(
         self, close: _Close, uid: int, hotkey: str, digest: str, cause: str, reason: str
     ) -> None:
         close.refused[uid] = refusal(uid, hotkey, digest, cause, reason)
-        close.waiting.pop(uid, None)
+        self._leave(close, uid)
+        with suppress(OSError):  # others may need its room
+            self._upload_path(close, uid).unlink()
         reset = Judgement.reset(uid, close.state.outer_step, CAUSES[cause], reason)
         self._record("upload_scored", **judgement_fields(reset, ""))
         log.info("uid %d: refused (%s): %s", uid, cause, reason)
