@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import re
+from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -44,6 +46,29 @@ def run_to_end(work: Coroutine[Any, Any, Found], runner: asyncio.Runner | None =
         raise
     finally:
         pool.shutdown()
+
+
+#: Of a request: caches ask the origin again. They need not, so see :func:`answered_at`.
+PAST_CACHES = {"cache-control": "no-cache"}
+
+
+def answered_at(headers: Mapping[str, str]) -> tuple[float, bool]:
+    """Return the time by the server's clock when it answered, and whether a cache may have.
+
+    A cache keeps the origin's ``Date`` and adds its own ``Age`` (RFC 9111, 5.1), so their sum is
+    the origin's time now, to a second or two. An ``Age`` that is no number of seconds counts as 0.
+
+    Args:
+        headers: Of the answer, with any form of mapping that finds lower-case names.
+
+    Raises:
+        KeyError: Without ``Date``.
+        ValueError, OverflowError: For one that is no date.
+    """
+    age = headers.get("age")
+    seconds = re.fullmatch("[0-9]{1,9}", age or "")
+    held = int(seconds[0]) if seconds else 0
+    return parsedate_to_datetime(headers["date"]).timestamp() + held, age is not None
 
 
 class TooLong(ValueError):

@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from email.utils import parsedate_to_datetime
 
 import httpx
 
 from distributed_training.chain.base import Chain
+from distributed_training.common.http import PAST_CACHES, answered_at
 from distributed_training.common.transports import Transport
 from distributed_training.config import Config
 from distributed_training.store.s3 import endpoint_of
@@ -69,13 +69,18 @@ class Offset:
 def store_offset(config: Config) -> Offset:
     """Compare this machine's clock with the store's. Raises ClockUnknown."""
     try:
-        with httpx.Client(transport=Transport(), timeout=_TIMEOUT.total_seconds()) as client:
+        with httpx.Client(
+            transport=Transport(), timeout=_TIMEOUT.total_seconds(), headers=PAST_CACHES
+        ) as client:
             began = time.time()
             reply = client.head(endpoint_of(config.store))
             ended = time.time()
-        theirs = parsedate_to_datetime(reply.headers["date"]).timestamp() + 0.5  # whole seconds
+        theirs, cached = answered_at(reply.headers)
     except _SILENT as error:
         raise ClockUnknown(f"the store does not tell its time ({error})") from None
+    if cached:
+        raise ClockUnknown("a cache before the store answers in its place")
+    theirs += 0.5  # whole seconds
     # The store wrote it between the two: half of the way there and back is taken off.
     return Offset((began + ended) / 2 - theirs, (ended - began) / 2, "the store's")
 

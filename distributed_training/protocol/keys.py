@@ -22,6 +22,7 @@ CONFIG = "config.json"
 MODEL = "model.safetensors"
 GRADIENTS = "gradients.pt"
 OUTER_OPTIMIZER = "outer_optimizer.pt"  # global bucket only
+OUTER = "outer/"  # nothing below it changes
 STATE = "state.json"  # store networks only, as are those below
 MANIFEST = "manifest.json"
 UPDATE = "update.safetensors"

@@ -34,7 +34,8 @@ class ObjectInfo:
     ``etag``: at most stores MD5 in hex of an object put in one piece, ``md5-of-part-md5s`` + ``-n``
     of one put in n parts; see :func:`same_etag`. ``modified``: seconds since 1970, the store's
     clock. ``age_seconds``: by the store's clock too, so that a wrong clock of ours does not matter;
-    below zero where that clock was set back since, or rounds up; None in listings.
+    below zero where that clock was set back since, or rounds up; None in listings. ``cached``: a
+    cache on the way may have answered, so that clock is not known to the second.
     """
 
     key: str
@@ -42,6 +43,7 @@ class ObjectInfo:
     etag: str
     modified: float
     age_seconds: float | None = None
+    cached: bool = False
 
 
 @dataclass(frozen=True)

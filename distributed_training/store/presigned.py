@@ -164,10 +164,12 @@ class AccessStore(S3ObjectStore):
                 for operation in _READS.values():
                     self._urls.pop((operation, key), None)
             code = self._sentence(str(response.get("Error", {}).get("Code", "")))
+            remedy = "set this machine's clock (timedatectl) or ask the founder"
+            if code == "SignatureDoesNotMatch":
+                remedy = "tell the founder that a proxy before the store must not change Host"
             return AccessDeniedError(
                 f"{place}: the store refused the URL that the registry handed out ({status} {code})"
-                "; the next request asks for another; if that is refused too, set this machine's "
-                "clock (timedatectl) or ask the founder"
+                f"; the next request asks for another; if that is refused too, {remedy}"
             )
         if 300 < status < 304 or status in (307, 308):
             return RefusedError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import email.utils
 import functools
 import os
 import re
@@ -24,9 +23,10 @@ from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
+from distributed_training.common.http import PAST_CACHES, answered_at
 from distributed_training.common.proxies import proxy_for, via
 from distributed_training.config.settings import StoreSettings
-from distributed_training.protocol.keys import r2_endpoint
+from distributed_training.protocol.keys import OUTER, STATE, r2_endpoint
 from distributed_training.protocol.metadata import BucketCredentials
 
 from .base import (
@@ -70,6 +70,7 @@ _NEVER = frozenset({501, 505})  # no such operation there
 _BAD_KEYS = frozenset(
     {"InvalidAccessKeyId", "SignatureDoesNotMatch", "Unauthorized", "ExpiredToken", "InvalidToken"}
 )
+_CHANGED_HOST = "; if they are right, a proxy before the store changes Host and must not"
 _NO_PERMISSION = frozenset({"AccessDenied", "Forbidden", "403", ""})
 # Some stores call these AccessDenied, too, and say in their sentence which one it is.
 _OTHER_REASON = re.compile(
@@ -230,6 +231,9 @@ class S3ObjectStore:
             "before-call.s3.HeadBucket",
             lambda context, **_: context.setdefault("s3_redirect", {}).update(redirected=True),
         )
+        if keys is None:  # no cache answers requests with a key
+            self._client.meta.events.register("before-parameter-build.s3", self._note_changing)
+            self._client.meta.events.register("before-call.s3", _ask_past_caches)
 
     @classmethod
     def from_settings(cls, settings: StoreSettings, *, bucket: str, write: bool) -> S3ObjectStore:
@@ -283,6 +287,10 @@ class S3ObjectStore:
         with self._errors("create", self._bucket) as call:
             call(self._client.create_bucket)
 
+    def _note_changing(self, params: Any, context: Any, **_: Any) -> None:
+        key = str(params.get("Key", "")).removeprefix(self._prefix)
+        context["changing"] = not key.startswith(OUTER)
+
     # --- objects --------------------------------------------------------------------------------
 
     def head(self, key: str) -> ObjectInfo | None:
@@ -291,8 +299,8 @@ class S3ObjectStore:
                 answer = call(self._client.head_object, Key=key)
                 size, etag = answer["ContentLength"], _etag_of(answer)
                 modified = answer["LastModified"].timestamp()
-                date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
-                now = email.utils.parsedate_to_datetime(date).timestamp() if date else time.time()
+                headers = answer["ResponseMetadata"]["HTTPHeaders"]
+                now, cached = answered_at(headers) if "date" in headers else (time.time(), False)
         except ObjectMissingError:
             return None
         except StoreError as refused:
@@ -302,7 +310,7 @@ class S3ObjectStore:
                 with contextlib.suppress(ObjectMissingError, IntegrityError, TransientError):
                     self.get_range(key, 0, 1)
             raise
-        return ObjectInfo(key, size, etag, modified, now - modified)
+        return ObjectInfo(key, size, etag, modified, now - modified, cached)
 
     def get(self, key: str, *, limit: int) -> bytes | None:
         """Return the whole object, None if there is none.
@@ -364,7 +372,12 @@ class S3ObjectStore:
         md5 = md5_of(data)
         with self._errors("write", key) as call:
             answer = call(
-                self._client.put_object, Key=key, Body=data, ContentMD5=base64_md5(md5), **condition
+                self._client.put_object,
+                Key=key,
+                Body=data,
+                ContentMD5=base64_md5(md5),
+                **condition,
+                **_cache_control(key),
             )
             etag = _etag_of(answer)
         if etag != md5:
@@ -412,7 +425,8 @@ class S3ObjectStore:
 
     def create_multipart(self, key: str) -> str:
         with self._errors("write", key) as call:
-            return str(call(self._client.create_multipart_upload, Key=key)["UploadId"])
+            begin = self._client.create_multipart_upload
+            return str(call(begin, Key=key, **_cache_control(key))["UploadId"])
 
     def upload_part(self, key: str, upload_id: str, number: int, data: bytes | Section) -> PartInfo:
         """Send one part. ContradictionError if the store holds other bytes."""
@@ -626,10 +640,11 @@ class S3ObjectStore:
                 )
         if code in _BAD_KEYS or status == 401:
             what, where = self._keys.what, " from the R2 dashboard" if self._is_r2 else ""
+            host = "" if self._is_r2 or code != "SignatureDoesNotMatch" else _CHANGED_HOST
             return AccessDeniedError(
                 f"{place}: the store does not accept these keys ({answer}): copy "
                 f"{what}_ACCESS_KEY_ID and {what}_SECRET_ACCESS_KEY again{where} into .env, which "
-                "a running miner reads at its next start"
+                f"a running miner reads at its next start{host}"
             )
         if status == 403:
             if code not in _NO_PERMISSION or _OTHER_REASON.search(sentence):
@@ -655,6 +670,12 @@ class S3ObjectStore:
                 f"{place}: {self._endpoint} redirects elsewhere ({answer}): correct "
                 "--r2.endpoint_url or --r2.region, or the proxy before it"
             )
+        if status == 413:
+            return RefusedError(
+                f"{place}: the store, or a proxy before it, takes no body of this size ({answer}): "
+                "whoever runs the proxy raises its limit to 65 MB, above the largest part of an "
+                "upload (nginx: client_max_body_size 65m)"
+            )
         if code == "BadDigest":
             return ContradictionError(f"{place}: other bytes arrived than were sent ({answer})")
         passes = status in _PASSING_STATUS or status >= 500 or code in _PASSING_CODES
@@ -671,6 +692,19 @@ class S3ObjectStore:
             line = line.replace(secret.get_secret_value() or "\n", "********")
         line = _LIKE_A_SECRET.sub("********", line)
         return line if len(line) <= _LONGEST_SENTENCE else f"{line[:_LONGEST_SENTENCE]}..."
+
+
+def _cache_control(key: str) -> dict[str, str]:
+    """Return what caches before the store are told of an object of a store network."""
+    if key.startswith(OUTER):
+        return {"CacheControl": "public, max-age=86400, immutable"}
+    # A member that reads an old one would miss closes.
+    return {"CacheControl": "no-store"} if key == STATE else {}
+
+
+def _ask_past_caches(params: Any, model: Any, context: Any, **_: Any) -> None:
+    if model.name in ("GetObject", "HeadObject") and context.get("changing"):
+        params["headers"].update(PAST_CACHES)
 
 
 def _etag_of(answer: dict[str, Any]) -> str:

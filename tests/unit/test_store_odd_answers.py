@@ -32,6 +32,7 @@ from distributed_training.store.errors import (
     StoreError,
     TransientError,
 )
+from distributed_training.store.presigned import AccessStore
 from distributed_training.store.s3 import AccessKeys, S3ObjectStore
 from tests.tools.store_shim import make_certificate
 
@@ -184,6 +185,8 @@ def test_headers_and_bodies_that_botocore_cannot_read_are_tried_again(
         (403, "InvalidAccessKeyId", "does not accept these keys"),
         (400, "ExpiredToken", "does not accept these keys"),
         (403, "AccessDenied", "lacks the permission"),
+        (403, "SignatureDoesNotMatch", "a proxy before the store changes Host"),
+        (413, "EntityTooLarge", "client_max_body_size 65m"),
         (301, "PermanentRedirect", "redirects elsewhere"),
         (307, "TemporaryRedirect", "redirects elsewhere"),
     ],
@@ -199,6 +202,20 @@ def test_a_refusal_is_called_by_its_cause(status: int, code: str, text: str) -> 
             with pytest.raises(StoreError, match=text):
                 OPERATIONS[name](store)
             assert refuses.requests <= 4, "a redirect was asked about again and again"
+
+
+def test_members_hear_what_a_proxy_before_the_store_does() -> None:
+    store = AccessStore(
+        lambda request: None, bucket="net", settings=StoreSettings(endpoint_url="http://a")
+    )
+    for status, code, text in (
+        (403, "SignatureDoesNotMatch", "tell the founder that a proxy .* must not change Host"),
+        (403, "AccessDenied", "set this machine's clock"),
+        (413, "", "whoever runs the proxy raises its limit to 65 MB"),
+    ):
+        answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+        assert re.search(text, str(store._refused("write", "k", answer)))
+    assert "Host" not in refused(403, "SignatureDoesNotMatch", "m", at=R2)
 
 
 @functools.cache
