@@ -160,16 +160,22 @@ _DEEP_KEY = re.compile(rf"(?<![\w.-])(?:[\w-]++[ \t]*+\.[ \t]*+){{{_DEEPEST_KEY}
 _BESIDE = re.compile(r"(?!(?:network\.toml|url)$)\w[\w.-]{0,199}", re.ASCII)
 
 
+_MOST_SHOWN = 300  # characters of a cause or a remedy
+
+
 class NetworkFileError(ValueError):
     """A network's file that is refused: the cause, and what to do."""
 
     def __init__(self, cause: str, remedy: str) -> None:
-        super().__init__(cause)
-        self.remedy = remedy
+        super().__init__(f"{cause:.{_MOST_SHOWN}}")  # it may repeat the file
+        self.remedy = f"{remedy:.{_MOST_SHOWN}}"
 
 
 class NetworkAway(RuntimeError):
     """The URL of a network's file does not answer with the file. A later try may succeed."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(f"{cause:.{_MOST_SHOWN}}")
 
 
 @checked(frozen=True, config=ConfigDict(strict=True))

@@ -3,7 +3,8 @@
 The store's own key never leaves this machine. A member gets URLs instead, each for one operation on
 one object (:mod:`..store.presigned`): to read anything but ``uploads/``, for an hour, and to write
 its next upload, from the moment at which the network's state names that close until it is over. The
-length and the MD5 of the upload are signed with it, so no other bytes fit.
+length and the MD5 of the upload are signed with it, so no other bytes fit, and a close gets URLs
+for one upload of a member only. Times are the store's.
 
 The state is the master's, read from the bucket and verified. An upload in parts is begun, completed
 and at the next close aborted here, so a member cannot leave any behind.
@@ -12,6 +13,7 @@ and at the next close aborted here, so a member cannot leave any behind.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import time
 from collections.abc import Callable
@@ -27,7 +29,11 @@ from distributed_training.protocol.growth import file_bytes
 from distributed_training.protocol.manifest import Master, State
 from distributed_training.store import presigned
 from distributed_training.store.base import is_md5, same_etag
-from distributed_training.store.errors import StoreError, UploadMissingError
+from distributed_training.store.errors import (
+    AccessDeniedError,
+    StoreError,
+    UploadMissingError,
+)
 from distributed_training.store.presigned import MOST_PARTS, UPLOADS, Do, Grant
 from distributed_training.store.s3 import S3ObjectStore, base64_md5
 
@@ -37,6 +43,7 @@ READ_SECONDS = 3600.0
 AFTER_SECONDS = 600.0  # beyond close and grace: a slow link may finish its upload
 _LONGEST_SECONDS = 7 * 86400.0  # that S3 signs for
 _STATE_KEPT = 2.0  # seconds
+_CLOCK_OFF = 5.0  # seconds by which this machine's clock may differ from the store's without a line
 _MOST_BITS = 4  # of a value of an upload
 _HEADER_BYTES = 2**20  # of an upload, at the most
 _NAME = "[A-Za-z0-9_][A-Za-z0-9._-]*"
@@ -72,7 +79,11 @@ class Access:
         self._clock = clock
         self._may_warn = Throttle(60.0)
         self._state: tuple[float, State] | None = None  # and when it was read
+        self._ahead = 0.0  # the store's clock minus ours, in seconds
         self._swept: tuple[int, int] | None = None  # the close before which nothing is left
+        # By uid: the close and the digest of the upload that it got URLs for. Only in memory: a
+        # second upload takes a restart between the two grants, and both sent after it.
+        self._chosen: dict[int, tuple[tuple[int, int], str]] = {}
 
     def close(self) -> None:
         self._store.close()
@@ -95,6 +106,11 @@ class Access:
         except StoreError as error:
             if self._may_warn("store"):  # members can do nothing about its key
                 log.warning("Members get no access to the store (%s), so none can upload", error)
+            if isinstance(error, AccessDeniedError):  # its remedy is for whoever has the key
+                raise StoreAway(
+                    "access: the store refuses the registry's own requests, so nobody can upload "
+                    "now: ask the founder, whose registry logs the cause"
+                ) from None
             raise StoreAway(f"access: {error}") from None
 
     def _grant(self, uid: int, do: Do, key: str, size: int, md5: tuple[str, ...]) -> Grant:
@@ -120,7 +136,7 @@ class Access:
                 f"access: {key} is for another close than the next one (outer step {close[0]}, "
                 f"serial {close[1]}), so it would not be merged"
             )
-        left = state.closes_at + state.grace + AFTER_SECONDS - self._clock()
+        left = state.closes_at + state.grace + AFTER_SECONDS - (self._clock() + self._ahead)
         if left <= 0 or state.finished is not None:
             raise ChainError(
                 f"access: the close of outer step {close[0]} is over, so {key} would not be merged"
@@ -134,6 +150,12 @@ class Access:
             raise ChainError(f"access: {size} bytes have another number of parts than {len(md5)}")
         if self._store.head(key) is not None:
             raise ChainError(f"access: {key} is there, and nobody may replace it")
+        digest = hashlib.sha256(repr((size, md5)).encode()).hexdigest()
+        # Two URLs for two contents would let a member change its upload as often as it likes.
+        if self._chosen.setdefault(uid, (close, digest)) != (close, digest):
+            if self._chosen[uid][0] == close:
+                raise ChainError(f"access: another file was granted as {key}, and the first counts")
+            self._chosen[uid] = close, digest
         if self._largest > presigned.PART:  # else nobody can have begun one in parts
             self._abort_earlier(close)
         left = min(left, _LONGEST_SECONDS)
@@ -189,7 +211,8 @@ class Access:
         if known is not None and time.monotonic() - known[0] < _STATE_KEPT:
             return known[1]
         data = self._store.get(keys.STATE, limit=State.most_bytes)
-        if data is None:
+        info = self._store.head(keys.STATE)
+        if data is None or info is None:
             raise StoreAway("access: the network has no state yet: its validator never ran")
         try:
             state = State.parse(data, self._master)
@@ -201,6 +224,14 @@ class Access:
                     error,
                 )
             raise StoreAway(f"access: {error}") from None
+        self._ahead = info.modified + (info.age_seconds or 0.0) - self._clock()
+        if abs(self._ahead) > _CLOCK_OFF and not info.cached and self._may_warn("clock"):
+            log.warning(
+                "This machine's clock is %.0f s %s the store's. Members get access by the store's; "
+                "set ours, or signatures are refused (timedatectl set-ntp true)",
+                abs(self._ahead),
+                "behind" if self._ahead > 0 else "ahead of",
+            )
         self._state = time.monotonic(), state
         return state
 

@@ -46,7 +46,7 @@ from distributed_training.common.backoff import Throttle
 from .access import Access, StoreAway
 from .ledger import Address, Port
 from .page import draw_page, figures
-from .store import CLOCK_SKEW, Registry, Replayed
+from .store import CLOCK_SKEW, CannotStore, Registry, Replayed
 
 log = logging.getLogger(__name__)
 
@@ -339,7 +339,7 @@ class Service(BoundedServer):
         except Replayed as error:
             self._counts["refused.replay"] += 1
             return _json(401, {"message": str(error)})
-        except StoreAway as error:
+        except (StoreAway, CannotStore) as error:
             self._counts[f"refused{path}"] += 1
             return _json(503, {"message": str(error)})
         except (ChainError, ValueError, TypeError) as error:

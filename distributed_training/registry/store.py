@@ -53,6 +53,7 @@ SCHEMA = 3
 #: Seconds that a caller's clock may be ahead of ours.
 CLOCK_SKEW = 4.0
 _OF_THE_DISK = ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")
+_HELD = ("SQLITE_BUSY", "SQLITE_LOCKED")
 _APPLICATION = 0x64747267  # "dtrg", in the file's header
 _RESERVED_SECONDS = 30.0  # of blocks, that the file is ahead
 _LONGEST_OUTAGE = 86400.0  # seconds between two starts for which a clock is believed
@@ -83,6 +84,10 @@ Admission = Literal["open", "invited", "listed"]
 
 class StoreFault(RuntimeError):
     """The file cannot be used, for a reason outside of the flags. One line for the operator."""
+
+
+class CannotStore(ChainError):
+    """The file takes no write now, for a reason of this machine. A later request may succeed."""
 
 
 class Replayed(ChainError):
@@ -220,12 +225,11 @@ class Registry(Ledger):
             self.faults += 1
             if self._may_warn("write"):
                 log.warning(
-                    "A write was not stored (%s), so it is refused: free the disk of %s or "
-                    "correct its permissions",
+                    "A write was not stored (%s), so it is refused: %s",
                     error,
-                    self.folder,
+                    _remedy(self.folder, error),
                 )
-            raise ChainError(f"the registry cannot store writes now ({error})") from None
+            raise CannotStore(f"the registry cannot store writes now ({error})") from None
 
     # the block clock
 
@@ -280,7 +284,8 @@ class Registry(Ledger):
                     self._reserve(height + ahead)
                 except sqlite3.Error as error:
                     if self._may_warn("blocks"):
-                        log.warning("%s was not written (%s): free its disk", FILE, error)
+                        remedy = _remedy(self.folder, error)
+                        log.warning("%s was not written (%s): %s", FILE, error, remedy)
 
     def _reserve(self, block: int) -> None:
         self._set_meta("reserved", block)
@@ -552,16 +557,27 @@ def _lock(folder: Path) -> Any:
 def _unusable(path: Path, error: Exception) -> StoreFault:
     remedy = "put a backup in its place with `dt-registry restore`"
     # The file is whole, and a backup would take back the last writes of everybody.
-    if getattr(error, "sqlite_errorname", "").startswith(_OF_THE_DISK):
-        remedy = f"free or repair the disk of {path.parent}, or correct its permissions"
+    if getattr(error, "sqlite_errorname", "").startswith((*_OF_THE_DISK, *_HELD)):
+        remedy = _remedy(path.parent, error)
     return StoreFault(f"{path} cannot be used ({error}), so the registry does not start: {remedy}")
+
+
+def _remedy(folder: Path, error: Exception) -> str:
+    """Return what to do about a file that is whole and cannot be used."""
+    if getattr(error, "sqlite_errorname", "").startswith(_HELD):
+        return (
+            f"another program holds {folder / FILE}: end it (`fuser` names it); `dt-registry "
+            "backup` copies a registry that is in use"
+        )
+    return f"free or repair the disk of {folder}, or correct its permissions"
 
 
 def _open(path: Path) -> sqlite3.Connection:
     """Open a connection to a registry's file. Raises ConfigError, StoreFault."""
     try:
-        # No implicit transactions: a write's begins and ends in one place.
-        db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10)
+        # No implicit transactions: a write's begins and ends in one place. Clients wait for 10 s:
+        # they are to hear that another program holds the file.
+        db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5)
         application, schema = (
             db.execute(f"PRAGMA {pragma}").fetchone()[0]
             for pragma in ("application_id", "user_version")

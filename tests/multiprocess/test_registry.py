@@ -582,6 +582,29 @@ class TestKept:
         with closing(Registry(folder)) as registry:
             assert registry.view.members[1].commitment == "y"
 
+    @pytest.mark.parametrize("how", ["IMMEDIATE", "EXCLUSIVE"])
+    def test_a_file_that_another_program_holds_passes_and_asks_for_no_backup(
+        self, server: RegistryServer, how: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        path, registry = server.folder / store.FILE, server.registry
+        registry._db.execute("PRAGMA busy_timeout = 50")
+        with closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute(f"BEGIN {how}")
+            other.execute("UPDATE meta SET value = value")
+            with pytest.raises(store.CannotStore, match=r"cannot store writes now .*locked"):
+                registry.enroll(PEER.ss58)
+            assert registry.view.members, "reads continue"
+            answer = server._service._answer("/enroll", lambda: registry.enroll(PEER.ss58))
+            assert answer.startswith(b"HTTP/1.1 503 ")
+            assert caplog.text.count("another program holds") == 1
+            assert "`dt-registry backup` copies a registry that is in use" in caplog.text
+            assert "free" not in caplog.text
+            other.execute("ROLLBACK")
+        registry.enroll(PEER.ss58)
+        error = sqlite3.OperationalError("database is locked")
+        error.sqlite_errorname = "SQLITE_BUSY"
+        assert "restore" not in str(store._unusable(path, error)), "a backup would take back writes"
+
     def test_a_start_on_a_full_disk_asks_for_room_and_no_backup(
         self, server: RegistryServer
     ) -> None:

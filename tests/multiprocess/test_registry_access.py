@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import posixpath
+import re
 import subprocess
 import threading
 import traceback
@@ -178,6 +179,39 @@ def test_a_url_is_good_only_for_its_signed_request(
         wait_for(lambda: client.get(read["get_object"]).status_code == 403, what="the URL to end")
 
 
+def test_a_member_gets_urls_for_one_file_of_a_close(world: AccessWorld, store: AccessStore) -> None:
+    chain, one, other = world.chain(PEER), b"A" * 1000, b"B" * 2000
+    url = chain.access(write_request(one))["urls"]["put_object"]
+    for _ in range(2):  # before the first file is there
+        with pytest.raises(RefusedWrite, match="another file was granted as"):
+            chain.access(write_request(other))
+    assert chain.access(write_request(one))["urls"]["put_object"], "it may be asked for again"
+    with httpx.Client(trust_env=False, timeout=60) as client:
+        good = {"content-md5": base64_md5(md5_of(one))}
+        assert client.put(url, content=one, headers=good).status_code == 200
+    assert world.owner.get(OURS, limit=9999) == one
+    world.publish(serial=8)  # the next close may get any file
+    with pytest.raises(RefusedWrite, match="another close"):
+        chain.access(write_request(one))
+    assert chain.access(write_request(other, keys.upload_key(1, 3, 8)))["urls"]
+
+
+@pytest.mark.parametrize("late", [-3600.0, 0.0, 700.0, 3600.0])
+def test_access_goes_by_the_stores_clock(
+    world: AccessWorld, late: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.late = late
+    world.publish(closes_in=300)
+    chain = world.chain(PEER)
+    seconds = chain.access(write_request(b"x"))["seconds"]
+    assert seconds == pytest.approx(300 + 30 + access.AFTER_SECONDS, abs=60)
+    line = re.findall(r"This machine's clock is (\d+) s (ahead of|behind) the store's", caplog.text)
+    assert line == [] if not late else [line[0][1]] == ["ahead of" if late > 0 else "behind"]
+    world.publish(closes_in=-31 - access.AFTER_SECONDS, serial=8)
+    with pytest.raises(RefusedWrite, match="is over"):
+        chain.access(write_request(b"x", keys.upload_key(1, 3, 8)))
+
+
 def test_only_the_next_close_is_written_for(world: AccessWorld) -> None:
     store = world.member(PEER)
     with pytest.raises(TransientError, match="has no state yet"):
@@ -191,10 +225,10 @@ def test_only_the_next_close_is_written_for(world: AccessWorld) -> None:
             store.put(keys.upload_key(1, outer_step, serial), b"x")
     with pytest.raises(RefusedError, match="larger than any of this model"):
         store.put(OURS, bytes(2 * MIB))
-    world.late = 600 + 30 + access.AFTER_SECONDS + 1
+    world.publish(closes_in=-30 - access.AFTER_SECONDS - 1)
     with pytest.raises(RefusedError, match="is over"):
         store.put(OURS, b"x")
-    world.late -= 20
+    world.publish(closes_in=-30 - access.AFTER_SECONDS + 60)
     store.put(OURS, b"x")
     world.publish(serial=8, finished="enough tokens")
     with pytest.raises(RefusedError, match="is over"):
@@ -742,7 +776,7 @@ def test_a_slow_store_holds_up_one_request_and_the_founder_reads_of_a_refused_ke
     grants = access.Access(slow, master=Master("x", "y", lambda *_: True), parameters=9)  # type: ignore[arg-type]
 
     def ask() -> None:
-        with pytest.raises(access.StoreAway, match="does not accept"):
+        with pytest.raises(access.StoreAway, match="ask the founder, whose registry logs"):
             grants.grant(1, "write", OURS, 1, (md5_of(b"x"),))
 
     first = threading.Thread(target=ask)

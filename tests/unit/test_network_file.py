@@ -80,6 +80,29 @@ def refused(text: str, folder: Path, *flags: str) -> str:
     return str(error.value)
 
 
+LONG = "k" * 70_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{LONG} = 1\n",
+        f'"{LONG}.{LONG}" = 1\n',
+        f"[{LONG}]\na = 1\n",
+        f'name = "{LONG}"\n',
+        f'exchange = "{LONG}"\n',
+        f"version = {'9' * 4000}\n",
+        f'master_hotkey = "{LONG}"\n',
+        f"= {LONG}",
+    ],
+)
+def test_a_refusal_repeats_little_of_a_file(tmp_path: Path, text: str) -> None:
+    name = text.partition(" ")[0]
+    rest = "\n".join(line for line in EXAMPLE.splitlines() if not line.startswith(f"{name} "))
+    for content in (text, text + rest):
+        assert len(refused(content, tmp_path).replace(str(tmp_path), "")) < 1000
+
+
 @pytest.mark.parametrize("kind", ["miner", "validator"])
 def test_the_documents_example_is_a_network(tmp_path: Path, kind: str) -> None:
     config = load(EXAMPLE, tmp_path, kind=kind)
