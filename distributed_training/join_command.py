@@ -120,10 +120,14 @@ def join(options: argparse.Namespace, words: Sequence[str]) -> int:
         if token:
             config = replace(config, chain=replace(config.chain, invitation=SecretStr(token)))
         variables = {name: os.environ.get(name, "") for name in config.key_variables}
-        variables |= {INVITATION: token} if token else {}
-        dotenv_with(variables)  # it may refuse one
-        uid, keys = _register(config, undo)
+        secret = {INVITATION: token} if token else {}
+        dotenv_with(variables | secret)  # it may refuse one
+        uid, keys, admitted = _register(config, undo)
         undo.pop_all()
+    if admitted:  # any other secret nobody has checked
+        variables |= secret
+    elif secret:
+        print("this hotkey was a member already, so the invitation was neither used nor kept")
     config = _with_keys(config, keys)
     assert config.network is not None  # it was named
     config.run_folder.mkdir(parents=True, exist_ok=True)
@@ -208,24 +212,27 @@ def _settings(place: str, given: dict[str, str]) -> tuple[Config, Mapping[str, s
     return config, given
 
 
-def _register(config: Config, undo: ExitStack) -> tuple[int | None, dict[str, str]]:
+def _register(config: Config, undo: ExitStack) -> tuple[int | None, dict[str, str], bool]:
     """Make the hotkey if it is not there, and register it.
 
-    Returns its uid, None where no registry gives one, and the variables of the store's keys that
-    the registry hands out. Raises ConfigError, ChainError, _Unfinished. ``undo`` removes a hotkey
+    Returns its uid, None where no registry gives one, the variables of the store's keys that the
+    registry hands out, and whether the registry has admitted it just now. Raises ConfigError, ChainError, _Unfinished. ``undo`` removes a hotkey
     that was made.
     """
-    from distributed_training.chain.identity import create_wallet, load_wallet
+    from distributed_training.chain.identity import create_wallet, hotkey_file, load_wallet
 
     settings, there = config.chain, OPERATORS_FILE.exists()
     folder = Path(settings.wallet_path).expanduser()
-    path = folder / settings.wallet_name / "hotkeys" / settings.wallet_hotkey
+    path = hotkey_file(folder, settings.wallet_name, settings.wallet_hotkey)
+    # Which folder the hotkey was made for: a join that was interrupted has left no other trace.
+    user, here = path.with_name(f".{path.name}.folder"), str(Path.cwd())
     is_new = not path.exists() and not there  # else a lost one, which load_wallet() names
     if is_new:
-        files = [path, path.with_name(f"{path.name}pub.txt"), *path.parents]
+        files = [user, path, path.with_name(f"{path.name}pub.txt"), *path.parents]
         undo.callback(_remove, *(each for each in files if not each.exists()))
         try:
             hotkey = create_wallet(folder, settings.wallet_name, settings.wallet_hotkey)
+            user.write_text(here)
         except OSError as error:
             raise ConfigError(
                 f"{path} cannot be written ({error.strerror}), {_NOTHING}: give --wallet.path"
@@ -235,7 +242,7 @@ def _register(config: Config, undo: ExitStack) -> tuple[int | None, dict[str, st
     if settings.kind != "registry":
         _refuse(check_keys(config))
         print(f"{hotkey.ss58} gets its uid by: {how_to_register(settings)}")
-        return None, {}
+        return None, {}, False
     from distributed_training.chain.registry import RefusedWrite, answering
 
     with answering(
@@ -247,15 +254,23 @@ def _register(config: Config, undo: ExitStack) -> tuple[int | None, dict[str, st
     ) as chain:
         uid = chain.uid(hotkey.ss58)
         named = {"wallet.name", "wallet.hotkey"} & set(config.sources)
-        if uid is None and not (is_new or named or there):
+        owner = ""
+        with suppress(OSError, ValueError):
+            owner = user.read_text()
+        if not (is_new or named or there or owner == here):
+            who, other = "no member of this network", "another"
+            if uid is not None:  # of two miners with one hotkey only one counts at each close
+                who, other = f"uid {uid} of this network", "two, or use the folder that has it"
+                other += f" ({owner})" if owner else ""
             raise ConfigError(
-                f"the hotkey {path} is there already and no member of this network, {_NOTHING}: "
-                "give --wallet.name another, or this one if you mean it"
+                f"the hotkey {path} is there already and {who}, {_NOTHING}: give --wallet.name "
+                f"{other}, or name this one if you mean it"
             )
         # Where URLs of the registry take their place, none are asked for.
         handed = bool(config.key_variables) and config.any_key and chain.hands_out_keys()
         if not handed:
             _refuse(check_keys(config))
+        admitted = uid is None
         if uid is None:
             for variable in config.key_variables if handed else ():
                 if getattr(config.store, variable.removeprefix("R2_").lower()):
@@ -278,7 +293,7 @@ def _register(config: Config, undo: ExitStack) -> tuple[int | None, dict[str, st
         except ChainError as error:
             raise _Unfinished(f"{error}, so uid {uid} has no keys yet") from None
     print(f"hotkey {hotkey.ss58} with uid {uid}, {path}{': keep a copy of it' if is_new else ''}")
-    return uid, keys
+    return uid, keys, admitted
 
 
 def _refuse(lines: Iterable[str]) -> None:

@@ -55,7 +55,7 @@ class Wallet:
         return bittensor.Wallet(folder.name, self.file.name, str(folder.parent))
 
 
-def _hotkey_file(folder: str | Path, name: str, hotkey: str) -> Path:
+def hotkey_file(folder: str | Path, name: str, hotkey: str) -> Path:
     return Path(os.path.expanduser(folder)) / name / "hotkeys" / hotkey
 
 
@@ -64,7 +64,7 @@ def require_hotkey(settings: ChainSettings) -> None:
 
     Takes no time, so a start calls it before torch is imported.
     """
-    path = _hotkey_file(settings.wallet_path, settings.wallet_name, settings.wallet_hotkey)
+    path = hotkey_file(settings.wallet_path, settings.wallet_name, settings.wallet_hotkey)
     if not os.path.isfile(path):  # False also where a folder on the way may not be entered
         is_public = settings.kind == "bittensor"  # a registry's members have no btcli
         raise ConfigError(
@@ -86,7 +86,7 @@ def load_wallet(settings: ChainSettings) -> Wallet:
     unattended, so nobody could type a password.
     """
     require_hotkey(settings)
-    path = _hotkey_file(settings.wallet_path, settings.wallet_name, settings.wallet_hotkey)
+    path = hotkey_file(settings.wallet_path, settings.wallet_name, settings.wallet_hotkey)
     try:
         data = path.read_bytes()
         if bittensor_core.keyfile_data_is_encrypted(data):
@@ -112,7 +112,7 @@ def create_wallet(folder: Path, name: str, hotkey: str = "default") -> Wallet:
 
     One that exists below ``folder`` is used again. The mnemonic is neither printed nor kept.
     """
-    core, path = bittensor_core, _hotkey_file(folder, name, hotkey)
+    core, path = bittensor_core, hotkey_file(folder, name, hotkey)
     if path.exists():
         return Wallet(core.deserialize_keypair_from_keyfile_data(path.read_bytes()), path)
     made = core.Keypair.create_from_mnemonic(core.Keypair.generate_mnemonic(12))

@@ -111,6 +111,11 @@ class OwnUploads:
                 raise
             except (StoreError, OSError) as error:
                 cause = str(error)
+                if isinstance(error, TakenError):
+                    cause += (
+                        ". Another miner sends with this hotkey, and only one of the two counts: "
+                        "stop it, or give it a hotkey of its own (dt-join --wallet.name)"
+                    )
                 for_good = isinstance(error, (TakenError, _AnotherFile, FileNotFoundError))
             wait = waits.failed().total_seconds()
             if for_good or uplink.clock() + wait > until:
@@ -187,7 +192,7 @@ class OwnUploads:
             held = retry(self._store.head, key)
             # Whole already, and we have not begun it: another miner of this hotkey sent it.
             if held is not None and journal.upload(key) is None:
-                raise TakenError(f"{self._store.bucket}/{key} holds an upload that is not ours")
+                raise TakenError(f"{self._store.bucket}/{key} holds another upload")
             # Its record stays: until the note is written it shows that the object is ours.
             sender.publish(sender.stage(key, path, until=until))
 

@@ -66,6 +66,7 @@ from distributed_training.node.start import (
     dashboard,
     log_settings,
     make_run_folder,
+    sole_sender,
     sole_user,
     start_log,
     write_settings,
@@ -299,7 +300,8 @@ def occupied(config: Config, folder: Path) -> Iterator[None]:
     write_settings(config, folder)
     if config.network is not None:
         save_copy(config.network, folder)
-    with sole_user(folder, LOCK_FILE, "miner", owner=lambda: launcher_pid(folder)):
+    owner = sole_user(folder, LOCK_FILE, "miner", owner=lambda: launcher_pid(folder))
+    with owner, sole_sender(config):
         yield
 
 

@@ -172,6 +172,33 @@ def sole_user(
         yield
 
 
+@contextlib.contextmanager
+def sole_sender(config: Config) -> Iterator[None]:
+    """Let one program of this machine use a hotkey in a network. Raises ConfigError.
+
+    Of two programs with one hotkey only one would be merged at each close.
+    """
+    from distributed_training.chain.identity import hotkey_file
+
+    chain = config.chain
+    path = hotkey_file(chain.wallet_path, chain.wallet_name, chain.wallet_hotkey)
+    lock = path.with_name(f".{path.name}.{config.swarm.run_id}.lock")
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(lock.open("a"))
+            os.register_at_fork(after_in_child=file.close)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another miner or script trains with the hotkey {path} in this network, and only "
+                "one upload of the two would count, so nothing was started: stop it, or run "
+                "dt-join --wallet.name two in a folder of its own"
+            ) from None
+        except OSError:  # none here, or a place that cannot be written, or that has no locks
+            pass
+        yield
+
+
 def write_settings(config: Config, folder: Path) -> None:
     """Write all settings to ``config.txt`` in the run folder, secrets masked, for its owner."""
     path = folder / SETTINGS_FILE

@@ -239,6 +239,39 @@ def test_bad_invitation_is_one_line_and_nothing_is_written(
     assert sorted(p for p in home.rglob("*") if p.is_dir()) == folders
 
 
+def test_a_second_folder_never_silently_takes_a_hotkey_that_has_a_uid(
+    lab: Lab, home: Path, invitation: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor does it write a secret that nobody has checked; what its line names works."""
+    first, two = home / "here", home / "two"
+    two.mkdir()
+    write_keys(lab, first)
+    write_keys(lab, two)
+    assert join_command.main([invitation]) == 0
+    capsys.readouterr()
+    os.chdir(two)
+    before = everything(home)
+    second = invite(lab, capsys)
+    for line in (second, second[:-8] + "WrongEnd"):
+        assert join_command.main([line]) == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert "uid" in said and "--wallet.name two" in said and f"({first})" in said
+        assert everything(home) == before
+    assert join_command.main([second, "--wallet.name", "two"]) == 0
+    uid = uid_in(capsys.readouterr().out)
+    token = second.rpartition(".")[2]
+    assert read_dotenv(two / ".env")["DT_INVITATION"] == token
+    third = home / "third"
+    third.mkdir()
+    write_keys(lab, third)
+    os.chdir(third)
+    wrong = second[:-8] + "WrongEnd"
+    assert join_command.main([wrong, "--wallet.name", "two"]) == 0, "it was named"
+    out = capsys.readouterr().out
+    assert uid_in(out) == uid and "neither used nor kept" in out
+    assert "DT_INVITATION" not in read_dotenv(third / ".env")
+
+
 def test_a_wallet_that_is_named_is_taken_over(lab: Lab, home: Path, invitation: str) -> None:
     hotkey = create_wallet(home / ".bittensor" / "wallets", "lab").ss58
     write_keys(lab, home / "here")

@@ -12,6 +12,7 @@ import pytest
 import transformers
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+from distributed_training.chain.identity import create_wallet
 from distributed_training.config import Config, ConfigError, problems
 from distributed_training.data.patient_client import Hold
 from distributed_training.node.start import (
@@ -20,9 +21,11 @@ from distributed_training.node.start import (
     fetch_tokenizer,
     make_run_folder,
     require_data,
+    sole_sender,
 )
 from distributed_training.protocol.types import ExitStatus
 from tests.tools.miner_parts import config_of
+from tests.tools.settings import load_config
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -173,3 +176,25 @@ def test_a_run_folder_whose_variable_is_not_set_is_refused(tmp_path: Path) -> No
         (line,) = [line for line in problems(config) if "run_folder" in line]
         assert "--neuron.run_folder is empty" in line and "runs/miner-default" in line
     assert not [line for line in problems(named(tmp_path)) if "run_folder" in line]
+
+
+def test_a_hotkey_has_one_sender_in_each_network(tmp_path: Path) -> None:
+    """Whatever folder a second one runs in; a hotkey that cannot be locked ends nothing."""
+    wallet = ("--wallet.path", str(tmp_path / "wallets"), "--wallet.name", "lab")
+    first = load_config("miner", wallet, environ={}, dotenv=None, check=False)
+    with sole_sender(first):  # without a wallet there is nothing to lock
+        assert not (tmp_path / "wallets").exists()
+    create_wallet(tmp_path / "wallets", "lab")
+    create_wallet(tmp_path / "wallets", "two")
+    with sole_sender(first):
+        with pytest.raises(ConfigError, match="only one upload of the two") as refused:
+            sole_sender(first).__enter__()
+        assert "--wallet.name two" in str(refused.value) and "\n" not in str(refused.value)
+        other = load_config(
+            "miner", [*wallet, "--network", "local"], environ={}, dotenv=None, check=False
+        )
+        two = load_config("miner", [*wallet[:3], "two"], environ={}, dotenv=None, check=False)
+        with sole_sender(other), sole_sender(two):
+            pass
+    with sole_sender(first):
+        pass
