@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -33,7 +34,16 @@ from distributed_training.common.processes import ChildLog, Mark, Program, witho
 from distributed_training.config import Config, load_config
 from distributed_training.config.installed import require
 from distributed_training.config.types import ConfigAway, ConfigError
-from distributed_training.network import FILE, flatten
+from distributed_training.network import (
+    FILE,
+    VERSIONS,
+    Network,
+    NetworkFileError,
+    digest_of,
+    flatten,
+    read_text,
+    tree_of,
+)
 from distributed_training.protocol.types import FINAL, ExitStatus
 from distributed_training.store import server
 
@@ -111,6 +121,7 @@ class Plan:
             *given,
             *("--neuron.run_folder", str(folder / _VALIDATOR)),
             *("--wallet.path", str(folder / "wallets"), "--wallet.name", MASTER),
+            *("--neuron.name", _VALIDATOR),
         ]
         if config.exchange == "hivemind":
             words[_VALIDATOR] += ["--neuron.initial_peers", "none"]  # it is the first peer itself
@@ -357,7 +368,7 @@ def run(folder: Path) -> int:
                 say(_TRIAL, _STORE)
                 _make_global_bucket(config)
             if name == _REGISTRY and config.network is not None:
-                _invite(plan, config.network.digest)
+                _invite(plan, config.network)
         return running.follow()
 
 
@@ -423,17 +434,30 @@ def _make_global_bucket(config: Config) -> None:
         bucket.create_bucket()
 
 
-def _invite(plan: Plan, digest: str) -> None:
-    """Make an invitation for the founder to send, unless there is one to the rules of ``digest``.
+def _invite(plan: Plan, network: Network) -> None:
+    """Make an invitation for the founder to send, unless there is one to a version of this file.
 
-    It is a secret: no log gets it.
+    It takes the place of one to another file, which lets nobody in any more. It is a secret: no
+    log gets it.
     """
-    path = plan.folder / INVITATION
+    path, before = plan.folder / INVITATION, ""
+    versions = {f"#{network.digest}."}
+    for each in plan.folder.glob(f"{VERSIONS}/*.toml"):
+        with suppress(NetworkFileError):
+            versions.add(f"#{digest_of(flatten(tree_of(read_text(each))))}.")
     with suppress(OSError):
-        if digest in path.read_text():
-            return
-    command = [sys.executable, "-m", "distributed_training.registry", *plan.invite]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+        before = path.read_text()
+    place = f"{str(network.values.get('chain.url')).rstrip('/')}/{FILE}"
+    if any(f"{place}{digest}" in before for digest in versions):
+        return
+
+    def registry(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "distributed_training.registry", *plan.invite, *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    done = registry()
+    if not done.returncode and (old := re.match(r"invitation (\w+),", before)):
+        registry("--revoke", old[1])  # fails where it was used up
     if done.returncode:
         say(f"no invitation could be made ({done.stderr.strip()[-300:]}): the next start tries")
         return

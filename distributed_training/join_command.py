@@ -216,8 +216,8 @@ def _register(config: Config, undo: ExitStack) -> tuple[int | None, dict[str, st
     """Make the hotkey if it is not there, and register it.
 
     Returns its uid, None where no registry gives one, the variables of the store's keys that the
-    registry hands out, and whether the registry has admitted it just now. Raises ConfigError, ChainError, _Unfinished. ``undo`` removes a hotkey
-    that was made.
+    registry hands out, and whether the registry has admitted it just now. Raises ConfigError,
+    ChainError, _Unfinished. ``undo`` removes a hotkey that was made.
     """
     from distributed_training.chain.identity import create_wallet, hotkey_file, load_wallet
 

@@ -135,6 +135,7 @@ VERSIONS = "versions"  # folder of all signed versions, next to the founder's fi
 _ATTEMPTS, _FIRST_WAIT, _TIMEOUT = 3, 1.0, 10.0  # seconds
 _LONGEST = 30.0  # seconds, of a whole reply with the redirects before it
 _MOST_REDIRECTS = 5
+_MOST_VERSIONS = 100  # between an invitation's and the newest
 
 _RUN_ID_DIGITS = 12
 _UNTIED = {"tie_word_embeddings": False}
@@ -708,7 +709,10 @@ def read_network(
     safe = ("https", "http") if pinned or known is not None else ("https",)
     if url.scheme not in safe or "@" in url.netloc:
         raise NetworkFileError(
-            "it is no https:// URL without user and password", "give a path or such a URL"
+            "it is no https:// URL without user and password",
+            "give a path or such a URL"
+            if url.scheme != "http"
+            else "give the whole invitation, whose part behind # is missing here, or a path",
         )
     try:
         text = _fetch(place)
@@ -721,7 +725,7 @@ def read_network(
         found = parse(
             text, place=place, keys=keys, nearby=lambda name: _fetch(urljoin(place, name))
         )
-        if pinned not in ("", found.digest):
+        if pinned not in ("", found.digest) and not _descends(found, pinned, place, keys):
             raise NetworkFileError(
                 f"version {found.head.version} of {found.head.name}, which {place} answers, has "
                 f"the digest {found.digest[:12]}..., and expected is {pinned[:12]}...: its rules "
@@ -741,6 +745,32 @@ def read_network(
             raise
         tell(f"{away}: the copy of an earlier start in {copy} is used")
         return known
+
+
+def _descends(found: Network, pinned: str, place: str, keys: Collection[str]) -> bool:
+    """Return whether ``found`` is a later version of the file with the digest ``pinned``.
+
+    The versions between them lie next to the newest one, and each names the digest of the one
+    before. Raises NetworkAway.
+    """
+    version = found
+    for _ in range(_MOST_VERSIONS):
+        before = version.head.previous
+        if before is None:
+            return False
+        url = urljoin(place, f"{VERSIONS}/{version.head.version - 1}.toml")
+        try:
+            text = _fetch(url)
+            version = parse(text, place=url, keys=keys, nearby=found.files.__getitem__)
+        except (NetworkFileError, LookupError):
+            return False
+        # Of another founder it could name any version, also that of an invitation.
+        same = version.values["run_id"] == found.values["run_id"]
+        if not same or f"sha256:{version.digest}" != before:
+            return False
+        if version.digest == pinned:
+            return True
+    return False
 
 
 def save_copy(network: Network, folder: Path) -> None:

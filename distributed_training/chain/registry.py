@@ -371,7 +371,7 @@ class RegistryChain(Chain):
             # A proxy's own error may come after the registry did it.
             refused = RefusedWrite if answer.status < 500 else ChainError
             refused = Busy if answer.status == _TOO_MANY else refused
-            raise refused(f"{kind}: {message}")
+            raise refused(f"{kind}: {message.removeprefix(f'{kind}: ')}")
         if kind in ("commit", "serve"):
             self._written[kind] = fields
         return given

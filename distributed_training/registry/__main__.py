@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -45,7 +45,7 @@ from distributed_training.config.loader import (
     read_dotenv,
 )
 from distributed_training.config.types import ConfigError, File, FileName, Hotkey, IpAddress, WebUrl
-from distributed_training.network import FILE
+from distributed_training.network import FILE, VERSIONS, Network, NetworkFileError, read_text
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry.logs import LineFormatter
 
@@ -55,6 +55,11 @@ if TYPE_CHECKING:
     from distributed_training.registry.access import Access
     from distributed_training.registry.store import Registry
 
+log = logging.getLogger(__name__)
+
+_FOLLOWS = 15.0  # seconds, in which a registry serves a version that was signed just now
+#: Rules that a registry reads at its start only.
+_AT_START = ("private", "store.endpoint", "store.region", "store.global_bucket", "store.access")
 _OTHER_FILES = 64  # that the service opens in addition to its connections
 
 
@@ -176,7 +181,8 @@ def serve(given: argparse.Namespace) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     with closing(_registry(given)) as registry:
-        registry.files = given.files
+        follow = _Followed(given.network, registry).look
+        follow()
         # Otherwise a member with a key could read the others' uploads before they are merged.
         if given.store is not None and given.access is None:
             registry.object_store = given.store, given.global_bucket
@@ -201,7 +207,7 @@ def serve(given: argparse.Namespace) -> None:
         access = given.access and closing(given.access(registry.charter.master))
         with (
             access or nullcontext() as granting,
-            closing(Service(registry, sock, limits, access=granting)) as service,
+            closing(Service(registry, sock, limits, access=granting, follow=follow)) as service,
         ):
             service.start()
             port, charter = sock.getsockname()[1], registry.charter
@@ -212,6 +218,53 @@ def serve(given: argparse.Namespace) -> None:
             stop.wait()
 
 
+class _Followed:
+    """The network's file that ``registry`` serves, in its newest signed version.
+
+    ``place``: of the file; None: there is none. One at a URL is read at the start only.
+    """
+
+    def __init__(self, place: str | None, registry: Registry) -> None:
+        self._place, self._registry = place, registry
+        self._seen: object = None  # how the file looked when it was read last
+        self._network: Network | None = None
+
+    def look(self) -> None:
+        """Serve the file as it is now, unless nobody has signed it as the next version."""
+        if self._place is None:
+            return
+        path, now = Path(self._place).expanduser(), None
+        with suppress(OSError):
+            found = path.stat()
+            now = found.st_mtime_ns, found.st_size, found.st_ino
+        if self._network is not None and (now is None or now == self._seen):
+            return
+        self._seen, known = now, self._network
+        try:
+            config = load_config("validator", ["--network", self._place], check=False)
+        except ConfigError as error:
+            if known is None:
+                raise
+            log.info("%s; version %d of it stays served", error, known.head.version)
+            return
+        network = config.network
+        assert network is not None  # it was named
+        if known is not None:
+            if network.values["run_id"] != known.values["run_id"]:
+                log.warning("%s is another network's now, so it is not served", path)
+                return
+            if fixed := [k for k in _AT_START if network.values.get(k) != known.values.get(k)]:
+                log.warning("Restart the registry: it does not use the new %s before", fixed[0])
+        files = dict(network.files)
+        for version in sorted(path.parent.glob(f"{VERSIONS}/*.toml")):
+            with suppress(NetworkFileError):  # a new member compares its digest
+                files[f"{VERSIONS}/{version.name}"] = read_text(version)
+        self._registry.files, self._registry.file_version = files, network.head.version
+        self._network = network
+        if known is not None:
+            log.info("Serving version %d of %s", network.head.version, path)
+
+
 def _registry(given: argparse.Namespace) -> Registry:
     """Open the registry of ``--folder``, or create it. Raises ConfigError, StoreFault."""
     from distributed_training.common.files import FSTAB, late_mount
@@ -219,7 +272,7 @@ def _registry(given: argparse.Namespace) -> Registry:
     from distributed_training.store.server import CREDENTIALS
 
     # Read again at every start: its values are compared with the registry's own.
-    in_file, given.global_bucket, given.files, given.private = [], "", {}, False
+    in_file, given.global_bucket, given.private = [], "", False
     given.access = None
     if given.store is not None and given.network is None:
         raise ConfigError(
@@ -237,7 +290,7 @@ def _registry(given: argparse.Namespace) -> Registry:
         network = config.network
         given.global_bucket = config.store.global_model_name
         assert network is not None  # it was named
-        given.files, given.private = network.files, config.chain.private
+        given.private = config.chain.private
         if not config.has_bucket:
             given.access = partial(_open_access, config, given.store)
         in_network = {**network.values, "name": network.head.name}
@@ -412,11 +465,14 @@ def invite(given: argparse.Namespace) -> None:
                     state = f"expired {until}, {uses} not used"
                 print(f"{invitation['id']}  {state}; {' '.join(invitation['hotkeys']) or 'nobody'}")
             return
-        if text and chain.file(FILE) != text:
-            raise ConfigError(
-                f"the registry at {given.url} does not serve {given.network} as it is now, so no "
-                "invitation was made: start it again with --network and this file"
-            )
+        ends = time.monotonic() + _FOLLOWS
+        while text and chain.file(FILE) != text:  # it looks for a new version every few seconds
+            if time.monotonic() > ends:
+                raise ConfigError(
+                    f"the registry at {given.url} does not serve {given.network} as it is now, so "
+                    "no invitation was made: start it again with --network and this file"
+                )
+            time.sleep(0.5)
         token, expires = secrets.token_urlsafe(24), time.time() + given.days * 86400
         # Only the hash: whoever reads the registry's file or its backup can let nobody in.
         chain.invite(hash_of(token), uses=given.uses, expires=expires)

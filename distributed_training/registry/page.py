@@ -39,7 +39,15 @@ figure > small { display: flex; justify-content: space-between; }
 .all { grid-column: 1 / -1; }
 .why { white-space: normal; overflow-wrap: anywhere; }
 footer { padding: 0 1.2rem 2rem; max-width: 1500px; margin: 0 auto; overflow-wrap: anywhere; }
-@media (max-width: 480px) { .wide { display: none; } footer { padding: 0 .6rem 1rem; } }
+@media (max-width: 480px) {
+footer { padding: 0 .6rem 1rem; }
+.tables thead { display: none; }
+.tables table, .tables tbody, .tables tr, .tables td { display: block; width: auto; }
+.tables tr { padding: .4rem 0; border-bottom: 1px solid var(--line); }
+.tables td { display: flex; justify-content: space-between; gap: 1rem; padding: .1rem 0; border: 0;
+white-space: normal; text-align: right; overflow-wrap: anywhere; }
+.tables td::before { content: attr(data-name); color: var(--quiet); text-align: left; }
+}
 """
 _ANSWERS = {
     "alive": "at work",
@@ -63,7 +71,7 @@ def draw_page(registry: Registry) -> str:
         told = {member.uid: member for member in report.members}
     heads = ("uid", "member", "state", "uploaded (UTC)", "score", "incentive", "a day's mean")
     rows = (_member(member, told.get(member.neuron.uid), received) for member in view.members)
-    members = _table("Members", (*heads, *(("joined (UTC)", "wide"), ("endpoint", "wide"))), rows)
+    members = _table("Members", (*heads, "joined (UTC)", "endpoint"), rows)
     parts.append(members.replace("<div", '<div class="all"', 1))
     if report is not None:
         parts.append(_rounds(report, received))
@@ -72,8 +80,10 @@ def draw_page(registry: Registry) -> str:
     facts = (
         f"block {registry.height}, one every {charter.seconds_per_block:g} s; "
         f"{len(view.members)} of {registry.most_uids} uids; registration: {charter.admission}; "
-        f"created by <code>{escape(charter.master)}</code>; version {view.version}"
+        f"created by <code>{escape(charter.master)}</code>"
     )
+    if registry.file_version is not None:
+        facts += f"; version {registry.file_version} of the network's file"
     at = f"last report {moment(received)}" if report is not None else "no report yet"
     cards = "".join(_cards(report, age)) if report is not None else ""
     old = " old" if report is not None and age > report.next_report else ""
@@ -205,18 +215,16 @@ def _member(member: Member, told: MemberReport | None, received: float) -> tuple
     )
 
 
-def _table(
-    title: str, heads: Iterable[str | tuple[str, str]], rows: Iterable[Iterable[str]]
-) -> str:
-    """Return a table; ``rows`` are HTML already. A head may have a class, which its cells share."""
-    classes, head = [], ""
-    for cell in heads:
-        name, kind = (cell, "") if isinstance(cell, str) else cell
-        classes.append(f' class="{kind}"' if kind else "")
-        head += f'<th scope="col"{classes[-1]}>{name}</th>'
+def _table(title: str, heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a table; ``rows`` are HTML already. A narrow page shows each row as a card."""
+    names = list(heads)
+    head = "".join(f'<th scope="col">{name}</th>' for name in names)
     body = "\n".join(
         "<tr>"
-        + "".join(f"<td{c}>{cell}</td>" for c, cell in zip(classes, row, strict=True))
+        + "".join(
+            f'<td data-name="{name}"><span>{cell}</span></td>'
+            for name, cell in zip(names, row, strict=True)
+        )
         + "</tr>"
         for row in rows
     )

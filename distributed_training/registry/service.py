@@ -94,6 +94,7 @@ class Service(BoundedServer):
     """Serve ``registry`` on ``sock``, a listener, from :meth:`start` until :meth:`close`.
 
     The registry stays open. ``access``: of members to the global bucket; None: by other ways.
+    ``follow``: reads what it serves again, called every few seconds.
     """
 
     NO_STRIKE = frozenset({Refusal.RATE, Refusal.NO_PERMIT})
@@ -105,8 +106,10 @@ class Service(BoundedServer):
         limits: Limits,
         *,
         access: Access | None = None,
+        follow: Callable[[], None] = lambda: None,
     ) -> None:
         self.registry = registry
+        self._follow = follow
         self._names = {"127.0.0.1", "localhost", "[::1]", *map(str.lower, limits.host_names)}
         self._private = limits.private
         self._proxy = normalize(limits.proxy) if limits.proxy is not None else None
@@ -158,9 +161,6 @@ class Service(BoundedServer):
             "/metrics": lambda _: _text(200, figures(registry, self.counters())),
             "/": self._page,
         }
-        for name, text in registry.files.items():
-            file = _text(200, text)
-            self._reads.setdefault(f"/{name}", partial(lambda file, _: file, file))
         self._made = (float("-inf"), b"")  # when, and the page
         self._may_warn = Throttle(60.0)
         # One: a slow disk holds up only writes, while the event loop answers reads.
@@ -197,11 +197,18 @@ class Service(BoundedServer):
 
     def write_files(self) -> None:
         self.registry.reserve_blocks()
+        self._follow()
         try:
             self.registry.let_into_store()
         except ChainError as error:
             if self._may_warn("members"):
                 log.warning("%s: free its disk, or correct its permissions", error)
+
+    def refused(self, refusal: Refusal, head: Head | None, address: str) -> None:
+        if refusal is Refusal.SILENT:  # a browser opens more connections than it uses
+            self._counts[f"refused.{refusal.reason}"] += 1
+            return
+        super().refused(refusal, head, address)
 
     # checks
 
@@ -237,7 +244,8 @@ class Service(BoundedServer):
     def answer(self, head: Head, claim: auth.Claim | None, body: bytes) -> Reply | Awaitable[Reply]:
         if claim is not None:
             return self._write(head, claim, body)
-        if head.path not in self._reads:
+        file = self.registry.files.get(head.path[1:])
+        if head.path not in self._reads and file is None:
             raise Refused(Refusal.ROUTE, message="there is nothing here")
         self._counts[f"read{head.path}"] += 1
         # A web site whose name was pointed at this address must not have a browser read it here.
@@ -245,6 +253,8 @@ class Service(BoundedServer):
         host = named if named.endswith("]") else named.rpartition(":")[0] or named
         if head.path in ("/", "/metrics") and host not in self._names:
             return _text(403, "this name is not the registry's: see --host-name\n")
+        if head.path not in self._reads:
+            return _text(200, file or "")
         return self._reads[head.path](head)
 
     # reads

@@ -157,7 +157,9 @@ class Registry(Ledger):
         self.folder = folder
         self.start = secrets.token_hex(4)  # of this process: versions count within it only
         self.faults = 0  # writes that could not be stored
-        self.files: Mapping[str, str] = {}  # by name: the network's file, for new members
+        #: By name: the network's file and its earlier versions, for new members.
+        self.files: Mapping[str, str] = {}
+        self.file_version: int | None = None  # of the network's file
         #: Folder of the object store next to this registry, if there is one, and the global bucket.
         self.object_store: tuple[Path, str] | None = None
         self._let_in: dict[str, str] | None = None  # by hotkey, the bucket that the store knows of

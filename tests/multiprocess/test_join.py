@@ -13,6 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 
 from distributed_training import doctor, join_command, network_command
@@ -305,6 +306,70 @@ def test_no_invitation_is_made_to_a_file_that_the_registry_does_not_serve(
     assert lab.founder("invite", "--network", str(other)) == 2
     assert "does not serve" in capsys.readouterr().err
     assert lab.founder("invite") == 2 and "neither" in capsys.readouterr().err
+
+
+def test_invitations_of_before_work_after_the_rules_have_changed(
+    lab: Lab, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A registry that runs serves the version that was signed, and nobody starts it again."""
+    before = [invite(lab, capsys), invite(lab, capsys)]
+    for at, rate in enumerate((2e-4, 3e-4), start=1):
+        text = re.sub(r"(?m)^learning_rate = .*$", f"learning_rate = {rate}", lab.file.read_text())
+        lab.file.write_text(text)
+        assert network_command.main(["sign", str(lab.file), "--at", str(9 * at)]) == 0
+        signed = lab.file.read_text()
+        before.append(invite(lab, capsys))  # it waits until the registry serves this version
+        assert served(lab) == signed
+    newest = load_config(
+        "miner", ["--network", str(lab.file)], environ={}, dotenv=None, check=False
+    ).network
+    assert newest is not None
+    page = httpx.get(f"{lab.url}/").text
+    assert f"version {newest.head.version} of the network's file" in page
+    for number, line in enumerate(before):
+        folder = home / f"of-{number}"
+        folder.mkdir()
+        write_keys(lab, folder)
+        os.chdir(folder)
+        assert join_command.main([line, "--wallet.name", f"of-{number}"]) == 0, line
+        assert f"version {newest.head.version}," in capsys.readouterr().out
+    place, _, token = before[0].rpartition(".")
+    (other := home / "other").mkdir()
+    write_keys(lab, other)
+    os.chdir(other)
+    unknown = place[:-4] + "0123"
+    assert join_command.main([f"{unknown}.{token}", "--wallet.name", "x"]) == 2
+    assert "ask the founder for a new invitation" in capsys.readouterr().err
+
+
+def served(lab: Lab) -> str:
+    return httpx.get(f"{lab.url}/network.toml").text
+
+
+def test_a_url_whose_part_behind_the_sign_is_missing_is_named(
+    lab: Lab, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert join_command.main([f"{lab.url}/network.toml"]) == 2
+    assert "whose part behind # is missing" in capsys.readouterr().err
+
+
+def test_one_who_was_expelled_is_told_so_once(
+    lab: Lab, home: Path, invitation: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_keys(lab, home / "here")
+    assert join_command.main([invitation]) == 0
+    hotkey = re.search(r"^hotkey (\w+) with uid", capsys.readouterr().out, re.M)
+    assert hotkey is not None
+    assert lab.founder("expel", "--url", lab.url, hotkey[1]) == 0
+    (home / "here" / "miner.toml").unlink()
+    capsys.readouterr()
+    assert join_command.main([invite(lab, capsys), "--wallet.name", "lab"]) == 1
+    said = capsys.readouterr().err
+    assert f"register: the founder expelled hotkey {hotkey[1]}" in said
+    assert (
+        said.count("register: ") == 1
+        and lab.founder("expel", "--url", lab.url, hotkey[1], "--again") == 0
+    )
 
 
 def test_the_doctor_runs_for_real(lab: Lab, home: Path, invitation: str) -> None:
