@@ -20,19 +20,23 @@ from bittensor_core import verify
 
 from distributed_training.chain.identity import load_wallet
 from distributed_training.config import OPERATORS_FILE, Config, ConfigError, load_config
+from distributed_training.config.versions import Versions, under
 from distributed_training.founder import Plan, own_store
 from distributed_training.node.buckets import open_own
 from distributed_training.node.start import sole_user
+from distributed_training.protocol.keys import NETWORK
 from distributed_training.protocol.manifest import Manifest, Master
 from distributed_training.protocol.metadata import ConfigExtras
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.scoring.verdicts import open_bucket
 from distributed_training.store.base import ObjectStore
-from distributed_training.store.bucket_reader import BucketReader
+from distributed_training.store.bucket_reader import BucketReader, StateUnavailable
+from distributed_training.store.errors import IntegrityError
 from distributed_training.store.folder import FolderStore
 from distributed_training.training.model import parameter_schema
+from distributed_training.validator import replay
 from distributed_training.validator.global_state import GlobalStateError
-from distributed_training.validator.merge import OuterState
+from distributed_training.validator.merge import OuterState, Rule
 from distributed_training.validator.outer_steps import OuterSteps, Prepared, next_state
 from distributed_training.validator.replay import Chain, ChainBroken, write_set
 
@@ -44,10 +48,11 @@ def audit(options: argparse.Namespace) -> int:
     """
     founded = Path(options.place).is_dir()
     if founded:
-        config = _founders(Path(options.place))
+        config = rules = _founders(Path(options.place))
     else:
         given = ["--network", options.place]
         config = load_config("miner", given, file=OPERATORS_FILE, check=False)
+        rules = load_config("validator", given, environ={}, dotenv=None, check=False)
     network_model(config)  # refuses a network that has no chain
     with ExitStack() as stack:
         store: ObjectStore
@@ -56,14 +61,55 @@ def audit(options: argparse.Namespace) -> int:
         else:
             store = open_bucket(config, stack)
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dt-audit-"))
-        found = _open(config, store, Path(folder)).audit()
+        versions = _versions(rules, store, Path(folder))
+        found = _open(config, store, Path(folder)).audit(
+            keep_uploads=rules.validator.keep_uploads, versions=versions
+        )
+        found.problems += _check_statement(rules, store, versions)
     for problem in found.problems:
         print(f"does not fit: {problem}")
+    if found.recovered:
+        print(f"the chain begins at outer step {found.recovered}, with the founder's recovery")
     if found.head:
         print(f"outer step {found.outer_step}, whose manifest has the digest {found.head}")
         print(f"updates give the weights {_since(found.weights_from)}")
         print(f"merge, momentum and residual were computed again {_since(found.replayed_from)}")
     return ExitStatus.FAULT if found.problems else ExitStatus.STOPPED
+
+
+def _versions(config: Config, store: ObjectStore, folder: Path) -> replay.Versions:
+    """Return the versions of the network's file next to it and in the bucket, for an audit."""
+    assert config.network is not None
+    reader, known = BucketReader(store), Versions(config.network, folder)
+    known.look_beside(config.network.place)
+
+    def read(number: int) -> str | None:
+        try:
+            return reader.version(number)
+        except (IntegrityError, StateUnavailable):
+            return None
+
+    known.look(read, quiet=True)
+    return {
+        each.rules_id: (each.head.version, each.head.from_outer_step, Rule.of(under(config, each)))
+        for each in known.known
+    }
+
+
+def _check_statement(config: Config, store: ObjectStore, versions: replay.Versions) -> list[str]:
+    """Return what does not fit in ``network.json``, which members read. Raises StoreError."""
+    assert config.network is not None
+    try:
+        shown = BucketReader(store).network()
+    except (IntegrityError, StateUnavailable) as error:
+        return [str(error)]
+    if shown is None:
+        return []
+    if not shown.counts_for(config.network):
+        return [f"{NETWORK} is not signed by the network's master, so members believe none of it"]
+    if shown.run_id not in versions:
+        return [f"{NETWORK} names the rules {shown.run_id}, of no version of the network's file"]
+    return []
 
 
 def _since(step: int | None) -> str:

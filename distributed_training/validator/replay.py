@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from distributed_training.protocol.manifest import Manifest, Master, Merged, Sta
 from distributed_training.protocol.metadata import MAX_CONFIG_BYTES
 from distributed_training.protocol.update_file import BITS, UpdateFile, UpdateLayout, largest_file
 from distributed_training.store.bucket_reader import BucketReader, StateUnavailable
-from distributed_training.store.errors import IntegrityError, ObjectMissingError
+from distributed_training.store.errors import IntegrityError, ObjectMissingError, StoreError
 from distributed_training.training.outer_rule import UploadFacts
 from distributed_training.training.outer_step import load_weights, model_bytes
 from distributed_training.validator.merge import (
@@ -45,7 +46,12 @@ from distributed_training.validator.merge import (
 
 _MOMENTUM, _RESIDUAL = "momentum/", "residual/"  # before a parameter's name, in state.safetensors
 _LIKE = 1e-5  # by which norms and factors, computed elsewhere, may differ
+_CLOCK_BACK = 300.0  # seconds by which a store's clock may have been set back
+_COUNTS = ("total_inner_steps", "total_tokens")
+_TIMES = ("serial", "closed_at")
 _UNSIGNED = bytes(64)
+#: By rules' id: the number of a version, the outer step from which it holds, and its outer rule.
+Versions = Mapping[str, tuple[int, int, Rule]]
 _File = TypeVar("_File", State, Manifest)
 _Found = TypeVar("_Found")
 
@@ -97,10 +103,12 @@ class Audit:
 
     ``weights_from``: from that outer step to the newest each update gives the weights of its
     manifest. ``replayed_from``: and is the merge of its uploads. None: not even the newest.
+    ``recovered``: the first outer step of the chain.
     """
 
     outer_step: int | None = None
     head: str = ""
+    recovered: int = 0
     problems: list[str] = field(default_factory=list)
     weights_from: int | None = None
     replayed_from: int | None = None
@@ -330,44 +338,83 @@ class Chain:
 
     # audit
 
-    def manifests(self, state: State) -> list[Manifest]:
-        """Return all manifests, each linked to the one before, up to the head."""
+    def manifests(self, state: State, versions: Versions | None = None) -> list[Manifest]:
+        """Return all manifests since the last recovery, each linked to the one before."""
         chain: list[Manifest] = []
-        for step in range(state.outer_step + 1):
+        head = self.manifest(state.outer_step)
+        for step in range(head.recovered, state.outer_step + 1):
             manifest = self.manifest(step)
             if chain:
                 self._check_link(manifest, chain[-1])
             _check_history(manifest, chain)
+            if versions is not None:
+                _check_rules(manifest, chain, versions)
             chain.append(manifest)
         if chain[-1].digest != state.head:
             raise ChainBroken(keys.STATE, "names another head than the last manifest")
         return chain
 
-    def audit(self) -> Audit:
+    def _check_newest(self, state: State) -> None:
+        """Raise ChainBroken where the bucket has a signed manifest that is later than its state."""
+        later = {state.outer_step + 1}
+        with suppress(StoreError):  # members may not list
+            listed = [
+                keys.parse_outer_key(i.key) for i in self._bucket.store.list_objects("outer/")
+            ]
+            later |= {found[0] for found in listed if found and found[1] == keys.MANIFEST}
+        for step in sorted((step for step in later if step > state.outer_step), reverse=True):
+            key = keys.outer_key(step, keys.MANIFEST)
+            try:
+                self.manifest(step)
+            except ChainBroken:
+                continue
+            if self.state() == state:  # else it was published just now
+                raise ChainBroken(
+                    keys.STATE,
+                    f"is of outer step {state.outer_step}, and {key} is signed: the state was put "
+                    "back, or its validator was ended before it wrote the next",
+                )
+
+    def audit(self, *, keep_uploads: int = 0, versions: Versions | None = None) -> Audit:
         """Check every object, and compute each outer step once more, as far back as files are kept.
 
         A manifest that does not fit ends it: nothing after it can be believed.
+
+        Args:
+            keep_uploads: Outer steps whose merged uploads the network keeps.
+            versions: Of the network's file, by which the rules are checked; None: they are not.
         """
         found = Audit()
         try:
             state = self.state()
             found.outer_step = state.outer_step
-            chain = self.manifests(state)
+            chain = self.manifests(state, versions)
         except ChainBroken as broken:
             found.problems.append(str(broken))
             return found
-        found.head = state.head
+        found.head, found.recovered = state.head, chain[0].outer_step
+        found.get(partial(self._check_newest, state))
         known: OuterState | None = None
         whole = False  # momentum and residual are known too
         first = min(state.weights_at, default=state.outer_step)
-        for step, manifest in enumerate(chain):
-            if step:
-                before, needed = chain[step - 1], step > first
-                known, whole = self._audit_step(known, whole, before, manifest, needed, found)
+        kept = min(state.outer_step - keep_uploads, max(state.weights_at, default=0))
+        for before, manifest in zip((None, *chain), chain, strict=False):
+            step = manifest.outer_step
+            if before is not None:
+                if step > kept:
+                    found.get(partial(self._require_uploads, manifest))
+                known, whole = self._audit_step(known, whole, before, manifest, step > first, found)
             if step in state.weights_at and (held := found.get(partial(self.set_of, manifest))):
                 known, whole = held, True
             found.count(step, known is not None, whole)
         return found
+
+    def _require_uploads(self, manifest: Manifest) -> None:
+        """Raise ChainBroken if merged uploads are missing of an outer step that keeps them."""
+        wanted = [keys.merged_key(manifest.outer_step, each.uid) for each in manifest.merged]
+        if gone := [key for key in wanted if self._bucket.head(key) is None]:
+            many = f" (and {len(gone) - 1} more)" if gone[1:] else ""
+            raise ChainBroken(gone[0] + many, "is missing, so nobody can compute the merge again")
 
     def _audit_step(
         self,
@@ -404,13 +451,41 @@ class Chain:
 def _check_history(manifest: Manifest, chain: Sequence[Manifest]) -> None:
     """Check a manifest against the manifests before it. Raises ChainBroken."""
     key = keys.outer_key(manifest.outer_step, keys.MANIFEST)
-    if manifest.rewound_to is not None:
-        to = chain[manifest.rewound_to]
+    before = chain[-1] if chain else manifest
+    if chain and manifest.rewound_to is not None:
+        index = manifest.rewound_to - chain[0].outer_step
+        if index < 0:
+            raise ChainBroken(key, f"goes back to before outer step {chain[0].outer_step}")
+        before = to = chain[index]
         pairs = ((manifest.momentum, to.momentum), (manifest.residual, to.residual))
         if manifest.weights != to.weights or any(one not in ("", two) for one, two in pairs):
             raise ChainBroken(key, f"goes back to other weights than outer step {to.outer_step}'s")
+    for last, names in ((before, _COUNTS), (chain[-1] if chain else manifest, _TIMES)):
+        for name in names:
+            one, two = getattr(last, name), getattr(manifest, name)
+            if two < one - (_CLOCK_BACK if name.endswith("_at") else 0):
+                raise ChainBroken(key, f"has {name} {two:.0f} after {one:.0f}")
+    if manifest.made_at < manifest.closed_at - _CLOCK_BACK:
+        raise ChainBroken(key, f"has made_at {manifest.made_at:.0f} before its close")
     norms = [each.norm for each in manifest.merged]
     wanted = clip_factors(norms, merged_norms(chain)) if norms else []
     for each, factor in zip(manifest.merged, wanted, strict=True):
         if not math.isclose(each.factor, factor, rel_tol=_LIKE):
             raise ChainBroken(key, f"multiplies uid {each.uid} by {each.factor}, not by {factor}")
+
+
+def _check_rules(manifest: Manifest, chain: Sequence[Manifest], versions: Versions) -> None:
+    """Check that a manifest goes by a version of the network's file. Raises ChainBroken."""
+    key = keys.outer_key(manifest.outer_step, keys.MANIFEST)
+    if (version := versions.get(manifest.rules_id)) is None:
+        raise ChainBroken(
+            key, f"names the rules {manifest.rules_id}, of no version of the network's file here"
+        )
+    number, begins, rule = version
+    if manifest.outer_step < begins:
+        raise ChainBroken(key, f"goes by version {number}, which holds from outer step {begins} on")
+    if chain and number < versions[chain[-1].rules_id][0]:
+        raise ChainBroken(key, f"goes by version {number} after a later one")
+    named = Rule(manifest.rule, manifest.learning_rate, manifest.mu)
+    if named != rule and manifest.rewound_to is None:  # which has those of its weights
+        raise ChainBroken(key, f"goes by {named}, and version {number} of the file by {rule}")

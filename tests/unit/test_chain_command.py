@@ -16,7 +16,7 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Manifest, Master
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.folder import FolderStore
-from distributed_training.validator.merge import OuterState, digest_of
+from distributed_training.validator.merge import OuterState, Rule, digest_of
 from distributed_training.validator.outer_steps import OuterSteps
 from distributed_training.validator.replay import Chain
 from distributed_training.validator.store_rounds import LEDGER
@@ -158,6 +158,16 @@ def test_an_audit_of_a_copy_names_each_wrong_file(
     file = str(tmp_path / "lab" / "network.toml")
     words = ["audit", file, "--from", str(bucket)]
     capsys.readouterr()
+    assert network_command.main(words) == 1
+    line, *_ = capsys.readouterr().out.splitlines()
+    assert line.startswith("does not fit: outer/0/manifest.json names the rules rules, of no vers")
+    rules = {"rules": (1, 0, Rule("nesterov", 0.7, 0.9))}
+    monkeypatch.setattr(chain_command, "_versions", lambda *given: rules)
+    (bucket / keys.NETWORK).write_bytes(b'{"name":"lab","version":999,"master":"x"}')
+    assert network_command.main(words) == 1
+    line, *_ = capsys.readouterr().out.splitlines()
+    assert line.startswith("does not fit: network.json is not signed by the network's master")
+    (bucket / keys.NETWORK).unlink()
     assert network_command.main(words) == 0
     head = open_chain(bucket, tmp_path).state().head
     assert capsys.readouterr().out.splitlines() == [

@@ -6,12 +6,15 @@ import dataclasses
 import os
 import random
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Manifest, Master
@@ -276,14 +279,112 @@ def test_another_history_is_named(bucket: Path, tmp_path: Path) -> None:
     """One manifest of a second history, signed by the same master."""
     path = bucket / keys.outer_key(5, keys.MANIFEST)
     manifest = Manifest.parse(path.read_bytes(), Master(RUN_ID, MASTER, verify))
-    path.write_bytes(dataclasses.replace(manifest, made_at=1.0).to_bytes(sign))
+    other = dataclasses.replace(manifest, made_at=manifest.made_at + 1)
+    path.write_bytes(other.to_bytes(sign))
     found = open_chain(bucket, tmp_path).audit()
     assert found.problems == [
         f"outer/6/manifest.json is refused: manifest.json of outer step 6 follows "
         f"{manifest.digest}, and the one of outer step 5 is "
-        f"{dataclasses.replace(manifest, made_at=1.0).digest}: another history"
+        f"{other.digest}: another history"
     ]
     assert found.replayed_from is None
+
+
+#: Changes of one field by the master, or a thief of its key, who signs all manifests since again.
+RESIGNED: dict[str, Callable[[Manifest], dict[str, Any]]] = {
+    "steps go back": lambda m: {"total_inner_steps": m.total_inner_steps - 31},
+    "tokens go back": lambda m: {"total_tokens": 10**9},
+    "close goes back": lambda m: {"closed_at": m.closed_at - 1400, "made_at": m.made_at - 1400},
+    "made before its close": lambda m: {"made_at": 1.0},
+    "serial goes back": lambda m: {"serial": 10**6},
+    "other rules": lambda m: {"rules_id": "other"},
+    "older rules": lambda m: {"rules_id": "before"},
+    "rules to come": lambda m: {"rules_id": "later"},
+    "rate": lambda m: {"learning_rate": 0.8},
+    "momentum": lambda m: {"mu": 0.95},
+    "rule": lambda m: {"rule": "other"},
+    "norm": lambda m: {"merged": with_first(m, norm=1.01 * m.merged[0].norm)},
+    "weights": lambda m: {"weights": "a" * 64},
+}
+RULE = Rule("nesterov", 0.7, 0.9)
+FILE_VERSIONS = {"before": (1, 0, RULE), "rules": (2, 0, RULE), "later": (3, 99, RULE)}
+
+
+def tamper(bucket: Path, draw: st.DataObject) -> str:
+    """Change something in a bucket; return what."""
+    files = objects(bucket)
+    kind = draw.draw(st.sampled_from(["flip", "cut", "delete", "swap", "sign", "back", "uploads"]))
+    if kind in ("flip", "cut", "delete", "swap"):
+        path = bucket / draw.draw(st.sampled_from(files))
+        if kind == "flip":
+            flip(path, draw.draw(st.integers(0, 10**6)), draw.draw(st.integers(0, 7)))
+        elif kind == "cut":
+            path.write_bytes(
+                path.read_bytes()[: draw.draw(st.integers(0, path.stat().st_size - 1))]
+            )
+        elif kind == "delete":
+            path.unlink()
+        else:
+            other = bucket / draw.draw(st.sampled_from(files))
+            one, two = path.read_bytes(), other.read_bytes()
+            assume(one != two)
+            path.write_bytes(two)
+            other.write_bytes(one)
+        return f"{kind} {path}"
+    if kind == "sign":
+        name = draw.draw(st.sampled_from(sorted(RESIGNED)))
+        # The last one is followed by none, and the first ones have no more uploads to compare.
+        resign(bucket, draw.draw(st.integers(3, STEPS - 1)), RESIGNED[name])
+        return name
+    step = draw.draw(st.integers(1, STEPS))
+    if kind == "back":
+        master = Master(RUN_ID, MASTER, verify)
+        paths = [bucket / keys.outer_key(n, keys.MANIFEST) for n in range(step)]
+        chain = [Manifest.parse(path.read_bytes(), master) for path in paths]
+        at = [n for n in (4, 8) if n < step]
+        (bucket / keys.STATE).write_bytes(state_of(chain, at).to_bytes(sign))
+    else:
+        for n in range(step, STEPS + 1):
+            shutil.rmtree(bucket / "outer" / str(n) / "uploads", ignore_errors=True)
+    return f"{kind} {step}"
+
+
+@settings(max_examples=80, deadline=None)
+@given(draw=st.data())
+def test_an_audit_finds_whatever_was_changed(
+    published: tuple[Path, list[OuterState]], draw: st.DataObject
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        bucket = shutil.copytree(published[0], Path(folder) / "bucket")
+        what = tamper(bucket, draw)
+        chain = open_chain(bucket, Path(folder) / "audit")
+        found = chain.audit(keep_uploads=8, versions=FILE_VERSIONS)
+        assert found.problems, what
+        assert all("\n" not in line and len(line) < 400 for line in found.problems), what
+
+
+@pytest.mark.parametrize("name", RESIGNED)
+def test_a_field_that_was_signed_again_is_named(bucket: Path, tmp_path: Path, name: str) -> None:
+    assert open_chain(bucket, tmp_path).audit(keep_uploads=8, versions=FILE_VERSIONS).problems == []
+    resign(bucket, 9, RESIGNED[name])
+    [line, *_] = open_chain(bucket, tmp_path).audit(versions=FILE_VERSIONS).problems
+    assert line.startswith(("outer/9/", "outer/10/")), line
+
+
+def test_an_audit_names_a_state_that_was_put_back(bucket: Path, tmp_path: Path) -> None:
+    path = bucket / keys.STATE
+    now = path.read_bytes()
+    resigned = [
+        Manifest.parse(
+            (bucket / keys.outer_key(n, keys.MANIFEST)).read_bytes(), Master(RUN_ID, MASTER, verify)
+        )
+        for n in range(9)
+    ]
+    path.write_bytes(state_of(resigned, [4, 8]).to_bytes(sign))
+    [line] = open_chain(bucket, tmp_path).audit().problems
+    assert line.startswith("state.json is of outer step 8, and outer/10/manifest.json is signed")
+    path.write_bytes(now)
+    assert open_chain(bucket, tmp_path).audit().problems == []
 
 
 def test_an_empty_bucket_is_one_line(tmp_path: Path) -> None:
