@@ -122,6 +122,8 @@ class Chain(abc.ABC):
         self._by_hotkey: dict[str, Neuron] = {}
         self._commitments: dict[str, str] | None = None
         self._answered_by = ""
+        #: The reason why it cannot be used now; empty if it can, was not asked yet or is not known.
+        self.trouble = ""
 
     def _saw_neurons(self, neurons: tuple[Neuron, ...]) -> None:
         self._show_neurons(neurons)

@@ -207,8 +207,6 @@ class RegistryChain(Chain):
         self.all_expelled: frozenset[str] = frozenset()  # hotkeys, as last read
         # For a registry that comes back from an old backup.
         self._written: dict[str, dict[str, Any]] = {}  # by kind, the last accepted one
-        #: The reason why it cannot be used now; empty if it can, or was not asked yet.
-        self.trouble = ""
         self._thread = threading.Thread(target=self._poll, name="registry", daemon=True)
         self._thread.start()
 
@@ -563,4 +561,5 @@ def _why(error: Exception) -> str:
         return str(error)
     # The error's own words name a fault that only the operator can fix: a name, a certificate.
     words = "".join(filter(str.isprintable, str(error).partition("\n")[0]))
+    words = "connection refused" if http.refuses(error) else words
     return f"{type(error).__name__}: {words:.200}".removesuffix(": ")

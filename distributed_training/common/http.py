@@ -75,6 +75,13 @@ class TooLong(ValueError):
     """An answer is longer than any that is valid."""
 
 
+def refuses(error: BaseException | None) -> bool:
+    """Return whether ``error`` came of a machine that answered: nothing listens on that port."""
+    while error is not None and not isinstance(error, ConnectionRefusedError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
 async def ask(
     client: httpx.AsyncClient,
     method: str,

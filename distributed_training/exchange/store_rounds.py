@@ -34,6 +34,7 @@ from distributed_training.store.base import ObjectStore
 from distributed_training.store.bucket_reader import MOST_BYTES, BucketReader, StateUnavailable
 from distributed_training.store.errors import (
     IntegrityError,
+    NotGrantedError,
     ObjectMissingError,
     PreconditionError,
     StoppedError,
@@ -58,6 +59,7 @@ _SHORTEST = 0.2  # seconds between two turns
 _LATE = 75.0  # seconds for which a store may show an older state without a line
 #: What makes an object unusable, for which the next sound one is taken.
 _FAULTS = (StateUnavailable, ObjectMissingError, IntegrityError, PreconditionError)
+_SLOW = 15.0  # seconds after which an answer to a look at the state is overdue
 
 
 class StoreRounds:
@@ -95,8 +97,10 @@ class StoreRounds:
         self._largest_update = 0
         self._ahead: float | None = None  # the store's Unix time minus the steady clock
         self._off: float | None = None  # our Unix time minus the store's
-        self.silent_since: float | None = None  # when the store fell silent, by the steady clock
         self._older_since: float | None = None  # when the store began to show an older state
+        self._silent_since: float | None = None  # when the store fell silent, by the steady clock
+        self._asked: float | None = None  # when the look began that has no answer yet
+        self.trouble = ""  # why the store cannot be read now
         self._next_look = -math.inf
         self._posted: Close | None = None
         self._sent: Close | None = None  # the close of the last sending that was begun
@@ -184,6 +188,14 @@ class StoreRounds:
         """Closes in a row at which fewer than half of the uploads passed the held-out text."""
         return 0 if self._state is None else self._state.gate
 
+    @property
+    def silent_since(self) -> float | None:
+        """The steady time since which the store does not answer; None: it does."""
+        asked = self._asked
+        # A store that hangs takes a minute to become an error.
+        hangs = asked is not None and self._clocks.steady() - asked > _SLOW
+        return self._silent_since or (asked if hangs else None)
+
     def manifest(self, outer_step: int) -> Manifest | None:
         """Return our copy of that outer step's manifest; None: it was not seen."""
         return self._chain.copy(outer_step)
@@ -251,7 +263,8 @@ class StoreRounds:
     def _look(self) -> None:
         """Read the state, and log once for each fault of it or of the store."""
         steady, before = self._clocks.steady, self._state
-        self._next_look = steady() + _INTERVAL
+        self._asked = steady()
+        self._next_look = self._asked + _INTERVAL
         try:
             self._state = state = self._read_state()
         except StoppedError:
@@ -268,7 +281,8 @@ class StoreRounds:
         except (StoreError, OSError) as error:
             # One line for each outage, not one for each look.
             text = f"The store cannot be read ({error}). Training continues, and it is asked again"
-            self.silent_since = self.silent_since or steady()
+            if not isinstance(error, NotGrantedError):
+                self._silent_since, self.trouble = self._silent_since or self._asked, str(error)
             self._report("store", text, kind="away")
         else:
             self._settle_silence()
@@ -280,6 +294,8 @@ class StoreRounds:
                 self._at_head()
             if state.finished and (before is None or not before.finished):
                 self._post(NetworkFinished(state.finished))
+        finally:
+            self._asked = None
         if (close := self.next_close) is not None:
             left = close.closes_at - self.now()
             if left > 0:
@@ -288,7 +304,7 @@ class StoreRounds:
                 self._next_look = steady() + _SOON
 
     def _settle_silence(self) -> None:
-        self.silent_since = None
+        self._silent_since, self._asked, self.trouble = None, None, ""
         self._settle("store", "The store answers again")
 
     def _read_state(self) -> State:

@@ -33,6 +33,7 @@ from distributed_training.store.errors import (
     BucketMissingError,
     ClockSkewError,
     DeadlineError,
+    NotGrantedError,
     RefusedError,
     StoreError,
     TransientError,
@@ -137,7 +138,7 @@ def open_by_registry(settings: StoreSettings, chain: Chain, *, private: bool) ->
         except RefusedWrite as error:
             raise RefusedError(str(error)) from None
         except ChainError as error:
-            raise TransientError(str(error)) from None
+            raise NotGrantedError(str(error)) from None
 
     bucket = settings.global_model_name
     try:

@@ -4,6 +4,7 @@ The texts are for the operator and never hold a key, a secret or a signed addres
 
     StoreError
         TransientError          back off and try again
+            NotGrantedError     by the registry, which does not answer
             ContradictionError  once more
             CertificateError    a few times more
         AccessDeniedError       the keys
@@ -36,6 +37,10 @@ class TransientError(StoreError):
 
 class AccessDeniedError(StoreError):
     """403: the keys are wrong or lack a permission; the text says which."""
+
+
+class NotGrantedError(TransientError):
+    """The registry, which grants URLs of the store, gave no answer: the store was not asked."""
 
 
 class ContradictionError(TransientError):

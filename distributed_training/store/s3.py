@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
-from distributed_training.common.http import PAST_CACHES, answered_at
+from distributed_training.common.http import PAST_CACHES, answered_at, refuses
 from distributed_training.common.proxies import proxy_for, via
 from distributed_training.config.settings import StoreSettings
 from distributed_training.protocol.keys import OUTER, STATE, r2_endpoint
@@ -589,9 +589,10 @@ class S3ObjectStore:
             ) from None
         except (BotoCoreError, HTTPError, OSError) as error:
             # Connection, timeout, or a read of ours that was interrupted.
+            what = "connection refused" if refuses(error) else type(error).__name__
             raise TransientError(
                 f"{verb} {self._bucket}/{key}: no answer from {self._endpoint}"
-                f"{via(self._endpoint)} ({type(error).__name__})"
+                f"{via(self._endpoint)} ({what})"
             ) from None
         except (LookupError, ValueError, TypeError, ResponseParserError) as error:
             # A page of a proxy, with status 200, or headers that are none. botocore lets them pass.
