@@ -12,10 +12,17 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from distributed_training import NO_HELP, __version__
-from distributed_training.config import OPERATORS_FILE, Config, ConfigError, exit_with, load_config
-from distributed_training.config.schema import PUBLIC_DOCUMENT, markdown
+from distributed_training.config import (
+    OPERATORS_FILE,
+    ConfigError,
+    exit_with,
+    load_config,
+    run_folder_of,
+)
+from distributed_training.config.schema import PUBLIC_DOCUMENT, markdown, schema
 
 
 def main(argv: list[str]) -> int:
@@ -26,9 +33,16 @@ def main(argv: list[str]) -> int:
             return doctor(words)
         case ["page", *flags]:
             try:
-                return _serve_page(load_config("miner", flags, file=OPERATORS_FILE, check=False))
+                config = load_config("miner", flags, file=OPERATORS_FILE, check=False)
             except ConfigError as error:
-                return exit_with(error)
+                from distributed_training.telemetry.run_state import is_run_folder
+
+                folder = run_folder_of(flags)
+                if not is_run_folder(folder):
+                    return exit_with(error)
+                # The start was refused for it, and the folder tells.
+                return _serve_page(schema("miner").classes["telemetry"](), folder)
+            return _serve_page(config.telemetry, config.run_folder)
         case ["flags", *file] if len(file) <= 1:
             Path(*file or [PUBLIC_DOCUMENT]).write_text(markdown(), encoding="utf-8")
             return 0
@@ -53,14 +67,13 @@ def main(argv: list[str]) -> int:
     return 2
 
 
-def _serve_page(config: Config) -> int:
+def _serve_page(telemetry: Any, folder: Path) -> int:
     """Become the dashboard of a miner; return 2 where there is none.
 
     A program of its own takes this one's place: one that others ask holds no secret but the token.
     """
     from distributed_training.common.processes import die_with_parent, without_secrets
 
-    telemetry = config.telemetry
     if telemetry.page_port == "off":
         print("error: no dashboard, since --neuron.page_port is off", file=sys.stderr)
         return 2
@@ -71,7 +84,7 @@ def _serve_page(config: Config) -> int:
         environment["DT_PAGE_TOKEN"] = telemetry.page_token.get_secret_value()
     words = [sys.executable, "-m", "distributed_training.telemetry.page", "--beside-miner"]
     words += ["--host", telemetry.page_host, "--port", str(telemetry.page_port)]
-    os.execve(sys.executable, [*words, str(config.run_folder.absolute())], environment)
+    os.execve(sys.executable, [*words, str(folder.absolute())], environment)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Every setting once: declared by the packages' dataclasses here, loaded and checked at start."""
 
-from .loader import exit_with, load_config
+from .loader import exit_with, load_config, run_folder_of
 from .model import OPERATORS_FILE, Config, problems
 from .schema import SETTINGS_FILE, WARNING, all_settings, describe, markdown
 from .types import ConfigError
@@ -17,4 +17,5 @@ __all__ = [
     "load_config",
     "markdown",
     "problems",
+    "run_folder_of",
 ]

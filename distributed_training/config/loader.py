@@ -17,6 +17,7 @@ Scripts declare their arguments with the same parser and types::
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import io
 import os
@@ -575,6 +576,37 @@ def _yielding(wanted: Config, shared: Config, given: dict[str, Given]) -> Iterat
             f"{source}: micro-batches have {most} sequences and not {size}, because an inner step "
             f"of this network has no more: give --{_MICRO} {most} or less"
         )
+
+
+def named(name: str, argv: Sequence[str]) -> str:
+    """Return the text of one setting, however wrong the other ones are; empty: nobody gives it.
+
+    It finds what a start that is refused would have used, of the places that :func:`load_config`
+    knows, and raises nothing.
+    """
+    setting, field = schema("miner").settings[name], re.escape(name.rpartition(".")[2])
+    given = {}
+    for word, following in zip(argv, [*argv[1:], ""], strict=False):
+        flag, separate, text = word.partition("=")
+        if flag.startswith("--"):
+            given[canonical(flag[2:])] = text if separate else following
+    texts = []
+    for path in (Path(".env"), Path(given.get("config", OPERATORS_FILE))):
+        with contextlib.suppress(ConfigError):
+            texts.append(_read_text(path, str(path)))
+    keys = f"{re.escape(name)}|{field}" + (f"|{setting.env}" if setting.env else "")
+    line = re.compile(rf"^\s*(?:export\s+)?(?:{keys})\s*=\s*[\"']?([^\"'#\n]+)", re.M)
+    found = next((match[1].strip() for text in texts if (match := line.search(text))), "")
+    return given.get(name) or os.environ.get(setting.env or "", "") or found
+
+
+def run_folder_of(argv: Sequence[str]) -> Path:
+    """Return the run folder of a miner, however wrong its other settings are."""
+    known = schema("miner").settings
+    name, hotkey = (
+        named(each, argv) or str(known[each].default) for each in ("neuron.name", "wallet.hotkey")
+    )
+    return Path(named("neuron.run_folder", argv) or Path("runs") / f"{name}-{hotkey}")
 
 
 def at_published(config: Config) -> Config:

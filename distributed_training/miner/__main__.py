@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from distributed_training.common.files import late_mount
 from distributed_training.config import (
     OPERATORS_FILE,
     Config,
@@ -31,6 +32,7 @@ from distributed_training.config import (
     exit_with,
     load_config,
     problems,
+    run_folder_of,
 )
 from distributed_training.config.schema import completion
 from distributed_training.miner.rank_group import PROGRAM
@@ -107,14 +109,14 @@ def load_settings(argv: Sequence[str]) -> Config:
     try:
         return load_config("miner", argv, file=OPERATORS_FILE)
     except ConfigError as error:
-        from distributed_training.telemetry.run_state import LAUNCHER_FILE, SETTINGS, LauncherFile
+        from distributed_training.telemetry.run_state import SETTINGS, LauncherFile
 
-        try:
-            folders = [load_config("miner", argv, file=OPERATORS_FILE, check=False).run_folder]
-        except ConfigError:  # nothing is known of a file that cannot be read; here ran the miner
-            folders = [file.parent for file in Path().glob(f"runs/*/{LAUNCHER_FILE}")]
-        if len(folders) == 1:
-            LauncherFile(folders[0]).stopped(SETTINGS, str(error))
+        folder = run_folder_of(argv)
+        # A first start too, in the folder of a miner. Nothing is made in the place of a mount.
+        if (OPERATORS_FILE.exists() or Path(".env").exists()) and late_mount(folder) is None:
+            with contextlib.suppress(OSError):
+                folder.mkdir(exist_ok=True, parents=not folder.is_absolute())
+        LauncherFile(folder).stopped(SETTINGS, str(error))
         raise
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
+from distributed_training import status_command
 from distributed_training.chain.identity import create_wallet
 from distributed_training.common.files import read_json_object, write_json
 from distributed_training.common.processes import Mark
@@ -31,7 +32,8 @@ from distributed_training.miner.__main__ import main as launch
 from distributed_training.miner.rank_group import RankGroup
 from distributed_training.miner.run_folder import remembered_gpus
 from distributed_training.protocol.types import ExitStatus
-from distributed_training.telemetry.run_state import LauncherFile, read_launcher
+from distributed_training.telemetry.run_state import LauncherFile, observe, read_launcher
+from distributed_training.telemetry.verdict import Verdict, judge
 from tests.tools.miner_parts import config_of
 from tests.tools.r2_keys import KEYS
 from tests.tools.settings import load_config
@@ -160,6 +162,51 @@ def test_the_run_folder_tells_of_settings_that_are_refused(
     assert launch(argv) == REFUSED
     launched = read_launcher(folder)
     assert launched and launched.stopped_by == "its settings" and f"--{flag}" in launched.text
+
+
+@pytest.mark.parametrize(
+    ("words", "toml", "env", "place"),
+    [
+        (["--neuron.run_folder", "fast/run"], "", {}, "fast/run"),
+        (["--neuron.run-folder=fast/run"], 'run_folder = "other"', {}, "fast/run"),
+        ([], '[neuron]\nrun_folder = "fast/run"  # roomy', {}, "fast/run"),
+        ([], "neuron.run_folder = 'fast/run'\n[oops", {}, "fast/run"),
+        ([], "", {"DT_RUN_FOLDER": "fast/run"}, "fast/run"),
+        (["--neuron.name", "one"], "", {"BT_WALLET_HOTKEY": "hot"}, "runs/one-hot"),
+        ([], "", {}, "runs/miner-default"),
+    ],
+)
+def test_a_first_start_that_is_refused_is_recorded_where_it_would_have_run(
+    words: list[str],
+    toml: str,
+    env: dict[str, str],
+    place: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of several run folders too: by the settings, however wrong the others are."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "miner.toml").write_text(toml)
+    for other in ("runs/a", "runs/b"):
+        Path(other).mkdir(parents=True)
+        LauncherFile(Path(other)).stopped("signal SIGINT")
+    assert launch([*words, "--neuron.nproc_per_node", "many"]) == 2
+    found = judge(observe(Path(place), time.time()), time.time())
+    assert found.verdict is Verdict.CANNOT_START and found.bad, found
+    assert found.cause in capsys.readouterr().err and found.remedy.endswith("app.config.js")
+    assert judge(observe(Path("runs/a"), time.time()), time.time()).verdict is Verdict.STOPPED
+    assert status_command.main([place]) == 1
+
+
+def test_nothing_is_made_where_no_miner_was_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert launch(["--neuron.nproc_per_node", "many"]) == 2
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("before", [[], [(LONG, FAULT)]], ids=["first start", "after a run"])
