@@ -1,4 +1,4 @@
-"""Show whether the miners of this machine run and earn, and how to help one that does not.
+"""Show whether the miners of this machine run and count, and how to help one that does not.
 
     dt-status                        the miner of the settings here, and others below this folder
     dt-status FOLDER...              those of these run folders, a row each if there are several
@@ -12,7 +12,9 @@ also while no miner runs. Exit status, of several miners the first that holds fo
     2    an argument or a folder cannot be used
     1    an operator must act: the line ``do``
     3    it does not run
-    0    it earns, or nothing is to be done
+    0    its uploads count, or nothing is to be done
+
+Of one miner that does not run the status is 3, also where somebody must act.
 """
 
 from __future__ import annotations
@@ -33,7 +35,13 @@ from typing import Any
 
 from distributed_training import NO_HELP
 from distributed_training.common.processes import limit_resources
-from distributed_training.config import OPERATORS_FILE, ConfigError, exit_with, load_config
+from distributed_training.config import (
+    OPERATORS_FILE,
+    ConfigError,
+    exit_with,
+    load_config,
+    run_folder_of,
+)
 from distributed_training.config.loader import Parser, argument
 from distributed_training.config.schema import read_settings
 from distributed_training.config.types import File
@@ -42,10 +50,11 @@ from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry.events import finite, read_events
 from distributed_training.telemetry.neuron_state import NeuronState
 from distributed_training.telemetry.run_state import LAUNCHER_FILE, is_run_folder, observe
-from distributed_training.telemetry.verdict import Verdict, judge
+from distributed_training.telemetry.verdict import Upload, Verdict, judge
 
 MUST_ACT, NOT_RUNNING = 1, 3  # exit statuses; 3 as `systemctl status` has it
 
+_SAME = 1.0  # seconds between a step's event and its fact
 _EVERY = 2.0  # seconds between two looks of --watch
 _TAIL = 2**20  # bytes of events, hours of inner steps
 _PRICE = re.compile(r"\d+(\.\d+)?(e[+-]?\d\d?)?")  # as config.txt shows it
@@ -117,7 +126,7 @@ def find_own() -> list[Path]:
         own = [load_config("miner", [], file=OPERATORS_FILE, check=False).run_folder]
     except ConfigError as error:
         # An operator looks at a miner also because its settings are refused.
-        own, refused = [], error
+        own, refused = [run_folder_of([])], error
     # A second miner of pm2 has a folder of its own (DT_NAME).
     places = [f"runs/*/{LAUNCHER_FILE}", f"*/runs/*/{LAUNCHER_FILE}"]
     below = sorted(path.parent for place in places for path in Path().glob(place))
@@ -126,7 +135,9 @@ def find_own() -> list[Path]:
         return list(found.values())
     if refused is not None:
         raise refused
-    raise ConfigError(f"no miner has run here ({own[0]} is not there): {_NAME_ONE}")
+    raise ConfigError(
+        f"no miner has run here ({own[0]} is not there; a start takes some seconds): {_NAME_ONE}"
+    )
 
 
 # --- one look ------------------------------------------------------------------------------------
@@ -140,18 +151,25 @@ def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
     folder = neuron.folder
     with contextlib.suppress(OSError):  # a disk that fails: the earlier facts stay
         neuron.poll()
-    price = read_settings(folder).get("cost.price_per_hour", "")
+    settings = read_settings(folder)
+    price = settings.get("cost.price_per_hour", "")
     facts = observe(folder, now)
     found = judge(facts, now)
     runs = not (
         found.verdict is Verdict.STOPPED
         or (found.verdict is Verdict.UNKNOWN and facts.launch is None and facts.looked is None)
     )
-    launch = facts.launch
+    launch, due = facts.launch, facts.expected_round(now)
     upload = facts.uploads[-1] if facts.uploads else None
+    # The event is the log's line, and there at once; on a full disk only the facts are written.
+    outer_step, inner_step = facts.outer_step, facts.step.value if facts.step else None
+    step_at = facts.step.at if facts.step else None
+    last = neuron.steps[-1] if neuron.steps else None
+    if last is not None and (last.time or 0.0) >= (step_at or 0.0) - _SAME:
+        outer_step, inner_step, step_at = neuron.outer_step, neuron.inner_step, last.time
     return {
         "time": now,
-        "name": facts.name or folder.absolute().name,
+        "name": facts.name or settings.get("neuron.name") or folder.absolute().name,
         "folder": str(folder),
         "uid": facts.uid,
         "verdict": found.verdict.value,
@@ -167,12 +185,14 @@ def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
         "attempt": launch.attempt if launch else 0,
         "next_try_at": launch.next_try_at if launch else None,
         "mode": facts.mode,
-        "outer_step": facts.outer_step,
-        "inner_step": facts.step.value if facts.step else None,
-        "step_at": facts.step.at if facts.step else None,
+        "outer_step": outer_step,
+        "inner_step": inner_step,
+        "step_at": step_at,
         "last_upload": asdict(upload) if upload else None,
-        "next_upload_at": facts.next_upload,
-        "next_round_at": facts.expected_round(now),
+        "next_upload_at": due if facts.kind == "store" else facts.next_upload,
+        "next_round_at": due,
+        "missed_closes": facts.missed_until(now),
+        "pays": facts.pays,
         "standing": asdict(facts.standing.value) if facts.standing else None,
         "disk": asdict(facts.disk.value) if facts.disk else None,
         "chain_answered_at": facts.block.at if facts.block else None,
@@ -249,7 +269,8 @@ def text_of(row: dict[str, Any]) -> str:
     if row["chain_answered_at"] is not None and runs:
         silent = row["store_silent_since"]
         store = "answers" if silent is None else f"has not answered for {span(now - silent)}"
-        add("link", f"chain answered {ago(row['chain_answered_at'], now)}, store {store}")
+        chain = "chain" if row["pays"] else "registry"
+        add("link", f"{chain} answered {ago(row['chain_answered_at'], now)}, store {store}")
     crash = row["last_crash"]
     if row["restarts"] or crash:
         last = f", last crash {ago(crash['at'], now)}: {crash['text']}" if crash else ""
@@ -287,7 +308,7 @@ def describe_upload(row: dict[str, Any]) -> str:
     if (upload := row["last_upload"]) is None:
         return ""
     tag = f"{upload['tag']}, " if upload["tag"] else ""
-    fate = f", {upload['fate']}" if upload["fate"] else ""
+    fate = f", {Upload(0, 0.0, fate=upload['fate']).word}" if upload["fate"] else ""
     cause = f" ({upload['cause']})" if upload["cause"] else ""
     return (
         f"{tag}of outer step {upload['outer_step']}, {ago(upload['at'], row['time'])}{fate}{cause}"

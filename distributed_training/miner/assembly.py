@@ -255,6 +255,7 @@ def rules_of(config: Config, uid: int) -> Facts:
     later = rounds.blocks_per_allreduce_later if hivemind else 0
     return Facts(
         kind=config.exchange,
+        pays=hivemind or config.chain.kind != "registry",
         blocks_per_round=blocks,
         blocks_per_round_later=later,
         seconds_per_block=pace,
@@ -305,10 +306,12 @@ def open_metrics(
     needed: int,
     gauges: Mapping[str, Callable[[], float | None]],
     counts: Mapping[str, Callable[[], Mapping[str, float]]] = MappingProxyType({}),
+    joined: Callable[[], bool] = lambda: True,
 ) -> Metrics:
     """Open the metrics file and the trackers. ``gauges`` and ``counts`` are the exchange's own.
 
-    ``needed``: bytes of disk that the next upload, a checkpoint and the reserve take.
+    ``needed``: bytes of disk that the next upload, a checkpoint and the reserve take. ``joined``:
+    see :class:`Metrics`.
     """
     config, open_until_end = context.config, context.stack.enter_context
     trackers = open_trackers(
@@ -340,6 +343,7 @@ def open_metrics(
             **machine.single(),
         },
         by_rank=open_until_end(closing(machine)).by_rank,
+        joined=joined,
     )
 
 

@@ -1,4 +1,4 @@
-"""Follow whether this miner earns: gather the facts of the verdict, and report it when it changes.
+"""Follow whether a miner's work counts: gather the facts of the verdict, report it on a change.
 
 Validators judge a miner's uploads and write weights to the chain. The chain turns them into
 *incentive*, the miner's share of the network's payments (0 to 1), and into *emission* per tempo.
@@ -26,6 +26,7 @@ from distributed_training.common.files import write_state
 from distributed_training.protocol.types import Base
 from distributed_training.telemetry.verdict import (
     FACTS_FILE,
+    OFFLINE_AFTER,
     Disk,
     Fact,
     Facts,
@@ -66,6 +67,16 @@ def standing(neurons: Sequence[Neuron], hotkey: str) -> Standing | None:
     )
 
 
+def with_uploads(rules: Facts, folder: Path) -> Facts:
+    """Return ``rules`` with what an earlier process of this run folder knew of its uploads."""
+    try:
+        known = Facts.from_json((folder / FACTS_FILE).read_bytes())
+    except OSError:
+        return rules
+    names = ("uploads", "missed", "missed_at", "missed_cause")
+    return replace(rules, **{name: getattr(known, name) for name in names})
+
+
 class Income:
     """Follow the verdict on one miner, of either kind of network.
 
@@ -96,7 +107,15 @@ class Income:
         # All moments in here are steady, since the other clock may be set.
         self._began = self._seen_at = clocks.steady()
         self._facts = rules
-        self._uploads = [replace(u, at=self._steady(u.at)) for u in rules.uploads]
+        self._uploads = [
+            replace(u, at=self._steady(u.at), fate_at=self._steady(u.fate_at))
+            for u in rules.uploads
+        ]
+        #: Whether an upload of this run folder was ever begun: until then it can miss no close.
+        self.joined = bool(rules.uploads)
+        self._noted = -1  # the outer step of whose close it is known why nothing was sent
+        self._heard = -1  # the outer step of the last close that it could answer
+        self._silent = ""  # who did not answer since the last outer step
         self._step: tuple[int, float] | None = None
         self._mode_since = self._began
         self._place: tuple[Place, float] | None = None
@@ -117,7 +136,7 @@ class Income:
         now = self._clocks.steady()
         match event:
             case ev.InnerStepDone(report=report):
-                self._step = report.total_inner_steps, now
+                self._step = report.inner_step, now
                 self._facts = replace(self._facts, step_seconds=report.seconds)
             case ev.ModeChanged():
                 self._mode_since = now
@@ -154,10 +173,20 @@ class Income:
             case ev.UploadWritten(close=close):
                 tag = f"{close.outer_step}.{close.serial}"
                 self._facts = replace(self._facts, sending=tag)
+            case ev.CloseReached(close=close):
+                self._heard = close.outer_step
+            case ev.SnapshotFailed(problem=problem, kind=kind) if self._facts.kind == "store":
+                head = {"blocks": "", "disk": "no room: "}.get(kind, "not sent: ")
+                self._miss(state.outer_step, f"{head}{problem}")
             case ev.UploadEnded(outer_step=outer_step, serial=serial, cause=problem):
                 self._sent(f"{outer_step}.{serial}")
-                if not problem:
+                self.joined = True
+                if problem:
+                    head = "" if problem.startswith(("void", "late")) else "not sent: "
+                    self._miss(outer_step, head + problem)
+                else:
                     self._add(Upload(outer_step, now, f"{outer_step}.{serial}"))
+                    self._facts = replace(self._facts, missed=0, missed_cause="")
         if isinstance(event, ev.Tick) and self._look():
             self._report(self.gather(state))
 
@@ -169,12 +198,32 @@ class Income:
         if self._facts.sending == tag:
             self._facts = replace(self._facts, sending="")
 
+    def _miss(self, outer_step: int, cause: str) -> None:
+        """Note why nothing was sent for a close; none is missed before the first upload."""
+        if outer_step != self._noted:
+            self._noted, missed = outer_step, self._facts.missed + self.joined
+            self._facts = replace(
+                self._facts, missed=missed, missed_at=self._clocks.unix(), missed_cause=cause
+            )
+
     def _settle(self, state: MinerState, now: float) -> None:
         """Note what the manifest that was just applied says of the upload before it."""
-        update = state.update
-        # One that sent nothing is still joining, or is no worse than before.
-        if update is None or (update.base is Base.KEPT and not update.cause):
+        update, silent = state.update, self._silent
+        self._silent = ""
+        if update is None:
             return
+        if update.base is Base.KEPT and not update.cause:  # nothing was sent
+            why = "not sent: the upload was not written before the outer step was over"
+            if silent:
+                why = f"silent: the {silent} did not answer at the close"
+            elif self._heard != state.outer_step:
+                why = "not ready: it did not hold the weights of that outer step at the close"
+                if now - self._began < (self._facts.round_seconds or 0.0):
+                    why = "not running: the close came while this miner was not there"
+            if self.joined:
+                self._miss(state.outer_step, why)
+            return
+        self.joined = True
         known = [each for each in self._uploads if each.outer_step == state.outer_step]
         upload = known[0] if known else Upload(state.outer_step, now)
         fate = update.base.value
@@ -223,6 +272,10 @@ class Income:
             disk=disk,
             **measured,
         )
+        if block is None or self._unix(now) - block.at > OFFLINE_AFTER:
+            self._silent = self._silent or ("chain" if self._facts.pays else "registry")
+        if self._facts.store_silent_since is not None:
+            self._silent = self._silent or "store"
         return self._facts
 
     def _report(self, facts: Facts) -> None:

@@ -25,6 +25,7 @@ import math
 import re
 import secrets
 import signal
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -117,6 +118,7 @@ STACKS_FILE = "stacks.txt"  # in the run folder
 METRICS_FILE = "launcher.prom"
 
 _POLL = timedelta(milliseconds=200)
+_SHORT = 200  # characters of a cause that the log holds in full already
 _LOOK = 20.0  # seconds between two looks at what the last checkpoint took
 
 
@@ -180,7 +182,7 @@ class Outages:
     def wait(self, reason: str) -> bool:
         """Report ``reason`` and wait before the next try. Return whether a stop was asked for."""
         seconds, failures = self._backoff.failed().total_seconds(), self._backoff.failures
-        cause = re.split(r"[:;,.] | \(", reason)[0]  # the figures behind it may differ each time
+        cause = re.sub(r"\d+", "#", reason)  # its figures may differ each time
         if cause != self._refused_for or failures & (failures - 1) == 0:
             log.warning(
                 "Cannot train: %s. Trying again in %.1f s (attempt %d)",
@@ -189,7 +191,8 @@ class Outages:
                 failures + 1,
             )
         else:
-            log.warning("Cannot train, still: %s (attempt %d)", cause, failures + 1)
+            short = textwrap.shorten(reason, _SHORT, placeholder=" ...")
+            log.warning("Cannot train, still: %s (attempt %d)", short, failures + 1)
         self._refused_for = cause
         self.report()
         self.file.refused(reason, attempt=failures, wait=seconds)

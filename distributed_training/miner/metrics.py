@@ -157,7 +157,8 @@ class Metrics:
     """The metrics file, with what other packages count and measure; subscribes to the events.
 
     ``counts``: totals by the name of the package; ``gauges``, ``by_rank``: measured when the file
-    is written; ``trackers``: handed all figures after each step.
+    is written; ``trackers``: handed all figures after each step. ``joined``: whether an upload was
+    ever begun; rounds before that are none that this miner missed.
     """
 
     def __init__(
@@ -168,8 +169,10 @@ class Metrics:
         gauges: Mapping[str, Callable[[], float | None]],
         by_rank: Callable[[], Mapping[str, Mapping[int, float]]] = dict,
         trackers: Sequence[Tracker] = (),
+        joined: Callable[[], bool] = lambda: True,
     ) -> None:
         self._file = file
+        self._joined = joined
         self._counts = counts
         self._gauges = gauges
         self._by_rank = by_rank
@@ -204,7 +207,9 @@ class Metrics:
                 self._count_round(
                     state.outer_step, isinstance(event, ev.OuterStepEnded) and event.committed
                 )
-            case ev.OuterStepEnded(committed=ok, outer_step=reached) if state.update is not None:
+            case ev.OuterStepEnded(committed=ok, outer_step=reached) if (
+                state.update is not None and self._joined()
+            ):
                 # Whoever applied an update without a share in it took no part.
                 self._count_round(state.outer_step, ok and state.update.base is Base.MERGED)
                 registry.add("rounds_missed_total", max(0, reached - state.outer_step - 1))

@@ -34,6 +34,12 @@ log = logging.getLogger(__name__)
 
 _SAY_AGAIN = 600.0  # seconds between two lines of snapshots that fail alike
 
+_FATES = {
+    Base.MERGED: "our upload was merged",
+    Base.REFUSED: "our upload was refused",
+    Base.KEPT: "our upload was not merged",
+}
+
 Record = Callable[..., None]  # (kind, **fields): writes an event
 
 
@@ -41,7 +47,8 @@ class LoopReporter:
     """Report what the loop of either exchange does.
 
     ``warnings``: the step's, of diagnostics. ``bucket``: that uploads go to. ``global_uid``: whose
-    global state it loads.
+    global state it loads. ``joined``: whether an upload was ever begun; a close that comes before
+    is too early, and no fault.
     """
 
     def __init__(
@@ -52,7 +59,9 @@ class LoopReporter:
         bucket: str,
         global_uid: int | None,
         clock: Callable[[], float] = time.monotonic,
+        joined: Callable[[], bool] = lambda: True,
     ) -> None:
+        self._joined = joined
         self._record = record
         self._warnings = warnings
         self._bucket = bucket
@@ -77,8 +86,9 @@ class LoopReporter:
             case ev.SnapshotFailed(problem=problem, kind=kind):
                 # By the kind: the problem names bytes and paths that differ each time.
                 disk = kind in ("disk", "write")
+                early = kind == "blocks" and not self._joined()
                 if (again := self._no_snapshot(kind) if disk else "") is not None:
-                    log.warning("%s%s", problem, again)
+                    log.log(logging.INFO if early else logging.WARNING, "%s%s", problem, again)
             case ev.GlobalFetchFailed(detail=detail):
                 log.warning("%s", lines.not_fetched(detail))
             case ev.LoadFailed(problem=why, awful=awful):
@@ -288,7 +298,7 @@ class StoreReporter(LoopReporter):
 
     def _report_round(self, event: ev.OuterStepEnded, state: MinerState, update: Update) -> None:
         """Report that the update was applied, or was not, and what became of our upload."""
-        began, reached = self._round_began, event.outer_step
+        began, reached, word = self._round_began, event.outer_step, ""
         if update.whole:
             log.info("Whole weights in place of updates: %s", update.whole)
         if not event.committed:
@@ -296,8 +306,11 @@ class StoreReporter(LoopReporter):
         else:
             self._round_began = None
             self.round_seconds = None if began is None else self._clock() - began
-            merged = update.base is Base.MERGED
-            fate = "our upload was merged" if merged else update.cause or "no upload of ours"
+            fate = _FATES[update.base] + (f"; {update.cause}" if update.cause else "")
+            word = _FATES[update.base].removeprefix("our upload was ")
+            if update.base is Base.KEPT and not update.cause:
+                fate = "no upload of ours"
+                word = "missed" if self._joined() else "too early"
             log.log(
                 logging.WARNING if update.base is Base.REFUSED else logging.INFO,
                 "%s: outer step %d applied; training was held for %.2f s; %s",
@@ -316,6 +329,7 @@ class StoreReporter(LoopReporter):
             fault="" if event.committed else AllReduceFault.LOCAL.name,
             detail=event.detail or update.cause,
             base=update.base.value,
+            fate=word,
             whole=bool(update.whole),
             seconds=event.seconds,
         )

@@ -62,7 +62,7 @@ from .controller import Controller, Subscriber
 from .device import expects_gpu
 from .events import MinerState, Mode, Rules
 from .global_state import GlobalBucket, NetworkWatch, StartWait, pause_start
-from .income import Income
+from .income import Income, with_uploads
 from .own_bucket import open_own_bucket
 from .registration import join_network
 from .reporter import Record, StoreReporter
@@ -224,6 +224,7 @@ class RankZero:
             ),
             bucket=config.store.global_model_name,
             global_uid=self._info.global_uid,
+            joined=lambda: self.income.joined,
         )
         if self._context.guest:  # the script's output has its own lines for a step
             reporter.step_level = logging.DEBUG
@@ -238,9 +239,11 @@ class RankZero:
         self.income = income = Income(
             hotkey=self._info.hotkey,
             chain=connections.member.chain,
-            rules=rules_of(config, self._info.uid),
+            rules=with_uploads(rules_of(config, self._info.uid), folder),
             measured=lambda: {
                 "store_silent_since": unix_time(connections.rounds.silent_since),
+                "store_trouble": connections.rounds.trouble,
+                "chain_trouble": connections.member.chain.trouble,
                 "gate": connections.rounds.gate,
                 "next_round": next_close(),
                 "next_upload": next_close(),
@@ -262,6 +265,7 @@ class RankZero:
                 "round_seconds": lambda: reporter.round_seconds,
                 **income.gauges(),
             },
+            joined=lambda: income.joined,
         )
         uploads = UploadWatch(
             connections.rounds,
@@ -269,6 +273,7 @@ class RankZero:
             minimum=config.store.minimum_valid_inner_step,
             disk_problem=lambda: describe_full_disk(folder, needed),
             keep=config.miner.keep_checkpoints,
+            joined=lambda: income.joined,
         )
         # The reporter before the uploads: a step's line stands above what it led to.
         for subscriber in (income, reporter, metrics, uploads):

@@ -194,7 +194,8 @@ class UploadWatch:
 
     Subscribes to the event stream. ``minimum``: inner steps of an outer step before its first
     upload. ``disk_problem``: the line that says why an upload would not fit on the disk, or None.
-    ``keep``: checkpoints that a roll-back may go back to.
+    ``keep``: checkpoints that a roll-back may go back to. ``joined``: whether an upload was ever
+    begun; a close that comes before is too early, which is no fault.
     """
 
     def __init__(
@@ -205,7 +206,9 @@ class UploadWatch:
         minimum: int,
         disk_problem: Callable[[], str | None],
         keep: int,
+        joined: Callable[[], bool] = lambda: True,
     ) -> None:
+        self._joined = joined
         self._rounds = rounds
         self._inner_step = inner_step
         self._minimum = minimum
@@ -221,7 +224,8 @@ class UploadWatch:
         match event:
             case ev.CloseReached(close=close) if uploads_for(state, close):
                 if (steps := self._inner_step()) < self._minimum:
-                    log.warning("%s", lines.upload_blocked(steps, self._minimum))
+                    level = logging.WARNING if self._joined() else logging.INFO
+                    log.log(level, "%s", lines.upload_blocked(steps, self._minimum))
                 self._close = close
                 return self._answer_close(state)
             case ev.UploadTaken():
@@ -244,9 +248,15 @@ class UploadWatch:
         """Ask for an upload at the first inner step that counts, until the grace is over."""
         if (close := self._close) is None:
             return []
+        steps = self._inner_step()
         if self._rounds.now() >= close.ends_at or not uploads_for(state, close):
             self._close = None
-        if self._close is None or self._inner_step() < self._minimum:
+            missed = (
+                f"blocked: {lines.counted(steps, 'inner step')} when the close was over, and "
+                f"{self._minimum} are needed, so nothing was sent for it; the next upload holds it"
+            )
+            return [ev.SnapshotFailed(missed, kind="blocks")] if steps < self._minimum else []
+        if steps < self._minimum:
             return []
         self._close = None
         if (problem := self._disk_problem()) is not None:

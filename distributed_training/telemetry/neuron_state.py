@@ -290,7 +290,7 @@ class NeuronState:
             (event, column + (not good(event)))
             for kind, column, good in (("publication", 1, _uploaded), ("round", 3, took_part))
             for event in self.tables[kind]
-            if finite(event.get("time")) is not None
+            if finite(event.get("time")) is not None and event.get("fate") != "too early"
         ]
         times = [event["time"] for event, _ in found]
         few = not times or max(times) - min(times) < _FEW_DAYS * _DAY

@@ -51,17 +51,22 @@ TROUBLES = {
     "stop": ("Stopped, and nobody asked for it", 60.0),
     "stuck": ("Stuck", 60.0),
     "earning": ("Not earning for an hour", 3600.0),
+    "counts": ("Uploads have not counted for an hour", 3600.0),
     "disk": ("The disk is almost full", 0.0),
     "offline": ("Offline", 120.0),
+    "silent": ("The network does not answer", 60.0),
     "finished": ("Finished", math.inf),  # reported only at its end
 }
+#: Registry or store do not answer, and it is not this machine's link.
+SILENT = frozenset({Verdict.NETWORK_DOWN, Verdict.REGISTRY_SILENT, Verdict.STORE_SILENT})
 #: With these it is another trouble, or too early to tell, that it does not earn.
 _NOT_ABOUT_PAY = frozenset(
     {Verdict.STARTING, Verdict.CANNOT_START, Verdict.STOPPED, Verdict.STUCK}
     | {Verdict.OFFLINE, Verdict.UNKNOWN, Verdict.DISK_FULL}
+    | SILENT
 )
 #: With these it is not known whether it would be offline, or stuck, if it ran.
-_NOT_ABOUT_LINK = _NOT_ABOUT_PAY - {Verdict.STUCK, Verdict.OFFLINE}
+_NOT_ABOUT_LINK = _NOT_ABOUT_PAY - {Verdict.STUCK, Verdict.OFFLINE} - SILENT
 
 
 @dataclass
@@ -196,16 +201,21 @@ class Notifier:
         yield "finished", state.text or "the network has ended" if finished else ""
         yield "stop", how if ended and not finished else self._crash(facts, now)
         book.earned |= judgement.earns is True
+        pay = "earning" if facts.pays else "counts"
         if verdict in _NOT_ABOUT_PAY or judgement.earns is None:
-            yield "earning", None
+            yield pay, None
         else:
             lost = not judgement.earns and (judgement.bad or book.earned)
-            yield "earning", f"{verdict}: {judgement.words}" if lost else ""
-        for name, its in (("stuck", Verdict.STUCK), ("offline", Verdict.OFFLINE)):
+            yield pay, f"{verdict}: {judgement.words}" if lost else ""
+        for name, its in (
+            ("stuck", {Verdict.STUCK}),
+            ("offline", {Verdict.OFFLINE}),
+            ("silent", SILENT),
+        ):
             known = book.troubles.get(name)
             # What the operator knows of is over only where a miner that runs shows it.
             unsure = verdict in _NOT_ABOUT_LINK and known is not None and known.told
-            yield name, judgement.words if verdict is its else None if unsure else ""
+            yield name, judgement.words if verdict in its else None if unsure else ""
         if facts.disk is not None:
             disk = facts.disk.value
             limit = _ENOUGH if "disk" in book.troubles else _LOW

@@ -37,6 +37,9 @@ from distributed_training.telemetry.verdict import (
     Facts,
     Launch,
 )
+from distributed_training.telemetry.verdict import (
+    SETTINGS as SETTINGS,
+)
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +48,6 @@ _SIGNS = (LAUNCHER_FILE, FACTS_FILE, "instance.json", "events.jsonl", "config.tx
 STAGES = 5  # of a start
 # What stopped a launcher:
 FAILURES = "failures"  # it gave its ranks up, and pm2 starts another
-SETTINGS = "its settings"
 _BYTES = 4096  # of a file here: its place stays, so that a full disk takes the next content too
 _LONGEST = 600  # characters of a text in it
 

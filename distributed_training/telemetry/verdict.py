@@ -1,4 +1,4 @@
-"""Judge a miner in one verdict: does it earn, and what is in the way if it does not.
+"""Judge a miner in one verdict: does its work count, and what is in the way if it does not.
 
 Log, dashboard, metric, alert, ``dt-status`` and webhook all ask :func:`judge`, which is pure: from
 :class:`Facts` and the time to a :class:`Judgement`. The miner writes its own facts to
@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
@@ -35,9 +36,13 @@ ASKED_LIFE = 1200.0  # the network's file, which is compared with ours at each l
 BLOCK_LIFE = 600.0  # the chain's newest block
 STANDING_LIFE = 7200.0  # the chain's figures of this miner
 MACHINE_LIFE = 120.0  # disk, processes
-FATE_ROUNDS = 3  # round periods: what a manifest says of an upload
+FATE_ROUNDS = 2  # round periods: what a manifest says of an upload
 #: Chain and store are silent for longer: offline.
 OFFLINE_AFTER = 60.0
+SILENT_AFTER = 120.0  # one of the two is: of a network whose rounds go through the store
+_LATE_ROUNDS = 3  # round periods in which a newcomer's first upload may be on its way
+#: What stopped a miner whose settings were refused.
+SETTINGS = "its settings"
 #: Of a stop: nobody is asked to look after it, since torchrun starts all ranks again or says why.
 TORCHRUN = "its ranks have ended; torchrun's log names the cause"
 SCRIPT = "its script ended"  # that joined a network
@@ -57,6 +62,9 @@ class Verdict(StrEnum):
     STUCK = "stuck"
     DISK_FULL = "disk full"
     OFFLINE = "offline"
+    NETWORK_DOWN = "network down"
+    REGISTRY_SILENT = "registry silent"
+    STORE_SILENT = "store silent"
     UNKNOWN = "unknown"
     # --- the network
     NOT_REGISTERED = "not registered"
@@ -71,9 +79,11 @@ class Verdict(StrEnum):
     OLDER_STEP = "of an older outer step"
     REFUSED = "refused"
     NOT_MERGED = "not merged"
+    MISSED = "missed a close"
     JOINING = "joining"
     NOT_JUDGED_YET = "not judged yet"
-    # --- the pay
+    COUNTS = "counts"
+    # --- the pay, where a chain pays
     NOT_YET_PAID = "not yet paid"
     HARDLY_EARNING = "hardly earning"
     EARNING = "earning"
@@ -146,6 +156,11 @@ class Upload:
     fate_at: float = 0.0
     cause: str = ""
 
+    @property
+    def word(self) -> str:
+        """The fate as operators read it."""
+        return {"kept": "not merged", "": "not judged yet"}.get(self.fate, self.fate)
+
 
 @dataclass(frozen=True)
 class Crash:
@@ -213,6 +228,7 @@ class Facts:
 
     # --- the network's file
     kind: str = ""  # hivemind, store
+    pays: bool = True  # its chain pays; False: a registry's network, in which uploads count
     blocks_per_round: int | None = None  # before the network's first outer step
     blocks_per_round_later: int = 0  # after it; 0: the same
     seconds_per_block: float | None = None
@@ -231,6 +247,9 @@ class Facts:
     step_seconds: float | None = None
     uploads: tuple[Upload, ...] = ()  # the newest of each outer step, oldest first
     uploads_known: bool = False  # also the uploads from before this start
+    missed: int = 0  # closes in a row for which nothing was sent, since the first upload
+    missed_at: float = 0.0  # when the last of them was over
+    missed_cause: str = ""
     sending: str = ""  # tag of the upload under way
     called_at: float | None = None  # by a validator
     # --- the network, as the miner sees it
@@ -240,6 +259,8 @@ class Facts:
     place: Fact[Place] | None = None
     behind_since: float | None = None  # since when the network is at a later outer step
     store_silent_since: float | None = None  # None: it answers
+    store_trouble: str = ""  # why it does not answer
+    chain_trouble: str = ""
     other_version: Fact[str] | None = None  # how the network's file differs from ours
     outdated: bool = False  # ours is the older one
     forked: str = ""  # store network: there are two histories
@@ -256,9 +277,20 @@ class Facts:
         """Return when the next round is expected: by the clock, where the chain is silent since."""
         due, period = self.next_round, self.round_seconds
         silent = self.block is not None and now - self.block.at > OFFLINE_AFTER
+        silent |= self.store_silent_since is not None and self.kind == "store"
         if due is None or due >= now or not period or not silent:
             return due
         return due + math.ceil((now - due) / max(1.0, period)) * period
+
+    def missed_until(self, now: float) -> int:
+        """Return how many closes passed in a row without an upload; those not heard of count."""
+        due, period = self.next_round, self.round_seconds
+        if due is None or not period:
+            return self.missed
+        sent = max((upload.at for upload in self.uploads if upload.tag), default=0.0)
+        known = max(self.missed_at, sent, self.started or 0.0)
+        passed, before = (math.floor((at - due) / max(1.0, period)) + 1 for at in (now, known))
+        return self.missed + max(0, passed - max(0, before))
 
     def to_json(self) -> str:
         """Return one JSON object, without numbers that are not finite."""
@@ -318,7 +350,7 @@ class Judgement:
             return "bad"
         if self.verdict in (Verdict.STOPPED, Verdict.UNKNOWN):
             return "idle"
-        return "good" if self.verdict is Verdict.EARNING else "wait"
+        return "good" if self.verdict in (Verdict.EARNING, Verdict.COUNTS) else "wait"
 
 
 def judge(facts: Facts, now: float) -> Judgement:
@@ -329,7 +361,7 @@ def judge(facts: Facts, now: float) -> Judgement:
         known = {"counts": counts.counts, "judged_step": counts.step}
         found = _of_machine(facts, now) or _of_network(facts, now, counts)
     standing = _value(facts.standing, now, STANDING_LIFE)
-    if standing is None or standing.incentive <= 0 or found.verdict in _PAY:
+    if not facts.pays or standing is None or standing.incentive <= 0 or found.verdict in _PAY:
         return replace(found, **known)
     cause = f"{found.cause}. Still paid for earlier scores: {standing.words}"
     waits = (
@@ -351,18 +383,40 @@ def _value(fact: Fact[_T] | None, now: float, life: float) -> _T | None:
 
 
 _START_AGAIN = "start it again when it is to earn (under pm2: pm2 start app.config.js)"
+_KILLED = "pm2 resurrect, or pm2 start app.config.js; dmesg -T tells whether memory ran out"
+#: How a remedy begins, behind the last colon of our lines of one cause, consequence and remedy.
+_REMEDY = re.compile(
+    r"(ask|btcli|check|copy|correct|create|free|give|install|leave|lower|mkdir|mount|move|name|put|raise|"
+    r"register|run|save|see|set|start|stop|update|use|wait|write)\b"
+)
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Return a line's cause and its remedy, which may be empty."""
+    cause, _, remedy = text.rpartition(": ")
+    return (cause, remedy) if cause and _REMEDY.match(remedy) else (text, "")
+
+
+def _cannot_start(launch: Launch, when: str, then: str) -> Judgement:
+    cause, remedy = _split(launch.text or "no cause given")
+    remedy = f"{remedy}; {then}" if remedy else then
+    return Judgement(Verdict.CANNOT_START, f"{cause}{when}", remedy, bad=True)
 
 
 def _of_process(facts: Facts, now: float) -> Judgement | None:
     launch = facts.launch
     state = "" if launch is None else launch.state
     if launch is not None and state in ("stopped", "stopping"):
+        if launch.stopped_by == SETTINGS and state == "stopped":
+            return _cannot_start(launch, "", "then pm2 start app.config.js")
         how = ": ".join(filter(None, (launch.stopped_by, launch.text)))
+        unasked = "the end of its log names the cause"
+        unasked = _KILLED if launch.stopped_by.startswith("SIGKILL") else unasked
         cause = "it is stopping" if state == "stopping" else "it was stopped"
         return Judgement(
             Verdict.STOPPED,
             f"{cause} ({how})" if how else cause,
-            _START_AGAIN if launch.asked else "the end of its log names the cause",
+            _START_AGAIN if launch.asked else unasked,
             bad=not launch.asked,
         )
     if _value(facts.gone, now, MACHINE_LIFE):
@@ -376,21 +430,22 @@ def _of_process(facts: Facts, now: float) -> Judgement | None:
         again = launch.next_try_at
         when = "" if again is None else f", next try in {span(max(0.0, again - now))}"
         tried = f" (attempt {launch.attempt}{when})" if launch.attempt else ""
-        return Judgement(
-            Verdict.CANNOT_START,
-            f"{launch.text or 'no cause given'}{tried}",
-            "after a change of .env or a setting: pm2 restart",
-            bad=True,
-        )
+        return _cannot_start(launch, tried, _RESTART)
     if launch is not None and state == "starting":
-        cause = launch.stage or "the ranks are being started"
+        if launch.attempt > 1:  # else the verdict would flip with each try
+            return _cannot_start(launch, f" (attempt {launch.attempt + 1} is under way)", _RESTART)
+        cause = f"it is not ready yet: {launch.stage or 'the ranks are being started'}"
         if (left := launch.seconds_left(now)) is not None:
             cause += f", {span(left)} left"
         if launch.attempt:
             cause += f" (attempt {launch.attempt + 1}; the one before was refused: {launch.text})"
-        cause += "; it trains by itself then"
+        else:
+            cause += "; then it trains by itself"
         return Judgement(Verdict.STARTING, cause, earns=None)
     return None
+
+
+_RESTART = "after a change of .env or a setting: pm2 restart"
 
 
 def _of_machine(facts: Facts, now: float) -> Judgement | None:
@@ -400,7 +455,7 @@ def _of_machine(facts: Facts, now: float) -> Judgement | None:
         return Judgement(
             Verdict.DISK_FULL,
             f"{free:.1f} GB are free; snapshot, checkpoint and reserve take {needed:.1f} GB, so "
-            "nothing is uploaded or saved; training continues",
+            "nothing is uploaded or saved, and training ends when there is no room for its text",
             "free the disk of --neuron.run_folder",
             bad=True,
         )
@@ -430,15 +485,20 @@ def _of_machine(facts: Facts, now: float) -> Judgement | None:
 
 
 def _of_link(facts: Facts, now: float) -> Judgement | None:
-    """Say that neither chain nor store answers, and whose link it is."""
+    """Say which of chain and store does not answer, and, if neither does, whose link it is."""
     chain = None if facts.block is None else facts.block.at
     store, looked = facts.store_silent_since, facts.looked
     # Until the miner's last look: later answers are not written yet.
-    if chain is None or store is None or looked is None:
+    if chain is None or looked is None:
         return None
-    if looked - max(chain, store) <= OFFLINE_AFTER:
-        return None
-    cause = f"chain and store have not answered for {span(now - max(chain, store))}"
+    if store is None or looked - max(chain, store) <= OFFLINE_AFTER:
+        return _of_one(facts, now) if facts.kind == "store" else None
+    name = "chain" if facts.pays else "registry"
+    cause = f"{name} and store have not answered for {span(now - max(chain, store))}"
+    if not facts.pays and _REFUSED in facts.chain_trouble + facts.store_trouble:
+        cause += f" ({_REFUSED}: their machine answers, so this one's link works)"
+        cause += _missed(facts, now)
+        return Judgement(Verdict.NETWORK_DOWN, cause, _TELL, bad=True, earns=None)
     if facts.called_at is not None and now - facts.called_at < OFFLINE_AFTER:
         return Judgement(
             Verdict.OFFLINE,
@@ -448,7 +508,36 @@ def _of_link(facts: Facts, now: float) -> Judgement | None:
             earns=None,
         )
     remedy = "check this machine's network; training continues, and uploads follow by themselves"
-    return Judgement(Verdict.OFFLINE, f"{cause}: this machine's link", remedy, bad=True, earns=None)
+    cause += ": this machine's link" + (_missed(facts, now) if facts.kind == "store" else "")
+    return Judgement(Verdict.OFFLINE, cause, remedy, bad=True, earns=None)
+
+
+_REFUSED = "connection refused"
+_TELL = "tell the founder, unless it is known; training continues, and uploads follow by themselves"
+
+
+def _of_one(facts: Facts, now: float) -> Judgement | None:
+    """Say that one of registry and store has not answered for long, so that no upload counts."""
+    assert facts.block is not None and facts.looked is not None
+    store = facts.store_silent_since
+    name = "chain" if facts.pays else "registry"
+    for who, verdict, since, why in (
+        (name, Verdict.REGISTRY_SILENT, facts.block.at, facts.chain_trouble),
+        ("store", Verdict.STORE_SILENT, now if store is None else store, facts.store_trouble),
+    ):
+        if facts.looked - since > SILENT_AFTER:
+            cause = f"the {who} has not answered for {span(now - since)}"
+            cause += (f" ({why})" if why else "") + _missed(facts, now)
+            return Judgement(verdict, cause, _TELL, bad=True, earns=None)
+    return None
+
+
+def _missed(facts: Facts, now: float) -> str:
+    passed = facts.missed_until(now)
+    closes = counted(passed, "close has", "closes have")
+    return (
+        f"; {closes} passed without an upload of this miner" if passed else "; no close was missed"
+    )
 
 
 # --- whether uploads count ------------------------------------------------------------------------
@@ -462,25 +551,75 @@ class _Counts:
     cause: str
     verdict: Verdict = Verdict.NOT_JUDGED_YET
     step: int | None = None
+    remedy: str = ""
+
+
+_TEACH = "lower the learning rate, or look at the text of this miner; if this comes twice, ask the "
+_TEACH += "founder"
+_AGAIN = "if this comes twice, ask the founder"
+#: How the cause begins for which an upload does not count, and what the operator does about it;
+#: empty: nothing, since what the upload held goes into the next one.
+REMEDIES: Mapping[str, str] = {
+    # --- the validator's causes
+    "worse": _TEACH,
+    "spoiler": _TEACH,
+    "copy": "give each miner a hotkey and a --neuron.run_folder of its own; where it has them, ask "
+    "the founder",
+    "late": "free this machine's link to the store (dt-doctor measures it); if this comes twice, "
+    "ask the founder for a longer round.grace",
+    "damaged": "install the version that the network runs; if this comes twice, test this "
+    "machine's memory and disk",
+    "not-judged": "",
+    "not judged": "",
+    # --- of the network
+    "void": "",
+    "the network went back": "",
+    # --- nothing was sent
+    "blocked": "free this machine for more inner steps between two closes, or ask the founder for "
+    "longer rounds",
+    "no room": "free the disk of --neuron.run_folder",
+    "not running": "let it run over the closes: pm2 startup and pm2 save start it with its machine",
+    "silent": "tell the founder, if it lasts",
+    "not ready": "see the line of the log on outer steps that are not taken over",
+    "not sent": "run dt-doctor, which checks link, keys and disk",
+}
+_REFUSES = re.compile(r"the store refused this|does not accept|expelled|not registered")
+
+
+def _remedy_of(cause: str) -> str:
+    """Return what an operator does about an upload that does not count, or was not sent."""
+    own = _split(cause)[1]
+    found = next((name for name in REMEDIES if cause.startswith(name)), "")
+    if found in ("", "not sent") and (own or _REFUSES.search(cause)):
+        return own or "ask the founder why the store refuses this member; training continues"
+    return REMEDIES.get(found, _AGAIN)
 
 
 def _count_store(facts: Facts, now: float) -> _Counts:
-    """Go by the last upload that a manifest names."""
+    """Go by the last upload that a manifest names, as long as the next one may be awaited."""
     life = FATE_ROUNDS * (facts.round_seconds or math.inf)
     named = [upload for upload in facts.uploads if upload.fate and now - upload.fate_at <= life]
     if not named:
-        return _Counts(None, "no manifest names an upload of this miner yet")
+        ever = max((upload.fate_at for upload in facts.uploads if upload.fate), default=None)
+        cause = "no manifest names an upload of this miner yet"
+        if ever is not None:
+            cause = f"no manifest has named an upload of this miner for {span(now - ever)}"
+        return _Counts(None, cause, remedy="see on the registry's page whether the validator runs")
     last = named[-1]
+    remedy = _remedy_of(last.cause)
     of = f"outer step {last.outer_step}" + (f" ({last.cause})" if last.cause else "")
     match last.fate:
         case "merged":
             return _Counts(True, f"the upload of {of} was merged")
         case "refused":
             cause = f"the validator refused the upload of {of}"
-            return _Counts(False, cause, Verdict.REFUSED)
+            return _Counts(False, cause, Verdict.REFUSED, remedy=remedy)
+        case _ if last.cause.startswith("not sent"):
+            cause = f"nothing was sent for the close of {of}"
+            return _Counts(False, cause, Verdict.MISSED, remedy=remedy)
         case _:
             cause = f"the upload of {of} was not merged; what it held goes into the next"
-            return _Counts(False, cause, Verdict.NOT_MERGED)
+            return _Counts(False, cause, Verdict.NOT_MERGED, remedy=remedy)
 
 
 def _count_hivemind(facts: Facts, now: float) -> _Counts:
@@ -600,7 +739,9 @@ def _of_network(facts: Facts, now: float, counts: _Counts) -> Judgement:
         return Judgement(
             Verdict.BEHIND,
             f"the network has been at a later outer step for {span(behind)}",
-            f"grep -i '{'global state' if hivemind else 'taken over'}' in the log",
+            "grep -i 'global state' in the log"
+            if hivemind
+            else "see the log's line on outer steps that are not taken over",
             bad=True,
         )
     if facts.gate:
@@ -619,22 +760,11 @@ def _of_network(facts: Facts, now: float, counts: _Counts) -> Judgement:
 
 def _of_uploads(facts: Facts, counts: _Counts, running: float, behind: bool) -> Judgement | None:
     """Return the verdict where uploads do not count, or it is not known; None: they count."""
+    if facts.kind == "store":
+        return _of_closes(facts, counts, running)
     if counts.counts:
         return None
     late, failed = False, "grep -iE 'UPLOAD BLOCKED|upload failed' in the log for the cause"
-    if facts.kind == "store":
-        late = running > FATE_ROUNDS * (facts.round_seconds or math.inf)
-        if counts.counts is None and not facts.uploads:
-            cause = f"nothing was uploaded in the {span(running)} since the start"
-            remedy = failed if late else ""
-            return Judgement(Verdict.JOINING, cause, remedy, bad=late)
-        newest, place = facts.uploads[-1].outer_step if facts.uploads else 0, facts.place
-        if counts.counts is None and place is not None and newest >= place.value.outer_step:
-            # It gates, or waits for more uploads: nothing that a member could change.
-            cause = f"the upload of outer step {newest} waits for the validator's next update"
-            return Judgement(counts.verdict, cause)
-        remedy = "" if counts.counts is None and not late else failed
-        return Judgement(counts.verdict, counts.cause, remedy, bad=bool(remedy))
     if counts.verdict is Verdict.NOTHING_UPLOADED:
         late = running > (facts.age_limit or math.inf)
         words = f"in the {span(running)} " if running >= 1 else ""
@@ -650,6 +780,34 @@ def _of_uploads(facts: Facts, counts: _Counts, running: float, behind: bool) -> 
         remedy = f"if this comes back: upload_steps = {facts.fitting_steps}"
     # Behind the network the load that is due helps here as well, without an operator.
     return Judgement(counts.verdict, cause, remedy, bad=not behind)
+
+
+def _of_closes(facts: Facts, counts: _Counts, running: float) -> Judgement | None:
+    """Return :func:`_of_uploads` of a network whose rounds go through the store."""
+    late = running > _LATE_ROUNDS * (facts.round_seconds or math.inf)
+    if facts.missed:
+        last = "close" if facts.missed == 1 else f"{facts.missed} closes"
+        cause = f"nothing was sent for the last {last}"
+        remedy = _remedy_of(facts.missed_cause)
+        cause += f" ({facts.missed_cause})" if facts.missed_cause else ""
+        return Judgement(Verdict.MISSED, cause, remedy, bad=bool(remedy))
+    if counts.counts is None and not facts.uploads:
+        cause = f"nothing was uploaded in the {span(running)} since the start"
+        cause += f" ({facts.missed_cause})" if facts.missed_cause else ""
+        if late:
+            remedy = _remedy_of(facts.missed_cause or "not sent")
+            return Judgement(Verdict.JOINING, cause, remedy, bad=True)
+        cause += ": that is normal before the first close at which it has enough inner steps"
+        return Judgement(Verdict.JOINING, cause)
+    newest, place = facts.uploads[-1].outer_step if facts.uploads else 0, facts.place
+    if counts.counts is None and place is not None and newest >= place.value.outer_step:
+        # It gates, or waits for more uploads: nothing that a member could change.
+        cause = f"the upload of outer step {newest} waits for the validator's next update"
+        return Judgement(counts.verdict, cause)
+    if counts.counts:
+        return None
+    remedy = counts.remedy if late or counts.counts is False else ""
+    return Judgement(counts.verdict, counts.cause, remedy, bad=bool(remedy))
 
 
 def _next_upload(facts: Facts) -> str:
@@ -679,6 +837,8 @@ def _not_called(facts: Facts, now: float, silent: float) -> Judgement:
 
 def _pay(facts: Facts, now: float, counts: _Counts) -> Judgement:
     """Return the verdict on a miner whose uploads count."""
+    if not facts.pays:
+        return Judgement(Verdict.COUNTS, counts.cause, earns=True)
     standing = _value(facts.standing, now, STANDING_LIFE)
     if standing is None:
         cause = f"{counts.cause}; what the chain pays for it is not known now"

@@ -239,10 +239,49 @@ def test_the_verdict_of_each_state_is_on_top(browser: Any, tmp_path: Path) -> No
             assert [SAYS.get(name, {}).get(c, "") in card(browser, c) for c in CARDS] == [True] * 6
             assert ("Last call" in titles_of_cards(browser)) == (name not in STORE)
             grey = "old" in browser.find_element("id", "now").get_attribute("class").split()
-            assert grey == (not alive or name in ("starting", "refused"))
+            assert grey == (not alive or name in ("starting", "refused", "tried-again"))
         assert table(browser, "Rounds")[0].split()[1] == "9"
         browser.execute_script("arguments[0].click()", buttons[-1])
         wait_for(lambda: verdict(browser) == ["waiting", "", "good"], "the validator's")
+
+
+def test_a_long_path_in_the_verdict_is_not_wider_than_a_phone(browser: Any, tmp_path: Path) -> None:
+    with served(make_miner(tmp_path, "tried-again")) as page, sized(browser, 390, 844):
+        browser.get(page.url)
+        wait_for(lambda: verdict(browser)[0] == "cannot start", "the verdict")
+        assert browser.execute_script(CHECKS) == []
+        style = "document.styleSheets[0].insertRule('#verdict p { overflow-wrap: normal; }', 0);"
+        important = style.replace("normal", "normal !important")
+        browser.execute_script(important)
+        assert browser.execute_script(CHECKS) == ["wider than the screen"], "the check itself"
+
+
+def test_solved_and_repeated_warnings_are_forgotten_and_downtime_is_a_gap(
+    browser: Any, tmp_path: Path
+) -> None:
+    folder = make_miner(tmp_path, "counts")
+    now, events = time.time(), list[dict[str, Any]]()
+    fate = {"outer_step": 7, "ok": True, "fault": "", "detail": "", "seconds": 0.2}
+    for ago, text in ((1200, "solved"), (90, "no room for 3 MB"), (60, "no room for 4 MB")):
+        events.append({"time": now - ago, "kind": "problem", "level": "WARNING", "text": text})
+    for base, fate_of in (("kept", "too early"), ("refused", "refused"), ("kept", "missed")):
+        events.append({"time": now, "kind": "round", "base": base, "fate": fate_of, **fate})
+    with (folder / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps(event) + "\n" for event in events)
+    with served(folder) as page:
+        browser.get(page.url)
+        wait_for(lambda: verdict(browser)[0] == "counts", "the verdict")
+        warnings = browser.find_element("id", "problems").text
+        assert "no room for 4 MB (2 times)" in warnings, warnings
+        assert "solved" not in warnings and "3 MB" not in warnings
+        colour = "return [...document.querySelectorAll('#rounds td span')].map((s) => s.className)"
+        assert browser.execute_script(colour)[:3] == ["not", "not", ""]
+        assert "missed" in card(browser, "Last close")
+        # Two weeks with a step in half an hour, then one in 15 s: the curve is whole.
+        lines = "return document.querySelectorAll('#loss polyline').length"
+        assert browser.execute_script(lines) == 1
+        browser.execute_script("[...neurons.values()][0].steps.at(-1)[0] += 40000; draw();")
+        assert browser.execute_script(lines) == 2
 
 
 CARDS = ("Uploaded", "Last call", "Start", "Next try", "Restarts", "Last close")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,11 +22,11 @@ import httpx
 import pytest
 
 from distributed_training.common.processes import command_of
-from distributed_training.localnet.services import SubnetOptions
+from distributed_training.localnet.services import Child, SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
 from tests.tools.page import Page, served
 from tests.tools.small_disk import small_disk
-from tests.tools.subnet_tools import idle, stop_miner
+from tests.tools.subnet_tools import PACED, idle, steps_of, stop_miner
 from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -36,9 +37,9 @@ ROOM = 1600  # megabytes of the run folder's disk: more than what has to stay fr
 class Journey:
     """The miner of ``subnet``, and all that give a verdict on it."""
 
-    def __init__(self, subnet: LocalSubnet, folder: Path, page: Page) -> None:
+    def __init__(self, subnet: LocalSubnet, folder: Path, page: Page, index: int = 0) -> None:
         self.subnet, self.folder, self.page = subnet, folder, page
-        (self.miner,) = subnet.miners
+        self.index, self.miner = index, subnet.miners[index]
 
     def run(self, *words: str) -> tuple[int, Any]:
         done = subprocess.run(
@@ -65,9 +66,16 @@ class Journey:
         assert isinstance(row, dict)
         return row
 
+    def run_status(self) -> int:
+        """Return the exit status of dt-status."""
+        return int(self.status()["status"])
+
+    @property
+    def log(self) -> str:
+        return self.miner.child.log.read_text()
+
     def lines(self, words: str) -> list[str]:
-        log = self.miner.child.log.read_text()
-        return [line.partition(words)[2] for line in log.splitlines() if words in line]
+        return [line.partition(words)[2] for line in self.log.splitlines() if words in line]
 
     def expect(self, verdict: str = "", *, bad: bool, says: str = "") -> dict[str, Any]:
         """Wait for dt-status to say this, while the miner trains if no verdict is named.
@@ -77,7 +85,7 @@ class Journey:
         found = dict[str, Any]()
 
         def there() -> bool:
-            found.update(self.status())
+            found.update(self.status(), kind_of_pay=self.subnet.options.exchange == "hivemind")
             if not verdict:
                 return (
                     found["state"] == "running" and found["mode"] == "training" and not found["bad"]
@@ -108,11 +116,20 @@ class Journey:
             and page["remedy"] == found["remedy"] == row["remedy"]
             and row["finding"].startswith(f"{found['verdict']}: ")
             and all(line.startswith(f"{found['verdict']}: ") for line in told)
+            and _plain(page["cause"]) == _plain(found["cause"])
+            and _plain(found["cause"]) in _plain(row["finding"])
+            # The log says a verdict once; the reason of an outage may change while it lasts.
+            and (found["kind_of_pay"] or all(found["remedy"] in line for line in told))
         )
 
     def trains(self) -> None:
         """Wait until the miner runs, and all commands have forgotten its last end."""
         self.expect(bad=False)
+
+
+def _plain(text: str) -> str:
+    """Return ``text`` without its figures, which grow from one reader to the next."""
+    return re.sub(r"\d+", "#", text)
 
 
 def test_log_dashboard_status_and_doctor_never_contradict_each_other(tmp_path: Path) -> None:
@@ -200,3 +217,100 @@ def links_down(journey: Journey) -> None:
         for process in away:
             process.send_signal(signal.SIGCONT)
     journey.trains()
+
+
+# --- a network whose rounds go through the store --------------------------------------------------
+
+
+def test_members_are_told_of_silence_refusals_and_missed_closes(tmp_path: Path) -> None:
+    """The last of two members is hostile: its uploads have the sign flipped."""
+    options = SubnetOptions(
+        folder=tmp_path / "subnet",
+        exchange="store",
+        ranks=(1, 1),
+        blocks_per_allreduce=60,
+        least_miners=1,
+        rules={"training.sequence_length": 64, "round.grace": "20s"},
+    )
+    with steps_of(1.0), LocalSubnet(options=idle(options)) as subnet:
+        hostile = subnet.miners[1].child
+        subnet.kill_miner(1)  # if it began already
+        honest = list(hostile.command)
+        hostile.command[honest.index(str(PACED))] = str(PACED.with_name("hostile_miner.py"))
+        hostile.environment["HOSTILE_FACTOR"] = "-1"
+        subnet.restart_miner(1)
+        places = [miner.plan.folder for miner in subnet.miners]
+        with served(places[0]) as page, served(places[1]) as other:
+            journey = Journey(subnet, places[0], page)
+            found = journey.expect("counts", bad=False, says="was merged")
+            assert not re.search("paid|incentive|earn", found["cause"] + found["remedy"])
+            bad = Journey(subnet, places[1], other, 1)
+            found = bad.expect("refused", bad=True, says="refused the upload")
+            assert "learning rate" in found["remedy"] and "our upload was refused" in bad.log
+            assert stop_miner(subnet, 1) == 0
+            hostile.command = honest
+            subnet.restart_miner(1)
+            store, chain = (child for child in subnet.services.children[:2])  # type: ignore[union-attr]
+            closes_pass_unused(journey, chain, "registry silent", "the registry has not answered")
+            closes_pass_unused(journey, store, "store silent", "the store has not answered")
+            for child in (store, chain):
+                child.kill_tree()
+            found = journey.expect("network down", bad=True, says="link works")
+            assert "this machine's network" not in found["remedy"]
+            for child in (store, chain):
+                child.start()
+                child.wait_ready()
+            journey.expect("counts", bad=False)
+            missed(journey)
+            setting_refused(journey)
+            journey.subnet.kill_miner(0)
+            found = journey.expect("stopped", bad=True, says="SIGKILL")
+            assert "pm2 resurrect" in found["remedy"]
+
+
+def closes_pass_unused(journey: Journey, child: Child, verdict: str, says: str) -> None:
+    """``child`` is killed over at least one close, and comes back."""
+    child.kill_tree()
+    found = journey.expect(verdict, bad=True, says=says)
+    assert journey.run_status() == 1 and "tell the founder" in found["remedy"]
+    wait_for(lambda: journey.status()["missed_closes"] > 0, "a missed close", seconds=180)
+    assert "passed without an upload" in journey.status()["cause"]
+    child.start()
+    child.wait_ready()
+    journey.expect("counts", bad=False)
+
+
+def missed(journey: Journey) -> None:
+    """The miner is stopped over a close for which the other member uploads."""
+    subnet, step = journey.subnet, journey.status()["outer_step"]
+    assert stop_miner(subnet, 0) == 0
+    found = journey.expect("stopped", bad=False, says="signal SIGINT")
+    assert "start it again" in found["remedy"]
+    there = lambda: subnet.validator.state.outer_step > step + 1
+    subnet.wait_until(there, WAIT, "two outer steps without it")
+    subnet.restart_miner(0)
+    found = journey.expect("missed a close", bad=True, says="not running")
+    assert "pm2 startup" in found["remedy"]
+    journey.expect("counts", bad=False)
+
+
+def setting_refused(journey: Journey) -> None:
+    """Before any setting is read: of a run folder that only a flag names."""
+    assert stop_miner(journey.subnet, 0) == 0
+    right = list(journey.miner.child.command)
+    journey.miner.child.command += ["--neuron.nproc_per_node", "many"]
+    journey.miner.child.start()
+    assert journey.miner.child.wait(timedelta(seconds=60)) == 2
+    journey.miner.child.stopping = True  # the test's doing
+    found = journey.expect("cannot start", bad=True, says="nproc_per_node")
+    assert found["status"] == 1 and "pm2 start" in found["remedy"]
+    journey.miner.child.command = [*right, "--wallet.hotkey", "nobody"]
+    journey.subnet.restart_miner(0)
+    tries = set[int]()
+    while max(tries, default=0) < 4:  # each is "starting" for some seconds
+        found = journey.expect("cannot start", bad=True, says="nobody")
+        tries.add(found["attempt"])
+    assert stop_miner(journey.subnet, 0) == 0
+    journey.miner.child.command = right
+    journey.subnet.restart_miner(0)
+    journey.expect("counts", bad=False)

@@ -71,7 +71,9 @@ for (const e of document.querySelectorAll('svg, meter'))
 for (const e of document.querySelectorAll('button'))
   if (!e.textContent.trim()) found.push('a button has no name');
 if (!document.documentElement.lang) found.push('no language');
-if (document.documentElement.scrollWidth > innerWidth + 1) found.push('wider than the screen');
+// Not innerWidth: under mobile emulation it grows with what is too wide.
+const all = document.documentElement;
+if (all.scrollWidth > all.clientWidth + 1) found.push('wider than the screen');
 for (const r of performance.getEntriesByType('resource'))
   if (new URL(r.name).origin !== location.origin) found.push(`foreign ${r.name}`);
 return found;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -76,7 +77,9 @@ MERGED = Upload(6, NOW - 700, "6.3", None, "merged", NOW - 300)
 STORE = replace(
     WELL, kind="store", blocks_per_round_later=0, round_seconds=600.0, uploads=(MERGED,)
 )
+MEMBER = replace(STORE, pays=False)
 STARTS = Launch("starting", "loading global state 12.4 of 32.0 GB", NOW - 60, 1620.0)
+SETTING = Launch("stopped", stopped_by="its settings", text="192 is not its: leave it out")
 REFUSED = Launch("refused", text="no hotkey", attempt=6, next_try_at=NOW + 40)
 
 
@@ -94,6 +97,18 @@ def pays(incentive: float, weights_block: int = 1450) -> dict[str, Any]:
 
 def silent(seconds: float, **more: Any) -> dict[str, Any]:
     return {"block": Fact(1440, NOW - seconds), "store_silent_since": NOW - seconds, **more}
+
+
+def fate(word: str, cause: str = "", at: float = NOW - 300) -> dict[str, Any]:
+    return {"uploads": (replace(MERGED, fate=word, cause=cause, fate_at=at),)}
+
+
+def miss(cause: str, count: int = 1) -> dict[str, Any]:
+    return {"missed": count, "missed_cause": cause, "missed_at": NOW - 60}
+
+
+def store_silent(seconds: float, closed: float = -400.0, **more: Any) -> dict[str, Any]:
+    return {"store_silent_since": NOW - seconds, "next_round": NOW - closed, **more}
 
 
 V = Verdict
@@ -145,15 +160,18 @@ CASES: list[tuple[Facts, dict[str, Any], Verdict, str, bool]] = [
     (RULES, {}, V.UNKNOWN, "written nothing yet", False),
     # --- the process
     (RULES, launched(STARTS), V.STARTING, "12.4 of 32.0 GB, 26 min left", False),
-    (RULES, launched(replace(STARTS, text="no hotkey", attempt=6)), V.STARTING, "7; the", False),
+    (RULES, launched(replace(STARTS, text="no hotkey", attempt=1)), V.STARTING, "2; the", False),
+    (RULES, launched(replace(STARTS, text="no hotkey", attempt=2)), V.CANNOT_START, "key (a", True),
+    (RULES, launched(SETTING), V.CANNOT_START, "leave it out; then pm2 start app.config.js", True),
     (RULES, launched(REFUSED), V.CANNOT_START, "no hotkey (attempt 6, next try in 40 s)", True),
     (WELL, launched(Launch("running")), V.EARNING, "", False),
     (WELL, launched(Launch("stopped", stopped_by="signal 9")), V.STOPPED, "(signal 9)", False),
     (WELL, launched(Launch("stopped", stopped_by="failures")), V.STOPPED, "end of its log", True),
+    (WELL, launched(Launch("stopped", stopped_by="SIGKILL or")), V.STOPPED, "pm2 resurrect", True),
     (WELL, {"gone": Fact(True, NOW)}, V.STOPPED, "none of its processes runs", True),
     # --- a store network
     (STORE, {}, V.EARNING, "incentive", False),
-    (STORE, {"uploads": ()}, V.JOINING, "UPLOAD BLOCKED", True),
+    (STORE, {"uploads": ()}, V.JOINING, "run dt-doctor", True),
     (STORE, {"uploads": (), "started": NOW - 600}, V.JOINING, "in the 10 min", False),
     (STORE, {"uploads": (replace(MERGED, fate_at=NOW - 1801),)}, V.NOT_JUDGED_YET, "", True),
     (STORE, {"uploads": (Upload(7, NOW - 1900),)}, V.NOT_JUDGED_YET, "next update", False),
@@ -162,6 +180,39 @@ CASES: list[tuple[Facts, dict[str, Any], Verdict, str, bool]] = [
     (STORE, {"gate": 1}, V.GATE, "no outer step after 1 close: no half", False),
     (STORE, {"forked": "two manifests"}, V.OTHER_VERSION, "two manifests", True),
     (STORE, {"behind_since": NOW - 700}, V.BEHIND, "taken over", True),
+    # --- a registry's, which pays nobody
+    (MEMBER, {}, V.COUNTS, "the upload of outer step 6 was merged", False),
+    (MEMBER, fate("refused", "worse: 3.4, not 3.0"), V.REFUSED, "lower the learning rate", True),
+    (MEMBER, fate("refused", "spoiler: with it 3.4"), V.REFUSED, "text of this miner", True),
+    (MEMBER, fate("refused", "copy: of uid 3"), V.REFUSED, "hotkey and a --neuron.run", True),
+    (MEMBER, fate("refused", "the network went back to outer step 3"), V.REFUSED, "back", False),
+    (MEMBER, fate("kept", "late: it came 3 s after"), V.NOT_MERGED, "free this machine's", True),
+    (MEMBER, fate("kept", "damaged: no header"), V.NOT_MERGED, "install the version", True),
+    (MEMBER, fate("kept", "not-judged: no text"), V.NOT_MERGED, "goes into the next", False),
+    (MEMBER, fate("kept", "not judged: the validator"), V.NOT_MERGED, "goes into the next", False),
+    (MEMBER, fate("kept", "void: the close moved"), V.NOT_MERGED, "void", False),
+    (MEMBER, fate("kept", "not sent: it is full"), V.MISSED, "dt-doctor", True),
+    (MEMBER, fate("merged", at=NOW - 1300), V.NOT_JUDGED_YET, "has named an upload", True),
+    (MEMBER, {"uploads": (MERGED, Upload(7, NOW - 20, "7.4"))}, V.COUNTS, "outer step 6", False),
+    (MEMBER, miss("blocked: 3 inner steps"), V.MISSED, "more inner steps", True),
+    (MEMBER, miss("no room: 1 GB"), V.MISSED, "free the disk", True),
+    (MEMBER, miss("not running: it came"), V.MISSED, "pm2 startup", True),
+    (MEMBER, miss("silent: the store did not answer"), V.MISSED, "tell the founder", True),
+    (MEMBER, miss("not sent: write k: 403: copy R2_X again"), V.MISSED, "copy R2_X again", True),
+    (MEMBER, miss("not sent: the store refused this (403)"), V.MISSED, "ask the founder why", True),
+    (MEMBER, miss("not ready: it did not hold"), V.MISSED, "not taken over", True),
+    (MEMBER, miss("late: it was written after", 3), V.MISSED, "for the last 3 closes (late", True),
+    # --- one of the two does not answer
+    (MEMBER, {"block": Fact(1440, NOW - 119)}, V.COUNTS, "", False),
+    (MEMBER, {"block": Fact(1440, NOW - 125)}, V.REGISTRY_SILENT, "registry has not an", True),
+    (MEMBER, store_silent(119), V.COUNTS, "", False),
+    (MEMBER, store_silent(200), V.STORE_SILENT, "the store has not answered for 3 min", True),
+    (MEMBER, store_silent(200), V.STORE_SILENT, "no close was missed", True),
+    (MEMBER, store_silent(1300, 1250.0), V.STORE_SILENT, "2 closes have passed without", True),
+    (MEMBER, store_silent(200, missed=2), V.STORE_SILENT, "2 closes have passed without", True),
+    (MEMBER, silent(94.0), V.OFFLINE, "registry and store have not answered for 94 s", True),
+    (MEMBER, silent(94.0, chain_trouble="connection refused"), V.NETWORK_DOWN, "link works", True),
+    (MEMBER, silent(94.0, store_trouble="connection refused"), V.NETWORK_DOWN, "founder", True),
 ]  # fmt: skip
 
 
@@ -185,6 +236,14 @@ def test_uploads_are_judged_of_the_outer_step_before_for_half_the_period() -> No
     for last, step in ((1100, 6), (1065, None), (1000, 7)):  # in between it changes just now
         facts = replace(WELL, place=Fact(Place(7, last), NOW))
         assert judge(facts, NOW).judged_step == step
+
+
+def test_a_member_is_told_of_no_pay_and_sent_to_no_grep() -> None:
+    for facts, changed, *_ in CASES:
+        if facts is MEMBER:
+            found = judge(replace(facts, **changed), NOW)
+            assert not re.search(r"\b(grep|paid|pays|incentive|earn)", found.words), found
+            assert found.bad == bool(found.remedy), found
 
 
 def test_each_verdict_is_reached() -> None:

@@ -145,7 +145,8 @@ def test_the_verdict_follows_from_the_manifests(tmp_path: Path) -> None:
     assert judged.after(ev.CloseReached(CLOSE), TRAINING, 1800.0) == ("joining", True)
     assert judged.after(ev.UploadEnded(12, 3), TRAINING) == ("not judged yet", True), "hours late"
     assert judged.after(APPLIED, state(Base.MERGED)) == ("not yet paid", False)
-    assert judged.after(APPLIED, state(Base.KEPT)) == ("not yet paid", False), "none was sent"
+    assert judged.after(APPLIED, state(Base.KEPT)) == ("missed a close", True), "none was sent"
+    assert judged.after(ev.UploadEnded(13, 4), TRAINING) == ("not yet paid", False)
     assert judged.after(APPLIED, state(Base.KEPT, "late: by 3 s")) == ("not merged", True)
     assert judged.after(APPLIED, state(Base.REFUSED, "copy: of uid 4")) == ("refused", True)
     assert judged.after(APPLIED, state(Base.MERGED)) == ("not yet paid", False)

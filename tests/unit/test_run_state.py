@@ -54,7 +54,9 @@ def test_a_start_is_followed_from_its_refusal_to_its_end(tmp_path: Path) -> None
     found = launch_of(tmp_path)
     assert found.stage == "loading, 12.4 of 32.0 GB (3 of 5)" and found.eta_seconds == 1560.0
     judged = judge(observe(tmp_path, time.time()), time.time())
-    assert judged.verdict in (Verdict.STARTING, Verdict.UNKNOWN)
+    # From the second refusal on it stays so, however often it is tried.
+    assert judged.verdict is Verdict.CANNOT_START and "attempt 4" in judged.cause
+    assert judged.remedy.startswith("btcli wallet new_hotkey; ")
     report_running(tmp_path)
     assert launch_of(tmp_path).state == "running"
     file.enter(LauncherState.RUNNING)

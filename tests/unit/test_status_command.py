@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -16,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distributed_training import status_command as status
-from distributed_training.telemetry.neuron_state import NeuronState
+from distributed_training.telemetry.neuron_state import COLUMNS, NeuronState
 from distributed_training.telemetry.page.__main__ import verdict_of
 from distributed_training.telemetry.verdict import FACTS_FILE, Verdict
-from tests.tools.miner_states import STATES, make_miner
+from tests.tools.miner_states import MEMBERS, STATES, make_miner, step_fields
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -33,7 +34,16 @@ def test_each_state_has_its_verdict_and_exit_status(
     code = status.main([folder, "--json"])
     row = json.loads(capsys.readouterr().out)
     assert row["verdict"] == verdict
-    assert code == row["status"] == (3 if not alive else 1 if level == "bad" else 0)
+    # A start that was refused is for somebody to act on, though nothing runs.
+    away = not alive and verdict != "cannot start"
+    assert code == row["status"] == (3 if away else 1 if level == "bad" else 0)
+    page = verdict_of(Path(folder), row["time"])["judgement"]
+    words = ("verdict", "cause", "remedy", "bad", "earns")
+    assert [page[word] for word in words] == [row[word] for word in words]
+    assert page["level"] == level
+    if state in MEMBERS:
+        said = f"{row['cause']} {row['remedy']}"
+        assert not re.search(r"\b(grep|paid|pays|incentive|earn)", said), said
     text = status.text_of(row)
     assert text.startswith(f"{state} miner (uid 17): {verdict.upper()}\n  {row['cause']}\n")
     assert (f"  do            {row['remedy']}\n" in text) == bool(row["remedy"])
@@ -44,6 +54,24 @@ def test_each_state_has_its_verdict_and_exit_status(
     assert "disk" in shown and ("link" in shown) == (row["state"] == "running")
     assert ("last upload" in shown) == (row["last_upload"] is not None)
     assert ("next round" in shown) == (row["state"] == "running")
+
+
+def test_step_and_next_times_are_those_of_page_and_log(tmp_path: Path) -> None:
+    """The step is the last event's, which is the log's line; facts are up to 15 s older."""
+    folder, now = make_miner(tmp_path, "store-silent"), time.time()
+    step = step_fields(9, 44, 2.0) | {"time": now, "kind": "step"}
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps(step) + "\n")
+    neuron = NeuronState(folder).catch_up()
+    row = status.describe(neuron, now)
+    last = dict(zip(COLUMNS, neuron.steps[-1], strict=True))
+    assert (row["outer_step"], row["inner_step"]) == (last["outer_step"], last["inner_step"])
+    assert (row["inner_step"], row["step_at"]) == (44, now)
+    assert row["next_upload_at"] == row["next_round_at"] == verdict_of(folder, now)["next_round"]
+    assert row["next_round_at"] > now, "by the clock, while the store is silent"
+    (folder / FACTS_FILE).unlink()
+    named = status.describe(neuron, now)["name"]
+    assert named == neuron.measured()["title"] == "store-silent miner", "before the first facts too"
 
 
 def test_several_miners_have_a_row_each_and_the_worst_exit_status(

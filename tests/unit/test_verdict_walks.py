@@ -141,6 +141,7 @@ class Walk:
                 "called_at": self.unix(self.called),
                 "store_silent_since": self.store_silent and self.unix(self.store_silent),
                 "gate": self.gate_seen,
+                "chain_trouble": "" if self.chain_up else "connection refused",
             },
             record=lambda *_, **__: None,
             folder=self.folder,
@@ -309,7 +310,7 @@ class Hivemind(Walk):
         # --- the miner
         if self.alive and self.mode is Mode.TRAINING:
             self.inner_step += 1
-            report = SimpleNamespace(total_inner_steps=self.inner_step, seconds=LOOK)
+            report = SimpleNamespace(inner_step=self.inner_step, seconds=LOOK)
             if rng.random() < 0.98:
                 self.tell(ev.InnerStepDone(report))  # type: ignore[arg-type]
             if not self.sending and self.now >= self.next_upload:
@@ -431,6 +432,7 @@ class Store(Walk):
     def rules(self) -> Facts:
         return Facts(
             kind="store",
+            pays=False,
             seconds_per_block=PACE,
             round_seconds=self.PERIOD,
             patience=60.0,
@@ -441,7 +443,7 @@ class Store(Walk):
             self.chain.seen, self.chain.at = 1000 + int(self.now / PACE), self.now
         self.store_silent = None if self.store_up else self.store_silent or self.now
         if self.alive and self.mode is Mode.TRAINING:
-            report = SimpleNamespace(total_inner_steps=1, seconds=LOOK)
+            report = SimpleNamespace(inner_step=1, seconds=LOOK)
             self.tell(ev.InnerStepDone(report))  # type: ignore[arg-type]
         if self.now >= self.closes_at:
             self.close()

@@ -5,6 +5,8 @@ const KEPT_POINTS = 3000, KEPT_ROWS = 50, SHOWN_ROWS = 8;
 const neurons = new Map();
 const SILENT_MS = 10000;  // the server sends gauges every 2 s
 const FRESH_SECONDS = 60;  // of a figure: an older one says of when it is
+const SOLVED_SECONDS = 600, START_SECONDS = 60;  // of warnings: how long solved ones and those of a start are shown
+const GAP_SECONDS = 120;  // between two points of a curve
 const DAY = 86400, TEMPO_BLOCKS = 360, BLOCK_SECONDS = 12;  // of bittensor, which pays once a tempo
 let faults = {};  // name of a failed round's cause -> sentence
 let shown = "", waiting = [], loaded = false, drawSoon = false, heard = Date.now(), lost = false;
@@ -195,10 +197,10 @@ function cards(neuron) {
     made.push(card(`Next ${round}`, next > now ? `in ${span(next - now)}` : "due",
       next !== told ? `by the clock, ${clock(next)}` : next > now ? `expected at ${clock(next)}` : `since ${span(now - next)}`));
   }
-  const rounds = neuron.tables.round, last = rounds[rounds.length - 1];
+  const rounds = neuron.tables.round.filter((r) => !early(r)), last = rounds[rounds.length - 1];
   if (last) made.push(card(`Last ${round}`, tookPart(last) ? (store ? "merged" : "took part") : last.ok ? fateOf(last) : "failed",
     last.peers && last.ok && last.base === undefined ? `${peersIn(last)} peers, ${number(last.seconds, 1)} s` : causeOf(last),
-    tookPart(last) ? "good" : last.base === "kept" && last.ok ? "" : "bad"));
+    tookPart(last) ? "good" : last.base === "kept" && last.ok || !running ? "" : "bad"));
   const share = gauge("round_participation_ratio"), taken = rounds.filter(tookPart).length;
   if (rounds.length) made.push(card(store ? "Closes merged" : "Rounds taken", `${taken} of ${rounds.length}`,
     share === undefined ? "the last ones" : `${number(100 * share, 0)} % of the subnet's last 20`));
@@ -247,7 +249,7 @@ function moneyCards(neuron) {  // what a day trains, brings and costs
   if (tokens !== null) made.push(card("Tokens a day", amount(tokens),
     cost === null ? "of text trained on, pauses counted" : `${costs}, ${number(cost / (tokens / 1e9))} a billion`));
   const { value: { emission } = {}, at } = (neuron.facts && neuron.facts.standing) || {};
-  if (!emission) return made;
+  if (!emission || neuron.facts.pays === false) return made;
   const pace = gaugeOf(neuron, "chain_seconds_per_block") || BLOCK_SECONDS, day = emission * DAY / (TEMPO_BLOCKS * pace);
   made.push(aged(card("Emission a day", number(day, 4),
     cost === null ? "in the subnet's coin" : `coins; ${costs}: even at ${number(cost / day)} a coin`), at));
@@ -266,7 +268,7 @@ function uploadCards(neuron, running) {
   if (facts.kind === "store") {
     const fate = { merged: "merged", kept: "not merged", refused: "refused" }[newest && newest.fate] || "not judged yet";
     if (newest) made.push(card("Uploaded", `${span(now - newest.at)} ago`, `of outer step ${newest.outer_step}: ${fate}${newest.cause ? `, ${newest.cause}` : ""}`,
-      newest.fate === "refused" ? "bad" : ""));
+      newest.fate === "refused" && running ? "bad" : ""));
     return made;
   }
   if (published && limit) {
@@ -319,6 +321,7 @@ function stateOf(neuron) {
   if (neuron.state === "stopped") return neuron.state;
   if (!runs(neuron)) return "dead";
   if (!neuron.taken) return "waiting";
+  if (neuron.state === "starting" && (launchOf(neuron) || {}).state === "running") return "training";
   return neuron.state === "awaiting_global" ? "training" : (neuron.state || "–").replace(/_/g, " ");
 }
 
@@ -387,6 +390,17 @@ function shape(name, attributes, text = "") {
   return made;
 }
 
+// A curve is cut where nothing was written for long: a straight line would look like training.
+function partsOf(points) {
+  const pauses = points.slice(1).map((p, i) => p[0] - points[i][0]).sort((a, b) => a - b);
+  const limit = Math.max(GAP_SECONDS, 10 * (pauses[Math.floor(pauses.length / 2)] || 0)), parts = [[]];
+  points.forEach((p, i) => {
+    if (i && p[0] - points[i - 1][0] > limit) parts.push([]);
+    parts.at(-1).push(p);
+  });
+  return parts.map((part) => (part.length > 1 ? part : [part[0], part[0]]));  // one point is a dot
+}
+
 // Of the inner steps, by column; `rows` and `columns` of something else.
 function chart(id, title, unit, neuron, series, digits, rows = neuron.steps, columns = neuron.columns) {
   const place = $(id), width = Math.max(280, place.clientWidth - 30), height = 190;
@@ -422,8 +436,8 @@ function chart(id, title, unit, neuron, series, digits, rows = neuron.steps, col
     line.append(shape("title", {}, `outer step ${mark.outer_step}`));
     drawing.append(line);
   }
-  for (const s of lines) drawing.append(shape("polyline", { class: s.style,
-    points: s.points.map((p) => `${x(p[0]).toFixed(1)},${y(p[1]).toFixed(1)}`).join(" ") }));
+  for (const s of lines) for (const part of partsOf(s.points)) drawing.append(shape("polyline", { class: s.style,
+    points: part.map((p) => `${x(p[0]).toFixed(1)},${y(p[1]).toFixed(1)}`).join(" ") }));
   const keys = lines.map((s) => element("span", { class: `key-${s.style}` },
     `${s.name} ${number(s.points[s.points.length - 1][1], digits)} ${unit}`));
   replace(place, element("figcaption", {}, element("b", {}, title), ...keys), drawing);
@@ -440,12 +454,25 @@ function table(id, title, heads, rows) {
   if ($(id).scrollWidth > $(id).clientWidth) $(id).tabIndex = 0; else $(id).removeAttribute("tabindex");
 }
 
+// Warnings that still matter: none of an earlier start, none that is solved, each sentence once.
+function problemsOf(neuron) {
+  const start = newestOf(neuron, "start") || newestOf(neuron, "starting"), well = verdictOf(neuron)[2] === "good";
+  const since = Math.max(start ? start.time - START_SECONDS : 0, present() - (well ? SOLVED_SECONDS : DAY)), found = new Map();
+  for (const p of neuron.tables.problem.filter((each) => each.time >= since)) {
+    const same = String(p.text).replace(/[0-9]+/g, "#"), before = found.get(same);
+    found.delete(same);  // the newest one last
+    found.set(same, { ...p, times: (before ? before.times : 0) + 1 });
+  }
+  return [...found.values()].reverse().slice(0, SHOWN_ROWS);
+}
+
 const verdict = (ok, yes, no) => element("span", { class: ok ? "ok" : "not" }, ok ? yes : no);
 
 function tables(neuron) {
   const newest = (kind) => [...neuron.tables[kind]].reverse().slice(0, SHOWN_ROWS);
   table("rounds", "Rounds", ["time", "outer step", "result", "peers", "seconds"], newest("round").map((r) => [
-    moment(r.time), r.outer_step + 1, verdict(r.ok, fateOf(r), `failed: ${causeOf(r)}`), peersIn(r), number(r.seconds, 1)]));
+    moment(r.time), r.outer_step + 1, r.ok && !tookPart(r) ? element("span", { class: r.base === "refused" || r.fate === "missed" ? "not" : "" }, fateOf(r))
+      : verdict(r.ok, fateOf(r), `failed: ${causeOf(r)}`), peersIn(r), number(r.seconds, 1)]));
   table("publications", "Uploads", ["time", "revision", "result", "MB", "seconds"], newest("publication").map((p) => [
     moment(p.time), p.revision, verdict(p.ok, "uploaded", p.reason || "failed"), number(p.bytes_sent / 1e6, 1), number(p.seconds, 1)]));
   const scores = neuron.scores ? Object.entries(neuron.scores.scores) : [];
@@ -458,9 +485,10 @@ function tables(neuron) {
     ranks.map((row) => [row[0], ...measured.map((f) => row[RANK_FIGURES.indexOf(f) + 1])]));
   table("subnet", "All neurons", ["neuron", "verdict", "score", "step", "loss", "tokens/s", "rounds"],
     neurons.size < 2 ? [] : [...neurons.values()].map(summaryOf));
-  const problems = newest("problem");
+  const problems = problemsOf(neuron);
   replace($("problems"), ...(problems.length ? [element("h2", {}, "Warnings and errors"),
-    element("ul", {}, ...problems.map((p) => element("li", { class: p.level || "" }, element("time", {}, moment(p.time)), p.text)))] : []));
+    element("ul", {}, ...problems.map((p) => element("li", { class: p.level || "" }, element("time", {}, moment(p.time)), p.text,
+      p.times > 1 ? ` (${p.times} times)` : "")))] : []));
 }
 
 // A member's round through the store names no peers: "base" is what became of its own upload.
@@ -470,7 +498,8 @@ function causeOf(round) {
   const sentence = faults[round.fault] || String(round.fault || "").replace(/_/g, " ").toLowerCase();
   return [sentence, String(round.detail || "")].filter(Boolean).join(": ");
 }
-const fateOf = (round) => ({ merged: "merged", kept: "not merged", refused: "refused" }[round.base] || "averaged");
+const fateOf = (round) => round.fate || { merged: "merged", kept: "not merged", refused: "refused" }[round.base] || "averaged";
+const early = (round) => round.fate === "too early";  // a close before the first upload, which it could not reach
 const peersIn = (round) => round.base !== undefined ? "–" : ((round.peers || []).length || (round.participants || []).length);
 
 function peersOf(neuron) {  // newest rounds first
@@ -505,7 +534,7 @@ function ranksOf(neuron) {  // a row of text for each rank, in the order of RANK
 
 function summaryOf(neuron) {
   const last = neuron.steps[neuron.steps.length - 1], value = (c) => (last ? last[neuron.columns.indexOf(c)] : null);
-  const rounds = neuron.tables.round, score = scoreOf(neuron);
+  const rounds = neuron.tables.round.filter((r) => !early(r)), score = scoreOf(neuron);
   const bad = verdictOf(neuron)[2] === "bad";
   return [titleOf(neuron), element("span", { class: bad ? "not" : "" }, verdictOf(neuron)[0]), score ? number(score.total, 3) : "–",
     last ? `${value("outer_step")} . ${value("inner_step")}` : "–",
@@ -540,7 +569,7 @@ function draw() {
   chart("speed", "Tokens per second", "", neuron, [{ column: "tokens_per_second", name: "all ranks", style: "a" }], 0);
   chart("memory", "GPU memory", "GB", neuron, [{ column: "gpu_memory_gb", name: "peak", style: "a" }], 1);
   chart("incentive", "Incentive", "", neuron, [{ column: "incentive", name: "share of all payments", style: "a" }], 4,
-    neuron.standings, ["time", "incentive", "emission"]);
+    neuron.facts && neuron.facts.pays === false ? [] : neuron.standings, ["time", "incentive", "emission"]);
   const store = neuron.facts && neuron.facts.kind === "store", every = neuron.counts.seconds === DAY ? "day" : "hour";
   chart("counts", `Uploads and ${store ? "closes" : "rounds"}, by the ${every}`, "", neuron, [
     { column: "uploads", name: "uploads", style: "a" }, { column: "failed", name: "failed uploads", style: "b" },
