@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -28,8 +28,15 @@ from distributed_training.protocol.update_file import (
     rows_and_columns,
     write_rows,
 )
-from distributed_training.training.outer_rule import OUTER_RULES
-from distributed_training.validator.merge import OuterState, Rule, merge
+from distributed_training.training.outer_rule import OUTER_RULES, UploadFacts
+from distributed_training.validator.merge import (
+    HISTORY,
+    OuterState,
+    Rule,
+    clip_factors,
+    merge,
+    norm_of,
+)
 
 WORKERS = 4  # of a store network
 UPDATE_BITS = 4
@@ -41,25 +48,29 @@ Weights = dict[str, Tensor]
 _CPU = torch.device("cpu")
 
 
-def text() -> Tensor:
-    files = sorted(Path(os.__file__).parent.glob("*.py"))
-    data = b"".join(file.read_bytes() for file in files[:80])
+def text(place: Path | None = None) -> Tensor:
+    """Return the bytes of a file, or of all files below a folder; None: Python's own library."""
+    if place is not None:
+        files = [place] if place.is_file() else sorted(f for f in place.rglob("*") if f.is_file())
+    else:
+        files = sorted(Path(os.__file__).parent.glob("*.py"))[:80]
+    data = b"".join(file.read_bytes() for file in files)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
 
 
-def initial(seed: int) -> Weights:
+def initial(seed: int, width: int = WIDTH, layers: int = LAYERS, context: int = CONTEXT) -> Weights:
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, generator=generator) * rows**-0.5
 
-    weights = {"bytes": matrix(256, WIDTH), "places": 0.1 * matrix(CONTEXT, WIDTH)}
-    for layer in range(LAYERS):
+    weights = {"bytes": matrix(256, width), "places": 0.1 * matrix(context, width)}
+    for layer in range(layers):
         weights |= {
-            f"{layer}.attention": matrix(WIDTH, 3 * WIDTH),
-            f"{layer}.mixed": matrix(WIDTH, WIDTH) / 2,
-            f"{layer}.up": matrix(WIDTH, 4 * WIDTH),
-            f"{layer}.down": matrix(4 * WIDTH, WIDTH) / 2,
+            f"{layer}.attention": matrix(width, 3 * width),
+            f"{layer}.mixed": matrix(width, width) / 2,
+            f"{layer}.up": matrix(width, 4 * width),
+            f"{layer}.down": matrix(4 * width, width) / 2,
         }
     return weights
 
@@ -67,21 +78,22 @@ def initial(seed: int) -> Weights:
 def losses(weights: Weights, tokens: Tensor) -> Tensor:
     """Return each model's mean loss; ``tokens`` are (models, batch, context + 1)."""
     models, batch, _ = tokens.shape
+    context, width = weights["places"].shape[-2:]
     every = torch.arange(models, device=tokens.device).view(-1, 1, 1)
     x = weights["bytes"][every, tokens[..., :-1]] + weights["places"].unsqueeze(1)
-    x = x.view(models, -1, WIDTH)
-    heads = (models, batch, CONTEXT, HEADS, WIDTH // HEADS)
-    for layer in range(LAYERS):
-        normed = F.layer_norm(x, (WIDTH,))
+    x = x.view(models, -1, width)
+    heads = (models, batch, context, width // (WIDTH // HEADS), WIDTH // HEADS)
+    for layer in range(sum(name.endswith(".mixed") for name in weights)):
+        normed = F.layer_norm(x, (width,))
         q, k, v = (
             each.reshape(heads).transpose(2, 3)
             for each in (normed @ weights[f"{layer}.attention"]).chunk(3, -1)
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(2, 3)
-        x = x + mixed.reshape(models, -1, WIDTH) @ weights[f"{layer}.mixed"]
-        inner = F.gelu(F.layer_norm(x, (WIDTH,)) @ weights[f"{layer}.up"])
+        x = x + mixed.reshape(models, -1, width) @ weights[f"{layer}.mixed"]
+        inner = F.gelu(F.layer_norm(x, (width,)) @ weights[f"{layer}.up"])
         x = x + inner @ weights[f"{layer}.down"]
-    logits = F.layer_norm(x, (WIDTH,)) @ weights["bytes"].transpose(1, 2)
+    logits = F.layer_norm(x, (width,)) @ weights["bytes"].transpose(1, 2)
     each = F.cross_entropy(logits.reshape(-1, 256), tokens[..., 1:].reshape(-1), reduction="none")
     return each.view(models, -1).mean(1)
 
@@ -101,11 +113,12 @@ def batches(
 
 
 @torch.no_grad()
-def held_out_losses(weights: Weights) -> list[float]:
-    """Return each model's loss on the text that none trains on."""
-    data, models = text()[:HELD_OUT_BYTES], weights["bytes"]
-    places = torch.linspace(0, len(data) - CONTEXT - 1, BATCH * HELD_OUT_BATCHES).long()
-    tokens = data[places.view(1, -1, 1) + torch.arange(CONTEXT + 1)].to(models.device)
+def held_out_losses(weights: Weights, data: Tensor | None = None) -> list[float]:
+    """Return each model's loss on ``data``; None: on the text that none trains on."""
+    models, context = weights["bytes"], weights["places"].shape[-2]
+    data = text()[:HELD_OUT_BYTES] if data is None else data
+    places = torch.linspace(0, len(data) - context - 1, BATCH * HELD_OUT_BATCHES).long()
+    tokens = data[places.view(1, -1, 1) + torch.arange(context + 1)].to(models.device)
     return losses(weights, tokens.expand(len(models), -1, -1)).tolist()
 
 
@@ -142,6 +155,38 @@ def inner_steps(
         yield step, loss.detach()
 
 
+class Inner:
+    """AdamW over all models at once. A slow worker takes a share of the steps and rests between.
+
+    ``speeds``: that share, of the models in turn.
+    """
+
+    def __init__(self, weights: Weights, speeds: Sequence[float] = (1.0,)) -> None:
+        self._weights, self._speeds = weights, speeds
+        betas = (0.9, 0.95)
+        self._adam = torch.optim.AdamW(weights.values(), lr=RATE, betas=betas, weight_decay=0.1)
+
+    def step(self, number: int, tokens: Tensor) -> None:
+        """Take inner step ``number``, from 1, of each model."""
+        models = len(tokens)
+        self._adam.param_groups[0]["lr"] = RATE * min(1.0, number / WARMUP)
+        speeds = [self._speeds[model % len(self._speeds)] for model in range(models)]
+        rests = [m for m, s in enumerate(speeds) if int(number * s) == int((number - 1) * s)]
+        self._adam.zero_grad()
+        losses(self._weights, tokens).sum().backward()
+        kept = [(each, each[rests].clone()) for each in self._tensors()] if rests else []
+        self._adam.step()
+        with torch.no_grad():
+            for each, before in kept:
+                each[rests] = before
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """Yield weights and averages, whose first dimension is the models'."""
+        for weight in self._weights.values():
+            state = self._adam.state[weight]
+            yield from (weight.data, *(state[n] for n in ("exp_avg", "exp_avg_sq") if n in state))
+
+
 def _unsigned(message: bytes) -> bytes:
     return bytes(64)
 
@@ -160,9 +205,12 @@ class Network:
     states: list[OuterState]
     bits: int = 4
     workers: int = WORKERS
+    clips: bool = False  # uploads, as a validator does
+    judged: Tensor | None = None  # text on which uploads are judged, for a rule that merges them
     sent: float = 0.0
     received: float = 0.0
     residuals: list[Sequence[Tensor] | None] = field(default_factory=list)
+    norms: list[list[float]] = field(default_factory=list)  # of an outer step, as merged
 
     def __post_init__(self) -> None:
         self.residuals = [None] * self.workers
@@ -179,37 +227,90 @@ class Network:
         return self.states[worker % len(self.states)]
 
     def exchange(
-        self, weights: Sequence[Tensor], folder: Path, outer_step: int, *, missing: int = 0
+        self,
+        weights: Sequence[Tensor],
+        folder: Path,
+        outer_step: int,
+        *,
+        missing: int = 0,
+        lost: Collection[int] = (),
     ) -> None:
         """Upload what the workers trained, and take the outer step that follows from it.
 
         ``weights``: ``(workers, ...)`` of each parameter, on the CPU. The last ``missing`` workers
-        upload nothing.
+        and those of ``lost`` upload nothing.
         """
-        uploads = [
-            self._upload(worker, [each[worker] for each in weights], folder, outer_step)
+        uploads = {
+            worker: self._upload(worker, [each[worker] for each in weights], folder, outer_step)
             for worker in range(self.workers - missing)
-        ]
+            if worker not in lost
+        }
         rule = OUTER_RULES[self.rule.name]
         if rule.groups is not None:
             before = [*self.states]
             for group in rule.groups(self.workers, outer_step):
-                self._average(before, group, [uploads[worker] for worker in group])
+                if there := [worker for worker in group if worker in uploads]:
+                    self._average(before, there, [uploads[worker] for worker in there])
             return
-        update = self.merge(uploads, [1.0] * len(uploads), folder, outer_step)
+        self._merge_all([*uploads.values()], folder, outer_step)
+
+    def exchange_and_carry(
+        self, own: Sequence[Tensor], folder: Path, outer_step: int, lost: Collection[int]
+    ) -> list[Tensor]:
+        """Take an outer step; return the workers' weights: what was lost is on top of the new."""
+        before = [self.state_of(worker).weights for worker in range(self.workers)]
+        self.exchange(own, folder, outer_step, lost=lost)
+        found = []
+        for index, each in enumerate(own):
+            new = torch.stack([self.state_of(w).weights[index] for w in range(self.workers)])
+            for worker in lost:
+                new[worker] += each[worker] - before[worker][index]
+            found.append(new)
+        return found
+
+    def _merge_all(self, uploads: Sequence[UpdateFile], folder: Path, outer_step: int) -> None:
+        factors, facts = [1.0] * len(uploads), list[UploadFacts]()
+        if self.clips or self.judged is not None:
+            norms = [norm_of(upload) for upload in uploads]
+        if self.clips:
+            factors = clip_factors(norms, [norm for some in self.norms[-HISTORY:] for norm in some])
+            self.norms.append([n * f for n, f in zip(norms, factors, strict=True)])
+        if OUTER_RULES[self.rule.name].merge is not None:
+            assert self.judged is not None
+            gains = self._gains(uploads, self.judged)
+            tokens = [upload.header.tokens for upload in uploads]
+            facts = [UploadFacts(*each) for each in zip(tokens, norms, gains, strict=True)]
+        update = self.merge(uploads, factors, folder, outer_step, facts)
         self.sent += sum(map(self._bytes_of, uploads)) / self.workers
         self.received += update.layout.body_bytes
 
+    def _gains(self, uploads: Sequence[UpdateFile], data: Tensor) -> list[float]:
+        """Return by how much each upload lowers the loss on ``data``, in nats per byte."""
+        stacked = {
+            name: torch.stack(
+                [weight, *(weight - upload.decode(name, weight.shape) for upload in uploads)]
+            )
+            for name, weight in zip(self.names, self.state.weights, strict=True)
+        }
+        before, *after = held_out_losses(stacked, data)
+        return [before - each for each in after]
+
     def merge(
-        self, uploads: Sequence[UpdateFile], factors: Sequence[float], folder: Path, outer_step: int
+        self,
+        uploads: Sequence[UpdateFile],
+        factors: Sequence[float],
+        folder: Path,
+        outer_step: int,
+        facts: Sequence[UploadFacts] = (),
     ) -> UpdateFile:
         """Take the outer step of ``uploads``; return its update, a file in ``folder``."""
         path = folder / "update"
         path.unlink(missing_ok=True)
         layout = self._layout("update", UPDATE_BITS, outer_step)
         _, state = merge(
-            uploads, factors, self.state, self.rule, path=path, layout=layout, sign=_unsigned
-        )
+            uploads, factors, self.state, self.rule,
+            path=path, layout=layout, sign=_unsigned, facts=facts,
+        )  # fmt: skip
         self.states = [state]
         return UpdateFile.reopen(path, layout.schema)
 

@@ -1,40 +1,60 @@
-"""Compare outer rules: held-out loss against bytes and time, three seeds, as a picture and a table.
+"""Compare outer rules: held-out loss against bytes and time, several seeds, picture, table, JSON.
 
-    python examples/compare.py                       five minutes of a core
+    python examples/compare.py                       seven minutes of a core
     python examples/compare.py nesterov my_rule.py   one of a file, next to the network's own
+    python examples/compare.py nesterov:lr=0.4 my_rule.py:lr=1.6,mu=0    each at rates of its own
+    python examples/compare.py my_rule.py --sweep 0.4,0.8,1.6            each at several rates
+    python examples/compare.py --speeds 1,1,0.5 --lost 0.1    unequal workers, uploads that are lost
     python examples/compare.py my_rule.py --subnet   the same in real processes; one of them is
                                                      killed each minute, behind thin network links
 
 A rule is a name, or a file that registers one (docs/research.md). Four workers train a byte model
-of 115,000 parameters in this process. What they exchange is encoded, merged and applied by the
-program's own code. ``--subnet`` needs root, for the network namespaces of bench.exchange.
+of 115,000 parameters in this process. What they exchange is encoded, clipped, merged and applied by
+the program's own code. The baseline is one worker that exchanges nothing. All rules see the same
+batches. ``--subnet`` needs root, for the network namespaces of bench.exchange.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
+import json
+import os
+import platform
+import random
+import re
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.common import table
 from bench.workers import (
+    BATCH,
+    CONTEXT,
+    HELD_OUT_BYTES,
+    LAYERS,
+    WIDTH,
     WORKERS,
+    Inner,
     Network,
+    Weights,
     arguments_of,
     held_out_losses,
     initial,
-    inner_steps,
     stack,
+    text,
 )
 from distributed_training.config.loader import exit_with
 from distributed_training.config.settings import TrainingSettings
@@ -42,15 +62,19 @@ from distributed_training.config.types import ConfigError
 from distributed_training.training.outer_rule import find_rule, outer_rule_of
 from distributed_training.validator.merge import OuterState, Rule
 
-RULES = Path(__file__).resolve().parent / "rules"
-DEFAULT = ("nesterov", str(RULES / "sparse_uploads.py"), str(RULES / "pairs.py"))
+ROOT = Path(__file__).resolve().parent.parent
+RULES = ROOT / "examples" / "rules"
+DEFAULT = ("nesterov", f"{RULES / 'sparse_uploads.py'}:lr=3,mu=0", str(RULES / "pairs.py"))
+BASELINE = "one worker"
 SUBNET_PERIOD, SUBNET_STEPS, KILL_EVERY = 80, 5, 60.0  # seconds, outer steps, seconds
 
 
 @dataclass
 class Curve:
-    """One rule, after each outer step: bytes of a worker for each parameter, losses by seed."""
+    """A rule, None for the baseline, after each outer step: bytes per parameter, losses by seed."""
 
+    label: str
+    rule: Rule | None
     sent: list[float] = field(default_factory=list)
     received: list[float] = field(default_factory=list)
     losses: list[list[float]] = field(default_factory=list)
@@ -65,82 +89,131 @@ class Curve:
         ]
 
 
-def train(names: Sequence[str], options: argparse.Namespace) -> dict[str, Curve]:
-    """Train the workers of each rule and each seed on the same batches."""
-    starts = [initial(seed) for seed in range(options.seeds)]
+def batches(data: Tensor, options: argparse.Namespace) -> Iterator[Tensor]:
+    """Yield the tokens of each inner step, (seeds x workers, batch, context + 1).
+
+    Each seed has its own order, the same for all rules and for any number of seeds.
+    """
+    orders = [options.order_seed + seed * options.vary_order for seed in range(options.seeds)]
+    generators = [torch.Generator().manual_seed(order) for order in orders]
+    window, size = torch.arange(options.context + 1), (options.workers, options.batch, 1)
+    last = len(data) - options.context
+    while True:
+        yield data[torch.cat([torch.randint(last, size, generator=g) for g in generators]) + window]
+
+
+def train(curves: Sequence[Curve], options: argparse.Namespace, save: Callable[[], None]) -> None:
+    """Train the workers of each rule and each seed; ``save`` after each outer step."""
+    data = text(options.text)
+    held, rest = data[:HELD_OUT_BYTES], data[HELD_OUT_BYTES:]
+    if len(rest) < HELD_OUT_BYTES:
+        raise ConfigError(f"--text has {len(data)} bytes: give at least {2 * HELD_OUT_BYTES}")
+    sizes = options.width, options.layers, options.context
+    places = [options.weights_seed + s * options.vary_weights for s in range(options.seeds)]
+    starts = [initial(seed, *sizes) for seed in places]
     parameters = sum(each.numel() for each in starts[0].values())
-    rates = options.outer_learning_rate, options.outer_momentum
     networks = [
-        Network(
-            Rule(name, *rates),
-            [*start],
-            [OuterState([*start.values()])],
-            workers=options.workers,
+        None if curve.rule is None else Network(
+            curve.rule, [*start], [OuterState([*start.values()])],
+            workers=options.workers, clips=True, judged=rest[:HELD_OUT_BYTES],
         )
-        for name in names
+        for curve in curves
         for start in starts
-    ]
-    workers = options.workers
-    weights = stack(starts * len(names), workers)
-    curves = {name: Curve() for name in names}
-    steps = inner_steps(weights, options.rounds * options.steps, options.seeds * workers)
+    ]  # fmt: skip
+    weights = stack(starts * len(curves), options.workers, torch.device(options.device))
+    inner, fed = Inner(weights, options.speeds), batches(rest, options)
+    drawn = random.Random(options.order_seed)
     with tempfile.TemporaryDirectory(prefix="compare-") as folder:
-        for step, _ in steps:
-            if step % options.steps:
-                continue
-            outer_step = step // options.steps
+        for outer_step in range(1, options.rounds + 1):
+            for number in range(1, options.steps + 1):
+                tokens = next(fed).to(options.device).repeat(len(curves), 1, 1)
+                inner.step((outer_step - 1) * options.steps + number, tokens)
+            lost = [w for w in range(options.workers) if drawn.random() < options.lost]
+            lost = lost[: options.workers - 1]  # somebody's upload comes
             with torch.no_grad():
-                for number, network in enumerate(networks):
-                    mine = slice(number * workers, (number + 1) * workers)
-                    own = [each[mine] for each in weights.values()]
-                    network.exchange(own, Path(folder), outer_step)
-                    for index, each in enumerate(own):
-                        new = [network.state_of(w).weights[index] for w in range(workers)]
-                        each.copy_(torch.stack(new))
-            for number, curve in enumerate(curves.values()):
-                of_rule = networks[number * options.seeds : (number + 1) * options.seeds]
-                curve.sent.append(of_rule[0].sent / parameters)
-                curve.received.append(of_rule[0].received / parameters)
-                curve.losses.append([held_out_loss(network) for network in of_rule])
-            means = (f"{n} {statistics.mean(c.losses[-1]):.4f}" for n, c in curves.items())
+                place = Path(folder), outer_step, lost, held
+                found = [
+                    _take(network, n * options.workers, weights, *place)
+                    for n, network in enumerate(networks)
+                ]
+            for n, curve in enumerate(curves):
+                network = networks[n * options.seeds]
+                curve.sent.append(network.sent / parameters if network else 0.0)
+                curve.received.append(network.received / parameters if network else 0.0)
+                curve.losses.append(found[n * options.seeds : (n + 1) * options.seeds])
+            save()
+            means = (f"{c.label} {statistics.mean(c.losses[-1]):.4f}" for c in curves)
             print(f"outer step {outer_step}: {', '.join(means)}", flush=True)
-    return curves
 
 
-def held_out_loss(network: Network) -> float:
-    """Return the mean loss of the models that the members of a network have."""
-    values = zip(*(state.weights for state in network.states), strict=True)
-    stacked = (torch.stack(each) for each in values)
-    return statistics.mean(held_out_losses(dict(zip(network.names, stacked, strict=True))))
+def _take(
+    network: Network | None, first: int, weights: Weights, folder: Path, outer_step: int,
+    lost: Sequence[int], held: Tensor,
+) -> float:  # fmt: skip
+    """Take the outer step of one network; return the mean held-out loss of what members hold."""
+    if network is None:
+        return held_out_losses({n: w[first : first + 1] for n, w in weights.items()}, held)[0]
+    mine = slice(first, first + network.workers)
+    own = [each[mine].cpu() for each in weights.values()]
+    new = network.exchange_and_carry(own, folder, outer_step, lost)
+    for each, values in zip(weights.values(), new, strict=True):
+        each[mine] = values.to(each.device)
+    states = zip(*(state.weights for state in network.states), strict=True)
+    stacked = (torch.stack(each) for each in states)
+    return statistics.mean(held_out_losses(dict(zip(network.names, stacked, strict=True)), held))
 
 
-def draw(curves: dict[str, Curve], options: argparse.Namespace) -> None:
+def write(curves: Sequence[Curve], options: argparse.Namespace) -> None:
+    """Write everything that is known until here, whole at each moment."""
+    git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    plain = {name: value for name, value in vars(options).items() if name != "rules"}
+    content: dict[str, Any] = {
+        "command": sys.argv,
+        "commit": commit,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "text_sha256": hashlib.sha256(bytes(text(options.text).to(torch.uint8))).hexdigest(),
+        "options": json.loads(json.dumps(plain, default=str)),
+        "curves": [asdict(curve) | {"hours": curve.hours(options)} for curve in curves],
+    }
+    aside = options.out.with_name(f"{options.out.name}.new")
+    aside.write_text(json.dumps(content, indent=1))
+    os.replace(aside, options.out)
+
+
+def draw(curves: Sequence[Curve], options: argparse.Namespace) -> None:
     """Write the picture: a line is the mean of the seeds, the area around it their range."""
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, (by_bytes, by_time) = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True)
-    for name, curve in curves.items():
+    for curve in curves:
         gigabytes = [each * options.parameters / 1e9 for each in curve.sent]
         means = [statistics.mean(each) for each in curve.losses]
         lows, highs = ([of(each) for each in curve.losses] for of in (min, max))
         for axes, places in ((by_bytes, gigabytes), (by_time, curve.hours(options))):
-            (line,) = axes.plot(places, means, marker=".", label=name)
+            if axes is by_bytes and not curve.sent[-1]:
+                axes.axhline(means[-1], color="gray", linestyle=":", label=f"{curve.label} at last")
+                continue
+            (line,) = axes.plot(places, means, marker=".", label=curve.label)
             axes.fill_between(places, lows, highs, color=line.get_color(), alpha=0.2, linewidth=0)
-    by_bytes.set(
-        xscale="log", xlabel="GB that a worker has sent", ylabel="held-out loss, nats a byte"
-    )
-    by_time.set(xscale="log", xlabel="hours, if a worker waits while it sends and receives")
+    by_bytes.set(xlabel="GB that a worker has sent", ylabel="held-out loss, nats per byte")
+    by_time.set(xlabel="hours, if a worker waits while it sends and receives")
     for axes in (by_bytes, by_time):
-        axes.grid(alpha=0.3, which="both")
-    by_bytes.legend()
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+        axes.grid(alpha=0.3, which="major")
+        axes.legend(fontsize=8)
     figure.suptitle(
-        f"{options.workers} workers, {options.seeds} seeds, {options.rounds} outer steps of "
-        f"{options.steps} inner steps. Bytes and hours for {options.parameters / 1e9:g} billion "
-        f"parameters,\n{' down and '.join(f'{each:g}' for each in options.link)} Mbit/s up, "
-        f"{options.step_seconds:g} s an inner step",
+        f"{options.workers} workers, {options.seeds} seeds, outer steps of {options.steps} inner "
+        f"steps. Bytes and hours for {options.parameters / 1e9:g} billion parameters,\n"
+        f"{options.link[0]:g} Mbit/s down and {options.link[1]:g} up, {options.step_seconds:g} s "
+        "per inner step",
         fontsize=10,
     )
     figure.tight_layout()
@@ -148,88 +221,143 @@ def draw(curves: dict[str, Curve], options: argparse.Namespace) -> None:
     print(f"picture: {options.picture}")
 
 
-def tell(curves: dict[str, Curve], options: argparse.Namespace) -> None:
-    """Print the table of the last outer step."""
-    first = statistics.mean(next(iter(curves.values())).losses[-1])
+def tell(curves: Sequence[Curve], options: argparse.Namespace) -> None:
+    """Print the table of the last outer step, and each rule's best rates where it has several."""
+    first = statistics.mean(curves[0].losses[-1])
     rows = []
-    for name, curve in curves.items():
+    for curve in curves:
         counted, last = len(curve.losses), curve.losses[-1]
         moved = (f"{each[-1] / counted:.3f}" for each in (curve.sent, curve.received))
-        losses = (f"{loss:.4f}" for loss in last)
+        shown = (f"{loss:.4f}" for loss in last)
         apart = f"{statistics.mean(last) / first - 1:+.2%}"
-        rows.append((name, *moved, f"{curve.hours(options)[-1]:.1f}", *losses, apart))
+        rows.append((curve.label, *moved, f"{curve.hours(options)[-1]:.1f}", *shown, apart))
     seeds = [f"seed {seed}" for seed in range(options.seeds)]
     table(("rule", "sent", "received", "hours", *seeds, "against the first"), rows)
-    print("sent, received: bytes a parameter, of a worker in an outer step")
+    print("sent, received: bytes per parameter, of a worker in an outer step")
+    for name in dict.fromkeys(c.rule.name for c in curves if c.rule is not None):
+        of_rule = [c for c in curves if c.rule is not None and c.rule.name == name]
+        best = min(of_rule, key=lambda curve: statistics.mean(curve.losses[-1]))
+        if len(of_rule) > 1:
+            print(f"best rates of {name}: {best.label} {statistics.mean(best.losses[-1]):.4f}")
 
 
 def run_subnets(names: Sequence[str]) -> int:
     """Run each rule in a local subnet whose miners are killed, behind thin network links."""
-    from bench import exchange
+    from bench import exchange as measured
 
     for name in names:
         outer_rule_of(TrainingSettings(outer_rule=name), "store")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nothing is left behind
-    results = {}
+    rows = []
     for name in names:
         with tempfile.TemporaryDirectory(prefix="compare-") as folder:
-            results[name] = exchange.measure(
-                "store",
-                Path(folder),
-                SUBNET_PERIOD,
-                SUBNET_STEPS,
-                rules={"training.outer_rule": name},
-                kill_every=KILL_EVERY,
-            )
-    rows = []
-    for name, found in results.items():
-        members = found.members
-        if not members:
+            found = measured.measure(
+                "store", Path(folder), SUBNET_PERIOD, SUBNET_STEPS,
+                rules={"training.outer_rule": name}, kill_every=KILL_EVERY,
+            )  # fmt: skip
+        if not (members := found.members):
             continue
         sent, received = (
             statistics.mean(statistics.mean(getattr(member, way)) for member in members)
             for way in ("sent", "received")
         )
-        held = statistics.mean(member.by_held for member in members)
-        losses = " ".join(f"{loss:.4f}" for _, loss in found.losses)
-        rows.append((name, len(members), f"{sent:.3f}", f"{received:.3f}", f"{held:.1%}", losses))
+        busy = statistics.mean(member.by_held for member in members)
+        at_last = " ".join(f"{loss:.4f}" for _, loss in found.losses)
+        rows.append((name, len(members), f"{sent:.3f}", f"{received:.3f}", f"{busy:.1%}", at_last))
     table(("rule", "members", "sent", "received", "training", "held-out loss"), rows)
     return int(len(rows) < len(names))
 
 
-def link(text: str) -> tuple[float, float]:
-    down, up = map(float, text.split("/"))
-    if not min(down, up) > 0:
-        raise ValueError(text)
-    return down, up
+def curves_of(options: argparse.Namespace) -> list[Curve]:
+    """Return an empty curve for each rule and rate, and the baseline. Raises ConfigError."""
+    found: dict[str, Curve] = {}
+    find = functools.cache(find_rule)  # a file is imported once, and may be given at several rates
+    for given in options.rules:
+        place, _, rates = given.partition(":")
+        name, own = find(place), dict[str, float]()
+        for rate in filter(None, rates.split(",")):
+            if not (written := re.fullmatch(r"(lr|mu)=(\d+\.?\d*|\.\d+)", rate)):
+                raise ConfigError(f"{given}: rates are written NAME:lr=0.8,mu=0.9")
+            own[written[1]] = float(written[2])
+        outer_rule_of(TrainingSettings(outer_rule=name), None)
+        several = [own["lr"]] if "lr" in own else options.sweep or [options.outer_learning_rate]
+        for lr in several:
+            mu = own.get("mu", options.outer_momentum)
+            label = f"{name} lr={lr:g} mu={mu:g}" if own or options.sweep else name
+            found.setdefault(label, Curve(label, Rule(name, lr, mu)))
+    baseline = [Curve(BASELINE, None)] if options.baseline else []
+    return [*found.values(), *baseline]
+
+
+def numbers(least: float, most: float, between: str = ",") -> Callable[[str], list[float]]:
+    def read(words: str) -> list[float]:
+        found = [float(word) for word in words.split(between)]
+        if not all(least <= each <= most for each in found) or (between, len(found)) == ("/", 1):
+            raise ValueError(words)
+        return found
+
+    read.__name__ = f"numbers from {least:g} to {most:g}"
+    return read
+
+
+def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
+    arguments = arguments_of(__doc__, rounds=20)
+    add = arguments.add_argument
+    add("rules", nargs="*", default=DEFAULT, metavar="NAME|FILE.py[:lr=X,mu=X]")
+    add("--workers", type=int, default=WORKERS, help=f"of each rule and seed [{WORKERS}]")
+    add("--outer-learning-rate", type=float, default=0.8, help="of rules without an own one [0.8]")
+    add("--outer-momentum", type=float, default=0.9, help="of rules without an own one [0.9]")
+    add("--sweep", type=numbers(0, 1e3), help="outer learning rates: each rule is run at each")
+    add("--no-baseline", dest="baseline", action="store_false", help="without the one worker")
+    add("--speeds", type=numbers(0, 1), default=[1.0], help="of the workers, as 1,1,0.5 [1]")
+    add("--lost", type=float, default=0.0, help="share of the uploads that do not come [0]")
+    add("--weights-seed", type=int, default=0, help="of the first seed's weights [0]")
+    add("--order-seed", type=int, default=1, help="of the first seed's order of the text [1]")
+    add("--vary", choices=("both", "weights", "order"), default="both", help="by seed [both]")
+    add("--text", type=Path, help="a file, or a folder of files, [Python's own library]")
+    sizes = {"width": WIDTH, "layers": LAYERS, "context": CONTEXT, "batch": BATCH}
+    for size, usual in sizes.items():
+        add(f"--{size}", type=int, default=usual, help=f"of the model [{usual}]")
+    add("--device", default="cpu", help="for inner steps, as cuda [cpu]")
+    add("--parameters", type=float, default=1e9, help="of the model that bytes and hours are for")
+    of_link = numbers(1e-3, 1e6, "/")
+    add("--link", type=of_link, default=[100, 20], metavar="DOWN/UP", help="Mbit/s [100/20]")
+    add("--step-seconds", type=float, default=5.0, help="of an inner step of that model [5]")
+    add("--picture", type=Path, default=Path("compare.png"), help="[compare.png]")
+    add("--out", type=Path, default=Path("compare.json"), help="written as it goes [compare.json]")
+    add("--subnet", action="store_true", help="real processes, kills and thin network links")
+    options = arguments.parse_args(argv)
+    counts = options.workers, options.seeds, options.rounds, options.steps, options.layers
+    if min(*counts, options.context, options.batch) < 1 or options.width % 16 or options.width < 16:
+        arguments.error("sizes are 1 at the least, and the width is a multiple of 16")
+    if not 0 <= options.lost < 1:
+        arguments.error("--lost is a share from 0 to below 1")
+    for place in (options.picture, options.out):
+        if not place.absolute().parent.is_dir():
+            arguments.error(f"there is no folder for {place}")
+    if options.text is not None and not options.text.exists():
+        arguments.error(f"there is no text {options.text}")
+    options.vary_weights, options.vary_order = (
+        int(options.vary in ("both", what)) for what in ("weights", "order")
+    )
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = arguments_of(__doc__, rounds=20)
-    add = arguments.add_argument
-    add("rules", nargs="*", default=DEFAULT, metavar="NAME|FILE.py", help="[the three there are]")
-    add("--workers", type=int, default=WORKERS, help=f"of each rule and seed [{WORKERS}]")
-    add("--outer-learning-rate", type=float, default=0.8, help="[0.8]")
-    add("--outer-momentum", type=float, default=0.9, help="[0.9]")
-    add("--parameters", type=float, default=1e9, help="of the model that bytes and hours are for")
-    add("--link", type=link, default=link("100/20"), metavar="DOWN/UP", help="Mbit/s [100/20]")
-    add("--step-seconds", type=float, default=5.0, help="of an inner step of that model [5]")
-    add("--picture", type=Path, default=Path("compare.png"), help="[compare.png]")
-    add("--subnet", action="store_true", help="real processes, kills and thin network links")
-    options = arguments.parse_args(argv)
-    if min(options.workers, options.seeds, options.rounds, options.steps) < 1:
-        arguments.error("workers, seeds, rounds and steps are 1 at the least")
-    if not options.picture.absolute().parent.is_dir():
-        arguments.error(f"there is no folder for the picture {options.picture}")
+    options = read_options(argv)
     try:
-        names = list(dict.fromkeys(find_rule(rule) for rule in options.rules))
-        for name in names:
-            outer_rule_of(TrainingSettings(outer_rule=name), None)
+        curves = curves_of(options)
         if options.subnet:
-            return run_subnets(names)
+            return run_subnets([*dict.fromkeys(c.rule.name for c in curves if c.rule)])
+        try:
+            train(curves, options, lambda: write(curves, options))
+        except KeyboardInterrupt:
+            print("interrupted: what is below is of the outer steps until here", file=sys.stderr)
     except ConfigError as error:
         return exit_with(error)
     except (OSError, subprocess.CalledProcessError) as error:
+        if not options.subnet:
+            raise
         print(
             f"error: no machines with network links of their own can be made here ({error}), so "
             'nothing was compared: be root, or try make run ARGS="--exchange store --outer-rule '
@@ -237,7 +365,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    curves = train(names, options)
+    if not curves[0].losses:
+        return 130
     tell(curves, options)
     try:
         draw(curves, options)

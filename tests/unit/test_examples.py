@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,14 +10,14 @@ import pytest
 from tests.tools import forked
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-NAMES = ("nesterov", "signed", "sparse-uploads", "pairs")
+NAMES = ("nesterov", "signed", "sparse-uploads", "pairs", "by-gain")
 TOY = EXAMPLES.parent / "tests" / "toys" / "outer_rule.py"
 
 
 @pytest.mark.slow
 def test_outer_rules_of_files_are_compared_with_the_network_s_own(tmp_path: Path) -> None:
-    """A toy and both examples; the counted bytes are the ones that the rule sends."""
-    rules = [EXAMPLES / "rules" / name for name in ("sparse_uploads.py", "pairs.py")]
+    """A toy and the examples; the counted bytes are the ones that the rule sends."""
+    rules = [EXAMPLES / "rules" / f"{name}.py" for name in ("sparse_uploads", "pairs", "by_gain")]
     picture = tmp_path / "compare.png"
     words = ["nesterov", TOY, *rules, "--seeds", "1", "--rounds", "1", "--steps", "1"]
     done = forked.run(
@@ -30,7 +31,43 @@ def test_outer_rules_of_files_are_compared_with_the_network_s_own(tmp_path: Path
     assert sent["sparse-uploads"] < sent["nesterov"] / 4
     assert received["sparse-uploads"] == received["nesterov"] == sent["nesterov"]
     assert 4.5 < sent["pairs"] == received["pairs"] < 4.6, "the upload and a member's weights"
+    assert rows["one"][1:3] == ["0.000", "0.000"], "the baseline, one worker, exchanges nothing"
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_comparison_is_fair_and_written_as_it_goes(tmp_path: Path) -> None:
+    """Rates of each rule, a sweep, seeds of one kind, own text and model, slow and lost workers."""
+    text = tmp_path / "text"
+    text.write_bytes(b"".join(b"%d words, " % number for number in range(20_000)))
+    options = {
+        "--seeds": 2, "--rounds": 2, "--steps": 4, "--sweep": "0.4,0.8", "--vary": "weights",
+        "--speeds": "1,0.5", "--lost": 0.5, "--text": text, "--width": 16, "--layers": 1,
+        "--context": 16, "--batch": 2, "--workers": 3, "--out": tmp_path / "found.json",
+    }  # fmt: skip
+    words = [str(word) for pair in options.items() for word in pair]
+    done = forked.run(
+        EXAMPLES / "compare.py", "nesterov", "nesterov:lr=1.6,mu=0", *words,
+        environ={}, folder=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "best rates of nesterov: " in done.stdout
+    found = json.loads((tmp_path / "found.json").read_text())
+    labels = ["nesterov lr=0.4 mu=0.9", "nesterov lr=0.8 mu=0.9", "nesterov lr=1.6 mu=0"]
+    assert [curve["label"] for curve in found["curves"]] == [*labels, "one worker"]
+    assert found["options"]["speeds"] == [1.0, 0.5] and found["commit"] and found["text_sha256"]
+    for curve in found["curves"]:
+        assert [len(losses) for losses in curve["losses"]] == [2, 2]
+        assert curve["losses"][-1] < curve["losses"][0]
+    # Of three workers some uploads are lost, and never all.
+    assert 0 < found["curves"][0]["sent"][-1] < 2 * found["curves"][0]["received"][0]
+
+
+@pytest.mark.parametrize("rates", ["lr", "lr=", "rate=1", "lr=1;mu=0", "lr=nan"])
+def test_rates_that_are_none_end_the_comparison_with_one_line(rates: str, tmp_path: Path) -> None:
+    done = forked.run(EXAMPLES / "compare.py", f"nesterov:{rates}", environ={}, folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "rates are written NAME:lr=0.8" in done.stderr
 
 
 def test_a_rule_that_is_none_ends_the_comparison_with_one_line(tmp_path: Path) -> None:
@@ -39,7 +76,7 @@ def test_a_rule_that_is_none_ends_the_comparison_with_one_line(tmp_path: Path) -
     assert done.stderr.count("\n") == 1 and "there is no outer rule called 'nestrov'" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["sparse_uploads.py", "pairs.py"])
+@pytest.mark.parametrize("name", ["sparse_uploads.py", "pairs.py", "by_gain.py"])
 def test_a_rule_is_a_file_of_at_most_80_lines_and_the_page_shows_one_whole(name: str) -> None:
     text = (EXAMPLES / "rules" / name).read_text()
     assert len(text.splitlines()) <= 80
