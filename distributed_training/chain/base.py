@@ -50,6 +50,7 @@ class Neuron:
     consensus: float = 0.0
     emission: float = 0.0
     last_update: int = 0
+    peer: str = ""  # its DHT peer's id, reached at ip and port; empty: it has none, or the chain
 
 
 def find(neurons: Sequence[Neuron], hotkey: str) -> Neuron | None:
@@ -285,8 +286,11 @@ class Chain(abc.ABC):
         """Write our commitment. Raises ChainError."""
 
     @abc.abstractmethod
-    def serve(self, ip: str, port: int) -> None:
-        """Write our endpoint. Raises ChainError."""
+    def serve(self, ip: str, port: int, peer: str = "") -> None:
+        """Write our endpoint, and the id of the DHT peer there if there is one.
+
+        Raises ChainError.
+        """
 
     @abc.abstractmethod
     def set_weights(self, weights: Mapping[int, float]) -> None:

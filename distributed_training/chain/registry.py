@@ -297,8 +297,8 @@ class RegistryChain(Chain):
     def commit(self, text: str) -> None:
         self._write("commit", {"text": text})
 
-    def serve(self, ip: str, port: int) -> None:
-        self._write("serve", {"ip": ip, "port": port})
+    def serve(self, ip: str, port: int, peer: str = "") -> None:
+        self._write("serve", {"ip": ip, "port": port, **({"peer": peer} if peer else {})})
 
     def set_weights(self, weights: Mapping[int, float]) -> None:
         self._write("weights", {"weights": {str(u): float(w) for u, w in weights.items()}})
@@ -471,7 +471,11 @@ class RegistryChain(Chain):
             for _, neuron, text in state.rows:
                 if neuron is not None and neuron.hotkey == own:
                     shown = {
-                        "serve": {"ip": neuron.ip, "port": neuron.port},
+                        "serve": {
+                            "ip": neuron.ip,
+                            "port": neuron.port,
+                            **({"peer": neuron.peer} if neuron.peer else {}),
+                        },
                         "commit": {"text": text},
                     }
                     there, lost = True, {**shown, **self._written} != shown

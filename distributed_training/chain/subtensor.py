@@ -178,8 +178,11 @@ class BittensorChain(Chain):
         # The default signer would be the coldkey.
         self._write("commit", lambda c: c.submit_call(call, self._keys(), signer="hotkey"))
 
-    def serve(self, ip: str, port: int) -> None:
+    def serve(self, ip: str, port: int, peer: str = "") -> None:
         import bittensor
+
+        if peer:
+            raise ChainError("a Bittensor chain has no place for the id of a DHT peer")
 
         intent = bittensor.ServeAxon(netuid=self._netuid, ip=ip, port=port)
         self._write("serve", lambda c: c.execute(intent, self._keys()))

@@ -265,8 +265,10 @@ def commit(member: Member, text: str) -> None:
     _in_background(member, "commitment", shown, write, timedelta(seconds=5), longest)
 
 
-def announce(member: Member, ip: str, port: int) -> None:
+def announce(member: Member, ip: str, port: int, peer: str = "") -> None:
     """Write the endpoint unless the chain holds it already. Returns at once.
+
+    ``peer``: id of the DHT peer there, where there is one.
 
     It replaces one that is still being written.
     """
@@ -277,10 +279,10 @@ def announce(member: Member, ip: str, port: int) -> None:
         if member.announced != [mine]:
             return True  # another one since, whose thread writes it
         me = find(member.chain.neurons(), member.hotkey)
-        return me is not None and (me.ip, me.port) == mine
+        return me is not None and (me.ip, me.port, me.peer) == (*mine, peer)
 
     def write() -> None:
-        member.chain.serve(ip, port)
+        member.chain.serve(ip, port, peer)
         log.info("Endpoint %s:%d written to the chain", ip, port)
 
     longest = timedelta(minutes=5)

@@ -48,6 +48,7 @@ CREATE TABLE weights (
 ) WITHOUT ROWID;
 CREATE TABLE losses (outer_step INTEGER PRIMARY KEY, loss REAL NOT NULL, at REAL NOT NULL);
 CREATE TABLE expelled (hotkey TEXT PRIMARY KEY);
+CREATE TABLE peers (hotkey TEXT PRIMARY KEY, peer TEXT NOT NULL UNIQUE);
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
 
@@ -67,6 +68,7 @@ def _plain_ip(text: str) -> str:
 Uid = Annotated[int, Field(ge=0, lt=4096)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Address = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_plain_ip)]
+PeerId = Annotated[str, Field(pattern=r"^(|[1-9A-HJ-NP-Za-km-z]{40,53})$")]
 Amount = Annotated[float, Field(ge=0.0, le=1e12)]  # NaN neither
 Losses = dict[int, tuple[float, float]]  # by outer step: nats per token, and when it was reported
 _REPORT: TypeAdapter[tuple[float, NetworkReport]] = TypeAdapter(tuple[float, NetworkReport])
@@ -213,6 +215,7 @@ class Ledger:
             "SELECT uid, hotkey, ip, port, stake, permit, incentive, last_update, since, "
             "commitment, earned, counted FROM neurons ORDER BY uid"
         )
+        peers = dict(self._db.execute("SELECT hotkey, peer FROM peers").fetchall())
         members = []
         for uid, hotkey, ip, port, stake, permit, incentive, updated, *rest in found:
             neuron = Neuron(
@@ -225,6 +228,7 @@ class Ledger:
                 incentive=incentive,
                 consensus=incentive,
                 last_update=updated,
+                peer=peers.get(hotkey, ""),
             )
             members.append(Member(neuron, *rest))
         losses = self._db.execute("SELECT outer_step, loss, at FROM losses ORDER BY outer_step")
@@ -334,9 +338,17 @@ class Ledger:
                 raise ChainError(f"commit: a commitment has at most {LONGEST} characters of ASCII")
             self._db.execute("UPDATE neurons SET commitment = ? WHERE uid = ?", (text, uid))
 
-    def serve(self, hotkey: str, ip: Address, port: Port) -> None:
+    def serve(self, hotkey: str, ip: Address, port: Port, peer: PeerId = "") -> None:
         with self.change():
             uid = self._own("serve", hotkey)
+            if owner := self._one(
+                "SELECT hotkey FROM peers WHERE peer = ? AND hotkey != ?", peer, hotkey
+            ):
+                # Two members with one peer would share what an all-reduce counts for one of them.
+                raise ChainError(f"serve: DHT peer {peer} is that of hotkey {owner[0]}")
+            self._db.execute("DELETE FROM peers WHERE hotkey = ?", (hotkey,))
+            if peer:
+                self._db.execute("INSERT INTO peers VALUES (?, ?)", (hotkey, peer))
             self._db.execute("UPDATE neurons SET ip = ?, port = ? WHERE uid = ?", (ip, port, uid))
 
     def set_weights(self, hotkey: str, weights: Mapping[Uid, Amount]) -> None:

@@ -44,7 +44,7 @@ from distributed_training.common.addresses import Reach, reach
 from distributed_training.common.backoff import Throttle
 
 from .access import Access, StoreAway
-from .ledger import Address, Port
+from .ledger import Address, PeerId, Port
 from .page import draw_page, figures
 from .store import CLOCK_SKEW, CannotStore, Registry, Replayed
 
@@ -363,7 +363,9 @@ class Service(BoundedServer):
         self._counts[f"written{path}"] += 1
         return _json(200, {"result": done})
 
-    def _write_endpoint(self, hotkey: str, allowed: Reach, ip: Address, port: Port) -> None:
+    def _write_endpoint(
+        self, hotkey: str, allowed: Reach, ip: Address, port: Port, peer: PeerId = ""
+    ) -> None:
         """Write an endpoint whose reach is ``allowed`` or wider.
 
         Validators call it. So whoever is outside of their network could have services called that
@@ -375,7 +377,7 @@ class Service(BoundedServer):
                 "private network: give the public address with --axon.external_ip, or call the "
                 "registry by its own private address"
             )
-        self.registry.serve(hotkey, ip, port)
+        self.registry.serve(hotkey, ip, port, peer)
 
 
 def narrowest(listens_at: str, caller: str) -> Reach:

@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 FILE = "registry.db"
 NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}")
 FOUNDER_STAKE = 100_000.0  # above the stake that miners ask of a validator
-SCHEMA = 3
+SCHEMA = 4
 #: Seconds that a caller's clock may be ahead of ours.
 CLOCK_SKEW = 4.0
 _OF_THE_DISK = ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")
@@ -629,6 +629,7 @@ _UPGRADES = {
     DELETE FROM meta WHERE key = 'losses';
     DROP TABLE slots;
     """,
+    3: "CREATE TABLE peers (hotkey TEXT PRIMARY KEY, peer TEXT NOT NULL UNIQUE);",
 }
 
 

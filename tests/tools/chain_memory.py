@@ -89,8 +89,8 @@ class MemoryChain(Chain):
     def commit(self, text: str) -> None:
         self.ledger.commit(self.hotkey, text)
 
-    def serve(self, ip: str, port: int) -> None:
-        self.ledger.serve(self.hotkey, ip, port)
+    def serve(self, ip: str, port: int, peer: str = "") -> None:
+        self.ledger.serve(self.hotkey, ip, port, peer)
 
     def set_weights(self, weights: Mapping[int, float]) -> None:
         self.ledger.set_weights(self.hotkey, weights)
