@@ -248,7 +248,7 @@ def check(plan: Plan) -> Config:
     if _STORE in plan.words:
         refuse_place(plan.folder / _STORE)
     places = dict(plan.places)
-    if is_swarm:
+    if is_swarm or config.averages:
         places["swarm"] = config.swarm.dht_listen_ip, config.swarm.dht_port
     for program, (host, port) in places.items():
         try:

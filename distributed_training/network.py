@@ -48,9 +48,10 @@ if TYPE_CHECKING:
     import httpx
 
 #: Format 1 is that of the public network. In format 2 a file names its exchange, and may have the
-#: keys of :data:`LATER`.
-FORMATS = (1, 2)
-_OF_STORE = frozenset(
+#: keys of :data:`LATER`. In format 3 ``hivemind`` is another exchange than before: it has the
+#: closes, uploads and judge of ``store``, and an all-reduce in each round.
+FORMATS = (1, 2, 3)
+_OF_CLOSES = frozenset(
     {
         "round.grace",
         "round.least",
@@ -63,6 +64,9 @@ _OF_STORE = frozenset(
         "training.late_overlap",
     }
 )
+_OF_AVERAGE = frozenset({"round.average_after"})
+#: Keys that only format 3 has.
+NEWEST = _OF_AVERAGE
 #: Keys that only format 2 has. Each has a default; the digest has a key only where the file does.
 LATER = frozenset(
     {
@@ -89,12 +93,13 @@ LATER = frozenset(
         "stop.outer_steps",
         "stop.tokens",
         "upload.content",
-        *_OF_STORE,
+        *_OF_CLOSES,
+        *NEWEST,
     }
 )
-#: Keys that only one value of ``exchange`` has.
+#: Keys that not every exchange has; ``sn38`` is ``hivemind`` of formats 1 and 2.
 OF_EXCHANGE = {
-    "hivemind": frozenset(
+    "sn38": frozenset(
         {
             "run",
             "compression.kind",
@@ -118,13 +123,18 @@ OF_EXCHANGE = {
             "swarm.part_size",
         }
     ),
-    "store": _OF_STORE,
+    "store": _OF_CLOSES,
+    "hivemind": _OF_CLOSES | _OF_AVERAGE,
 }
 PUBLIC = "sn38"
 #: The files that come with the program, by the names that ``--network`` knows them by.
 BUILT_IN = {
     name: Path(__file__).parent / "networks" / f"{file}.toml"
-    for name, file in {PUBLIC: "dstrbtd-sn38", "local": "local"}.items()
+    for name, file in {
+        PUBLIC: "dstrbtd-sn38",
+        "local": "local",
+        "local-hivemind": "local-hivemind",
+    }.items()
 }
 LARGEST_FILE = 1 << 20  # bytes, of the file, and of the model's file next to it
 LARGEST_SHOWN = 4096  # bytes of what the global bucket says of its network
@@ -183,7 +193,7 @@ class NetworkAway(RuntimeError):
 class Head:
     """The first lines of a network's file, which are no settings. An alias is the key."""
 
-    format: Annotated[Literal[1, 2], Field(alias="format")]
+    format: Annotated[Literal[1, 2, 3], Field(alias="format")]
     name: Annotated[str, Field(alias="name", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
     version: Annotated[int, Field(alias="version", ge=1, le=1_000_000)]
     chain: Annotated[str, Field(alias="chain.kind", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
@@ -206,6 +216,11 @@ class Head:
     )
     from_outer_step: Annotated[int, Field(alias="from_outer_step", ge=0, lt=10**9)] = 0
     signature: Annotated[str | None, Field(alias="signature", pattern=r"^0x[0-9a-f]{128}$")] = None
+
+    @property
+    def averages(self) -> bool:
+        """True where members also average over hivemind at each close."""
+        return kind_of({"format": self.format, "exchange": self.exchange}) == "hivemind"
 
 
 HEAD_KEYS = {
@@ -350,9 +365,22 @@ def built_in_rules(name: str = PUBLIC) -> dict[str, Any]:
     return tomllib.loads(BUILT_IN[name].read_text(encoding="utf-8"))
 
 
+def kind_of(flat: Mapping[str, Any]) -> str:
+    """Return the exchange of a file, by its first lines: ``sn38``, ``store`` or ``hivemind``."""
+    exchange = str(flat.get("exchange", "hivemind"))
+    return "sn38" if exchange == "hivemind" and flat.get("format") in (1, 2) else exchange
+
+
+def needless_keys(kind: str) -> frozenset[str]:
+    """Return the keys that have no place in a file of a ``kind`` (:func:`kind_of`)."""
+    return frozenset[str]().union(*OF_EXCHANGE.values()) - OF_EXCHANGE.get(
+        kind, OF_EXCHANGE["sn38"]
+    )
+
+
 def of_exchange(rules: Mapping[str, Any], exchange: str) -> dict[str, Any]:
     """Return the tables of a file with ``exchange``, without the keys that have no place there."""
-    other = OF_EXCHANGE["hivemind" if exchange == "store" else "store"]
+    other = needless_keys(kind_of({**rules, "exchange": exchange}))
     kept: dict[str, Any] = {}
     for title, value in {**rules, "exchange": exchange}.items():
         if isinstance(value, dict):
@@ -387,13 +415,15 @@ def parse(text: str, *, place: str, keys: Collection[str], nearby: Callable[[str
             f"its format is {format_!r} and this program reads {' and '.join(map(str, FORMATS))}",
             "update the miner, or ask the founder for a file of such a format",
         )
-    later = LATER | {"exchange"} if format_ == 1 else frozenset()
+    later = {1: LATER | {"exchange"}, 2: NEWEST}.get(format_, frozenset())
     # Strictly: a program that ignored a key would train by other rules than its peers.
     known = {*keys, *HEAD_KEYS} - later
     for key in flat:
         if key in later:
+            number = 3 if key in NEWEST else 2
             raise NetworkFileError(
-                f"{key} is a key of format 2", "set format = 2, add exchange, and sign it"
+                f"{key} is a key of format {number}",
+                f"set format = {number}, add exchange, and sign it",
             )
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
@@ -457,6 +487,8 @@ def parse(text: str, *, place: str, keys: Collection[str], nearby: Callable[[str
     of_run = digest if head.format == 1 else digest_of(identity)
     values.setdefault("run_id", of_run[:_RUN_ID_DIGITS])
     values.setdefault("chain.netuid", 0)  # a registry is one network
+    if head.averages:
+        values.setdefault("store.access", "own")
     return Network(place, head, digest, built_in, values, files)
 
 
@@ -482,24 +514,33 @@ def _refuse_data(flat: Mapping[str, Any]) -> None:
 def _refuse_exchange(flat: Mapping[str, Any]) -> frozenset[str]:
     """Return the keys that have no place with this file's exchange. Raises NetworkFileError.
 
-    That is for one of them, and for what is missing or wrong together with ``exchange = "store"``.
+    That is for one of them, and for what is missing or wrong together in a network with closes.
     """
-    exchange = flat.get("exchange", "hivemind")
-    needless = OF_EXCHANGE["hivemind" if exchange == "store" else "store"]
+    exchange, kind = flat.get("exchange", "hivemind"), kind_of(flat)
+    needless = needless_keys(kind)
     for key in sorted(needless & flat.keys()):
-        raise NetworkFileError(f"{key} has no place with exchange {exchange!r}", "remove it")
-    if exchange != "store":
+        raise NetworkFileError(
+            f"{key} has no place with exchange {exchange!r} in format {flat.get('format')}",
+            "remove it",
+        )
+    if kind not in ("store", "hivemind"):
         return needless
     if "round.grace" not in flat:
         raise NetworkFileError(
             "round.grace is missing, so nobody would know when an upload is late", "add it"
         )
-    if flat.get("store.access") == "own":
+    if kind == "hivemind" and flat.get("chain.kind") == "bittensor":
+        raise NetworkFileError(
+            "exchange is hivemind and chain.kind 'bittensor', where nobody would find the members' "
+            "DHT peers",
+            'use chain.kind = "registry", or exchange = "store"',
+        )
+    if flat.get("store.access", "own" if kind == "hivemind" else "registry") == "own":
         return needless
     if flat.get("chain.kind") != "registry":
         raise NetworkFileError(
-            f"exchange is store and chain.kind {flat.get('chain.kind')!r:.100}, so nobody would "
-            "hand out access to the store",
+            f"exchange is {exchange} and chain.kind {flat.get('chain.kind')!r:.100}, so nobody "
+            "would hand out access to the store",
             'found it with a registry, or with store.access = "own"',
         )
     if "store.endpoint" not in flat:

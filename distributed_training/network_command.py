@@ -75,7 +75,6 @@ from distributed_training.network import (
     FILE,
     FORMATS,
     HELD_OUT,
-    OF_EXCHANGE,
     VERSION_KEYS,
     VERSIONS,
     NetworkFileError,
@@ -83,7 +82,9 @@ from distributed_training.network import (
     digest_of,
     flatten,
     is_identity,
+    kind_of,
     load_model,
+    needless_keys,
     of_exchange,
     read_text,
     signed,
@@ -111,7 +112,8 @@ _CARRIED = ("data", "training", "compression", "round", "upload", "limits", "sto
 _SAMPLE = "sample/100BT"  # of the built-in network's dataset, which has its texts several times
 _EMBEDDED = "embedded"  # instead of a store's URL
 _EXCHANGE = "store"  # of a network whose founder names none
-_SLOWEST_LINK = 20.0  # Mbit/s up, of a member of a store network
+#: Mbit/s up, of a member. An all-reduce sends 4 bytes a parameter, an upload half a byte.
+_SLOWEST_LINK = {"store": 20.0, "hivemind": 500.0}
 _SWARM_PORT = 8009
 _HIGHEST_RATE = 0.1  # of AdamW and Muon
 _MANY_WORDS = 32_000  # of a tokenizer; with fewer, less can be learned and lost
@@ -138,7 +140,7 @@ def _add_init_options(init: argparse.ArgumentParser) -> None:
         type=ranged(0.001, 1e5),
         metavar="MBIT",
         help="Mbit/s that the slowest member can send, from which the time for uploads is "
-        f"computed; with a store [{_SLOWEST_LINK:g}]",
+        f"computed [{_SLOWEST_LINK['store']:g}; over hivemind {_SLOWEST_LINK['hivemind']:g}]",
     )
     add(
         "--host",
@@ -417,7 +419,7 @@ def _init(options: argparse.Namespace) -> None:
     with ExitStack() as stack:
         # Of what was made just now; Ctrl-C too.
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        from distributed_training.chain.identity import create_wallet, make_identity
+        from distributed_training.chain.identity import create_wallet
 
         master = create_wallet(folder / "wallets", MASTER)
         # What git picked up would be in every clone.
@@ -428,10 +430,6 @@ def _init(options: argparse.Namespace) -> None:
             (folder / HELD_OUT).mkdir(exist_ok=True)
             write_bytes(folder / HELD_OUT / name, content)
         rules["chain"].setdefault("master_hotkey", master.ss58)
-        if options.exchange == "hivemind":
-            host, port = options.host, options.dht_port or _SWARM_PORT
-            peer = f"/{_kind_of(host)}/{host}/tcp/{port}/p2p/{make_identity(folder / 'validator')}"
-            rules["swarm"].setdefault("initial_peers", [peer])
         if not options.unpinned:
             publish_folders(rules, folder / "validator" / "published")
         text = (
@@ -487,7 +485,7 @@ def _succeed(options: argparse.Namespace) -> None:
     old = flatten(tree_of(read_text(options.of)))
     options.exchange = options.exchange or old.get("exchange", "hivemind")
     own = {"data.source", "data.files", "tokenizer.files"}  # pinned again, as its members read them
-    needless = OF_EXCHANGE["hivemind" if options.exchange == "store" else "store"]
+    needless = needless_keys(options.exchange)
     carried = [
         (key, value)
         for key, value in old.items()
@@ -529,17 +527,12 @@ def _host_of(options: argparse.Namespace) -> str:
 def _refuse_options(options: argparse.Namespace) -> None:
     """Raise ConfigError for options that are missing, or do not fit this exchange."""
     if options.exchange == "hivemind":
-        if options.host is None:
+        if options.registry is None:
             raise ConfigError(
-                "--exchange hivemind without --host, so no peer would find the validator and no "
-                "network was created: give the address of its machine"
+                "--exchange hivemind without --registry, so nobody would find the members' DHT "
+                "peers and no network was created: give the URL of a registry"
             )
-        if options.slowest_link is not None:
-            raise ConfigError(
-                "--slowest-link is of --exchange store, so no network was created: leave it out"
-            )
-        return
-    if options.dht_port is not None:
+    elif options.dht_port is not None:
         raise ConfigError(
             "--dht-port is of --exchange hivemind, so no network was created: leave it out, no "
             "peer of this one listens"
@@ -560,7 +553,8 @@ def _refuse_options(options: argparse.Namespace) -> None:
 
 
 def _own_buckets(options: argparse.Namespace) -> bool:
-    return dict(options.more).get("store.access") == "own"
+    default = "own" if options.exchange == "hivemind" else "registry"
+    return bool(dict(options.more).get("store.access", default) == "own")
 
 
 def _choose_schedule(rules: dict[str, Any], options: argparse.Namespace) -> None:
@@ -591,7 +585,7 @@ def _choose_schedule(rules: dict[str, Any], options: argparse.Namespace) -> None
     if options.exchange != "store" or "round.blocks_per_allreduce" in given:
         return
     if isinstance(seconds, int | float) and seconds > 0 and bits in (2, 3, 4):
-        period = fitting_period(parameters, bits, options.slowest_link or _SLOWEST_LINK)
+        period = fitting_period(parameters, bits, options.slowest_link or _SLOWEST_LINK["store"])
         of_round["blocks_per_allreduce"] = math.ceil(period / seconds)
 
 
@@ -610,9 +604,13 @@ def _choose_grace(rules: dict[str, Any], link: float | None) -> None:
         isinstance(value, int | float) for value in (blocks, seconds)
     ):
         return
-    link = link or _SLOWEST_LINK
+    link = link or _SLOWEST_LINK[rules["exchange"]]
     period = float(blocks * seconds)
     grace = grace_seconds(parameters, bits, link, period=period)
+    if rules["exchange"] == "hivemind":
+        # The all-reduce comes when uploads are written, and sends 2 bytes a value twice.
+        of_round.setdefault("average_after", f"{grace // 2}s")
+        grace += math.ceil(8 * 4 * parameters / (link * 1e6))
     if grace > period / 3:
         # With the whole margin, which a longer period has.
         most = grace_seconds(parameters, bits, link, period=math.inf)
@@ -626,13 +624,6 @@ def _choose_grace(rules: dict[str, Any], link: float | None) -> None:
     of_round["grace"] = f"{grace}s"
 
 
-def _kind_of(host: str) -> str:
-    try:
-        return f"ip{ipaddress.ip_address(host).version}"
-    except ValueError:  # a name, which may end with a digit
-        return "dns4"
-
-
 def _rules(options: argparse.Namespace) -> dict[str, Any]:
     """Return the built-in network's rules, with what the options say in their place.
 
@@ -641,12 +632,10 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
     rules = built_in_rules()
     # The public network's own; the others' follows from the file.
     rules.pop("run_id")
-    rules["swarm"].pop("initial_peers")
     chain: dict[str, Any] = {"kind": "registry", "url": options.registry}
     if options.registry is None:
         chain = {"kind": "bittensor", "endpoint": options.chain_endpoint, "netuid": options.netuid}
-    rules |= {"format": FORMATS[-1], "exchange": "hivemind", "name": options.name, "version": 1}
-    store = options.exchange == "store"
+    rules |= {"format": FORMATS[-1], "name": options.name, "version": 1}
     if _is_private(options):
         rules["private"] = True
     rules |= {"chain": chain, "model": {}}
@@ -660,15 +649,8 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
     elif options.store:
         rules["store"]["endpoint"] = options.store
     rules["training"]["weight_decay_on"] = "matrices"
-    if store:
-        rules = of_exchange(rules, "store")
-        rules["training"]["late_overlap"] = "dropped"  # see bench.store_loss
-    else:
-        # Nobody here reads what the public network sends in addition; and see bench.four_bits.
-        rules["upload"] = {"content": "scored"}
-        rules["round"]["compression"] = "4bit"
-        # At first the validator and one miner are all there is.
-        rules["round"]["min_group_size"] = 2
+    rules = of_exchange(rules, options.exchange)
+    rules["training"]["late_overlap"] = "dropped"  # see bench.store_loss
     for key, value in options.more:
         table, name = rules, key
         if "." in key:
@@ -687,7 +669,7 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
                 "--store embedded with --netuid, so nobody would hand out its keys and no network "
                 "was created: give --registry, or --store the URL of another"
             )
-        if not store and "/" in str(rules["store"]["global_bucket"]):
+        if _own_buckets(options) and "/" in str(rules["store"]["global_bucket"]):
             raise ConfigError(
                 "--store embedded with members in prefixes of one bucket, whose keys are of a "
                 "bucket each, so no network was created: give --bucket a name without '/'"
@@ -712,8 +694,7 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
     rules["model"] = {"config": config} | rules["model"]
     check_model(rules["model"], rules["training"].get("sequence_length"))
     _choose_schedule(rules, options)
-    if store:
-        _choose_grace(rules, options.slowest_link)
+    _choose_grace(rules, options.slowest_link)
     return rules
 
 
@@ -911,11 +892,13 @@ def _sign(options: argparse.Namespace, text: str | None = None) -> None:
         model = {key.removeprefix("model."): flat[key] for key in flat if key.startswith("model.")}
         check_model(model, flat.get("training.sequence_length"))
     head = None
-    if flat.get("format") == FORMATS[-1]:
-        head = _next_version(options, flat, nearby)
+    if flat.get("format") in FORMATS[1:]:
+        if kind_of(flat) == "store":  # the same network in the newest format
+            flat["format"] = FORMATS[-1]
+        head = {"format": flat["format"], **_next_version(options, flat, nearby)}
     elif options.at is not None:
         raise ConfigError(
-            f"--at is of files of format {FORMATS[-1]}, so nothing was signed: leave it out"
+            "--at is of files of format 2 and later, so nothing was signed: leave it out"
         )
     _write(path, signed(text, master.hotkey, nearby=nearby, head=head))
     _show(argparse.Namespace(place=str(path)), rules=False)
@@ -940,8 +923,10 @@ def _show(options: argparse.Namespace, *, rules: bool = True) -> None:
 def _run_file(options: argparse.Namespace) -> str:
     """Return the text of the file of flags that do not follow from the network's file."""
     flags: dict[str, Any] = {}
-    if options.miners == 1 and options.exchange == "hivemind":
-        flags["validator.minimum_peers"] = 2  # it and that one
+    if options.exchange == "hivemind":
+        flags["dht.port"] = options.dht_port or _SWARM_PORT
+        with suppress(ValueError):  # a name is looked up by the validator itself
+            flags["dht.ip"] = str(ipaddress.IPv4Address(options.host or ""))
     if options.weights:
         flags["validator.weights"] = str(options.weights)
     if options.plugins:
@@ -974,7 +959,7 @@ def _what_to_run(options: argparse.Namespace, folder: Path) -> str:
     ]
     if options.store != _EMBEDDED:
         bucket, keys = options.bucket or options.name, "two keys"
-        if options.exchange == "store" and not _own_buckets(options):
+        if not _own_buckets(options):
             keys = "a key that reads, writes and deletes objects"
         lines.append(f"\nInto .env here: {keys} of the global bucket {bucket}, which you make.")
         lengths = f"of up to {LONGEST_KEY} characters, and no account"

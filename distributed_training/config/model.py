@@ -260,8 +260,17 @@ class Config(AllSettings):
 
     @property
     def exchange(self) -> Exchange:
-        """The exchange of this network's pseudo-gradients: ``hivemind`` or ``store``."""
-        return self.miner.exchange
+        """The kind of this network's rounds: ``hivemind`` as subnet 38's, or ``store``.
+
+        The rounds of a network of format 3 over hivemind are those of the store, and more
+        (:attr:`averages`).
+        """
+        return "store" if self.averages else self.miner.exchange
+
+    @property
+    def averages(self) -> bool:
+        """True where members also average over hivemind at each close."""
+        return self.network is not None and self.network.head.averages
 
     @property
     def round_period(self) -> timedelta:
@@ -335,7 +344,7 @@ def extras_of_network(config: Config) -> dict[str, str]:
     wanted = {}
     if config.chain.kind == "bittensor":
         wanted["bittensor"] = "a network on a Bittensor chain"
-    if config.exchange == "hivemind":
+    if config.exchange == "hivemind" or config.averages:
         wanted["hivemind"] = "a network over hivemind"
     return wanted
 
@@ -469,6 +478,11 @@ def check_exchange(config: Config) -> Iterator[str]:
             "miners would train most of it on weights that are past: in the network's file lower "
             "round.grace, or raise round.blocks_per_allreduce"
         )
+    if config.averages and config.miner.average_after >= grace:
+        yield (
+            f"round.average_after ({show(config.miner.average_after)}) is not below round.grace "
+            f"({show(grace)}), so no all-reduce would end in time: lower the one or raise the other"
+        )
     url, private = config.store.endpoint_url, config.chain.private
     if url and not config.has_bucket and not keeps_secrets(url, private=private):
         yield (
@@ -479,7 +493,7 @@ def check_exchange(config: Config) -> Iterator[str]:
 
 
 def check_addresses(config: Config) -> Iterator[str]:
-    if config.exchange == "store":
+    if config.exchange == "store" and not config.averages:
         return  # nobody calls its members
     for name in ("axon.external_ip", "dht.ip"):
         value = (config.get(name) or "").strip("[]")

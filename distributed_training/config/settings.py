@@ -308,6 +308,9 @@ class RoundSettings:
     grace: Duration = rule("round.grace", 10 * MINUTE, ge=SECOND, le=DAY)
     """with exchange 'store': how long after a close uploads are accepted, at most a third of the
     period"""
+    average_after: Duration = rule("round.average_after", 60 * SECOND, ge=0 * SECOND, le=DAY)
+    """with exchange 'hivemind' in format 3: how long after a close the members average, which has
+    until the end of round.grace; by then all must have written their uploads"""
     least: Count = rule("round.least", 1)
     """with exchange 'store': fewest accepted uploads of an outer step; with fewer the close moves
     by a period"""
@@ -658,6 +661,8 @@ class ValidatorSettings(RoundSettings):
     """age of gradients.pt from which validators count the bucket as stale"""
     evaluation_ranks: int = 4  # of a miner whose pages are evaluated, as the public validators do
     held_out_sequences: int = 32  # on which each outer step is judged
+    sample: CountFrom0 = flag("validator.sample", 0)
+    """Over hivemind: fetch and judge so many uploads of a close, drawn at random. 0: all."""
     seed: int = 0  # of the random blocks; 0: from the system
 
 

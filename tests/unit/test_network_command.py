@@ -39,7 +39,6 @@ from tests.tools.r2_keys import KEYS
 from tests.tools.support_data import DATASET, Fault, RowsServer
 
 pytestmark = pytest.mark.timeout(60)
-HIVEMIND = ("--exchange", "hivemind")
 
 
 def found(folder: Path, *more: str) -> int:
@@ -65,29 +64,23 @@ def test_a_miner_joins_a_network_that_the_command_created(tmp_path: Path, capsys
     assert values["chain.url"] == "https://registry.example.org"
     assert values["round.blocks_per_allreduce"] == 60
     assert (config.store.global_model_name, config.data.source) == ("lab", "stdlib")
-    (peer,) = config.swarm.initial_peers
-    assert peer.startswith("/ip4/192.0.2.7/tcp/8009/p2p/Qm")
+    assert config.averages and config.has_bucket
+    assert config.miner.average_after < config.miner.grace
     assert config.network.model["num_hidden_layers"] == 4
-    for key in ("wallets/master/hotkeys/default", "validator/swarm/identity.key"):
-        assert (folder / key).stat().st_mode & 0o077 == 0, key
+    assert (folder / "wallets/master/hotkeys/default").stat().st_mode & 0o077 == 0
     assert folder.stat().st_mode & 0o077 == 0
     out = capsys.readouterr().out
     assert values["run_id"] in out and f"dt-network run {folder}" in out
     assert config.chain.private, "192.0.2.7 is no address of the internet"
     assert found(tmp_path / "other", "--host", "gpu-1") == 0
     other = read(tmp_path / "other")
-    assert not other.chain.private and other.network.head.format == 2
+    assert not other.chain.private and other.network.head.format == 3
     assert other.network.values["run_id"] != values["run_id"]
-    assert (other.store.content, other.swarm.compression) == ("scored", "4bit")
-    as_before = ("--set", "upload.content=all", "--set", "round.compression=none")
-    assert found(tmp_path / "all", *as_before) == 0
-    of_all = read(tmp_path / "all")
-    assert (of_all.store.content, of_all.swarm.compression) == ("all", "none")
-    assert other.swarm.initial_peers[0].startswith("/dns4/gpu-1/tcp/8009/p2p/Qm")
     assert main(["run", str(tmp_path / "other"), "--print"]) == 0
     _, _, words = capsys.readouterr().out.partition("dt-validator ")
     flags = shlex.split(words.partition("\n")[0])
-    assert load_config("validator", flags, environ={}, dotenv=None, check=False).network
+    validator = load_config("validator", flags, environ={}, dotenv=None, check=False)
+    assert validator.network and validator.swarm.dht_port == 8009
     assert found(folder) == 2 and "exists already" in capsys.readouterr().err
 
 
@@ -570,7 +563,7 @@ def test_no_version_has_data_that_nobody_would_publish(tmp_path: Path, capsys, o
             (("--set", change), words)
             for change, words in (
                 ("name.x=1", "no such key"),
-                ("swarm=1", "no such key"),
+                ("store=1", "no such key"),
                 ("data.rows=2026-01-01", "a date or a time"),
             )
         ),
@@ -680,7 +673,8 @@ def test_keys_of_any_store_are_right_where_the_file_names_it(tmp_path: Path, cap
         load_config("miner", argv, environ=AWS | {"R2_READ_ACCESS_KEY_ID": ""}, dotenv=None)
 
     words = ("--name", "lab", "--host", "192.0.2.7", "--netuid", "7", "--data-source", "stdlib")
-    assert main(["init", str(tmp_path / "sub"), *HIVEMIND, *words, *store[:2]]) == 0
+    own = ("--exchange", "store", "--set", "store.access=own")
+    assert main(["init", str(tmp_path / "sub"), *own, *words, *store[:2]]) == 0
     assert "of R2's lengths (account 32" in capsys.readouterr().out
     argv = ["--network", str(tmp_path / "sub" / "network.toml")]
     with pytest.raises(ConfigError, match=r"READ_ACCESS_KEY_ID has 20.*instead of 32.*public"):

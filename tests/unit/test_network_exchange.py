@@ -21,7 +21,13 @@ from distributed_training.config.model import KEY_VARIABLES
 from distributed_training.health import machine
 from distributed_training.health.machine import Examination
 from distributed_training.miner.init_command import main as miner_init
-from distributed_training.network import OF_EXCHANGE, of_exchange, signed, to_toml
+from distributed_training.network import (
+    NEWEST,
+    needless_keys,
+    of_exchange,
+    signed,
+    to_toml,
+)
 from distributed_training.network_command import main
 from distributed_training.protocol.growth import Growth, file_bytes, grace_seconds
 from distributed_training.protocol.update_file import largest_file
@@ -79,11 +85,14 @@ def test_buckets_of_their_own_need_no_registry_and_a_key_each(tmp_path: Path, ki
     assert any("R2_READ_ACCESS_KEY_ID" in line for line in loader.problems(config))
 
 
-@pytest.mark.parametrize("exchange", ["hivemind", "store"])
-def test_each_key_has_a_place_with_only_one_exchange(tmp_path: Path, exchange: str) -> None:
-    rules = EXAMPLE if exchange == "hivemind" else store_rules()
-    (other,) = OF_EXCHANGE.keys() - {exchange}
-    for key in OF_EXCHANGE[other]:
+@pytest.mark.parametrize("kind", ["sn38", "store", "hivemind"])
+def test_a_key_of_another_exchange_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    own = {"format": 3, "exchange": "hivemind"} if kind == "hivemind" else {"format": 3}
+    rules = EXAMPLE if kind == "sn38" else {**store_rules(), **own}
+    exchange = "store" if kind == "store" else "hivemind"
+    foreign_keys = needless_keys(kind) - (NEWEST if kind == "sn38" else frozenset())
+    assert foreign_keys
+    for key in foreign_keys:
         table, _, name = key.rpartition(".")
         foreign = (
             {**rules, table: {**rules.get(table, {}), name: 1}} if table else {**rules, key: 1}
@@ -161,8 +170,6 @@ def test_a_founder_is_asked_for_nothing_of_a_swarm(
     ("more", "words"),
     [
         (("--dht-port", "8009"), "--dht-port is of --exchange hivemind"),
-        (("--exchange", "hivemind"), "without --host"),
-        (("--exchange", "hivemind", "--host", "h", "--slowest-link", "5"), "--slowest-link is of"),
         (
             ("--slowest-link", "0.005", "--set", "round.blocks_per_allreduce=400"),
             "above a third of the period of 4800 s",

@@ -220,7 +220,8 @@ def test_the_canonical_form_is_the_documents() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "text"),
     [
-        ("format = 2 ", "format = 3 ", "its format is 3 and this program reads 1 and 2"),
+        ("format = 2 ", "format = 4 ", "its format is 4 and this program reads 1 and 2 and 3"),
+        ("format = 2 ", "format = 3 ", "has no place with exchange 'hivemind' in format 3"),
         ("format = 2 ", "format = true ", "its format is True and"),
         ("format = 2 ", "format = 1 ", "exchange is a key of format 2"),
         ('exchange = "hivemind"', 'exchange = "pigeons"', "exchange 'pigeons'"),
