@@ -140,7 +140,11 @@ class OwnUploads:
             found = self.path(manifest.outer_step - 1, serial)
             # A miner that went back in time has written another upload for the same close.
             path = found if found.exists() and sha256_of(found) == note.digest else None
-            if any(each.digest == note.digest for each in manifest.merged):
+            averaging = manifest.averaging if manifest.averaged else None
+            took_part = averaging is not None and self._uid in averaging.participants
+            if any(each.digest == note.digest for each in manifest.merged) or (
+                took_part and serial == manifest.serial
+            ):
                 return Fate(Base.MERGED, path)
             for each in manifest.refused:
                 # Only the uid is known of a file that was not read.

@@ -24,7 +24,6 @@ from distributed_training.common.files import write_bytes
 from distributed_training.common.kinds import plugin_environment
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import Mark, kill_tree, with_starter
-from distributed_training.config.settings import Exchange
 from distributed_training.config.types import ConfigError
 from distributed_training.network import built_in_rules, of_exchange, signed, to_toml
 from distributed_training.protocol.keys import miner_bucket
@@ -46,6 +45,7 @@ FOREIGN_PREFIXES = ("R2_", "BT_", "DT_", "WANDB_", "LOKI_", "AWS_", "HF_", "INFL
 UID_SPACING = 11
 VALIDATOR_UID = 200
 _GRACE = 15.0  # seconds after a close in which uploads are taken
+_GRACE_OF_AVERAGE = 20.0  # the same, where members also average
 # Of the network's file, that a slow machine needs longer.
 _TIMES = {"round_timeout", "allreduce_timeout", "next_chunk_timeout", "request_timeout"}
 _TIMES |= {"min_matchmaking_time", "reload_timeout"}
@@ -58,7 +58,7 @@ class SubnetOptions:
     Args:
         folder: Where everything is written; new, empty, or of a local subnet before.
         ranks: World size of each miner, in order.
-        exchange: ``hivemind`` or ``store``.
+        exchange: ``hivemind``, ``store``, or ``sn38``: over hivemind as subnet 38 was.
         outer_steps: Outer steps that the run is to take; a summary with fewer names it.
         seconds_per_block: Block time of the chain; None: one second, and on a machine that is
             slower than two free cores as many times longer.
@@ -81,7 +81,7 @@ class SubnetOptions:
 
     folder: Path
     ranks: tuple[int, ...] = (2, 1)
-    exchange: Exchange = "hivemind"
+    exchange: Literal["hivemind", "store", "sn38"] = "sn38"
     outer_steps: int = 2
     #: None: a second, and on a machine that is slower than two free cores as many times longer.
     seconds_per_block: float | None = 1.0
@@ -431,7 +431,7 @@ class Services:
         peer_id = ""
         if self._hands_out:  # URLs of the store, by what the file says and with the store's keys
             founding = {"network": str(self.network), "store": str(self._store.folder.absolute())}
-        else:
+        elif self.options.exchange == "sn38":
             peer_id = make_identity(validator.folder)
         self._write_network(peer_id)
         flags = {
@@ -464,7 +464,8 @@ class Services:
     def _hands_out(self) -> bool:
         """True where the registry gives access to the store, and no member has a bucket."""
         options = self.options
-        return options.exchange == "store" and options.rules.get("store.access") != "own"
+        default = "registry" if options.exchange == "store" else "own"
+        return options.rules.get("store.access", default) != "own"
 
     def stop(self) -> list[str]:
         """Stop the chain, then the store; return the problems met."""
@@ -475,7 +476,8 @@ class Services:
     def _write_network(self, peer_id: str) -> None:
         """Write the rules of this subnet. ``peer_id``: of the validator's identity in a swarm."""
         options, master = self.options, self.wallet(self._validator)
-        rules = of_exchange(built_in_rules("local"), options.exchange)
+        rules = built_in_rules("local-hivemind" if options.exchange == "hivemind" else "local")
+        rules = of_exchange(rules, "hivemind" if options.exchange == "sn38" else options.exchange)
         rules.pop("run_id")  # it follows from the file
         changed = {
             "chain.url": self.chain_endpoint,
@@ -488,10 +490,13 @@ class Services:
             changed[f"round.{name}"] = f"{seconds:.1f}s"
         if options.blocks_per_allreduce is not None:
             changed["round.blocks_per_allreduce"] = options.blocks_per_allreduce
-        if options.exchange == "store":
+        if options.exchange != "sn38":
             rules["private"] = True  # the store speaks plain HTTP, on this machine
-            grace = min(_GRACE * options.slowness, options.period / 3)
+            usual = _GRACE if options.exchange == "store" else _GRACE_OF_AVERAGE
+            grace = min(usual * options.slowness, options.period / 3)
             changed |= {"round.grace": f"{grace:.1f}s", "round.least": self._least}
+            if options.exchange == "hivemind":
+                changed["round.average_after"] = f"{grace / 4:.1f}s"
         else:
             # Only the validator's: it is there first, and through it miners find each other.
             first = f"/ip4/127.0.0.1/tcp/{self._validator.dht_port}/p2p/{peer_id}"
@@ -575,6 +580,8 @@ class Services:
             flags["nproc_per_node"] = str(plan.world_size)
         if self.options.exchange == "store":
             return flags
+        if self.options.exchange == "hivemind":
+            return flags | {"dht.port": str(plan.dht_port), "dht.ip": "127.0.0.1"}
         flags |= {"axon.port": str(plan.axon_port), "dht.port": str(plan.dht_port)}
         if plan.kind == "validator":
             flags["neuron.initial_peers"] = "none"  # it is the first peer itself

@@ -431,7 +431,7 @@ class LocalSubnet:
             miners=[m.state for m in self.miners],
             world_sizes=[m.plan.world_size for m in self.miners],
             problems=[*problems, *self.problems],
-            exchange=self.options.exchange,
+            exchange="hivemind" if self.options.exchange == "sn38" else "store",
         )
 
     # --- inside ---------------------------------------------------------------------------------

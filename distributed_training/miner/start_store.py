@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from bittensor_core import verify
@@ -27,11 +28,13 @@ from distributed_training.common.memory import DISK_RESERVE, checkpoint_bytes
 from distributed_training.config import Config
 from distributed_training.config.versions import Versions, has_versions
 from distributed_training.exchange.base import Close
+from distributed_training.exchange.hivemind import HivemindRounds, Membership
 from distributed_training.exchange.own_uploads import OwnUploads
 from distributed_training.exchange.store_rounds import StoreRounds
 from distributed_training.network import FILE
 from distributed_training.node.buckets import open_as_member, open_own
 from distributed_training.node.identity import Member, commit, keep_state
+from distributed_training.node.peer import announcer, peer_settings
 from distributed_training.node.start import require_data
 from distributed_training.protocol import lines
 from distributed_training.protocol.keys import miner_bucket
@@ -119,7 +122,7 @@ def open_connections(
         open_bucket=lambda: reader, folder=folder / "global", run=config.store.run
     )
     watch = None if config.network is None else NetworkWatch(bucket, config.network, None, post)
-    rounds = StoreRounds(
+    rounds = _kind_of_rounds(config, member)(
         store,
         folder / "exchange",
         lambda fact: post(event_of(fact)),
@@ -152,6 +155,18 @@ def open_connections(
         rules=versions.in_force.files[FILE] if versions else "",
     )
     return Connections(member, rounds, global_folder, versions, commitment), info
+
+
+def _kind_of_rounds(config: Config, member: Member) -> Callable[..., StoreRounds]:
+    if not config.averages:
+        return StoreRounds
+    return partial(
+        HivemindRounds,
+        membership=Membership(
+            member.chain.neurons, member.hotkey, config.miner.master_ss58_address
+        ),
+        average_after=config.miner.average_after.total_seconds(),
+    )
 
 
 def first_weights(
@@ -322,8 +337,11 @@ class RankZero:
         watcher.start()
         if text:
             commit(member, text)
+        if isinstance(rounds := self._connections.rounds, HivemindRounds):
+            settings = peer_settings(config, trainer.schema, context.folder)
+            rounds.open_peer(settings, announcer(config, member))
         largest = largest_file(trainer.schema, _UPDATE_BITS)
-        self._connections.rounds.start(trainer.outer_step, largest_update=largest)
+        rounds.start(trainer.outer_step, largest_update=largest)
         record_start(self.record, context, self._info, self._training)
 
 

@@ -27,6 +27,7 @@ STATE = "state.json"  # store networks only, as are those below
 MANIFEST = "manifest.json"
 UPDATE = "update.safetensors"
 OUTER_STATE = "state.safetensors"  # outer momentum and residual
+AVERAGE = "average.safetensors"  # of the members' all-reduce, where the update follows from it
 SAFETENSORS_METADATA = {"format": "pt"}
 #: What of a snapshot is uploaded: the pseudo-gradient that is scored; the model too; all there is.
 Parts = Literal["scored", "model", "all"]

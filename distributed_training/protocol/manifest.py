@@ -24,7 +24,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
@@ -103,9 +103,10 @@ class _Signed:
         """JSON with sorted keys, without white space, in ASCII, like a network's file."""
         # Twice: else numbers as keys would be sorted as numbers.
         content = json.loads(json.dumps(asdict(self), allow_nan=False))  # type: ignore[call-overload]
-        for later in ("gate", "recovered"):  # else programs from before them would refuse all
-            if content.get(later) == 0:
-                del content[later]
+        # Else programs from before them would refuse every state and manifest.
+        for later in ("gate", "recovered", "averaging"):
+            if content.get(later) in (0, None):
+                content.pop(later, None)
         return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
 
     @functools.cached_property
@@ -224,6 +225,27 @@ class Refused:
 
 
 @checked(frozen=True, config=ConfigDict(strict=True))
+class Averaging:
+    """How the all-reduce of a close went, in a network over hivemind.
+
+    Attributes:
+        source: What the update follows from: the ``average``, or the ``merge`` of the uploads.
+        why: Why the average was not used; empty: it was.
+        participants: Uids of the members that took part, ascending. After ``average`` their
+            uploads count as merged.
+        difference: Norm of the difference between average and merge, as a part of the merge's;
+            None: it was not measured.
+        suspects: Uids of the members whose parts of the average were seen to differ.
+    """
+
+    source: Literal["average", "merge"]
+    why: Text
+    participants: Annotated[tuple[Uid, ...], Field(max_length=4096)] = ()
+    difference: Figure | None = None
+    suspects: Annotated[tuple[Uid, ...], Field(max_length=4096)] = ()
+
+
+@checked(frozen=True, config=ConfigDict(strict=True))
 class Manifest(_Signed):
     """The account of how the epoch-start weights of ``outer_step`` came about; see the module.
 
@@ -243,6 +265,7 @@ class Manifest(_Signed):
         total_inner_steps, total_tokens: Of the network until here.
         rewound_to: The outer step whose weights, momentum and residual these are again.
         recovered: The outer step at which the chain begins: that of the last recovery, else 0.
+        averaging: How the all-reduce went, in a network over hivemind.
     """
 
     name: ClassVar[str] = keys.MANIFEST
@@ -274,6 +297,12 @@ class Manifest(_Signed):
     ] = field(default_factory=dict)
     rewound_to: OuterStep | None = None
     recovered: OuterStep = 0
+    averaging: Averaging | None = None
+
+    @property
+    def averaged(self) -> bool:
+        """True where the update follows from the members' all-reduce."""
+        return self.averaging is not None and self.averaging.source == "average"
 
     def __post_init__(self) -> None:
         uids = [each.uid for each in self.merged]

@@ -17,6 +17,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -42,6 +43,14 @@ NESTEROV = "nesterov"
 HISTORY = 10
 _CLIP = 2.0  # times the usual norm
 _CHUNK = 1 << 22  # values handled at once, of one upload
+
+
+class Values(Protocol):
+    """The values that one upload, or the members' average, adds to a merge."""
+
+    def rows(self, index: int, first: int, stop: int) -> Tensor:
+        """Return rows of a parameter, float32 ``(rows, columns)``, a tensor of its own."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -109,7 +118,7 @@ def clip_factors(norms: Sequence[float], history: Sequence[float]) -> list[float
 
 @torch.no_grad()
 def merge(
-    uploads: Sequence[UpdateFile],
+    uploads: Sequence[Values],
     factors: Sequence[float],
     before: OuterState,
     rule: Rule,

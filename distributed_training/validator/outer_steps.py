@@ -281,7 +281,7 @@ class OuterSteps:
                 if (
                     (whole and step not in state.weights_at and step < n)
                     or (name == keys.UPDATE and step <= oldest)
-                    or (name.startswith("uploads/") and step <= merged)
+                    or ((name.startswith("uploads/") or name == keys.AVERAGE) and step <= merged)
                 ):
                     self._store.delete(info.key)
             for info in self._store.list_objects("uploads/"):

@@ -41,6 +41,7 @@ from distributed_training.health.clock import ClockWatch, measure_offset
 from distributed_training.network import LARGEST_FILE, VERSIONS, Network, save_copy
 from distributed_training.node.buckets import PeerBuckets, check_own, open_own, own_commitment
 from distributed_training.node.identity import Member, commit, follow_address, join_subnet
+from distributed_training.node.peer import announcer, peer_settings
 from distributed_training.node.published import fetch_published, publish
 from distributed_training.node.start import (
     NetworkFailure,
@@ -79,6 +80,7 @@ from distributed_training.training.model import UnfitModelError, parameter_schem
 from distributed_training.training.outer_rule import outer_rule_of
 from distributed_training.training.outer_step import GlobalState
 from distributed_training.training.pretrained import WeightsError, digest_weights, read_weights
+from distributed_training.validator.average import AveragingValidator
 from distributed_training.validator.exports import Exports
 from distributed_training.validator.global_state import (
     GlobalPublisher,
@@ -398,9 +400,7 @@ class Judges:
         standings.board.assigned_counts = not config.data.own
         rules = ValidatorRules(
             config=config,
-            outer_rule=outer_rule_of(
-                config.training, config.validator.exchange, bits=config.validator.bits
-            ),
+            outer_rule=outer_rule_of(config.training, config.exchange, bits=config.validator.bits),
             losses=losses,
             follow=follow_rules(config, parts),
             show_finished=parts.show_finished,
@@ -512,35 +512,42 @@ def build_of_store(
         state = initial_state(config, vocabulary=parts.vocabulary, eos_token=parts.eos_id)
     # One sequence at a time: each is an observation of what an upload does.
     judges = Judges.open(config, parts, state.model_config, run, micro_batch=1)
-    return (
-        StoreValidator(
-            rules=judges.rules,
-            member=parts.member,
-            steps=steps,
-            judge=UploadJudge(
-                evaluator=judges.evaluator,
-                schema=state.schema,
-                run_id=config.swarm.run_id,
-                bits=settings.bits,
-                verify=parts.verify,
-                secret=secrets.randbits(62),
-            ),
-            run=run,
-            reporter=Reporter(
-                chain=parts.member.chain,
-                standings=judges.standings,
-                record=run.record,
-                least=lambda members: settings.least,
-                seconds_per_block=config.chain.seconds_per_block,
-                round_seconds=(settings.grace + config.round_period / 2).total_seconds(),
-                run_folder=folder,
-            ),
-            after_step=open_exports(config, folder, state, run.record, stack).after,
-            of_member=parts.open_bucket if config.has_bucket else None,
+    kind: Callable[..., StoreValidator] = StoreValidator
+    if config.averages:
+        kind = partial(
+            AveragingValidator,
+            settings=peer_settings(config, state.schema, folder, witness=True),
+            ready=announcer(config, parts.member),
+        )
+    validator = kind(
+        rules=judges.rules,
+        member=parts.member,
+        steps=steps,
+        judge=UploadJudge(
+            evaluator=judges.evaluator,
+            schema=state.schema,
+            run_id=config.swarm.run_id,
+            bits=settings.bits,
+            verify=parts.verify,
+            secret=secrets.randbits(62),
         ),
-        state,
-        found,
+        run=run,
+        reporter=Reporter(
+            chain=parts.member.chain,
+            standings=judges.standings,
+            record=run.record,
+            least=lambda members: settings.least,
+            seconds_per_block=config.chain.seconds_per_block,
+            round_seconds=(settings.grace + config.round_period / 2).total_seconds(),
+            run_folder=folder,
+        ),
+        after_step=open_exports(config, folder, state, run.record, stack).after,
+        of_member=parts.open_bucket if config.has_bucket else None,
     )
+    if isinstance(validator, AveragingValidator):
+        validator.open_peer()
+        stack.callback(validator.close_peer)
+    return validator, state, found
 
 
 def first_state(

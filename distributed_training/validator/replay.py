@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 
 from distributed_training.common.files import atomic_file, sha256_of, write_bytes
 from distributed_training.protocol import keys
+from distributed_training.protocol.average_file import Average
 from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.manifest import Manifest, Master, Merged, State
 from distributed_training.protocol.metadata import MAX_CONFIG_BYTES
@@ -36,6 +37,7 @@ from distributed_training.training.outer_step import load_weights, model_bytes
 from distributed_training.validator.merge import (
     OuterState,
     Rule,
+    Values,
     clip_factors,
     digest_of,
     merge,
@@ -236,6 +238,17 @@ class Chain:
             raise ChainBroken(key, "has another serial or count than its manifest names")
         return upload
 
+    def average(self, manifest: Manifest) -> Average:
+        """Return the members' average that a manifest's update follows from."""
+        key = keys.outer_key(manifest.outer_step, keys.AVERAGE)
+        path = self._fetch(key, manifest.files.get(keys.AVERAGE, ""), model_bytes(self.schema))
+        try:
+            return Average(path, self.schema)
+        except ValueError as error:
+            raise ChainBroken(key, f"is refused: {error}") from None
+        finally:
+            path.unlink()  # an opened file is mapped, and stays
+
     def _open(
         self,
         key: str,
@@ -271,14 +284,17 @@ class Chain:
         manifest: Manifest,
         *,
         update: UpdateFile,
-        uploads: Sequence[UpdateFile],
+        uploads: Sequence[Values],
     ) -> OuterState:
-        """Return the state after an outer step, computed from its uploads and compared."""
+        """Return the state after an outer step, computed from its uploads and compared.
+
+        ``uploads``: where the members have averaged, only the average.
+        """
         path = self._folder / "replayed.safetensors"
         path.unlink(missing_ok=True)
         _, after = merge(
             uploads,
-            [each.factor for each in manifest.merged],
+            [1.0] if manifest.averaged else [each.factor for each in manifest.merged],
             state,
             Rule(manifest.rule, manifest.learning_rate, manifest.mu),
             path=path,
@@ -311,7 +327,8 @@ class Chain:
             update = self.update(manifest, before)
             if whole:
                 uploads = [self.upload(manifest, each, before) for each in manifest.merged]
-                found = self.take_step(found, manifest, update=update, uploads=uploads)
+                values = [self.average(manifest)] if manifest.averaged else [*uploads]
+                found = self.take_step(found, manifest, update=update, uploads=values)
             else:
                 found = self._subtract(found, manifest, update)
             before = manifest
@@ -439,11 +456,15 @@ class Chain:
             if not math.isclose(norm_of(file), each.norm, rel_tol=_LIKE):
                 key = keys.outer_key(manifest.outer_step, keys.MANIFEST)
                 found.problems.append(f"{key} names another norm than that of uid {each.uid}")
+        values: list[Values] = [*uploads]
+        if manifest.averaged:
+            average = found.get(partial(self.average, manifest), needed=False)
+            values, whole = [average] if average else [], whole and average is not None
         if known is None or update is None:
             return None, False
         step = partial(self._subtract, known, manifest, update)
         if whole:
-            step = partial(self.take_step, known, manifest, update=update, uploads=uploads)
+            step = partial(self.take_step, known, manifest, update=update, uploads=values)
         after = found.get(step)
         return after, whole and after is not None
 

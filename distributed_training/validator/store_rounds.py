@@ -73,6 +73,7 @@ from distributed_training.validator.judging import (
 from distributed_training.validator.merge import (
     OuterState,
     Rule,
+    Values,
     clip_factors,
     find_spoilers,
     merge,
@@ -581,7 +582,7 @@ class StoreValidator(Validator):
         trusted = sorted(close.accepted, key=lambda u: -self.standings.entries[u].published)
         before = self._rules.mean(self._losses)
         limit = self._rules.config.loss_limit(before)
-        merged = self._merge(close, trusted)
+        merged = self._merge_all(close, trusted)
 
         def passes(places: Sequence[int]) -> bool:
             some = self._merge(close, [trusted[i] for i in places])
@@ -606,8 +607,17 @@ class StoreValidator(Validator):
         one = close.accepted.pop(uid)
         self._refuse(close, uid, one.hotkey, one.file.digest, cause, reason)
 
-    def _merge(self, close: _Close, uids: Sequence[int]) -> _MergedSome:
-        """Merge the uploads of some, into the one file that there is for the update."""
+    def _merge_all(self, close: _Close, uids: Sequence[int]) -> _MergedSome:
+        """Return what all accepted uploads lead to."""
+        return self._merge(close, uids)
+
+    def _merge(
+        self, close: _Close, uids: Sequence[int], average: Values | None = None
+    ) -> _MergedSome:
+        """Merge the uploads of some, into the one file that there is for the update.
+
+        ``average``: the values that the members have averaged, in place of the uploads' mean.
+        """
         ordered = [close.accepted[uid] for uid in sorted(uids)]
         factors = clip_factors([one.norm for one in ordered], merged_norms(self._steps.history))
         path = self._steps.place(close.state.outer_step + 1) / keys.UPDATE
@@ -625,8 +635,8 @@ class StoreValidator(Validator):
             tokens=self._steps_of(ordered) * len(ordered) * self._rules.config.tokens_of_step,
         )
         digest, values = merge(
-            [one.file for one in ordered],
-            factors,
+            [one.file for one in ordered] if average is None else [average],
+            factors if average is None else [1.0],
             self._steps.values,
             self._outer_rule,
             path=path,
@@ -793,6 +803,10 @@ class StoreValidator(Validator):
 
     # --- what a round leaves behind ---------------------------------------------------------------
 
+    def _participants(self, close: _Close) -> frozenset[int]:
+        """Return the uids of the members of which something is in the outer step."""
+        return frozenset(close.accepted)
+
     def _score(self, close: _Close, block: int) -> None:
         """Let scores follow from what the round has found of each member."""
         judgements = [one.judgement for one in close.accepted.values()]
@@ -801,9 +815,9 @@ class StoreValidator(Validator):
             for uid, one in close.refused.items()
             if one.cause != "not-judged"  # which says nothing about the upload
         ]
-        entries = self.standings.present()
+        entries, took_part = self.standings.present(), self._participants(close)
         for uid, entry in entries.items():
-            entry.all_reduce = int(uid in close.accepted)
+            entry.all_reduce = int(uid in took_part)
             entry.uploaded = close.came.get(uid, entry.uploaded)
             entry.fault = "" if uid in close.came else "it sent no upload for the last close"
         # Merged and no better than nothing scores 0.

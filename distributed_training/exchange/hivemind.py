@@ -1,0 +1,278 @@
+"""Follow a network over hivemind: the rounds of :mod:`.store_rounds`, and an all-reduce in each.
+
+Each member orders its *peer process* (:mod:`.hivemind_peer`) to average the values that its upload
+for a close decodes to. The validator takes part with zeros, and may publish the average as the
+update instead of the merge of the uploads (:mod:`distributed_training.validator.average`). A member
+only ever applies the file that the validator publishes. So an all-reduce that fails, hangs or is
+falsified costs the average of one round, never the round or another member.
+
+This module needs no hivemind: only the peer process imports it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from distributed_training.chain.base import Neuron
+from distributed_training.common.processes import ChildProcess
+from distributed_training.protocol import lines
+from distributed_training.protocol.gradients import Schema
+from distributed_training.protocol.manifest import Manifest
+
+from .base import Close
+from .store_rounds import StoreRounds
+
+log = logging.getLogger(__name__)
+
+#: Causes of a refusal that are no fault of what a member averages.
+NO_FAULT = frozenset({"late", "not-judged"})
+_HANGS = 15.0  # seconds after the end of an order in which a peer process must answer
+_FAILURES = 2  # in a row, after which a peer process is started again: it may have lost all peers
+Addresses = tuple[tuple[str, tuple[str, ...]], ...]  # of members, by peer id
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a peer process is started with. Times are in seconds.
+
+    ``address``: full address to announce, without peer id; empty: p2pd's own guess. ``witness``:
+    it is the validator's. ``gather``: of matchmaking; ``chunk``: without a byte of a peer;
+    ``longest``: of a transfer.
+    """
+
+    schema: Schema
+    run_id: str
+    identity: str  # path of the key file
+    listen: str
+    port: int
+    address: str = ""
+    witness: bool = False
+    gather: float = 6.0
+    chunk: float = 20.0
+    longest: float = 600.0
+    start_timeout: float = 30.0
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The peer process listens."""
+
+    peer_id: str
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Order:
+    """Average once. ``at``, ``ends``: Unix seconds, by this machine's clock.
+
+    ``usual``: norm of an upload, by the last manifest. ``upload``: file whose values are averaged;
+    empty: zeros. ``average``: file to write the average into; empty: it is not kept.
+    """
+
+    outer_step: int
+    serial: int
+    at: float
+    ends: float
+    members: Addresses  # the others
+    witnesses: tuple[str, ...]  # peer ids that reduce nothing
+    usual: float
+    upload: str = ""
+    average: str = ""
+
+    def scale(self, values: int) -> float:
+        """Return the power of two that brings ``values`` of an upload to about 1, for float16."""
+        return 2.0 ** round(math.log2(math.sqrt(values) / self.usual))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How an order ended. ``shares``: peer id and reduced values of each peer, in their order."""
+
+    outer_step: int
+    serial: int
+    shares: tuple[tuple[str, int], ...] = ()
+    failed: str = ""  # why there is no average
+    silent: tuple[str, ...] = ()  # peer ids of members that did not answer
+    seconds: float = 0.0
+
+
+def usual_norm(manifest: Manifest | None) -> float | None:
+    """Return the median norm of the uploads that a manifest has merged; None: it has none."""
+    merged = [one.norm * one.factor for one in manifest.merged] if manifest else []
+    return statistics.median_low(merged) if merged else None
+
+
+def find_partners(neurons: Sequence[Neuron], manifest: Manifest, *, own: str) -> Addresses:
+    """Return who may take part in an all-reduce, as the chain has it, without the hotkey ``own``.
+
+    A member whose upload the last manifest refused is left out.
+    """
+    refused = {one.hotkey for one in manifest.refused if one.cause not in NO_FAULT} | {own}
+    return tuple(
+        (one.peer, (f"/ip{6 if ':' in one.ip else 4}/{one.ip}/tcp/{one.port}/p2p/{one.peer}",))
+        for one in neurons
+        if one.peer and one.port and one.hotkey not in refused
+    )
+
+
+class PeerProcess:
+    """Keeps a peer process running, and passes orders to it.
+
+    ``ready`` is called after each start, ``answered`` once for each order, from threads.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        ready: Callable[[Ready], None],
+        answered: Callable[[Answer], None],
+        module: str = "distributed_training.exchange.hivemind_peer",
+    ) -> None:
+        self._settings = settings
+        self._ready, self._answered = ready, answered
+        self._order: Order | None = None  # until it is answered
+        self._failures = 0
+        self._child = ChildProcess(
+            "The DHT peer",
+            module,
+            effect="rounds go on without its average, and uploads count as before",
+            begin=self._begin,
+            receive=self._receive,
+        )
+
+    def start(self) -> None:
+        """Start it. Raises OSError."""
+        self._child.start()
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def order(self, order: Order) -> None:
+        """Have the values of an upload averaged; an order that is not answered yet has failed."""
+        self._end(self._order, "another close has come")
+        with self._child.lock:
+            self._order = order
+            self._child.send(order)
+        watch = threading.Timer(
+            max(0.0, order.ends - time.time()) + _HANGS, self._end, (order, "it hangs")
+        )
+        watch.daemon = True
+        watch.start()
+
+    def close(self) -> None:
+        self._order = None
+        self._child.close()
+
+    def _begin(self) -> None:
+        self._child.send(self._settings)
+        self._end(self._order, "the DHT peer ended", kill=False)
+
+    def _end(self, order: Order | None, why: str, *, kill: bool = True) -> None:
+        """Answer an order that the process leaves unanswered, and start the process again."""
+        if order is None or self._order is not order:
+            return
+        self._receive(Answer(order.outer_step, order.serial, failed=why))
+        if kill:
+            self._kill()
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self._child.pid, signal.SIGKILL)
+
+    def _receive(self, message: Any) -> None:
+        if isinstance(message, Ready):
+            self._ready(message)
+        elif self._order and message.serial == self._order.serial:
+            self._order = None
+            self._answered(message)
+            self._failures = self._failures + 1 if message.failed else 0
+            if self._failures >= _FAILURES:
+                self._failures = 0
+                self._kill()
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Where members are found. ``neurons``: as last read; ``hotkey``: ours; ``master``: theirs."""
+
+    neurons: Callable[[], Sequence[Neuron]]
+    hotkey: str
+    master: str
+
+
+class HivemindRounds(StoreRounds):
+    """Follow the network, and take part in the all-reduce of each close that we upload for.
+
+    ``average_after``: seconds from a close to its all-reduce.
+    """
+
+    def __init__(
+        self, *given: Any, membership: Membership, average_after: float, **named: Any
+    ) -> None:
+        super().__init__(*given, **named)
+        self._membership, self._average_after = membership, average_after
+        self._peer: PeerProcess | None = None
+
+    def open_peer(self, settings: Settings, ready: Callable[[Ready], None]) -> None:
+        """Start the peer process. Raises OSError."""
+        self._peer = PeerProcess(settings, ready=ready, answered=self._on_answer)
+        self._peer.start()
+
+    def send(self, close: Close) -> None:
+        super().send(close)
+        manifest, who = self.manifest(close.outer_step), self._membership
+        usual = usual_norm(manifest)
+        if self._peer is None or manifest is None or usual is None:
+            log.info("No all-reduce at this close: the network has merged nothing to go by yet")
+            return
+        if any(one.hotkey == who.hotkey for one in manifest.refused if one.cause not in NO_FAULT):
+            log.warning("No all-reduce at this close: the last upload of this miner was refused")
+            return
+        neurons = who.neurons()
+        ahead = time.time() - self.now()  # of our clock
+        order = Order(
+            outer_step=close.outer_step,
+            serial=close.serial,
+            at=close.closes_at + self._average_after + ahead,
+            ends=close.ends_at + ahead,
+            members=find_partners(neurons, manifest, own=who.hotkey),
+            witnesses=tuple(one.peer for one in neurons if one.hotkey == who.master),
+            usual=usual,
+            upload=str(self.upload_path(close).absolute()),
+        )
+        log.info("%s", lines.AVERAGING_START)
+        log.info("%s: %d other peers are known", lines.ALL_REDUCE_START, len(order.members))
+        self._peer.order(order)
+
+    def _on_answer(self, answer: Answer) -> None:
+        if answer.failed:
+            log.warning(
+                "%s: %s. Training continues, the upload counts as before, and the outer step is "
+                "taken from the uploads if the validator has no average either",
+                lines.all_reduce_failed(2),
+                answer.failed,
+            )
+        else:
+            log.info(
+                "%s: %d peers in %.1f s",
+                lines.ALL_REDUCE_FINISH,
+                len(answer.shares),
+                answer.seconds,
+            )
+
+    def stop(self) -> None:
+        if self._peer is not None:
+            self._peer.close()
+        super().stop()

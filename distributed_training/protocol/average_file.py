@@ -1,0 +1,56 @@
+"""Write and read the members' average of a close (protocol page, section 12).
+
+A safetensors file with each parameter in float16, as it came over the wire: multiplied by a power
+of two, whose exponent ``scale`` of its metadata names. From it an audit computes the outer step
+again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .gradients import Schema
+from .update_file import rows_and_columns
+
+
+def write_average(
+    path: Path, names: Sequence[str], tensors: Sequence[Tensor], scale: float
+) -> None:
+    """Write an average that is ``scale`` times too large, in float16: as it came over the wire."""
+    values = {n: t.detach().to(torch.float16) for n, t in zip(names, tensors, strict=True)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Not durably: a validator that was killed takes the merge.
+    save_file(values, path, metadata={"scale": str(round(math.log2(scale)))})
+
+
+class Average:
+    """A file that :func:`write_average` has written, memory-mapped."""
+
+    def __init__(self, path: Path, schema: Schema) -> None:
+        """Open a file, of foreign bytes too. Raises ValueError for one of another form, OSError."""
+        try:
+            with safe_open(path, "pt") as file:
+                self._values = [file.get_tensor(name) for name, _ in schema]
+                exponent = int((file.metadata() or {}).get("scale", ""))
+                extra = len(list(file.keys())) != len(schema)
+        except SafetensorError as error:
+            raise ValueError(f"it is no average: {error}") from None
+        found = [(tuple(values.shape), values.dtype) for values in self._values]
+        if extra or found != [(tuple(shape), torch.float16) for _, shape in schema]:
+            raise ValueError("its parameters are not those of the model")
+        if abs(exponent) > 100:
+            raise ValueError(f"its scale is 2 to the power of {exponent}")
+        self._factor = 2.0**-exponent
+
+    def rows(self, index: int, first: int, stop: int) -> Tensor:
+        """Return rows ``first`` to ``stop`` of parameter ``index``, float32 ``(rows, columns)``."""
+        values = self._values[index]
+        rows = values.view(rows_and_columns(values.shape))[first:stop]
+        return rows.to(torch.float32).mul_(self._factor)

@@ -1,0 +1,262 @@
+"""Take part in the members' all-reduce, and let the update follow from its average if it is sound.
+
+The validator's peer sends zeros with nearly no weight and reduces nothing, but it gets the average
+of all others. That average is used only where nothing speaks against it; else the update is the
+merge of the accepted uploads, as in a store network. The manifest says which of them it was, why,
+who took part, and by how much the two differ.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distributed_training.chain.base import Neuron
+from distributed_training.common.files import sha256_of
+from distributed_training.exchange.hivemind import (
+    NO_FAULT,
+    Answer,
+    Order,
+    PeerProcess,
+    Ready,
+    Settings,
+    find_partners,
+    usual_norm,
+)
+from distributed_training.protocol import keys, lines
+from distributed_training.protocol.average_file import Average
+from distributed_training.protocol.manifest import Averaging, Manifest
+from distributed_training.protocol.network_report import printable
+from distributed_training.protocol.update_file import rows_and_columns
+from distributed_training.training.outer_rule import OUTER_RULES
+from distributed_training.training.outer_step import GlobalState
+from distributed_training.validator.judging import Accepted
+from distributed_training.validator.merge import (
+    OuterState,
+    clip_factors,
+    merged_norms,
+)
+from distributed_training.validator.store_rounds import StoreValidator, _Close, _MergedSome
+
+log = logging.getLogger(__name__)
+
+_LONGEST = 2.0  # times the usual norm of an upload
+_ALIKE = 0.01  # norm of the difference from the merge, as a part of the merge's
+
+
+class _Round:
+    """An all-reduce of one close. ``uids``: of the members, by peer id."""
+
+    def __init__(self, serial: int, uids: dict[str, int], usual: float, path: Path) -> None:
+        self.serial, self.uids, self.usual, self.path = serial, uids, usual, path
+        self.answer: Answer | None = None
+
+    @property
+    def participants(self) -> tuple[int, ...]:
+        shares = self.answer.shares if self.answer else ()
+        return tuple(sorted(self.uids[peer] for peer, _ in shares if peer in self.uids))
+
+
+class AveragingValidator(StoreValidator):
+    """Leads rounds of a network over hivemind. ``settings``: of its peer process."""
+
+    def __init__(self, *, settings: Settings, ready: Callable[[Ready], None], **given: Any) -> None:
+        super().__init__(**given)
+        self._peer = PeerProcess(settings, ready=ready, answered=self._on_answer)
+        self._round: _Round | None = None
+        self._averaging: Averaging | None = None
+        self._sampled: frozenset[str] | None = None  # hotkeys; None: all
+
+    def open_peer(self) -> None:
+        """Start the peer process. Raises OSError."""
+        self._peer.start()
+
+    def close_peer(self) -> None:
+        self._peer.close()
+
+    # --- the all-reduce ---------------------------------------------------------------------------
+
+    def _take(self, close: _Close, miners: Sequence[Neuron], block: int, now: float) -> None:
+        if self._round is None or self._round.serial != close.state.serial:
+            self._order(close, now)
+        judged = [m for m in miners if self._sampled is None or m.hotkey in self._sampled]
+        super()._take(close, judged, block, now)
+
+    def _order(self, close: _Close, now: float) -> None:
+        state, steps, hotkey = close.state, self._steps, self._member.hotkey
+        neurons = self._chain.neurons()
+        usual = usual_norm(steps.head)
+        path = steps.place(state.outer_step + 1) / keys.AVERAGE
+        self._round = found = _Round(
+            state.serial,
+            {one.peer: one.uid for one in neurons if one.peer and one.hotkey != hotkey},
+            usual or 0.0,
+            path,
+        )
+        none = Answer(state.outer_step, state.serial, failed="nothing was merged before")
+        if usual is None:
+            found.answer = none
+            return
+        path.unlink(missing_ok=True)
+        ahead = time.time() - now  # of our clock
+        after = self._rules.settings.average_after.total_seconds()
+        self._peer.order(
+            Order(
+                outer_step=state.outer_step,
+                serial=state.serial,
+                at=state.closes_at + after + ahead,
+                ends=state.closes_at + state.grace + ahead,
+                members=find_partners(neurons, steps.head, own=hotkey),
+                witnesses=tuple(one.peer for one in neurons if one.hotkey == hotkey),
+                usual=usual,
+                average=str(path.absolute()),
+            )
+        )
+        log.info("%s", lines.ALL_REDUCE_START)
+
+    def _on_answer(self, answer: Answer) -> None:
+        found = self._round
+        if found is not None and found.serial == answer.serial:
+            found.answer = answer
+
+    def _missing(self, close: _Close, miners: Sequence[Neuron], now: float) -> bool:
+        # The peer process answers each order, at the latest when it hangs.
+        unanswered = self._round is not None and self._round.answer is None
+        return super()._missing(close, miners, now) or unanswered
+
+    def _choose_awaited(self, serial: int, miners: Sequence[Neuron]) -> frozenset[str]:
+        hotkeys, most = [miner.hotkey for miner in miners], self._rules.settings.sample
+        draw = most and len(hotkeys) > most
+        self._sampled = frozenset(self._rng.sample(hotkeys, most)) if draw else None
+        awaited = super()._choose_awaited(serial, miners)
+        return awaited if self._sampled is None else awaited & self._sampled
+
+    # --- average or merge -------------------------------------------------------------------------
+
+    def _merge_all(self, close: _Close, uids: Sequence[int]) -> _MergedSome:
+        assert self._round is not None
+        participants = self._round.participants
+        self._averaging = Averaging("average", "", participants)
+        why, merged = self._try_average(close, uids)
+        if merged is None:
+            self._averaging = self._with(source="merge", why=printable(why, 300))
+            first = not self._round.usual  # nothing of a first close has failed
+            text = "No average" if first else lines.all_reduce_failed(2)
+            level = logging.INFO if first else logging.WARNING
+            log.log(level, "%s: %s. The outer step is the merge of the uploads", text, why)
+            return super()._merge_all(close, uids)
+        log.info("%s: %d members took part", lines.ALL_REDUCE_FINISH, len(participants))
+        return merged
+
+    def _with(self, **changed: Any) -> Averaging:
+        assert self._averaging is not None
+        return replace(self._averaging, **changed)
+
+    def _try_average(self, close: _Close, uids: Sequence[int]) -> tuple[str, _MergedSome | None]:
+        """Return what the average leads to, or why it is not used."""
+        found = self._round
+        assert found is not None
+        if found.answer is None or found.answer.failed:
+            return found.answer.failed if found.answer else "the DHT peer gave no answer", None
+        for uid in found.participants:
+            refused = close.refused.get(uid)
+            if refused is not None and refused.cause not in NO_FAULT:
+                return f"uid {uid} took part, and its upload was refused ({refused.cause})", None
+        if OUTER_RULES[self._outer_rule.name].merge is not None:
+            return f"the outer rule {self._outer_rule.name} merges the uploads itself", None
+        mine = [uid for uid in sorted(uids) if uid in found.participants]
+        if not mine:
+            return "no member took part whose upload was accepted", None
+        try:
+            average = Average(found.path, self.state.schema)
+        except (ValueError, OSError) as error:
+            return str(error), None
+        chosen = [close.accepted[uid] for uid in sorted(uids)]
+        whole = {*found.participants} <= close.accepted.keys()
+        norm = self._compare(average, chosen if whole else [], found.answer)
+        if not math.isfinite(norm):
+            return "not all of its values are finite", None
+        if norm > _LONGEST * found.usual:
+            return f"its norm is {norm:.3g}, that of an upload usually {found.usual:.3g}", None
+        difference = self._averaging.difference if self._averaging else None
+        if difference is not None and not difference <= _ALIKE:
+            blamed = ", ".join(map(str, self._averaging.suspects)) if self._averaging else ""
+            where = f"; it differs where uid {blamed} reduced it" if blamed else ""
+            return f"it differs by {difference:.1%} from the merge of the uploads{where}", None
+        limit = self._rules.config.loss_limit(self._rules.mean(self._losses))
+        merged = self._merge(close, mine, average)
+        # "Not below", for NaN.
+        if not (after := self._rules.mean(merged.losses)) <= limit:
+            return f"with it the held-out loss is {after:.4f}, limit {limit:.4f}", None
+        return "", merged
+
+    def _compare(self, average: Average, chosen: Sequence[Accepted], answer: Answer) -> float:
+        """Return the norm of the average; note how it differs from the mean of ``chosen``.
+
+        Each peer reduces a range of the values, so what differs names whose range that is.
+        """
+        norms = [one.norm for one in chosen]
+        factors = clip_factors(norms, merged_norms(self._steps.history)) if chosen else []
+        ends = torch.tensor([size for _, size in answer.shares]).cumsum(0)
+        differs, lengths = torch.zeros(len(ends)).double(), torch.zeros(len(ends)).double()
+        square, place = 0.0, 0
+        for index, (_, shape) in enumerate(self.state.schema):
+            count, columns = rows_and_columns(shape)
+            step = max(1, (1 << 22) // max(1, columns))
+            for first in range(0, count, step):
+                stop = min(count, first + step)
+                rows = average.rows(index, first, stop)
+                square += float(rows.double().square().sum())
+                mean = torch.zeros_like(rows)
+                for one, factor in zip(chosen, factors, strict=True):
+                    mean.add_(one.file.rows(index, first, stop).mul_(factor))
+                mean.div_(max(1, len(chosen)))
+                pairs = ((rows - mean).view(-1), differs), (mean.view(-1), lengths)
+                owners = torch.bucketize(
+                    torch.arange(place, place + rows.numel()), ends, right=True
+                ).clamp_(max=len(ends) - 1)
+                for values, sums in pairs:
+                    sums.index_add_(0, owners, values.double().square())
+                place += rows.numel()
+        if chosen:
+            assert self._round is not None
+            total = float(differs.sum() / lengths.sum()) ** 0.5
+            bad = (differs > _ALIKE**2 * lengths).tolist()
+            uids = self._round.uids
+            suspects = {
+                uids[peer]
+                for (peer, size), is_bad in zip(answer.shares, bad, strict=True)
+                if is_bad and size and peer in uids
+            }
+            # Where all ranges differ it is what somebody sent.
+            if all(is_bad for (_, size), is_bad in zip(answer.shares, bad, strict=True) if size):
+                suspects = set()
+            self._averaging = self._with(
+                difference=total if math.isfinite(total) else 1e18,
+                suspects=tuple(sorted(suspects)),
+            )
+        return math.sqrt(square)
+
+    # --- what is published ------------------------------------------------------------------------
+
+    def _manifest(self, state: GlobalState, values: OuterState, **of_close: Any) -> Manifest:
+        averaging = self._averaging if of_close["update"] else None
+        if averaging is not None and averaging.source == "average":
+            digest = sha256_of(self._steps.place(state.outer_step) / keys.AVERAGE)
+            of_close["files"] = {**of_close["files"], keys.AVERAGE: digest}
+        return super()._manifest(state, values, averaging=averaging, **of_close)
+
+    def _participants(self, close: _Close) -> frozenset[int]:
+        if self._averaging is None or self._averaging.source == "merge":
+            return super()._participants(close)
+        # Also of those whose uploads nobody looked at.
+        for uid in self._averaging.participants:
+            close.came.setdefault(uid, close.state.closes_at)
+        return frozenset(self._averaging.participants)

@@ -1,0 +1,114 @@
+"""Peer processes that misbehave in an all-reduce, and honest ones: real hivemind peers.
+
+    python -m tests.tools.hivemind_peers DESCRIPTOR
+
+The word in the file ``kind`` next to the peer's key says how this one misbehaves; no file: not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, AsyncIterator  # noqa: UP035 - hivemind knows streams by this name only
+
+import torch
+from hivemind.compression import deserialize_torch_tensor, serialize_torch_tensor
+from hivemind.p2p import P2PContext
+from hivemind.proto import averaging_pb2
+
+from distributed_training.exchange import hivemind_peer
+from distributed_training.exchange.hivemind import Answer, Order, Settings
+
+kind = ""
+_victim: list[str] = []  # peer id of the only one who is lied to
+
+
+class Runner(hivemind_peer.Runner):
+    """Sends or returns what ``kind`` says."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        if kind == "weight":
+            self.weight = 1e6
+
+    async def _generate_input_for_peer(self, peer_index: int) -> AsyncIterator[Any]:
+        async for part in super()._generate_input_for_peer(peer_index):
+            if kind == "slow":
+                await asyncio.sleep(len(part.tensor_part.buffer) * 8 / 1e6 + 1.0)
+            yield part
+
+    async def rpc_aggregate_part(self, stream: Any, context: P2PContext) -> AsyncIterator[Any]:
+        if kind == "silent":
+            await asyncio.sleep(3600)
+        async for message in super().rpc_aggregate_part(stream, context):
+            if message.code == averaging_pb2.AVERAGED_PART and self._lies_to(
+                str(context.remote_id)
+            ):
+                values = deserialize_torch_tensor(message.tensor_part)
+                if kind == "lie-one-value":
+                    values.view(-1)[0] = 30000.0
+                else:
+                    values.add_(torch.randn_like(values), alpha=3.0)
+                message.tensor_part.CopyFrom(
+                    serialize_torch_tensor(values, message.tensor_part.compression)
+                )
+            yield message
+
+    def _lies_to(self, peer: str) -> bool:
+        if kind in ("lie-to-one", "lie-to-a-member"):
+            return peer in _victim
+        return kind in ("lie-all", "lie-one-value")
+
+
+class Averager(hivemind_peer.Averager):  # its name is part of its RPCs' names
+    runner_class = Runner
+
+    async def _begin_round(
+        self,
+        future: Any,
+        members: Sequence[str],
+        witnesses: Sequence[str],
+        serial: int,
+        limit: float,
+    ) -> None:
+        # The validator's is the only one whose average counts.
+        _victim[:] = members[:1] if kind == "lie-to-a-member" else list(witnesses)[:1]
+        await super()._begin_round(future, members, witnesses, serial, limit)
+
+
+class Peer(hivemind_peer.Peer):
+    averager_class = Averager
+
+    def __init__(self, settings: Settings) -> None:
+        global kind
+        place = Path(settings.identity).parent / "kind"
+        kind = place.read_text() if place.exists() else ""
+        super().__init__(settings)
+
+    def _fill(self, order: Order, scale: float) -> None:
+        super()._fill(order, scale)
+        with self._averager.get_tensors() as tensors:
+            for tensor in tensors:
+                if kind == "nan":
+                    tensor.view(-1)[0] = math.nan
+                elif kind == "poison":
+                    tensor.neg_()
+
+    def average(self, order: Order) -> Answer:
+        if kind == "dies":
+            os._exit(1)
+        if kind == "hangs":
+            time.sleep(3600)
+        if kind == "late":
+            time.sleep(max(0.0, order.at - time.time()) + 10 * self._settings.gather)
+        return super().average(order)
+
+
+if __name__ == "__main__":
+    hivemind_peer.main(Peer)
+    sys.exit()

@@ -1,0 +1,181 @@
+"""A network over hivemind: the real validator and judge, and a real DHT peer for each member."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from distributed_training.chain.base import find
+from distributed_training.chain.identity import identity_file, make_identity
+from distributed_training.config import Config
+from distributed_training.exchange.hivemind import (
+    Answer,
+    Order,
+    PeerProcess,
+    Ready,
+    Settings,
+    find_partners,
+    usual_norm,
+)
+from distributed_training.protocol.manifest import Manifest
+from distributed_training.validator.average import AveragingValidator
+from tests.tools.store_world import StoreMiner, StoreWorld, keypair
+from tests.tools.waiting import wait_for
+
+AFTER, GATHER, LONGEST = 2.0, 3.0, 30.0  # seconds
+MASTER_UID = 200
+
+
+class AveragingConfig(Config):
+    """A configuration as one of a network of format 3 over hivemind."""
+
+    averages = property(lambda self: True)  # type: ignore[assignment]
+
+
+class MemberPeer:
+    """A member's peer process. ``kind``: how it misbehaves (:mod:`tests.tools.hivemind_peers`)."""
+
+    def __init__(self, world: HivemindWorld, uid: int, kind: str = "") -> None:
+        self.world, self.uid, self.kind = world, uid, kind
+        folder = world.folder / f"peer-{uid}"
+        folder.mkdir()
+        self.id = make_identity(folder)
+        if kind:
+            (identity_file(folder).parent / "kind").write_text(kind)
+        settings = world.peer_settings(identity_file(folder))
+        self.readies: list[Ready] = []
+        self.answers: list[Answer] = []
+        self.process = PeerProcess(
+            settings,
+            ready=self._on_ready,
+            answered=self.answers.append,
+            module="tests.tools.hivemind_peers",
+        )
+        self.process.start()
+
+    def _on_ready(self, ready: Ready) -> None:
+        port = int(ready.addresses[0].split("/")[4])
+        self.world.ledger.serve(
+            keypair(f"miner-{self.uid}").ss58_address, "127.0.0.1", port, self.id
+        )
+        self.readies.append(ready)
+
+    def order(self) -> None:
+        """Order the all-reduce of the present close, as :class:`HivemindRounds` does."""
+        world, state = self.world, self.world.state
+        manifest = world.manifest(state.outer_step)
+        usual = usual_norm(manifest)
+        own = keypair(f"miner-{self.uid}").ss58_address
+        if usual is None or own in {one.hotkey for one in manifest.refused}:
+            return
+        path = world.folder / f"upload-{self.uid}.safetensors"
+        neurons = world.chain.neurons()
+        ahead = time.time() - world.clock()
+        self.process.order(
+            Order(
+                outer_step=state.outer_step,
+                serial=state.serial,
+                at=state.closes_at + AFTER + ahead,
+                ends=state.closes_at + LONGEST + ahead,
+                members=find_partners(neurons, manifest, own=own),
+                witnesses=tuple(n.peer for n in neurons if n.uid == MASTER_UID),
+                usual=usual,
+                upload=str(path),
+            )
+        )
+
+
+class HivemindWorld(StoreWorld):
+    """``kinds``: how the peer of a uid misbehaves."""
+
+    def __init__(
+        self, folder: Path, *, uids: Sequence[int] = (3, 5, 17), kinds: Any = None, **changes: Any
+    ) -> None:
+        self.readies: list[Ready] = []
+        super().__init__(folder, uids=uids, own=True, **changes)
+        kinds = kinds or {}
+        self.peers = {uid: MemberPeer(self, uid, kinds.get(uid, "")) for uid in uids}
+        self.await_peers()
+
+    def await_peers(self) -> None:
+        def all_ready() -> bool:
+            found = [n for n in self.chain.neurons() if n.peer]
+            return len(found) == len(self.uids) + 1
+
+        wait_for(all_ready, "every peer is ready", 120)
+
+    def peer_settings(self, identity: Path, *, witness: bool = False) -> Settings:
+        return Settings(
+            schema=[(name, tuple(shape)) for name, shape in self.schema],
+            run_id=self.run_id,
+            identity=str(identity),
+            listen="127.0.0.1",
+            port=0,
+            witness=witness,
+            gather=GATHER,
+            chunk=3.0,
+            longest=LONGEST - AFTER,
+        )
+
+    def restart(self, *, folder: Path | None = None) -> None:
+        self.config = _averaging(self.config)
+        super().restart(folder=folder)
+        assert isinstance(self.validator, AveragingValidator)
+
+    def close(self) -> None:
+        for peer in self.peers.values():
+            peer.process.close()
+        self.closing.close()
+
+    # --- a round --------------------------------------------------------------------------------
+
+    def upload(self, miner: StoreMiner, **changes: Any) -> None:
+        """Let a member upload, and keep the file for its peer."""
+        data = miner.encode(**changes)
+        (self.folder / f"upload-{miner.uid}.safetensors").write_bytes(data)
+        miner.upload(data)
+
+    def average_round(self, *, absent: Sequence[int] = (), silent: Sequence[int] = ()) -> Manifest:
+        """Let all train, upload and average, and the validator end the round.
+
+        ``absent``: members that do nothing; ``silent``: that upload and do not average.
+        """
+        before, present = self.state.outer_step, [u for u in self.uids if u not in absent]
+        self.train(*present)
+        self.until_close()
+        for uid in present:
+            self.upload(self.miners[uid])
+        for uid in present:
+            if uid not in silent:
+                self.peers[uid].order()
+        self.until_step(before + 1)
+        return self.manifest(self.state.outer_step)
+
+    def until_step(self, outer_step: int) -> None:
+        """Let the validator work until that outer step, in real time: peers live in it."""
+
+        def reached() -> bool:
+            self.tick()
+            return self.state.outer_step >= outer_step
+
+        wait_for(reached, f"outer step {outer_step}", 120)
+
+
+def _averaging(config: Config) -> Config:
+    swarm = dataclasses.replace(
+        config.swarm, dht_ip="127.0.0.1", dht_listen_ip="127.0.0.1", dht_port=0
+    )
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    from datetime import timedelta
+
+    grace, after = timedelta(seconds=LONGEST), timedelta(seconds=AFTER)
+    fields["miner"] = dataclasses.replace(config.miner, grace=grace, average_after=after)
+    fields["validator"] = dataclasses.replace(config.validator, grace=grace, average_after=after)
+    return AveragingConfig(**{**fields, "swarm": swarm})
+
+
+def neuron_of(world: HivemindWorld, uid: int) -> Any:
+    return find(world.chain.neurons(), keypair(f"miner-{uid}").ss58_address)
