@@ -1,17 +1,22 @@
-"""Check the chain of a store network, or go back in it: ``dt-network audit`` and ``rewind``.
+"""Check the chain of a store network, or continue it from weights that it had.
+
+``dt-network audit``, ``rewind`` and ``recover``.
 
 An audit needs only the bucket: as its founder, by the keys of that machine; as a member, by
 the registry; or from a copy of its files. A rewind is one more outer step, signed by the master,
-whose weights are those of an earlier one. Nothing that was published is taken back.
+whose weights are those of an earlier one. Nothing that was published is taken back. A recovery does
+the same for a bucket that lost what members have seen, and begins the chain again.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
+import sqlite3
 import tempfile
-from collections.abc import Mapping
-from contextlib import ExitStack, closing
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,13 +29,15 @@ from distributed_training.config.versions import Versions, under
 from distributed_training.founder import Plan, own_store
 from distributed_training.node.buckets import open_own
 from distributed_training.node.start import sole_user
+from distributed_training.protocol import keys
 from distributed_training.protocol.keys import NETWORK
-from distributed_training.protocol.manifest import Manifest, Master
+from distributed_training.protocol.manifest import Manifest, Master, State
 from distributed_training.protocol.metadata import ConfigExtras
 from distributed_training.protocol.types import ExitStatus
+from distributed_training.registry.store import FILE
 from distributed_training.scoring.verdicts import open_bucket
 from distributed_training.store.base import ObjectStore
-from distributed_training.store.bucket_reader import BucketReader, StateUnavailable
+from distributed_training.store.bucket_reader import BucketReader, StateUnavailable, states
 from distributed_training.store.errors import IntegrityError
 from distributed_training.store.folder import FolderStore
 from distributed_training.training.model import parameter_schema
@@ -38,7 +45,9 @@ from distributed_training.validator import replay
 from distributed_training.validator.global_state import GlobalStateError
 from distributed_training.validator.merge import OuterState, Rule
 from distributed_training.validator.outer_steps import OuterSteps, Prepared, next_state
-from distributed_training.validator.replay import Chain, ChainBroken, write_set
+from distributed_training.validator.replay import Chain, ChainBroken, read_set, write_set
+
+_SERIALS = 1 << 32  # above all that a network can have had since the newest known one
 
 
 def audit(options: argparse.Namespace) -> int:
@@ -122,21 +131,7 @@ def rewind(options: argparse.Namespace) -> int:
     Raises ConfigError, StoreError.
     """
     config = _founders(options.folder)
-    model = network_model(config)
-    signer = load_wallet(config.chain).hotkey.sign
-    folder = config.run_folder / "global"
-    config.run_folder.mkdir(parents=True, exist_ok=True)  # it may be on an empty disk
-    with ExitStack() as stack:
-        instead = "wait for its end"
-        stack.enter_context(
-            sole_user(config.run_folder, "validator.lock", "validator", instead=instead)
-        )
-        stack.enter_context(own_store(options.folder))
-        store = open_own(config.store, config.store.global_model_name)
-        stack.enter_context(closing(store))
-        keep = config.validator.keep_uploads
-        steps = OuterSteps(store, folder, _master(config), signer, keep_uploads=keep)
-        chain = _open(config, store, folder / "replay")
+    with _leading(config, options.folder) as (steps, chain, _):
         try:
             if not steps.load() or options.to >= steps.head.outer_step:
                 raise ConfigError(
@@ -147,7 +142,7 @@ def rewind(options: argparse.Namespace) -> int:
                 steps,
                 chain,
                 options.to,
-                config=model,
+                config=network_model(config),
                 period=config.round_period.total_seconds(),
                 grace=config.validator.grace.total_seconds(),
             )
@@ -158,12 +153,65 @@ def rewind(options: argparse.Namespace) -> int:
                 f"{error}, so the network cannot go back to outer step {options.to}: give --to with"
                 " another, or restore that file"
             ) from None
+    _print_next(manifest, options.folder)
+    return ExitStatus.STOPPED
+
+
+def recover(options: argparse.Namespace) -> int:
+    """Begin the chain again, above all that members can have seen; return the exit status.
+
+    Raises ConfigError, StoreError.
+    """
+    config = _founders(options.folder)
+    with _leading(config, options.folder) as (steps, chain, store):
+        manifest = begin_again(
+            steps,
+            chain,
+            store,
+            config=network_model(config),
+            period=config.round_period.total_seconds(),
+            grace=config.validator.grace.total_seconds(),
+            above=max(options.above, _reported(options.folder / "registry" / FILE)),
+        )
+    _print_next(manifest, options.folder)
+    return ExitStatus.STOPPED
+
+
+@contextmanager
+def _leading(config: Config, folder: Path) -> Iterator[tuple[OuterSteps, Chain, ObjectStore]]:
+    """Open the network of the founder's ``folder`` to publish. Raises ConfigError, StoreError."""
+    network_model(config)  # refuses a network that has no chain
+    signer, place = load_wallet(config.chain).hotkey.sign, config.run_folder / "global"
+    config.run_folder.mkdir(parents=True, exist_ok=True)  # it may be on an empty disk
+    with ExitStack() as stack:
+        instead = "wait for its end"
+        stack.enter_context(
+            sole_user(config.run_folder, "validator.lock", "validator", instead=instead)
+        )
+        stack.enter_context(own_store(folder))
+        store = open_own(config.store, config.store.global_model_name)
+        stack.enter_context(closing(store))
+        keep = config.validator.keep_uploads
+        steps = OuterSteps(store, place, _master(config), signer, keep_uploads=keep)
+        yield steps, _open(config, store, place / "replay"), store
+
+
+def _print_next(manifest: Manifest, folder: Path) -> None:
     what = "weights, momentum and residual" if manifest.momentum else "weights"
     print(
-        f"outer step {manifest.outer_step} has the {what} of outer step {options.to} again, and "
-        f"members load them. Go on with dt-network run {options.folder}"
+        f"outer step {manifest.outer_step} has the {what} of outer step {manifest.rewound_to} "
+        f"again, and members load them. Go on with dt-network run {folder}"
     )
-    return ExitStatus.STOPPED
+
+
+def _reported(ledger: Path) -> int:
+    """Return the newest outer step that the validator has reported to its registry; -1: none."""
+    with (
+        suppress(sqlite3.Error),
+        closing(sqlite3.connect(f"file:{ledger}?mode=ro", uri=True)) as db,
+    ):
+        return int(db.execute("SELECT max(outer_step) FROM losses").fetchone()[0] or -1)
+    return -1
 
 
 def go_back(
@@ -187,9 +235,126 @@ def go_back(
         if not broken.missing:
             raise
         values = OuterState(chain.replay(before, to, whole=False).weights)
-    target, step, now = chain.manifest(to), head.outer_step + 1, steps.now()
+    now = steps.now()
+    manifest = _publish_again(
+        steps,
+        chain,
+        chain.manifest(to),
+        values,
+        config,
+        now,
+        rules_id=head.rules_id,
+        outer_step=head.outer_step + 1,
+        previous=head.digest,
+        losses_before=head.losses_after,
+        scores=head.scores,
+        serial=before.serial,
+    )
+    steps.write(next_state(before, manifest, steps.serial + 1, now=now, period=period, grace=grace))
+    return manifest
+
+
+def begin_again(
+    steps: OuterSteps,
+    chain: Chain,
+    store: ObjectStore,
+    *,
+    config: Mapping[str, Any],
+    period: float,
+    grace: float,
+    above: int = -1,
+) -> Manifest:
+    """Publish the newest weights there are as the first outer step of the chain; return it.
+
+    Its number and serial are above all in the bucket and on this machine. An outer step takes half
+    a ``period`` (seconds) at least, so they are also above what others can have seen since the
+    newest that is known was signed.
+
+    Args:
+        steps: Not loaded: the chain in the bucket may be damaged.
+        chain: Of the same bucket.
+        store: The bucket.
+        config: The model's.
+        period: Seconds from a close to the next.
+        grace: Seconds that uploads may take after a close.
+        above: An outer step that somebody has seen.
+
+    Raises:
+        ConfigError: Neither the bucket nor this machine has weights that the master has signed.
+        StoreError: The bucket does not answer.
+    """
+    listed = store.list_objects()
+    outer = [found for info in listed if (found := keys.parse_outer_key(info.key))]
+    uploads = [found for info in listed if (found := keys.parse_upload_key(info.key))]
+    own = dict(states(steps.place(0).parent))
+    signed: list[Manifest | State] = []
+    for step in {step for step, _ in outer} | own.keys():
+        with suppress(ChainBroken):
+            signed.append(_find_manifest(steps, chain, step))
+    with suppress(ChainBroken):
+        signed.append(chain.state())
+    found = chain.newest(step for step, name in outer if name == keys.MODEL)
+    for step in sorted(own, reverse=True):
+        if found is not None and step <= found[0].outer_step:
+            break
+        with suppress(ChainBroken, OSError, ValueError):
+            manifest = _find_manifest(steps, chain, step)
+            values = read_set(own[step], chain.schema, manifest)
+            if values.digests == (manifest.weights, manifest.momentum, manifest.residual):
+                found = manifest, values
+    if found is None:
+        raise ConfigError(
+            "neither the bucket nor the validator's run folder has weights that this network's "
+            "master has signed, so nothing was published: put back a copy of the bucket, or create "
+            "a network with the weights of a member (dt-network succeed)"
+        )
+    info = store.head(listed[0].key) if listed else None
+    now = time.time() if info is None else info.modified + (info.age_seconds or 0.0)
+    at, last = max((_time_of(each), each.outer_step) for each in signed)
+    since = int(max(0.0, now - at) / (period / 2))
+    known = [above, last + since, *own, *(step for step, _ in outer), *(u[1] for u in uploads)]
+    step = max(known) + 1
+    serial = max(0, *(each.serial for each in signed), *(u[2] for u in uploads)) + _SERIALS
+    manifest = _publish_again(
+        steps,
+        chain,
+        *found,
+        config,
+        now,
+        outer_step=step,
+        previous="",
+        recovered=step,
+        losses_before=found[0].losses_after,
+        serial=serial,
+    )
+    steps.write(next_state(None, manifest, serial, now=now, period=period, grace=grace))
+    return manifest
+
+
+def _find_manifest(steps: OuterSteps, chain: Chain, outer_step: int) -> Manifest:
+    """Return a manifest of this machine's copy, or else the bucket's. Raises ChainBroken."""
+    with suppress(OSError, ValueError):
+        path = steps.place(0).parent / "signed" / f"{outer_step}.json"
+        return Manifest.parse(path.read_bytes(), chain.master)
+    return chain.manifest(outer_step)
+
+
+def _time_of(signed: Manifest | State) -> float:
+    return signed.made_at if isinstance(signed, Manifest) else signed.written_at
+
+
+def _publish_again(
+    steps: OuterSteps,
+    chain: Chain,
+    target: Manifest,
+    values: OuterState,
+    config: Mapping[str, Any],
+    now: float,
+    **changes: Any,
+) -> Manifest:
+    """Publish ``values``, of the outer step of ``target``, as another one; return its manifest."""
     extras = ConfigExtras((), 0, None, target.total_inner_steps, target.total_tokens or None)
-    folder = steps.place(step)
+    folder = steps.place(changes["outer_step"])
     # A round that was merged and never published has left its scores here, which would count now.
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -197,26 +362,20 @@ def go_back(
     weights, momentum, residual = values.digests
     manifest = replace(
         target,
-        rules_id=head.rules_id,
-        outer_step=step,
-        previous=head.digest,
         update="",
         weights=weights,
         momentum=momentum,
         residual=residual,
         merged=(),
         refused=(),
-        losses_before=head.losses_after,
-        scores=head.scores,
         closed_at=now,
-        serial=before.serial,
         made_at=now,
         files=files,
-        rewound_to=to,
+        rewound_to=target.outer_step,
+        **changes,
     )
     paths = {name: folder / name for name in files}
     steps.publish(Prepared(manifest, manifest.to_bytes(steps.sign), paths))
-    steps.write(next_state(before, manifest, steps.serial + 1, now=now, period=period, grace=grace))
     return manifest
 
 

@@ -8,13 +8,14 @@
     dt-network show FILE|URL
     dt-network audit FOLDER|FILE|URL [--from COPY]
     dt-network rewind FOLDER --to STEP
+    dt-network recover FOLDER [--above STEP]
 
 ``init`` makes the master's hotkey and, for a swarm, the validator's identity in it. It writes
 ``network.toml`` with the built-in network's rules and what the options change, signs it, and prints
 what to run; ``run`` (:mod:`.founder`) starts everything that the founder's machine needs. Every
 other rule is changed by ``--set KEY=VALUE`` with the keys of docs/network-file.md, or later in the
-file, which ``sign`` then signs as the next version. ``audit`` and ``rewind``
-(:mod:`.chain_command`) are for networks with ``exchange = "store"``.
+file, which ``sign`` then signs as the next version. ``audit``, ``rewind`` and
+``recover`` (:mod:`.chain_command`) are for networks with ``exchange = "store"``.
 """
 
 from __future__ import annotations
@@ -316,7 +317,18 @@ def build_parser() -> Parser:
         metavar="STEP",
         help="outer step to continue from, one whose weights the store has",
     )
-    for command in (init, succeed, run, *signing, show, audit, rewind):
+    recover = commands.add_parser(
+        "recover", help="continue after the bucket was put back from a copy, or emptied"
+    )
+    recover.add_argument("folder", type=path, help="folder that dt-network init made")
+    recover.add_argument(
+        "--above",
+        type=ranged(0, 10**9 - 2),
+        default=-1,
+        metavar="STEP",
+        help="an outer step that a member has seen [what bucket, run folder and registry show]",
+    )
+    for command in (init, succeed, run, *signing, show, audit, rewind, recover):
         command.add_argument(
             "--plugins",
             nargs="+",
@@ -349,11 +361,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         import_plugins(options.plugins)
         if options.command == "run":
             return _run(options)
-        if options.command in ("audit", "rewind"):
+        if options.command in ("audit", "rewind", "recover"):
             from distributed_training import chain_command  # torch, which the others need not
 
-            chain = {"audit": chain_command.audit, "rewind": chain_command.rewind}
-            return chain[options.command](options)
+            status: int = getattr(chain_command, options.command)(options)
+            return status
         commands = {"init": _init, "succeed": _succeed, "sign": _sign, "decay": _decay}
         {**commands, "show": _show}[options.command](options)
     except ConfigError as error:

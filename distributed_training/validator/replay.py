@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -146,7 +146,7 @@ class Chain:
         self.schema = schema
         self._largest = largest_file(schema, BITS[0])
         self._folder = folder
-        self._master = master
+        self.master = master
 
     # objects
 
@@ -166,7 +166,7 @@ class Chain:
             data = self._bucket.get(key, limit=kind.most_bytes)
             if data is None:
                 raise ChainBroken(key, "is missing", missing=True)
-            return kind.parse(data, self._master)
+            return kind.parse(data, self.master)
         except IntegrityError as error:
             raise ChainBroken(key, f"is too large: {error}") from None
         except ValueError as error:
@@ -226,7 +226,7 @@ class Chain:
     def update(self, manifest: Manifest, before: Manifest) -> UpdateFile:
         """Return the update that led to a manifest's weights."""
         key = keys.outer_key(manifest.outer_step, keys.UPDATE)
-        return self._open(key, manifest.update, "update", self._master.hotkey, before)
+        return self._open(key, manifest.update, "update", self.master.hotkey, before)
 
     def upload(self, manifest: Manifest, each: Merged, before: Manifest) -> UpdateFile:
         """Return one of the uploads that a manifest has merged."""
@@ -262,10 +262,10 @@ class Chain:
             file = UpdateFile.open(
                 path,
                 self.schema,
-                run_id=self._master.run_id,
+                run_id=self.master.run_id,
                 kind=kind,
                 hotkey=hotkey,
-                verify=self._master.verify,
+                verify=self.master.verify,
             )
         except ValueError as error:
             raise ChainBroken(key, f"is refused: {error}") from None
@@ -337,6 +337,36 @@ class Chain:
         # What attempts before have fetched and not read; they may have begun at another set.
         shutil.rmtree(self._folder / "outer", ignore_errors=True)
         return found
+
+    def newest(self, sets: Iterable[int]) -> tuple[Manifest, OuterState] | None:
+        """Return the newest outer step to which whole weights of ``sets`` lead, with its values.
+
+        Where uploads are missing the values are only weights. None: none of the sets is sound.
+        """
+        for base in sorted(sets, reverse=True):
+            with suppress(ChainBroken):
+                before = self.manifest(base)
+                found = self.set_of(before)
+                break
+        else:
+            return None
+        while True:
+            try:
+                manifest = self.manifest(before.outer_step + 1)
+                self._check_link(manifest, before)
+                found, before = self._follow(found, manifest, before), manifest
+            except ChainBroken:
+                return before, found
+
+    def _follow(self, found: OuterState, manifest: Manifest, before: Manifest) -> OuterState:
+        if not manifest.update:
+            return self.set_of(manifest)
+        update = self.update(manifest, before)
+        try:
+            uploads = [self.upload(manifest, each, before) for each in manifest.merged]
+            return self.take_step(found, manifest, update=update, uploads=uploads)
+        except ChainBroken:
+            return self._subtract(found, manifest, update)
 
     def _subtract(self, state: OuterState, manifest: Manifest, update: UpdateFile) -> OuterState:
         """Return the weights after an update, compared."""

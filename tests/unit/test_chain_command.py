@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from bittensor.sp_core import verify as verify_sr25519
 
 from distributed_training import chain_command, network_command
-from distributed_training.chain_command import go_back
+from distributed_training.chain_command import begin_again, go_back
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Manifest, Master
 from distributed_training.store.bucket_reader import BucketReader
@@ -144,6 +145,106 @@ def found(folder: Path) -> None:
     words += ["--store", "https://s3.example.org"]
     words += ["--data-source", "stdlib"]
     assert network_command.main(words) == 0
+
+
+def recovered(bucket: Path, folder: Path, **more: int) -> tuple[Manifest, Chain]:
+    """Recover a network whose closes are a million seconds apart, as its files are from 1970."""
+    store = FolderStore(bucket, writes=True)
+    steps = OuterSteps(
+        store, folder / "global", Master(RUN_ID, MASTER, verify), sign, keep_uploads=8
+    )
+    chain = open_chain(bucket, folder / "replay")
+    manifest = begin_again(steps, chain, store, config={"a": 1}, period=1e11, grace=100.0, **more)
+    return manifest, chain
+
+
+LOST: dict[str, Callable[[Path], object]] = {
+    "nothing": lambda bucket: None,
+    "state": lambda bucket: (bucket / keys.STATE).unlink(),
+    "state damaged": lambda bucket: (bucket / keys.STATE).write_bytes(b"x"),
+    "head manifest": lambda bucket: (bucket / keys.outer_key(STEPS, keys.MANIFEST)).unlink(),
+    "newest weights": lambda bucket: (bucket / keys.outer_key(4, keys.MODEL)).unlink(),
+    "an upload": lambda bucket: (bucket / keys.merged_key(6, 5)).write_bytes(b"x"),
+    "an update": lambda bucket: (bucket / keys.outer_key(6, keys.UPDATE)).write_bytes(b"x"),
+}
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_a_recovery_begins_above_all_with_the_newest_weights(lost: str, tmp_path: Path) -> None:
+    bucket = tmp_path / "bucket"
+    states = publish_chain(bucket, STEPS)
+    before = open_chain(bucket, tmp_path).state()
+    LOST[lost](bucket)
+    manifest, chain = recovered(bucket, tmp_path)
+    newest = STEPS - (lost in ("head manifest", "an update"))
+    assert (manifest.outer_step, manifest.recovered) == (STEPS + 1, STEPS + 1)
+    assert (manifest.rewound_to, manifest.previous, manifest.update) == (newest, "", "")
+    assert digest_of(states[newest].weights) == manifest.weights
+    assert bool(manifest.momentum) == (lost != "an upload")
+    state = chain.state()
+    state.check_after(before)
+    assert state.serial >= 2**32 and state.weights_at == (STEPS + 1,)
+    found = chain.audit(keep_uploads=8)
+    assert found.problems == [] and found.recovered == found.replayed_from == STEPS + 1
+    # The validator continues from there, also on another machine.
+    steps, _ = opened(bucket, tmp_path / "empty")
+    assert steps.head.digest == manifest.digest and steps.history == [steps.head]
+
+
+def test_a_recovery_uses_the_run_folder_where_that_is_further(tmp_path: Path) -> None:
+    bucket, old, run = tmp_path / "bucket", tmp_path / "old", tmp_path / "global"
+    states = publish_chain(bucket, STEPS)
+    publish_chain(old, 2)
+    for name in (keys.MODEL, keys.OUTER_STATE, keys.CONFIG):
+        (run / "epoch-4").mkdir(parents=True, exist_ok=True)
+        shutil.copy(bucket / keys.outer_key(4, name), run / "epoch-4")
+    (run / "signed").mkdir()
+    shutil.copy(bucket / keys.outer_key(4, keys.MANIFEST), run / "signed" / "4.json")
+    manifest, chain = recovered(old, tmp_path)
+    assert (manifest.outer_step, manifest.rewound_to) == (5, 4)
+    assert manifest.weights == digest_of(states[4].weights) and manifest.momentum
+    assert chain.audit().problems == []
+    shutil.rmtree(old)
+    old.mkdir()  # emptied
+    manifest, _ = recovered(old, tmp_path)
+    assert manifest.outer_step > 5 and manifest.rewound_to in (4, 5)
+
+
+def test_a_recovery_is_above_what_others_saw_meanwhile(tmp_path: Path) -> None:
+    bucket = tmp_path / "bucket"
+    publish_chain(bucket, STEPS)
+    manifest, _ = recovered(bucket, tmp_path, above=70)
+    assert manifest.outer_step == 71
+    store = FolderStore(bucket, writes=True)
+    steps = OuterSteps(store, tmp_path / "b", Master(RUN_ID, MASTER, verify), sign, keep_uploads=8)
+    chain = open_chain(bucket, tmp_path / "replay")
+    again = begin_again(steps, chain, store, config={}, period=1000.0, grace=100.0)
+    assert again.outer_step == 72, "no close can have passed in the seconds since"
+    shutil.rmtree(bucket)
+    publish_chain(bucket, STEPS)  # signed in 1970
+    manifest, _ = recovered(bucket, tmp_path / "c")
+    again = begin_again(
+        OuterSteps(store, tmp_path / "d", Master(RUN_ID, MASTER, verify), sign, keep_uploads=8),
+        open_chain(bucket, tmp_path / "replay"),
+        store,
+        config={},
+        period=1e8,
+        grace=100.0,
+    )
+    assert again.outer_step == manifest.outer_step + 1
+
+
+def test_nothing_to_recover_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found(tmp_path / "lab")
+    (tmp_path / "bucket").mkdir()
+    store = FolderStore(tmp_path / "bucket", writes=True)
+    monkeypatch.setattr(chain_command, "open_own", lambda settings, bucket: store)
+    capsys.readouterr()
+    assert network_command.main(["recover", str(tmp_path / "lab")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "so nothing was published: put back a copy of the bucket" in line
 
 
 def test_an_audit_of_a_copy_names_each_wrong_file(
