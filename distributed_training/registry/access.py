@@ -29,11 +29,7 @@ from distributed_training.protocol.growth import file_bytes
 from distributed_training.protocol.manifest import Master, State
 from distributed_training.store import presigned
 from distributed_training.store.base import is_md5, same_etag
-from distributed_training.store.errors import (
-    AccessDeniedError,
-    StoreError,
-    UploadMissingError,
-)
+from distributed_training.store.errors import AccessDeniedError, StoreError, UploadMissingError
 from distributed_training.store.presigned import MOST_PARTS, UPLOADS, Do, Grant
 from distributed_training.store.s3 import S3ObjectStore, base64_md5
 

@@ -459,15 +459,12 @@ class StoreValidator(Validator):
 
         def look(uid: int) -> ObjectInfo | None:
             key = keys.upload_key(uid, close.state.outer_step, close.state.serial)
-            with suppress(StoreError, ChainError):  # its owner's loss; it is looked for again
+            with suppress(Exception):  # its owner's loss, whatever it is; it is looked for again
                 return self._reader(by_uid[uid]).head(key)
             return None
 
         looking = close.looking if now < close.ends else close.looking_last
         found = looking.run(look, [*by_uid], within=_LOOK, patience=_SILENT, stop=self._stop)
-        for error in found.values():
-            if isinstance(error, BaseException):
-                raise error
         return [info for info in found.values() if isinstance(info, ObjectInfo)]
 
     def _reader(self, miner: Neuron) -> BucketReader:
