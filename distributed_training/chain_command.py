@@ -171,7 +171,7 @@ def recover(options: argparse.Namespace) -> int:
             config=network_model(config),
             period=config.round_period.total_seconds(),
             grace=config.validator.grace.total_seconds(),
-            above=max(options.above, _reported(options.folder / "registry" / FILE)),
+            above=max(options.above or 0, _reported(options.folder / "registry" / FILE)),
         )
     _print_next(manifest, options.folder)
     return ExitStatus.STOPPED
@@ -284,8 +284,8 @@ def begin_again(
         StoreError: The bucket does not answer.
     """
     listed = store.list_objects()
-    outer = [found for info in listed if (found := keys.parse_outer_key(info.key))]
-    uploads = [found for info in listed if (found := keys.parse_upload_key(info.key))]
+    outer = [one for info in listed if (one := keys.parse_outer_key(info.key))]
+    uploads = [upload for info in listed if (upload := keys.parse_upload_key(info.key))]
     own = dict(states(steps.place(0).parent))
     signed: list[Manifest | State] = []
     for step in {step for step, _ in outer} | own.keys():

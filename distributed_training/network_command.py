@@ -324,7 +324,6 @@ def build_parser() -> Parser:
     recover.add_argument(
         "--above",
         type=ranged(0, 10**9 - 2),
-        default=-1,
         metavar="STEP",
         help="an outer step that a member has seen [what bucket, run folder and registry show]",
     )
