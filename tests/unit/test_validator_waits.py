@@ -30,7 +30,7 @@ from tests.tools.validator_world import one_thread  # noqa: F401
 pytestmark = pytest.mark.timeout(120)
 
 UIDS = (3, 5, 17)
-_PATIENCE = 0.3  # seconds that an upload has to come
+_PATIENCE = 3.0  # seconds that an upload has to come; on a busy machine a sound one takes one
 _hung = threading.Event()
 
 
@@ -109,7 +109,7 @@ def test_uploads_that_do_not_come_cost_only_their_members(
         assert world.fates(1) == dict.fromkeys(rest, "merged") | dict.fromkeys(away, "not-judged")
         refused = world.manifest(1).refused
         assert all(one.reason.startswith("since ") and not one.digest for one in refused)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60
     said = [r.getMessage() for r in caplog.records if "cannot be judged since" in r.getMessage()]
     assert len(said) == silent, "one line for each, and none for each try"
     assert all(f"uid {uid} " in " ".join(said) for uid in away)
