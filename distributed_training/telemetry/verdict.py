@@ -590,6 +590,8 @@ def _remedy_of(cause: str) -> str:
     """Return what an operator does about an upload that does not count, or was not sent."""
     own = _split(cause)[1]
     found = next((name for name in REMEDIES if cause.startswith(name)), "")
+    if found == "not sent" and _REFUSED in cause:
+        return _TELL
     if found in ("", "not sent") and (own or _REFUSES.search(cause)):
         return own or "ask the founder why the store refuses this member; training continues"
     return REMEDIES.get(found, _AGAIN)
@@ -800,7 +802,9 @@ def _of_closes(facts: Facts, counts: _Counts, running: float) -> Judgement | Non
         cause += ": that is normal before the first close at which it has enough inner steps"
         return Judgement(Verdict.JOINING, cause)
     newest, place = facts.uploads[-1].outer_step if facts.uploads else 0, facts.place
-    if counts.counts is None and place is not None and newest >= place.value.outer_step:
+    # The update that says what became of it may be on its way.
+    reached = min(place.value.outer_step, facts.outer_step or 0) if place is not None else math.inf
+    if counts.counts is None and newest >= reached:
         # It gates, or waits for more uploads: nothing that a member could change.
         cause = f"the upload of outer step {newest} waits for the validator's next update"
         return Judgement(counts.verdict, cause)

@@ -222,16 +222,21 @@ def links_down(journey: Journey) -> None:
 # --- a network whose rounds go through the store --------------------------------------------------
 
 
-def test_members_are_told_of_silence_refusals_and_missed_closes(tmp_path: Path) -> None:
-    """The last of two members is hostile: its uploads have the sign flipped."""
-    options = SubnetOptions(
-        folder=tmp_path / "subnet",
+def members(folder: Path) -> SubnetOptions:
+    """Return the options of a network of two members, with a close a minute."""
+    return SubnetOptions(
+        folder=folder,
         exchange="store",
         ranks=(1, 1),
         blocks_per_allreduce=60,
         least_miners=1,
         rules={"training.sequence_length": 64, "round.grace": "20s"},
     )
+
+
+def test_members_are_told_of_silence_and_refused_uploads(tmp_path: Path) -> None:
+    """The last of two members is hostile: its uploads have the sign flipped."""
+    options = members(tmp_path / "subnet")
     with steps_of(1.0), LocalSubnet(options=idle(options)) as subnet:
         hostile = subnet.miners[1].child
         subnet.kill_miner(1)  # if it began already
@@ -261,6 +266,15 @@ def test_members_are_told_of_silence_refusals_and_missed_closes(tmp_path: Path) 
                 child.start()
                 child.wait_ready()
             journey.expect("counts", bad=False)
+
+
+def test_members_are_told_of_missed_closes_and_refused_starts(tmp_path: Path) -> None:
+    options = members(tmp_path / "subnet")
+    with steps_of(1.0), LocalSubnet(options=idle(options)) as subnet:
+        folder = subnet.miners[0].plan.folder
+        with served(folder) as page:
+            journey = Journey(subnet, folder, page)
+            journey.expect("counts", bad=False, says="was merged")
             missed(journey)
             setting_refused(journey)
             journey.subnet.kill_miner(0)

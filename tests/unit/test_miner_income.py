@@ -199,6 +199,7 @@ CASES: list[tuple[Facts, dict[str, Any], Verdict, str, bool]] = [
     (MEMBER, miss("not running: it came"), V.MISSED, "pm2 startup", True),
     (MEMBER, miss("silent: the store did not answer"), V.MISSED, "tell the founder", True),
     (MEMBER, miss("not sent: write k: 403: copy R2_X again"), V.MISSED, "copy R2_X again", True),
+    (MEMBER, miss("not sent: no answer (connection refused)"), V.MISSED, "tell the fou", True),
     (MEMBER, miss("not sent: the store refused this (403)"), V.MISSED, "ask the founder why", True),
     (MEMBER, miss("not ready: it did not hold"), V.MISSED, "not taken over", True),
     (MEMBER, miss("late: it was written after", 3), V.MISSED, "for the last 3 closes (late", True),
