@@ -281,8 +281,9 @@ class StoreRounds:
         except (StoreError, OSError) as error:
             # One line for each outage, not one for each look.
             text = f"The store cannot be read ({error}). Training continues, and it is asked again"
-            if not isinstance(error, NotGrantedError):
-                self._silent_since, self.trouble = self._silent_since or self._asked, str(error)
+            self._silent_since, self.trouble = self._silent_since or self._asked, str(error)
+            if isinstance(error, NotGrantedError):  # the registry's silence: it was not asked
+                self._silent_since, self.trouble = None, ""
             self._report("store", text, kind="away")
         else:
             self._settle_silence()

@@ -30,7 +30,7 @@ from tests.tools.subnet_tools import PACED, idle, steps_of, stop_miner
 from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
-WAIT = timedelta(seconds=180)
+WAIT = timedelta(seconds=300)
 ROOM = 1600  # megabytes of the run folder's disk: more than what has to stay free
 
 
@@ -222,13 +222,13 @@ def links_down(journey: Journey) -> None:
 # --- a network whose rounds go through the store --------------------------------------------------
 
 
-def members(folder: Path) -> SubnetOptions:
-    """Return the options of a network of two members, with a close a minute."""
+def members(folder: Path, period: int = 60) -> SubnetOptions:
+    """Return the options of a network of two members, with a close each ``period`` seconds."""
     return SubnetOptions(
         folder=folder,
         exchange="store",
         ranks=(1, 1),
-        blocks_per_allreduce=60,
+        blocks_per_allreduce=period,
         least_miners=1,
         rules={"training.sequence_length": 64, "round.grace": "20s"},
     )
@@ -268,8 +268,10 @@ def test_members_are_told_of_silence_and_refused_uploads(tmp_path: Path) -> None
             journey.expect("counts", bad=False)
 
 
+@pytest.mark.timeout(1800)
 def test_members_are_told_of_missed_closes_and_refused_starts(tmp_path: Path) -> None:
-    options = members(tmp_path / "subnet")
+    # A missed close is told of until the next one, which the start takes half a minute of.
+    options = members(tmp_path / "subnet", period=120)
     with steps_of(1.0), LocalSubnet(options=idle(options)) as subnet:
         folder = subnet.miners[0].plan.folder
         with served(folder) as page:

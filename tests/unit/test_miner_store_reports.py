@@ -15,7 +15,7 @@ from distributed_training.exchange.base import Close
 from distributed_training.miner import events as ev
 from distributed_training.miner.block_list import BlockList
 from distributed_training.miner.events import MinerState, Mode
-from distributed_training.miner.income import Income
+from distributed_training.miner.income import Income, with_uploads
 from distributed_training.miner.metrics import Metrics
 from distributed_training.miner.reporter import StoreReporter
 from distributed_training.protocol.types import Base, Progress, Update
@@ -116,13 +116,15 @@ def test_failed_or_dropped_upload_is_a_warning(caplog: pytest.LogCaptureFixture)
 
 
 class Judged:
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, rules: Facts = Facts(kind="store", round_seconds=600.0)
+    ) -> None:
         self.now, ledger = 0.0, MemoryLedger()
         ledger.register(MINER.ss58)
         self.income = Income(
             hotkey=MINER.ss58,
             chain=MemoryChain(hotkey=MINER.ss58, ledger=ledger),
-            rules=Facts(kind="store", round_seconds=600.0),
+            rules=rules,
             measured=dict,
             record=lambda kind, **fields: self.found.append((fields["verdict"], fields["bad"])),
             folder=folder,
@@ -176,6 +178,42 @@ def test_metrics_count_rounds_by_the_share_that_this_miner_had(tmp_path: Path) -
     }
     assert {name: values[name] for name in wanted} == wanted
     assert values["last_publication_timestamp_seconds"] > 0
+
+
+def test_a_newcomer_misses_no_close_before_its_first_upload(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    joined, told = [False], Told()
+    told.reporter._joined = lambda: joined[0]
+    file = MetricsFile(tmp_path / "metrics.prom")
+    metrics = Metrics(file=file, counts={}, gauges={}, joined=lambda: joined[0])
+    early = ev.SnapshotFailed("blocked: 3 inner steps", kind="blocks")
+    for joined[0] in (False, True):
+        for follow in (told.reporter.on_event, metrics.on_event):
+            follow(early, TRAINING)
+            follow(APPLIED, state(Base.KEPT))
+        warned = [r for r in caplog.records if r.levelno == logging.WARNING]
+        assert len(warned) == joined[0] and file.registry.values()["rounds_total"] == joined[0]
+    fates = [fields["fate"] for kind, fields in told.events if kind == "round"]
+    assert fates == ["too early", "missed"]
+
+
+def test_missed_closes_and_uploads_are_remembered_by_the_next_process(tmp_path: Path) -> None:
+    judged = Judged(tmp_path)
+    assert not judged.income.joined
+    judged.after(ev.UploadEnded(12, 3), TRAINING)
+    judged.after(APPLIED, state(Base.MERGED))
+    for step, cause in ((13, "late: by the clock"), (14, "write lab/u: 403")):
+        judged.after(ev.UploadEnded(step, step, cause), replace(TRAINING, outer_step=step))
+        # Once for a close, though the manifest shows it again.
+        nothing = replace(state(Base.KEPT), outer_step=step)
+        judged.after(replace(APPLIED, outer_step=step + 1), nothing)
+    known = with_uploads(Facts(kind="store", round_seconds=600.0), tmp_path)
+    assert (known.missed, known.missed_cause) == (2, "not sent: write lab/u: 403")
+    assert [upload.fate for upload in known.uploads] == ["merged"]
+    again = Judged(tmp_path, known)
+    found = again.after(ev.CloseReached(CLOSE), TRAINING)
+    assert again.income.joined and found == ("missed a close", True), "it is no newcomer"
 
 
 @pytest.mark.parametrize("restarted", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -346,6 +347,31 @@ def test_the_first_inner_step_that_counts_is_uploaded_until_the_grace_is_over(
     inner_step.return_value, rounds.now.return_value = 5, at
     assert watch.on_event(step(5), TRAINING) == [ev.UploadWanted(CLOSE)][:wanted]
     assert watch.on_event(step(6), TRAINING) == [], "once"
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_close_that_is_missed_for_few_steps_is_told_and_a_newcomers_is_a_note(
+    joined: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    rounds = clock_at(1000.0)
+    watch = UploadWatch(
+        rounds,
+        inner_step=lambda: 4,
+        minimum=5,
+        disk_problem=lambda: None,
+        keep=2,
+        joined=lambda: joined,
+    )
+    watch.on_event(ev.CloseReached(CLOSE), TRAINING)
+    (record,) = caplog.records
+    assert "UPLOAD BLOCKED" in record.getMessage()
+    assert record.levelno == (logging.WARNING if joined else logging.INFO)
+    rounds.now.return_value = 1060.0
+    (missed,) = watch.on_event(ev.Tick(1.0), TRAINING)
+    assert isinstance(missed, ev.SnapshotFailed) and missed.kind == "blocks"
+    assert missed.problem.startswith("blocked: 4 inner steps when the close was over, and 5 are")
+    assert watch.on_event(ev.Tick(2.0), TRAINING) == [], "once"
 
 
 def test_a_full_disk_is_named_and_nothing_is_written() -> None:

@@ -596,6 +596,37 @@ def test_a_store_that_is_away_costs_one_line(
     assert warnings(caplog) == []
 
 
+def test_a_registry_that_grants_no_url_is_no_silent_store(
+    store: FaultyStore, leader: Leader, miner: Miner, caplog: pytest.LogCaptureFixture
+) -> None:
+    def not_granted(found: Any) -> Any:
+        raise errors.NotGrantedError("access: ConnectError: connection refused at https://lab")
+
+    leader.take_outer_step()
+    store.faults["head", keys.STATE] = not_granted
+    assert miner.pass_time(500) == []
+    assert miner.rounds.silent_since is None and "cannot be read" in caplog.text
+
+
+def test_a_store_that_hangs_is_silent_before_it_fails(
+    store: FaultyStore, leader: Leader, miner: Miner, time: Time
+) -> None:
+    seen = list[float | None]()
+
+    def hang(found: Any) -> Any:
+        seen.append(miner.rounds.silent_since)
+        time.passed += 20.0
+        seen.append(miner.rounds.silent_since)
+        return found
+
+    leader.take_outer_step()
+    store.faults["head", keys.STATE] = hang
+    miner.pass_time(31)
+    silent, since = seen[:2]
+    assert silent is None and since is not None and since > 50, seen
+    assert miner.rounds.silent_since is None
+
+
 def stop_retrying(uplink: object, seconds: float) -> None:
     raise errors.DeadlineError("503 SlowDown: no success in the time allowed")
 

@@ -117,6 +117,11 @@ def cut(miner: Miner) -> None:
     miner.judgement = OFFLINE
 
 
+def silence(miner: Miner) -> None:
+    cause = "the registry has not answered for 3 min; 2 closes have passed"
+    miner.judgement = Judgement(Verdict.REGISTRY_SILENT, cause, "tell the founder", True, None)
+
+
 def heal(miner: Miner) -> None:
     miner.judgement, miner.disk = EARNS, Disk(50e9, 100e9)
     miner.train()
@@ -130,6 +135,7 @@ def heal(miner: Miner) -> None:
      (stick, 60, "Stuck: no inner step for 9 min"),
      (lose, 3600, "Not earning for an hour: upload too old: validators give it 0; upload_steps"),
      (fill, 0, "The disk is almost full: 9.0 of 100 GB are free"),
+     (silence, 60, "The network does not answer: the registry has not answered for 3 min; 2 clos"),
      (cut, 120, "Offline: chain and store are silent")],
 )  # fmt: skip
 def test_each_trouble_is_reported_once_and_once_when_it_is_over(
