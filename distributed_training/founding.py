@@ -273,7 +273,8 @@ def check_model(model: dict[str, Any], length: Any) -> None:
 
     content = model["config"]
     try:
-        ModelShape.from_config(content, 1)  # of sizes that fill the memory, before they are built
+        # Of sizes that fill the memory, before they are built.
+        ModelShape.from_config(_with_usual_names(content), 1)
         built: Any = build_meta_model(content)
         blocks_of(built)
         refuse_difference(content)
@@ -309,6 +310,33 @@ def check_model(model: dict[str, Any], length: Any) -> None:
             "kernel: their attention is slower, and takes memory for each pair of tokens",
             file=sys.stderr,
         )
+
+
+def _with_usual_names(content: dict[str, Any]) -> dict[str, Any]:
+    """Return a ``config.json`` with its sizes by a Llama's names too, as transformers maps them.
+
+    Raises ValueError for a model that predicts no next token.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from distributed_training.training.model import hf_config
+
+    kind = content.get("model_type")
+    if kind in CONFIG_MAPPING_NAMES and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError(
+            f"model_type {kind!r} is no decoder that predicts the next token, and a network trains "
+            "only those"
+        )
+    try:
+        read = hf_config(content)
+    except Exception:  # noqa: BLE001 - what transformers refuses is refused when it is built
+        return content
+    if "hidden_size" not in (named := type(read).attribute_map):
+        return content
+    usual = {name: getattr(read, name, None) for name in (*named, "vocab_size")}
+    usual["intermediate_size"] = getattr(read, "n_inner", None) or 4 * read.hidden_size  # GPT-2's
+    return {name: value for name, value in usual.items() if value is not None} | content
 
 
 def _without_nulls_of_meaning(content: dict[str, Any]) -> dict[str, Any]:

@@ -139,6 +139,11 @@ def join(options: argparse.Namespace, words: Sequence[str]) -> int:
     here = Path.cwd()
     secrets = "keys" if config.has_bucket else "invitation"
     print(f"{config.network.line}\nsettings {here / OPERATORS_FILE}, {secrets} {here / DOTENV}")
+    if config.exchange == "store":
+        print(
+            "a script of yours joins here too: distributed_training.model_config() is the model's "
+            "config.json (docs/join-a-script.md)"
+        )
     if uid is not None and config.has_bucket:
         _make_bucket(config, miner_bucket(config.store.global_model_name, uid))
     status = doctor.main([])

@@ -2,10 +2,10 @@
 
     python examples/join.py NETWORK [TEXT ...]
 
-NETWORK is the network's file, TEXT files of your own; without them the network gives the text.
-Run it where ``miner.toml`` is, which ``dt-join`` wrote. The lines marked ``# network`` are all that
-a loop needs for it. Ctrl-C ends it. The same command continues with the weights of the network's
-run folder and with the optimizer's state, which the loop saves itself.
+NETWORK is the network's file, URL or name, TEXT files of your own; without them the network gives
+the text. Run it where ``miner.toml`` is, which ``dt-join`` wrote. The lines marked ``# network``
+are all that a loop needs for it. Ctrl-C ends it. The same command continues with the weights of the
+network's run folder and with the optimizer's state, which the loop saves itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import distributed_training  # network
-from distributed_training.data.tokenizer import byte_tokenizer
 
 LENGTH, BATCH = 256, 4  # tokens of a sequence, sequences of a step
 STATE = Path("optimizer.pt")
@@ -31,14 +29,14 @@ STATE = Path("optimizer.pt")
 
 def make_model(network: str) -> Any:
     """Return the model of a network's file, with random weights."""
-    config = tomllib.loads(Path(network).read_text())["model"]["config"]
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    config = AutoConfig.for_model(**distributed_training.model_config(network))  # network
+    return AutoModelForCausalLM.from_config(config)
 
 
-def batches(files: Sequence[str]) -> Iterator[Tensor]:
+def batches(network: str, files: Sequence[str]) -> Iterator[Tensor]:
     """Yield int64 (BATCH, LENGTH) of random places of the files, without an end."""
     text = "\n".join(Path(file).read_text() for file in files)
-    tokens = torch.tensor(byte_tokenizer().encode(text).ids)
+    tokens = torch.tensor(distributed_training.tokenizer(network).encode(text).ids)
     while True:
         starts = torch.randint(len(tokens) - LENGTH, (BATCH, 1))
         yield tokens[starts + torch.arange(LENGTH)]
@@ -50,7 +48,7 @@ def main(network: str, files: Sequence[str], steps: int | None = None) -> None:
     if STATE.exists():
         optimizer.load_state_dict(torch.load(STATE))
     with distributed_training.join(network, model, optimizer) as net:  # network
-        data = batches(files) if files else net.batches()  # network
+        data = batches(network, files) if files else net.batches()  # network
         for step, ids in enumerate(itertools.islice(data, steps), start=1):
             loss = model(input_ids=ids, labels=ids).loss
             loss.backward()

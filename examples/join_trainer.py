@@ -9,7 +9,6 @@ checkpoints in ``trainer/`` and resumes from the last one. It needs ``pip instal
 from __future__ import annotations
 
 import sys
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
-from distributed_training.data.tokenizer import byte_tokenizer
+import distributed_training  # network
 from distributed_training.huggingface import NetworkCallback  # network
 
 LENGTH = 256  # tokens of a sequence
@@ -28,9 +27,9 @@ LENGTH = 256  # tokens of a sequence
 class Windows(Dataset[dict[str, Tensor]]):
     """Text of files in sequences of LENGTH tokens: int64 ``input_ids`` and ``labels``."""
 
-    def __init__(self, files: Sequence[str]) -> None:
+    def __init__(self, network: str, files: Sequence[str]) -> None:
         text = "\n".join(Path(file).read_text() for file in files)
-        self._tokens = torch.tensor(byte_tokenizer().encode(text).ids)
+        self._tokens = torch.tensor(distributed_training.tokenizer(network).encode(text).ids)
 
     def __len__(self) -> int:
         return len(self._tokens) // LENGTH
@@ -42,8 +41,8 @@ class Windows(Dataset[dict[str, Tensor]]):
 
 def make_model(network: str) -> Any:
     """Return the model of a network's file, with random weights."""
-    config = tomllib.loads(Path(network).read_text())["model"]["config"]
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    config = AutoConfig.for_model(**distributed_training.model_config(network))  # network
+    return AutoModelForCausalLM.from_config(config)
 
 
 def last_checkpoint(folder: Path) -> str | None:
@@ -69,7 +68,8 @@ def main(network: str, files: Sequence[str], steps: int = 1_000_000) -> None:
         include_num_input_tokens_seen="all",
         report_to="none",
     )
-    trainer = Trainer(model=make_model(network), args=arguments, train_dataset=Windows(files))
+    data = Windows(network, files)
+    trainer = Trainer(model=make_model(network), args=arguments, train_dataset=data)
     trainer.add_callback(NetworkCallback(network))  # network
     trainer.train(resume_from_checkpoint=last_checkpoint(folder))
 

@@ -12,7 +12,7 @@ import hashlib
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -103,13 +103,20 @@ def list_files(source: Path, target: Path, *, names: set[str] | None = None) -> 
     return digest
 
 
-def fetch_published(config: Config, open_bucket: Callable[[], BucketReader]) -> None:
+def fetch_published(
+    config: Config,
+    open_bucket: Callable[[], BucketReader],
+    *,
+    wanted: Collection[str] = ("tokenizer", "data"),
+) -> None:
     """Fetch the network's files that the run folder lacks or has damaged.
 
     All of it is read and compared with its digest at each start. ``open_bucket``: the global one,
     where something is missing. Raises NetworkFailure.
     """
     for what, folder in config.published.items():
+        if what not in wanted:
+            continue
         try:
             _fetch(open_bucket, folder, what)
         except (StoreError, ChainError, OSError) as error:

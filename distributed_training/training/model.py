@@ -176,9 +176,11 @@ def blocks_of(model: nn.Module) -> nn.ModuleList:
     """
     layers = getattr(model.get_decoder(), "layers", None)  # type: ignore[operator]
     if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
+        lists = (name for name, found in model.named_modules() if isinstance(found, nn.ModuleList))
+        place = f"has its decoder layers in {found}" if (found := next(lists, "")) else "has none"
         raise UnfitModelError(
-            f"model {type(model).__name__} has no list of decoder blocks, so it cannot be "
-            "sharded: use a Llama-like model"
+            f"model {type(model).__name__} {place} and no list 'layers' of decoder layers as "
+            "Llamas have, so it cannot be sharded: use a Llama-like model"
         )
     return layers
 

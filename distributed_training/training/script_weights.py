@@ -248,6 +248,26 @@ def _named(model: nn.Module) -> dict[str, nn.Parameter]:
     return {plain_name(name): parameter for name, parameter in found}
 
 
+def _describe_missing(
+    missing: str, schema: Collection[str], named: Mapping[str, nn.Parameter], other: str
+) -> str:
+    """Return the line for a model that lacks a parameter: what the model is, and a remedy."""
+    if any("lora_" in name or name.startswith("base_model.") for name in named):
+        return (
+            f"the model has adapters (LoRA, PEFT), and in this network all parameters of the model "
+            f"itself are trained, {_NOTHING}: join with the model without adapters"
+        )
+    for found in named:
+        prefix = found.removesuffix(missing)
+        if prefix != found and prefix.endswith(".") and all(prefix + n in named for n in schema):
+            inner = prefix.removesuffix(".")
+            return (
+                f"the model is a wrapper that holds the network's model as {inner}, {_NOTHING}: "
+                f"give model.{inner} in its place"
+            )
+    return f"the model has no parameter {missing}, which the network's has, {_NOTHING}: {other}"
+
+
 def _problems(
     schema: dict[str, tuple[int, ...]],
     tied: Mapping[str, str],
@@ -256,12 +276,12 @@ def _problems(
     world_size: int,
 ) -> Iterator[str]:
     """Yield why these parameters are not the network's, or cannot be trained in it."""
-    other = "build the model from the network's config.json"
+    other = "build the model from the network's config.json (distributed_training.model_config())"
+    if missing := next((name for name in schema if name not in named), ""):
+        yield _describe_missing(missing, schema, named, other)
+        return
     for name, shape in schema.items():
-        parameter = named.get(name)
-        if parameter is None:
-            yield f"the model has no parameter {name}, which the network's has, {_NOTHING}: {other}"
-            continue
+        parameter = named[name]
         if tuple(parameter.shape) != shape:
             yield (
                 f"{name} has the shape {tuple(parameter.shape)} and the network's {shape}, "

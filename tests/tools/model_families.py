@@ -63,7 +63,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         ("phi3, window of 64", "phi3", "", {"sliding_window": 64}),
         ("smollm3", "smollm3", "", {}),
         ("gpt_neox", "gpt_neox", "", {"num_key_value_heads": None}),
-        ("gpt2", "gpt2", "hidden_size", {}),
+        ("gpt2", "gpt2", "transformer.h", {}),
     )
 }
 

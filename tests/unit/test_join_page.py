@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,24 +12,35 @@ from typing import Any
 import pytest
 import torch
 
+import distributed_training
+from distributed_training.common.memory import ModelShape
+from tests.tools.network import network_file
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "join-a-script.md"
 SCRIPTS = [ROOT / "examples" / name for name in ("join.py", "join_trainer.py")]
 MOST = 10  # lines of ours in a script of somebody else
-MODEL = """
-[model.config]
-model_type = "llama"
-architectures = ["LlamaForCausalLM"]
-vocab_size = 264
-hidden_size = 16
-intermediate_size = 32
-num_hidden_layers = 1
-num_attention_heads = 2
-num_key_value_heads = 2
-head_dim = 8
-max_position_embeddings = 256
-tie_word_embeddings = false
-"""
+MODEL = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 264,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+RULES = {
+    "format": 2,
+    "exchange": "store",
+    "private": True,
+    "chain.url": "http://127.0.0.1:8100",
+    "model.config": MODEL,
+    "model.parameters": ModelShape.from_config(MODEL).parameters,
+}
 
 
 def ours(text: str) -> list[str]:
@@ -70,7 +83,7 @@ def _in_order(lines: list[str], source: list[str]) -> bool:
 def network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
     """The paths of a network's file and of a text, in the working folder."""
     monkeypatch.chdir(tmp_path)
-    Path("network.toml").write_text(MODEL)
+    network_file(tmp_path, RULES)
     Path("text.txt").write_text("one two three four " * 800)
     return "network.toml", "text.txt"
 
@@ -93,7 +106,7 @@ def test_the_loop_without_the_lines_is_a_plain_one(
 ) -> None:
     torch.manual_seed(1)
     path, text = network
-    load(SCRIPTS[0], "import", "with", "net.step")["main"](path, [text], 20)
+    load(SCRIPTS[0], "with", "net.step")["main"](path, [text], 20)
     losses = [float(word) for word in capsys.readouterr().out.split() if word != "loss"]
     assert len(losses) == 20 and losses[-1] < losses[0]
 
@@ -156,3 +169,30 @@ def test_a_trainer_that_ends_with_earlier_weights_is_refused() -> None:
     callback = huggingface.NetworkCallback("network.toml")
     with pytest.raises(ValueError, match="nothing was joined"):
         callback.on_train_begin(given, None, None, model=None, optimizer=None)
+
+
+def test_a_script_gets_the_networks_model_from_wherever_it_is_named(
+    network: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file, and what ``dt-join`` wrote."""
+    assert distributed_training.model_config("network.toml") == MODEL
+    assert distributed_training.model_config(Path("network.toml")) == MODEL
+    assert distributed_training.tokenizer("network.toml").encode("abc").ids
+    Path("miner.toml").write_text('network = "network.toml"\n')
+    found = distributed_training.model_config()
+    found["vocab_size"] = 1
+    assert distributed_training.model_config() == MODEL, "a copy, which may be changed"
+    with pytest.raises(ValueError, match=r"no \[model.config\]") as refused:
+        distributed_training.model_config("sn38")
+    assert "\n" not in str(refused.value)
+    monkeypatch.chdir("/")
+    with pytest.raises(ValueError, match="no network is named"):
+        distributed_training.model_config()
+
+
+def test_the_package_stays_light_for_programs_that_join_nothing() -> None:
+    code = "import sys, distributed_training; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "False\n"

@@ -330,6 +330,15 @@ def wrong(model: nn.Module, what: str) -> tuple[nn.Module, Any]:
             model.register_parameter("more", nn.Parameter(torch.zeros(2)))
         case "less":
             model.model.norm = nn.Identity()  # type: ignore[union-attr]
+        case "wrapper":
+            model = nn.ModuleDict({"net": nn.ModuleDict({"inner": model})})
+        case "adapters":
+            linear: Any = model.get_submodule("model.layers.0.self_attn.q_proj")
+            linear.lora_A, linear.base_layer = nn.Linear(2, 2), nn.Linear(2, 2)
+            del linear.weight
+        case "another class":
+            model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+            parameters = model.parameters()
         case "tied":
             model.lm_head.weight = model.model.embed_tokens.weight  # type: ignore[union-attr]
     return model, torch.optim.SGD(parameters, lr=0.1)
@@ -342,6 +351,9 @@ def test_a_model_that_is_not_the_networks_is_refused_in_one_line(world: MemberWo
         "no group": "is in no group of the optimizer",
         "more": "more is no parameter of the network's model",
         "less": "the model has no parameter model.norm.weight",
+        "wrapper": r"holds the network's model as net\.inner.* give model\.net\.inner in its place",
+        "adapters": r"has adapters \(LoRA, PEFT\).* join with the model without adapters",
+        "another class": r"no parameter model\.embed_tokens\.weight.*model_config\(\)",
         "tied": "lm_head.weight is tied to model.embed_tokens.weight",
         "wider": "has the shape",
         "no optimizer": "no torch.optim.Optimizer",

@@ -325,6 +325,26 @@ def test_a_network_is_founded_on_the_model_that_peers_build(
         assert network.model["sliding_window"] == small["max_position_embeddings"]
 
 
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2},
+            "layers in transformer.h",
+        ),
+        ({"model_type": "vit", "hidden_size": 64}, "'vit' is no decoder that predicts the next"),
+        ({"model_type": "t5", "d_model": 64}, "'t5' is no decoder that predicts the next token"),
+        ({"model_type": "gpt2", "n_embd": 10**9}, "hidden_size is 1000000000 instead of"),
+    ],
+)
+def test_what_cannot_found_a_network_is_refused_by_the_real_reason(
+    tmp_path: Path, config: dict[str, object], words: str
+) -> None:
+    status, said = init(tmp_path, config)
+    assert status == 2 and words in said and "None" not in said and said.count("\n") == 1
+    assert not (tmp_path / "lab").exists()
+
+
 @pytest.mark.parametrize("size", SHAPES)
 def test_sizes_of_dt_plan_are_models_for_init_too(tmp_path: Path, capsys, size: str) -> None:
     assert found(tmp_path / "lab", "--model", size) == 0

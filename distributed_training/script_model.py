@@ -1,0 +1,72 @@
+"""Give a script the model and the tokenizer of the network that it joins."""
+
+from __future__ import annotations
+
+import copy
+import os
+from contextlib import ExitStack
+from typing import Any
+
+from distributed_training.config import OPERATORS_FILE, Config, ConfigError, load_config
+
+
+def model_config(network: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+    """Return the content of the ``config.json`` of a network's model.
+
+    Args:
+        network: File, URL or name, as for :func:`distributed_training.join`; None: as
+            ``miner.toml`` of the working folder says, which ``dt-join`` wrote.
+
+    Raises:
+        ValueError: With one line, where there is no such network, or its file names no model.
+
+    Examples:
+        ```python
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.for_model(**distributed_training.model_config())
+        model = AutoModelForCausalLM.from_config(config)
+        ```
+    """
+    config = _config_of(network)
+    found = config.network and config.network.model
+    if not found:
+        raise ConfigError(
+            f"the file of {config.general.network} has no [model.config], so its model is not "
+            "known before it is joined: ask its founder for the config.json"
+        )
+    return copy.deepcopy(dict(found))
+
+
+def tokenizer(network: str | os.PathLike[str] | None = None) -> Any:
+    """Return a network's tokenizer, a ``tokenizers.Tokenizer``.
+
+    One that the founder has published is fetched into the run folder, with the member's wallet.
+
+    Args:
+        network: As for :func:`model_config`.
+
+    Raises:
+        ValueError: With one line for what an operator has to change.
+        RuntimeError: Where registry, store or hub do not answer.
+    """
+    from tokenizers import Tokenizer
+
+    from distributed_training.node.published import fetch_published
+    from distributed_training.node.start import fetch_tokenizer, make_run_folder
+    from distributed_training.scoring.verdicts import open_bucket
+    from distributed_training.store.bucket_reader import BucketReader
+
+    config = _config_of(network)
+    folder = make_run_folder(config)
+    with ExitStack() as stack:
+        fetch_published(
+            config, lambda: BucketReader(open_bucket(config, stack)), wanted={"tokenizer"}
+        )
+        path, _ = fetch_tokenizer(config, folder)
+    return Tokenizer.from_file(str(path))
+
+
+def _config_of(network: str | os.PathLike[str] | None) -> Config:
+    words = [] if network is None else ["--network", os.fspath(network)]
+    return load_config("miner", words, file=OPERATORS_FILE, check=False)
