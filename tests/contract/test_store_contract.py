@@ -58,6 +58,7 @@ from distributed_training.store.uplink import Section
 from distributed_training.store.uploader_process import Publication
 from tests.tools.access_world import AccessWorld
 from tests.tools.chain_world import PEER
+from tests.tools.measured import open_below
 from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.seaweedfs import SeaweedFS, aws_like_keys
 from tests.tools.support_store import (
@@ -367,10 +368,9 @@ def test_a_folder_takes_nothing_from_outside_and_nothing_without_its_disk(tmp_pa
             store.put(key, b"x")
     os.mkfifo(tmp_path / "bucket" / "fifo")
     (tmp_path / "bucket" / "folder").mkdir()
-    opened = len(os.listdir("/proc/self/fd"))
     for key in ("fifo", "folder"):
         assert store.get(key, limit=9) is None, "and nobody waits for it"
-    assert len(os.listdir("/proc/self/fd")) == opened
+    assert not open_below(tmp_path)
     assert [o.key for o in store.list_objects()] == ["a"]
     reader = open_store(place, "bucket")
     with pytest.raises(AccessDeniedError):

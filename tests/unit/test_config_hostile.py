@@ -7,8 +7,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import resource
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +21,7 @@ from distributed_training.config import Config, ConfigError, describe
 from distributed_training.config.schema import Setting, schema
 from distributed_training.config.settings import MinerSettings, SwarmSettings
 from distributed_training.node.start import make_run_folder
+from tests.tools.measured import run_measured
 from tests.tools.r2_keys import KEYS
 from tests.tools.settings import load_config
 
@@ -201,21 +200,14 @@ def test_any_bytes_in_the_files(tmp_path: Path, content: bytes) -> None:
     ids=lambda command: command[0],
 )
 def test_a_real_start_is_refused_at_once(command: list[str], tmp_path: Path) -> None:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "neurons" / f"{command[0]}.py"), *command[1:]],
-        env={"PATH": os.environ["PATH"], **KEYS},
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=60,
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    words = [sys.executable, str(ROOT / "neurons" / f"{command[0]}.py"), *command[1:]]
+    environ = {"PATH": os.environ["PATH"], **KEYS}
+    done, used = run_measured(words, env=environ, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
     assert " | ERROR | error: " in line and command[1] in line
     # Of the processor, since the machine may be busy with other tests.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3.0
+    assert used < 3.0
     assert not list(tmp_path.iterdir()), "nothing was started"
 
 

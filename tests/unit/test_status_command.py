@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import re
-import resource
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,6 +18,7 @@ from distributed_training import status_command as status
 from distributed_training.telemetry.neuron_state import COLUMNS, NeuronState
 from distributed_training.telemetry.page.__main__ import verdict_of
 from distributed_training.telemetry.verdict import FACTS_FILE, Verdict
+from tests.tools.measured import run_measured
 from tests.tools.miner_states import MEMBERS, STATES, make_miner, step_fields
 
 pytestmark = pytest.mark.timeout(120)
@@ -96,11 +95,8 @@ def test_status_takes_less_than_a_second_of_the_processor(tmp_path: Path) -> Non
     with (folder / "events.jsonl").open("a") as file:
         step = {"time": time.time() - 9000, "kind": "step", "loss": 2.0, "note": "x" * 300}
         file.write((json.dumps(step) + "\n") * 20_000)
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     words = [sys.executable, "-m", "distributed_training.status_command", str(folder)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    done, used = run_measured(words)
     print(f"dt-status took {used:.2f} s of the processor")
     assert done.returncode == 0 and "EARNING" in done.stdout, done.stderr
     assert used < 1.0
