@@ -28,8 +28,13 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.growth import file_bytes
 from distributed_training.protocol.manifest import Master, State
 from distributed_training.store import presigned
-from distributed_training.store.base import is_md5, same_etag
-from distributed_training.store.errors import AccessDeniedError, StoreError, UploadMissingError
+from distributed_training.store.base import ObjectInfo, is_md5, same_etag
+from distributed_training.store.errors import (
+    AccessDeniedError,
+    IntegrityError,
+    StoreError,
+    UploadMissingError,
+)
 from distributed_training.store.presigned import MOST_PARTS, UPLOADS, Do, Grant
 from distributed_training.store.s3 import S3ObjectStore, base64_md5
 
@@ -47,6 +52,10 @@ _NAME = "[A-Za-z0-9_][A-Za-z0-9._-]*"
 Key = Annotated[str, Field(pattern=f"^{_NAME}(/{_NAME})*$", max_length=300)]
 Size = Annotated[int, Field(ge=1, le=MOST_PARTS * presigned.PART)]
 Md5 = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+
+
+def _age_of(state: State) -> tuple[int, float]:
+    return state.serial, state.written_at
 
 
 class StoreAway(ChainError):
@@ -206,20 +215,34 @@ class Access:
         known = self._state
         if known is not None and time.monotonic() - known[0] < _STATE_KEPT:
             return known[1]
-        data = self._store.get(keys.STATE, limit=State.most_bytes)
-        info = self._store.head(keys.STATE)
-        if data is None or info is None:
-            raise StoreAway("access: the network has no state yet: its validator never ran")
+        newest, info = None if known is None else known[1], self._store.head(keys.STATE)
         try:
+            data = self._store.get(keys.STATE, limit=State.most_bytes)
+            if data is None and newest is None:
+                raise StoreAway("access: the network has no state yet: its validator never ran")
+            if data is None:
+                raise ValueError(f"{keys.STATE} is missing")
             state = State.parse(data, self._master)
-        except ValueError as error:
+            if newest is not None and _age_of(state) < _age_of(newest):
+                raise ValueError(f"{keys.STATE} is older than one seen before")
+        except (IntegrityError, ValueError) as error:
             if self._may_warn("state"):  # otherwise each request would add a line
                 log.warning(
-                    "The state in the bucket is refused (%s), so nobody may upload: see what "
-                    "the validator says, and change the store's key if it wrote another",
+                    "The state in the bucket is refused (%s), so %s: see what the validator says, "
+                    "and change the store's key if it wrote another",
                     error,
+                    "nobody may upload" if newest is None else "members upload by the one before",
                 )
-            raise StoreAway(f"access: {error}") from None
+            if newest is None:
+                raise StoreAway(f"access: {error}") from None
+            state = newest
+        if info is not None:
+            self._compare_clocks(info)
+        self._state = time.monotonic(), state
+        return state
+
+    def _compare_clocks(self, info: ObjectInfo) -> None:
+        """Go by the store's clock, and log a difference of ours."""
         self._ahead = info.modified + (info.age_seconds or 0.0) - self._clock()
         if abs(self._ahead) > _CLOCK_OFF and not info.cached and self._may_warn("clock"):
             log.warning(
@@ -228,8 +251,6 @@ class Access:
                 abs(self._ahead),
                 "behind" if self._ahead > 0 else "ahead of",
             )
-        self._state = time.monotonic(), state
-        return state
 
     def _abort_earlier(self, close: tuple[int, int]) -> None:
         """Abort unfinished uploads in parts of closes other than ``close``, once for each."""

@@ -17,13 +17,16 @@ from typing import Any
 
 import pytest
 from bittensor.sp_core import Keypair
+from bittensor_core import verify
 
 from distributed_training.exchange.base import ChainForked, Close, NetworkFinished
 from distributed_training.miner.global_state import GlobalBucket, NetworkWatch
 from distributed_training.network import Shown
 from distributed_training.node.start import WrongNetwork
 from distributed_training.protocol import keys
+from distributed_training.protocol.manifest import Master
 from distributed_training.protocol.types import Update
+from distributed_training.registry import access
 from distributed_training.store import errors
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.validator.global_state import claim_global_bucket
@@ -412,6 +415,38 @@ def test_a_sound_statement_is_not_written_again() -> None:
     world.memory._before = lambda operation, key: written.append(operation)
     world.claim()
     assert "put" not in written
+
+
+# --- the registry ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_registry_hands_out_urls_by_the_newest_state_that_it_has_seen(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access, "_STATE_KEPT", 0.0)
+    world = World(tmp_path)
+    move_on(world)
+    store: Any = world.store
+    store.presign = lambda operation, key, seconds, **more: f"https://{key}"
+    master = Master(RUN_ID, MASTER.ss58_address, verify)
+    registry = access.Access(store, master=master, parameters=1000, clock=world.time.store)
+
+    def grants(outer_step: int, serial: int) -> bool:
+        key = keys.upload_key(4, outer_step, serial)
+        return bool(registry.grant(4, "write", key, 1, ("0" * 32,))["urls"])
+
+    good, close = world.data(keys.STATE), world.leader.close
+    assert grants(close.outer_step, close.serial)
+    bad = FAULTS[fault](world, keys.STATE)
+    if bad is None:
+        world.memory.delete(keys.STATE)
+    else:
+        world.memory.put(keys.STATE, bad)
+    assert grants(close.outer_step, close.serial)
+    world.memory.put(keys.STATE, good)
+    world.leader.recover(above=40, to=7)
+    assert grants(41, world.leader.serial)
 
 
 def test_the_number_of_cases() -> None:
