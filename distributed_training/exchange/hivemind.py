@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from distributed_training.chain.base import Neuron
+from distributed_training.chain.base import ChainError, Neuron
 from distributed_training.common.processes import ChildProcess
 from distributed_training.protocol import lines
 from distributed_training.protocol.gradients import Schema
@@ -240,7 +240,11 @@ class HivemindRounds(StoreRounds):
         if any(one.hotkey == who.hotkey for one in manifest.refused if one.cause not in NO_FAULT):
             log.warning("No all-reduce at this close: the last upload of this miner was refused")
             return
-        neurons = who.neurons()
+        try:
+            neurons = who.neurons()
+        except ChainError as error:
+            log.warning("No all-reduce at this close: %s", error)
+            return
         ahead = time.time() - self.now()  # of our clock
         order = Order(
             outer_step=close.outer_step,

@@ -318,6 +318,9 @@ class Peer:
                 serial=order.serial,
                 limit=LONGEST * order.usual * scale,
             )
+            norms = [torch.linalg.vector_norm(tensor) for tensor in self._tensors]
+            if not float(torch.stack(norms).norm()) <= LONGEST * order.usual * scale:
+                raise AllreduceException("the upload is longer than any that others would take")
             gather, now = self._settings.gather, time.time()
             if now > order.at + gather:
                 raise AllreduceException(f"its order came {now - order.at:.0f} s too late")

@@ -156,6 +156,8 @@ class OwnUploads:
                     return Fate(Base.KEPT, None, cause)
             if note.ended != _SENT:
                 cause = f"not sent: {note.ended or 'this miner was stopped'}"
+            elif serial == manifest.serial and manifest.averaged:
+                cause = "not averaged: the all-reduce did not have it"
             elif serial != manifest.serial:
                 cause = f"void: the close moved after it was sent (serial {serial})"
             else:

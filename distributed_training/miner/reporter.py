@@ -264,6 +264,7 @@ class StoreReporter(LoopReporter):
             case ev.UploadTaken(close=close, handle=handle, progress=progress):
                 log.info(lines.SAVING_STATE, close.outer_step)
                 held = handle.hold_seconds
+                log.info("%s", lines.FULL_STATE)
                 log.info("%s: training was held for %.2f s", lines.EXTRACTED_STATE, held)
                 self._record(
                     "upload",

@@ -253,6 +253,12 @@ class AveragingValidator(StoreValidator):
             of_close["files"] = {**of_close["files"], keys.AVERAGE: digest}
         return super()._manifest(state, values, averaging=averaging, **of_close)
 
+    def _contributors(self, judged: int) -> int:
+        averaging = self._averaging
+        return (
+            len(averaging.participants) if averaging and averaging.source == "average" else judged
+        )
+
     def _participants(self, close: _Close) -> frozenset[int]:
         if self._averaging is None or self._averaging.source == "merge":
             return super()._participants(close)

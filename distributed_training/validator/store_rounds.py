@@ -629,7 +629,9 @@ class StoreValidator(Validator):
             start=self._steps.head.weights,
             bits=_UPDATE_BITS,
             inner_steps=self._steps_of(ordered),
-            tokens=self._steps_of(ordered) * len(ordered) * self._rules.config.tokens_of_step,
+            tokens=self._steps_of(ordered)
+            * self._contributors(len(ordered))
+            * self._rules.config.tokens_of_step,
         )
         digest, values = merge(
             [one.file for one in ordered] if average is None else [average],
@@ -673,7 +675,7 @@ class StoreValidator(Validator):
         """Make all that is published of the outer step that the merge leads to."""
         chosen, values = [close.accepted[u] for u in merged.uids], merged.values
         steps, head = self._steps_of(chosen), self._steps.head
-        tokens = steps * len(chosen) * self._rules.config.tokens_of_step
+        tokens = steps * self._contributors(len(chosen)) * self._rules.config.tokens_of_step
         state = replace(
             self.state,
             outer_step=self.state.outer_step + 1,
@@ -799,6 +801,10 @@ class StoreValidator(Validator):
         return True
 
     # --- what a round leaves behind ---------------------------------------------------------------
+
+    def _contributors(self, judged: int) -> int:
+        """Count the members of which something is in the outer step; ``judged``: that we know."""
+        return judged
 
     def _participants(self, close: _Close) -> frozenset[int]:
         """Return the uids of the members of which something is in the outer step."""

@@ -7,17 +7,27 @@ says what was wrong where the uploads show it.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
+from bittensor.sp_core import verify
 
-from distributed_training.protocol.manifest import Manifest
+from distributed_training.common.processes import is_running
+from distributed_training.protocol import keys
+from distributed_training.protocol.manifest import Manifest, Master
+from distributed_training.store.bucket_reader import BucketReader
+from distributed_training.validator.replay import Chain
 from tests.tools.hivemind_world import HivemindWorld
 from tests.tools.validator_world import one_thread  # noqa: F401
+from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow]
 BAD = 5  # uid of the member that misbehaves
@@ -122,3 +132,58 @@ def test_ten_disturbed_closes_lead_to_ten_outer_steps(
 ) -> None:
     case = DISTURBANCES[name]
     check(case, run(world_of(kinds={BAD: case.kind}), case, 10))
+
+
+def test_a_stranger_joins_aggregates_and_downloads_nothing(
+    world_of: Callable[..., HivemindWorld],
+) -> None:
+    world = world_of(uids=(3,))
+    address = world.peers[3].readies[-1].addresses[0]
+    words = [sys.executable, "-m", "tests.tools.hivemind_stranger", address]
+    out = subprocess.run(
+        [*words, f"{world.run_id}_average"], capture_output=True, text=True, timeout=120, check=True
+    ).stdout
+    assert json.loads(out.splitlines()[-1]) == {
+        "join": "PROTOCOL_VIOLATION",
+        "aggregate": "PROTOCOL_VIOLATION",
+        "download": "nothing",
+    }
+
+
+def test_a_validator_killed_after_the_average_and_one_on_an_empty_disk_take_the_step(
+    world_of: Callable[..., HivemindWorld], tmp_path: Path
+) -> None:
+    world = world_of()
+    world.average_round()
+    world.train()
+    world.until_close()
+    for uid in world.uids:
+        world.upload(world.miners[uid])
+    world.tick()  # the validator has ordered its peer
+    for peer in world.peers.values():
+        peer.order()
+    wait_for(lambda: world.validator._round.answer is not None, "the average", 60)
+    world.restarted()  # killed before it has published anything
+    world.until_step(2)
+    assert world.manifest(2).averaging.source == "merge"  # its order came too late, or not at all
+    world.await_peers()
+    manifest = world.average_round()
+    assert manifest.averaged and manifest.averaging.difference < 0.01
+    assert keys.outer_key(3, keys.AVERAGE) in world.bucket.objects
+    # Weights and momentum follow from the published average, on another disk and in an audit.
+    digests = world.validator._steps.values.digests
+    world.restarted(folder=tmp_path / "empty")
+    assert world.validator._steps.values.digests == digests
+    master = Master(world.run_id, world.master.ss58_address, verify)
+    reader = BucketReader(world.bucket)
+    audit = Chain(reader, world.schema, tmp_path / "audit", master).audit()
+    assert not audit.problems and audit.replayed_from == 0
+
+
+def test_every_process_of_a_peer_ends_with_it(world_of: Callable[..., HivemindWorld]) -> None:
+    world = world_of(uids=(3,))
+    process = psutil.Process(world.peers[3].process.pid)
+    tree = process.children(recursive=True)
+    assert len(tree) >= 3  # DHT, p2pd, averager
+    process.kill()
+    wait_for(lambda: not any(map(is_running, tree)), "the end of all descendants", 30)
