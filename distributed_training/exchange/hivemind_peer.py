@@ -34,7 +34,7 @@ import torch
 from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging.allreduce import AllreduceException, AllReduceRunner
 from hivemind.averaging.group_info import GroupInfo
-from hivemind.averaging.partition import BannedException, TensorPartReducer
+from hivemind.averaging.partition import BannedException, TensorPartContainer, TensorPartReducer
 from hivemind.compression import Float16Compression
 from hivemind.p2p import P2PContext, P2PHandlerError, PeerID
 from hivemind.proto import averaging_pb2
@@ -136,11 +136,20 @@ class Reducer(TensorPartReducer):
         return await super().accumulate_part(sender_index, part_index, tensor_part, weight)
 
 
+class Discarded(TensorPartContainer):
+    """Keeps no results, which may be all values of the model: a member throws them away."""
+
+    def register_processed_part(self, peer_index: int, part_index: int, part: Tensor) -> None:
+        super().register_processed_part(peer_index, part_index, torch.zeros(1).expand(part.shape))
+
+
 class Runner(AllReduceRunner):
     """hivemind's all-reduce with our reducer; ``sizes``: values that each peer reduces."""
 
-    def __init__(self, *, limit: float, **given: Any) -> None:
+    def __init__(self, *, limit: float, keeps: bool, **given: Any) -> None:
         super().__init__(**given)
+        if not keeps:
+            self.tensor_part_container.__class__ = Discarded
         theirs: TensorPartReducer = self.tensor_part_reducer  # type: ignore[has-type]
         theirs.num_parts = 0  # else it warns of parts that it never got
         theirs.finalize()
@@ -228,6 +237,7 @@ class Averager(DecentralizedAverager):
     ) -> None:
         runner = self.runner_class(
             limit=self._limit,
+            keeps=self._keeps,
             p2p=self._p2p,
             servicer_type=type(self),
             prefix=self.prefix,

@@ -24,6 +24,7 @@ from distributed_training.common.processes import is_running
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Manifest, Master
 from distributed_training.store.bucket_reader import BucketReader
+from distributed_training.validator.average import AveragingValidator
 from distributed_training.validator.replay import Chain
 from tests.tools.hivemind_world import HivemindWorld
 from tests.tools.validator_world import one_thread  # noqa: F401
@@ -162,7 +163,9 @@ def test_a_validator_killed_after_the_average_and_one_on_an_empty_disk_take_the_
     world.tick()  # the validator has ordered its peer
     for peer in world.peers.values():
         peer.order()
-    wait_for(lambda: world.validator._round.answer is not None, "the average", 60)
+    validator = world.validator
+    assert isinstance(validator, AveragingValidator)
+    wait_for(lambda: validator._round and validator._round.answer, "the average", 60)
     world.restarted()  # killed before it has published anything
     world.until_step(2)
     assert world.manifest(2).averaging.source == "merge"  # its order came too late, or not at all

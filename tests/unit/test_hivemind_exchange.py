@@ -1,0 +1,175 @@
+"""The member's side of an all-reduce: which orders its peer process gets, and what follows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bittensor_core import verify
+
+from distributed_training.chain.base import ChainUnavailable, Neuron
+from distributed_training.common.backoff import Clocks
+from distributed_training.exchange.hivemind import (
+    Answer,
+    HivemindRounds,
+    Membership,
+    Order,
+    find_partners,
+    usual_norm,
+)
+from distributed_training.exchange.own_uploads import OwnUploads
+from distributed_training.protocol.average_file import Average, write_average
+from distributed_training.protocol.manifest import Averaging, Master
+from distributed_training.protocol.types import Base
+from tests.tools.memory_store import MemoryObjectStore
+from tests.tools.outer_steps import RUN_ID
+from tests.tools.store_network import MASTER, MEMBER, UID, Leader, Miner, Time, merged, refused
+
+PEERS = {"a": "Qm" + "a" * 44, "b": "Qm" + "b" * 44}
+NEURONS = [
+    Neuron(1, "A" * 48, ip="192.0.2.1", port=8009, peer=PEERS["a"]),
+    Neuron(2, "B", ip="2001:db8::1", port=8010, peer=PEERS["b"]),
+    Neuron(3, "C", ip="192.0.2.3", port=8011),  # serves no peer
+    Neuron(UID, MEMBER, ip="192.0.2.4", port=8009, peer="Qm" + "c" * 44),
+]
+
+
+class Peer:
+    """In the place of the peer process: it keeps its orders."""
+
+    def __init__(self) -> None:
+        self.orders: list[Order] = []
+
+    def order(self, order: Order) -> None:
+        self.orders.append(order)
+
+    def close(self) -> None: ...
+
+
+class World:
+    def __init__(self, folder: Path) -> None:
+        self.time = Time()
+        self.store = MemoryObjectStore("global", clock=self.time.store)
+        self.leader = Leader(self.store, self.time)
+        self.peer, self.neurons = Peer(), NEURONS
+        self.rounds = HivemindRounds(
+            self.store,
+            folder,
+            lambda fact: None,
+            master=Master(RUN_ID, MASTER.ss58_address, verify),
+            uploads=OwnUploads(self.store, folder / "uploads", UID),
+            clocks=Clocks(self.time.steady, self.time.unix),
+            membership=Membership(lambda: self.neurons, MEMBER, "B"),
+            average_after=10.0,
+        )
+        self.rounds._peer = self.peer  # type: ignore[assignment]
+
+    def send(self) -> list[Order]:
+        self.rounds._held = len(self.leader.chain) - 1
+        self.rounds._next_look = -math.inf
+        self.rounds.turn()
+        state = self.rounds._state
+        assert state is not None
+        self.rounds._chain.link(self.rounds._held, state)
+        self.rounds.send(self.leader.close)
+        return self.peer.orders
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def test_the_first_close_has_no_norm_to_go_by_and_no_all_reduce(world: World) -> None:
+    assert not world.send()
+    world.leader.take_outer_step()
+    (order,) = world.send()
+    assert (order.outer_step, order.usual) == (1, usual_norm(world.leader.chain[1]))
+    assert dict(order.members) == {
+        PEERS["a"]: (f"/ip4/192.0.2.1/tcp/8009/p2p/{PEERS['a']}",),
+        PEERS["b"]: (f"/ip6/2001:db8::1/tcp/8010/p2p/{PEERS['b']}",),
+    }
+    assert order.witnesses == (PEERS["b"],) and not order.average
+    assert order.ends - order.at == pytest.approx(world.leader.close.grace - 10.0)
+    assert order.upload.endswith(f"1.{order.serial}.safetensors")
+
+
+@pytest.mark.parametrize("cause", ["worse", "damaged", "late", "not-judged"])
+def test_who_was_refused_for_the_upload_sits_the_next_one_out(world: World, cause: str) -> None:
+    ours = refused(cause, "e" * 64)
+    world.leader.take_outer_step(refused=(ours,))
+    assert len(world.send()) == (cause in ("late", "not-judged"))
+    others = replace(world.leader.chain[1], refused=(replace(ours, hotkey="A" * 48),))
+    assert len(find_partners(NEURONS, others, own=MEMBER)) == 1 + (cause in ("late", "not-judged"))
+
+
+def test_a_chain_that_does_not_answer_costs_one_average(world: World) -> None:
+    world.leader.take_outer_step()
+
+    def fail() -> Any:
+        raise ChainUnavailable("away")
+
+    world.rounds._membership = replace(world.rounds._membership, neurons=fail)
+    assert not world.send()
+
+
+def test_a_failed_all_reduce_is_a_line(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.rounds._on_answer(Answer(1, 2, failed="could not find a group"))
+    assert "All Reduce Failed At Checkpoint 2: could not find a group" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("source", "participants", "base"),
+    [
+        ("average", (UID,), Base.MERGED),
+        ("average", (UID + 1,), Base.KEPT),
+        ("merge", (UID,), Base.KEPT),
+    ],
+)
+def test_a_participants_upload_counts_as_merged_after_an_average(
+    tmp_path: Path, source: Any, participants: tuple[int, ...], base: Base
+) -> None:
+    time = Time()
+    store = MemoryObjectStore("global", clock=time.store)
+    leader, miner = Leader(store, time), Miner(store, tmp_path, time)
+    close = leader.close
+    miner.write_upload(close)
+    miner.rounds.send(close)
+    time.passed += 601
+    miner.turn()
+    averaging = Averaging(source, "", participants)
+    manifest = leader.build_manifest(
+        b"update", {}, merged=(merged(0, "f" * 64),), averaging=averaging, serial=close.serial
+    )
+    assert miner.rounds._uploads.find_fate(manifest).base is base
+
+
+def test_an_average_is_read_as_it_was_written_and_nothing_else(tmp_path: Path) -> None:
+    schema = (("w", (3, 4)), ("b", (5,)))
+    tensors = [torch.randn(3, 4), torch.randn(5)]
+    path = tmp_path / "average"
+    write_average(path, ["w", "b"], tensors, 2.0**7)
+    read = Average(path, schema)
+    assert torch.equal(read.rows(0, 1, 3), tensors[0][1:3].half().float() / 2**7)
+    assert torch.equal(read.rows(1, 0, 1), tensors[1].half().float().view(1, 5) / 2**7)
+    whole = path.read_bytes()
+    for bad in (b"", whole[:-1], whole + b"x", whole.replace(b'"scale":"7"', b'"scale":"x"')):
+        path.write_bytes(bad)
+        with pytest.raises(ValueError, match=r".+"):
+            Average(path, schema)
+    path.write_bytes(whole)
+    for other in ((("w", (3, 4)),), (("w", (4, 3)), ("b", (5,))), (("w", (3, 4)), ("c", (5,)))):
+        with pytest.raises(ValueError, match=r".+"):
+            Average(path, other)
+
+
+@pytest.mark.parametrize("usual", [1e-9, 3e-5, 1.0, 7e6])
+def test_values_of_the_usual_size_fill_float16(usual: float) -> None:
+    order = Order(1, 1, 0.0, 1.0, (), (), usual)
+    values = 1_000_000
+    size = usual / math.sqrt(values) * order.scale(values)
+    assert 0.5 < size < 2 and math.log2(order.scale(values)).is_integer()
