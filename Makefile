@@ -8,6 +8,7 @@
 # make clean  removes the environment and what was built; no miner's run folder
 # make lint, make size              linters and types; the size of the code and its goals
 # make docs                         the documents as a site: build/site/index.html
+# make wheel                        the wheel of this commit, for members: build/wheel
 # make release                      checks, then the wheel, its sources and notes: build/release
 PY := .venv/bin/python
 # Half of a test is waiting. A file's tests stay together: what they share is started once. Long files
@@ -20,7 +21,7 @@ OLDEST_TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 # Hundreds of programs are started: what one has compiled the next one reads, wherever that is off.
 test test-quick test-long: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup dev run test test-quick test-long mutate coverage gpu lint lint-ruff lint-mypy lint-imports lint-prose docs size pm2 release clean
+.PHONY: help setup dev run test test-quick test-long mutate coverage gpu lint lint-ruff lint-mypy lint-imports lint-prose docs size pm2 wheel release clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -98,6 +99,9 @@ lint-prose: dev
 docs: dev
 	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
 	@echo "build/site/index.html; with search: $(PY) -m http.server --bind 127.0.0.1 --directory build/site"
+
+wheel: setup
+	@PYTHONPATH=. $(PY) scripts/release.py --wheel
 
 release: lint docs
 	$(PY) -m pytest tests/end_to_end/test_wheel.py tests/unit/test_release.py

@@ -2,6 +2,10 @@
 """Build a release of the version in ``distributed_training/__init__.py``. Run by `make release`.
 
     python scripts/release.py [--folder build/release]
+    python scripts/release.py --wheel [--folder build/wheel]
+
+``--wheel`` builds only the wheel of this commit, for members of a founder's network. Its version
+names the commit, and ``constraints.txt`` lies next to it. `make wheel` runs that.
 
 Nothing is published and no tag is made: the last lines name the commands for that. The folder then
 holds the wheel, the sources, their SHA-256 and ``NOTES.md``, the version's part of CHANGELOG.md.
@@ -44,8 +48,11 @@ def git(*words: str) -> str:
     return subprocess.check_output(["git", *words], cwd=ROOT, text=True).strip()
 
 
-def build(folder: Path, version: str) -> list[Path]:
-    """Return the wheel and the archive of the sources, built into an empty ``folder``."""
+def build(folder: Path, version: str, *, commit: str = "") -> list[Path]:
+    """Return the wheel and the archive of the sources, built into an empty ``folder``.
+
+    ``commit``: what the wheel's version says of it; empty: nothing.
+    """
     # A file of an earlier version would be among the sums, and be published.
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -57,6 +64,10 @@ def build(folder: Path, version: str) -> list[Path]:
     )  # the wheel has the committed files only, and its build leaves files behind
     tree.mkdir()
     subprocess.run(["tar", "-xzf", sources, "-C", tree], check=True)
+    if commit:
+        package = tree / name / "distributed_training" / "__init__.py"
+        text = package.read_text().replace(f'"{version}"', f'"{version}+g{commit}"', 1)
+        package.write_text(text)
     options = ("--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", folder)
     subprocess.run([sys.executable, "-m", "pip", "wheel", *options, tree / name], check=True)
     shutil.rmtree(tree)
@@ -65,9 +76,18 @@ def build(folder: Path, version: str) -> list[Path]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "release")
+    parser.add_argument("--folder", type=Path, help="[build/release, or build/wheel]")
+    parser.add_argument("--wheel", action="store_true", help="build only the wheel of this commit")
     options = parser.parse_args()
     version = distributed_training.__version__
+    options.folder = options.folder or ROOT / "build" / ("wheel" if options.wheel else "release")
+    if options.wheel:
+        commit = git("rev-parse", "--short=10", "HEAD")
+        wheel, sources = build(options.folder.resolve(), version, commit=commit)
+        sources.unlink()
+        shutil.copy(ROOT / "constraints.txt", options.folder)
+        print(f"{wheel}\n{options.folder / 'constraints.txt'}")
+        return 0
     try:
         text = notes((ROOT / "CHANGELOG.md").read_text(), version)
         if changed := git("status", "--porcelain"):

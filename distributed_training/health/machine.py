@@ -12,6 +12,7 @@ import itertools
 import math
 import os
 import platform
+import re
 import resource
 import tempfile
 import time
@@ -58,6 +59,7 @@ _CHECKPOINT_BYTES = 16  # a parameter; see common.memory.disk_space
 _SHARED_MEMORY = 1 << 30  # NCCL's buffers between the GPUs of one machine
 _DESCRIPTORS = 1024  # files, shards and connections, without those of the signed server
 _COMFORTABLE = 0.9  # share of the memory
+TESTED_TORCH = "2.13.0"  # the newest one, as constraints.txt has it
 _MOST_SPARE = 10_000_000_000  # bytes of disk beside all that a miner keeps, for data and logs
 _TOO_MUCH = 1.15  # share of the memory; the estimate is not exact enough to refuse a near miss
 
@@ -202,6 +204,10 @@ def check_torch(examination: Examination) -> Check:
             "built for it"
         )
         return Check("torch", "fail", finding, remedy)
+    newest = tuple(map(int, TESTED_TORCH.split(".")[:2]))
+    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) > newest:
+        finding = f"{build}, with which nothing was tested: the newest tested one is {TESTED_TORCH}"
+        return Check("torch", "warn", finding, "pip install -c constraints.txt torch")
     return Check("torch", "ok", build)
 
 

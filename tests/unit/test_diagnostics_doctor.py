@@ -297,6 +297,27 @@ def test_torch_build_against_the_driver(monkeypatch: pytest.MonkeyPatch) -> None
         assert check.status == verdict and bool(check.remedy) == (verdict == "fail")
 
 
+def test_a_torch_that_nobody_has_tested_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    pinned = (Path(__file__).parents[2] / "constraints.txt").read_text()
+    assert f"\ntorch=={machine.TESTED_TORCH}\n" in pinned
+    monkeypatch.setattr(machine, "visible_gpu_count", lambda: 0)
+    asked = Examination(config_of(), ranks=1)
+    for version, verdict in (
+        *((f"{machine.TESTED_TORCH}{more}", "ok") for more in ("", "+cpu", "+cu130")),
+        *((version, "ok") for version in ("2.11.0", "2.12.1+cpu", "2.13.4")),
+        *((version, "warn") for version in ("2.14.1", "2.14.0a0+git1", "3.0.0", "2.100.0")),
+    ):
+        monkeypatch.setattr(torch, "__version__", version)
+        check = machine.check_torch(asked)
+        assert (
+            check.status == verdict
+            and (version in check.line)
+            and bool(check.remedy) == (verdict == "warn")
+        )
+
+
 def check_gpus(ranks: int, device: str) -> list[Check]:
     return [*machine.check_gpus(Examination(config_of("--neuron.device", device), ranks))]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -38,3 +41,24 @@ def test_a_changelog_that_does_not_fit_is_refused(text: str, version: str, words
 def test_the_changelog_knows_this_version() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
     assert f"## [{distributed_training.__version__}] - " in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_founder_builds_the_wheel_between_two_releases(tmp_path: Path) -> None:
+    """At any commit; its version names the commit, and the constraints lie next to it."""
+    words = [sys.executable, "scripts/release.py", "--wheel", "--folder", str(tmp_path)]
+    done = subprocess.run(
+        words, cwd=ROOT, env={"PYTHONPATH": ".", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert str(wheel) in done.stdout and f"-{distributed_training.__version__}+g" in wheel.name
+    constraints = (ROOT / "constraints.txt").read_text()
+    assert (tmp_path / "constraints.txt").read_text() == constraints
+    with zipfile.ZipFile(wheel) as files:
+        version = files.read("distributed_training/__init__.py").decode()
+    assert f"{distributed_training.__version__}+g" in version
+    guide = (ROOT / "docs" / "operator-guide.md").read_text()
+    assert "make wheel" in guide and "pip install -c constraints.txt FILE.whl" in guide
