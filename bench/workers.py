@@ -31,9 +31,11 @@ from distributed_training.protocol.update_file import (
 from distributed_training.training.outer_rule import OUTER_RULES, UploadFacts
 from distributed_training.validator.merge import (
     HISTORY,
+    Measured,
     OuterState,
     Rule,
-    clip_factors,
+    clip_factor,
+    longest_norm,
     merge,
     norm_of,
 )
@@ -273,7 +275,10 @@ class Network:
         if self.clips or self.judged is not None:
             norms = [norm_of(upload) for upload in uploads]
         if self.clips:
-            factors = clip_factors(norms, [norm for some in self.norms[-HISTORY:] for norm in some])
+            # As the validator clips where all uploads gain the same.
+            past = [norm for some in self.norms[-HISTORY:] for norm in some]
+            longest = longest_norm([Measured(norm, 1.0, 0.0) for norm in [*past, *norms]], [])
+            factors = [clip_factor(norm, longest) for norm in norms]
             self.norms.append([n * f for n, f in zip(norms, factors, strict=True)])
         if OUTER_RULES[self.rule.name].merge is not None:
             assert self.judged is not None

@@ -108,7 +108,8 @@ class Answer:
 
 def usual_norm(manifest: Manifest | None) -> float | None:
     """Return the median norm of the uploads that a manifest has merged; None: it has none."""
-    merged = [one.norm * one.factor for one in manifest.merged] if manifest else []
+    named = manifest.merged if manifest else ()
+    merged = [one.norm * one.factor for one in named if one.factor]
     return statistics.median_low(merged) if merged else None
 
 

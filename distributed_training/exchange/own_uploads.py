@@ -36,7 +36,9 @@ log = logging.getLogger(__name__)
 #: A larger file is sent in parts of this many bytes; a restart sends only the missing ones.
 ONE_PIECE = 64 * 1024 * 1024
 #: Causes of a refusal after which the upload's movement is dropped; after others it is carried.
-FOR_CONTENT = frozenset({"worse", "copy", "spoiler"})
+#: Nor is it dropped after "copy", since an honest member may be taken for another's imitator.
+FOR_CONTENT = frozenset({"worse", "spoiler"})
+CARRIED = "carried over: it lowers the loss less than others' or than chance may, so it goes on"
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=5), timedelta(minutes=1)
 _SENT = "sent"
 _LONGEST = 300  # characters of a cause that is kept
@@ -142,10 +144,12 @@ class OwnUploads:
             path = found if found.exists() and sha256_of(found) == note.digest else None
             averaging = manifest.averaging if manifest.averaged else None
             took_part = averaging is not None and self._uid in averaging.participants
-            if any(each.digest == note.digest for each in manifest.merged) or (
-                took_part and serial == manifest.serial
-            ):
+            if took_part and serial == manifest.serial:
                 return Fate(Base.MERGED, path)
+            for one in manifest.merged:
+                if one.digest == note.digest:
+                    carried = Fate(Base.KEPT, None, CARRIED)
+                    return Fate(Base.MERGED, path) if one.factor else carried
             for each in manifest.refused:
                 # Only the uid is known of a file that was not read.
                 unread = not each.digest and each.uid == self._uid and serial == manifest.serial

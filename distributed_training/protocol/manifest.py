@@ -107,6 +107,9 @@ class _Signed:
         for later in ("gate", "recovered", "averaging"):
             if content.get(later) in (0, None):
                 content.pop(later, None)
+        for each in content.get("merged", ()):
+            if each["chance"] is None:  # a manifest from before it has another digest with it
+                del each["chance"]
         return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
 
     @functools.cached_property
@@ -201,16 +204,22 @@ class State(_Signed):
 
 @checked(frozen=True, config=ConfigDict(strict=True))
 class Merged:
-    """An upload that was merged. ``digest``: of its file; ``norm``: before it was clipped."""
+    """An upload that was merged, or is carried over to the next close by its member.
+
+    ``digest``: of its file; ``norm``: before it was clipped. ``chance``: None in manifests from
+    before uploads were carried.
+    """
 
     uid: Uid
     hotkey: Hotkey
     digest: Digest
     norm: Annotated[float, Field(gt=0.0, le=1e18)]
-    factor: Annotated[float, Field(gt=0.0, le=1.0)]  # a float32, by which it was multiplied
+    # A float32, by which it was multiplied; 0: it is not merged, and its member carries it over.
+    factor: Annotated[float, Field(ge=0.0, le=1.0)]
     improvement: Number  # nats a token by which it lowers the loss on text
     inner_steps: Whole
     tokens: Whole
+    chance: Figure | None = None  # nats a token by which chance alone may lower the loss
 
 
 @checked(frozen=True, config=ConfigDict(strict=True))
@@ -318,7 +327,7 @@ class Manifest(_Signed):
             raise ValueError("rewound_to names an outer step to come")
         if bool(self.update) != (self.outer_step > 0 and self.rewound_to is None):
             raise ValueError("update is of all but outer step 0 and rewinds")
-        if bool(self.update) != bool(self.merged):
+        if bool(self.update) != any(each.factor for each in self.merged):
             raise ValueError("merged and update are there together or not at all")
 
     def check_after(self, before: Manifest) -> None:

@@ -240,14 +240,18 @@ class Comparison:
         return math.sqrt(sum((g - mean) ** 2 for g in gains) / (n - 1) / n)
 
     @property
-    def worse(self) -> bool:
-        """True if the loss is worse afterwards beyond chance, which is three standard errors.
+    def chance(self) -> float:
+        """Nats per token by which mere chance may change the loss: three standard errors.
 
         Of few micro-batches the error is known badly. So these are as many as a deviation by three
-        of a normal distribution is rare.
+        of a normal distribution is rare. Inf for fewer than two.
         """
-        certain = NormalDist().cdf(3)
-        return self.absolute < -t_quantile(len(self.before) - 1, certain) * self.error
+        return t_quantile(len(self.before) - 1, NormalDist().cdf(3)) * self.error
+
+    @property
+    def worse(self) -> bool:
+        """True if the loss is worse afterwards beyond chance."""
+        return self.absolute < -self.chance
 
     @property
     def interval(self) -> tuple[float, float]:

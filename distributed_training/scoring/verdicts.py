@@ -152,7 +152,10 @@ def verdicts(
 ) -> Iterator[dict[str, Any]]:
     """Yield what a manifest says of each upload: of these uids, of this hotkey, or of all."""
     found = [
-        *({"verdict": "merged", **asdict(one)} for one in manifest.merged),
+        *(
+            {"verdict": "merged" if one.factor else "carried", **asdict(one)}
+            for one in manifest.merged
+        ),
         *({"verdict": "refused", **asdict(one)} for one in manifest.refused),
     ]
     for row in sorted(found, key=lambda row: row["uid"]):
@@ -164,15 +167,22 @@ def lines_of(chain: SignedChain, rows: Sequence[Mapping[str, Any]]) -> Iterator[
     """Yield a line for the outer step, and one for each upload."""
     manifest = chain.head()
     closes = datetime.fromtimestamp(chain.state.closes_at, UTC)
+    carried = sum(not each.factor for each in manifest.merged)
     yield (
-        f"outer step {manifest.outer_step}: {len(manifest.merged)} uploads merged, "
-        f"{len(manifest.refused)} refused; the next close is at {closes:%Y-%m-%d %H:%M:%S} UTC"
+        f"outer step {manifest.outer_step}: {len(manifest.merged) - carried} uploads merged, "
+        f"{f'{carried} carried over, ' if carried else ''}{len(manifest.refused)} refused; "
+        f"the next close is at {closes:%Y-%m-%d %H:%M:%S} UTC"
     )
     for row in rows:
         if row["verdict"] == "merged":
             clipped = "" if row["factor"] == 1.0 else f", clipped to {row['factor']:.2f} of it"
             score = "" if row["score"] is None else f", score {row['score']:.3f}"
             found = f"merged: {row['improvement']:+.4f} nats a token{clipped}{score}"
+        elif row["verdict"] == "carried":
+            found = (
+                f"carried over: {row['improvement']:+.4f} nats a token is less than others gain, "
+                "or than chance may give, so its member sends that movement again"
+            )
         else:
             found = f"refused ({row['cause']}): {row['reason']}"
         yield f"uid {row['uid']:03d}: {found}"

@@ -619,6 +619,8 @@ def _count_store(facts: Facts, now: float) -> _Counts:
         case _ if last.cause.startswith("not sent"):
             cause = f"nothing was sent for the close of {of}"
             return _Counts(False, cause, Verdict.MISSED, remedy=remedy)
+        case _ if last.cause.startswith("carried over"):  # accepted: it only was too short to tell
+            return _Counts(True, f"the validator accepted the upload of {of}")
         case _:
             cause = f"the upload of {of} was not merged; what it held goes into the next"
             return _Counts(False, cause, Verdict.NOT_MERGED, remedy=remedy)

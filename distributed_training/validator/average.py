@@ -40,8 +40,8 @@ from distributed_training.training.outer_step import GlobalState
 from distributed_training.validator.judging import Accepted
 from distributed_training.validator.merge import (
     OuterState,
-    clip_factors,
-    merged_norms,
+    clip_factor,
+    longest_norm,
 )
 from distributed_training.validator.store_rounds import StoreValidator, _Close, _MergedSome
 
@@ -202,8 +202,9 @@ class AveragingValidator(StoreValidator):
 
         Each peer reduces a range of the values, so what differs names whose range that is.
         """
-        norms = [one.norm for one in chosen]
-        factors = clip_factors(norms, merged_norms(self._steps.history)) if chosen else []
+        # What is too short to tell has a part in it, too.
+        longest = longest_norm([one.measured for one in chosen], self._steps.history)
+        factors = [clip_factor(one.norm, longest) for one in chosen]
         ends = torch.tensor([size for _, size in answer.shares]).cumsum(0)
         differs, lengths = torch.zeros(len(ends)).double(), torch.zeros(len(ends)).double()
         square, place = 0.0, 0

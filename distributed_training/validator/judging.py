@@ -2,33 +2,41 @@
 
 An upload is refused for its form (it is no file of this member for this close) or for its content:
 it makes the loss on text worse by more than chance explains, or it is another's. What lies between
-worse and better is merged and scores 0: most of it is noise, and an honest member must never be
+worse and better is accepted and scores 0: most of it is noise, and an honest member must never be
 kept out.
 
 A copy is found by the angle between two uploads, at places that nobody else knows. Honest members
 train on different text, so theirs differ; noise that hides a copy below the limit costs it more of
-its improvement than it earns.
+its improvement than it earns. Who comes first proves nothing, since whoever knows another's text
+can train on it and be faster. Only the owner has trained on the pages that its upload lists.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import math
-import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
+from distributed_training.common.files import read_state, write_bytes, write_state
+from distributed_training.exchange.own_uploads import forget_files
 from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.manifest import Refused
 from distributed_training.protocol.network_report import printable
+from distributed_training.protocol.scoring import RANDOM_BLOCK_AHEAD
 from distributed_training.protocol.types import Verify
 from distributed_training.protocol.update_file import UpdateFile
 from distributed_training.scoring.evaluator import Evaluator, Judgement
 from distributed_training.scoring.upload import Cause, Judged, Upload
+from distributed_training.validator.merge import HISTORY, Measured, clip_factor, helpful
 
 #: The causes of a refusal, by their word in a manifest, and the cause that scores report.
 CAUSES: Mapping[str, Cause] = {
@@ -42,12 +50,18 @@ CAUSES: Mapping[str, Cause] = {
     "copy": Cause.BAD_GRADIENT,
     "spoiler": Cause.MAKES_IT_WORSE,
 }
-COPY = 0.9  # cosine of two uploads up to which the later one is never called a copy
-LONELY_COPY = 0.999  # where there are only two
+COPY = 0.9  # cosine of two uploads up to which none is ever called a copy
+LONELY_COPY = 0.999  # above it one of two is, however alike the others are
+_OWN_WORK = 0.99  # chance that other text shows it, too: its own pages gained more than others
+_CERTAIN = 2.0  # standard errors by which the owner's pages must have gained more
+#: The uploads that help lie farther apart than the nearest quarter of their pairs does.
+_NEAREST = 4
 # Norms of uploads that a factor in float32 clips to each other, and no sum of which is too large.
 _LEAST_NORM, _MOST_NORM = 1e-12, 1e12
 _SAMPLE = 1 << 16  # values of an upload that are compared
+_PERIODS = 2  # between two closes, of which the blocks of an upload may be
 _LONGEST = 300  # characters of a reason
+_NOT_JUDGED = Judgement(-1, -1)
 
 
 class RefusedError(ValueError):
@@ -62,7 +76,8 @@ class RefusedError(ValueError):
 class Accepted:
     """An upload that was judged and may be merged.
 
-    ``modified``: when it came, by the store's clock; ``sample``: its values at secret places.
+    ``modified``: when it came, by the store's clock; ``sample``: its values at secret places;
+    ``factor``: by which it was multiplied when it was judged.
     """
 
     uid: int
@@ -72,12 +87,30 @@ class Accepted:
     norm: float
     sample: Tensor
     judgement: Judgement
+    factor: float = 1.0
 
     @property
     def improvement(self) -> float:
         """Nats a token by which it lowers the loss on random text."""
         assert self.judgement.random is not None
         return self.judgement.random.absolute
+
+    @property
+    def measured(self) -> Measured:
+        assert self.judgement.random is not None
+        return Measured(self.norm, self.improvement, min(self.judgement.random.chance, 1e18))
+
+    @property
+    def own_work(self) -> tuple[float, float]:
+        """By how much more its own pages gained than random text, in nats per token; its error.
+
+        Where members train on text of their own, it is the gain on random text.
+        """
+        random, assigned = self.judgement.random, self.judgement.assigned
+        assert random is not None
+        if assigned is None:
+            return random.absolute, 0.0
+        return assigned.absolute - random.absolute, math.hypot(assigned.error, random.error)
 
     def refused(self, cause: str, reason: str) -> Refused:
         return refusal(self.uid, self.hotkey, self.file.digest, cause, reason)
@@ -112,9 +145,10 @@ class UploadJudge:
         serial: int,
         start: str,
         modified: float,
-        random_block: int,
+        random_blocks: Sequence[int],
+        longest: float = math.inf,
     ) -> Accepted:
-        """Check and measure one upload.
+        """Check and measure one upload, as it would be merged.
 
         Args:
             uid: The member's.
@@ -124,7 +158,8 @@ class UploadJudge:
             serial: Of the close.
             start: Digest of the epoch-start weights.
             modified: When it came.
-            random_block: Of the text that all uploads of the close are judged on.
+            random_blocks: Of the text that all uploads of the close are judged on.
+            longest: The norm to which it is clipped.
 
         Raises RefusedError, and DataUnavailable, Stopped, OSError, torch.AcceleratorError, which
         say nothing of the upload.
@@ -159,9 +194,31 @@ class UploadJudge:
             raise RefusedError("empty", f"its norm is {norm:.3g}: it moves nothing")
         if norm > _MOST_NORM:
             raise RefusedError("worse", f"its norm is {norm:.3g}, above any that trains")
+        factor = clip_factor(norm, longest)
+        return self._accept(
+            Accepted(uid, hotkey, modified, file, norm, sample, _NOT_JUDGED, factor),
+            judged,
+            random_blocks,
+        )
+
+    def judge_clipped(
+        self, one: Accepted, judged: Judged, factor: float, random_blocks: Sequence[int]
+    ) -> Accepted:
+        """Judge an upload again, multiplied by the factor with which it is merged.
+
+        Raises as :meth:`judge`.
+        """
+        return self._accept(replace(one, factor=factor), judged, random_blocks)
+
+    def _accept(self, one: Accepted, judged: Judged, random_blocks: Sequence[int]) -> Accepted:
+        # Else whoever trained on another's pages lists a block whose pages are these.
+        first = judged.block - _PERIODS * judged.bpa
+        within = range(first, judged.block + RANDOM_BLOCK_AHEAD)
+        blocks = tuple(block for block in one.file.header.blocks if block in within)
         # Without a block of its own it is judged on random text twice, which is never better.
-        upload = Upload(uid, header.blocks or (random_block,), file)
-        judgement = self.evaluator.judge(upload, judged, random_blocks=(random_block,))
+        upload = Upload(one.uid, blocks or tuple(random_blocks[:1]), one.file)
+        as_merged = replace(judged, learning_rate=judged.learning_rate * one.factor)
+        judgement = self.evaluator.judge(upload, as_merged, random_blocks=random_blocks)
         if judgement.random is None:
             raise RefusedError("worse", judgement.reason)
         if judgement.random.worse:
@@ -171,7 +228,7 @@ class UploadJudge:
                 f"with it the loss on random text is {after:.4f} instead of {before:.4f}, by "
                 f"{-judgement.random.absolute / judgement.random.error:.1f} standard errors",
             )
-        return Accepted(uid, hotkey, modified, file, norm, sample, judgement)
+        return replace(one, judgement=judgement)
 
     def _measure(self, file: UpdateFile) -> tuple[float, Tensor]:
         """Return the norm, and the values at the secret places."""
@@ -183,6 +240,12 @@ class UploadJudge:
             sample.append(values[places])
         return math.sqrt(square), torch.cat(sample)
 
+    def sample(self, tensors: Iterable[Tensor]) -> Tensor:
+        """Return what tensors in the schema's order have at the secret places."""
+        total = sum(math.prod(shape) for _, shape in self.schema)
+        pairs = zip(tensors, self._places(total), strict=True)
+        return torch.cat([tensor.reshape(-1)[places] for tensor, places in pairs])
+
     def _places(self, total: int) -> Iterator[Tensor]:
         """Yield the places of each parameter that are compared: the same for each upload."""
         generator = torch.Generator().manual_seed(self.secret)
@@ -192,38 +255,112 @@ class UploadJudge:
             yield torch.randint(size, (wanted,), generator=generator)
 
 
-def find_copies(uploads: Sequence[Accepted], earlier: Mapping[int, Tensor]) -> dict[int, str]:
-    """Return which uploads are copies, by uid, and of what; of two the later one is.
+@dataclass(frozen=True)
+class _Secret:
+    value: int
 
-    ``earlier``: samples of the uploads merged in the outer step before, which all can read.
+
+class KnownSamples:
+    """Samples of what all can read, of the last outer steps, kept in the validator's ``folder``.
+
+    ``secret``: for the places, where the folder has none yet. Samples count for its places only.
+    """
+
+    def __init__(self, folder: Path, secret: int) -> None:
+        self._folder = folder
+        self._by_step: dict[int, Mapping[str, Tensor]] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "secret.json"
+        lost = "a copy of an earlier upload may be accepted for some outer steps"
+        kept = read_state(path, _Secret, lost=lost)
+        self.secret = secret if kept is None else kept.value
+        if kept is None:
+            write_state(path, _Secret(secret), lost=lost)
+        for file in folder.glob("*.safetensors"):
+            if kept is not None and file.stem.isdigit():
+                with contextlib.suppress(OSError, SafetensorError):
+                    self._by_step[int(file.stem)] = load(file.read_bytes())
+
+    def known(self) -> dict[str, Tensor]:
+        """Return all samples, by what they are of."""
+        return {
+            what: s.float() for samples in self._by_step.values() for what, s in samples.items()
+        }
+
+    def add(self, outer_step: int, samples: Mapping[str, Tensor]) -> None:
+        """Keep the samples of an outer step, and forget those of old ones."""
+        # In half of the bytes: a cosine needs no more digits.
+        self._by_step[outer_step] = {what: s.bfloat16() for what, s in samples.items()}
+        # They are few without a disk, and a start without them costs little.
+        with contextlib.suppress(OSError):
+            data = save(dict(self._by_step[outer_step]))
+            write_bytes(self._folder / f"{outer_step}.safetensors", data, durable=False)
+            forget_files(self._folder, outer_step + 1 - HISTORY)
+        self._by_step = {n: s for n, s in self._by_step.items() if n > outer_step - HISTORY}
+
+
+def find_copies(uploads: Sequence[Accepted], earlier: Mapping[str, Tensor]) -> dict[int, str]:
+    """Return which uploads are copies, by uid, and of what.
+
+    ``earlier``: samples of what all can read, by what it is: uploads and updates of the last outer
+    steps, and the outer momentum.
 
     The usual distance between honest members differs from close to close: in the first ones all
-    learn the same. So the limit lies at a quarter of the usual distance. Two uploads have no
-    usual distance, and must be nearly the same to count as copies.
+    learn the same. So the limit lies at a quarter of the distance of those that help. Fewer than
+    three have no usual distance, and must be nearly the same to count as copies. Of two alike the
+    one is a copy whose own pages gained less. An upload whose own pages gained more than other text
+    beyond chance is never a copy: its member has trained on them.
     """
-    ordered = sorted(uploads, key=lambda one: (one.modified, one.uid))
-    cosines = {
-        (later.uid, one.uid): _cosine(later.sample, one.sample)
-        for i, later in enumerate(ordered)
-        for one in ordered[:i]
-    }
-    limit = LONELY_COPY
-    if len(uploads) > 2:
-        limit = max(COPY, 1 - (1 - statistics.median_low(cosines.values())) / 4)
+    helps = helpful([one.measured for one in uploads])
+    helping = [one for one, good in zip(uploads, helps, strict=True) if good]
     found: dict[int, str] = {}
-    for i, upload in enumerate(ordered):
-        others = [
-            (cosines[upload.uid, one.uid], f"that of uid {one.uid}, which came first")
-            for one in ordered[:i]
-        ]
-        others += [
-            (_cosine(upload.sample, sample), f"that of uid {uid} in the outer step before")
-            for uid, sample in earlier.items()
-        ]
-        cosine, what = max(others, default=(-1.0, ""))
-        if cosine > limit:
-            found[upload.uid] = f"it is {what} (cosine {cosine:.4f}, limit {limit:.4f})"
+
+    def blame(one: Accepted, cosine: float, limit: float, what: str) -> None:
+        if one.uid not in found and not _has_own_work(one):
+            found[one.uid] = f"it is {what} (cosine {cosine:.4f}, limit {limit:.4f})"
+
+    for what, sample in earlier.items():
+        cosines = {one.uid: _cosine(one.sample, sample) for one in uploads}
+        limit = _copy_limit([cosines[one.uid] for one in helping], len(helping) // 2, len(helping))
+        for one in uploads:
+            if cosines[one.uid] > limit:
+                blame(one, cosines[one.uid], limit, what)
+    pairs = [
+        (_cosine(one.sample, other.sample), one, other)
+        for one, other in itertools.combinations(uploads, 2)
+    ]
+    uids = {one.uid for one in helping}
+    of_helping = [c for c, one, other in pairs if {one.uid, other.uid} <= uids]
+    place = max(1, len(of_helping) // _NEAREST)
+    limit = _copy_limit(of_helping, place, len(helping))
+    for cosine, one, other in sorted(pairs, key=lambda pair: -pair[0]):
+        if cosine <= limit or found.keys() & {one.uid, other.uid}:
+            continue
+        # Which came first decides only where nothing else differs.
+        order = sorted((one, other), key=lambda each: (-each.own_work[0], each.modified, each.uid))
+        (more, error), (less, other_error) = (each.own_work for each in order)
+        sure = more - less >= _CERTAIN * math.hypot(error, other_error)
+        if sure or cosine > LONELY_COPY:
+            blame(
+                order[1], cosine, limit, f"that of uid {order[0].uid}, whose own text gained more"
+            )
     return found
+
+
+def _copy_limit(cosines: Sequence[float], place: int, helping: int) -> float:
+    """Return the cosine above which two are copies. ``place``: of the usual one, the nearest first.
+
+    ``helping``: how many uploads help.
+    """
+    if helping < 3:
+        return LONELY_COPY
+    usual = sorted(cosines, reverse=True)[place]
+    return min(LONELY_COPY, max(COPY, 1 - (1 - usual) / 4))
+
+
+def _has_own_work(one: Accepted) -> bool:
+    chance = one.judgement.chance
+    return chance is not None and chance > _OWN_WORK
 
 
 def _cosine(one: Tensor, other: Tensor) -> float:

@@ -1,9 +1,12 @@
 """Merge the uploads of a close into the update of an outer step (protocol page, section 12).
 
-The accepted uploads are clipped and averaged, each with weight 1, or the outer rule merges them
-itself. It makes an update of the result. The *residual*, which quantization took from the update
-before, is added. The sum is quantized; its loss becomes the next residual. So no merged upload is
-ever lost, and all apply the same bytes, the validator too.
+The accepted uploads that help are clipped and averaged, each with weight 1, or the outer rule
+merges them itself. It makes an update of the result. The *residual*, which quantization took from
+the update before, is added. The sum is quantized; its loss becomes the next residual. So no merged
+upload is ever lost, and all apply the same bytes, the validator too.
+
+What is usual (the norm, the inner steps, the distance of two uploads) follows only from uploads
+that help: noise and uploads that move nothing would else decide it.
 
 Whoever replays the outer step must get the same bits on another machine. So all of it is float32 on
 the CPU, upload by upload in the manifest's order, and each product and each sum is rounded by
@@ -12,12 +15,13 @@ itself: torch's ``add(alpha=)`` and ``addcmul`` are one fused operation on some 
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -39,9 +43,11 @@ from distributed_training.protocol.update_file import (
 from distributed_training.training.outer_rule import OUTER_RULES, UploadFacts, nesterov_sgd
 
 NESTEROV = "nesterov"
-#: Outer steps whose merged norms bound the norm of an upload.
+#: Outer steps whose uploads say what is usual.
 HISTORY = 10
 _CLIP = 2.0  # times the usual norm
+_FEEBLE = 3.0  # times less than the usual gain
+_LEAP = 4.0  # by which the inner steps of a second may grow or fall from one close to the next
 _CHUNK = 1 << 22  # values handled at once, of one upload
 
 
@@ -98,22 +104,120 @@ def norm_of(upload: UpdateFile) -> float:
     return math.sqrt(sum(float(rows.double().square_().sum()) for rows in found))
 
 
-def merged_norms(chain: Sequence[Manifest]) -> list[float]:
-    """Return the norms, as they were merged, of the last outer steps of ``chain``, ascending."""
-    return [each.norm * each.factor for manifest in chain[-HISTORY:] for each in manifest.merged]
+class Measured(NamedTuple):
+    """What the judge has measured of an upload: what decides how it is merged.
 
-
-def clip_factors(norms: Sequence[float], history: Sequence[float]) -> list[float]:
-    """Return the factor of each upload, at most 1, by which it is multiplied.
-
-    None is to be longer than twice what is usual: the lower median of this close, or the median of
-    ``history``, whichever is less. Factors are float32. ``norms`` are positive, and of those that
-    are merged: without one of them the others' factors may be others.
+    ``norm``: of all its values. ``gain``: nats per token by which it lowers the loss on text.
+    ``chance``: nats per token by which mere chance may lower it.
     """
-    usual = statistics.median_low(norms)
-    if history:
-        usual = min(usual, statistics.median(history))
-    return [float(np.float32(min(1.0, _CLIP * usual / norm))) for norm in norms]
+
+    norm: float
+    gain: float
+    chance: float
+
+
+def measured(manifest: Manifest) -> list[Measured]:
+    """Return what was measured of each upload that a manifest names as accepted."""
+    return [Measured(each.norm, each.improvement, each.chance or 0.0) for each in manifest.merged]
+
+
+def helpful(uploads: Sequence[Measured]) -> list[bool]:
+    """Return for each upload of a close whether it helps, and may set a standard.
+
+    It lowers the loss beyond chance, and by a third at least of what is usual among the uploads
+    that do: a thousandth of an honest upload lowers it too, by a thousandth.
+    """
+    gains = [each.gain for each in uploads if each.gain > each.chance]
+    least = statistics.median_high(gains) / _FEEBLE if gains else math.inf
+    return [each.gain > each.chance and each.gain >= least for each in uploads]
+
+
+def usual_norm(uploads: Sequence[Measured], chain: Sequence[Manifest]) -> float | None:
+    """Return the median norm of uploads that help, of a close and of the last outer steps.
+
+    Each counts by its gain, so that short ones of the first close do not hold all others back, and
+    at most by the usual gain of its close. None: no upload has helped.
+    """
+    weighted: list[tuple[float, float]] = []
+    closes = [(measured(m), [each.factor for each in m.merged]) for m in chain[-HISTORY:]]
+    for close, factors in [*closes, (uploads, [1.0] * len(uploads))]:
+        helping = [
+            (each.norm * factor, each.gain)
+            for each, factor, helps in zip(close, factors, helpful(close), strict=True)
+            if helps and factor
+        ]
+        most = statistics.median_high(gain for _, gain in helping) if helping else 0.0
+        weighted += [(norm, min(gain, most)) for norm, gain in helping]
+    weighted.sort()
+    half, passed = math.fsum(gain for _, gain in weighted) / 2, 0.0
+    for norm, gain in weighted:
+        passed += gain
+        if passed >= half * (1 - 1e-9):  # sums of equal gains differ in their last bits
+            return norm
+    return None
+
+
+def longest_norm(uploads: Sequence[Measured], chain: Sequence[Manifest]) -> float:
+    """Return the norm to which longer uploads are clipped: twice the usual one.
+
+    Where none has helped yet, the lower median of the close is usual; without uploads it is inf.
+    """
+    usual = usual_norm(uploads, chain)
+    if usual is None:
+        usual = statistics.median_low(u.norm for u in uploads) if uploads else math.inf
+    return _CLIP * usual
+
+
+def merge_factors(uploads: Sequence[Measured], chain: Sequence[Manifest]) -> list[float]:
+    """Return the factor of each accepted upload, a float32 of at most 1, by which it is multiplied.
+
+    It clips the upload to :func:`longest_norm`. Where at least half of the uploads help, the judge
+    had enough text to tell, and the factor of the others is 0: their members carry them over.
+    Where fewer do, all are merged, so that no honest member is excluded late in training.
+    """
+    helps, longest = helpful(uploads), longest_norm(uploads, chain)
+    enough = 2 * sum(helps) >= len(uploads)
+    return [
+        0.0 if enough and not each else clip_factor(upload.norm, longest)
+        for each, upload in zip(helps, uploads, strict=True)
+    ]
+
+
+def clip_factor(norm: float, longest: float) -> float:
+    """Return the float32 by which an upload is multiplied, so that it is no longer."""
+    return float(np.float32(min(1.0, longest / norm)))
+
+
+def count_steps(
+    uploads: Sequence[tuple[Measured, int]], chain: Sequence[Manifest], closed_at: float, most: int
+) -> int:
+    """Return by how many inner steps an outer step moves the schedule.
+
+    Args:
+        uploads: Those that are merged, each with the inner steps that its member claims.
+        chain: The last manifests.
+        closed_at: Of this close, by the validator's clock, in seconds since 1970.
+        most: No member takes more between two closes.
+
+    It is the upper median of what the members claim whose uploads help and whose claims are
+    possible. It is at most four times the highest rate of the last outer steps, and at least a
+    quarter of the lowest one, so half of the members neither hold the schedule nor end it.
+    """
+    helps = helpful([each for each, _ in uploads])
+    claims = [n for (_, n), good in zip(uploads, helps, strict=True) if good and 0 < n <= most]
+    rates = [
+        (two.total_inner_steps - one.total_inner_steps) / (two.closed_at - one.closed_at)
+        for one, two in itertools.pairwise(chain[-HISTORY - 1 :])
+        if two.update and 0 < one.closed_at < two.closed_at
+    ]
+    seconds = closed_at - chain[-1].closed_at if chain else 0.0
+    if not claims:
+        claims = [round(statistics.median(rates) * seconds)] if rates else [n for _, n in uploads]
+    steps = statistics.median_high(claims)
+    if rates and seconds > 0:
+        low, high = min(rates) * seconds / _LEAP, max(rates) * seconds * _LEAP
+        steps = round(min(max(steps, low), high))
+    return max(0, min(steps, most))
 
 
 @torch.no_grad()
@@ -131,21 +235,22 @@ def merge(
     """Write the update into ``path``; return its digest, and the state after it.
 
     Args:
-        uploads: Ascending by uid, at least one.
-        factors: Of each, from :func:`clip_factors` or the manifest.
+        uploads: Ascending by uid, at least one; where the factor is 0, it is not looked at.
+        factors: Of each, from :func:`merge_factors` or the manifest; not all are 0.
         before: Of the outer step from which the uploads count.
         path: Where no file is yet.
         layout: Of the update, with its header.
         sign: By the master.
-        facts: Of each upload, for a rule that merges them itself. It does not get an upload whose
-            factor is 0.
+        facts: Of each upload, for a rule that merges them itself.
 
     Raises OSError, ConfigError where the outer rule is unknown or fails, and ValueError for values
     that became too large to be written.
     """
     chosen = choose_kind(OUTER_RULES, rule.name, key="the outer rule")
     own = None if chosen.merge is None else chosen
-    counted = [each for each in zip(uploads, factors, facts, strict=True) if each[1]] if own else []
+    if own is not None:
+        facts = [each for each, factor in zip(facts, factors, strict=True) if factor]
+    counted = [each for each in zip(uploads, factors, strict=True) if each[1]]
     momenta, residuals = ([torch.empty_like(w) for w in before.weights] for _ in range(2))
     for index, part in enumerate(layout.parts):
         shape = (part.rows, part.columns)
@@ -157,15 +262,15 @@ def merge(
             for tensors in (before.momentum, before.residual)
         )
         # Such a rule gets the rows of all members at once, so they are fewer: memory is bounded.
-        for a, b in _chunks(layout, index, max(1, len(counted))):
+        for a, b in _chunks(layout, index, len(counted) if own is not None else 1):
+            clipped = (upload.rows(index, a, b).mul_(factor) for upload, factor in counted)
             if own is not None:
-                rows = [upload.rows(index, a, b).mul_(factor) for upload, factor, _ in counted]
-                mean = own.merge_rows(torch.stack(rows), [each[2] for each in counted])
+                mean = own.merge_rows(torch.stack([*clipped]), facts)
             else:
-                mean = uploads[0].rows(index, a, b).mul_(factors[0])
-                for upload, factor in zip(uploads[1:], factors[1:], strict=True):
-                    mean.add_(upload.rows(index, a, b).mul_(factor))
-                mean.div_(len(uploads))
+                mean = next(clipped)
+                for rows in clipped:
+                    mean.add_(rows)
+                mean.div_(len(counted))
             step, new_momentum[a:b] = _step(
                 rule, weight[a:b], mean, None if momentum is None else momentum[a:b]
             )

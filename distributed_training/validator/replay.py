@@ -38,10 +38,10 @@ from distributed_training.validator.merge import (
     OuterState,
     Rule,
     Values,
-    clip_factors,
     digest_of,
+    measured,
     merge,
-    merged_norms,
+    merge_factors,
     norm_of,
     subtract,
 )
@@ -294,13 +294,13 @@ class Chain:
         path.unlink(missing_ok=True)
         _, after = merge(
             uploads,
-            [1.0] if manifest.averaged else [each.factor for each in manifest.merged],
+            [1.0] if manifest.averaged else [each.factor for each in _counted(manifest)],
             state,
             Rule(manifest.rule, manifest.learning_rate, manifest.mu),
             path=path,
             layout=UpdateLayout.of(self.schema, update.header),
             sign=lambda message: _UNSIGNED,
-            facts=[UploadFacts(m.tokens, m.norm, m.improvement) for m in manifest.merged],
+            facts=[UploadFacts(m.tokens, m.norm, m.improvement) for m in _counted(manifest)],
         )
         path.unlink()
         self._compare(keys.outer_key(manifest.outer_step, keys.UPDATE), after, manifest)
@@ -326,7 +326,7 @@ class Chain:
                 continue
             update = self.update(manifest, before)
             if whole:
-                uploads = [self.upload(manifest, each, before) for each in manifest.merged]
+                uploads = [self.upload(manifest, each, before) for each in _counted(manifest)]
                 values = [self.average(manifest)] if manifest.averaged else [*uploads]
                 found = self.take_step(found, manifest, update=update, uploads=values)
             else:
@@ -477,7 +477,7 @@ class Chain:
             return None, False
         update = found.get(partial(self.update, manifest, before), needed=needed)
         uploads = []
-        for each in manifest.merged:
+        for each in _counted(manifest):
             file = found.get(partial(self.upload, manifest, each, before), needed=False)
             if file is None:
                 whole = False
@@ -518,8 +518,10 @@ def _check_history(manifest: Manifest, chain: Sequence[Manifest]) -> None:
                 raise ChainBroken(key, f"has {name} {two:.0f} after {one:.0f}")
     if manifest.made_at < manifest.closed_at - _CLOCK_BACK:
         raise ChainBroken(key, f"has made_at {manifest.made_at:.0f} before its close")
-    norms = [each.norm for each in manifest.merged]
-    wanted = clip_factors(norms, merged_norms(chain)) if norms else []
+    # Manifests from before uploads were carried over do not name what decides the factors.
+    if any(each.chance is None for each in manifest.merged):
+        return
+    wanted = merge_factors(measured(manifest), chain)
     for each, factor in zip(manifest.merged, wanted, strict=True):
         if not math.isclose(each.factor, factor, rel_tol=_LIKE):
             raise ChainBroken(key, f"multiplies uid {each.uid} by {each.factor}, not by {factor}")
@@ -540,3 +542,8 @@ def _check_rules(manifest: Manifest, chain: Sequence[Manifest], versions: Versio
     named = Rule(manifest.rule, manifest.learning_rate, manifest.mu)
     if named != rule and manifest.rewound_to is None:  # which has those of its weights
         raise ChainBroken(key, f"goes by {named}, and version {number} of the file by {rule}")
+
+
+def _counted(manifest: Manifest) -> list[Merged]:
+    """Return the uploads that were merged, without those that are carried over."""
+    return [each for each in manifest.merged if each.factor]

@@ -16,10 +16,10 @@ which costs its member nothing. Half a period later, judging ends too.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import shutil
-import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -64,6 +64,7 @@ from distributed_training.validator.errands import Errands
 from distributed_training.validator.judging import (
     CAUSES,
     Accepted,
+    KnownSamples,
     RefusedError,
     UploadJudge,
     digest_file,
@@ -74,10 +75,12 @@ from distributed_training.validator.merge import (
     OuterState,
     Rule,
     Values,
-    clip_factors,
+    count_steps,
     find_spoilers,
+    helpful,
+    longest_norm,
     merge,
-    merged_norms,
+    merge_factors,
 )
 from distributed_training.validator.outer_steps import OuterSteps, Prepared, next_state, renewed
 from distributed_training.validator.reporter import Reporter
@@ -99,6 +102,8 @@ _MOST_NAMED = 3  # uploads of a close that a warning names: a source that is awa
 _ALL_AWAITED = 8  # closes: at each such one nobody's absence counts
 _PATIENT = 3  # closes in a row that the held-out loss refuses, before the founder is asked
 _UPDATE_BITS = 4
+_MOST_TEXTS = 8  # blocks of text, each of which takes as long to judge as the first
+_CLIPPED_AGAIN = 3  # times
 
 
 @dataclass
@@ -117,7 +122,7 @@ class _Close:
     """All that has come of a close, which ``state`` names. A restart finds it in the store."""
 
     state: State
-    random_block: int  # of the text that all its uploads are judged on
+    random_blocks: Sequence[int]  # of the text that all its uploads are judged on
     began: float  # by time.monotonic()
     until: float  # by the store's clock: nothing is fetched or judged any more
     awaited: frozenset[str]  # hotkeys: the round does not end before them, within the grace
@@ -158,7 +163,7 @@ class _Reached:
     state: GlobalState
     losses: dict[str, float]
     began: float
-    samples: Mapping[int, Tensor]  # of the merged uploads
+    samples: Mapping[str, Tensor]  # of what all can read from then on
 
 
 class StoreValidator(Validator):
@@ -188,7 +193,6 @@ class StoreValidator(Validator):
             after_step=after_step,
         )
         self._steps = steps
-        self._judge = judge
         self._of_member = of_member
         config = rules.config  # none of these changes while it runs
         self._period = config.round_period.total_seconds()  # seconds, as the grace
@@ -199,7 +203,9 @@ class StoreValidator(Validator):
         self._rng = random.Random(self._rules.settings.seed or None)
         self._close: _Close | None = None
         self._reached_step: _Reached | None = None
-        self._samples: Mapping[int, Tensor] = {}  # of what was merged last
+        self._samples = KnownSamples(run.folder / "samples", judge.secret)
+        self._judge = replace(judge, secret=self._samples.secret)
+        self._texts = 1  # blocks of text on which a close is judged
         self._missed: dict[str, int] = {}  # by hotkey: closes in a row, since our start
         self._looked = 0.0
         self._problem = ""
@@ -293,7 +299,7 @@ class StoreValidator(Validator):
         if self._close is None or self._close.state.serial != state.serial:
             self._close = _Close(
                 state,
-                self._rng.randrange(*random_block_range(block)),
+                [self._rng.randrange(*random_block_range(block)) for _ in range(self._texts)],
                 time.monotonic(),
                 max(state.closes_at + state.grace, now) + self._period / 2,
                 self._choose_awaited(state.serial, miners),
@@ -499,24 +505,17 @@ class StoreValidator(Validator):
                 outer_step=close.state.outer_step,
                 age_seconds=0.0,
             )
-        judged = Judged(
-            block=block,
-            bpa=self._rules.settings.blocks_per_allreduce,
-            outer_step=close.state.outer_step,
-            schema=self.state.schema,
-            weights=self.state.weights,
-            learning_rate=self._outer_rule.learning_rate,
-        )
         try:
             found = self._judge.judge(
                 uid,
                 hotkey,
                 path,
-                judged,
+                self._judged(close, block),
                 serial=close.state.serial,
                 start=self._steps.head.weights,
                 modified=close.came[uid],
-                random_block=close.random_block,
+                random_blocks=close.random_blocks,
+                longest=longest_norm([], self._steps.history),
             )
         except RefusedError as error:
             self._refuse(close, uid, hotkey, digest_file(path), error.cause, str(error))
@@ -541,6 +540,16 @@ class StoreValidator(Validator):
         close.lacks.pop(uid, None)
         close.fetched.discard(uid)
 
+    def _judged(self, close: _Close, block: int) -> Judged:
+        return Judged(
+            block=block,
+            bpa=self._rules.settings.blocks_per_allreduce,
+            outer_step=close.state.outer_step,
+            schema=self.state.schema,
+            weights=self.state.weights,
+            learning_rate=self._outer_rule.learning_rate,
+        )
+
     def _refuse(
         self, close: _Close, uid: int, hotkey: str, digest: str, cause: str, reason: str
     ) -> None:
@@ -564,8 +573,13 @@ class StoreValidator(Validator):
         for uid, why in [*close.waiting.items()]:
             hotkey = self.standings.entries[uid].hotkey
             self._refuse(close, uid, hotkey, "", "not-judged", why)
-        for uid, why in find_copies([*close.accepted.values()], self._samples).items():
+        momentum = self._steps.values.momentum
+        known = self._samples.known()
+        if momentum is not None:
+            known["the outer momentum"] = self._judge.sample(momentum)
+        for uid, why in find_copies([*close.accepted.values()], known).items():
             self._blame(close, uid, "copy", why)
+        self._judge_clipped(close, block)
         least = self._rules.settings.least
         if len(close.accepted) < least:
             detail = f"{lines.counted(len(close.accepted), 'upload')} accepted of {len(close.came)}"
@@ -576,10 +590,11 @@ class StoreValidator(Validator):
                 lines.counted(len(close.accepted), "upload"),
             )
         # The least trusted last: among them a spoiler is looked for first.
-        trusted = sorted(close.accepted, key=lambda u: -self.standings.entries[u].published)
+        counted = [uid for uid, factor in self._factors(close).items() if factor]
+        trusted = sorted(counted, key=lambda u: -self.standings.entries[u].published)
         before = self._rules.mean(self._losses)
         limit = self._rules.config.loss_limit(before)
-        merged = self._merge_all(close, trusted)
+        merged = self._merge_all(close, [*close.accepted])
 
         def passes(places: Sequence[int]) -> bool:
             some = self._merge(close, [trusted[i] for i in places])
@@ -596,6 +611,9 @@ class StoreValidator(Validator):
             for place in spoilers:
                 self._blame(close, trusted[place], "spoiler", f"with it {detail}")
             merged = self._merge(close, [*close.accepted])
+            # Without the spoilers others may help, or be usual.
+            if not self._rules.mean(merged.losses) <= limit:
+                return self._move(close, GATE, detail, block, now)
         self._prepare(close, merged, block, now)
         assert self._reached_step is not None
         return self._publish(self._reached_step)
@@ -616,7 +634,8 @@ class StoreValidator(Validator):
         ``average``: the values that the members have averaged, in place of the uploads' mean.
         """
         ordered = [close.accepted[uid] for uid in sorted(uids)]
-        factors = clip_factors([one.norm for one in ordered], merged_norms(self._steps.history))
+        factors = merge_factors([one.measured for one in ordered], self._steps.history)
+        steps, count = self._steps_of(close, ordered), sum(map(bool, factors))
         path = self._steps.place(close.state.outer_step + 1) / keys.UPDATE
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
@@ -628,10 +647,8 @@ class StoreValidator(Validator):
             hotkey=self._member.hotkey,
             start=self._steps.head.weights,
             bits=_UPDATE_BITS,
-            inner_steps=self._steps_of(ordered),
-            tokens=self._steps_of(ordered)
-            * self._contributors(len(ordered))
-            * self._rules.config.tokens_of_step,
+            inner_steps=steps,
+            tokens=steps * self._contributors(count) * self._rules.config.tokens_of_step,
         )
         digest, values = merge(
             [one.file for one in ordered] if average is None else [average],
@@ -647,10 +664,51 @@ class StoreValidator(Validator):
         losses = self._rules.losses(values.weights)
         return _MergedSome(sorted(uids), digest, values, factors, losses)
 
-    def _steps_of(self, chosen: Sequence[Accepted]) -> int:
-        """Return the median of the inner steps that the uploads name, as far as it is possible."""
+    def _steps_of(self, close: _Close, chosen: Sequence[Accepted]) -> int:
+        """Return by how many inner steps the outer step moves the schedule."""
         most = MOST_STEPS_OF_A_BLOCK * self._rules.settings.blocks_per_allreduce
-        return min(statistics.median_low(one.file.header.inner_steps for one in chosen), most)
+        claims = [(one.measured, one.file.header.inner_steps) for one in chosen]
+        return count_steps(claims, self._steps.history, close.state.closes_at, most)
+
+    def _factors(self, close: _Close) -> dict[int, float]:
+        """Return by which factor each accepted upload would be merged, by uid."""
+        found = [close.accepted[uid].measured for uid in sorted(close.accepted)]
+        factors = merge_factors(found, self._steps.history)
+        return dict(zip(sorted(close.accepted), factors, strict=True))
+
+    def _judge_clipped(self, close: _Close, block: int) -> None:
+        """Judge those uploads again that are merged in another form than they were judged in.
+
+        Which norm is usual is known only when all are judged, and each that turns out not to help
+        may change it. So it is repeated, a few times at most.
+        """
+        for _ in range(_CLIPPED_AGAIN):
+            factors = self._factors(close)
+            other = [
+                (close.accepted[uid], factor)
+                for uid, factor in factors.items()
+                if factor and not math.isclose(factor, close.accepted[uid].factor, rel_tol=0.01)
+            ]
+            if not other:
+                break
+            for one, factor in other:
+                try:
+                    again = self._judge.judge_clipped(
+                        one, self._judged(close, block), factor, close.random_blocks
+                    )
+                    close.accepted[one.uid] = again
+                except RefusedError as error:
+                    self._blame(close, one.uid, error.cause, f"clipped to {factor:.3g}: {error}")
+                except DataUnavailable as error:
+                    log.info("uid %d: judged only as it came: %s", one.uid, error)
+
+    def _choose_text(self, close: _Close) -> None:
+        """Judge the next close on twice the text where fewer than half of the uploads help."""
+        found = [one.measured for one in close.accepted.values()]
+        if 2 * sum(helpful(found)) < len(found):
+            self._texts = min(2 * self._texts, _MOST_TEXTS)
+        elif 2 * sum(one.gain > 2 * one.chance for one in found) >= len(found):
+            self._texts = max(self._texts // 2, 1)  # half as much tells enough, too
 
     def _manifest(self, state: GlobalState, values: OuterState, **of_close: Any) -> Manifest:
         """Return the manifest of ``state``; ``of_close``: the fields that its close decides."""
@@ -674,8 +732,9 @@ class StoreValidator(Validator):
     def _prepare(self, close: _Close, merged: _MergedSome, block: int, now: float) -> None:
         """Make all that is published of the outer step that the merge leads to."""
         chosen, values = [close.accepted[u] for u in merged.uids], merged.values
-        steps, head = self._steps_of(chosen), self._steps.head
-        tokens = steps * self._contributors(len(chosen)) * self._rules.config.tokens_of_step
+        steps, head = self._steps_of(close, chosen), self._steps.head
+        count = self._contributors(sum(map(bool, merged.factors)))
+        tokens = steps * count * self._rules.config.tokens_of_step
         state = replace(
             self.state,
             outer_step=self.state.outer_step + 1,
@@ -705,6 +764,7 @@ class StoreValidator(Validator):
                     one.improvement,
                     one.file.header.inner_steps,
                     one.file.header.tokens,
+                    one.measured.chance,
                 )
                 for one, factor in zip(chosen, merged.factors, strict=True)
             ),
@@ -720,8 +780,15 @@ class StoreValidator(Validator):
         # Next to the scores that count: the manifest in the store decides which ones do.
         with suppress(OSError):
             self.standings.save(self._steps.place(state.outer_step) / LEDGER)
-        uploads = {one.uid: one.file.path for one in chosen}
-        samples = {one.uid: one.sample for one in chosen}
+        counted = [one for one, factor in zip(chosen, merged.factors, strict=True) if factor]
+        for uid in close.accepted.keys() - {one.uid for one in counted}:
+            log.info("uid %d: carried over: it helps less than the others or than chance", uid)
+        self._choose_text(close)
+        uploads = {one.uid: one.file.path for one in counted}
+        step = f"of outer step {state.outer_step}"
+        samples = {f"that of uid {one.uid} {step}": one.sample for one in counted}
+        old, new = (self._judge.sample(each) for each in (self.state.weights, values.weights))
+        samples[f"the update {step}"] = old - new
         self._reached_step = _Reached(
             self._signed(manifest, uploads), values, state, merged.losses, close.began, samples
         )
@@ -746,7 +813,8 @@ class StoreValidator(Validator):
             reason="",
         )
         self._steps.went_on(manifest, reached.values)
-        self._reached_step, self._samples = None, reached.samples
+        self._reached_step = None
+        self._samples.add(manifest.outer_step, reached.samples)
         self._leave_close()
         try:
             os.replace(self._steps.place(manifest.outer_step) / LEDGER, self._standings_path)

@@ -23,11 +23,11 @@ from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.folder import FolderStore
 from distributed_training.training.outer_rule import UploadFacts
 from distributed_training.validator.merge import (
+    Measured,
     OuterState,
     Rule,
-    clip_factors,
     merge,
-    merged_norms,
+    merge_factors,
     norm_of,
 )
 from distributed_training.validator.replay import Chain, write_set
@@ -113,7 +113,8 @@ def publish_chain(
                 path = folder / f"uploads/{uid}.safetensors"
                 files.append(write_file(path, drawn(100 * step + uid, size), upload))
             norms = [norm_of(file) for file in files]
-            factors = clip_factors(norms, merged_norms(chain))
+            found = [Measured(n, uid / 9, 0.0) for uid, n in zip(uids, norms, strict=True)]
+            factors = merge_factors(found, chain)
             update, after = merge(
                 files,
                 factors,
@@ -128,7 +129,9 @@ def publish_chain(
             )
             states.append(after)
             merged = [
-                Merged(uid, hotkey_of(uid), file.digest, norm, factor, uid / 9, 30, 61440 + uid)
+                Merged(
+                    uid, hotkey_of(uid), file.digest, norm, factor, uid / 9, 30, 61440 + uid, 0.0
+                )
                 for uid, file, norm, factor in zip(uids, files, norms, factors, strict=True)
             ]
         whole = step % weights_every == 0

@@ -21,11 +21,11 @@ from distributed_training.protocol.manifest import Manifest, Merged, State
 from distributed_training.protocol.update_file import Header, UpdateFile, UpdateLayout
 from distributed_training.training.model import parameter_schema
 from distributed_training.validator.merge import (
+    Measured,
     OuterState,
     Rule,
-    clip_factors,
     merge,
-    merged_norms,
+    merge_factors,
     norm_of,
 )
 from tests.tools.network import ALICE
@@ -76,7 +76,7 @@ class Leader:
             for uid, path in zip(uids, paths, strict=True)
         ]
         norms = [norm_of(file) for file in files]
-        factors = clip_factors(norms, merged_norms(self.chain))
+        factors = merge_factors([Measured(norm, 0.1, 0.0) for norm in norms], self.chain)
         head = Header(
             kind="update",
             run_id=self.run_id,
@@ -98,7 +98,7 @@ class Leader:
         place.parent.mkdir(parents=True)
         shutil.move(aside, place)
         merged = tuple(
-            Merged(uid, file.header.hotkey, file.digest, norm, factor, 0.1, 1, 1)
+            Merged(uid, file.header.hotkey, file.digest, norm, factor, 0.1, 1, 1, 0.0)
             for uid, file, norm, factor in zip(uids, files, norms, factors, strict=True)
         )
         self._publish(update=digest, merged=merged)

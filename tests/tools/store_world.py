@@ -299,7 +299,7 @@ class StoreWorld:
     def fates(self, outer_step: int) -> dict[int, str]:
         """Return for each upload of an outer step, by uid, the cause of its refusal or "merged"."""
         manifest = self.manifest(outer_step)
-        merged = {one.uid: "merged" for one in manifest.merged}
+        merged = {one.uid: "merged" if one.factor else "carried" for one in manifest.merged}
         return merged | {one.uid: one.cause for one in manifest.refused}
 
 

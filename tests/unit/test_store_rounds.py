@@ -417,7 +417,7 @@ def test_an_upload_is_counted_once_where_older_weights_were_taken(
     [
         ((), Base.KEPT, "not judged"),
         (("worse",), Base.REFUSED, "worse: a reason"),
-        (("copy",), Base.REFUSED, "copy: a reason"),
+        (("copy",), Base.KEPT, "copy: a reason"),
         (("late",), Base.KEPT, "late: a reason"),
         (("not-judged",), Base.KEPT, "not-judged: a reason"),
         (("damaged",), Base.KEPT, "damaged: a reason"),

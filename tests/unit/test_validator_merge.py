@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import subprocess
@@ -11,6 +12,8 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,12 +31,16 @@ from distributed_training.training.outer_rule import (
 )
 from distributed_training.validator import merge as module
 from distributed_training.validator.merge import (
+    Measured,
     OuterState,
     Rule,
-    clip_factors,
+    count_steps,
     digest_of,
     find_spoilers,
+    helpful,
+    longest_norm,
     merge,
+    merge_factors,
     norm_of,
     subtract,
 )
@@ -261,37 +268,160 @@ def test_norm_is_that_of_all_values(tmp_path: Path) -> None:
     assert norm_of(upload) == pytest.approx(float(values.double().norm()), rel=1e-12)
 
 
+def closes(*chain: Sequence[tuple[float, float]]) -> list[Any]:
+    """Return manifests of outer steps, each of uploads with (norm, gain)."""
+    return [
+        SimpleNamespace(
+            merged=[
+                SimpleNamespace(norm=norm, improvement=gain, chance=0.01, factor=1.0)
+                for norm, gain in uploads
+            ]
+        )
+        for uploads in chain
+    ]
+
+
+def found(*uploads: tuple[float, float], chance: float = 0.01) -> list[Measured]:
+    """Return uploads of (norm, gain) as the judge has measured them."""
+    return [Measured(norm, gain, chance) for norm, gain in uploads]
+
+
 @pytest.mark.parametrize(
-    "norms, history, factors",
+    "uploads, history, factors",
     [
-        ([1.0], [], [1.0]),
-        ([1.0, 8.0], [], [1.0, 0.25]),
-        ([1.0, 2.0, 3.0], [], [1.0, 1.0, 1.0]),
-        ([1.0, 2.0, 16.0], [], [1.0, 1.0, 0.25]),
-        ([4.0, 4.0, 4.0], [1.0, 1.0, 9.0], [0.5, 0.5, 0.5]),
-        ([1.0, 1.0, 100.0], [50.0], [1.0, 1.0, float(np.float32(0.02))]),
+        (found((1, 1)), [], [1.0]),
+        (found((1, 1), (8, 1)), [], [1.0, 0.25]),
+        (found((1, 1), (2, 1), (3, 1)), [], [1.0, 1.0, 1.0]),
+        (found((1, 1), (2, 1), (16, 1)), [], [1.0, 1.0, 0.25]),
+        # What helped before bounds them.
+        (found((8, 1), (8, 1)), [[(1, 1), (1, 1)]] * 2, [0.25, 0.25]),
+        # Noise has no effect on what is usual, and is carried over; so is what is too short.
+        (found((1, 1), (1, 1), (50, 0.009), (50, -1)), [], [1.0, 1.0, 0.0, 0.0]),
+        (found((1, 1), (1, 1), (1e-3, 1e-3), chance=1e-6), [], [1.0, 1.0, 0.0]),
+        (found((1, 1), (1e-3, 1e-3), chance=1e-6), [], [1.0, 0.0]),
+        # Fewer than half help: the judge cannot tell, so all are merged.
+        (found((1, 1), (1, 0), (1, 0)), [], [1.0, 1.0, 1.0]),
+        (found((1, 0), (8, 0)), [], [1.0, 0.25]),
+        (found((1, 0), (8, 0)), [[(9, 1)]], [1.0, 1.0]),
     ],
 )
-def test_clip_rule(norms: list[float], history: list[float], factors: list[float]) -> None:
-    assert clip_factors(norms, history) == factors
+def test_which_uploads_are_merged_and_how_they_are_clipped(
+    uploads: list[Measured], history: list[Any], factors: list[float]
+) -> None:
+    assert merge_factors(uploads, closes(*history)) == factors
+
+
+GAINS = st.floats(0.3, 1.0)  # of honest members at one close; twice as much as others is usual
 
 
 @given(
-    st.lists(st.floats(1e-6, 1e6), min_size=3, max_size=20),
-    st.lists(st.floats(1e-6, 1e6), max_size=30),
-    st.floats(1e-6, 1e12),
+    st.lists(st.tuples(st.floats(0.5, 2.0), GAINS), min_size=2, max_size=8),
+    st.integers(0, 7),
+    st.tuples(st.floats(1e-12, 1e12), st.floats(-1e3, 0.01)),
+    st.lists(st.lists(st.tuples(st.floats(0.5, 2.0), GAINS), max_size=6), max_size=12),
 )
-def test_one_hostile_norm_is_bounded_by_the_others(
-    honest: list[float], history: list[float], hostile: float
+def test_uploads_that_do_not_help_change_nothing_for_the_others(
+    honest: list[tuple[float, float]],
+    hostile: int,
+    bad: tuple[float, float],
+    history: list[list[tuple[float, float]]],
 ) -> None:
-    factors = clip_factors([*honest, hostile], history)
-    assert all(0 < factor <= 1 for factor in factors)
-    most = 2 * max(honest) * (1 + 1e-6)
-    assert hostile * factors[-1] <= most
-    # No honest one is lost either: what is clipped is longer than twice the shortest.
-    usual = min([*honest, *history])
-    for norm, factor in zip(honest, factors, strict=False):
-        assert factor == 1 or norm > 2 * usual * (1 - 1e-6)
+    hostile = min(hostile, len(honest))
+    alone = merge_factors(found(*honest), closes(*history))
+    with_them = merge_factors(
+        found(*honest, *[bad] * hostile), closes(*([*each, bad] for each in history))
+    )
+    helping = helpful(found(*honest))
+    if 2 * sum(helping) >= len(honest) + hostile:
+        assert with_them == [*alone, *[0.0] * hostile]
+    for (norm, _), factor in zip(honest, with_them, strict=False):
+        assert factor in (0.0, 1.0) or norm * factor >= 2 * 0.5 * (1 - 1e-6)
+
+
+@given(
+    st.lists(st.tuples(st.floats(1e-6, 1e6), st.floats(-1, 1)), min_size=1, max_size=20),
+    st.lists(st.lists(st.tuples(st.floats(1e-6, 1e6), st.floats(-1, 1)), max_size=5), max_size=12),
+)
+def test_factors_are_bounded_and_somebody_is_always_merged(
+    uploads: list[tuple[float, float]], history: list[list[tuple[float, float]]]
+) -> None:
+    measured, chain = found(*uploads), closes(*history)
+    factors, helps = merge_factors(measured, chain), helpful(measured)
+    assert all(0 <= factor <= 1 for factor in factors) and any(factors)
+    assert all(np.float32(factor) == factor for factor in factors)
+    longest = longest_norm(measured, chain)
+    assert all(m.norm * f <= longest * (1 + 1e-6) for m, f in zip(measured, factors, strict=True))
+    if 2 * sum(helps) >= len(uploads):
+        assert [bool(factor) for factor in factors] == helps
+    else:
+        assert all(factors)
+
+
+@pytest.mark.parametrize("members", range(1, 9))
+@pytest.mark.parametrize("norm", [0.1, 0.01, 0.001, 1e-6, 1e-11])
+@pytest.mark.parametrize("share", [0.3, 0.5, 1.0])
+def test_short_uploads_at_the_first_close_are_forgotten(
+    members: int, norm: float, share: float
+) -> None:
+    short = max(1, round(share * members))
+    chain: list[Any] = []
+    for n in range(4):
+        norms = [norm] * short + [1.0] * (members - short) if n == 0 else [1.0] * members
+        # A linear effect: whatever is a thousandth as long gains a thousandth, and surely.
+        uploads = [Measured(each, 0.1 * each, min(0.01 * each, 1e-7)) for each in norms]
+        factors = merge_factors(uploads, chain)
+        if n:
+            assert factors == [1.0] * members
+        chain.append(
+            SimpleNamespace(
+                merged=[
+                    SimpleNamespace(norm=u.norm, improvement=u.gain, chance=u.chance, factor=f)
+                    for u, f in zip(uploads, factors, strict=True)
+                ]
+            )
+        )
+
+
+# --- the schedule ---
+
+
+def steps_of(closed_at: float, total: int) -> Any:
+    return SimpleNamespace(closed_at=closed_at, total_inner_steps=total, update="u", merged=[])
+
+
+@pytest.mark.parametrize(
+    "claims, steps",
+    [
+        ([100, 0], 100),
+        ([100, 2**53 - 1], 100),
+        ([100, 100, 0, 0], 100),
+        ([100, 100, *[2**53 - 1] * 3], 100),
+        ([0, 0], 0),
+    ],
+)
+def test_claims_that_are_impossible_do_not_move_the_schedule(claims: list[int], steps: int) -> None:
+    uploads = [(Measured(1.0, 0.1, 0.01), claim) for claim in claims]
+    assert count_steps(uploads, [steps_of(0.0, 0)], 600.0, 720) == steps
+
+
+@given(
+    st.lists(st.integers(0, 2**53 - 1), min_size=1, max_size=9),
+    st.lists(st.integers(1, 500), min_size=2, max_size=12),
+    st.floats(1.0, 5000.0),
+)
+def test_the_schedule_moves_by_what_the_last_rates_allow(
+    claims: list[int], past: list[int], seconds: float
+) -> None:
+    chain = [steps_of(1e9 + 600 * n, total) for n, total in enumerate(itertools.accumulate(past))]
+    uploads = [(Measured(1.0, 0.1, 0.01), claim) for claim in claims]
+    steps = count_steps(uploads, chain, chain[-1].closed_at + seconds, 10**6)
+    rates = [each / 600 for each in past[1:]][-10:]
+    assert round(min(rates) * seconds / 4) - 1 <= steps <= round(max(rates) * seconds * 4) + 1
+    # Nobody's claims count whose upload does not help.
+    liars = [(Measured(1.0, 0.0, 0.01), claim) for claim in claims]
+    honest = [(Measured(1.0, 0.1, 0.01), past[-1])] * len(claims)
+    at = chain[-1].closed_at + 600
+    assert count_steps([*honest, *liars], chain, at, 10**6) == count_steps(honest, chain, at, 10**6)
 
 
 def ask(spoilers: set[int]) -> tuple[list[Sequence[int]], object]:

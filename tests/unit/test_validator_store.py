@@ -21,7 +21,13 @@ from bittensor.sp_core import verify
 from distributed_training.config import Config, ConfigError
 from distributed_training.protocol import keys
 from distributed_training.protocol.scoring import ScoreBoard
-from distributed_training.protocol.update_file import Header, UpdateLayout, finish, write_rows
+from distributed_training.protocol.update_file import (
+    Header,
+    UpdateFile,
+    UpdateLayout,
+    finish,
+    write_rows,
+)
 from distributed_training.scoring.evaluator import Evaluator
 from distributed_training.scoring.upload import DataUnavailable, Judged
 from distributed_training.store.bucket_reader import BucketReader
@@ -205,7 +211,7 @@ def test_of_an_upload_and_its_copy_the_later_is_refused(world: StoreWorld, noise
     world.until_late()
     world.tick()
     assert world.fates(1) == {3: "copy", 5: "merged", 17: "merged"}
-    assert "that of uid 5, which came first" in world.manifest(1).refused[0].reason
+    assert "that of uid 5, whose own text gained more" in world.manifest(1).refused[0].reason
     # What everybody can read by then is refused in the next outer step too.
     world.train()
     world.until_close()
@@ -214,6 +220,68 @@ def test_of_an_upload_and_its_copy_the_later_is_refused(world: StoreWorld, noise
     world.until_late()
     world.tick()
     assert world.fates(2)[3] in ("copy", "worse")
+
+
+def test_whoever_imitates_another_costs_it_no_close(tmp_path: Path) -> None:
+    """It trains on its victim's pages, an inner step less, and uploads first."""
+    honest, shadow = (1, 2, 3, 4, 5), 40
+    world = StoreWorld(tmp_path, uids=(*honest, shadow))
+    for n in range(1, 5):
+        world.train(*honest)
+        miner = world.miners[shadow]
+        miner.apply()
+        miner.uid = honest[0]
+        miner.train(steps=3)
+        miner.uid = shadow
+        world.until_close()
+        miner.upload()
+        world.clock.ahead += 1
+        for uid in honest:
+            world.miners[uid].upload()
+        world.until_late()
+        world.tick()
+        fates = world.fates(n)
+        assert {uid: fates[uid] for uid in honest} == dict.fromkeys(honest, "merged")
+        assert fates[shadow] in ("copy", "carried")
+
+
+def test_what_all_can_read_is_a_copy_also_after_a_restart(world: StoreWorld) -> None:
+    world.round()
+    world.round()
+    path = world.folder / "read"
+    path.write_bytes(world.bucket.objects[keys.merged_key(1, 5)][0])
+    file = UpdateFile.reopen(path, world.schema)
+    world.restarted()
+    world.train()
+    world.until_close()
+    world.miners[3].upload()
+    world.miners[5].upload()
+    old = [file.decode(name, shape) for name, shape in world.schema]
+    world.miners[17].upload(moved=old)
+    world.until_late()
+    world.tick()
+    assert world.fates(3) == {3: "merged", 5: "merged", 17: "copy"}
+    assert "that of uid 5 of outer step 1" in world.manifest(3).refused[0].reason
+
+
+def test_twice_the_text_is_read_where_fewer_than_half_of_the_uploads_help(
+    world: StoreWorld,
+) -> None:
+    for n in range(1, 3):
+        world.train()
+        world.until_close()
+        for miner in world.miners.values():
+            generator = torch.Generator().manual_seed(miner.uid + n)
+            miner.upload(
+                moved=[1e-6 * torch.randn(t.shape, generator=generator) for t in miner.moved]
+            )
+        world.until_late()
+        world.tick()
+        assert world.fates(n) == dict.fromkeys(world.uids, "merged")
+        assert world.validator._texts == 2**n
+    world.round()
+    assert world.fates(3) == dict.fromkeys(world.uids, "merged")
+    assert world.validator._texts == 2
 
 
 def test_a_long_upload_is_clipped(world: StoreWorld) -> None:
@@ -421,7 +489,7 @@ def test_merged_upload_that_is_no_better_scores_zero(world: StoreWorld) -> None:
     world.miners[17].upload(moved=noise)
     world.until_late()
     world.tick()
-    assert world.fates(1) == {3: "merged", 5: "merged", 17: "merged"}
+    assert world.fates(1) == {3: "merged", 5: "merged", 17: "carried"}
     merged = {one.uid: one for one in world.manifest(1).merged}
     scores = world.manifest(1).scores
     assert scores[3] > 0 and scores[5] > 0
@@ -834,7 +902,7 @@ def test_no_honest_upload_is_refused_in_200_rounds(tmp_path: Path) -> None:
     judge = UploadJudge(evaluator, model.schema, "run", 4, verify, secret=11)
     weights, momentum = torch.zeros(model.WORDS, model.WORDS), None
     judged_count, harmful, nearest = 0, 0, 0.0
-    earlier: dict[int, torch.Tensor] = {}
+    earlier: dict[str, torch.Tensor] = {}
     for n in range(200):
         start = digest_of([weights])
         accepted = []
@@ -866,7 +934,7 @@ def test_no_honest_upload_is_refused_in_200_rounds(tmp_path: Path) -> None:
                 serial=n + 1,
                 start=start,
                 modified=float(uid),
-                random_block=10_000 + n,
+                random_blocks=[10_000 + n],
             )
             accepted.append(found)
         judged_count += len(accepted)
@@ -875,7 +943,7 @@ def test_no_honest_upload_is_refused_in_200_rounds(tmp_path: Path) -> None:
         nearest = max(
             nearest, *(judging._cosine(a.sample, b.sample) for a, b in combinations(accepted, 2))
         )
-        earlier = {one.uid: one.sample for one in accepted}
+        earlier = {f"that of uid {one.uid}": one.sample for one in accepted}
         mean = torch.stack([one.file.decode("table", model.schema[0][1]) for one in accepted])
         weights, momentum = nesterov_sgd(weights, mean.mean(0), momentum, lr=0.7, mu=0.9)
     print(f"{judged_count} honest uploads, {harmful} of them harmful, nearest cosine {nearest:.3f}")
@@ -957,11 +1025,12 @@ def _noise(miner: StoreMiner) -> bytes:
 #: By its name: what is sent, and the causes by which it may be refused.
 ATTACKS: dict[str, tuple[Callable[[StoreMiner], bytes], set[str]]] = {
     "sign": (lambda m: m.encode(moved=[-t for t in m.moved]), {"worse"}),
-    "hundredfold": (lambda m: m.encode(moved=[100 * t for t in m.moved]), {"worse"}),
-    "noise": (_noise, {"worse", "merged"}),
+    # Judged as it would be merged, which is twice as long as usual.
+    "hundredfold": (lambda m: m.encode(moved=[100 * t for t in m.moved]), {"worse", "merged"}),
+    "noise": (_noise, {"worse", "carried", "merged"}),
     "copy": (lambda m: m.encode(moved=m.world.miners[1].moved), {"copy"}),
     "another outer step's": (lambda m: m.encode(outer_step=m.outer_step + 1), {"other-close"}),
-    "wrong pages": (lambda m: m.encode(blocks=(77_777,)), {"merged"}),
+    "wrong pages": (lambda m: m.encode(blocks=(77_777,)), {"merged", "carried"}),
     "empty": (lambda m: b"", {"damaged"}),
     "nan": (_nan, {"damaged"}),
     "poisoned tail": (lambda m: m.encode()[:-64] + bytes(64), {"damaged"}),
@@ -987,7 +1056,8 @@ def test_two_hostile_members_of_seven_cost_no_outer_step(tmp_path: Path) -> None
         world.until_late()
         world.tick()
         fates = world.fates(n)
-        assert {uid: fates[uid] for uid in honest} == dict.fromkeys(honest, "merged")
+        # Once there is little to learn, one of them may gain too little to be told from chance.
+        assert {fates[uid] for uid in honest} <= ({"merged"} if n < 5 else {"merged", "carried"})
         for uid, attack in sent.items():
             assert fates[uid] in ATTACKS[attack][1], (attack, fates)
     one, other = (w.validator._rules.mean(w.validator._losses) for w in (alone, world))

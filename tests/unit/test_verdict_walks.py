@@ -553,7 +553,7 @@ class Store(Walk):
             serial=serial,
             start="a" * 64,
             modified=0.0,
-            random_block=3,
+            random_blocks=[3],
         )
 
     def what_was_told(self) -> Manifest | None:
