@@ -93,12 +93,11 @@ class Journey:
             return found["verdict"] == verdict and says in found["cause"]
 
         try:
-            self.subnet.wait_until(there, WAIT, verdict or "that it trains")
             # It may move to the next verdict while the others are asked.
-            wait_for(lambda: self.all_say_the_same(found), "one verdict", seconds=90)
+            same = lambda: there() and self.all_say_the_same(found) and found["bad"] == bad
+            self.subnet.wait_until(same, WAIT, verdict or "that it trains")
         except (pytest.fail.Exception, SubnetFailure) as error:
             raise AssertionError(f"{error}: {found}; {self.said}") from None
-        assert found["bad"] == bad, found
         return found
 
     said: tuple[Any, ...] = ()
