@@ -85,6 +85,17 @@ class OwnUploads:
         note = self._note(close.outer_step, close.serial)
         return note is not None and not note.ended
 
+    def is_lost(self, close: Close) -> bool:
+        """Return whether the upload for ``close`` was sent and is not there. Raises StoreError."""
+        note = self._note(close.outer_step, close.serial)
+        key = keys.upload_key(self._uid, close.outer_step, close.serial)
+        return note is not None and note.ended == _SENT and self._store.head(key) is None
+
+    def send_again(self, close: Close) -> None:
+        """Let :meth:`send` send the same file once more, as the store has lost it."""
+        if (note := self._note(close.outer_step, close.serial)) is not None:
+            self._write_note(close, replace(note, ended=""))
+
     def send(self, close: Close, within: float, uplink: Uplink) -> UploadEnded:
         """Send the file of ``close`` and return the result. Raises StoppedError.
 

@@ -98,6 +98,8 @@ class StoreRounds:
         self._ahead: float | None = None  # the store's Unix time minus the steady clock
         self._off: float | None = None  # our Unix time minus the store's
         self._older_since: float | None = None  # when the store began to show an older state
+        self._lost_since: float | None = None  # when our upload was missing first
+        self._checks_at = -math.inf  # whether it is there
         self._silent_since: float | None = None  # when the store fell silent, by the steady clock
         self._asked: float | None = None  # when the look began that has no answer yet
         self.trouble = ""  # why the store cannot be read now
@@ -348,9 +350,12 @@ class StoreRounds:
         wanted = self._to_send.pop() if self._to_send else None
         if wanted is None and not _same(self._sent, close) and self._uploads.unfinished(close):
             wanted = close
+        if wanted is None and _same(self._sent, close) and self._is_lost(close):
+            self._uploads.send_again(close)
+            wanted = close
         if wanted is None:
             return
-        self._sent = wanted
+        self._sent, self._lost_since = wanted, None
         if not _same(wanted, close):
             self._post(UploadEnded(wanted.outer_step, wanted.serial, _VOID))
             return
@@ -360,6 +365,19 @@ class StoreRounds:
         )
         self._sending = close, uplink, thread
         thread.start()
+
+    def _is_lost(self, close: Close) -> bool:
+        """Return whether our upload is missing for longer than the store's answers may be late."""
+        steady = self._clocks.steady()
+        if steady < self._checks_at or self.now() >= close.ends_at:
+            return False
+        self._checks_at = steady + _INTERVAL
+        try:
+            lost = self._uploads.is_lost(close)
+        except StoreError:  # it may be there
+            return False
+        self._lost_since = (self._lost_since or steady) if lost else None
+        return self._lost_since is not None and steady - self._lost_since >= _LATE
 
     def _send(self, close: Close, uplink: Uplink) -> None:
         """Send one upload, in a thread of its own, so that the state is read meanwhile."""

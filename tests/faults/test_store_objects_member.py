@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.validator.global_state import claim_global_bucket
 from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.outer_steps import RUN_ID
-from tests.tools.store_network import MASTER, PERIOD, FaultyStore, Leader, Miner, Time
+from tests.tools.store_network import MASTER, PERIOD, UID, FaultyStore, Leader, Miner, Time
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -294,6 +295,29 @@ def test_members_continue_after_a_recovery(
     world.put_back({**world.copy(), keys.STATE: now[keys.STATE]})  # the state of a recovery before
     world.follow(PERIOD)
     assert world.held == 31 and not rounds._chain.forked
+
+
+@pytest.mark.parametrize("lasts, puts", [(math.inf, 2), (60.0, 1)])
+def test_an_upload_that_the_store_confirmed_and_lost_is_sent_again(
+    lasts: float, puts: int, tmp_path: Path
+) -> None:
+    """It is not sent again where the store only answers late."""
+    world = World(tmp_path)
+    world.leader.serial += 1
+    world.leader.put_state(grace=600.0)
+    key = keys.upload_key(UID, HELD, world.leader.serial)
+    world.follow(world.leader.closes_at - world.time.store() + 1)
+    assert world.sent[-1] == (HELD, world.leader.serial)
+    data = world.data(key)
+    if math.isinf(lasts):
+        world.memory.delete(key)
+    else:
+        until = world.time.passed + lasts
+        world.store.faults["head", key] = lambda i: i if world.time.passed >= until else None
+    world.follow(300)
+    assert world.data(key) == data and world.store.asked["put", key] == puts
+    world.follow(200)
+    assert world.store.asked["put", key] == puts
 
 
 # --- network.json ---------------------------------------------------------------------------------
