@@ -256,10 +256,12 @@ def check(plan: Plan) -> Config:
         except OSError as error:
             # An address may come late after a boot: pm2 and systemd are to try again.
             late = error.errno == errno.EADDRNOTAVAIL
+            place = f"give the {program} another in {plan.folder / RUN_FILE}"
+            if program == _STORE:  # members find it by the network's file
+                place = f"change store.endpoint in {plan.file} and run dt-network sign {plan.file}"
             raise (ConfigAway if late else ConfigError)(
                 f"the {program} cannot listen on {_bracketed(host)}:{port} ({error.strerror}), so "
-                f"nothing was started: stop what uses the port, or give the {program} another in "
-                f"{plan.folder / RUN_FILE}"
+                f"nothing was started: stop what uses the port, or {place}"
             ) from None
     return config
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .page_source import MINIMUM_ROWS, Counts, PageUnavailable, usable_texts
+from .page_source import MINIMUM_ROWS, Counts, NothingToRead, PageUnavailable, usable_texts
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,11 @@ class FolderSource:
                 config = path.relative_to(self._folder).parent.as_posix()
                 found.setdefault("root" if config == "." else config, []).append(path)
         if not found:
-            raise PageUnavailable(f"{self._folder} holds no {' or '.join(self.suffixes)} files")
+            # Files of other endings stay what they are; an empty folder may not be mounted yet.
+            others = next((path.suffix for path in self._files()), None)
+            kind = PageUnavailable if others is None else NothingToRead
+            found_are = f", only others such as *{others}" if others else ""
+            raise kind(f"{self._folder} holds no {' or '.join(self.suffixes)} files{found_are}")
         return found
 
     def _files(self) -> list[Path]:

@@ -261,6 +261,17 @@ def test_rules_fit_the_model_and_the_tokens_unless_they_are_given(
     assert (*made, config.miner.held_out_rise) == wanted
 
 
+def test_files_of_other_endings_are_named_and_no_wait_for_a_source_that_is_away(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "fasta"
+    data.mkdir()
+    (data / "genome.fa").write_text(">1\nACGT\n" * 99)
+    assert found(tmp_path / "lab", "--data-source", f"text:{data}") == 2
+    said = capsys.readouterr().err
+    assert "holds no .txt or .md or .rst files, only others such as *.fa" in said
+
+
 @pytest.mark.parametrize("more", [(), ("--unpinned",), ("--set", "data.rows=300")])
 def test_no_network_is_founded_on_text_that_no_miner_can_read(
     tmp_path: Path, capsys, more: tuple[str, ...]
