@@ -65,6 +65,7 @@ def test_a_round_is_logged_in_the_promised_lines(caplog: pytest.LogCaptureFixtur
     told.reporter.on_event(APPLIED, state(Base.MERGED))
     assert [record.getMessage() for record in caplog.records] == [
         "💾 Saving model state locally for epoch 12",
+        "Full State",
         "Extracted Optimizer & Model State Dict: training was held for 0.50 s",
         "Upload Model Start",
         "🔼 Uploading model and optimizer states to r2 bucket: lab",
