@@ -5,7 +5,8 @@
 
 What each is started with follows from the network's file in FOLDER. ``run.toml`` next to it adds
 flags, by program. The children's lines are printed after the program's name. One that ends is
-started again; one that ends with a status that no start helps (2, 3) ends all.
+started again. A store or registry that ends with a status that no start helps (2, 3) ends all. The
+validator never does: without it members train on, and it is tried again after growing pauses.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from distributed_training.common.backoff import Backoff
 from distributed_training.common.files import atomic_file, parse_toml
 from distributed_training.common.ports import listen
 from distributed_training.common.processes import ChildLog, Mark, Program, without_secrets
@@ -70,6 +72,7 @@ _EFFECT = {
 _READY = timedelta(minutes=3)  # of store and registry, on a busy machine
 _SERVICES_STOP = timedelta(seconds=20)
 _VALIDATOR_STOPS = timedelta(seconds=540)  # what it publishes; pm2 and others wait 600 s for all
+_FIRST_PAUSE, _LONGEST_PAUSE = timedelta(minutes=1), timedelta(hours=1)  # after a final status
 _TRIAL = (
     "this store is made for a laboratory or a trial: one copy of each object, one process; keep "
     "backups of what you need (docs/found-a-network.md)"
@@ -289,6 +292,7 @@ class _Running:
     signals: StopSignals
     validators_stop: timedelta = _VALIDATOR_STOPS
     programs: dict[str, Program] = field(default_factory=dict)
+    once: tuple[str, ...] = ()  # words of the validator's first start only
 
     def start(self, name: str) -> bool:
         """Start a program and, of a service, wait until it answers; False: it never will."""
@@ -300,13 +304,14 @@ class _Running:
             say(line.text, name)
 
         signs = self.plan.signs if name == _REGISTRY else ()
-        own = without_secrets(os.environ, keep=signs)
+        own, once = without_secrets(os.environ, keep=signs), tuple[str, ...]()
         if name == _VALIDATOR:
             own = {**self.plan.environ}
+            once, self.once = self.once, ()
         path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
         program = Program(
             f"The {name}",
-            [sys.executable, "-m", *_PROGRAMS[name][1].split(), *self.plan.words[name]],
+            [sys.executable, "-m", *_PROGRAMS[name][1].split(), *self.plan.words[name], *once],
             environment={**own, **path, **self.mark.environment},
             effect=_EFFECT[name],
             log_line=log_line,
@@ -325,12 +330,33 @@ class _Running:
         return True
 
     def follow(self) -> int:
-        """Wait for the stop; return the exit status."""
+        """Wait for the stop; return the exit status.
+
+        The validator may end for good, by another that leads or by a setting, and is started again
+        after a pause. Registry and store stay, since members need them.
+        """
+        pauses, again = Backoff(first=_FIRST_PAUSE, longest=_LONGEST_PAUSE), 0.0
         while not self.signals.stop.wait(0.2):
             for name, program in self.programs.items():
-                if (status := program.refused) is not None:
+                if (status := program.refused) is None:
+                    continue
+                if name != _VALIDATOR:
                     say(f"the {name} ended with status {status}, which no start helps")
                     return status
+                now = time.monotonic()
+                if not again:
+                    pause = pauses.failed().total_seconds()
+                    again = now + pause
+                    say(
+                        f"the validator ended with status {status}, for the reason above, so no "
+                        "outer step is taken; everything else keeps running. It is started again "
+                        f"in {pause:.0f} s; at once: end this program and start it again"
+                    )
+                elif now >= again:
+                    with suppress(OSError):  # no memory or process left: again at the next look
+                        again = 0.0
+                        self.start(name)
+                        break
         return ExitStatus.STOPPED
 
     def end(self) -> None:
@@ -352,16 +378,19 @@ class _Running:
             say(f"had to be ended: {left}")
 
 
-def run(folder: Path) -> int:
+def run(folder: Path, *, take_over: bool = False) -> int:
     """Run the network of ``folder`` until SIGTERM or Ctrl-C; return the exit status.
 
-    Call it in the main thread. Raises ConfigError before anything is started.
+    ``take_over``: its validator leads at once, although another may. Call it in the main thread.
+    Raises ConfigError before anything is started.
     """
     from distributed_training.node.start import StopSignals
 
     plan = Plan.of(folder)
     with StopSignals() as signals, _sole_runner(plan, signals) as running:
         config = check(plan)
+        # Not when it is started again: of two that both do so, neither would ever stay.
+        running.once = ("--take-over",) if take_over else ()
         running.validators_stop = max(config.miner.stop_timeout, _VALIDATOR_STOPS)
         for name in plan.words:
             if not running.start(name):

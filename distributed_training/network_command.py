@@ -294,6 +294,11 @@ def build_parser() -> Parser:
     run = commands.add_parser("run", help="start what a founder runs, and keep it running")
     run.add_argument("folder", type=path, help="folder that dt-network init made")
     run.add_argument("--print", action="store_true", help="print the commands and start nothing")
+    run.add_argument(
+        "--take-over",
+        action="store_true",
+        help="lead a store network at once, although another validator may: that one stops",
+    )
     signing = _add_signing(commands)
     show = commands.add_parser("show", help="verify a network's file and print its rules")
     show.add_argument("place", type=text, help="file, its URL, or sn38 or local")
@@ -955,7 +960,7 @@ def _run(options: argparse.Namespace) -> int:
     from distributed_training import founder
 
     if not options.print:
-        return founder.run(options.folder)
+        return founder.run(options.folder, take_over=options.take_over)
     plan = founder.Plan.of(options.folder)
     for program in plan.words:
         print(plan.line(program))

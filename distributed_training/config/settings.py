@@ -644,6 +644,9 @@ class ValidatorSettings(RoundSettings):
     """How to fill a lost bucket: 'own' (the copy in the run folder), a member's uid, or 'none'
     (outer step 0)."""
 
+    take_over: bool = flag("take_over", False)
+    """Lead a store network at once, although another validator may: that one stops."""
+
     # the founder's look at the model
     export_every: CountFrom0 = flag("validator.export_every", 0)
     """Outer steps between two exports into exports/ of the run folder. 0 exports none."""
@@ -662,7 +665,7 @@ class ValidatorSettings(RoundSettings):
     evaluation_ranks: int = 4  # of a miner whose pages are evaluated, as the public validators do
     held_out_sequences: int = 32  # on which each outer step is judged
     sample: CountFrom0 = flag("validator.sample", 0)
-    """Over hivemind: fetch and judge so many uploads of a close, drawn at random. 0: all."""
+    """Over hivemind: fetch and judge this many uploads of a close, drawn at random. 0: all."""
     seed: int = 0  # of the random blocks; 0: from the system
 
 

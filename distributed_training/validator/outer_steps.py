@@ -4,35 +4,42 @@ Its manifest publishes an outer step; it is written last and by a single validat
 members read the step before. So a kill at any byte leaves the old outer step or
 the new one; ``state.json``, which names the head, is corrected at the next start.
 
-The store is the truth. This machine's copy saves a download at a start.
+What the master has signed is the truth, and the store a cache of it: what that loses, damages or
+answers late is written again from this machine's copy (:mod:`.own_copy`). Only a signed state that
+is newer than ours shows that another process leads.
 """
 
 from __future__ import annotations
 
 import logging
+import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
-from distributed_training.protocol import keys
+from distributed_training.common.files import sha256_of
+from distributed_training.protocol import keys, lines
+from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.manifest import Manifest, Master, State
 from distributed_training.protocol.metadata import MAX_CONFIG_BYTES, ConfigExtras, parse_config
 from distributed_training.protocol.network_report import printable
 from distributed_training.protocol.types import Sign
 from distributed_training.store.base import ObjectInfo, ObjectStore, put_once
-from distributed_training.store.bucket_reader import BucketReader, remove_states
-from distributed_training.store.errors import StoreError, TakenError
+from distributed_training.store.bucket_reader import MOST_BYTES
+from distributed_training.store.errors import IntegrityError, StoreError, TakenError
 from distributed_training.store.journal import Journal
 from distributed_training.store.transfer import Retry, Sender, Sent, deadline_in
 from distributed_training.training.model import parameter_schema, without_extras
 from distributed_training.training.outer_step import GlobalState
 from distributed_training.validator.global_state import GlobalStateError
 from distributed_training.validator.merge import HISTORY, OuterState, Rule
-from distributed_training.validator.replay import Chain, read_set, write_set
+from distributed_training.validator.own_copy import RECOVER, SMALL, Kept, OwnCopy, age_of
+from distributed_training.validator.replay import Chain, ChainBroken, read_set, write_set
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +51,8 @@ class AnotherLeadsError(GlobalStateError):
 _SMALL = timedelta(seconds=30)  # one small object with its retries
 _PUBLICATION = timedelta(minutes=30)  # one, with its retries
 _UPDATES = "updates-sent.json"  # the journal of uploads, in our folder
+_AGAIN = 60.0  # seconds between two sendings of a large file that the store does not keep
+SERIALS = 1 << 20  # above the closes that may have moved without our knowing
 
 
 @dataclass(frozen=True)
@@ -71,91 +80,286 @@ class OuterSteps:
     ) -> None:
         self.sign = sign
         self._master = master
-        self.reader = BucketReader(store)
-        self.state: State | None = None  # as it was written last
+        self.own = OwnCopy(store, folder, master)
+        self.reader = self.own.reader
+        self.state: State | None = None  # the newest that we know: written, or found at the start
         self.head: Manifest
         self.values: OuterState  # after the head
         self.history: list[Manifest] = []  # the last manifests, ascending
+        self.led_last = False  # nobody has led the network since this folder's process did
+        self.unsure = False  # closes may have moved since the state that was found
         self._store = store
         self._folder = folder
         self._keep_uploads = keep_uploads
         self._retry = Retry(each=_SMALL)
         self.serial = 0  # the largest that the store may show
+        self._ahead = 0.0  # seconds by which the store's clock is ahead of ours
         self._etag = ""  # of our state in the store
         self._ours: list[bytes] = []  # the last two: an answer may have been lost
+        self._looks = 0  # since an outer step was published
+        self._older: Manifest  # after the one that the next look compares
+        self._sent_at: dict[str, float] = {}  # by time.monotonic()
+        self._fault = ""  # of the state in the store, as logged
+        self.emptied = False  # the store had no state at a look
+        self._gone: set[str] = set()  # objects that nobody has
+        self._mended: set[str] = set()  # objects that were written again at the last repair
+        self._kept_at: object = None
+        self._kept_there: list[Kept] = []  # of the place above
 
     # --- reading ----------------------------------------------------------------------------------
 
     def load(self) -> bool:
-        """Read state, head and history; whether a network has begun in this bucket.
+        """Find state, head and history; whether a network has begun in this bucket.
 
         Raises GlobalStateError.
         """
-        data = self._retry(self._store.get, keys.STATE, limit=State.most_bytes)
+        own, theirs = self.own.state(), self.own.stored_state()
+        found = [one for one in (own, theirs) if one is not None]
+        newest = max(found, key=lambda one: age_of(one.file), default=None)
+        self.led_last = newest is not None and newest is own
+        self.serial = max((self.serial, *(one.file.serial for one in found)))
+        if newest is not None:
+            self.state, self._ours = newest.file, [newest.data]
         try:
-            if data is not None:
-                self.state = State.parse(data, self._master)
-                self.serial, self._ours = self.state.serial, [data]
-            named = 0 if self.state is None else self.state.outer_step
-            found = self.manifest(named)
-            if found is None and self.state is None:
+            if self.state is None and not self._make_state():
                 return False
-            if found is None or (self.state is not None and found.digest != self.state.head):
+            assert self.state is not None
+            head = self.own.find_manifest(self.state.outer_step)
+            if head is None or head.digest != self.state.head:
                 raise ValueError(f"{keys.STATE} names a manifest that is not there")
-            self.head = found
             # Published by a process that was killed before it could say so. Two, if the second
             # goes back.
-            while (following := self.manifest(self.head.outer_step + 1)) is not None:
-                if self.state is None:
-                    raise ValueError(f"it has outer steps and no {keys.STATE}")
-                following.check_after(self.head)
-                self.head = following
-            self.history = [self.head]
-            while len(self.history) < HISTORY and self.history[0].previous:
-                before = self.manifest(self.history[0].outer_step - 1)
+            while (following := self.own.find_manifest(head.outer_step + 1)) is not None:
+                following.check_after(head)
+                head = following
+            chain, oldest = [head], min(self.state.weights_at, default=0)
+            while chain[0].previous and (len(chain) < HISTORY or chain[0].outer_step > oldest):
+                before = self.own.find_manifest(chain[0].outer_step - 1)
                 if before is None:
                     break
-                self.history[0].check_after(before)
-                self.history.insert(0, before)
+                chain[0].check_after(before)
+                chain.insert(0, before)
         except ValueError as error:
             raise GlobalStateError(
-                f"the chain in the global bucket is damaged ({error}), so it is not known where "
-                "training stands: restore its files"
+                f"the chain in the global bucket is damaged ({error}; after a bucket was restored "
+                f"from a backup: {RECOVER}), so it is not known where training stands: restore its "
+                "files"
             ) from None
+        self.head, self.history, self._older = head, chain[-HISTORY:], chain[0]
+        self.serial = max(self.serial, *(manifest.serial for manifest in chain))
+        behind = self.state.outer_step < head.outer_step or self.state.expires < self.now()
+        self.unsure = behind and not self.led_last
         return True
 
-    def manifest(self, outer_step: int) -> Manifest | None:
-        """Return the manifest of an outer step, None if there is none. Raises ValueError."""
-        key = keys.outer_key(outer_step, keys.MANIFEST)
-        data = self._retry(self._store.get, key, limit=Manifest.most_bytes)
-        return None if data is None else Manifest.parse(data, self._master)
+    def _make_state(self) -> bool:
+        """Make a state from the newest manifest, as there is none; whether there is a manifest.
+
+        Raises ValueError where there is something, and nothing that the master has signed.
+        """
+        found = [one for key in self.own.listed() if (one := keys.parse_outer_key(key)) is not None]
+        stored = {step for step, name in found if name == keys.MANIFEST}
+        steps = sorted(stored | self.own.steps(), reverse=True)
+        head = next((m for step in steps if (m := self.own.find_manifest(step)) is not None), None)
+        if head is None:
+            if steps or self._retry(self._store.head, keys.STATE) is not None:
+                raise ValueError("nothing in it is signed by this network's master")
+            return False
+        log.warning(
+            "There is no %s that the network's master has signed: it is made from the manifests, "
+            "up to outer step %d. If the bucket was restored from a backup: %s",
+            keys.STATE,
+            head.outer_step,
+            RECOVER,
+        )
+        at: list[int] = []
+        for step in steps:
+            there = (step, keys.MODEL) in found or (self.place(step) / keys.MODEL).exists()
+            if there and step <= head.outer_step and len(at) < 2:
+                named = self.own.find_manifest(step)
+                at += [step] if named is not None and keys.MODEL in named.files else []
+        # Of a time that is past, so nobody seems to lead.
+        made = next_state(None, head, head.serial, now=0.0, period=0.0, grace=0.0)
+        self.state = replace(made, weights_at=tuple(sorted(at)))
+        self._ours = [self.state.to_bytes(self.sign)]
+        self.serial += SERIALS
+        return True
+
+    def forget(self) -> None:
+        """Remove our copy, but for the serial below which nothing may fall. Raises OSError."""
+        own = self.own.state()
+        self.serial = 0 if own is None else own.file.serial
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def now(self) -> float:
         """Return the time by the store's clock, in seconds since 1970."""
         key = keys.outer_key(self.head.outer_step, keys.MANIFEST)
-        info = self._retry(self._store.head, key)
-        return time.time() if info is None else info.modified + (info.age_seconds or 0.0)
+        return self._time_of(self._retry(self._store.head, key))
+
+    def _time_of(self, info: ObjectInfo | None) -> float:
+        if info is not None:
+            self._ahead = info.modified + (info.age_seconds or 0.0) - time.time()
+        return time.time() + self._ahead
 
     def look(self) -> float:
-        """Return the time by the store's clock, in seconds since 1970.
+        """Write again what the store has lost; return the time by its clock, Unix seconds.
 
-        Raises AnotherLeadsError where another validator of this network leads its rounds.
+        A look compares the state and one more object in turn, the newest first. Raises
+        AnotherLeadsError where another validator of this network leads its rounds.
         """
         info = self._retry(self._store.head, keys.STATE)
-        if info is None and self.state is not None:
-            self.write(self.state)  # whoever deleted it: nobody would find the head
-        elif info is not None and info.etag != self._etag:
+        kept = self._kept()
+        turn, self._looks = self._looks % (len(kept) + 1), self._looks + 1
+        if turn == len(kept) or info is None or info.etag != self._etag:
+            known = self._fault
+            if not self._holds_state(info):
+                if not known:  # a store that has lost the state may have lost what it names
+                    self.restore()
+                self._retry(self._store.put, keys.STATE, self._ours[-1])
+                self._etag = ""  # it is read at the next look: some stores confirm what they drop
+                info = self._retry(self._store.head, keys.STATE)
+            elif turn == len(kept):
+                self._fault = ""
+        elif not all(
+            self.own.fits(one, self._retry(self._store.head, one.key), most=most)
+            # The head's manifest at each look: without it nobody believes the state.
+            for one, most in ((kept[turn], SMALL), *((one, 0) for one in kept[:1]))
+        ):
+            self.restore()
+        self._compare_older()
+        return self.now() if info is None else self._time_of(info)
+
+    def _compare_older(self) -> None:
+        """Copy, or write again, the next older manifest of the chain; then begin at the head."""
+        step, named = self._older.outer_step - 1, self._older.previous
+        self._older = self.head
+        if not named:
+            return
+        ours, theirs = self.own.manifest(step), self.own.stored_manifest(step)
+        if theirs is not None and theirs.file.digest == named:
+            self._older = theirs.file
+            if ours is None:
+                self.own.keep(f"{step}.json", theirs.data)
+        elif ours is not None and ours.digest == named:
+            self._older = ours
+            if theirs is None:
+                self.restore(older=True)
+
+    def _holds_state(self, info: ObjectInfo | None) -> bool:
+        """Return whether the store has our state. Raises AnotherLeadsError for a newer one."""
+        found = None
+        with suppress(IntegrityError):  # of an object that is too large
             found = self._retry(self._store.get, keys.STATE, limit=State.most_bytes)
-            if found not in self._ours:
-                raise AnotherLeadsError(
-                    f"{keys.STATE} was written by another process with the master's hotkey, so "
-                    "this one stops: let one validator lead this network, and give the master "
-                    "another hotkey if you do not know the other"
-                )
-            self._etag = info.etag
-            if found != self._ours[-1] and self.state is not None:
-                self.write(self.state)  # the store lost it, or took the one before twice
-        return self.now() if info is None else info.modified + (info.age_seconds or 0.0)
+        if found == self._ours[-1]:  # also where another replica has answered the HEAD
+            self._etag = "" if info is None else info.etag
+            return True
+        theirs = None
+        with suppress(ValueError):
+            theirs = State.parse(found or b"", self._master)
+        assert self.state is not None
+        if theirs is not None and found not in self._ours and age_of(theirs) > age_of(self.state):
+            raise AnotherLeadsError(
+                f"{keys.STATE} was written by another process with the master's hotkey, which "
+                f"leads since {_clock(theirs.written_at)} (serial {theirs.serial}), so this one "
+                "stops: let one validator lead this network, and give the master another hotkey if "
+                "you do not know the other"
+            )
+        fault = "missing" if found is None else "damaged" if theirs is None else "an older one"
+        self.emptied |= found is None
+        if fault != self._fault:
+            log.warning(
+                "%s in the store is %s: this validator, which wrote the last one, writes it again",
+                keys.STATE,
+                fault,
+            )
+        self._fault = fault
+        return False
+
+    def seconds_of_other(self, period: float) -> float:
+        """Return the seconds until nobody leads the network; 0 or less: nobody does.
+
+        Whoever leads renews the state at half of a ``period`` (seconds). Raises AnotherLeadsError
+        if somebody has since the start.
+        """
+        assert self.state is not None
+        found = self.own.stored_state()
+        newer = found is not None and age_of(found.file) > age_of(self.state)
+        if newer or self.own.find_manifest(self.head.outer_step + 1) is not None:
+            raise AnotherLeadsError(
+                f"another process with the master's hotkey leads this network and has just written "
+                f"{keys.STATE if newer else 'an outer step'}, so this one stops and that one "
+                "continues: stop that one first, or start this one with --take-over"
+            )
+        return self.state.written_at + period / 2 - self.now()
+
+    # --- the store as a cache ---------------------------------------------------------------------
+
+    def _kept(self) -> list[Kept]:
+        place = self.head.digest, () if self.state is None else self.state.weights_at
+        if self._kept_at != place:
+            self._kept_at, self._kept_there = place, self.own.kept(self.head, place[1])
+        return self._kept_there
+
+    def restore(self, *, deep: bool = False, older: bool = False) -> list[str]:
+        """Write again what the store lacks or holds with other bytes; return what nobody has.
+
+        ``deep``: large objects are read to compare them. ``older``: all manifests are compared, as
+        also where anything else is wrong. Raises AnotherLeadsError for a signed manifest that is
+        not ours.
+        """
+        wrong = self.own.wrong(self._kept(), most=MOST_BYTES if deep else SMALL)
+        if wrong or older:
+            known = {one.key for one in wrong}
+            wrong += [one for one in self.own.lost_manifests(self.head) if one.key not in known]
+        sound = [one for one in wrong if one.path.exists() and sha256_of(one.path) == one.digest]
+        gone = [one.key for one in wrong if one not in sound]
+        now = time.monotonic()
+        signed = [one for one in sound if one.key.endswith(keys.MANIFEST)]
+        files = [
+            (one.key, one.path)
+            for one in sound
+            if one not in signed and (deep or now - self._sent_at.get(one.key, -_AGAIN) >= _AGAIN)
+        ]
+        logged, self._mended = self._mended, {one.key for one in sound}
+        if self._mended - logged:
+            log.warning(
+                "The store lacks %s or holds it with other bytes (%s in all): this machine writes "
+                "its copy again",
+                sound[0].key,
+                lines.counted(len(sound), "object"),
+            )
+        if files:
+            self._send(files)
+            self._sent_at |= {key: now for key, path in files if path.stat().st_size > SMALL}
+        for one in reversed(signed):
+            step, _ = keys.parse_outer_key(one.key) or (0, "")
+            data = one.path.read_bytes()
+            if not self._is_published(step, data):
+                self._retry(self._store.put, one.key, data)
+        for key in sorted({*gone} - self._gone):
+            log.warning(
+                "%s in the store is missing or damaged, and this machine has no copy: a member "
+                "that needs it waits for later whole weights. If training stands still: %s",
+                key,
+                RECOVER,
+            )
+        self._gone = {*gone}
+        return gone
+
+    def require_path(self, gone: Sequence[str]) -> None:
+        """Raise GlobalStateError if no set of weights leads to the head, without ``gone``."""
+        if not gone:
+            return
+        at = () if self.state is None else self.state.weights_at
+        last = self.head.outer_step
+        for step in at:
+            needed = {keys.outer_key(step, keys.MODEL), keys.outer_key(step, keys.CONFIG)}
+            needed |= {keys.outer_key(n, keys.UPDATE) for n in range(step + 1, last + 1)}
+            if needed.isdisjoint(gone):
+                return
+        raise GlobalStateError(
+            f"the global bucket lacks {', '.join(gone[:3])}, of which this machine has no copy, so "
+            f"nobody could load outer step {last}. It is a bucket restored from a backup: {RECOVER}"
+        )
 
     def list_uploads(self) -> list[ObjectInfo]:
         """List all uploads of members."""
@@ -165,7 +369,7 @@ class OuterSteps:
 
     def place(self, outer_step: int) -> Path:
         """Return the folder with the files of an outer step."""
-        return self._folder / keys.epoch_folder(outer_step)
+        return self.own.place(outer_step)
 
     def write_values(self, state: GlobalState, values: OuterState) -> dict[str, str]:
         """Write a set of what an outer step leads to; return its files' digests. Raises OSError."""
@@ -178,27 +382,22 @@ class OuterSteps:
     def read_state(self, rates: Rule) -> GlobalState:
         """Return the state of the head, and keep its values. Raises GlobalStateError, OSError."""
         head, folder = self.head, self.place(self.head.outer_step)
-        at = self.state.weights_at if self.state is not None else (0,)
+        assert self.state is not None
         try:
-            content = self.reader.get(keys.outer_key(at[-1], keys.CONFIG), limit=MAX_CONFIG_BYTES)
-            named = self.manifest(at[-1])
-            if named is None or sha256(content or b"").hexdigest() != named.files.get(keys.CONFIG):
-                raise ValueError(f"the {keys.CONFIG} of outer step {at[-1]} is not the signed one")
-            config = parse_config(content or b"")[0]
+            config = self._config(self.state.weights_at)
             schema = parameter_schema(config)
             found = None
             with suppress(ValueError, OSError):
                 found = read_set(folder, schema, head)
             if found is None or found.digests != (head.weights, head.momentum, head.residual):
                 log.info("Outer step %d is computed again from the store", head.outer_step)
-                chain = Chain(self.reader, schema, self._folder / "replay", self._master)
-                state = self.state or next_state(None, head, 1, now=0, period=0, grace=0)
-                found = chain.replay(state, head.outer_step)
+                found = self._replay(schema)
             self.values = found
         except (ValueError, IndexError) as error:
             raise GlobalStateError(
-                f"the global bucket does not lead to outer step {head.outer_step} ({error}), so it "
-                "is not known where training stands: restore its files"
+                f"the global bucket does not lead to outer step {head.outer_step} ({error}; where "
+                f"its files are lost: {RECOVER}), so it is not known where training stands: "
+                "restore its files"
             ) from None
         return GlobalState(
             model_config=without_extras(config),
@@ -215,9 +414,39 @@ class OuterSteps:
 
     def went_on(self, manifest: Manifest, values: OuterState) -> None:
         """Go by a manifest that is published from now on."""
-        self.head, self.values = manifest, values
+        self.head, self.values, self._older = manifest, values, manifest
         self.history = [*self.history[1 - HISTORY :], manifest]
-        remove_states(self._folder, before=manifest.outer_step - 1)
+        self._looks = 0
+
+    def _config(self, at: Sequence[int]) -> dict[str, Any]:
+        """Return the model's configuration by the newest set that has it. Raises ValueError."""
+        for step in reversed(at):
+            named = self.own.find_manifest(step)
+            wanted, key = named and named.files.get(keys.CONFIG), keys.outer_key(step, keys.CONFIG)
+            ours, theirs = None, None
+            with suppress(OSError):
+                ours = (self.place(step) / keys.CONFIG).read_bytes()
+            with suppress(IntegrityError):  # of an object that is too large
+                theirs = self.reader.get(key, limit=MAX_CONFIG_BYTES)
+            for content in (ours, theirs):
+                if content is not None and sha256(content).hexdigest() == wanted:
+                    return parse_config(content)[0]
+        raise ValueError(f"the {keys.CONFIG} of outer step {at[-1]} is not the signed one")
+
+    def _replay(self, schema: Schema) -> OuterState:
+        """Compute the head from the newest set that leads to it. Raises ValueError, IndexError."""
+        assert self.state is not None
+        chain = Chain(self.reader, schema, self._folder / "replay", self._master)
+        *earlier, newest = self.state.weights_at
+        for step in (newest, *reversed(earlier)):
+            try:
+                state = replace(self.state, weights_at=(step,))
+                return chain.replay(state, self.head.outer_step)
+            except ChainBroken as broken:
+                if step == self.state.weights_at[0]:
+                    raise
+                log.info("An earlier set of weights is taken: %s", broken)
+        raise IndexError
 
     # --- writing ----------------------------------------------------------------------------------
 
@@ -225,10 +454,11 @@ class OuterSteps:
         """Sign and write a state."""
         data = state.to_bytes(self.sign)
         self._ours = [*self._ours[-1:], data]
-        # First: if the answer is lost members have this close, and another needs another serial.
-        self.serial = state.serial
+        # First: members may have it although the answer is lost. The next look writes it again.
+        self.serial, self.state = state.serial, state
+        self.own.keep(keys.STATE, data)
+        self._etag = ""
         self._etag = self._retry(self._store.put, keys.STATE, data)
-        self.state = state
 
     def publish(self, prepared: Prepared) -> int:
         """Write the files of an outer step, its manifest last; return the bytes that were sent.
@@ -238,32 +468,42 @@ class OuterSteps:
         """
         n = prepared.manifest.outer_step
         place = keys.outer_key(n, keys.MANIFEST)
-        self._is_published(place, prepared.data)
-        sent = Sent()
+        self._is_published(n, prepared.data)
         files = [(keys.outer_key(n, name), path) for name, path in prepared.files.items()]
         files += [(keys.merged_key(n, uid), path) for uid, path in prepared.uploads.items()]
+        sent = self._send(files)
+        if self.state is not None:
+            self.look()  # who leads by now may have written its files over ours
+        try:
+            self._retry(put_once, self._store, place, prepared.data)
+        except TakenError:
+            if not self._is_published(n, prepared.data):
+                if self._retry(self._store.head, place) is None:
+                    raise
+                # What is there was not signed by the master.
+                self._retry(self._store.put, place, prepared.data)
+        self.own.keep(f"{n}.json", prepared.data)
+        return sent
+
+    def _send(self, files: Sequence[tuple[str, Path]]) -> int:
+        """Upload files, and return the bytes that were sent. Raises StoreError, OSError."""
+        sent = Sent()
         self._folder.mkdir(parents=True, exist_ok=True)
         journal = Journal(self._folder / _UPDATES)
         deadline = deadline_in(_PUBLICATION)
         with Sender(store=self._store, journal=journal, deadline=deadline, sent=sent) as sender:
             sender.abandon_all_but(key for key, _ in files)
             sender.upload_all(files)
-        if self.state is not None:
-            self.look()  # who leads by now may have written its files over ours
-        try:
-            self._retry(put_once, self._store, place, prepared.data)
-        except TakenError:
-            if not self._is_published(place, prepared.data):
-                raise
         return sent.bytes
 
-    def _is_published(self, key: str, data: bytes) -> bool:
+    def _is_published(self, outer_step: int, data: bytes) -> bool:
         """Return whether the store holds a manifest. Raises AnotherLeadsError for another one."""
-        found = self._retry(self._store.get, key, limit=Manifest.most_bytes)
-        if found not in (None, data):
+        found = self.own.stored_manifest(outer_step)
+        if found is not None and found.data != data:
             raise AnotherLeadsError(
-                f"{key} was published by another process with the master's hotkey, so this one "
-                "stops: let one validator lead this network; a new start continues from the store"
+                f"{keys.outer_key(outer_step, keys.MANIFEST)} was published by another process "
+                "with the master's hotkey, so this one stops: let one validator lead this network; "
+                "a new start continues from the store"
             )
         return found is not None
 
@@ -272,6 +512,7 @@ class OuterSteps:
         state = self.state
         assert state is not None
         n, oldest = state.outer_step, min(state.weights_at, default=0)
+        self.own.remove_past(n, state.weights_at)
         # From the newest set on an empty disk needs them, however few the network's file keeps.
         merged = min(n - self._keep_uploads, max(state.weights_at, default=0))
         try:
@@ -290,6 +531,10 @@ class OuterSteps:
                     self._store.delete(info.key)
         except StoreError as error:
             log.info("Files that are past were not deleted (%s): after the next round", error)
+
+
+def _clock(at: float) -> str:
+    return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def next_state(
@@ -329,7 +574,8 @@ def next_state(
 
 
 def renewed(state: State, *, now: float, period: float, finished: str = "") -> State:
-    """Return the same state, written ``now``."""
+    """Return the same state, written ``now``, and after it also if the store's clock went back."""
+    now = max(now, state.written_at + 0.001)
     return replace(
         state, written_at=now, expires=now + 2 * period, finished=printable(finished, 200) or None
     )

@@ -60,7 +60,7 @@ from distributed_training.node.start import (
 )
 from distributed_training.protocol import keys
 from distributed_training.protocol.gradients import Schema
-from distributed_training.protocol.manifest import Master, State
+from distributed_training.protocol.manifest import Master
 from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata
 from distributed_training.protocol.types import ExitStatus, Verify
 from distributed_training.scoring.evaluator import (
@@ -93,6 +93,7 @@ from distributed_training.validator.hivemind import HivemindValidator
 from distributed_training.validator.judging import UploadJudge
 from distributed_training.validator.merge import Rule
 from distributed_training.validator.outer_steps import AnotherLeadsError, OuterSteps
+from distributed_training.validator.own_copy import RECOVER, OwnCopy
 from distributed_training.validator.recovery import (
     ask_member_for_state,
     read_own_copy,
@@ -173,6 +174,18 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
             f"the held-out text cannot be had ({error}), so no outer step could be judged: "
             "trying again later may do"
         ) from None
+
+    def show(reason: str) -> None:
+        if config.network is None:
+            return
+        newest = versions.newest if versions else config.network
+        try:
+            claim_global_bucket(store, newest, finished=reason, versions=versions, member=member)
+            if has_versions(config):
+                publish(config, store, folder / "published.json")
+        except (WrongNetwork, OSError) as error:  # training continues without it
+            log.warning("The network's files are not written again: %s", error)
+
     return Parts(
         member=member,
         client=SignedClient(wallet=member.wallet, narrowest=_narrowest(config)),
@@ -190,16 +203,7 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
         eos_id=eos_id,
         clock_fault=clock.fault,
         versions=versions,
-        show_finished=lambda reason: (
-            None
-            if config.network is None
-            else claim_global_bucket(
-                store,
-                versions.newest if versions else config.network,
-                finished=reason,
-                member=member,
-            )
-        ),
+        show_finished=show,
     )
 
 
@@ -220,10 +224,10 @@ def open_versions(config: Config, network: Network, folder: Path, store: ObjectS
     outer_step = 0
     with suppress(ValueError):  # damaged: where the network continues is found out later
         if config.exchange == "store":
-            if found := store.get(keys.STATE, limit=State.most_bytes):
-                master = config.miner.master_ss58_address
-                by = Master(config.swarm.run_id, master, verify_signature)
-                outer_step = State.parse(found, by).outer_step
+            master = config.miner.master_ss58_address
+            by = Master(config.swarm.run_id, master, verify_signature)
+            if state := OwnCopy(store, folder / "global", by).newest_state():
+                outer_step = state.outer_step
         elif found := store.get(keys.ROOT_METADATA, limit=MAX_METADATA_BYTES):
             outer_step = Metadata.parse(found).outer_step
     if not versions.knows(outer_step):
@@ -496,6 +500,8 @@ def build_of_store(
         wallet.hotkey.sign,
         keep_uploads=settings.keep_uploads,
     )
+    if settings.model_from == "none" and not steps.own.listed():
+        steps.forget()
     found = steps.load()
     if found:
         state = steps.read_state(Rule.of(config))
@@ -504,9 +510,9 @@ def build_of_store(
             os.replace(steps.place(state.outer_step) / LEDGER, folder / LEDGER)
     elif states(folder / "global") and settings.model_from != "none":
         raise GlobalStateError(
-            f"the global bucket is empty and {folder / 'global'} has outer steps of it, so nothing "
-            "was published: restore the bucket, or give --validator.model_from none for outer step "
-            "0"
+            f"the global bucket is empty and {folder / 'global'} has outer steps of it without "
+            f"their signed manifests, so nothing was published: restore the bucket and {RECOVER}, "
+            "or give --validator.model_from none for outer step 0"
         )
     else:
         state = initial_state(config, vocabulary=parts.vocabulary, eos_token=parts.eos_id)

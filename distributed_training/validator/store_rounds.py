@@ -82,7 +82,14 @@ from distributed_training.validator.merge import (
     merge,
     merge_factors,
 )
-from distributed_training.validator.outer_steps import OuterSteps, Prepared, next_state, renewed
+from distributed_training.validator.outer_steps import (
+    SERIALS,
+    OuterSteps,
+    Prepared,
+    next_state,
+    renewed,
+)
+from distributed_training.validator.own_copy import RECOVER
 from distributed_training.validator.reporter import Reporter
 from distributed_training.validator.rounds import Attendance, Run
 from distributed_training.validator.scorer import PastRound
@@ -104,6 +111,7 @@ _PATIENT = 3  # closes in a row that the held-out loss refuses, before the found
 _UPDATE_BITS = 4
 _MOST_TEXTS = 8  # blocks of text, each of which takes as long to judge as the first
 _CLIPPED_AGAIN = 3  # times
+_UNKNOWN = "?"  # what the bucket says of the network's end
 
 
 @dataclass
@@ -209,6 +217,8 @@ class StoreValidator(Validator):
         self._missed: dict[str, int] = {}  # by hotkey: closes in a row, since our start
         self._looked = 0.0
         self._problem = ""
+        self._take_over = config.validator.take_over
+        self._leads = False  # else another process may, until its renewal is overdue
 
     # --- what the validator's loop asks for -------------------------------------------------------
 
@@ -243,12 +253,49 @@ class StoreValidator(Validator):
             for uid, score in steps.head.scores.items():
                 if (entry := self.standings.entries.get(uid)) and entry.hotkey == hotkeys.get(uid):
                     entry.published = score
+        if found and not steps.led_last and not self._take_over and not self._is_free():
+            log.warning(
+                "Another validator may lead this network, since this machine's disk does not have "
+                "its newest %s: this one waits for up to %.0f s, leads if that is not renewed "
+                "until then, and stops if it is. With --take-over it leads at once",
+                keys.STATE,
+                self._period / 2,
+            )
+        else:
+            self._lead_from_now(
+                "its own disk has the newest signed state"
+                if steps.led_last
+                else "--take-over was given"
+                if self._take_over
+                else "nobody else does"
+            )
+        return state
+
+    def _is_free(self) -> bool:
+        """Return whether nobody leads the network. Raises AnotherLeadsError if somebody does."""
+        return self._steps.seconds_of_other(self._period) <= 0
+
+    def _lead_from_now(self, why: str) -> None:
+        """Write what the store lacks, and a state that shows that this process leads."""
+        steps = self._steps
+        log.info("This validator leads the network's rounds from now on: %s", why)
+        if steps.unsure:
+            log.warning(
+                "The newest %s that is known is an old one: if the bucket was restored from a "
+                "backup, members do not follow before the founder says so: %s",
+                keys.STATE,
+                RECOVER,
+            )
+            steps.serial += SERIALS
+        gone = steps.restore()
+        steps.require_path(gone)
         now = steps.now()
-        if steps.state is None or steps.state.head != steps.head.digest:
+        state = steps.state
+        if state is None or state.head != steps.head.digest or state.serial < steps.serial:
             self._show(now)
         else:
-            steps.write(renewed(steps.state, now=now, period=self._period, finished=self.finished))
-        return state
+            steps.write(renewed(state, now=now, period=self._period, finished=self.finished))
+        self._leads = True
 
     def _lead(self, block: int) -> bool:
         if time.monotonic() - self._looked < _LOOK:
@@ -282,7 +329,13 @@ class StoreValidator(Validator):
         """
         steps = self._steps
         assert steps.state is not None
+        if not self._leads:
+            if not self._is_free():
+                return False
+            self._lead_from_now(f"the renewal of {keys.STATE} is overdue")
         now = steps.look()
+        if steps.emptied:  # then of the network's file, too
+            self._finish_shown, steps.emptied = _UNKNOWN, False
         behind = steps.state.head != steps.head.digest  # the store failed before it named the head
         # No close is so far away, unless the store's clock was wrong.
         if behind or steps.state.closes_at > now + 2 * self._period:
@@ -846,7 +899,6 @@ class StoreValidator(Validator):
     def _move(self, close: _Close, fault: str, detail: str, block: int, now: float) -> bool:
         """Move the close by one round period; uploads sent for it are void."""
         gate = close.state.gate + 1 if fault == GATE else 0
-        self._show(now, gate=gate)
         self._leave_close()
         self.standings.failed_rounds += 1
         self._remember_round(self._past(close, fault, detail, 0))
@@ -865,6 +917,11 @@ class StoreValidator(Validator):
                 "a new version of the network's file",
                 _PATIENT,
             )
+        self._show(now, gate=gate)
+        failed = self.standings.failed_rounds
+        if fault == TOO_FEW and not failed & (failed - 1):
+            # A damaged object may keep all members from training, and only reading it shows that.
+            self._steps.restore(deep=True)
         self._report("waiting")
         return True
 

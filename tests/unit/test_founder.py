@@ -273,3 +273,45 @@ def test_pm2_runs_the_command_that_init_prints(tmp_path: Path) -> None:
         assert app["args"] == ["run", "lab"] and app["script"].endswith("bin/dt-network")
         assert app["kill_timeout"] >= 600_000
         (tmp_path / "network.override.js").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("status", [2, 3, 4])
+def test_a_validator_that_ends_for_good_ends_nothing_else(
+    status: int, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr(founder, "_FIRST_PAUSE", timedelta(seconds=0.01))
+    ended, signals, starts = status, StopSignals(), list[tuple[str, ...]]()
+
+    class Fake:
+        refused: int | None = None
+
+        def __init__(self, name: str, command: list[str], **_: object) -> None:
+            starts.append(tuple(command[3:]))
+            if len(starts) < 3:
+                self.refused = ended
+            else:
+                signals.stop.set()
+
+        def start(self) -> None:
+            pass
+
+    monkeypatch.setattr(founder, "Program", Fake)
+    plan = founder.Plan(tmp_path, tmp_path, {"validator": ["--network", "x"]}, {}, {})
+    running = founder._Running(plan, Mark("DT_TEST", str(tmp_path)), signals)
+    running.once = ("--take-over",)
+    assert running.start("validator")
+    assert running.follow() == 0
+    said = capsys.readouterr().out
+    assert said.count(f"the validator ended with status {status}, for the reason above") == 2
+    # Of two machines that take over at each start neither would ever lead for long.
+    assert starts == [("--network", "x", "--take-over"), ("--network", "x"), ("--network", "x")]
+
+
+@pytest.mark.parametrize("name", ["store", "registry"])
+def test_a_service_that_no_start_helps_ends_all(name: str, tmp_path: Path) -> None:
+    class Fake:
+        refused = 2
+
+    running = founder._Running(None, Mark("DT_TEST", str(tmp_path)), StopSignals())
+    running.programs[name] = Fake()
+    assert running.follow() == 2

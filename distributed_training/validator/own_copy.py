@@ -1,0 +1,259 @@
+"""Keep this machine's copy of what the master has signed, and repair the store by it.
+
+An object of the store means nothing until its signature and digest match. The store may lose or
+damage objects, answer with old ones, confirm what it drops, or be put back from a backup. What the
+network's master has signed holds all the same, and the store is only a cache of it. So the state
+and all manifests stay here, with the files of the outer steps that members may need.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from hashlib import sha256
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from distributed_training.common.files import sha256_of, write_bytes
+from distributed_training.protocol import keys
+from distributed_training.protocol.manifest import Manifest, Master, State
+from distributed_training.store.base import ObjectInfo, ObjectStore
+from distributed_training.store.bucket_reader import (
+    MOST_BYTES,
+    BucketReader,
+    StateUnavailable,
+    remove_states,
+    states,
+)
+from distributed_training.store.errors import (
+    IntegrityError,
+    NoRoomError,
+    ObjectMissingError,
+    PreconditionError,
+)
+from distributed_training.store.transfer import Retry
+
+log = logging.getLogger(__name__)
+
+RECOVER = "run dt-network recover NETWORK"
+_SIGNED = "signed"  # in our folder: the state and all manifests
+SMALL = 4 * 1024 * 1024  # bytes; objects up to here are read to compare them
+_PIECE = 16 * 1024 * 1024  # bytes of one read of a larger one
+_READ = timedelta(minutes=30)  # of one large object
+_PATIENCE = timedelta(seconds=30)  # for one small one, with retries
+_SETS = (keys.MODEL, keys.OUTER_STATE, keys.CONFIG)
+#: An object's own fault, as opposed to a store that does not answer.
+_FAULTS = (IntegrityError, ObjectMissingError, PreconditionError, StateUnavailable)
+_Kind = TypeVar("_Kind", State, Manifest)
+
+
+@dataclass(frozen=True)
+class Signed(Generic[_Kind]):
+    """A file that the master has signed, and its bytes."""
+
+    file: _Kind
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An object that the store has to hold: its SHA-256, and where our copy is or would be."""
+
+    key: str
+    digest: str
+    path: Path
+
+
+def age_of(state: State) -> tuple[int, float]:
+    """Return what only grows from one state that a master signs to the next."""
+    return state.serial, state.written_at
+
+
+class OwnCopy:
+    """The copy in ``folder`` of a network's chain. Methods that ask the store raise StoreError."""
+
+    def __init__(self, store: ObjectStore, folder: Path, master: Master) -> None:
+        self.reader = BucketReader(store)
+        self._store = store
+        self._folder = folder
+        self._master = master
+        self._retry = Retry(each=_PATIENCE)
+        self._etags: dict[str, str] = {}  # of large objects, when they were right
+
+    # --- signed files -----------------------------------------------------------------------------
+
+    def state(self) -> Signed[State] | None:
+        """Return our copy of the state; None where it is missing or damaged."""
+        return self._ours(keys.STATE, State)
+
+    def stored_state(self) -> Signed[State] | None:
+        """Return the store's state; None where that is missing, damaged or another network's."""
+        return self._stored(keys.STATE, State)
+
+    def newest_state(self) -> State | None:
+        """Return the newer of our state and the store's."""
+        found = [one.file for one in (self.state(), self.stored_state()) if one is not None]
+        return max(found, key=age_of, default=None)
+
+    def manifest(self, outer_step: int) -> Manifest | None:
+        """Return our copy of a manifest; None where it is missing or damaged."""
+        found = self._ours(f"{outer_step}.json", Manifest)
+        return None if found is None else found.file
+
+    def find_manifest(self, outer_step: int) -> Manifest | None:
+        """Return the store's manifest of an outer step, or else our copy; None: neither is there.
+
+        Raises ValueError where both are signed and differ.
+        """
+        key, ours = keys.outer_key(outer_step, keys.MANIFEST), self.manifest(outer_step)
+        theirs = self.stored_manifest(outer_step)
+        if theirs is None:
+            return ours
+        if ours is None:
+            self.keep(f"{outer_step}.json", theirs.data)
+        elif ours.digest != theirs.file.digest:
+            raise ValueError(f"{key} is another one than this machine's copy, and both are signed")
+        return theirs.file
+
+    def stored_manifest(self, outer_step: int) -> Signed[Manifest] | None:
+        """Return the store's manifest of an outer step; None as for :meth:`stored_state`."""
+        found = self._stored(keys.outer_key(outer_step, keys.MANIFEST), Manifest)
+        # Else it is another object's content.
+        return found if found is not None and found.file.outer_step == outer_step else None
+
+    def steps(self) -> set[int]:
+        """Return the outer steps of which there is a copy of the manifest."""
+        names = [path.stem for path in (self._folder / _SIGNED).glob("*.json")]
+        return {int(name) for name in names if name.isdigit()}
+
+    def keep(self, name: str, data: bytes) -> None:
+        """Write our copy of a signed file; a full disk costs only the copy."""
+        path = self._folder / _SIGNED / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(path, data)
+        except OSError as error:
+            log.warning(
+                "%s was not written (%s), so the next start finds an older copy and waits until "
+                "nobody leads the network: free the disk of --neuron.run_folder",
+                path,
+                error.strerror,
+            )
+
+    def _ours(self, name: str, kind: type[_Kind]) -> Signed[_Kind] | None:
+        with suppress(OSError, ValueError):
+            data = (self._folder / _SIGNED / name).read_bytes()
+            return Signed(kind.parse(data, self._master), data)
+        return None
+
+    def _stored(self, key: str, kind: type[_Kind]) -> Signed[_Kind] | None:
+        try:
+            data = self._retry(self._store.get, key, limit=kind.most_bytes)
+            return None if data is None else Signed(kind.parse(data, self._master), data)
+        except (IntegrityError, ValueError) as error:
+            log.info("%s in the store counts as missing: %s", key, error)
+            return None
+
+    # --- what the store has to hold ---------------------------------------------------------------
+
+    def place(self, outer_step: int) -> Path:
+        """Return the folder with the files of an outer step."""
+        return self._folder / keys.epoch_folder(outer_step)
+
+    def kept(self, head: Manifest, at: Sequence[int]) -> list[Kept]:
+        """Return what members may need since the oldest of the sets ``at``, newest first."""
+        oldest = min(at, default=head.outer_step)
+        found = []
+        for manifest in self._chain(head):
+            step = manifest.outer_step
+            if step < oldest:
+                break
+            path = self._folder / _SIGNED / f"{step}.json"
+            with suppress(OSError):
+                found.append(Kept(keys.outer_key(step, keys.MANIFEST), sha256_of(path), path))
+            files = dict(manifest.files) if step in at else {}
+            if step != max(at, default=0):  # a validator begins at the newest set
+                files.pop(keys.OUTER_STATE, None)
+            if manifest.update and step > oldest:
+                files[keys.UPDATE] = manifest.update
+            found += [
+                Kept(keys.outer_key(step, name), digest, self.place(step) / name)
+                for name, digest in files.items()
+            ]
+        return found
+
+    def _chain(self, head: Manifest) -> Iterator[Manifest]:
+        """Yield the manifests of our copy from the head back, as far as each names the next."""
+        last: Manifest | None = head
+        while last is not None:
+            yield last
+            wanted = last.previous
+            last = self.manifest(last.outer_step - 1) if wanted else None
+            if last is not None and last.digest != wanted:
+                return
+
+    def fits(self, one: Kept, info: ObjectInfo | None, *, most: int = SMALL) -> bool:
+        """Return whether the store holds these bytes; ``info`` is what it says of the object.
+
+        An object of at most ``most`` bytes is read; of another size and etag have to be the same.
+        """
+        if info is None:
+            return False
+        there = one.path.exists()
+        try:
+            if not there and one.path.name not in (keys.MODEL, keys.OUTER_STATE):
+                self.reader.fetch_signed(one.key, one.path, one.digest, limit=MOST_BYTES)
+            elif info.size <= most or (there and one.path.stat().st_size != info.size):
+                file, content = self.reader.open(one.key, within=_READ), sha256()
+                for at in range(0, file.size, _PIECE):
+                    content.update(file.read_at(at, min(_PIECE, file.size - at)))
+                if content.hexdigest() != one.digest:
+                    return False
+            else:
+                return self._etags.setdefault(one.key, info.etag) == info.etag
+        except _FAULTS:
+            return False
+        except NoRoomError:  # it is only without a copy
+            return True
+        self._etags[one.key] = info.etag
+        return True
+
+    def wrong(self, kept: Sequence[Kept], *, most: int) -> list[Kept]:
+        """Return the objects that the store lacks or holds with other bytes."""
+        listed = self.listed()
+        return [
+            one
+            for one in kept
+            # No member reads momentum and residual, which are the largest of all.
+            if not self.fits(
+                one,
+                listed.get(one.key),
+                most=min(most, SMALL) if one.path.name == keys.OUTER_STATE else most,
+            )
+        ]
+
+    def lost_manifests(self, head: Manifest) -> list[Kept]:
+        """Return the manifests of our copy, up to the head, that the store lacks or has wrong."""
+        found = []
+        for manifest in self._chain(head):
+            step = manifest.outer_step
+            path = self._folder / _SIGNED / f"{step}.json"
+            if path.exists() and self.stored_manifest(step) is None:
+                key = keys.outer_key(step, keys.MANIFEST)
+                found.append(Kept(key, sha256_of(path), path))
+        return found
+
+    def listed(self) -> Mapping[str, ObjectInfo]:
+        """Return what the store lists of outer steps, by key."""
+        return {info.key: info for info in self._retry(self._store.list_objects, "outer/")}
+
+    def remove_past(self, head: int, at: Sequence[int]) -> None:
+        """Remove the files that members do not need any more, but for the signed ones."""
+        remove_states(self._folder, before=min(at, default=head))
+        for step, folder in states(self._folder):
+            needless = _SETS if step not in at else () if step == max(at) else (keys.OUTER_STATE,)
+            for name in needless if step < head else ():
+                (folder / name).unlink(missing_ok=True)
