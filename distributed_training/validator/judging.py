@@ -339,8 +339,8 @@ def find_copies(uploads: Sequence[Accepted], earlier: Mapping[str, Tensor]) -> d
         # Which came first decides only where nothing else differs.
         order = sorted((one, other), key=lambda each: (-each.own_work[0], each.modified, each.uid))
         (more, error), (less, other_error) = (each.own_work for each in order)
-        sure = more - less >= _CERTAIN * math.hypot(error, other_error)
-        if sure or cosine > LONELY_COPY:
+        # If it is not sure, neither is one: nobody loses a close to an imitator.
+        if more - less >= _CERTAIN * math.hypot(error, other_error):
             blame(
                 order[1], cosine, limit, f"that of uid {order[0].uid}, whose own text gained more"
             )

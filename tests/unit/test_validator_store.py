@@ -1033,7 +1033,7 @@ ATTACKS: dict[str, tuple[Callable[[StoreMiner], bytes], set[str]]] = {
     # Judged as it would be merged, which is twice as long as usual.
     "hundredfold": (lambda m: m.encode(moved=[100 * t for t in m.moved]), {"worse", "merged"}),
     "noise": (_noise, {"worse", "carried", "merged"}),
-    "copy": (lambda m: m.encode(moved=m.world.miners[1].moved), {"copy"}),
+    "copy": (lambda m: m.encode(moved=m.world.miners[1].moved), {"copy", "merged"}),
     "another outer step's": (lambda m: m.encode(outer_step=m.outer_step + 1), {"other-close"}),
     "wrong pages": (lambda m: m.encode(blocks=(77_777,)), {"merged", "carried"}),
     "empty": (lambda m: b"", {"damaged"}),
