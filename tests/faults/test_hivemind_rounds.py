@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -190,3 +191,25 @@ def test_every_process_of_a_peer_ends_with_it(world_of: Callable[..., HivemindWo
     assert len(tree) >= 3  # DHT, p2pd, averager
     process.kill()
     wait_for(lambda: not any(map(is_running, tree)), "the end of all descendants", 30)
+
+
+def _note_fetch(fetched: set[int], uid: int, operation: str, _: str) -> None:
+    if operation.startswith("get"):
+        fetched.add(uid)
+
+
+def test_a_validator_that_judges_a_sample_fetches_no_more(
+    world_of: Callable[..., HivemindWorld],
+) -> None:
+    world = world_of(sample=1)
+    for n in (1, 2):
+        fetched = set[int]()
+        for uid, bucket in world.own.items():
+            bucket._before = partial(_note_fetch, fetched, uid)
+        manifest = world.average_round()
+        assert len(fetched) == 1 and len(manifest.merged) == 1
+        if n == 2:
+            assert manifest.averaged and manifest.averaging.participants == world.uids
+            assert manifest.averaging.difference is None  # not all uploads were fetched
+            entries = world.validator.standings.present()
+            assert all(entries[uid].all_reduce for uid in world.uids)

@@ -1,0 +1,197 @@
+"""Time an all-reduce of peer processes against stock hivemind's, and measure a peer's memory.
+
+    python -m bench.average --members 3 --parameters 30 --repeats 4
+
+Members average the values of an upload over loopback in float16, without the validator. The two
+ways take turns. Transfer is from the found group to the last value, the median of all members and
+rounds. Memory is the largest that the processes of one member have together, p2pd included.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+from bench.common import parser, table
+from distributed_training.chain.identity import identity_file, make_identity
+from distributed_training.exchange.hivemind import Answer, Order, PeerProcess, Ready, Settings
+from distributed_training.protocol.update_file import Header, UpdateLayout, finish, write_rows
+
+TENSORS, COLUMNS, SIZE, GATHER = 30, 1000, 1e-5, 3.0
+
+STOCK_PEER = """
+import json, sys, time
+import hivemind, torch
+from hivemind.averaging import DecentralizedAverager
+from hivemind.compression import Float16Compression
+
+
+class Averager(DecentralizedAverager):
+    async def _run_allreduce_inplace_(self, *given, **named):
+        began = time.monotonic()
+        await super()._run_allreduce_inplace_(*given, **named)
+        with open(times, "a") as file:
+            file.write(f"{time.monotonic() - began:.3f}\\n")
+
+
+peers, tensors, size, group, gather, times = json.loads(sys.argv[1])
+torch.set_num_threads(1)
+dht = hivemind.DHT(initial_peers=peers, host_maddrs=["/ip4/127.0.0.1/tcp/0"], start=True)
+averager = Averager(
+    averaged_tensors=[torch.randn(size) for _ in range(tensors)], dht=dht, start=True, prefix="p",
+    min_group_size=group, min_matchmaking_time=gather, request_timeout=gather / 4,
+    compression=Float16Compression())
+print(json.dumps([str(m) for m in dht.get_visible_maddrs()]), flush=True)
+for _ in sys.stdin:
+    averager.step(timeout=200, allow_retries=False)
+    print("done", flush=True)
+"""
+
+
+def write_upload(path: Path, schema: tuple[tuple[str, tuple[int, int]], ...]) -> None:
+    """Write an upload of random values, 4 bits each."""
+    header = Header(
+        kind="upload", run_id="bench", outer_step=1, serial=1, hotkey="x" * 40, start="0" * 64,
+        bits=4, inner_steps=1, tokens=1,
+    )  # fmt: skip
+    layout = UpdateLayout.of(schema, header)
+    for index, (_, shape) in enumerate(schema):
+        write_rows(path, layout, index, 0, torch.randn(shape) * SIZE)
+    finish(path, layout, lambda message: bytes(64))
+
+
+def memory_of(pid: int) -> int:
+    """Return the bytes of a process and its descendants; shared pages count once."""
+    total, root = 0, psutil.Process(pid)
+    for process in [root, *root.children(recursive=True)]:
+        try:
+            total += process.memory_full_info().pss
+        except psutil.Error:
+            continue  # it has just ended
+    return total
+
+
+class Ours:
+    """The peer processes of ``members``."""
+
+    def __init__(self, folder: Path, members: int, rows: int) -> None:
+        self.schema = tuple((f"w{i}", (rows, COLUMNS)) for i in range(TENSORS))
+        self.values = TENSORS * rows * COLUMNS
+        self.upload, self.times, self.serial = folder / "upload", folder / "ours", 0
+        write_upload(self.upload, self.schema)
+        os.environ["DT_BENCH_TIMES"] = str(self.times)
+        self.ready: dict[int, Ready] = {}
+        self.answers: dict[int, Answer] = {}
+        self.peers = [self._start(folder / str(i), i) for i in range(members)]
+        while len(self.ready) < members:
+            time.sleep(0.05)
+
+    def _start(self, folder: Path, i: int) -> PeerProcess:
+        folder.mkdir()
+        make_identity(folder)
+        peer = PeerProcess(
+            Settings(
+                self.schema, "bench", str(identity_file(folder)), "127.0.0.1", 0, gather=GATHER
+            ),
+            ready=lambda ready: self.ready.update({i: ready}),
+            answered=lambda answer: self.answers.update({i: answer}),
+            module="bench.timed_peer",
+        )
+        peer.start()
+        return peer
+
+    def round(self) -> None:
+        self.answers.clear()
+        self.serial += 1
+        at, usual = time.time() + 1, SIZE * self.values**0.5
+        found = [(ready.peer_id, ready.addresses) for _, ready in sorted(self.ready.items())]
+        for i, peer in enumerate(self.peers):
+            others = tuple(each for j, each in enumerate(found) if j != i)
+            upload = str(self.upload)
+            peer.order(Order(1, self.serial, at, at + 300, others, (), usual, upload))
+        while len(self.answers) < len(self.peers):
+            time.sleep(0.05)
+        if failed := [answer.failed for answer in self.answers.values() if answer.failed]:
+            sys.exit(f"our all-reduce failed: {failed[0]}")
+
+
+class Stock:
+    """As many peers of stock hivemind."""
+
+    def __init__(self, folder: Path, members: int, rows: int) -> None:
+        self.times, self.peers, first = folder / "stock", [], list[str]()
+        for _ in range(members):
+            given = json.dumps([first, TENSORS, rows * COLUMNS, members, GATHER, str(self.times)])
+            peer = subprocess.Popen(
+                [sys.executable, "-c", STOCK_PEER, given],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            )  # fmt: skip
+            assert peer.stdout is not None
+            found = json.loads(peer.stdout.readline())
+            first = first or found
+            self.peers.append(peer)
+
+    def round(self) -> None:
+        for peer in self.peers:
+            assert peer.stdin is not None
+            peer.stdin.write("go\n")
+            peer.stdin.flush()
+        for peer in self.peers:
+            assert peer.stdout is not None
+            if peer.stdout.readline() != "done\n":
+                sys.exit("the all-reduce of stock hivemind failed")
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--members", type=int, default=3)
+    options.add_argument("--parameters", type=int, default=30, help="in millions")
+    options.add_argument("--repeats", type=int, default=4)
+    given = options.parse_args()
+    rows = max(1, given.parameters * 1_000_000 // TENSORS // COLUMNS)
+    with tempfile.TemporaryDirectory() as name:
+        ours = Ours(Path(name), given.members, rows)
+        stock = Stock(Path(name), given.members, rows)
+        before = most = memory_of(ours.peers[0].pid)
+        for _ in range(given.repeats):
+            ours.round()
+            stock.round()
+        medians = [
+            statistics.median(map(float, way.times.read_text().split())) for way in (ours, stock)
+        ]
+        over = threading.Event()
+
+        def watch() -> None:
+            nonlocal most
+            while not over.wait(0.2):
+                most = max(most, memory_of(ours.peers[0].pid))
+
+        # Apart from the timed rounds: to look at a process's memory holds it up.
+        threading.Thread(target=watch, daemon=True).start()
+        ours.round()
+        over.set()
+        for peer in ours.peers:
+            peer.close()
+        for process in stock.peers:
+            process.kill()
+    head = ("members", "values", "ours", "stock", "ratio", "memory at rest", "most", "more a value")
+    row = (
+        given.members, f"{ours.values / 1e6:.0f} M", f"{medians[0]:.2f} s", f"{medians[1]:.2f} s",
+        f"{medians[0] / medians[1]:.2f}", f"{before / 1e6:.0f} MB", f"{most / 1e6:.0f} MB",
+        f"{(most - before) / ours.values:.1f} bytes",
+    )  # fmt: skip
+    table(head, [row])
+
+
+if __name__ == "__main__":
+    main()
