@@ -113,7 +113,7 @@ class Ours:
     def round(self) -> None:
         self.answers.clear()
         self.serial += 1
-        at, usual = time.time() + 1, SIZE * self.values**0.5
+        at, usual = time.time() + 10, SIZE * self.values**0.5  # decoded by then
         found = [(ready.peer_id, ready.addresses) for _, ready in sorted(self.ready.items())]
         for i, peer in enumerate(self.peers):
             others = tuple(each for j, each in enumerate(found) if j != i)
