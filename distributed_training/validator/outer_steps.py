@@ -277,8 +277,8 @@ class OuterSteps:
     def seconds_of_other(self, period: float) -> float:
         """Return the seconds until nobody leads the network; 0 or less: nobody does.
 
-        Whoever leads renews the state at half of a ``period`` (seconds). Raises AnotherLeadsError
-        if somebody has since the start.
+        Whoever leads renews the state within half of a ``period`` (seconds). Raises
+        AnotherLeadsError if somebody has since the start.
         """
         assert self.state is not None
         found = self.own.stored_state()

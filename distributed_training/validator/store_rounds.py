@@ -342,7 +342,8 @@ class StoreValidator(Validator):
             self._show(now)
         state = steps.state
         renewal = renewed(state, now=now, period=self._period, finished=self.finished)
-        if state.finished != renewal.finished or now > state.written_at + self._period / 2:
+        # Well before half a period, from which on another process may lead.
+        if state.finished != renewal.finished or now > state.written_at + self._period / 4:
             steps.write(renewal)
         if self._reached_step is not None:
             return self._publish(self._reached_step)

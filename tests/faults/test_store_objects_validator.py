@@ -364,6 +364,24 @@ def test_newcomer_stops_when_the_leader_renews(base: Base) -> None:
     first.tick()  # and the leader stays
 
 
+def test_newcomer_that_looks_before_the_leader_stops(base: Base) -> None:
+    world = base.again()
+    world.restarted()
+    first = world.validator
+    world.closing.pop_all()  # both run
+    world.restarted(folder=base.empty())
+
+    def pass_period() -> None:
+        for _ in range(30):
+            world.clock.ahead += PERIOD / 30
+            world.tick()
+            first._looked = -100.0
+            first.tick()
+
+    with pytest.raises(AnotherLeadsError, match="with --take-over"):
+        pass_period()
+
+
 def test_newcomer_that_takes_over_ends_the_leader(base: Base) -> None:
     world, config = base.again(), base.world.config
     world.restarted()
