@@ -133,7 +133,7 @@ BUILT_IN = {
     for name, file in {
         PUBLIC: "dstrbtd-sn38",
         "local": "local",
-        "local-hivemind": "local-hivemind",
+        "local-sn38": "local-sn38",
     }.items()
 }
 LARGEST_FILE = 1 << 20  # bytes, of the file, and of the model's file next to it

@@ -111,7 +111,7 @@ PRESETS: dict[str, Mapping[str, str]] = {
     },
     # Of a neuron. The subnet's rules are in its file.
     "local": {
-        "network": "local",
+        "network": "local-sn38",
         "neuron.device": "cpu",
         "neuron.page_port": "off",  # the whole subnet has one
         "neuron.local_batch_size_train": "2",

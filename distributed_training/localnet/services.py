@@ -476,7 +476,7 @@ class Services:
     def _write_network(self, peer_id: str) -> None:
         """Write the rules of this subnet. ``peer_id``: of the validator's identity in a swarm."""
         options, master = self.options, self.wallet(self._validator)
-        rules = built_in_rules("local-hivemind" if options.exchange == "hivemind" else "local")
+        rules = built_in_rules("local" if options.exchange == "hivemind" else "local-sn38")
         rules = of_exchange(rules, "hivemind" if options.exchange == "sn38" else options.exchange)
         rules.pop("run_id")  # it follows from the file
         changed = {

@@ -95,7 +95,7 @@ def test_from_nothing_to_a_member_that_uploads(tmp_path: Path) -> None:
             assert miner.poll() is None, miners_log.read_text()[-3000:]
             events = founder / "lab" / "validator" / "events.jsonl"
             return any(
-                e.get("uid") == 1 and e["kind"] == "upload_seen" for e in read_events(events)
+                e.get("uid") == 1 and e["kind"] == "upload_scored" for e in read_events(events)
             )
 
         wait_for(judged, "an upload of the member that the validator has seen", PATIENCE, every=1.0)

@@ -373,7 +373,7 @@ def test_one_who_was_expelled_is_told_so_once(
 
 
 def test_the_doctor_runs_for_real(lab: Lab, home: Path, invitation: str) -> None:
-    """It runs as a program; a network without a validator fails some of its checks."""
+    """It runs as a program; a network without a validator has a warning."""
     here = home / "here"
     write_keys(lab, here)
     done = subprocess.run(
@@ -382,9 +382,9 @@ def test_the_doctor_runs_for_real(lab: Lab, home: Path, invitation: str) -> None
         cwd=here, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True, text=True, timeout=110,
     )  # fmt: skip
-    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"✓ ok +bucket +lab-\d{3}: R2_WRITE writes, R2_READ only reads", done.stdout)
-    assert done.stdout.splitlines()[-1] == "the start, once nothing fails: dt-miner"
+    assert done.stdout.splitlines()[-1] == "the start: dt-miner"
 
 
 def test_keys_that_the_registry_hands_out_are_in_the_env_file(

@@ -14,7 +14,7 @@ ALICE = Keypair.create_from_uri("//Alice")
 
 
 def network_file(
-    folder: Path, rules: Mapping[str, Any], *, base: str = "local", signer: Any = ALICE
+    folder: Path, rules: Mapping[str, Any], *, base: str = "local-sn38", signer: Any = ALICE
 ) -> str:
     """Write ``network.toml`` into ``folder``; return its path.
 

@@ -285,7 +285,7 @@ def test_an_audit_of_a_copy_names_each_wrong_file(
 def test_a_network_without_a_chain_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert network_command.main(["audit", "local", "--from", str(tmp_path)]) == 2
+    assert network_command.main(["audit", "local-sn38", "--from", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: this network's rounds do not go through its store")
 

@@ -173,8 +173,8 @@ class TestValidator:
             (["--dht.ip", "8.8.8.8"], EVERYWHERE),
             (["--dht.ip", "10.0.0.1"], NETWORK),
             (["--preset", "local"], MACHINE),
-            (["--network", "local"], MACHINE),
-            (["--network", "local", "--dht.ip", "8.8.8.8"], EVERYWHERE),
+            (["--network", "local-sn38"], MACHINE),
+            (["--network", "local-sn38", "--dht.ip", "8.8.8.8"], EVERYWHERE),
         ],
     )
     def test_its_own_reach_decides(self, flags: list[str], expected: Reach) -> None:

@@ -68,7 +68,7 @@ def test_every_program_names_the_three_ways_and_writes_nothing(
 @given(st.lists(st.sampled_from(PLACES), unique=True), st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
 def test_the_strongest_place_names_it(folder: Path, places: list[str], data: st.DataObject) -> None:
-    names = {place: data.draw(st.sampled_from(["sn38", "local"])) for place in places}
+    names = {place: data.draw(st.sampled_from(["sn38", "local-sn38"])) for place in places}
     (folder / ".env").write_text(f"DT_NETWORK={names.get('.env', '')}\n")
     toml = names.get("miner.toml")
     (folder / "miner.toml").write_text(f'network = "{toml}"\n' if toml else "")

@@ -73,8 +73,8 @@ def test_memory_verdicts(share: float, verdict: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("words", "network", "overlaps"),
-    [([], "local", True), ([], "sn38", False), (["--neuron.train_in_rounds"], "sn38", True),
-     (["--neuron.train_in_rounds", "false"], "local", False)],
+    [([], "local-sn38", True), ([], "sn38", False), (["--neuron.train_in_rounds"], "sn38", True),
+     (["--neuron.train_in_rounds", "false"], "local-sn38", False)],
 )  # fmt: skip
 def test_inner_steps_go_on_in_rounds_where_the_memory_is_there(
     words: list[str], network: str, overlaps: bool, monkeypatch: pytest.MonkeyPatch

@@ -105,7 +105,7 @@ def test_uploads_and_rounds_are_counted_by_the_hour_and_after_days_by_the_day(
 @settings(max_examples=10, deadline=None)
 @given(st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=20))
 def test_name_and_price_are_read_back_from_the_settings_of_a_start(name: str) -> None:
-    flags = ["--network", "local", "--neuron.name", name, "--cost.price_per_hour", "2.5"]
+    flags = ["--network", "local-sn38", "--neuron.name", name, "--cost.price_per_hour", "2.5"]
     try:
         config = load_config("miner", flags, environ=KEYS, dotenv=None, check=False)
     except ConfigError:

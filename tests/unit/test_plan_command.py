@@ -91,7 +91,7 @@ def test_a_plan_goes_by_the_networks_file(
     assert found["sent"] == pytest.approx(134_105_856 * 0.266 * 1.06, rel=0.03)
     assert found["received"] == pytest.approx(134_105_856 * 0.516 * 1.05, rel=0.02)
     assert found["inner_steps"] * found["step_seconds"] == pytest.approx(1200, rel=0.02)
-    paused, local = (plan(capsys, "--network", name, *machine) for name in ("sn38", "local"))
+    paused, local = (plan(capsys, "--network", name, *machine) for name in ("sn38", "local-sn38"))
     assert not paused["fits"] and "stored" not in local
 
 

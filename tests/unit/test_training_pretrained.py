@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from distributed_training.chain.identity import load_wallet
 from distributed_training.config import Config, ConfigError, load_config
 from distributed_training.data.tokenizer import build_tokenizer
 from distributed_training.founder import Plan
@@ -52,7 +53,7 @@ MODEL = {
 }
 WORDS = ("--name", "lab", "--host", "192.0.2.7", "--registry", "https://registry.example.org")
 WORDS += ("--data-source", "stdlib", "--set", "training.sequence_length=64")
-WORDS += ("--exchange", "hivemind")
+WORDS += ("--exchange", "store", "--store", "https://s3.example.org")
 
 
 def saved(folder: Path, *, tied: bool, sharded: bool, dtype: torch.dtype, words: int = 264) -> Path:
@@ -245,8 +246,11 @@ class Founded:
 
     def start(self, config: Config) -> tuple[program.GlobalState, float]:
         """Start the validator; its state and its held-out loss."""
+        parts = self.world.parts()
+        master = load_wallet(config.chain)
         parts = dataclasses.replace(
-            self.world.parts(),
+            parts,
+            member=dataclasses.replace(parts.member, wallet=master),
             vocabulary=264,
             eos_id=256,
             held_out={config.held_out_name: self.text},
@@ -327,7 +331,7 @@ def test_a_network_whose_key_is_lost_continues_as_another_by_one_command(
     state, _ = network.start(network.config())
     file = network.folder / "network.toml"
     shutil.rmtree(network.folder / "wallets")
-    words = ["--of", str(file), *WORDS[:6], "--set", "training.warmup_steps=7"]
+    words = ["--of", str(file), *WORDS[:6], *WORDS[-2:], "--set", "training.warmup_steps=7"]
     assert main(["succeed", str(tmp_path / "next"), *words]) == 0
     old, new = (
         flatten(tomllib.loads(path.read_text()))
