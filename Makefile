@@ -6,7 +6,7 @@
 # make coverage                   lines and branches that the unit tests run, by file
 # make gpu    measures everything that is claimed of a GPU on this machine's; no set-up needed
 # make clean  removes the environment and what was built; no miner's run folder
-# make lint, make size              linters and types; the size of the code and its goals
+# make lint, make size              linters and types; the size of the code, its goals and ratchet
 # make docs                         the documents as a site: build/site/index.html
 # make wheel                        the wheel of this commit, for members: build/wheel
 # make release                      checks, then the wheel, its sources and notes: build/release
