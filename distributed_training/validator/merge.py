@@ -1,9 +1,9 @@
 """Merge the uploads of a close into the update of an outer step (protocol page, section 12).
 
-The accepted uploads that help are clipped and averaged, each with weight 1, or the outer rule
-merges them itself. It makes an update of the result. The *residual*, which quantization took from
-the update before, is added. The sum is quantized; its loss becomes the next residual. So no merged
-upload is ever lost, and all apply the same bytes, the validator too.
+The accepted uploads that help are clipped, added and divided by what they gain together, or the
+outer rule merges them itself. It makes an update of the result. The *residual*, which quantization
+took from the update before, is added. The sum is quantized; its loss becomes the next residual. So
+no merged upload is ever lost, and all apply the same bytes, the validator too.
 
 What is usual (the norm, the inner steps, the distance of two uploads) follows only from uploads
 that help: noise and uploads that move nothing would else decide it.
@@ -183,6 +183,24 @@ def merge_factors(uploads: Sequence[Measured], chain: Sequence[Manifest]) -> lis
     ]
 
 
+def whole_uploads(uploads: Sequence[Measured]) -> float:
+    """Return how many usual uploads the uploads of a close that help amount to, a float32.
+
+    Their sum is divided by it. One of half of the median gain or norm counts as half an upload:
+    else whoever trains less, or hides its training under noise, would make the outer step shorter
+    for all. The norm tells, too, since half of an upload gains more than half as much. None counts
+    as more than one. Where too few help, and so all are merged, each counts 1.
+    """
+    helps = helpful(uploads)
+    if 2 * sum(helps) < len(uploads):
+        return float(len(uploads))
+    helping = [each for each, good in zip(uploads, helps, strict=True) if good]
+    gain = statistics.median_high(each.gain for each in helping)
+    norm = statistics.median_low(each.norm for each in helping)  # half may be far too long
+    parts = (min(1.0, each.gain / gain, each.norm / norm) for each in helping)
+    return float(np.float32(math.fsum(parts)))
+
+
 def clip_factor(norm: float, longest: float) -> float:
     """Return the float32 by which an upload is multiplied, so that it is no longer."""
     return float(np.float32(min(1.0, longest / norm)))
@@ -230,6 +248,7 @@ def merge(
     path: Path,
     layout: UpdateLayout,
     sign: Sign,
+    divisor: float | None = None,
     facts: Sequence[UploadFacts] = (),
 ) -> tuple[str, OuterState]:
     """Write the update into ``path``; return its digest, and the state after it.
@@ -241,6 +260,8 @@ def merge(
         path: Where no file is yet.
         layout: Of the update, with its header.
         sign: By the master.
+        divisor: Of the uploads' sum, a float32, from :func:`whole_uploads`. None: their number, as
+            in manifests from before uploads were carried over.
         facts: Of each upload, for a rule that merges them itself.
 
     Raises OSError, ConfigError where the outer rule is unknown or fails, and ValueError for values
@@ -270,7 +291,7 @@ def merge(
                 mean = next(clipped)
                 for rows in clipped:
                     mean.add_(rows)
-                mean.div_(len(counted))
+                mean.div_(len(counted) if divisor is None else divisor)
             step, new_momentum[a:b] = _step(
                 rule, weight[a:b], mean, None if momentum is None else momentum[a:b]
             )

@@ -44,6 +44,7 @@ from distributed_training.validator.merge import (
     merge_factors,
     norm_of,
     subtract,
+    whole_uploads,
 )
 
 _MOMENTUM, _RESIDUAL = "momentum/", "residual/"  # before a parameter's name, in state.safetensors
@@ -300,6 +301,7 @@ class Chain:
             path=path,
             layout=UpdateLayout.of(self.schema, update.header),
             sign=lambda message: _UNSIGNED,
+            divisor=_divisor(manifest),
             facts=[UploadFacts(m.tokens, m.norm, m.improvement) for m in _counted(manifest)],
         )
         path.unlink()
@@ -363,8 +365,10 @@ class Chain:
             return self.set_of(manifest)
         update = self.update(manifest, before)
         try:
-            uploads = [self.upload(manifest, each, before) for each in manifest.merged]
-            return self.take_step(found, manifest, update=update, uploads=uploads)
+            values: list[Values] = [self.average(manifest)] if manifest.averaged else []
+            for each in [] if values else _counted(manifest):
+                values.append(self.upload(manifest, each, before))
+            return self.take_step(found, manifest, update=update, uploads=values)
         except ChainBroken:
             return self._subtract(found, manifest, update)
 
@@ -458,7 +462,7 @@ class Chain:
 
     def _require_uploads(self, manifest: Manifest) -> None:
         """Raise ChainBroken if merged uploads are missing of an outer step that keeps them."""
-        wanted = [keys.merged_key(manifest.outer_step, each.uid) for each in manifest.merged]
+        wanted = [keys.merged_key(manifest.outer_step, each.uid) for each in _counted(manifest)]
         if gone := [key for key in wanted if self._bucket.head(key) is None]:
             many = f" (and {len(gone) - 1} more)" if gone[1:] else ""
             raise ChainBroken(gone[0] + many, "is missing, so nobody can compute the merge again")
@@ -542,6 +546,14 @@ def _check_rules(manifest: Manifest, chain: Sequence[Manifest], versions: Versio
     named = Rule(manifest.rule, manifest.learning_rate, manifest.mu)
     if named != rule and manifest.rewound_to is None:  # which has those of its weights
         raise ChainBroken(key, f"goes by {named}, and version {number} of the file by {rule}")
+
+
+def _divisor(manifest: Manifest) -> float | None:
+    """Return by what the sum of the merged uploads, or their average, was divided."""
+    if any(each.chance is None for each in manifest.merged):
+        return None
+    whole = whole_uploads(measured(manifest))
+    return whole / len(manifest.merged) if manifest.averaged else whole
 
 
 def _counted(manifest: Manifest) -> list[Merged]:

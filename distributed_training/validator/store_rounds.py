@@ -81,6 +81,7 @@ from distributed_training.validator.merge import (
     longest_norm,
     merge,
     merge_factors,
+    whole_uploads,
 )
 from distributed_training.validator.outer_steps import (
     SERIALS,
@@ -688,7 +689,8 @@ class StoreValidator(Validator):
         ``average``: the values that the members have averaged, in place of the uploads' mean.
         """
         ordered = [close.accepted[uid] for uid in sorted(uids)]
-        factors = merge_factors([one.measured for one in ordered], self._steps.history)
+        found = [one.measured for one in ordered]
+        factors, whole = merge_factors(found, self._steps.history), whole_uploads(found)
         steps, count = self._steps_of(close, ordered), sum(map(bool, factors))
         path = self._steps.place(close.state.outer_step + 1) / keys.UPDATE
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -712,6 +714,7 @@ class StoreValidator(Validator):
             path=path,
             layout=UpdateLayout.of(self.state.schema, header),
             sign=self._steps.sign,
+            divisor=whole if average is None else whole / len(found),
             # As the manifest has them: whoever replays the step must get the same bits.
             facts=[UploadFacts(u.file.header.tokens, u.norm, u.improvement) for u in ordered],
         )

@@ -29,11 +29,14 @@ from distributed_training.validator.merge import (
     merge,
     merge_factors,
     norm_of,
+    whole_uploads,
 )
 from distributed_training.validator.replay import Chain, write_set
 
 RUN_ID = "0123456789ab"
 MASTER = "5GrwvaEF5zXb26Fz9rcQpDWS57CtERHpNehXCPcNoHGKutQY"
+#: The (uid, outer step) of an upload that a bucket here has carried over.
+CARRIED = (2, 5)
 #: Whole groups and short ones, a vector that is longer than a group, a scalar.
 SCHEMA = [("a", (3, 300)), ("b", (257,)), ("c", (2, 2, 130)), ("d", ())]
 
@@ -113,7 +116,9 @@ def publish_chain(
                 path = folder / f"uploads/{uid}.safetensors"
                 files.append(write_file(path, drawn(100 * step + uid, size), upload))
             norms = [norm_of(file) for file in files]
-            found = [Measured(n, uid / 9, 0.0) for uid, n in zip(uids, norms, strict=True)]
+            # One is carried over in one outer step, so nobody can read its upload.
+            gains = [0.0 if (uid, step) == CARRIED else uid / 9 for uid in uids]
+            found = [Measured(n, gain, 0.0) for n, gain in zip(norms, gains, strict=True)]
             factors = merge_factors(found, chain)
             update, after = merge(
                 files,
@@ -123,17 +128,22 @@ def publish_chain(
                 path=folder / keys.UPDATE,
                 layout=UpdateLayout.of(SCHEMA, head),
                 sign=sign,
+                divisor=whole_uploads(found),
                 facts=[
-                    UploadFacts(61440 + uid, n, uid / 9) for uid, n in zip(uids, norms, strict=True)
+                    UploadFacts(61440 + uid, n, gain)
+                    for uid, n, gain in zip(uids, norms, gains, strict=True)
                 ],
             )
             states.append(after)
             merged = [
-                Merged(
-                    uid, hotkey_of(uid), file.digest, norm, factor, uid / 9, 30, 61440 + uid, 0.0
+                Merged(uid, hotkey_of(uid), file.digest, norm, factor, gain, 30, 61440 + uid, 0.0)
+                for uid, file, norm, factor, gain in zip(
+                    uids, files, norms, factors, gains, strict=True
                 )
-                for uid, file, norm, factor in zip(uids, files, norms, factors, strict=True)
             ]
+            for uid, factor in zip(uids, factors, strict=True):
+                if not factor:
+                    (folder / f"uploads/{uid}.safetensors").unlink()
         whole = step % weights_every == 0
         folder.mkdir(parents=True, exist_ok=True)
         at += [step] if whole else []

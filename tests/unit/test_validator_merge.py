@@ -43,6 +43,7 @@ from distributed_training.validator.merge import (
     merge_factors,
     norm_of,
     subtract,
+    whole_uploads,
 )
 from tests.tools.outer_steps import SCHEMA, drawn, header, hotkey_of, sign, write_file
 from tests.toys.merges import MERGES, Merge
@@ -66,14 +67,19 @@ def uploads_in(
     ]
 
 
-def merge_steps(folder: Path, steps: int = 3, rule: Rule = RULE) -> list[OuterState]:
+def merge_steps(
+    folder: Path, steps: int = 3, rule: Rule = RULE, divisor: float | None = None
+) -> list[OuterState]:
     """Return the states before, between and after some outer steps."""
     states = [OuterState(drawn(99))]
     for outer_step in range(steps):
         layout = UpdateLayout.of(SCHEMA, header("update", outer_step))
         uploads = uploads_in(folder, outer_step)
         path = folder / f"{outer_step}.update"
-        _, after = merge(uploads, FACTORS, states[-1], rule, path=path, layout=layout, sign=sign)
+        _, after = merge(
+            uploads, FACTORS, states[-1], rule,
+            path=path, layout=layout, sign=sign, divisor=divisor,
+        )  # fmt: skip
         states.append(after)
     return states
 
@@ -82,10 +88,12 @@ def open_update(folder: Path, outer_step: int) -> UpdateFile:
     return UpdateFile.reopen(folder / f"{outer_step}.update", SCHEMA)
 
 
-def test_merge_is_that_of_plain_numpy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("divisor", [None, 2.7])
+def test_merge_is_that_of_plain_numpy(divisor: float | None, tmp_path: Path) -> None:
     """float32, an operation after the other: numpy has no fused ones."""
-    states = merge_steps(tmp_path)
-    lr, mu, n = np.float32(RULE.learning_rate), np.float32(RULE.mu), np.float32(len(FACTORS))
+    states = merge_steps(tmp_path, divisor=divisor)
+    lr, mu = np.float32(RULE.learning_rate), np.float32(RULE.mu)
+    n = np.float32(divisor or len(FACTORS))
     for index, (name, shape) in enumerate(SCHEMA):
         weight = states[0].weights[index].numpy()
         momentum, residual = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
@@ -311,6 +319,28 @@ def test_which_uploads_are_merged_and_how_they_are_clipped(
     assert merge_factors(uploads, closes(*history)) == factors
 
 
+@pytest.mark.parametrize(
+    "uploads, divisor",
+    [
+        (found((1, 1)), 1.0),
+        (found((1, 1), (1, 0.5)), 1.5),
+        (found((1, 1), (1, 3)), 4 / 3),
+        # Training under noise that gains two fifths: the outer step keeps its length.
+        (found(*[(1, 1)] * 4, *[(2, 0.4)] * 3), 5.2),
+        # Two fifths of an upload gain more than two fifths, and count as that.
+        (found(*[(1, 1)] * 4, *[(0.4, 0.5)] * 3), 5.2),
+        # Whoever is far too long is clipped, and makes no other count less.
+        (found((1, 1), (1, 1), (1000, 1), (1000, 1)), 4.0),
+        # What is carried over does not count, and whoever gains more counts once.
+        (found(*[(1, 1)] * 4, (1, 0.1), (1, -1), (1, 9)), 5.0),
+        # Too few help, and all are merged.
+        (found((1, 1), (1, 0), (1, 0)), 3.0),
+    ],
+)
+def test_the_sum_is_divided_by_what_uploads_gain(uploads: list[Measured], divisor: float) -> None:
+    assert whole_uploads(uploads) == pytest.approx(divisor, rel=1e-6)
+
+
 GAINS = st.floats(0.3, 1.0)  # of honest members at one close; twice as much as others is usual
 
 
@@ -348,6 +378,9 @@ def test_factors_are_bounded_and_somebody_is_always_merged(
     measured, chain = found(*uploads), closes(*history)
     factors, helps = merge_factors(measured, chain), helpful(measured)
     assert all(0 <= factor <= 1 for factor in factors) and any(factors)
+    whole = whole_uploads(measured)
+    assert 0 < whole <= sum(map(bool, factors))
+    assert np.float32(whole) == whole
     assert all(np.float32(factor) == factor for factor in factors)
     longest = longest_norm(measured, chain)
     assert all(m.norm * f <= longest * (1 + 1e-6) for m, f in zip(measured, factors, strict=True))

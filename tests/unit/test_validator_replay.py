@@ -22,6 +22,7 @@ from distributed_training.training.outer_rule import OUTER_RULES, OuterRule, nes
 from distributed_training.validator.merge import OuterState, Rule
 from distributed_training.validator.replay import ChainBroken
 from tests.tools.outer_steps import (
+    CARRIED,
     MASTER,
     RUN_ID,
     SCHEMA,
@@ -113,6 +114,17 @@ def test_a_missing_upload_ends_a_replay_and_is_named(bucket: Path, tmp_path: Pat
     chain = open_chain(bucket, tmp_path)
     with pytest.raises(ChainBroken, match=r"^outer/9/uploads/5.safetensors is missing$"):
         chain.replay(chain.state())
+
+
+def test_a_recovery_keeps_the_momentum_where_an_upload_was_carried_over(
+    published: tuple[Path, list[OuterState]], tmp_path: Path
+) -> None:
+    """The carried upload is not in the bucket: nothing of it is needed."""
+    bucket, states = published
+    assert not (bucket / keys.merged_key(CARRIED[1], CARRIED[0])).exists()
+    found = open_chain(bucket, tmp_path).newest([4])
+    assert found is not None
+    assert found[0].outer_step == STEPS and found[1].digests == states[-1].digests
 
 
 def test_an_audit_of_sound_publications_finds_no_problem(
