@@ -1,7 +1,7 @@
 """A real miner of a local subnet under a real pm2: a restart in mid-upload, a stop in mid-round.
 
 After each it takes the next round with everybody. The rest of a life (an update, a reboot, a lost
-registration) is in test_launcher_pm2.py, with ranks that train nothing.
+registration) is in tests/promises/test_pm2.py, with ranks that train nothing.
 """
 
 from __future__ import annotations

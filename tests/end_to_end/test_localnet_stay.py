@@ -3,8 +3,8 @@
 Doctor and score take the settings of its folder, as an operator's do. Other files have the rest of
 an operator's days:
 
-- restart, stop, kill, reboot under pm2: test_localnet_pm2.py, test_launcher_pm2.py, test_kills.py
-- an update: test_launcher_pm2.py
+- restart, stop, kill, reboot under pm2: test_localnet_pm2.py, test_pm2.py, test_kills.py
+- an update: test_pm2.py (promises)
 - the page in each state: test_page.py
 - the doctor's rows, a lost uid: test_running_miner.py
 """

@@ -3,6 +3,9 @@
 A miner trains on all that a machine has, for as long as it runs. Where a test asks what else
 happens in a subnet, that only takes the cores from what it waits for and from other tests.
 Nothing else differs. The fork server imports this file last, so that its ranks have the pause.
+
+``PACED_HELD`` is the path of a file that has a miner's name. While it exists, each micro-batch of
+that miner lasts ``HELD`` seconds; steps of half as long are logged as slow ones.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 PAUSE = 2.0  # seconds for each that a micro-batch took of a core
+HELD = 12.0
 ALONE = 9.0  # the same, where it is the whole step: such steps take about as long as others
 
 if __name__ == "__main__":
@@ -22,13 +26,19 @@ if __name__ == "__main__":
     from distributed_training.miner import rank_group
     from distributed_training.miner.__main__ import main
 
+    if Path(os.environ.get("PACED_HELD", "")).name not in sys.argv:
+        os.environ.pop("PACED_HELD", None)
     rank_group.PRELOAD = (*rank_group.PRELOAD, "tests.tools.paced_miner")
     sys.exit(main())
 else:  # in the fork server
+    from distributed_training.protocol import lines
     from distributed_training.training.trainer import Trainer
 
     _add = Trainer.add_micro_batch
     _least = float(os.environ.get("PACED_STEP", "0"))  # seconds; see subnet_tools.py
+    _held = os.environ.get("PACED_HELD")
+    if _held:
+        lines.SLOW_STEP = HELD / 2
 
     @functools.wraps(_add)
     def _paced(self: Trainer, *batch: Any, **more: Any) -> Any:
@@ -40,5 +50,7 @@ else:  # in the fork server
             pause *= time.thread_time() - worked
             rest = _least / self.batch_plan.micro_batches - (time.monotonic() - began)
             time.sleep(max(pause, rest))
+            while _held and Path(_held).exists() and time.monotonic() - began < HELD:
+                time.sleep(0.1)
 
     Trainer.add_micro_batch = _paced

@@ -1,6 +1,6 @@
 """scripts/update.sh with real git and a stand-in for pm2, whose miner trains as soon as it starts.
 
-tests/end_to_end/test_launcher_pm2.py has real pm2 and a real launcher.
+tests/promises/test_pm2.py has real pm2 and a real launcher.
 """
 
 from __future__ import annotations
