@@ -188,8 +188,9 @@ def whole_uploads(uploads: Sequence[Measured]) -> float:
 
     Their sum is divided by it. One of half of the median gain or norm counts as half an upload:
     else whoever trains less, or hides its training under noise, would make the outer step shorter
-    for all. The norm tells, too, since half of an upload gains more than half as much. None counts
-    as more than one. Where too few help, and so all are merged, each counts 1.
+    for all. The norm tells, too, since half of an upload gains more than half as much. Where chance
+    explains why it gains less, it counts 1: late in training steps would else grow by mere chance.
+    None counts as more than one. Where too few help, and so all are merged, each counts 1.
     """
     helps = helpful(uploads)
     if 2 * sum(helps) < len(uploads):
@@ -197,7 +198,7 @@ def whole_uploads(uploads: Sequence[Measured]) -> float:
     helping = [each for each, good in zip(uploads, helps, strict=True) if good]
     gain = statistics.median_high(each.gain for each in helping)
     norm = statistics.median_low(each.norm for each in helping)  # half may be far too long
-    parts = (min(1.0, each.gain / gain, each.norm / norm) for each in helping)
+    parts = (min(1.0, (each.gain + each.chance) / gain, each.norm / norm) for each in helping)
     return float(np.float32(math.fsum(parts)))
 
 

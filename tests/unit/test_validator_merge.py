@@ -338,7 +338,13 @@ def test_which_uploads_are_merged_and_how_they_are_clipped(
     ],
 )
 def test_the_sum_is_divided_by_what_uploads_gain(uploads: list[Measured], divisor: float) -> None:
-    assert whole_uploads(uploads) == pytest.approx(divisor, rel=1e-6)
+    certain = [each._replace(chance=1e-9) for each in uploads]
+    assert whole_uploads(certain) == pytest.approx(divisor, rel=1e-6)
+
+
+def test_an_upload_that_gains_less_by_chance_counts_whole() -> None:
+    assert whole_uploads(found((1, 1), (1, 0.6), (1, 1), chance=0.4)) == 3.0
+    assert whole_uploads(found((1, 1), (1, 0.6), (1, 1), chance=0.2)) == pytest.approx(2.8)
 
 
 GAINS = st.floats(0.3, 1.0)  # of honest members at one close; twice as much as others is usual
