@@ -28,13 +28,11 @@ from distributed_training.common.memory import DISK_RESERVE, checkpoint_bytes
 from distributed_training.config import Config
 from distributed_training.config.versions import Versions, has_versions
 from distributed_training.exchange.base import Close
-from distributed_training.exchange.hivemind import HivemindRounds, Membership
 from distributed_training.exchange.own_uploads import OwnUploads
 from distributed_training.exchange.store_rounds import StoreRounds
 from distributed_training.network import FILE
 from distributed_training.node.buckets import open_as_member, open_own
 from distributed_training.node.identity import Member, commit, keep_state
-from distributed_training.node.peer import announcer, peer_settings
 from distributed_training.node.start import require_data
 from distributed_training.protocol import lines
 from distributed_training.protocol.keys import miner_bucket
@@ -160,6 +158,9 @@ def open_connections(
 def _kind_of_rounds(config: Config, member: Member) -> Callable[..., StoreRounds]:
     if not config.averages:
         return StoreRounds
+    # Only here: a member of a store network has nothing of it in its memory.
+    from distributed_training.exchange.hivemind import HivemindRounds, Membership
+
     return partial(
         HivemindRounds,
         membership=Membership(
@@ -337,7 +338,12 @@ class RankZero:
         watcher.start()
         if text:
             commit(member, text)
-        if isinstance(rounds := self._connections.rounds, HivemindRounds):
+        rounds = self._connections.rounds
+        if config.averages:
+            from distributed_training.exchange.hivemind import HivemindRounds
+            from distributed_training.node.peer import announcer, peer_settings
+
+            assert isinstance(rounds, HivemindRounds)
             settings = peer_settings(config, trainer.schema, context.folder)
             rounds.open_peer(settings, announcer(config, member))
         largest = largest_file(trainer.schema, _UPDATE_BITS)

@@ -134,7 +134,7 @@ class AveragingValidator(StoreValidator):
     def _choose_awaited(self, serial: int, miners: Sequence[Neuron]) -> frozenset[str]:
         hotkeys, most = [miner.hotkey for miner in miners], self._rules.settings.sample
         draw = most and len(hotkeys) > most
-        self._sampled = frozenset(self._rng.sample(hotkeys, most)) if draw else None
+        self._sampled = frozenset(self._draw(serial).sample(hotkeys, most)) if draw else None
         awaited = super()._choose_awaited(serial, miners)
         return awaited if self._sampled is None else awaited & self._sampled
 

@@ -19,6 +19,7 @@ import logging
 import math
 import os
 import random
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -209,7 +210,7 @@ class StoreValidator(Validator):
         self._outer_rule = Rule.of(config)
         self._uploads = run.folder / "uploads"  # of the present close
         self._patience = max(_SILENT, self._grace)  # seconds that one upload has to come
-        self._rng = random.Random(self._rules.settings.seed or None)
+        self._seed = self._rules.settings.seed or secrets.randbits(62)
         self._close: _Close | None = None
         self._reached_step: _Reached | None = None
         self._samples = KnownSamples(run.folder / "samples", judge.secret)
@@ -352,9 +353,10 @@ class StoreValidator(Validator):
             return False
         miners = self._miners()
         if self._close is None or self._close.state.serial != state.serial:
+            draw = self._draw(state.serial)
             self._close = _Close(
                 state,
-                [self._rng.randrange(*random_block_range(block)) for _ in range(self._texts)],
+                [draw.randrange(*random_block_range(block)) for _ in range(self._texts)],
                 time.monotonic(),
                 max(state.closes_at + state.grace, now) + self._period / 2,
                 self._choose_awaited(state.serial, miners),
@@ -373,6 +375,10 @@ class StoreValidator(Validator):
             u: one for u, one in close.accepted.items() if present.get(u) == one.hotkey
         }
         return self._end(close, block, now)
+
+    def _draw(self, serial: int) -> random.Random:
+        """Return what draws for a close: the same after a restart, where a seed is set."""
+        return random.Random(self._seed * serial)
 
     def _choose_awaited(self, serial: int, miners: Sequence[Neuron]) -> frozenset[str]:
         """Return the hotkeys of the members whose uploads a close waits for.

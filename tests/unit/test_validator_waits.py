@@ -194,7 +194,7 @@ def test_a_block_without_enough_text_is_left_out(tmp_path: Path, short: str) -> 
         return pages(uid, block)
 
     world.pages = some
-    world.validator._rng = type("Drawn", (), {"randrange": lambda *_: 20_000})()  # type: ignore[assignment]
+    world.validator._draw = lambda _: type("Drawn", (), {"randrange": lambda *_: 20_000})()  # type: ignore[assignment]
     world.tick()
     assert world.state.outer_step == 1, "nobody is waited for"
     assert world.fates(1) == dict.fromkeys(UIDS, "merged")
