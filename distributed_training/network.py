@@ -220,7 +220,12 @@ class Head:
     @property
     def averages(self) -> bool:
         """True where members also average over hivemind at each close."""
-        return kind_of({"format": self.format, "exchange": self.exchange}) == "hivemind"
+        return self.kind == "hivemind"
+
+    @property
+    def kind(self) -> str:
+        """The exchange with its format: see :func:`kind_of`."""
+        return kind_of({"format": self.format, "exchange": self.exchange})
 
 
 HEAD_KEYS = {

@@ -40,11 +40,11 @@ from distributed_training.common.files import parse_toml
 from distributed_training.common.kinds import PluginError, import_plugins
 from distributed_training.common.processes import is_secret
 from distributed_training.network import (
-    OF_EXCHANGE,
     PUBLIC,
     Network,
     NetworkAway,
     NetworkFileError,
+    needless_keys,
     read_network,
 )
 
@@ -692,7 +692,7 @@ def _build(
     # A key of the other exchange has no value, so nobody reads the public network's by mistake.
     absent = frozenset[str]()
     if network is not None and network.head.format > 1:
-        absent = OF_EXCHANGE["hivemind" if network.head.exchange == "store" else "store"]
+        absent = needless_keys(network.head.kind)
     values = {
         s.name: getattr(packages[s.places[0][0]], s.places[0][1])
         for s in known

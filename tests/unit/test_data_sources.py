@@ -87,7 +87,7 @@ def test_parquet_row_groups_files_and_damage(
     counts = Counts()
     made = ParquetSource(tmp_path, text_column="text", counts=counts)
     with caplog.at_level(logging.WARNING), monkeypatch.context() as damaged:
-        damaged.setattr(pq, "read_metadata", _with_a_row_too_many("4.parquet", pq.read_metadata))
+        damaged.setattr(made, "_metadata", _with_a_row_too_many("4.parquet", made._metadata))
         assert made.num_rows() == {"root": 500}
     assert counts.drain()["files_unreadable"] == 3
     assert "2.parquet is left out" in caplog.text and "no column 'text'" in caplog.text

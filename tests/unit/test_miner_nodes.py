@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -167,6 +168,8 @@ def test_gradients_go_through_the_interface_that_leads_to_node_0(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
+    found = psutil.net_if_addrs()
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found | {"ib0": []})
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "1", "NCCL_SOCKET_IFNAME": "ib0"}
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
     set_rank_environment()
