@@ -35,7 +35,7 @@ from distributed_training.protocol.manifest import Master
 from distributed_training.registry import __main__ as program
 from distributed_training.registry import access, service
 from distributed_training.store import presigned
-from distributed_training.store.base import md5_of, put_once
+from distributed_training.store.base import ObjectInfo, md5_of, put_once
 from distributed_training.store.errors import (
     AccessDeniedError,
     RefusedError,
@@ -762,10 +762,13 @@ class _Slow:
     def __init__(self) -> None:
         self.began, self.go = threading.Event(), threading.Event()
 
-    def get(self, key: str, *, limit: int) -> bytes:
+    def head(self, key: str) -> ObjectInfo | None:
         if not self.began.is_set():
             self.began.set()
             assert self.go.wait(60)
+        raise AccessDeniedError("the store does not accept these keys")
+
+    def get(self, key: str, *, limit: int) -> bytes:
         raise AccessDeniedError("the store does not accept these keys")
 
 

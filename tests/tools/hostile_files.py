@@ -206,10 +206,8 @@ def _pages(source: FolderSource) -> Any:
 
 
 def _registry_state(path: Path) -> Any:
-    try:
+    with registry._reading(200):
         return registry._STATE.validate_json(path.read_bytes())
-    except registry._FAILURES as error:
-        raise ValueError(registry._why(error)) from None
 
 
 # --- whole files ----------------------------------------------------------------------------------
@@ -404,7 +402,7 @@ READERS: dict[str, Reader] = {
         "state.json",
         _registry_state,
         _json(_REGISTRY),
-        ("ValueError",),
+        ("Unusable",),
     ),
     "frames": Reader("frames.bin", _frames, honest_frames, ("OSError",)),
     "parquet": Reader(
