@@ -97,7 +97,7 @@ def test_an_upload_that_a_kill_interrupted_is_cleaned_up_and_sent_again_whole(
     uploads = own_uploads.OwnUploads(store, tmp_path / "uploads", 7)
     data = os.urandom(2 * part + 1)
     uploads.path(3, 5).write_bytes(data)
-    real, sent = S3ObjectStore.upload_part, []
+    real, sent = S3ObjectStore.upload_part, list[Any]()
 
     def upload_part(*given: Any, **named: Any) -> Any:
         if sent:

@@ -238,7 +238,8 @@ def test_an_audit_of_the_published_chain_finds_no_problem(network: Network) -> N
 def test_one_close_has_one_file_of_a_member(network: Network) -> None:
     merged = [(m.outer_step, one.uid) for m in network.manifests for one in m.merged]
     assert merged and len(merged) == len(set(merged))
-    named = {one.uid for m in network.manifests for one in (*m.merged, *m.refused)}
+    named = {one.uid for m in network.manifests for one in m.merged}
+    named |= {one.uid for m in network.manifests for one in m.refused}
     assert named == {0, 11}
 
 
