@@ -147,11 +147,11 @@ def test_a_stranger_joins_aggregates_and_downloads_nothing(
     out = subprocess.run(
         [*words, f"{world.run_id}_average"], capture_output=True, text=True, timeout=120, check=True
     ).stdout
-    assert json.loads(out.splitlines()[-1]) == {
-        "join": "PROTOCOL_VIOLATION",
-        "aggregate": "PROTOCOL_VIOLATION",
-        "download": "nothing",
-    }
+    found = json.loads(out.splitlines()[-1])
+    # The peer refuses the call, or has closed the connection before all of it was sent.
+    refused = {"PROTOCOL_VIOLATION", "BrokenPipeError"}
+    assert {found["join"], found["aggregate"]} <= refused
+    assert found["download"] == "nothing"
 
 
 def test_a_validator_killed_after_the_average_and_one_on_an_empty_disk_take_the_step(

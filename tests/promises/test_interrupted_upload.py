@@ -8,17 +8,11 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from distributed_training.exchange import own_uploads
-from distributed_training.exchange.base import Close
 from distributed_training.localnet.services import ObjectStoreServer
-from distributed_training.protocol import keys as places
 from distributed_training.store.cleanup import claim_bucket
-from distributed_training.store.s3 import S3ObjectStore
-from distributed_training.store.uplink import Uplink
 from tests.tools import forked
 from tests.tools.support_store import new_bucket, server, settings_for
 
@@ -80,42 +74,6 @@ def test_lists_asks_and_aborts(server: ObjectStoreServer, tmp_path: Path) -> Non
     for done in (young, listed, unasked, one, missing):
         assert keys["R2_WRITE_SECRET_ACCESS_KEY"] not in done.stdout + done.stderr
         assert "Traceback" not in done.stderr
-
-
-class Killed(BaseException):
-    """The process ends here; nobody catches it."""
-
-
-def test_an_upload_that_a_kill_interrupted_is_cleaned_up_and_sent_again_whole(
-    server: ObjectStoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    part, close = 5 << 20, Close(3, 5, 0.0, 60.0)
-    monkeypatch.setattr(own_uploads, "ONE_PIECE", part)
-    names = {name: value for name, value in server.keys.items() if "READ" not in name}
-    (tmp_path / ".env").write_text("".join(f"{n}={value}\n" for n, value in names.items()))
-    store = new_bucket(server, settings_for(server, concurrency=1))
-    uploads = own_uploads.OwnUploads(store, tmp_path / "uploads", 7)
-    data = os.urandom(2 * part + 1)
-    uploads.path(3, 5).write_bytes(data)
-    real, sent = S3ObjectStore.upload_part, list[Any]()
-
-    def upload_part(*given: Any, **named: Any) -> Any:
-        if sent:
-            raise Killed
-        sent.append(real(*given, **named))
-        return sent[0]
-
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(S3ObjectStore, "upload_part", upload_part)
-        uploads.send(close, 60.0, Uplink())
-    key = places.upload_key(7, 3, 5)
-    assert [one.key for one in store.list_multiparts()] == [key]
-    done = run(tmp_path, store.bucket, "--older-than", "0s", "--yes")
-    assert done.returncode == 0 and "Aborted 1 upload" in done.stdout, done.stderr
-    assert store.list_multiparts() == []
-    again = own_uploads.OwnUploads(store, tmp_path / "uploads", 7)
-    assert not again.send(close, 60.0, Uplink()).cause
-    assert store.get(key, limit=len(data)) == data and store.list_multiparts() == []
 
 
 def test_a_store_of_your_own_is_asked(tmp_path: Path) -> None:
