@@ -28,7 +28,7 @@ from distributed_training.training.model import parameter_schema
 from distributed_training.validator.replay import Audit, Chain
 from tests.tools.subnet_tools import paced, steps_of
 
-pytestmark = [pytest.mark.timeout(580), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(580), pytest.mark.long]
 WAIT = timedelta(seconds=450)
 #: Of the guides of the public network. A rule of the network's file holds in the place of some.
 FLAGS = {
