@@ -242,7 +242,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Validator:
-    """What the founder adds. ``seconds``: to judge an upload; ``card``: None where none holds it.
+    """The founder's share. ``seconds``: to judge an upload; ``card``: None where none holds it.
 
     ``host_bytes``: weights, momentum and residual of two outer steps, and the mean of the uploads.
     """

@@ -43,7 +43,7 @@ Addresses = tuple[tuple[str, tuple[str, ...]], ...]  # of members, by peer id
 
 @dataclass(frozen=True)
 class Settings:
-    """What a peer process is started with. Times are in seconds.
+    """Hold the settings with which a peer process starts. Times are in seconds.
 
     ``address``: full address to announce, without peer id; empty: p2pd's own guess. ``witness``:
     it is the validator's. ``gather``: of matchmaking; ``chunk``: without a byte of a peer;
@@ -206,7 +206,7 @@ class PeerProcess:
 
 @dataclass(frozen=True)
 class Membership:
-    """Where members are found. ``neurons``: as last read; ``hotkey``: ours; ``master``: theirs."""
+    """The way to find members. ``neurons``: as last read; ``hotkey``: ours; ``master``: theirs."""
 
     neurons: Callable[[], Sequence[Neuron]]
     hotkey: str

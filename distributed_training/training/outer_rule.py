@@ -50,7 +50,7 @@ class OuterStepOf(Protocol):
 
 @dataclass(frozen=True)
 class UploadFacts:
-    """What is known of one of the uploads that a rule merges; the manifest names it for replays.
+    """The facts of an upload that a rule merges; the manifest names them for replays.
 
     Attributes:
         tokens: On which it was trained, as its member's file says.

@@ -102,7 +102,7 @@ class Accepted:
 
     @property
     def own_work(self) -> tuple[float, float]:
-        """By how much more its own pages gained than random text, in nats per token; its error.
+        """Return how much more its own pages gained than random text, in nats per token; its error.
 
         Where members train on text of their own, it is the gain on random text.
         """

@@ -105,7 +105,7 @@ def norm_of(upload: UpdateFile) -> float:
 
 
 class Measured(NamedTuple):
-    """What the judge has measured of an upload: what decides how it is merged.
+    """The judge's measurements of an upload, which decide how it is merged.
 
     ``norm``: of all its values. ``gain``: nats per token by which it lowers the loss on text.
     ``chance``: nats per token by which mere chance may lower it.
