@@ -148,8 +148,9 @@ def test_a_stranger_joins_aggregates_and_downloads_nothing(
         [*words, f"{world.run_id}_average"], capture_output=True, text=True, timeout=120, check=True
     ).stdout
     found = json.loads(out.splitlines()[-1])
-    # The peer refuses the call, or has closed the connection before all of it was sent.
-    refused = {"PROTOCOL_VIOLATION", "BrokenPipeError"}
+    # The peer refuses the call. Its daemon may close the stream before all of the call was sent, or
+    # before the refusal was read; then the stranger got nothing.
+    refused = {"PROTOCOL_VIOLATION", "BrokenPipeError", "nothing"}
     assert {found["join"], found["aggregate"]} <= refused
     assert found["download"] == "nothing"
 

@@ -108,7 +108,7 @@ def test_flags_exist(page: Path) -> None:
         ours |= options_of(program)
     ours |= set(re.findall(r"--[a-z]+", status_command.__doc__ or ""))
     ours |= set(re.findall(r"\"(--[a-z]+)\"", Path(plan_command.__file__).read_text()))
-    ours |= set(re.findall(r"--[a-z-]+", (ROOT / "examples" / "compare.py").read_text()))
+    ours |= set(re.findall(r"--[a-z-]+", help_of("examples/compare.py")))
     for text in [*commands(page), *inline(page)]:
         for flag in re.findall(r"(?<![\w-])--([a-z][\w.-]*)", text):
             if flag in OF_OTHERS or text.startswith(
