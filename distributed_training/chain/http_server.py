@@ -1,27 +1,20 @@
 """HTTP for untrusted clients: a connection carries one request at a time, all of it bounded.
 
-A server inside a training process must not let clients choose how much work it does. So bytes are
-counted before they are parsed: a head is collected up to a limit, parsed once (h11) and checked
+A server must not let clients choose how much work it does. So bytes are counted before they are
+parsed: a head is collected up to a limit, parsed once (h11) and checked
 (:meth:`BoundedServer.check_head`) before any of the body is read. The body is as long as
 ``Content-Length`` says, a few kilobytes at most. ``Transfer-Encoding``, under which every single
 byte can be made to cost 100 us, is refused, and so are bytes after the request (pipelining).
 After the answer the connection is closed, which HTTP/1.1 allows a server at any time; a server that
 many poll may keep it instead (``idle``), as long as half of the connections it may have are free.
 
-*Trust.* An address becomes trusted when a call of a neuron with a validator permit was verified
-from it. It stays trusted over a restart, since a flood does not end with one. Endpoints that
-validators have written to the chain are trusted too. Trust only spares an address the limits that
-all untrusted clients share; its requests are checked like all others.
-
-*Admission.* The loop trains in this process, and every bad request takes the interpreter away from
-it for a moment. So the cheapest refusal is the earliest: connections of an address that keeps
+*Admission.* The cheapest refusal is the earliest: connections of an address that keeps
 sending bad requests are closed on accept, before a protocol object or a task exists for them. All
-untrusted clients together share one budget of new connections; validators do not draw on it and are
-never blocked.
+clients together share one budget of new connections.
 
 Connections are accepted here, not by asyncio: a connection that :class:`Admission` does not let in
-is closed before a task is made for it. Measured by ``bench.server``: 2,000 refused connections a
-second take 4 to 6 % of a core here, and 19 to 21 % through asyncio's own server.
+is closed before a task is made for it. 2,000 refused connections a second take 4 to 6 % of a core
+here, and 19 to 21 % through asyncio's own server.
 """
 
 from __future__ import annotations
@@ -40,7 +33,7 @@ import struct
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from http import HTTPStatus
@@ -49,18 +42,15 @@ from typing import Any
 import h11
 
 from distributed_training.common.backoff import Throttle, doubling
-from distributed_training.common.ports import listen
-from distributed_training.config.types import ConfigError
-from distributed_training.protocol.synapses import MAX_BODY_BYTES, PROBE_HOST
 
-from .auth import HOTKEY, MOST_VALIDATORS, Refusal, Refused
+from .auth import HOTKEY, Refusal, Refused
 
 log = logging.getLogger(__name__)
 
 LOG_INTERVAL = 60.0  # seconds between two lines about one caller
 _LOG_LINES = 20  # per interval, all callers together
 
-# A dendrite's head has 1.1 KB and 22 lines, a btauth one half of it.
+# A signed call's head has half a KB and 11 lines.
 MAX_HEAD_BYTES = 8 * 1024
 MAX_HEAD_LINES = 64
 SHORT_HEAD = 512  # bytes; a poller's has 200
@@ -71,7 +61,7 @@ SEND_TIMEOUT = 30.0  # seconds a client has to read an answer
 
 _END_OF_HEAD = b"\r\n\r\n"
 # A head with two values of one of these deceives a program that reads the other value.
-_SINGLE = ("x-bittensor-", "bt_header_", "computed_body_hash", "timeout", "content-length")
+_SINGLE = ("x-bittensor-", "content-length")
 
 
 @dataclass(frozen=True)
@@ -192,9 +182,7 @@ class Exchange:
         if isinstance(reply, bytes):
             whole = reply
         else:
-            # A legacy caller takes this header for success.
-            more = {"bt_header_axon_status_code": str(status)}
-            whole = whole_reply(status, json.dumps(reply).encode(), "application/json", more)
+            whole = whole_reply(status, json.dumps(reply).encode(), "application/json", {})
         if not stays:
             whole = whole.replace(b"\r\n", b"\r\nconnection: close\r\n", 1)
         sent = 0
@@ -261,38 +249,6 @@ def normalize(address: str) -> str:
     return str(parsed)
 
 
-class TrustedAddresses:
-    """Keys as :func:`normalize` makes them. Thread-safe.
-
-    ``callers``: addresses kept by the process before. At most ``MOST_VALIDATORS`` are kept, the
-    latest; the chain's endpoints are bounded by its uids.
-    """
-
-    def __init__(self, callers: Iterable[str] = ()) -> None:
-        self._lock = threading.Lock()
-        self._endpoints: frozenset[str] = frozenset()
-        self._callers: OrderedDict[str, None] = OrderedDict.fromkeys(callers)
-
-    def __contains__(self, address: str) -> bool:
-        # Without the lock: each is one look-up, and the set of endpoints is replaced whole.
-        return address in self._callers or address in self._endpoints
-
-    def add(self, address: str) -> None:
-        """Trust an address from which a validator called."""
-        with self._lock:
-            if len(self._callers) >= MOST_VALIDATORS and address not in self._callers:
-                self._callers.popitem(last=False)
-            self._callers[address] = None
-
-    def callers(self) -> tuple[str, ...]:
-        with self._lock:
-            return tuple(self._callers)
-
-    def set_endpoints(self, addresses: Iterable[str]) -> None:
-        """Replace the endpoints of validators by the chain's present ones."""
-        self._endpoints = frozenset(map(normalize, addresses))
-
-
 BURST_SECONDS = 6.0  # a bucket holds as many tokens as its rate allows in this time
 NEWCOMERS_PER_SECOND, NEWCOMERS_BURST = 25.0, 100
 STRIKES = 20  # refused requests; one is forgiven every BLOCK_SECONDS / STRIKES
@@ -343,15 +299,15 @@ class Buckets:
 class Admission:
     """Connections and bad requests by address (a key of :func:`normalize`).
 
-    For one thread; the counters may be read from others. ``max_connections`` counts untrusted
-    clients; validators' addresses may use a quarter more. ``newcomers``: new connections per second
-    of all untrusted clients together, and their burst.
+    For one thread; the counters may be read from others. ``trusted``: addresses that are never
+    blocked, such as that of our own proxy. ``newcomers``: new connections per second of all others
+    together, and their burst.
     """
 
     def __init__(
         self,
         *,
-        trusted: TrustedAddresses,
+        trusted: frozenset[str],
         max_connections: int,
         max_connections_per_address: int,
         requests_per_address: float,
@@ -382,7 +338,7 @@ class Admission:
             reason = "connections_of_address"
         elif not self._requests.draw(address):
             reason = "rate"
-        elif self.connections >= (self._max + self._max // 4 if trusted else self._max):
+        elif self.connections >= self._max:
             reason = "connections"
         # Last: a connection that is refused anyway draws nothing from the shared budget.
         elif not trusted and not self._newcomers.draw("newcomers"):
@@ -416,33 +372,13 @@ class Admission:
             self._blocked.popitem(last=False)
 
 
-BACKLOG = 1024
 # Bytes of one connection that the kernel keeps unread (Linux doubles it).
 RECEIVE_BUFFER = 16 * 1024
 BATCH = 256  # connections accepted in one go
 FLOOD_PAUSE = 0.02  # seconds, after one of them was refused
 EXHAUSTED_PAUSE = 1.0  # out of file descriptors
-#: A SIGKILL loses the accepted calls of this time: see the module auth.
 KEEP_INTERVAL = 2.0  # seconds
 _RESET = struct.pack("ii", 1, 0)  # struct linger: on, 0 s
-
-
-def bind(*, ip: str, port: int) -> socket.socket:
-    """Return a listening socket; ``[::]`` also takes IPv4, and falls back to it where IPv6 is off.
-
-    Raises ConfigError with one line when the port or address cannot be had.
-    """
-    host = ip.strip("[]") or "::"
-    problem = ""
-    for candidate in (host, "0.0.0.0") if host == "::" else (host,):
-        try:
-            return listen(candidate, port, backlog=BACKLOG)
-        except OSError as error:
-            problem = error.strerror or str(error)
-    raise ConfigError(
-        f"cannot listen on {ip} port {port} ({problem}), so no validator could reach this miner: "
-        "stop what uses the port, or choose another one with --axon.port (and --axon.ip)"
-    )
 
 
 class BoundedServer(abc.ABC):
@@ -462,7 +398,7 @@ class BoundedServer(abc.ABC):
         sock: socket.socket,
         admission: Admission,
         read_timeout: timedelta,
-        max_body: int = MAX_BODY_BYTES,
+        max_body: int,
         idle: timedelta | None = None,
     ) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER)
@@ -478,7 +414,7 @@ class BoundedServer(abc.ABC):
         self._loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()
         self._open: set[asyncio.Task[None]] = set()
-        self._thread = threading.Thread(target=self._run, name="signed-server", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="server", daemon=True)
         self._stopping = threading.Event()
         self._keeper = threading.Thread(
             target=self._write_regularly, name="server-files", daemon=True
@@ -506,16 +442,12 @@ class BoundedServer(abc.ABC):
         if refusal not in self.NO_STRIKE:
             self._admission.strike(address)
         headers = head.headers if head is not None else {}
-        named = headers.get("x-bittensor-hotkey") or headers.get("bt_header_dendrite_hotkey", "")
+        named = headers.get("x-bittensor-hotkey", "")
         claimed = HOTKEY.fullmatch(named)
         if not self._may_log(named if claimed else address):
             return
         caller = f"{named} at {address}" if claimed else address
-        if refusal is Refusal.METHOD and headers.get("host") == PROBE_HOST:
-            # The operator's own probe. A client that pretends to be one only gains a quieter line.
-            log.info("doctor --probe reached this server from %s", address)
-        else:
-            log.warning("Refused a call from %s: %s [%s]", caller, refusal.message, refusal.reason)
+        log.warning("Refused a call from %s: %s [%s]", caller, refusal.message, refusal.reason)
 
     def counters(self) -> dict[str, int]:
         """Return the counters, which only grow, ``refused.<reason>`` among them."""
@@ -598,7 +530,7 @@ class BoundedServer(abc.ABC):
                 accepted.close()
                 refused = True
         if refused:
-            # Meanwhile the kernel's backlog holds the flood, and training has the interpreter.
+            # Meanwhile the kernel's backlog holds the flood, and other threads run.
             self._pause(FLOOD_PAUSE)
 
     async def _exchange(self, accepted: socket.socket, address: str) -> None:

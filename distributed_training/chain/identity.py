@@ -6,7 +6,6 @@ by ``bittensor_core``, as bittensor does: members of a registry's network need n
 
 from __future__ import annotations
 
-import hashlib
 import ipaddress
 import os
 import socket
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import base58
 import bittensor_core
 import httpx
 
@@ -150,30 +148,20 @@ def external_ip(
     services: Sequence[str] = SERVICES,
     timeout: timedelta = timedelta(seconds=5),
 ) -> str:
-    """Return ``--axon.external_ip``; else the listening address if others can reach it.
+    """Return the address that ``services`` agree on; in a private network, the one to its registry.
 
-    Else the address that ``services`` agree on; in a private network, the one towards its registry.
-
-    They are asked in turn, twice at most, each by the same kind of connection as validators use, so
-    without the proxies of the environment. ``timeout`` covers one question to its end. Raises
-    AddressUnknown when no two answers give one global address: an endpoint written to the chain
-    that nobody can reach earns nothing.
+    They are asked in turn, twice at most, without the proxies of the environment, as peers call.
+    ``timeout`` covers one question to its end. Raises AddressUnknown when no two answers give one
+    global address.
     """
-    if settings.external_ip:
-        return settings.external_ip.strip("[]")
-    own = settings.axon_ip.strip("[]")
-    if own:
-        parsed, local = ipaddress.ip_address(own), settings.private or settings.registry_url
-        if parsed.is_global or (local and not parsed.is_unspecified):
-            return own
     if settings.private:
         return _private_ip(settings)
     address, given = http.run_to_end(_find_address(services, timeout))
     if address is None:
         others = f"; given were {', '.join(given)}" if given else ""
         raise AddressUnknown(
-            f"the public address of this machine is unknown{others}, so validators could not reach "
-            "the miner: give it with --axon.external_ip"
+            f"the public address of this machine is unknown{others}, so peers could not reach "
+            "it: give it with --dht.ip"
         )
     return address
 
@@ -194,8 +182,8 @@ def _private_ip(settings: ChainSettings) -> str:
             return address
         why = f"{host} is called from {address}"
     raise AddressUnknown(
-        f"the address of this machine in the private network is unknown ({why}), so validators "
-        "could not reach the miner: give it with --axon.external_ip"
+        f"the address of this machine in the private network is unknown ({why}), so peers "
+        "could not reach it: give it with --dht.ip"
     )
 
 
@@ -225,48 +213,7 @@ async def _find_address(
 
 # --- in the swarm ---------------------------------------------------------------------------------
 
-# The identity file is libp2p's PrivateKey message (key type RSA, the key in PKCS #1 DER); the peer
-# id is the base58 text of the multihash of the matching PublicKey message. Source: libp2p's
-# specification "Peer Ids and Keys".
-_FIELDS = b"\x08\x00\x12"
-_SHA2_256 = bytes([0x12, 32])  # multihash prefix: the function and the length of its digest
-
 
 def identity_file(run_folder: Path) -> Path:
     """Return the path at which the swarm of a neuron expects its identity."""
     return run_folder / "swarm" / "identity.key"
-
-
-def make_identity(run_folder: Path) -> str:
-    """Write a new swarm identity before its peer is up, and return its peer id.
-
-    Others then know the peer's address at once.
-    """
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric import rsa
-
-    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
-    der = key.private_bytes(
-        serialization.Encoding.DER,
-        serialization.PrivateFormat.TraditionalOpenSSL,
-        serialization.NoEncryption(),
-    )
-    with atomic_file(identity_file(run_folder), private=True) as file:
-        file.write(_message(der))
-    # Not the private key's form: the peer id is of the PKIX form (SubjectPublicKeyInfo).
-    public = key.public_key().public_bytes(
-        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
-    digest = hashlib.sha256(_message(public)).digest()
-    return base58.b58encode(_SHA2_256 + digest).decode()
-
-
-def _message(data: bytes) -> bytes:
-    """Encode both key messages in Protobuf: field 1 the type (0, RSA), field 2 the bytes."""
-    length = bytearray()
-    rest = len(data)
-    # Protobuf's varint: seven bits a byte, the lowest first; the high bit tells that more follow.
-    while rest > 0x7F:
-        length.append(rest & 0x7F | 0x80)
-        rest >>= 7
-    return _FIELDS + bytes(length) + bytes([rest]) + data

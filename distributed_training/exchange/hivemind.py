@@ -26,8 +26,8 @@ from typing import Any
 from distributed_training.chain.base import ChainError, Neuron
 from distributed_training.common.processes import ChildProcess
 from distributed_training.protocol import lines
-from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.manifest import Manifest
+from distributed_training.protocol.types import Schema
 
 from .base import Close
 from .store_rounds import StoreRounds

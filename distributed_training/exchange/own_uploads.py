@@ -20,10 +20,11 @@ from typing import NamedTuple
 
 from distributed_training.common.backoff import Backoff
 from distributed_training.common.files import read_state, sha256_of, write_state
-from distributed_training.protocol import keys
+from distributed_training.protocol import keys, lines
 from distributed_training.protocol.manifest import Manifest
 from distributed_training.protocol.types import Base
 from distributed_training.store.base import ObjectStore, put_once
+from distributed_training.store.cleanup import sweep_uploads
 from distributed_training.store.errors import DeadlineError, StoppedError, StoreError, TakenError
 from distributed_training.store.journal import JOURNAL, Journal
 from distributed_training.store.transfer import Retry, Sender
@@ -102,7 +103,7 @@ class OwnUploads:
         ``within``: seconds. ``uplink``: ends the sending when it is stopped.
         """
         place = close.outer_step, close.serial
-        began, until = time.monotonic(), uplink.clock() + within
+        began, until = time.monotonic(), time.monotonic() + within
         waits, note = Backoff(first=_FIRST_WAIT, longest=_LONGEST_WAIT), None
         while True:
             try:
@@ -113,7 +114,7 @@ class OwnUploads:
                     return UploadEnded(*place, size=path.stat().st_size)
                 if note.ended:
                     return UploadEnded(*place, note.ended)
-                if uplink.clock() > until:
+                if time.monotonic() > until:
                     raise DeadlineError("late: it was written after the grace had ended")
                 self._transfer(path, close, until, uplink)
                 self._write_note(close, replace(note, ended=_SENT))
@@ -131,7 +132,7 @@ class OwnUploads:
                     )
                 for_good = isinstance(error, (TakenError, _AnotherFile, FileNotFoundError))
             wait = waits.failed().total_seconds()
-            if for_good or uplink.clock() + wait > until:
+            if for_good or time.monotonic() + wait > until:
                 break
             if waits.failures == 1:
                 # A key, a quota or a registry may be put right within the grace.
@@ -148,6 +149,8 @@ class OwnUploads:
 
     def find_fate(self, manifest: Manifest) -> Fate:
         """Return how an outer step dealt with our upload: merged, or refused with a cause."""
+        if (score := manifest.scores.get(self._uid)) is not None:
+            log.info(lines.SCORE, self._uid, manifest.outer_step, score)
         cause = ""
         for serial, note in self._notes(manifest.outer_step - 1):
             found = self.path(manifest.outer_step - 1, serial)
@@ -218,12 +221,14 @@ class OwnUploads:
             sender.publish(sender.stage(key, path, until=until))
 
     def _delete_past(self, close: Close) -> None:
-        """Delete our uploads for earlier outer steps where the bucket is our own."""
+        """Delete past and stuck uploads of ours where the bucket is our own."""
+        prefix = f"uploads/{self._uid}/"
         with contextlib.suppress(StoreError):  # else the validator does, or we do at the next close
-            for info in self._store.list_objects(f"uploads/{self._uid}/"):
+            for info in self._store.list_objects(prefix):
                 place = keys.parse_upload_key(info.key)
                 if place is not None and place[1] < close.outer_step:
                     self._store.delete(info.key)
+        sweep_uploads(self._store, prefix=prefix)
 
     def _notes(self, outer_step: int) -> Iterator[tuple[int, _Note]]:
         names = [_NAME.fullmatch(path.name) for path in self._folder.glob(f"{outer_step}.*.json")]

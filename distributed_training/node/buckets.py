@@ -64,9 +64,9 @@ def check_own(store: ObjectStore, *, timeout: timedelta = BUCKET_CHECK) -> None:
     ``timeout`` covers the first answer of the store with its retries.
     """
     with _errors_of_a_start(store.bucket):
-        Retry(each=timeout)(store.head, keys.ROOT_METADATA)
+        Retry(each=timeout)(store.head, keys.STATE)
         # A missing bucket and a missing object look alike to HEAD; a listing tells them apart.
-        store.list_objects(keys.ROOT_METADATA)
+        store.list_objects(keys.STATE)
 
 
 def own_commitment(settings: StoreSettings, bucket: str) -> str:

@@ -16,16 +16,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from distributed_training.chain.base import Chain, ChainError, ChainState, Neuron, find
 from distributed_training.chain.identity import Wallet, external_ip, load_wallet
 from distributed_training.chain.kinds import chain_kind, how_to_register
 from distributed_training.chain.registration import (
-    Belief,
-    RegistrationEvent,
-    RegistrationWatcher,
-    WatcherCallbacks,
     believable,
 )
 from distributed_training.chain.subtensor import minutes_behind
@@ -35,7 +30,7 @@ from distributed_training.config.settings import ChainSettings
 from distributed_training.node.buckets import NoBucket, PeerBuckets
 from distributed_training.node.start import NetworkFailure, NotRegistered, WrongNetwork
 from distributed_training.protocol import keys, lines
-from distributed_training.protocol.types import Check, ExitStatus
+from distributed_training.protocol.types import Check
 from distributed_training.store.errors import StoreError
 
 log = logging.getLogger(__name__)
@@ -217,37 +212,29 @@ def _uid(chain: Chain, hotkey: str, settings: ChainSettings, master: str) -> int
     return uid
 
 
-#: With a permit and more stake than this a uid is a validator, and not called.
+#: With a permit and more stake than this a uid is a validator, and not judged.
 VALIDATOR_STAKE = 40960.0
 
 
-def miners_of(neurons: Sequence[Neuron], *, max_uids: int, served: bool = True) -> list[Neuron]:
-    """List the miners that validators call and score.
+def miners_of(neurons: Sequence[Neuron], *, max_uids: int) -> list[Neuron]:
+    """List the miners whose uploads are judged.
 
-    They have an endpoint where they are called (``served``), a uid below ``max_uids``, and are no
-    validators, which have a permit and more than ``VALIDATOR_STAKE``.
+    They have a uid below ``max_uids``, and are no validators, which have a permit and more than
+    ``VALIDATOR_STAKE``.
     """
     return [
         n
         for n in neurons
-        if (n.port is not None or not served)
-        and n.uid < max_uids
-        and not (n.validator_permit and n.stake > VALIDATOR_STAKE)
+        if n.uid < max_uids and not (n.validator_permit and n.stake > VALIDATOR_STAKE)
     ]
 
 
-ASK_EVERY = timedelta(minutes=5)  # for the public address
-
-
 def public_address(config: Config, *, timeout: timedelta = timedelta(seconds=5)) -> str:
-    """Return the address at which others reach this machine, for calls and for the swarm alike.
+    """Return the address at which others reach this machine's DHT peer.
 
-    It is ``--axon.external_ip`` or ``--dht.ip``, or else the result of :func:`external_ip`.
-    Raises AddressUnknown.
+    It is ``--dht.ip``, or else the result of :func:`external_ip`. Raises AddressUnknown.
     """
-    if config.chain.external_ip is None and config.swarm.dht_ip is not None:
-        return config.swarm.dht_ip
-    return external_ip(config.chain, timeout=timeout)
+    return config.swarm.dht_ip or external_ip(config.chain, timeout=timeout)
 
 
 def commit(member: Member, text: str) -> None:
@@ -287,104 +274,6 @@ def announce(member: Member, ip: str, port: int, peer: str = "") -> None:
 
     longest = timedelta(minutes=5)
     _in_background(member, "endpoint", shown, write, timedelta(seconds=2), longest)
-
-
-def follow_registration(
-    member: Member,
-    *,
-    endpoint: tuple[str, int],
-    commitment: str,
-    stop: Callable[[str, int], None],
-    belief: Belief,
-    on_read: Callable[[], None],
-    interval: timedelta,
-    public_ip: Callable[[], str | None],
-    moved: Callable[[str], None],
-) -> RegistrationWatcher:
-    """Watch that the hotkey stays registered. Close what is returned.
-
-    ``stop(reason, exit status)`` is called when it does not: deregistered (the next start waits
-    until it is registered again), or moved to another uid (a new start publishes to the new
-    bucket). What the chain does not show any more is written again. ``belief``, ``on_read``: see
-    :class:`RegistrationWatcher`.
-
-    ``public_ip`` is asked every five minutes; it returns None if there is no reason to look. A
-    provider or a cloud may give the machine another address, and validators would call the old one
-    for ever. An address that it tells twice in a row is written to the chain, and handed to
-    ``moved``.
-    """
-    # Shared with the watcher, and changed when this machine moves: an old address must not be
-    # written again.
-    ours: dict[str, Any] = {"endpoint": endpoint, "commitment": commitment}
-
-    def changed(event: RegistrationEvent) -> None:
-        stop(event.line, ExitStatus.FAULT)
-
-    def lost(what: str) -> None:
-        if what == "endpoint":
-            announce(member, *ours["endpoint"])
-        else:
-            commit(member, commitment)
-
-    watcher = RegistrationWatcher(
-        chain=member.chain,
-        hotkey=member.hotkey,
-        uid=member.uid,
-        ours=ours,
-        callbacks=WatcherCallbacks(changed, lost, on_read),
-        belief=belief,
-        interval=interval,
-    )
-    watcher.start()
-
-    def changed_address(ip: str) -> None:
-        _, port = ours["endpoint"]
-        ours["endpoint"] = (ip, port)
-        announce(member, ip, port)
-        moved(ip)
-
-    follow_address(
-        endpoint[0],
-        closed=watcher.closed,
-        public_ip=public_ip,
-        line="No round was called here, and the public address of this machine is %s now, no "
-        "longer %s: chain and swarm get it; if that is not where others reach it, give "
-        "--axon.external_ip",
-        moved=changed_address,
-    )
-    return watcher
-
-
-def follow_address(
-    known: str,
-    *,
-    closed: Callable[[timedelta], bool],
-    public_ip: Callable[[], str | None],
-    line: str,
-    moved: Callable[[str], None],
-) -> None:
-    """Compare ``public_ip`` with the ``known`` address every five minutes, in a thread.
-
-    ``closed`` waits for this time, and returns whether it was the last wait. A change is logged as
-    ``line``, which has room for both addresses, and handed to ``moved``.
-    """
-
-    def follow() -> None:
-        before, seen = known, None
-        while not closed(ASK_EVERY):
-            last = seen
-            try:
-                seen = public_ip()
-            except OSError:
-                seen = None  # no descriptor to ask with: this thread is the only one that looks
-            # Twice in a row: a service that errs once must not move the machine.
-            if seen is None or seen == before or seen != last:
-                continue
-            log.warning(line, seen, before)
-            before = seen
-            moved(seen)
-
-    threading.Thread(target=follow, name="public-address", daemon=True).start()
 
 
 def _in_background(
@@ -480,8 +369,7 @@ def check_global_state(config: Config, chain: Chain) -> Check:
     """Check that the master hotkey has committed its bucket and published within a day."""
     name, master = "global state", config.miner.master_ss58_address
     try:
-        key = keys.STATE if config.exchange == "store" else keys.ROOT_METADATA
-        info = PeerBuckets(config.store, chain).of_master(master).head(key)
+        info = PeerBuckets(config.store, chain).of_master(master).head(keys.STATE)
     except (NoBucket, ChainError) as error:
         return Check(
             name,

@@ -10,7 +10,7 @@ from pathlib import Path
 from distributed_training.chain.identity import AddressUnknown, identity_file
 from distributed_training.config import Config
 from distributed_training.exchange.hivemind import Ready, Settings
-from distributed_training.protocol.gradients import Schema
+from distributed_training.protocol.types import Schema
 
 from .identity import Member, announce, public_address
 

@@ -75,13 +75,17 @@ class WrongData(ConfigError):
     """``--data.source`` serves other data than the network's file pins. Exit status 2."""
 
 
+class OldRunFolder(ConfigError):
+    """The run folder is of subnet 38's kind of network. Exit status 2."""
+
+
 class Deregistered(NotRegistered):
     """The hotkey lost its uid and was not registered again in time. Exit status 3."""
 
 
 def exit_status_of(error: Exception) -> ExitStatus:
     """Return the exit status of a start that ``error`` ended after the settings were checked."""
-    if isinstance(error, WrongNetwork | WrongData):
+    if isinstance(error, WrongNetwork | WrongData | OldRunFolder):
         return ExitStatus.BAD_CONFIGURATION
     # The rest may pass. After 2 or 3 pm2 and systemd leave a miner down for good.
     lost = isinstance(error, Deregistered)
