@@ -4,8 +4,7 @@ A block number is a position in the data (protocol page, section 5). Rank 0 asks
 current block ahead of need; where training is faster than the chain, for the newest of the blocks
 before it that were not asked for. It waits until *every* rank holds a block's pages, and begins it
 cut to the sequences of the poorest rank. A block enters the block list with the first completed
-inner step that holds its tokens, never before; an upload takes the list with it, and gives it back
-if it failed.
+inner step that holds its tokens, never before; it leaves the list once its upload was merged.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from distributed_training.common.backoff import Repeats, Throttle
-from distributed_training.protocol.types import Base, Progress, Revision
+from distributed_training.protocol.types import Base, Progress
 
 from . import events as ev
 from .events import DataPart, MinerState
@@ -48,9 +47,6 @@ class BlockList:
         ranks: Says which blocks every rank holds.
         micro_batch_size: Sequences of a micro-batch of one rank.
         uid: The miner's; with another uid every block has other pages.
-        hold_back: Micro-batches to leave out, for previews, at the end of a new block that is twice
-            as long: of the first one, unless ``data`` holds some from before, and of the first one
-            after each outer step.
         recent: Returns how many blocks behind the chain's a list's newest block may be before
             validators refuse it (half a round period).
         clock: Seconds that only grow.
@@ -81,7 +77,6 @@ class BlockList:
         ranks: Ranks,
         micro_batch_size: int,
         uid: int = 0,
-        hold_back: int = 0,
         recent: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -90,8 +85,6 @@ class BlockList:
         self._ranks = ranks
         self._micro_batch_size = micro_batch_size
         self._uid = uid
-        self._held = hold_back * micro_batch_size
-        self._to_hold_back = 0 if self._held and data.has_held_out(hold_back) else self._held
         self._refused_from = recent
         self._clock = clock
         self._done_at: float | None = None  # the last micro-batch
@@ -115,10 +108,7 @@ class BlockList:
         self._steps = 0  # inner steps that ended
         self._trained: dict[int, int] = {}  # block: the last step with its tokens
         self._uploaded = 0  # the last step in the upload of this outer step, in a store network
-        self._published: dict[tuple[int, int], dict[int, int]] = {}  # by outer and inner step
         self._done: dict[int, int] = {}  # block: the last of its steps that was uploaded
-        #: In the list uploaded last, also by a process before this one; None if there is none.
-        self.newest_published: int | None = None
 
     # --- what comes next -----------------------------------------------------------------------
 
@@ -226,20 +216,7 @@ class BlockList:
     @property
     def newest_trained(self) -> int | None:
         """The newest block known to be trained on; None before the first."""
-        return max([*self._trained, *self._done, self.newest_published or 0]) or None
-
-    def newest_age(self) -> int | None:
-        """Return how many blocks the chain is ahead of the newest one in :meth:`blocks`."""
-        return self.chain_block() - max(self._trained) if self._trained else None
-
-    def list_is_recent(self) -> bool:
-        """Return whether an upload with :meth:`blocks` helps.
-
-        Its newest block must be recent, or at least no older than the newest block of earlier
-        uploads.
-        """
-        newest = max(self._trained, default=0)
-        return newest >= min(self.chain_block() - self._recent, max(self._done, default=0))
+        return max([*self._trained, *self._done], default=None)
 
     def _next_block(self) -> tuple[int, int, int]:
         block, sequences, start = self._under_way
@@ -254,10 +231,7 @@ class BlockList:
                 return block, sequences, start
         if self._ready:
             self._starving_since = None
-            block, sequences = self._ready.pop(0)
-            if sequences >= 2 * self._to_hold_back:
-                sequences, self._to_hold_back = sequences - self._to_hold_back, 0
-            return block, sequences, 0
+            return (*self._ready.pop(0), 0)
         now = self._clock()
         if self._starving_since is None:
             self._starving_since = now
@@ -288,27 +262,18 @@ class BlockList:
                 self.step_done(skipped=report.skipped)
             case ev.BlockUsedUp():
                 self._remaining = 0
-            case ev.OuterStepEnded(committed=True) | ev.Loaded():
+            case ev.OuterStepEnded(committed=True):
                 if state.update is not None and state.update.base is not Base.KEPT:
                     uploaded = [b for b, last in self._trained.items() if last <= self._uploaded]
-                    self._end_upload({block: self._trained.pop(block) for block in uploaded})
+                    self._done |= {block: self._trained.pop(block) for block in uploaded}
+                    for block in tuple(self._done)[:-_REMEMBERED]:
+                        del self._done[block]
                 self._uploaded = 0
-                # Of the step under way: an outer step or a load has replaced its weights.
+                # Of the step under way: the outer step has replaced its weights.
                 self._since_step.clear()
-                self._to_hold_back = self._held
             case ev.UploadTaken():
                 # Until it is merged its blocks are in the list: the close may move.
                 self._uploaded = self._steps
-            case ev.SnapshotTaken(progress=progress):
-                # A block still in training enters the next list again. Not copied: from here on
-                # the dictionary is the upload's, and a new one is ours.
-                self._published[progress.outer_step, progress.inner_step] = self._trained
-                self._trained = {}
-            case ev.SnapshotFailed(revision=Revision() as revision):
-                self.publication_ended(revision, ok=False)
-            case ev.PublicationEnded(report=publication):
-                newest = publication.newest_block
-                self.publication_ended(publication.revision, ok=publication.ok, newest=newest)
             case ev.RolledBack(progress=Progress(), kept=kept):
                 self.roll_back(kept.get("rank_zero", {}).get("blocks", {}))
             case _:
@@ -339,41 +304,12 @@ class BlockList:
         """Return the blocks trained on since the last upload, in the order of training."""
         return list(self._trained)
 
-    def publication_ended(self, revision: Revision, *, ok: bool, newest: int | None = None) -> None:
-        """Drop the blocks of an upload that succeeded, or list them again if it failed.
-
-        Args:
-            revision: The point of training of the upload.
-            ok: Whether it succeeded.
-            newest: The newest block of its list, for an upload that an earlier process began.
-        """
-        step = revision.outer_step, revision.inner_step
-        blocks = self._published.pop(step, {})
-        if ok:
-            self._end_upload(blocks)
-            self.newest_published = newest or self.newest_published
-            return
-        later = {b for other, listed in self._published.items() if other > step for b in listed}
-        # A newer snapshot on its way cannot be changed any more: what it lists is not listed twice.
-        blocks = {b: last for b, last in blocks.items() if b not in later}
-        self._trained = dict(sorted((blocks | self._trained).items()))
-
-    def _end_upload(self, blocks: dict[int, int]) -> None:
-        """Note that ``blocks`` were uploaded: they are listed no more."""
-        self.newest_published = max(blocks, default=self.newest_published)
-        self._done |= blocks
-        for block in tuple(self._done)[:-_REMEMBERED]:
-            del self._done[block]
-
     # --- across restarts -----------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a JSON-able state. Blocks of uploads under way count as not uploaded."""
-        owed = dict(self._trained)
-        for blocks in self._published.values():
-            owed |= {b: max(step, owed.get(b, 0)) for b, step in blocks.items()}
+        """Return a JSON-able state."""
         return {
-            "blocks": sorted(owed.items()),
+            "blocks": sorted(self._trained.items()),
             "steps": self._steps,
             "uploaded": self._uploaded,
             "last_block": self._last_requested,
@@ -382,7 +318,6 @@ class BlockList:
             # In the order of their turn: a restart trains on the same blocks in the same order.
             "ahead": [*(b for b, _ in self._ready), *self._requested, *self._ahead],
             "since_step": sorted(self._since_step),
-            "to_hold_back": self._to_hold_back,
             "uid": self._uid,
             "world_size": self._ranks.world_size,
             "micro_batch_size": self._micro_batch_size,
@@ -419,7 +354,6 @@ class BlockList:
         self._last_requested = int(state.get("last_block", 0))
         self._oldest = int(state.get("oldest", self._last_requested))
         self._gaps = [(int(first), int(last)) for first, last in state.get("gaps", [])]
-        self._to_hold_back = max(self._to_hold_back, int(state.get("to_hold_back", 0)))
         since_step = {int(b) for b in state.get("since_step", [])}
         ahead = [int(b) for b in state.get("ahead", [])]
         block, sequences, offset = (
@@ -464,12 +398,7 @@ class BlockList:
             state: The :meth:`state_dict` of the checkpoint.
         """
         saved = {int(b): int(step) for b, step in state.get("blocks", [])}
-        owed = {b: step for b, step in saved.items() if self._done.get(b, 0) < step}
-        for revision, listed in sorted(self._published.items()):
-            kept = {b: min(step, owed[b]) for b, step in listed.items() if b in owed}
-            self._published[revision] = kept
-            owed = {b: step for b, step in owed.items() if kept.get(b, 0) < step}
-        self._trained = owed
+        self._trained = {b: step for b, step in saved.items() if self._done.get(b, 0) < step}
         # Of an earlier outer step, perhaps, whose update comes again.
         self._uploaded = int(state.get("uploaded", 0))
         self._since_step = {int(b) for b in state.get("since_step", [])}

@@ -1,12 +1,11 @@
 """Rank 0's side of the loop: one queue of events in, one command per boundary out.
 
-Threads and processes of rank 0 (signed HTTP server, swarm, uploader, watch of the global bucket,
-signals) only ever post events; so does the loop with the result of each command. At each boundary
-the controller drains the queue. Every event first goes to the subscribers, who may answer with
-events that follow at once (uploads request a snapshot of the step that just ended); then
-:func:`~.state_machine.decide` returns commands and tasks. Tasks start here; a round of the swarm
-runs in a thread of its own, so the loop never waits for a network. Commands wait for their
-boundary.
+Threads of rank 0 (the exchange, signals) only ever post events; so does the loop with the result of
+each command. At each boundary the controller drains the queue. Every event first goes to the
+subscribers, who may answer with events that follow at once (an upload is wanted at the step that
+just ended); then :func:`~.state_machine.decide` returns commands and tasks. Tasks start here; the
+exchange works in threads of its own, so the loop never waits for a network. Commands wait for
+their boundary.
 """
 
 from __future__ import annotations
@@ -21,13 +20,12 @@ from dataclasses import replace
 from distributed_training.common.backoff import Throttle
 from distributed_training.config.versions import Versions, restart_keys
 from distributed_training.network import FILE, Network
-from distributed_training.protocol.keys import Parts
 from distributed_training.protocol.types import ExitStatus
 
 from . import events as ev
 from .block_list import BlockList
 from .events import Action, Command, DataPart, LocalPart, MinerState, Mode, Rules, Task
-from .state_machine import decide, rebases, trains, trains_now
+from .state_machine import decide
 
 log = logging.getLogger(__name__)
 
@@ -75,11 +73,6 @@ class Controller:
         # First: whoever decides on an upload reads the list as it is after the event.
         self._subscribers: list[Subscriber] = [blocks.on_event]
 
-    @property
-    def parts(self) -> Parts:
-        """Return what of the next snapshot is uploaded."""
-        return self._rules.parts(self.state)
-
     def subscribe(self, subscriber: Subscriber) -> None:
         """Show it every event from now on, after those that subscribed before."""
         self._subscribers.append(subscriber)
@@ -97,7 +90,9 @@ class Controller:
         if (network := self._other_rules()) is not None:
             local = LocalPart(rules=network.files[FILE])
             return Command(Action.FOLLOW_RULES, outer_step=network.head.version, local=local)
-        may_train = trains_now(self.state) and (not self._pending or self._ends_step_first())
+        may_train = self.state.mode is not Mode.STOPPING and (
+            not self._pending or self._ends_step_first()
+        )
         data = self._blocks.on_boundary(may_begin=may_train)
         if may_train and (data.begin or self._blocks.available):
             return Command(Action.TRAIN, data=data)
@@ -110,33 +105,16 @@ class Controller:
         command = Command(self._pending.popleft())
         state, blocks = self.state, self._blocks
         match command.action:
-            case Action.LOAD | Action.REBASE:
-                # A roll-back to another outer step may have come between: then it is a load.
-                command = Command(
-                    Action.REBASE if rebases(state) else Action.LOAD,
-                    outer_step=state.fetch_target or 0,
-                    local=LocalPart(folder=state.fetched),
-                )
             case Action.FOLLOW_SCHEDULE:
                 assert state.place is not None
                 command = replace(command, outer_step=state.place[0], inner_steps=state.place[1])
-            case Action.SNAPSHOT:
-                taken = LocalPart(blocks=blocks.blocks())
-                command = replace(
-                    command, chain_block=blocks.chain_block(), parts=self.parts, local=taken
-                )
-            case Action.WRITE_PSEUDO_GRADIENT:
-                command = replace(command, trains_on=self._rules.train_in_rounds)
             case Action.WRITE_UPLOAD if state.upload is not None:
                 taken = LocalPart(blocks=blocks.blocks(), close=state.upload.close)
                 command = replace(command, local=taken)
             case Action.OUTER_STEP if state.update is not None:
                 command = replace(command, local=LocalPart(update=state.update))
-            case Action.WRITE_UPLOAD | Action.OUTER_STEP if state.mode is not Mode.AVERAGING:
+            case Action.WRITE_UPLOAD | Action.OUTER_STEP:
                 command = Command(Action.IDLE)  # a roll-back came between
-            case Action.CHECK_GRADIENT:
-                in_pause = state.mode is Mode.AVERAGING and not state.trains_on
-                command = replace(command, in_pause=in_pause)
             case Action.CHECKPOINT | Action.STOP as action:
                 kept = {"rank_zero": {"blocks": blocks.state_dict()}}
                 local = LocalPart(blocks=blocks.blocks(), kept=kept)
@@ -149,8 +127,7 @@ class Controller:
 
         It does not wait for data: without any the update is applied at once.
         """
-        applies = self._pending[0] is Action.OUTER_STEP and self.state.update is not None
-        return applies and self._blocks.in_step
+        return self._pending[0] is Action.OUTER_STEP and self._blocks.in_step
 
     def _other_rules(self) -> Network | None:
         """Return the version to follow from here on, where that is not the one in force.
@@ -159,7 +136,7 @@ class Controller:
         """
         if self._versions is None or self.in_force is None:
             return None
-        if self._pending or not trains(self.state.mode):
+        if self._pending or self.state.mode is Mode.STOPPING:
             return None
         wanted = self._versions.at(self.state.outer_step)
         if wanted.digest == self.in_force.digest:
@@ -195,14 +172,13 @@ class Controller:
         if isinstance(event, ev.GlobalEpochSeen):
             self._global_outer_step = event.outer_step
         for subscriber in self._subscribers:
-            # Before the event itself is decided on: a snapshot belongs to the boundary of its step,
+            # Before the event itself is decided on: an upload belongs to the boundary of its step,
             # and the checkpoint of that boundary shares its copies.
             for follows in subscriber(event, self.state) or ():
                 self._handle_event(follows)
         before = self.state.mode
         self.state, actions = decide(self.state, event, self._rules)
         if self.state.mode is not before:
-            # Before the tasks: uploads give way to a round before the swarm begins to send.
             self._handle_event(ev.ModeChanged(before, self.state.mode))
         for action in actions:
             if isinstance(action, Task):

@@ -78,10 +78,10 @@ def with_uploads(rules: Facts, folder: Path) -> Facts:
 
 
 class Income:
-    """Follow the verdict on one miner, of either kind of network.
+    """Follow the verdict on one miner.
 
     ``rules``: facts of the network's file, and the uploads that the start found. ``measured``:
-    further facts by name, asked at each look. ``needed``: bytes of disk for a snapshot, a
+    further facts by name, asked at each look. ``needed``: bytes of disk for an upload, a
     checkpoint and what stays free. ``folder``: the run folder.
     """
 
@@ -148,10 +148,6 @@ class Income:
                     self._behind_since = None
                 elif self._behind_since is None:
                     self._behind_since = now
-            case ev.PlaceSeen(outer_step=seen, last_allreduce_block=block):
-                self._place = Place(seen, block), now
-            case ev.Loaded():
-                self._behind_since = None
             case ev.OuterStepEnded(committed=True):
                 self._behind_since = None
                 self._settle(state, now)
@@ -160,23 +156,13 @@ class Income:
                 self._facts = replace(self._facts, outdated=outdated)
             case ev.ChainForked(cause=cause):
                 self._facts = replace(self._facts, forked=cause)
-            case ev.SnapshotSubmitted(revision=revision):
-                self._facts = replace(self._facts, sending=revision.tag)
-            case ev.PublicationEnded(report=report):
-                self._sent(report.revision.tag)
-                if report.ok:
-                    # It may have ended while a micro-batch or a round held the loop.
-                    ago = min(max(0.0, self._clocks.unix() - report.finished_at), 600.0)
-                    at = now - ago - (report.age_seconds or 0.0)
-                    revision, newest = report.revision, report.newest_block
-                    self._add(Upload(revision.outer_step, at, revision.tag, newest))
             case ev.UploadWritten(close=close):
                 tag = f"{close.outer_step}.{close.serial}"
                 self._facts = replace(self._facts, sending=tag)
             case ev.CloseReached(close=close):
                 self._heard = close.outer_step
-            case ev.SnapshotFailed(problem=problem, kind=kind) if self._facts.kind == "store":
-                head = {"blocks": "", "disk": "no room: "}.get(kind, "not sent: ")
+            case ev.UploadSkipped(problem=problem, kind=kind):
+                head = "no room: " if kind == "disk" else ""
                 self._miss(state.outer_step, f"{head}{problem}")
             case ev.UploadEnded(outer_step=outer_step, serial=serial, cause=problem):
                 self._sent(f"{outer_step}.{serial}")
@@ -307,11 +293,6 @@ class Income:
         """The last verdict, in words."""
         found = self._judgement
         return f"{found.verdict}: {found.words}" if found.words else str(found.verdict)
-
-    @property
-    def judged_step(self) -> int | None:
-        """The outer step whose uploads validators judge now, as far as it is known."""
-        return self._judgement.judged_step
 
     def gauges(self) -> Mapping[str, Callable[[], float | None]]:
         """Return what measures each metric of this subject."""

@@ -56,10 +56,8 @@ NETWORK = (
 QUESTIONS = (
     ("wallet.name", "Wallet"),
     ("wallet.hotkey", "Hotkey of it"),
-    ("axon.port", "Port for validators' calls"),
-    ("dht.port", "Port for the swarm"),
-    ("axon.external_port", "Outside port for calls, where a router or container maps another one"),
-    ("dht.external_port", "Outside port for the swarm, the same"),
+    ("dht.port", "Port for DHT peers"),
+    ("dht.external_port", "Outside port for DHT peers, where a router or container maps another"),
     ("nproc_per_node", "GPUs to use (empty: all)"),
     ("preset", "Preset for the memory of one GPU"),
 )
@@ -238,7 +236,7 @@ def toml_of(given: Mapping[str, str], exchange: Exchange) -> str:
     Settings that an operator looks for are there too, in the order of the help.
     """
     shown = ["wallet.name", "wallet.hotkey"]
-    shown += ["axon.port", "dht.port"] if exchange == "hivemind" else []
+    shown += ["dht.port"] if exchange == "hivemind" else []
     found = {name: _default_of(name) for name in shown} | dict(given)
     # By section, those without one first; an older spelling before the rest of its section.
     places = {setting.name: place for place, setting in enumerate(schema("miner"))}

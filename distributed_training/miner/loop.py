@@ -13,15 +13,9 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from distributed_training.protocol import keys
-from distributed_training.protocol.types import (
-    Progress,
-    RankFailedError,
-)
-from distributed_training.training.local_evaluation import WeightsWorseThanGuess
+from distributed_training.protocol.types import Progress
 
 from . import events as ev
 from .controller import Controller
@@ -37,17 +31,8 @@ if TYPE_CHECKING:  # heavy; a start that cannot succeed must say so before
 log = logging.getLogger(__name__)
 
 #: Commands that leave nothing to train: a round, or a wait for something. They are no step's time;
-#: a snapshot, a gradient check outside of a round, a checkpoint and a wait for data are.
-PAUSES = frozenset(
-    {
-        Action.IDLE,
-        Action.WRITE_PSEUDO_GRADIENT,
-        Action.OUTER_STEP,
-        Action.LOAD,
-        Action.REBASE,
-        Action.ROLL_BACK,
-    }
-)
+#: a checkpoint and a wait for data are.
+PAUSES = frozenset({Action.IDLE, Action.OUTER_STEP, Action.ROLL_BACK})
 
 
 #: Inner steps after which Python's garbage is collected, at the latest. A step of 256 micro-batches
@@ -80,18 +65,6 @@ class Garbage:
         if due or gc.get_count()[0] > GARBAGE_OBJECTS:
             self._outer_step, self._inner_step = outer_step, inner_step
             gc.collect()
-
-
-def state_files(folder: Path | None) -> tuple[Path | None, Path | None]:
-    """Return the weights and the outer momentum of a fetched state; None for those without one."""
-    if folder is None:
-        return None, None
-    return folder / keys.MODEL, folder / keys.OUTER_OPTIMIZER
-
-
-def not_loaded(error: RankFailedError) -> str:
-    """Describe a rank's failure in a load of all ranks: the state may be sound."""
-    return f"a rank could not load it: {error}"
 
 
 class RankRound(Protocol):
@@ -143,7 +116,7 @@ class RankLoop(ABC):
         if command.action is Action.WAIT_FOR_DATA and self._data is not None:
             self._data.missed(time.perf_counter() - began)
         event = self._carry_out(command)
-        if command.action in PAUSES or command.in_pause:
+        if command.action in PAUSES:
             self._weights.pause(time.perf_counter() - began)
         if self._controller is not None and event is not None:
             self._controller.post(event)
@@ -191,7 +164,6 @@ class RankLoop(ABC):
             self._requested.add(part.request)
         if part.begin:
             self._data.begin(part.begin, part.sequences, part.start)
-            self._hold_back(self._data)
         # At each boundary: a worker that died idle would be missed only when its block is due.
         self._data.gather_blocks()
         for block in tuple(self._requested):
@@ -199,10 +171,6 @@ class RankLoop(ABC):
             if sequences is not None:
                 self._ranks.report_ready(block, sequences)
                 self._requested.discard(block)
-
-    def _hold_back(self, data: DataPipeline) -> None:
-        """Set data of the block that begins aside, where they are wanted."""
-        del data
 
     def _progress(self, local: LocalPart) -> Progress:
         return Progress(
@@ -239,8 +207,6 @@ class MinerLoop(RankLoop):
         super().__init__(weights=trainer, data=data, **given)
         self._trainer, self._text = trainer, data
         self._follow_rules = follow_rules
-        self._holds_back = False
-        self._wants_others = False  # than those that a restart finds on disk
 
     def run(self) -> int:
         """Run until STOP; return the exit status, the same on all ranks."""
@@ -258,14 +224,9 @@ class MinerLoop(RankLoop):
                 shared = self._ranks.share(f"rules-{command.outer_step}", rules)
                 self._follow_rules(shared["text"])
                 return None
-            case Action.LOAD | Action.REBASE:
-                return self._load_global(command)
             case Action.ROLL_BACK:
                 return ev.RolledBack(*(self._checkpointer.roll_back() or (None,)))
-        event = super()._carry_out(command)
-        if isinstance(event, ev.OuterStepEnded) and event.committed:
-            self._hold_others_back()
-        return event
+        return super()._carry_out(command)
 
     def _save_last(self, local: LocalPart) -> None:
         skipped = self._trainer.skipped_in_a_row
@@ -281,19 +242,6 @@ class MinerLoop(RankLoop):
 
     # --- inner steps ---------------------------------------------------------------------------
 
-    def _hold_back(self, data: DataPipeline) -> None:
-        wanted = 0 if self._holds_back else self._trainer.preview_micro_batches
-        # None if there are too few: the sequences of the last outer step serve until then.
-        held = data.load_held_out(wanted, others=self._wants_others) if wanted else None
-        if held is not None:
-            self._holds_back, self._wants_others = True, False
-            self._trainer.hold_back(held)
-
-    def _hold_others_back(self) -> None:
-        """Choose other held-out data in a new outer step."""
-        # Scales that were searched on the old sequences fit those better than any other.
-        self._holds_back, self._wants_others = False, True
-
     def _micro_batch(self) -> ev.Event:
         batch = self._text.next()
         if batch is None:
@@ -304,22 +252,3 @@ class MinerLoop(RankLoop):
             return ev.MicroBatchTrained()
         self._last_loss = report.loss
         return ev.InnerStepDone(report, diverged=self._trainer.wants_roll_back)
-
-    # --- the global state ----------------------------------------------------------------------
-
-    def _load_global(self, command: Command) -> ev.Event:
-        # Only on rank 0: the others get their rows from it.
-        weights, outer_optimizer = state_files(command.local.folder)
-        sample = self._text.sample(self._trainer.measured_sequences)
-        try:
-            if command.action is Action.REBASE:
-                self._trainer.rebase(weights, outer_optimizer, sample)
-            else:
-                self._trainer.load_global(weights, outer_optimizer, command.outer_step, sample)
-        except RankFailedError as error:  # on all ranks alike; the state may be sound
-            return ev.GlobalFetchFailed(not_loaded(error), time.monotonic())
-        except ValueError as error:  # on all ranks alike: another model's, say
-            awful = isinstance(error, WeightsWorseThanGuess)
-            return ev.LoadFailed(str(error), time.monotonic(), awful)
-        self._hold_others_back()
-        return ev.Loaded(command.outer_step)

@@ -19,12 +19,11 @@ from distributed_training.common.files import free_bytes
 from distributed_training.common.memory import host_bytes
 from distributed_training.health.gpus import NvmlSampler
 from distributed_training.protocol.types import Base
-from distributed_training.store.upload_schedule import UploadSchedule
-from distributed_training.telemetry import MetricsFile, record_step, unix_time
+from distributed_training.telemetry import MetricsFile, record_step
 from distributed_training.telemetry.trackers import Tracker
 
 from . import events as ev
-from .events import MinerState, Mode
+from .events import MinerState
 from .run_folder import INSTANCE, listening_ranks
 
 _SLOPE_SAMPLES = 240  # a minute apart
@@ -36,7 +35,7 @@ _T = TypeVar("_T")
 class MachineGauges:
     """Gauges of the disk, memory and GPUs of one miner.
 
-    ``needed``: bytes that a snapshot, a checkpoint and the reserve take in ``folder``.
+    ``needed``: bytes that an upload, a checkpoint and the reserve take in ``folder``.
     """
 
     def __init__(self, folder: Path, *, needed: int, gpus: int) -> None:
@@ -99,41 +98,6 @@ class MachineGauges:
         return total
 
 
-def limits(
-    schedule: UploadSchedule,
-    *,
-    newest: Callable[[], int | None],
-    chain_block: Callable[[], int],
-    most_blocks: Callable[[], int],
-) -> dict[str, Callable[[], float | None]]:
-    """Return gauges of how long validators will count the last upload, by name.
-
-    They are the time left to its age limit and to that of its block list. ``newest``: block of that
-    list; ``most_blocks``: that it may be behind the chain.
-    """
-
-    def age() -> float | None:
-        return schedule.repo_age(time.monotonic())
-
-    def behind() -> float | None:
-        block = newest()
-        # A chain endpoint that lags may be behind our own list.
-        return None if block is None else max(0, chain_block() - block)
-
-    def left(limit: float, spent: float | None) -> float | None:
-        return None if spent is None else limit - spent
-
-    return {
-        "last_publication_timestamp_seconds": lambda: unix_time(schedule.published_at),
-        "publication_age_seconds": age,
-        "publication_age_limit_seconds": lambda: schedule.age_limit,
-        "publication_seconds_left": lambda: left(schedule.age_limit, age()),
-        "block_list_age_blocks": behind,
-        "block_list_limit_blocks": most_blocks,
-        "block_list_blocks_left": lambda: left(most_blocks(), behind()),
-    }
-
-
 class Growth:
     """The slope of a figure over the last four hours, by least squares."""
 
@@ -177,9 +141,9 @@ class Metrics:
         self._gauges = gauges
         self._by_rank = by_rank
         self._trackers, self._tracked = trackers, 0
-        self._last_rounds: deque[tuple[int, bool]] = deque(maxlen=20)  # outer step, averaged
+        self._last_rounds: deque[tuple[int, bool]] = deque(maxlen=20)  # outer step, merged
         # From zero on: a counter that appears with 1 has no increase.
-        self._refused = dict.fromkeys(("disk", "blocks", "list", "write", "unchecked"), 0)
+        self._skipped = {"disk": 0, "steps": 0}  # uploads
         for name in ("rounds", "rounds_failed", "rounds_missed", "publications_failed"):
             file.registry.add(f"{name}_total", 0)  # until then: the first one is an increase
         file.registry.labelled("build_info", "version", {__version__: 1.0})
@@ -203,10 +167,6 @@ class Metrics:
                         tracker.log(self._tracked, registry.values())
             case ev.Tick():  # also where no step ends, in a round or without data
                 self._file.write(self._gather_figures)
-            case ev.RoundFailed() | ev.OuterStepEnded() if state.mode is Mode.AVERAGING:
-                self._count_round(
-                    state.outer_step, isinstance(event, ev.OuterStepEnded) and event.committed
-                )
             case ev.OuterStepEnded(committed=ok, outer_step=reached) if (
                 state.update is not None and self._joined()
             ):
@@ -219,25 +179,8 @@ class Metrics:
                 registry.add("uploaded_bytes_total", size)
                 if not problem:
                     registry.set("last_publication_timestamp_seconds", time.time())
-            case ev.Loaded(outer_step=reached):
-                # Outer steps that others took; rounds that failed here are counted already.
-                before, known = state.outer_step, {step for step, _ in self._last_rounds}
-                recent = range(max(before, reached - 20), reached)
-                self._last_rounds.extend((step, False) for step in recent if step not in known)
-                registry.add("rounds_missed_total", max(0, reached - before))
-                self._set_participation()
-            case ev.SnapshotFailed(kind=kind):
-                self._refused[kind] += 1
-            case ev.SnapshotPutOff():
-                self._refused["list"] += 1
-            case ev.SnapshotSubmitted(preview=preview, seconds=seconds):
-                if preview.delta is not None:
-                    registry.set("preview_loss_change", preview.delta)
-                registry.set("snapshot_ready_seconds", seconds)
-            case ev.PublicationEnded(report=upload):
-                registry.add("publications_total")
-                registry.add("publications_failed_total", not upload.ok)
-                registry.add("uploaded_bytes_total", upload.bytes_sent)
+            case ev.UploadSkipped(kind=kind):
+                self._skipped[kind] += 1
             case ev.GlobalEpochSeen(outer_step=seen):
                 registry.set("global_outer_step", seen)
             case ev.Stopped():  # the last figures, which stay in the file
@@ -263,8 +206,8 @@ class Metrics:
             registry.set(name, _unless_it_fails(measure))
         for name, values in (_unless_it_fails(self._by_rank) or {}).items():
             registry.labelled(name, "rank", {str(rank): value for rank, value in values.items()})
-        refused = {f"refused.{kind}": count for kind, count in self._refused.items()}
-        registry.totals("snapshots", refused)
+        refused = {f"refused.{kind}": count for kind, count in self._skipped.items()}
+        registry.totals("uploads", refused)
         for package, counts in self._counts.items():
             counted = dict(counts())
             if "connections" in counted:  # the one that may fall

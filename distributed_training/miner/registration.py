@@ -18,7 +18,7 @@ from distributed_training.node.identity import Member, join_subnet, require_netw
 from distributed_training.node.start import Deregistered, NotRegistered
 from distributed_training.telemetry import MetricsFile
 
-from .global_state import pause_start
+from .network_watch import pause_start
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,6 @@ def wait_for_registration(
     longest = config.miner.deregistered_wait.total_seconds()
     metrics = MetricsFile(folder / "metrics.prom", every=60.0)
     metrics.registry.set("registered", 0)
-    metrics.registry.set("protocol_run", config.store.run)
     say, ask = (
         Throttle(every.total_seconds(), clock=lambda: time.monotonic())
         for every in (SAY_AGAIN, ASK_ANOTHER)

@@ -4,9 +4,8 @@ Read it from top to bottom:
 
     run_rank         the process: signals, log, exit status
     train            device and fellow ranks; then what follows
-    builders_of      the file that builds rank 0 by the network's exchange:
-                     start_hivemind.py or start_store.py
-    build_rank       model, data, and what it continues from (assembly.py); then the loop
+    build.py         what rank 0 has outside, and each rank's part of rounds
+    build_rank       model, data, and what it continues from; then the loop
     Rank             the loop, until STOP
 
 All that may fail outside is opened first and only on rank 0: a missing key or an unregistered
@@ -21,8 +20,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 from distributed_training.common.kinds import import_plugins
 from distributed_training.common.processes import die_with_parent, write_stacks_on_signal
@@ -43,12 +40,11 @@ from distributed_training.store.transfer import followed
 from distributed_training.telemetry.run_state import report_running, report_stage
 from distributed_training.training.collectives import COLLECTIVE_TIMEOUT
 
-from .assembly import RankContext, RankZero, Training, build_training
+from . import build
+from .build import Connections, RankContext, RankZero, Training, build_training
 from .device import cuda_failure, rank_device, report_device
-from .global_state import (
-    StopBeforeStart,
-)
-from .loop import MinerLoop, RankRound
+from .loop import MinerLoop
+from .network_watch import StopBeforeStart
 from .nodes import Nodes, open_tcp_store, under_torchrun
 from .ranks import join_ranks
 from .resume import StartupInfo
@@ -150,7 +146,7 @@ def train(
 
                 # A store that is away may take all the time of a stop for one answer.
                 with followed(loading), stop.interrupting():
-                    connections, info = builders_of(config).open_connections(
+                    connections, info = build.open_connections(
                         config, folder, stack, lambda: not stop.wanted, stop.events.put
                     )
             except (ConfigError, NetworkFailure, StopBeforeStart, Stopped) as error:
@@ -186,24 +182,6 @@ def train(
     return status, reason
 
 
-def builders_of(config: Config) -> ModuleType:
-    """Return the module that builds what differs by the network's exchange.
-
-    It is imported only here: a miner of a store network has nothing of hivemind in its memory. It
-    has two functions. ``open_connections(config, folder, stack, wanted, post)`` opens what rank 0
-    has outside, before there is a model; it returns the connections and every rank's facts.
-    ``build_exchange(context, info, connections, training)`` builds rank 0's own part (None on
-    other ranks) and the rank's part of rounds; it is collective.
-    """
-    if config.exchange == "store":
-        from . import start_store
-
-        return start_store
-    from . import start_hivemind
-
-    return start_hivemind
-
-
 @dataclass(frozen=True)
 class Rank:
     """One rank, ready to run. ``rank_zero``: rank 0's own part, else None."""
@@ -230,7 +208,7 @@ class Rank:
         return status, controller.state.stop_reason
 
 
-def build_rank(context: RankContext, info: StartupInfo, connections: Any) -> Rank:
+def build_rank(context: RankContext, info: StartupInfo, connections: Connections | None) -> Rank:
     """Build one rank. ``connections``: rank 0's, else None. Raises ConfigError, NetworkFailure."""
     alive = Heartbeat(context.folder, context.ranks.local_rank)
     if connections:
@@ -238,12 +216,9 @@ def build_rank(context: RankContext, info: StartupInfo, connections: Any) -> Ran
     global_folder = connections.global_folder if connections else None
     training = build_training(context, info, global_folder, alive)
     # After the model, whose shapes it needs.
-    build_exchange = builders_of(context.config).build_exchange
-    rank_zero: RankZero | None
-    exchange: RankRound
     if connections:
         report_stage(context.folder, 5, "joining the network")
-    rank_zero, exchange = build_exchange(context, info, connections, training)
+    rank_zero, exchange = build.build_exchange(context, info, connections, training)
 
     def follow_rules(text: str) -> None:
         assert context.config.network is not None

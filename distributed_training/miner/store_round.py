@@ -7,7 +7,7 @@ and of a checkpoint, and for the outer step.
 who                       what
 ========================  =========================================================================
 a thread of rank 0        :class:`~distributed_training.exchange.base.Close`: uploads are taken now
-rank 0                    :func:`decide_store_round`: from here to the end, what follows from what
+rank 0                    :func:`decide_round`: from here to the end, what follows from what
 all ranks                 :meth:`StoreRank.carry_out`: write the upload, during training
 all ranks                 a checkpoint, which knows what the upload holds
 rank 0                    :class:`UploadWatch`: both are on the disk, so the upload may be sent
@@ -53,27 +53,23 @@ from .events import (
     Action,
     Command,
     Decision,
-    GlobalView,
     LocalPart,
     MinerState,
     Mode,
-    Rules,
     Stage,
     Task,
 )
 from .ranks import Ranks
-from .round import take_outer_step
 
 if TYPE_CHECKING:
     from distributed_training.exchange.store_rounds import StoreRounds
     from distributed_training.protocol.update_file import Header
     from distributed_training.training.held_weights import HeldWeights
-    from distributed_training.training.store_outer_step import UploadHandle
+    from distributed_training.training.outer_step import UploadHandle
 
 log = logging.getLogger(__name__)
 
 _AGAIN, _AGAIN_LONGEST = timedelta(minutes=1), timedelta(hours=1)  # after an update that failed
-_TRAINS = (Mode.TRAINING, Mode.AWAITING_GLOBAL)
 
 
 def event_of(fact: Fact) -> ev.Event:
@@ -94,13 +90,12 @@ def event_of(fact: Fact) -> ev.Event:
 def uploads_for(state: MinerState, close: Close) -> bool:
     """Return whether this miner may upload for ``close``: it holds its weights, and did not yet."""
     again = state.upload is not None and close.serial <= state.upload.close.serial
-    holds = state.mode in _TRAINS and close.outer_step == state.outer_step
+    holds = state.mode is not Mode.STOPPING and close.outer_step == state.outer_step
     return holds and not again and state.update is None
 
 
-def decide_store_round(state: MinerState, event: ev.Event, rules: Rules) -> Decision | None:
-    """Return the next state and what follows, as ``decide`` does; None for what is of no round."""
-    del rules
+def decide_round(state: MinerState, event: ev.Event) -> Decision:
+    """Return the next state and what follows from an event of a round, as ``decide`` does."""
     upload = state.upload
     match event:
         case ev.UploadWanted(close=close):
@@ -120,9 +115,9 @@ def decide_store_round(state: MinerState, event: ev.Event, rules: Rules) -> Deci
             return replace(state, upload=replace(upload, stage=Stage.ENDED)), ()
         case ev.UpdateReady(update=update, at=at):
             follows = update.whole or update.outer_step == state.outer_step + 1
-            if state.mode not in _TRAINS or state.update is not None or not follows:
+            if state.update is not None or not follows:
                 return state, ()
-            return replace(state, update=update, called_at=at), (Action.OUTER_STEP,)
+            return replace(state, update=update, update_at=at), (Action.OUTER_STEP,)
         case ev.OuterStepEnded(committed=committed, outer_step=outer):
             if (applied := state.update) is None:
                 return state, ()
@@ -133,30 +128,27 @@ def decide_store_round(state: MinerState, event: ev.Event, rules: Rules) -> Deci
                     outer_step=outer,
                     update=None,
                     upload=None,
-                    view=GlobalView.SAME,
                     place=(outer, applied.inner_steps),
-                    fetch_failures=0,
+                    update_failures=0,
                 )
-                return after, (Action.FOLLOW_SCHEDULE, Task.COMPARE_EPOCHS)
+                return after, (Action.FOLLOW_SCHEDULE, Task.SHOW_APPLIED)
             # A rank had no memory, or its weights are not the network's: it is asked for again.
-            failures = state.fetch_failures + 1
+            failures = state.update_failures + 1
             wait = doubling(failures, first=_AGAIN, longest=_AGAIN_LONGEST)
             after = replace(
                 state,
                 mode=Mode.AWAITING_GLOBAL,
                 update=None,
-                fetch_failures=failures,
-                global_due=state.called_at + wait.total_seconds(),
+                update_failures=failures,
+                again_at=state.update_at + wait.total_seconds(),
             )
             return after, ()
-        case ev.Tick(at=at) if state.mode is Mode.AWAITING_GLOBAL and at >= state.global_due:
+        case ev.Tick(at=at) if state.mode is Mode.AWAITING_GLOBAL and at >= state.again_at:
             # The second time whole weights, which hold whatever ours are.
-            again = Task.FETCH_GLOBAL if state.fetch_failures > 1 else Task.COMPARE_EPOCHS
+            again = Task.FETCH_WEIGHTS if state.update_failures > 1 else Task.SHOW_APPLIED
             return replace(state, mode=Mode.TRAINING), (again,)
-        case ev.GlobalEpochSeen() | ev.WeightsCompared():
-            return state, ()  # what is missing comes as updates, without being asked for
         case _:
-            return None
+            return state, ()
 
 
 def keep_upload(state: MinerState, event: ev.RolledBack) -> MinerState:
@@ -173,7 +165,7 @@ def keep_upload(state: MinerState, event: ev.RolledBack) -> MinerState:
 
 
 class StoreTasks:
-    """Starts the background tasks of a network whose rounds go through the store."""
+    """Starts rank 0's background tasks."""
 
     def __init__(self, rounds: StoreRounds) -> None:
         self._rounds = rounds
@@ -183,9 +175,9 @@ class StoreTasks:
             case Task.SEND_UPLOAD:
                 assert state.upload is not None
                 self._rounds.send(state.upload.close)
-            case Task.COMPARE_EPOCHS:
+            case Task.SHOW_APPLIED:
                 self._rounds.applied(state.outer_step)
-            case Task.FETCH_GLOBAL:
+            case Task.FETCH_WEIGHTS:
                 self._rounds.fetch_weights()
 
 
@@ -255,12 +247,12 @@ class UploadWatch:
                 f"blocked: {lines.counted(steps, 'inner step')} when the close was over, and "
                 f"{self._minimum} are needed, so nothing was sent for it; the next upload holds it"
             )
-            return [ev.SnapshotFailed(missed, kind="blocks")] if steps < self._minimum else []
+            return [ev.UploadSkipped(missed, "steps")] if steps < self._minimum else []
         if steps < self._minimum:
             return []
         self._close = None
         if (problem := self._disk_problem()) is not None:
-            return [ev.SnapshotFailed(problem, kind="disk")]
+            return [ev.UploadSkipped(problem, "disk")]
         return [ev.UploadWanted(close)]
 
     def _await_files(self) -> list[ev.Event]:
@@ -338,3 +330,25 @@ class StoreRank:
             problem = f"it was not written ({error})"
             return ev.UploadEnded(close.outer_step, close.serial, problem)
         return ev.UploadTaken(close, self._handle, progress)
+
+
+def take_outer_step(
+    trainer: HeldWeights, ranks: Ranks, prepare: Callable[[], None]
+) -> ev.OuterStepEnded:
+    """Take the outer step that ``prepare`` computes. Collective."""
+    detail, began = "", time.perf_counter()
+    try:
+        prepare()
+    except (RuntimeError, ValueError, OSError) as error:
+        detail = str(error) or type(error).__name__
+        log.warning("Rank %d votes against the outer step: %s", ranks.rank, detail)
+    # A rank that failed votes too: without its vote the others would wait for ever.
+    committed = ranks.vote(not detail)
+    # On all ranks or on none.
+    if committed:
+        trainer.commit_outer_step()
+    else:
+        trainer.roll_back_outer_step()
+        detail = detail or "another rank voted against it"
+    held = time.perf_counter() - began
+    return ev.OuterStepEnded(committed, trainer.outer_step, detail, held)

@@ -1,39 +1,52 @@
-"""Build rank 0 of a store network, and each rank's part of a round.
+"""Build what a rank of the miner is made of, for either exchange.
 
-    open_connections   wallet, registry, the network's bucket, its newest weights
-    RankZero           rounds, controller, then telemetry
-
-Nobody connects to such a miner: it has no server and no swarm, a bucket of its own only with
-``store.access = "own"``, and what it imports has nothing of hivemind.
+open_connections   wallet, registry, the network's bucket, its newest weights: rank 0's
+build_training     model and data of every rank, and what they continue from
+build_exchange     rank 0's rounds, controller and telemetry; each rank's part of rounds
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+import queue
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
+import torch
 from bittensor_core import verify
 
+from distributed_training import __version__
+from distributed_training.chain.base import Chain
+from distributed_training.chain.kinds import how_to_register
 from distributed_training.chain.registration import (
+    INTERVAL,
+    MISSING_FOR,
+    Belief,
     RegistrationEvent,
     RegistrationWatcher,
     WatcherCallbacks,
 )
 from distributed_training.common.backoff import Repeats
-from distributed_training.common.memory import DISK_RESERVE, checkpoint_bytes
+from distributed_training.common.memory import DISK_RESERVE, ModelShape, checkpoint_bytes
 from distributed_training.config import Config
-from distributed_training.config.versions import Versions, has_versions
+from distributed_training.config.versions import Versions, has_versions, under
+from distributed_training.data.block_builder import WorkerSpec
+from distributed_training.data.own_text import require_one_sequence
+from distributed_training.data.pipeline import DataPipeline
 from distributed_training.exchange.base import Close
 from distributed_training.exchange.own_uploads import OwnUploads
 from distributed_training.exchange.store_rounds import StoreRounds
 from distributed_training.network import FILE
 from distributed_training.node.buckets import open_as_member, open_own
 from distributed_training.node.identity import Member, commit, keep_state
-from distributed_training.node.start import require_data
+from distributed_training.node.published import fetch_published
+from distributed_training.node.start import NetworkFailure, fetch_tokenizer, require_data
 from distributed_training.protocol import lines
 from distributed_training.protocol.keys import miner_bucket
 from distributed_training.protocol.manifest import Master
@@ -41,33 +54,35 @@ from distributed_training.protocol.types import ExitStatus
 from distributed_training.protocol.update_file import MOST_BLOCKS, Header, largest_file
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.errors import StoreError
-from distributed_training.store.snapshot_folder import describe_full_disk
-from distributed_training.telemetry import EventLog, unix_time
-from distributed_training.training.outer_step import read_model_config
+from distributed_training.store.room import describe_full_disk
+from distributed_training.telemetry import EventLog, MetricsFile, unix_time
+from distributed_training.telemetry.trackers import open_trackers
+from distributed_training.telemetry.verdict import Facts
+from distributed_training.training.checkpoint import Checkpointer
+from distributed_training.training.collectives import Layout
+from distributed_training.training.held_weights import HeldWeights
+from distributed_training.training.trainer import Trainer
+from distributed_training.training.weights import read_model_config
 
 from . import events as ev
-from .assembly import (
-    Held,
-    RankContext,
-    describe_member,
-    describe_size,
-    open_block_list,
-    open_metrics,
-    open_versions,
-    prepare_text,
-    record_start,
-    registration_terms,
-    rules_of,
-)
+from .block_list import BlockList, NoBlocks
 from .controller import Controller, Subscriber
-from .device import expects_gpu
+from .device import expects_gpu, utilization_of
 from .events import MinerState, Mode, Rules
-from .global_state import GlobalBucket, NetworkWatch, StartWait, pause_start
-from .income import Income, with_uploads
-from .own_bucket import open_own_bucket
+from .income import Income, standing, with_uploads
+from .metrics import MachineGauges, Metrics
+from .network_watch import (
+    GlobalBucket,
+    GlobalUnavailableError,
+    NetworkWatch,
+    StartWait,
+    pause_start,
+)
+from .own_bucket import check_own_bucket
+from .ranks import Ranks
 from .registration import join_network
-from .reporter import Record, StoreReporter
-from .resume import StartupInfo, first_outer_step
+from .reporter import Record, Reporter
+from .resume import StartupInfo, first_outer_step, refuse_old_checkpoints, resume_training
 from .store_round import StoreRank, StoreTasks, UploadWatch, event_of
 
 log = logging.getLogger(__name__)
@@ -75,6 +90,279 @@ log = logging.getLogger(__name__)
 _UPDATE_BITS = 4  # of the validator's update, whatever the uploads have
 _NO_DIGEST = "0" * 64
 _SAY_AGAIN = 600.0  # seconds between two lines of one cause
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """The surroundings in which a rank is built.
+
+    Its settings, folder, device and fellow ranks, rank 0's queue of events, and the stack that
+    closes what was opened. ``tick``: of the controller. ``guest``: the process is a script's, in
+    which nothing here may end it or change its log.
+    """
+
+    config: Config
+    folder: Path
+    device: torch.device
+    ranks: Ranks
+    events: queue.SimpleQueue[ev.Event]
+    stack: ExitStack
+    tick: timedelta = timedelta(seconds=1)
+    guest: bool = False
+
+
+def describe_size(model: Mapping[str, Any], config: Config) -> str:
+    """Return the model's size for a log line; empty where no formula knows the model."""
+    count = config.network.head.parameters if config.network and config.network.model else None
+    try:
+        parameters = ModelShape.from_config(model, count).parameters
+    except ValueError:  # the trainer refuses such a model in words
+        return ""
+    unit, prefix = (1e9, "B") if parameters >= 1e9 else (1e6, "M")
+    return f": a model of {parameters / unit:.2f} {prefix} parameters"
+
+
+def prepare_text(config: Config, folder: Path) -> tuple[Path, int]:
+    """Return the tokenizer's path and its end of text, and check a member's own text.
+
+    Nothing of both where a script reads its own. Raises ConfigError, NetworkFailure.
+    """
+    if not config.reads_text:
+        return Path(), 0
+    tokenizer_path, eos_id = fetch_tokenizer(config, folder)
+    if config.data.own:
+        length = config.training.sequence_length
+        require_one_sequence(config.data, tokenizer_path, eos_id, length)
+    return tokenizer_path, eos_id
+
+
+def describe_member(config: Config, member: Member, bucket: str = "") -> None:
+    """Log who this miner is. ``bucket``: its own, empty where it has none."""
+    found = standing(member.chain.neurons(), member.hotkey)
+    log.info(
+        "Miner %s: uid %d, hotkey %s, netuid %d%s%s",
+        __version__,
+        member.uid,
+        member.hotkey,
+        config.chain.netuid,
+        f", bucket {bucket}" if bucket else "",
+        f", {found.words}" if found else "",
+    )
+
+
+def registration_terms(config: Config) -> tuple[Belief, timedelta]:
+    """Return when a lost registration is believed, and the time between two looks at it."""
+    local = config.preset == "local"  # where a minute is a long time
+    belief = Belief(
+        config.miner.master_ss58_address,
+        timedelta(seconds=5) if local else MISSING_FOR,
+        how_to_register(config.chain),
+    )
+    return belief, timedelta(seconds=1) if local else INTERVAL
+
+
+def open_versions(
+    config: Config,
+    folder: Path,
+    bucket: GlobalBucket,
+    outer_step: int,
+    read: Callable[[], BucketReader],
+) -> tuple[Config, Versions | None]:
+    """Return the settings that hold at ``outer_step``, and the versions of the network's file.
+
+    None where it has no versions. ``read``: opens the network's bucket, which has its data. Raises
+    ConfigError, and NetworkFailure where an older version than the file's holds and nobody has it.
+    """
+    network = config.network
+    if network is None or not has_versions(config):
+        return config, None
+    versions = Versions(network, folder)
+    try:
+        for problem in (versions.look_beside(network.place), bucket.learn(versions)):
+            if problem:
+                log.warning("%s", problem)
+    except GlobalUnavailableError as error:
+        log.warning("The global bucket was not asked for versions of the network's file: %s", error)
+    if not versions.knows(outer_step):
+        raise NetworkFailure(
+            f"{network.place} holds from outer step {network.head.from_outer_step} and the network "
+            f"is at {outer_step}, and the version before it is not in the global bucket, so the "
+            "rules are not known and nothing is trained: wait, or start with the older file"
+        )
+    versions.in_force = versions.at(outer_step)
+    if versions.in_force is not network:
+        log.info(
+            "Outer step %d is trained by version %d of the network's file",
+            outer_step,
+            versions.in_force.head.version,
+        )
+    # Before its data are asked for: those of the file given may be of the past.
+    config = under(config, versions.in_force)
+    fetch_published(config, read)
+    require_data(config)
+    return config, versions
+
+
+@dataclass(frozen=True)
+class Held:
+    """The objects that every rank holds, whoever trains. ``data``: None where they are a script's.
+
+    ``kept``: this rank's part of its checkpoint, empty after a fresh start; ``first_block``: the
+    block that a fresh start trains on first, else 0.
+    """
+
+    trainer: HeldWeights
+    checkpointer: Checkpointer
+    data: DataPipeline | None
+    kept: Mapping[str, Any]
+    first_block: int
+
+
+@dataclass(frozen=True)
+class Training(Held):
+    """The objects that every rank trains with."""
+
+    trainer: Trainer
+    data: DataPipeline
+
+
+def build_training(
+    context: RankContext, info: StartupInfo, global_folder: Path | None, alive: Callable[[], None]
+) -> Training:
+    """Build model and data, and continue from the last checkpoint or the network's weights."""
+    config, ranks, folder = context.config, context.ranks, context.folder
+    trainer = Trainer(
+        settings=config.training,
+        model_config=info.model_config,
+        device=context.device,
+        layout=Layout(ranks.rank, ranks.world_size, ranks.local_world_size),
+        utilization=utilization_of(context.device),
+        run_folder=folder,
+    )
+    checkpointer = Checkpointer(
+        trainer=trainer,
+        folder=folder / "checkpoints",
+        keep=config.miner.keep_checkpoints,
+    )
+    alive()
+    data = open_data(context, info, trainer.micro_batch_size)
+    kept = resume_training(trainer, checkpointer, info, global_folder)
+    data.load_state_dict(kept.get("data", {}))
+    first_block = 0 if kept else info.first_block
+    if first_block:
+        data.request(first_block)  # prepared while the network is joined
+    alive()
+    return Training(trainer, checkpointer, data, kept, first_block)
+
+
+def open_data(context: RankContext, info: StartupInfo, micro_batch_size: int) -> DataPipeline:
+    """Open this rank's data; the context's stack closes them."""
+    config, ranks = context.config, context.ranks
+    data = DataPipeline(
+        WorkerSpec(
+            settings=config.data,
+            uid=info.uid,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            sequence_length=config.training.sequence_length,
+            tokenizer_path=Path(info.tokenizer_path),
+            eos_id=info.eos_id,
+            folder=context.folder / "data",
+            vocabulary=int(info.model_config["vocab_size"]),
+            draw_pages=config.draw_pages,
+        ),
+        micro_batch_size=micro_batch_size,
+        device=context.device,
+    )
+    context.stack.callback(data.close)
+    return data
+
+
+def rules_of(config: Config, uid: int) -> Facts:
+    """Return the facts of a verdict that the settings and the network's file hold."""
+    return Facts(
+        pays=config.chain.kind != "registry",
+        round_seconds=config.miner.blocks_per_allreduce * config.chain.seconds_per_block,
+        name=config.miner.name,
+        uid=uid,
+    )
+
+
+def open_block_list(
+    context: RankContext,
+    training: Held,
+    chain: Chain,
+    *,
+    uid: int,
+    recent: Callable[[], int],
+) -> BlockList:
+    """Return the block list as the checkpoint left it. ``recent``: see :class:`BlockList`."""
+    if training.data is None:
+        return NoBlocks(chain.block)
+    blocks = BlockList(
+        chain_block=chain.block,
+        data=training.data,
+        ranks=context.ranks,
+        micro_batch_size=training.trainer.micro_batch_size,
+        uid=uid,
+        recent=recent,
+    )
+    blocks.load_state_dict(
+        training.kept.get("rank_zero", {}).get("blocks", {}),
+        training.kept.get("data", {}),
+        exact=training.checkpointer.exact,
+        first=training.first_block,
+    )
+    return blocks
+
+
+def open_metrics(
+    context: RankContext,
+    training: Held,
+    blocks: BlockList,
+    chain: Chain,
+    *,
+    uid: int,
+    needed: int,
+    gauges: Mapping[str, Callable[[], float | None]],
+    counts: Mapping[str, Callable[[], Mapping[str, float]]] = MappingProxyType({}),
+    joined: Callable[[], bool] = lambda: True,
+) -> Metrics:
+    """Open the metrics file and the trackers. ``gauges`` and ``counts`` are the exchange's own.
+
+    ``needed``: bytes of disk that the next upload, a checkpoint and the reserve take. ``joined``:
+    see :class:`Metrics`.
+    """
+    config, open_until_end = context.config, context.stack.enter_context
+    trackers = open_trackers(
+        config.telemetry,
+        context.folder,
+        name=f"{config.miner.name}-{uid}",
+        first_step=training.trainer.total_inner_steps + 1,
+    )
+    machine = MachineGauges(
+        context.folder,
+        needed=needed,
+        gpus=context.ranks.local_world_size if context.device.type == "cuda" else 0,
+    )
+    return Metrics(
+        trackers=[open_until_end(closing(tracker)) for tracker in trackers],
+        file=MetricsFile(context.folder / "metrics.prom"),
+        counts={
+            **({} if training.data is None else {"data": training.data.counters}),
+            "chain": chain.counters,
+            **counts,
+        },
+        gauges={
+            "chain_age_seconds": lambda: chain.age().total_seconds(),
+            "chain_block": chain.block,
+            "block_list_newest_block": lambda: blocks.newest_trained,
+            **gauges,
+            **machine.single(),
+        },
+        by_rank=open_until_end(closing(machine)).by_rank,
+        joined=joined,
+    )
 
 
 @dataclass(frozen=True)
@@ -104,6 +392,8 @@ def open_connections(
     ``post``: queues an event, from any thread. Raises ConfigError, NetworkFailure, StopBeforeStart
     (``wanted`` turned False).
     """
+    checkpoints = folder / "checkpoints"
+    refuse_old_checkpoints(checkpoints)
     if not has_versions(config) or config.data.own:
         require_data(config)
     member = join_network(config, folder, stack, wanted)
@@ -112,13 +402,11 @@ def open_connections(
     commitment = ""
     if config.has_bucket:
         own = miner_bucket(config.store.global_model_name, member.uid)
-        commitment = open_own_bucket(config, member, own).commitment
+        commitment = check_own_bucket(config, member, own)
         uploads = open_own(config.store, own)
     stack.callback(uploads.close)
     reader = BucketReader(store, large=config.round_period)
-    bucket = GlobalBucket(
-        open_bucket=lambda: reader, folder=folder / "global", run=config.store.run
-    )
+    bucket = GlobalBucket(reader)
     watch = None if config.network is None else NetworkWatch(bucket, config.network, None, post)
     rounds = _kind_of_rounds(config, member)(
         store,
@@ -130,12 +418,11 @@ def open_connections(
         at_head=lambda: None if watch is None else watch.look(),
     )
     stack.callback(rounds.stop)
-    checkpoints = folder / "checkpoints"
     resumes = any(checkpoints.glob("checkpoint-*"))
     outer_step, global_folder, steps = first_weights(rounds, wanted, resumes=resumes)
     model = read_model_config(global_folder)
     log.info("Global state of outer step %d%s", outer_step, describe_size(model, config))
-    first = first_outer_step(checkpoints, outer_step, seen=True, store=True)
+    first = first_outer_step(checkpoints, outer_step)
     config, versions = open_versions(config, folder, bucket, first, lambda: reader)
     if watch is not None:
         watch.versions = versions
@@ -146,10 +433,8 @@ def open_connections(
         tokenizer_path=str(tokenizer_path),
         eos_id=eos_id,
         global_outer_step=outer_step,
-        global_uid=member.chain.uid(config.miner.master_ss58_address),
         first_block=member.chain.block(),
         hotkey=member.hotkey,
-        follows=True,
         rules=versions.in_force.files[FILE] if versions else "",
     )
     return Connections(member, rounds, global_folder, versions, commitment), info
@@ -158,7 +443,7 @@ def open_connections(
 def _kind_of_rounds(config: Config, member: Member) -> Callable[..., StoreRounds]:
     if not config.averages:
         return StoreRounds
-    # Only here: a member of a store network has nothing of it in its memory.
+    # Here: a member of a store network has nothing of hivemind in its memory.
     from distributed_training.exchange.hivemind import HivemindRounds, Membership
 
     return partial(
@@ -213,11 +498,9 @@ class RankZero:
         self.controller = Controller(
             state=MinerState(mode=Mode.TRAINING, outer_step=trainer.outer_step),
             rules=Rules(
-                reload_seconds=0.0,
                 checkpoint_steps=config.miner.checkpoint_steps,
                 checkpoint_seconds=config.miner.checkpoint_interval.total_seconds(),
                 tick_seconds=context.tick.total_seconds(),
-                exchange="store",
             ),
             events=context.events,
             blocks=self.blocks,
@@ -233,13 +516,12 @@ class RankZero:
         trainer, connections = self._training.trainer, self._connections
         log_of = "distributed_training" if self._context.guest else ""
         self.record: Record = EventLog.open(folder, logger=log_of).write
-        reporter = StoreReporter(
+        reporter = Reporter(
             record=self.record,
             warnings=lambda report: lines.step_warnings(
                 report, expect_gpu=expects_gpu(config, self._context.device)
             ),
             bucket=config.store.global_model_name,
-            global_uid=self._info.global_uid,
             joined=lambda: self.income.joined,
         )
         if self._context.guest:  # the script's output has its own lines for a step
@@ -262,7 +544,6 @@ class RankZero:
                 "chain_trouble": connections.member.chain.trouble,
                 "gate": connections.rounds.gate,
                 "next_round": next_close(),
-                "next_upload": next_close(),
             },
             record=self.record,
             folder=folder,
@@ -348,7 +629,15 @@ class RankZero:
             rounds.open_peer(settings, announcer(config, member))
         largest = largest_file(trainer.schema, _UPDATE_BITS)
         rounds.start(trainer.outer_step, largest_update=largest)
-        record_start(self.record, context, self._info, self._training)
+        self.record(
+            "start",
+            uid=self._info.uid,
+            hotkey=self._info.hotkey,
+            outer_step=trainer.outer_step,
+            inner_step=trainer.inner_step,
+            world_size=context.ranks.world_size,
+            resumed=bool(self._training.kept),
+        )
 
 
 def _forgiving(subscriber: Subscriber) -> Subscriber:
