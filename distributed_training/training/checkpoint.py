@@ -38,13 +38,12 @@ from torch import Tensor
 
 from distributed_training.common.backoff import Repeats
 from distributed_training.common.files import read_json_object, sha256_of, sync_folder, write_json
-from distributed_training.protocol.gradients import Schema
-from distributed_training.protocol.types import Progress, RankFailedError
+from distributed_training.protocol.types import Progress, RankFailedError, Schema
 
 from .collectives import RowStream, enter_thread, row_range
+from .copies import write_safetensors
 from .held_weights import HeldWeights
 from .inner_optimizer import checkpoint_key, may_lack_rows
-from .snapshot import write_safetensors
 from .trainer import SLOW_STEPS
 
 log = logging.getLogger(__name__)
@@ -310,7 +309,7 @@ class Checkpointer:
         # One name for all: the clocks of two nodes would give two.
         name, first = self._trainer.stream.from_rank_0((name, extra))
         try:
-            # A snapshot of this boundary has the same ones: 12 bytes a parameter, once.
+            # An upload of this boundary has the same ones: 12 bytes a parameter, once.
             copies = self._trainer.boundary_copies()
         except RankFailedError as error:
             self._not_written(name, error, str(error))
@@ -439,7 +438,7 @@ class Checkpointer:
             # The next copies wait until nobody holds these, and the thread's arguments do.
             held.clear()
             if self.last_error is not None:
-                gc.collect()  # as in snapshot.py: the error's frames hold the tensors too
+                gc.collect()  # as in copies.py: the error's frames hold the tensors too
         self.seconds = self.hold_seconds + time.perf_counter() - started
         if self._lead:
             try:

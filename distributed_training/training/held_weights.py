@@ -2,7 +2,7 @@
 
 :class:`~.trainer.Trainer` is one who does, a script that joined is another
 (:mod:`.script_weights`). What lies between two inner steps is the same for both: epoch start,
-counters, copies of a boundary, uploads and updates of a store network.
+counters, copies of a boundary, uploads and updates.
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from distributed_training.protocol.gradients import Schema
-from distributed_training.protocol.types import Sign, Update
+from distributed_training.protocol.types import Schema, Sign, Update
 from distributed_training.protocol.update_file import Header
 
 from . import sharding
 from .collectives import ParameterShard, RowStream
-from .outer_step import OuterStep
-from .snapshot import BoundaryCopier, BoundaryCopies
-from .store_outer_step import StoreOuterStep, UploadHandle
+from .copies import BoundaryCopier, BoundaryCopies
+from .outer_step import OuterStep, UploadHandle
 
 log = logging.getLogger(__name__)
 
@@ -67,11 +64,6 @@ class HeldWeights(ABC):
         """Rows of the inner optimizer that a checkpoint has for each parameter, on average."""
         return 0
 
-    @property
-    def preview_micro_batches(self) -> int:
-        """Micro-batches that a preview runs on each rank; none where uploads are not checked."""
-        return 0
-
     @abstractmethod
     def drop_step(self) -> None:
         """Forget every copy of weights that were changed, and gradients of the weights before."""
@@ -96,19 +88,11 @@ class HeldWeights(ABC):
         sharding.load_file(self.shards, self.tied, shared, self.stream)
         self.drop_step()
 
-    def load_global(
-        self,
-        weights_path: Path | None,
-        outer_optimizer: Path | None,
-        outer_step: int,
-        sample: Tensor | None = None,
-    ) -> None:
+    def load_global(self, weights_path: Path | None, outer_step: int) -> None:
         """Load weights and epoch start from rank 0's file. Raises what :meth:`load_weights` does.
 
-        There is no outer momentum in a store network, and its weights need no ``sample`` to be
-        measured on: they are signed by the one who judges them.
+        They are signed by the one who judges them, so they are not measured.
         """
-        del outer_optimizer, sample
         self.load_weights(weights_path)
         self.begin_epoch(outer_step)
 
@@ -118,20 +102,11 @@ class HeldWeights(ABC):
         self.outer_step, self.inner_step = outer_step, 0
         self.drop_step()
 
-    def begin_schedule(self, network_steps: int, *, follows: bool = False) -> None:
-        """Begin at the network's place in the learning rate's schedule, at a first start.
-
-        ``network_steps``: inner steps that the network has taken, 0 where its state does not say.
-        ``follows``: only the network decides the place, also in its warm-up.
-        """
-        if follows:
-            self.follow_schedule(self.outer_step, network_steps)
-
     def follow_schedule(self, outer_step: int, network_steps: int) -> None:
         """Go to the network's place in the schedule, so that all of its miners have one rate.
 
-        ``network_steps``: see :meth:`begin_schedule`; before ``outer_step``. Nothing happens where
-        that is not this miner's.
+        ``network_steps``: inner steps that the network has taken before ``outer_step``, 0 where its
+        state does not say. Nothing happens where ``outer_step`` is not this member's.
         """
         if network_steps and outer_step == self.outer_step:
             self.total_inner_steps = network_steps + self.inner_step
@@ -159,7 +134,7 @@ class HeldWeights(ABC):
     def boundary_copies(self, names: Collection[str] | None = None) -> BoundaryCopies:
         """Copy weights and moments of this step boundary, when no round is on. Collective.
 
-        ``names``: see :meth:`~.snapshot.BoundaryCopier.copy_boundary`. Most are copied during the
+        ``names``: see :meth:`~.copies.BoundaryCopier.copy_boundary`. Most are copied during the
         next micro-batches: who changes weights or moments calls ``copier.finish`` before.
         Raises RankFailedError on all ranks alike when one of them has no memory for its copies.
         """
@@ -168,12 +143,12 @@ class HeldWeights(ABC):
         # A rank that raised by itself would leave the others in what comes next.
         return self.stream.run_on_all(lambda: self.copier.copy_boundary(names))
 
-    # --- outer step of a store network ---------------------------------------------------------
+    # --- outer step --------------------------------------------------------------------------
 
     @property
     def dropped(self) -> str:
         """The training that the last outer step dropped, in words; empty: none."""
-        return self.outer.dropped if isinstance(self.outer, StoreOuterStep) else ""
+        return self.outer.dropped
 
     def write_upload(
         self, path: Path | None = None, header: Header | None = None, *, sign: Sign | None = None
@@ -186,7 +161,6 @@ class HeldWeights(ABC):
         there is no room for the file, and RankFailedError when a rank has no memory; later failures
         are in the handle.
         """
-        assert isinstance(self.outer, StoreOuterStep)
         started = time.perf_counter()
         if header is not None:
             header = replace(
@@ -203,11 +177,10 @@ class HeldWeights(ABC):
     def prepare_update(self, update: Update | None) -> None:
         """Compute what follows from ``update``, aside. Collective; rank 0's counts.
 
-        With whole weights it may lead to any outer step. Raises AllReduceError(LOCAL) on all ranks
-        alike, also where the weights that come out have another digest; nothing changes then.
+        With whole weights it may lead to any outer step. Raises OuterStepError on all ranks alike,
+        also where the weights that come out have another digest; nothing changes then.
         :meth:`commit_outer_step` or :meth:`roll_back_outer_step` follows.
         """
-        assert isinstance(self.outer, StoreOuterStep)
         # The host memory that copies for an upload or a checkpoint hold is needed now.
         self.copier.wait()
         self.outer.prepare_update(update, inner_step=self.inner_step)
@@ -217,8 +190,7 @@ class HeldWeights(ABC):
 
         Inner steps taken since the upload belong to the new outer step.
         """
-        assert isinstance(self.outer, StoreOuterStep)
-        self.outer_step, before = self.outer.commit_update()
+        self.outer_step, before = self.outer.commit()
         self.inner_step -= before
         self.drop_step()
 

@@ -151,7 +151,7 @@ def plan_memory(
     ways = list_ways(
         how, keep=keeps, every=every, offload=_choices(settings.offload_optimizer, "on")
     )
-    offloaded = replace(how, offload_optimizer=True, cuda=True, train_in_rounds=False)
+    offloaded = replace(how, offload_optimizer=True, cuda=True)
     if host_bytes is not None and host_memory(shape, offloaded) > host_bytes:
         ways.sort(key=lambda way: way.offload_optimizer)
     chosen: MemoryPlan | None = None

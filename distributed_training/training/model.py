@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from distributed_training.common.memory import LOSS_CHUNK
 from distributed_training.config.types import ConfigError
-from distributed_training.protocol.gradients import Schema
+from distributed_training.protocol.types import Schema
 
 # Keys of the published config.json that are not the model's (protocol page, section 3).
 CONFIG_EXTRAS = (

@@ -27,11 +27,10 @@ from torch import Tensor
 from distributed_training.common.kinds import Kinds, PluginError, import_plugins
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError, choose_kind
-from distributed_training.network import public_values
+from distributed_training.network import USUAL
 
-_PUBLIC = public_values()
-OUTER_LEARNING_RATE = float(_PUBLIC["training.outer_learning_rate"])
-OUTER_MOMENTUM = float(_PUBLIC["training.outer_momentum"])
+OUTER_LEARNING_RATE = float(USUAL["training.outer_learning_rate"])
+OUTER_MOMENTUM = float(USUAL["training.outer_momentum"])
 _WITH_ZERO = 4  # bits: with fewer no value of an upload is zero
 
 
@@ -203,7 +202,7 @@ def find_rule(text: str) -> str:
 
 
 def outer_rule_of(
-    settings: TrainingSettings, exchange: str | None, *, bits: int = _WITH_ZERO
+    settings: TrainingSettings, exchange: str | None = "store", *, bits: int = _WITH_ZERO
 ) -> OuterRule:
     """Return the network's outer rule, once two steps of a small parameter were as they must be.
 
@@ -231,8 +230,6 @@ def _refuse_network(rule: OuterRule, exchange: str | None, bits: int) -> str:
             "lets members average in groups, so that their weights differ, and all members of a "
             "network have the same (examples/compare.py compares it with others)"
         )
-    if rule.select is not None and exchange != "store":
-        return "chooses what is uploaded, and over hivemind peers average whole pseudo-gradients"
     if rule.merge is not None and exchange != "store":
         return "merges the uploads of members, and over hivemind peers average among themselves"
     if rule.select is not None and bits < _WITH_ZERO:

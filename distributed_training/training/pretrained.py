@@ -22,7 +22,7 @@ from torch import Tensor
 from distributed_training.protocol import keys
 
 from .model import build_meta_model, schema_of
-from .outer_step import checked_tensor
+from .weights import checked_tensor
 
 INDEX = "model.safetensors.index.json"
 _COMPUTED = ".rotary_emb.inv_freq"  # in old files; models compute it from their configuration

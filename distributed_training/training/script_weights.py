@@ -23,11 +23,11 @@ from torch.optim import Optimizer
 from distributed_training.config.settings import TrainingSettings
 
 from .collectives import ParameterShard, RowStream, row_range
+from .copies import BoundaryCopier, BoundaryCopies
 from .held_weights import HeldWeights
 from .model import build_meta_model, plain_name, schema_of
 from .outer_rule import outer_rule_of
-from .snapshot import BoundaryCopier, BoundaryCopies
-from .store_outer_step import StoreOuterStep
+from .outer_step import OuterStep
 
 #: Covers each collective of the host-memory streams.
 STREAM_TIMEOUT = timedelta(minutes=10)
@@ -175,13 +175,11 @@ class ScriptWeights(HeldWeights):
             schema=schema,
             tied=tied,
             stream=stream,
-            outer=StoreOuterStep(
-                drop_overlap=settings.late_overlap == "dropped",
+            outer=OuterStep(
                 shards=shards,
                 stream=stream,
-                learning_rate=settings.outer_learning_rate,
-                momentum=settings.outer_momentum,
-                rule=outer_rule_of(settings, "store"),
+                rule=outer_rule_of(settings),
+                drop_overlap=settings.late_overlap == "dropped",
             ),
             copier=BoundaryCopier(shards, self.steps),
             device=shards[0].local.device,

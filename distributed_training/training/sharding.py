@@ -39,7 +39,7 @@ from distributed_training.common.memory import (
 )
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError
-from distributed_training.protocol.gradients import Schema
+from distributed_training.protocol.types import Schema
 
 from .collectives import (
     COLLECTIVE_TIMEOUT,

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,37 +19,18 @@ import torch
 from torch import Tensor
 
 from distributed_training.config.settings import TrainingSettings
-from distributed_training.protocol.keys import Parts
-from distributed_training.protocol.types import (
-    AllReduceError,
-    AllReduceFault,
-    Progress,
-    StepReport,
-)
+from distributed_training.protocol.types import StepReport
 
 from . import sharding
-from .collectives import Layout, ParameterShard, RowStream, on_host, open_stream
-from .compression import compression_of
-from .epoch_starts import EpochStarts
-from .error_feedback import ErrorFeedback
+from .collectives import Layout, open_stream
+from .copies import BoundaryCopier
 from .held_weights import HeldWeights
 from .inner_optimizer import NEAR_THE_END, InnerOptimizer, Schedule
-from .inner_state import describe_inner, write_optimizer_shard
-from .local_evaluation import MEASURED, GradientCheck, Text, load_measured
 from .memory_plan import plan_batch
 from .micro_batches import KnownSize, MicroBatches, facts_of, measured_micro_batch
 from .outer_rule import outer_rule_of
 from .outer_step import OuterStep
 from .sharding import build_sharded_model
-from .snapshot import (
-    PARTS,
-    BoundaryCopier,
-    Epoch,
-    SnapshotHandle,
-    SnapshotState,
-    write_snapshot,
-)
-from .store_outer_step import StoreOuterStep
 from .throughput import StepMeter, start_profiler
 
 if TYPE_CHECKING:  # 80 modules that nothing else here needs
@@ -65,28 +44,10 @@ STREAM_TIMEOUT = timedelta(minutes=10)
 #: Inner steps in a row with NaN or Inf after which the last good checkpoint is loaded, and inner
 #: steps at half the learning rate after that: the same data at the same rate would diverge again.
 NAN_LIMIT, SLOW_STEPS = 3, 50
-#: Outer steps that two states may be apart while their losses are alike. A miner that refuses a
-#: state for its own better one takes the network's of a few rounds later: it is not left behind.
-_NEAR = 2
-
-
-def _outer_step_of(
-    settings: TrainingSettings, exchange: str, shards: Sequence[ParameterShard], stream: RowStream
-) -> OuterStep:
-    kind: Callable[..., OuterStep] = OuterStep
-    if exchange == "store":
-        kind = partial(StoreOuterStep, drop_overlap=settings.late_overlap == "dropped")
-    return kind(
-        shards=shards,
-        stream=stream,
-        learning_rate=settings.outer_learning_rate,
-        momentum=settings.outer_momentum,
-        rule=outer_rule_of(settings, exchange),
-    )
 
 
 class Trainer(HeldWeights):
-    """Trains one rank: model, inner optimizer, schedule, outer step, epoch start, error feedback.
+    """Trains one rank: model, inner optimizer, schedule, outer step, epoch start.
 
     Ranks meet in the default process group; on GPUs initialise it with ``"cpu:gloo,cuda:nccl"``. A
     single rank needs none.
@@ -100,7 +61,6 @@ class Trainer(HeldWeights):
         say: Is called with one line of text for each thing that was decided, and why.
         run_folder: Remembers how many sequences the GPU holds, in ``micro-batch.json``; None:
             nothing is remembered.
-        exchange: The network's, ``hivemind`` or ``store``.
 
     Raises:
         ConfigError: For settings that the model or the hardware cannot follow.
@@ -144,7 +104,6 @@ class Trainer(HeldWeights):
         utilization: Callable[[], float | None] | None = None,
         say: Callable[[str], None] = log.info,
         run_folder: Path | None = None,
-        exchange: str = "hivemind",
     ) -> None:
         self.settings = settings
         layout = layout or Layout()
@@ -163,8 +122,6 @@ class Trainer(HeldWeights):
             micro_batch=self.micro_batch_size,
             say=self._say,
         )
-        published: Any = self.sharded.model.config
-        self._published_config = {**model_config, **published.to_dict()}
         # After the model: all ranks must make their groups in one order.
         stream = open_stream(layout, STREAM_TIMEOUT)
         shards = self.sharded.shards
@@ -177,30 +134,19 @@ class Trainer(HeldWeights):
             matrices=self.sharded.matrices,
         )
         self._say(self.optimizer.line)
-        self.feedback = ErrorFeedback(
-            mode=settings.error_feedback,
-            decay=settings.momentum_decay,
-            compression=compression_of(settings),
-            shards=shards,
-            stream=stream,
-        )
         super().__init__(
             shards=shards,
             schema=self.sharded.schema,
             tied=self.sharded.tied,
             stream=stream,
-            outer=_outer_step_of(settings, exchange, shards, stream),
+            outer=OuterStep(
+                shards=shards,
+                stream=stream,
+                rule=outer_rule_of(settings),
+                drop_overlap=settings.late_overlap == "dropped",
+            ),
             copier=BoundaryCopier(shards, self.optimizer),
             device=device,
-        )
-        self.starts = EpochStarts(shards=shards, stream=stream)
-        self._left_sketch: Tensor | None = None  # of the outer step that a round is to end
-        self.gradient_check = GradientCheck(
-            sharded=self.sharded,
-            stream=stream,
-            feedback=self.feedback,
-            search=settings.step_length == "search",
-            sequence_length=settings.sequence_length,
         )
         # After the optimizer: ``auto`` measures what is left of the device's memory.
         path = None if run_folder is None else run_folder / "micro-batch.json"
@@ -210,7 +156,6 @@ class Trainer(HeldWeights):
         )
 
         self.skipped_in_a_row = 0
-        self._written_at: int | None = None  # inner step of the round's pseudo-gradient
         self._warned_of_the_end = False
         self._meter = StepMeter(
             device,
@@ -265,132 +210,6 @@ class Trainer(HeldWeights):
         sharding.load(self.sharded, path, self.stream, seed=self.settings.seed)
         self.drop_step()
 
-    def load_checked_weights(
-        self, path: Path | None, outer_step: int, sample: Tensor | None
-    ) -> None:
-        """Load weights as :meth:`load_weights`, but refuse those that are worse than a guess.
-
-        Weights far worse than the epoch start of about the same outer step are refused too. Weights
-        with which an earlier outer step of this miner began are accepted whatever their loss. In a
-        store network nothing is measured: the weights are signed by the one who judges them.
-
-        Args:
-            path: Rank 0's file, as for :meth:`load_weights`.
-            outer_step: The outer step that begins with these weights.
-            sample: int64 ``(sequences, length)`` of this rank's text; None if it has none now.
-
-        Raises:
-            ValueError: As :meth:`load_weights`.
-            WeightsWorseThanGuess: On all ranks. Nothing has changed.
-        """
-        if isinstance(self.outer, StoreOuterStep):  # signed by the one who judges them
-            return self.load_weights(path)
-        self.copier.finish()
-        text = Text.of(
-            sample,
-            batches=MEASURED,
-            micro_batch=self.micro_batch_size,
-            length=self.settings.sequence_length,
-        )
-        there, others = self.stream.sum([text.counts, path is not None])
-        load = partial(sharding.load, self.sharded, path, self.stream, seed=self.settings.seed)
-        if there and others:
-            # A network's first weights are no measure, those of long ago were of other losses.
-            near = self.outer_step > 0 and abs(outer_step - self.outer_step) <= _NEAR
-            own = self.outer.epoch_start if near else None
-            back = outer_step < self.outer_step and outer_step in self.starts
-            # One parameter at a time: a copy of all would take as much memory as the model.
-            rows = (on_host(shard.local) for shard in self.sharded.shards)
-            if load_measured(
-                self.sharded,
-                self.stream,
-                load,
-                text,
-                own=own,
-                earlier=self.starts.loss_before(outer_step, ours=self.outer_step),
-                are_ours=partial(self.starts.are_ours, outer_step, rows) if back else None,
-            ):
-                self._say(
-                    f"The network is at outer step {outer_step} again, with the weights that this "
-                    "miner had then: they are taken over without a look at their loss"
-                )
-        else:
-            if others:
-                self._say(
-                    "No text of this miner can be read now: the weights of another are taken over "
-                    "without a look at their loss"
-                )
-            load()
-        self.drop_step()
-
-    @property
-    def measured_sequences(self) -> int:
-        """Sequences of each rank on which weights of another miner are measured."""
-        return MEASURED * self.micro_batch_size
-
-    def load_global(
-        self,
-        weights_path: Path | None,
-        outer_optimizer: Path | None,
-        outer_step: int,
-        sample: Tensor | None = None,
-    ) -> None:
-        """Load weights, outer momentum and epoch start from rank 0's files. Collective.
-
-        Args:
-            weights_path: Rank 0's safetensors file; None: initial weights.
-            outer_optimizer: Rank 0's ``outer_optimizer.pt``; None: no momentum.
-            outer_step: The outer step that begins with these weights.
-            sample: int64 ``(sequences, length)``, as for :meth:`load_checked_weights`.
-
-        Raises:
-            ValueError: On all ranks, if a file is not this model's.
-            WeightsWorseThanGuess: As :meth:`load_checked_weights`.
-            RankFailedError: On all ranks, when one has no memory. No error leaves anything changed.
-        """
-        self.outer.load_with_weights(
-            outer_optimizer,
-            load_weights=lambda: self.load_checked_weights(weights_path, outer_step, sample),
-        )
-        self.begin_epoch(outer_step)
-
-    @torch.no_grad()
-    def rebase(
-        self,
-        weights_path: Path | None,
-        outer_optimizer: Path | None,
-        sample: Tensor | None = None,
-    ) -> None:
-        """Load epoch start and outer momentum from rank 0's files; later training stays.
-
-        The pseudo-gradient is the same afterwards; the inner step too. Raises as
-        :meth:`load_global`.
-
-        Args:
-            weights_path: Rank 0's safetensors file; None: initial weights.
-            outer_optimizer: Rank 0's ``outer_optimizer.pt``; None: no momentum.
-            sample: int64 ``(sequences, length)``, as for :meth:`load_checked_weights`.
-        """
-        # First of all: the load overwrites the weights that it is measured from.
-        trained = self.stream.run_on_all(self.outer.trained)
-        self.outer.load_with_weights(
-            outer_optimizer,
-            load_weights=lambda: self.load_checked_weights(weights_path, self.outer_step, sample),
-        )
-        self.outer.begin_epoch()
-        for item, rows in zip(self.sharded.shards, trained, strict=True):
-            item.local.add_(rows.to(item.local.device))
-        self.drop_step()
-
-    def begin_epoch(self, outer_step: int) -> None:
-        """Make the present weights the epoch start; inner steps count from 0 again.
-
-        Args:
-            outer_step: The outer step that begins.
-        """
-        super().begin_epoch(outer_step)
-        self._written_at, self.starts.loss = None, None
-
     @property
     def tokens(self) -> int:
         return self.inner_step * self.batch_plan.effective * self.settings.sequence_length
@@ -418,9 +237,7 @@ class Trainer(HeldWeights):
     @property
     def components(self) -> tuple[Stateful, ...]:
         """Objects whose state a checkpoint holds next to the trainer's; no two share a key."""
-        if isinstance(self.outer, StoreOuterStep):  # it has the error feedback too
-            return self.sharded, self.optimizer, self.outer, self.starts
-        return self.sharded, self.optimizer, self.outer, self.feedback, self.starts
+        return self.sharded, self.optimizer, self.outer
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state for a checkpoint (see :meth:`.HeldWeights.state_dict`)."""
@@ -453,7 +270,7 @@ class Trainer(HeldWeights):
             component.load_state_dict(state)
         self.schedule.load_state_dict(state["schedule"])
         self.outer_step = int(state["outer_step"])
-        self.inner_step, self._written_at = int(state["inner_step"]), None
+        self.inner_step = int(state["inner_step"])
         self.total_inner_steps = int(state["total_inner_steps"])
         if state["pending"] is None:
             return not state["domains"]
@@ -539,8 +356,6 @@ class Trainer(HeldWeights):
             self.inner_step += 1
             self.total_inner_steps += 1
             self.skipped_in_a_row = 0
-            if self.inner_step == 1:
-                self.starts.loss = loss
             self._warn_near_the_end(rate)
         else:
             self.skipped_in_a_row += 1
@@ -613,25 +428,6 @@ class Trainer(HeldWeights):
                 2 * end,
             )
 
-    def begin_schedule(self, network_steps: int, *, follows: bool = False) -> None:
-        """Begin at the network's place in the learning rate's schedule, at a first start.
-
-        Args:
-            network_steps: Inner steps that the network has taken; 0 if its state does not say.
-            follows: Whether the place is the network's, also in its warm-up.
-        """
-        # The warm-up is for the random weights of a new network. With trained ones it would cost a
-        # newcomer's first outer steps, and AdamW finds its moments without it.
-        if self.outer_step > 0:
-            self.total_inner_steps = max(network_steps, self.schedule.warmup_steps - 1)
-        if follows:
-            self.follow_schedule(self.outer_step, network_steps)
-        rate = self.schedule.rate(self.total_inner_steps)
-        self._say(
-            f"Training begins at inner step {self.total_inner_steps} of the learning rate's "
-            f"schedule, at {rate:.3g}"
-        )
-
     def follow_rules(self, settings: TrainingSettings) -> None:
         """Train with another schedule and another clip, from the next step on.
 
@@ -655,174 +451,7 @@ class Trainer(HeldWeights):
 
     # --- outer step ----------------------------------------------------------------------------
 
-    def write_pseudo_gradient(
-        self, buffers: Sequence[Tensor] | None, *, trains_on: bool = False
-    ) -> float:
-        """Write this outer step's pseudo-gradient into rank 0's buffers. Collective.
-
-        Args:
-            buffers: As for :meth:`.OuterStep.write_pseudo_gradient`.
-            trains_on: Whether inner steps follow before the average is there.
-
-        Returns:
-            The norm over all parameters, on every rank.
-        """
-        self._written_at = self.inner_step if trains_on else None
-        return self.outer.write_pseudo_gradient(buffers, trains_on=trains_on)
-
-    def prepare_outer_step(self, averaged: Sequence[Tensor] | None) -> None:
-        """Compute the new weights and momentum from rank 0's average, without using them yet.
-
-        Args:
-            averaged: As for :meth:`.OuterStep.prepare`, which raises what this raises.
-        """
-        # A round needs the host memory that copies for a snapshot or a checkpoint hold.
-        self.copier.wait()
-        self.outer.prepare(averaged)
-        self._left_sketch = self.starts.sketch(self.outer.epoch_start or [])
-
     def commit_outer_step(self) -> None:
-        """Replace weights, epoch start, momentum, error feedback and progress together. Local.
-
-        Inner steps taken since the pseudo-gradient was written belong to the new outer step.
-        """
+        """Commit the prepared outer step (:meth:`.HeldWeights.commit_outer_step`)."""
         self.copier.finish()
-        if isinstance(self.outer, StoreOuterStep):
-            super().commit_outer_step()
-            return
-        self.outer.commit()
-        assert self._left_sketch is not None
-        self.starts.leave(self.outer_step, self._left_sketch)
-        self.outer_step += 1
-        self.inner_step = 0 if self._written_at is None else self.inner_step - self._written_at
-        self._written_at = None
-        # Gradients of a step under way, and what FSDP has gathered, are of the weights before.
-        self.drop_step()
-
-    # --- uploads -------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def snapshot(
-        self,
-        folder: Path,
-        *,
-        progress: Progress,
-        block: int,
-        last_loss: float,
-        parts: Parts = "all",
-    ) -> SnapshotHandle:
-        """Write the files of an upload, as of this step boundary, in the background. Collective.
-
-        Training waits for the codes of vectors only (with DCT for all codes), and the next
-        optimizer step waits until the rest is copied to host memory.
-
-        Args:
-            folder: Rank 0's folder of the files; it is emptied.
-            progress: The point of training; rank 0's ``progress.blocks`` become the block list.
-            block: The chain's present block.
-            last_loss: Loss of the last inner step, in nats per token.
-            parts: The files to write; all, or those that are scored.
-
-        Returns:
-            The snapshot under way; later failures are in it.
-
-        Raises:
-            OSError: On all ranks, when ``folder`` cannot be made.
-            RankFailedError: On all ranks, when one has no memory.
-        """
-        started = time.perf_counter()
-        start, layout, shards = self.outer.epoch_start, self.stream.layout, self.sharded.shards
-        if start is None:
-            raise AllReduceError(AllReduceFault.LOCAL, "no epoch-start weights are kept")
-        # No copy is made of what is not uploaded.
-        copies = self.boundary_copies(None if parts == "all" else self.feedback.moments)
-        problem = None
-        if self.rank == 0:
-            try:
-                shutil.rmtree(folder, ignore_errors=True)
-                (folder / PARTS).mkdir(parents=True)
-            except OSError as error:
-                problem = f"{folder} cannot hold a snapshot: {error}"
-        self.stream.raise_if_any(problem, OSError)  # no rank writes before
-        if not all(len(s.shape) == 1 or self.feedback.by_rows(i) for i, s in enumerate(shards)):
-            copies.wait()  # else only vectors are encoded here
-        # Here and not in the thread: it is collective, and would meet training's collectives.
-        directions = self.feedback.directions(
-            start,
-            copies.weights,
-            self.outer.learning_rate,
-            second_moment=copies.state.get("exp_avg_sq"),
-        )
-        description = describe_inner(
-            self.schema,
-            self.schedule,
-            self.optimizer,
-            finished_steps=self.total_inner_steps,
-            outer_step=progress.outer_step,
-        )
-        counts: dict[str, Any] = {"block_list": progress.blocks, "inner_step": progress.inner_step}
-        if parts != "all":  # by it a network is brought back, at its place in the schedule
-            counts["total_inner_steps"] = progress.total_inner_steps
-        state = SnapshotState(
-            layout=layout,
-            shards=shards,
-            copies=copies,
-            directions=directions,
-            compression=self.feedback.compression,
-            config=self._published_config | counts,
-            gradients_metadata={
-                "block": int(block),
-                "inner_step": int(progress.inner_step),
-                "outer_step": int(progress.outer_step),
-                "loss": float(last_loss),
-            },
-            write_inner=partial(
-                write_optimizer_shard,
-                description=description,
-                schema=self.schema,
-                rank=layout.shard,
-                ranks=layout.shards,
-                counts=self.optimizer.counts(),
-                moments=copies.state,
-                keeps=self.optimizer.keeps,
-            ),
-            parts=parts,
-        )
-        epoch = Epoch(self.outer.epoch_id, start, self.outer.learning_rate)
-        handle = SnapshotHandle(folder, time.perf_counter() - started, epoch)
-        handle.start(partial(write_snapshot, state))
-        return handle
-
-    def hold_back(self, sequences: Tensor | None) -> None:
-        """Use sequences of this rank as the held-out data of its gradient checks.
-
-        Args:
-            sequences: int64 ``(sequences, length)``; None: this rank has none.
-        """
-        self.gradient_check.hold_back(sequences)
-
-    @property
-    def preview_micro_batches(self) -> int:
-        if isinstance(self.outer, StoreOuterStep):
-            return 0
-        at_once = self.micro_batch_size * self.world_size
-        return -(-self.settings.preview_sequences // at_once)
-
-    def check_gradient(self, handle: SnapshotHandle) -> float | None:
-        """Measure by how much a snapshot's gradient changes the loss on held-out data. Collective.
-
-        Args:
-            handle: A snapshot whose codes are finished.
-
-        Returns:
-            Loss with minus loss without it, in nats per token, so below 0 is good. None when no
-                rank has held-out data, or one has no memory.
-        """
-        self.copier.finish()
-        # Many ranks have enough with less than a micro-batch each.
-        wanted = -(-self.settings.preview_sequences // self.world_size)
-        return self.gradient_check.run(
-            handle,
-            micro_batch=min(self.micro_batch_size, wanted),
-            batches=self.preview_micro_batches,
-        )
+        super().commit_outer_step()
