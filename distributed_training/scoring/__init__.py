@@ -1,6 +1,6 @@
-"""Score an upload as a validator does, by one implementation for validator and score preview.
+"""Measure an upload as the validator does, and read what it has signed.
 
-``upload`` (bucket, block list, text and content, checked; why a score is zero, and what fixes it),
-``evaluator`` (the loss before and after it). The preview of ``scripts/score.py``:
-``score_preview`` and ``command`` (lines and JSON). Nothing is imported here.
+``upload`` (an upload, and the text that it is judged on), ``evaluator`` (the loss before and after
+it), ``command`` and ``verdicts`` (``dt-score``), ``export`` (``dt-export``). Nothing is imported
+here.
 """

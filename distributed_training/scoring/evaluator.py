@@ -22,8 +22,8 @@ from torch import Tensor
 
 from distributed_training.config import ConfigError
 from distributed_training.node.start import Stopped
-from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.scoring import relative_improvement
+from distributed_training.protocol.types import Schema
 from distributed_training.scoring.upload import (
     Cause,
     DataUnavailable,
@@ -298,7 +298,7 @@ class Judgement:
 
     Args:
         uid: The miner's.
-        outer_step: X, the folder of the bucket that was judged.
+        outer_step: Of its close.
         random: On text that nobody was assigned; None if the upload was reset.
         assigned: On text that the miner was assigned; None if the upload was reset, where miners
             train on text of their own, or if the miner's blocks are too short.
@@ -313,7 +313,7 @@ class Judgement:
     """
 
     uid: int
-    outer_step: int  # X, the folder that was judged
+    outer_step: int
     random: Comparison | None = None
     assigned: Comparison | None = None
     cause: Cause | None = None
@@ -330,7 +330,7 @@ class Judgement:
 
         Args:
             uid: The miner's.
-            outer_step: X, the folder of the bucket that was judged.
+            outer_step: Of its close.
             cause: What stands in the way.
             reason: The finding in words.
         """
@@ -371,7 +371,7 @@ class Evaluator:
     Examples:
         ```python
         evaluator = Evaluator(model, PageReader.from_settings(config, tokenizer_path, eos_id=0))
-        upload = read_upload(repository, judged, timeout=timedelta(minutes=5))
+        upload = Upload(uid, file.header.blocks, file)
         judgement = evaluator.judge(upload, judged, random_blocks=[5140])
         print(judgement.random.relative, judgement.assigned_wins)
         ```

@@ -4,7 +4,7 @@
 
     dt-export model                                  the newest state of the network's bucket
     dt-export model --subnet runs/localnet           of a local subnet that runs
-    dt-export model --from runs/localnet/validator   of a run folder, a snapshot, a bucket's copy
+    dt-export model --from runs/localnet/validator   of a run folder
     dt-export model --sample "def main" --eval       and print text and held-out perplexity
 
     --outer-step N     of this outer step (default: the newest)
@@ -16,9 +16,6 @@
     --push OWNER/NAME  upload the folder to the Hugging Face Hub, with a model card; a repository
                        that is made for it is private. Its token is HF_TOKEN or `hf auth login`'s
 
-Where neither registry nor chain answers, the bucket is read with the key that an export or a miner
-of this machine read there last.
-
 FOLDER gets config.json, model.safetensors (float32) and the tokenizer's files, all or nothing.
 ``AutoModelForCausalLM.from_pretrained(FOLDER)`` and lm-evaluation-harness's
 ``--model hf --model_args pretrained=FOLDER`` read it.
@@ -27,19 +24,13 @@ Exit status: 0 exported, 1 the network or the state could not be read, 2 a flag 
 
 from __future__ import annotations
 
-import argparse
-import hashlib
-import logging
 import math
-import os
 import random
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import replace
-from datetime import timedelta
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,10 +45,6 @@ from distributed_training.scoring.command import subnet_flags
 
 if TYPE_CHECKING:
     import torch
-
-    from distributed_training.store.bucket_reader import BucketReader
-
-_PATIENCE = timedelta(seconds=30)  # for a first answer of the chain
 
 
 class ExportError(RuntimeError):
@@ -117,16 +104,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         with ExitStack() as stack:
-            if options.source is not None:
-                reader, newest = open_folder(options.source)
-            elif config.exchange == "store":
-                place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder.parent)))
-                reader, newest = _whole_weights(config, place, options.outer_step)
-            else:
-                reader, newest = _global_bucket(config, options, stack), None
-            step = options.outer_step if options.outer_step is not None else newest
+            source = options.source
+            if source is None:
+                source = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder.parent)))
+                fetch_weights(config, source, options.outer_step)
+            step, place = find_weights(source, options.outer_step)
             push = open_repository(options.push) if options.push else None
-            step = export_model(config, reader, folder, outer_step=step)
+            export_model(config, place, folder)
         print(f"exported the model of outer step {step} to {folder}")
         figures = ""
         if options.sequences:
@@ -146,47 +130,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _global_bucket(config: Config, options: argparse.Namespace, stack: ExitStack) -> BucketReader:
-    """Open the network's bucket, by the read key that was told last where no chain answers.
+def fetch_weights(config: Config, folder: Path, outer_step: int | None) -> None:
+    """Fetch weights that are whole in the network's bucket as a run folder has them.
 
-    Raises NetworkFailure, NoBucket.
-    """
-    from distributed_training.chain.base import ChainState
-    from distributed_training.node.buckets import PeerBuckets
-    from distributed_training.node.identity import STATE_FILE, chain_name, follow_chain, keep_state
-    from distributed_training.scoring.score_preview import on_chain
-
-    master, longest = config.miner.master_ss58_address, timedelta(hours=6)
-    if options.subnet:  # its master is whoever has all the stake
-        return on_chain(config, stack, master=None, timeout=longest).global_bucket()
-    # Its own lines speak of a training that continues.
-    logging.getLogger("distributed_training.chain").setLevel(logging.ERROR)
-    settings = replace(config.chain, start_timeout=min(config.chain.start_timeout, _PATIENCE))
-    # The chain's state, for later exports; the newest that an export or a miner has left here.
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    name = chain_name(config.chain)
-    digest = hashlib.sha256(name.encode()).hexdigest()[:16]
-    folder = Path(cache) / "distributed-training" / "export" / digest
-    places = [folder, *config.run_folder.parent.glob("*")]
-    files = (place / STATE_FILE for place in places if (place / STATE_FILE).is_file())
-    # Of any age: a bucket's read key is good until its owner makes another.
-    states = (ChainState.load(file, chain=name, hotkey=master, oldest=None) for file in files)
-    newest = max(filter(None, states), key=lambda state: state.at, default=None)
-    chain = follow_chain(settings, stack, kept=newest, master=master)
-    buckets = PeerBuckets(config.store, chain, small=timedelta(seconds=30), large=longest)
-    bucket = buckets.of_master(master)
-    with suppress(OSError):  # without it the next export needs the chain, as this one did
-        folder.mkdir(parents=True, exist_ok=True)
-        keep_state(chain, config.chain, folder)
-    return bucket
-
-
-def _whole_weights(
-    config: Config, folder: Path, outer_step: int | None
-) -> tuple[BucketReader, int | None]:
-    """Fetch the weights of a store network that are whole in its bucket into ``folder``.
-
-    Raises ConfigError, ChainError, StoreError.
+    Raises ConfigError, ChainError, StoreError, OSError.
     """
     from distributed_training.scoring.verdicts import SignedChain, open_bucket
     from distributed_training.store.bucket_reader import BucketReader
@@ -196,56 +143,49 @@ def _whole_weights(
         found = chain.fetch_weights(folder, outer_step)
     if chain.state.outer_step > found:
         print(f"the network is at outer step {chain.state.outer_step}; whole weights: {found}")
-    return open_folder(folder)
 
 
-def open_folder(folder: Path) -> tuple[BucketReader, int | None]:
-    """Return a reader of a folder and the newest outer step in it.
+def find_weights(folder: Path, outer_step: int | None) -> tuple[int, Path]:
+    """Return the outer step (None: the newest) of a run folder's weights, and their folder.
 
-    The folder is a snapshot, a bucket's copy or a run folder's global state.
+    Raises ExportError where there are none.
     """
     from distributed_training.protocol import keys
-    from distributed_training.scoring.upload import folder_reader
     from distributed_training.store.bucket_reader import states
 
     folder = folder / "global" if (folder / "global").is_dir() else folder
-    found = (step for step, path in states(folder) if (path / keys.MODEL).exists())
-    reader = folder_reader(folder)
-    return reader, None if reader.metadata() is not None else max(found, default=None)
+    found = {step: path for step, path in states(folder) if (path / keys.MODEL).exists()}
+    step = max(found, default=0) if outer_step is None else outer_step
+    if step not in found:
+        there = f"those of outer steps {', '.join(map(str, found))}" if found else "none"
+        raise ExportError(
+            f"{folder} has no weights of outer step {step} ({there} are there), so nothing was "
+            "exported: leave --outer-step out for the newest, or --from for the network's"
+        )
+    return step, found[step]
 
 
-def export_model(
-    config: Config, reader: BucketReader, folder: Path, *, outer_step: int | None = None
-) -> int:
-    """Write the model of ``outer_step`` (None: the newest) as ``folder``; return the outer step.
+def export_model(config: Config, place: Path, folder: Path) -> None:
+    """Write the model of ``place``, which has its configuration and weights, as ``folder``.
 
     ``folder`` appears when all of it is written and was checked: every tensor is there, has the
-    shape that config.json implies, and is finite. Raises ExportError, StoreError, ConfigError.
+    shape that config.json implies, and is finite. Raises ExportError, ConfigError.
     """
     from distributed_training.common.files import write_json
     from distributed_training.data.tokenizer import build_tokenizer, load_pretrained
     from distributed_training.protocol import keys
-    from distributed_training.store.bucket_reader import StateUnavailable
-    from distributed_training.store.errors import ObjectMissingError
     from distributed_training.training.model import parameter_schema, without_extras
-    from distributed_training.training.outer_step import load_weights, model_bytes
+    from distributed_training.training.weights import load_weights, read_model_config
 
     try:
-        if outer_step is None:
-            root = reader.metadata()
-            if root is None:
-                raise ExportError(f"{reader.name} holds no state yet, so nothing was exported")
-            outer_step = root.outer_step
-        content = without_extras(reader.config(outer_step)[0])
+        content = without_extras(read_model_config(place))
         schema = parameter_schema(content)
         # Next to the folder: on one disk a move is a rename, whole or not at all.
         with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=".export-") as made:
             part = Path(made, "model")
             part.mkdir()
             weights = part / keys.MODEL
-            reader.download(
-                keys.epoch_key(outer_step, keys.MODEL), weights, limit=model_bytes(schema)
-            )
+            shutil.copyfile(place / keys.MODEL, weights)
             # To check them: transformers makes up a tensor that is missing, and only warns.
             load_weights(weights, schema)
             # The weights', which the network began with may have been of another.
@@ -261,18 +201,8 @@ def export_model(
             if folder.exists():
                 folder.rmdir()
             shutil.move(part, folder)
-    except StateUnavailable as error:
-        raise ExportError(
-            f"{error}, so nothing was exported: leave --outer-step out for the newest"
-        ) from None
-    except ObjectMissingError as error:
-        raise ExportError(
-            f"{error}, so nothing was exported: where upload.content is scored members upload no "
-            "model; leave --from out for the network's, or give a run folder"
-        ) from None
     except (ValueError, OSError) as error:
-        raise ExportError(f"the state of {reader.name} cannot be exported: {error}") from None
-    return outer_step
+        raise ExportError(f"the weights in {place} cannot be exported: {error}") from None
 
 
 def check_push(name: str) -> None:
@@ -417,7 +347,7 @@ def held_out_loss(config: Config, folder: Path, sequences: int) -> tuple[float, 
     from distributed_training.protocol.scoring import random_block_range
     from distributed_training.scoring.evaluator import EvaluationModel
     from distributed_training.scoring.upload import PageReader
-    from distributed_training.training.outer_step import load_weights
+    from distributed_training.training.weights import load_weights
 
     content = read_json_object(folder / keys.CONFIG) or {}
     model = EvaluationModel(model_config=content, device=torch.device("cpu"))

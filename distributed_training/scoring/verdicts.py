@@ -23,7 +23,7 @@ from distributed_training.chain.auth import verify_signature
 from distributed_training.chain.base import ChainError
 from distributed_training.chain.identity import load_wallet
 from distributed_training.chain.registry import RegistryChain, answering
-from distributed_training.config import Config, ConfigError
+from distributed_training.config import Config
 from distributed_training.exchange.chain_copy import ChainCopy
 from distributed_training.node.buckets import open_as_member, open_by_registry, open_own
 from distributed_training.node.identity import follow_chain
@@ -117,12 +117,6 @@ def show(config: Config, options: argparse.Namespace) -> int:
 
     Raises ConfigError.
     """
-    for name in ("folder", "bucket", "random_block"):
-        if getattr(options, name):
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is of networks that exchange over hivemind, so "
-                "nothing was shown: leave it out; the verdicts of this one are in its manifests"
-            )
     every = options.all or options.uid or options.subnet
     hotkey = None if every else load_wallet(config.chain).ss58
     with TemporaryDirectory() as folder:

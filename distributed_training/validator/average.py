@@ -36,7 +36,7 @@ from distributed_training.protocol.manifest import Averaging, Manifest
 from distributed_training.protocol.network_report import printable
 from distributed_training.protocol.update_file import rows_and_columns
 from distributed_training.training.outer_rule import OUTER_RULES
-from distributed_training.training.outer_step import GlobalState
+from distributed_training.training.weights import GlobalState
 from distributed_training.validator.judging import Accepted
 from distributed_training.validator.merge import (
     OuterState,

@@ -1,4 +1,4 @@
-"""Ask several stores at once, none of which can keep the validator waiting."""
+"""Wait for stores and the chain, none of which can keep the validator waiting."""
 
 from __future__ import annotations
 
@@ -7,13 +7,37 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from distributed_training.node.start import Stopped
-from distributed_training.scoring.upload import Result, begun
 
+_Result = TypeVar("_Result")
 _AT_ONCE = 16  # a container may have no room for hundreds of threads
 _LOOK = 0.2  # seconds between two looks at a stop
+
+
+def begun(task: Callable[[], _Result]) -> Future[_Result]:
+    """Run ``task()`` in a thread of its own, which does not keep the program from ending."""
+    done: Future[_Result] = Future()
+
+    def work() -> None:
+        try:
+            done.set_result(task())
+        except BaseException as error:  # noqa: BLE001 - whatever it is, whoever waits gets it
+            done.set_exception(error)
+
+    # No pool: Python waits for a pool's threads before it ends.
+    threading.Thread(target=work, name="asking", daemon=True).start()
+    return done
+
+
+def unless_stopped(task: Callable[[], _Result], *, stop: threading.Event) -> _Result:
+    """Return ``task()``. Raises its error, or Stopped soon after ``stop`` is set."""
+    future = begun(task)
+    while wait([future], timeout=_LOOK).not_done:
+        if stop.is_set():
+            raise Stopped
+    return future.result()
 
 
 class Errands:
@@ -32,14 +56,14 @@ class Errands:
 
     def run(
         self,
-        task: Callable[[int], Result],
+        task: Callable[[int], _Result],
         uids: Sequence[int],
         *,
         within: float,
         patience: float,
         stop: threading.Event,
         at_once: int = _AT_ONCE,
-    ) -> dict[int, Result | BaseException]:
+    ) -> dict[int, _Result | BaseException]:
         """Begin ``task`` for ``uids``, in their order; return the results or errors by uid.
 
         Args:
@@ -55,7 +79,7 @@ class Errands:
         """
         until = time.monotonic() + within
         queue = [uid for uid in uids if uid not in self._under_way]
-        found: dict[int, Result | BaseException] = {}
+        found: dict[int, _Result | BaseException] = {}
         while True:
             for uid, (future, _) in [*self._under_way.items()]:
                 if future.done():

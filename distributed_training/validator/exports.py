@@ -27,7 +27,7 @@ from typing import Any
 from distributed_training.common.files import free_bytes
 from distributed_training.common.processes import Mark, describe_end, kill_tree, without_secrets
 from distributed_training.config import Config
-from distributed_training.training.outer_step import GlobalState
+from distributed_training.training.weights import GlobalState
 
 log = logging.getLogger(__name__)
 

@@ -28,11 +28,10 @@ from torch import Tensor
 
 from distributed_training.common.files import read_state, write_bytes, write_state
 from distributed_training.exchange.own_uploads import forget_files
-from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.manifest import Refused
 from distributed_training.protocol.network_report import printable
 from distributed_training.protocol.scoring import RANDOM_BLOCK_AHEAD
-from distributed_training.protocol.types import Verify
+from distributed_training.protocol.types import Schema, Verify
 from distributed_training.protocol.update_file import UpdateFile
 from distributed_training.scoring.evaluator import Evaluator, Judgement
 from distributed_training.scoring.upload import Cause, Judged, Upload

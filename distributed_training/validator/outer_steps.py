@@ -24,20 +24,19 @@ from typing import Any
 
 from distributed_training.common.files import sha256_of
 from distributed_training.protocol import keys, lines
-from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.manifest import Manifest, Master, State
 from distributed_training.protocol.metadata import MAX_CONFIG_BYTES, ConfigExtras, parse_config
 from distributed_training.protocol.network_report import printable
-from distributed_training.protocol.types import Sign
+from distributed_training.protocol.types import Schema, Sign
 from distributed_training.store.base import ObjectInfo, ObjectStore, put_once
 from distributed_training.store.bucket_reader import MOST_BYTES
 from distributed_training.store.errors import IntegrityError, StoreError, TakenError
 from distributed_training.store.journal import Journal
 from distributed_training.store.transfer import Retry, Sender, Sent, deadline_in
 from distributed_training.training.model import parameter_schema, without_extras
-from distributed_training.training.outer_step import GlobalState
+from distributed_training.training.weights import GlobalState
 from distributed_training.validator.global_state import GlobalStateError
-from distributed_training.validator.merge import HISTORY, OuterState, Rule
+from distributed_training.validator.merge import HISTORY, OuterState
 from distributed_training.validator.own_copy import RECOVER, SMALL, Kept, OwnCopy, age_of
 from distributed_training.validator.replay import Chain, ChainBroken, read_set, write_set
 
@@ -376,10 +375,10 @@ class OuterSteps:
         folder = self.place(state.outer_step)
         folder.mkdir(parents=True, exist_ok=True)
         tokens = state.total_tokens or None
-        extras = ConfigExtras((), 0, None, state.total_inner_steps, tokens)
+        extras = ConfigExtras(state.total_inner_steps, tokens)
         return write_set(folder, state.schema, values, extras.merge_into(state.model_config))
 
-    def read_state(self, rates: Rule) -> GlobalState:
+    def read_state(self) -> GlobalState:
         """Return the state of the head, and keep its values. Raises GlobalStateError, OSError."""
         head, folder = self.head, self.place(self.head.outer_step)
         assert self.state is not None
@@ -404,10 +403,6 @@ class OuterSteps:
             schema=schema,
             outer_step=head.outer_step,
             weights=[*found.weights],
-            momentum=None,  # the values have it
-            learning_rate=rates.learning_rate,
-            mu=rates.mu,
-            last_allreduce_block=0,
             total_inner_steps=head.total_inner_steps,
             total_tokens=head.total_tokens,
         )

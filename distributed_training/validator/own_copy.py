@@ -23,6 +23,7 @@ from distributed_training.protocol.manifest import Manifest, Master, State
 from distributed_training.store.base import ObjectInfo, ObjectStore
 from distributed_training.store.bucket_reader import (
     MOST_BYTES,
+    RANGE,
     BucketReader,
     StateUnavailable,
     remove_states,
@@ -41,8 +42,6 @@ log = logging.getLogger(__name__)
 RECOVER = "run dt-network recover NETWORK"
 _SIGNED = "signed"  # in our folder: the state and all manifests
 SMALL = 4 * 1024 * 1024  # bytes; objects up to here are read to compare them
-_PIECE = 16 * 1024 * 1024  # bytes of one read of a larger one
-_READ = timedelta(minutes=30)  # of one large object
 _PATIENCE = timedelta(seconds=30)  # for one small one, with retries
 _SETS = (keys.MODEL, keys.OUTER_STATE, keys.CONFIG)
 #: An object's own fault, as opposed to a store that does not answer.
@@ -207,10 +206,7 @@ class OwnCopy:
             if not there and one.path.name not in (keys.MODEL, keys.OUTER_STATE):
                 self.reader.fetch_signed(one.key, one.path, one.digest, limit=MOST_BYTES)
             elif info.size <= most or (there and one.path.stat().st_size != info.size):
-                file, content = self.reader.open(one.key, within=_READ), sha256()
-                for at in range(0, file.size, _PIECE):
-                    content.update(file.read_at(at, min(_PIECE, file.size - at)))
-                if content.hexdigest() != one.digest:
+                if self._digest(one.key, info) != one.digest:
                     return False
             else:
                 return self._etags.setdefault(one.key, info.etag) == info.etag
@@ -220,6 +216,18 @@ class OwnCopy:
             return True
         self._etags[one.key] = info.etag
         return True
+
+    def _digest(self, key: str, info: ObjectInfo) -> str:
+        """Return the SHA-256 of an object, read piece by piece."""
+        content, at = sha256(), 0
+        while at < info.size:
+            length = min(RANGE, info.size - at)
+            piece = self._retry(self._store.get_range, key, at, length, etag=info.etag)
+            if not piece:
+                raise IntegrityError(f"{key} is shorter than it says")
+            content.update(piece)
+            at += len(piece)
+        return content.hexdigest()
 
     def wrong(self, kept: Sequence[Kept], *, most: int) -> list[Kept]:
         """Return the objects that the store lacks or holds with other bytes."""

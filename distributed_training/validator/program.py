@@ -1,8 +1,8 @@
 """The validator as a program: from its configuration to an exit status.
 
-Hotkey, buckets, text and swarm may take long to open, or fail. They are opened before a model is
-built, so that a missing key or an unregistered hotkey is reported at once. Tests hand over parts of
-their own.
+Hotkey, buckets and text may take long to open, or fail. They are opened before a model is built, so
+that a missing key or an unregistered hotkey is reported at once. Tests hand over parts of their
+own.
 """
 
 from __future__ import annotations
@@ -10,37 +10,28 @@ from __future__ import annotations
 import json
 import logging
 import os
-import random
 import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from bittensor_core import verify as verify_signature
 from torch import Tensor
 
 from distributed_training.chain.base import ChainError
-from distributed_training.chain.client import SignedClient
-from distributed_training.chain.identity import AddressUnknown, external_ip
-from distributed_training.common.addresses import Reach, reach
 from distributed_training.common.files import write_json
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.versions import Versions, has_versions, restart_keys, under
 from distributed_training.data.held_out import held_out_batches
 from distributed_training.data.page_source import PageUnavailable
-from distributed_training.exchange.sn38.supervisor import SwarmUnavailable, address_of
-from distributed_training.exchange.sn38.swarm import HivemindSwarm
-from distributed_training.health.clock import ClockWatch, measure_offset
 from distributed_training.network import LARGEST_FILE, VERSIONS, Network, save_copy
 from distributed_training.node.buckets import PeerBuckets, check_own, open_own, own_commitment
-from distributed_training.node.identity import Member, commit, follow_address, join_subnet
+from distributed_training.node.identity import Member, commit, join_subnet
 from distributed_training.node.peer import announcer, peer_settings
 from distributed_training.node.published import fetch_published, publish
 from distributed_training.node.start import (
@@ -59,9 +50,7 @@ from distributed_training.node.start import (
     write_settings,
 )
 from distributed_training.protocol import keys
-from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.manifest import Master
-from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata
 from distributed_training.protocol.types import ExitStatus, Verify
 from distributed_training.scoring.evaluator import (
     EvaluationModel,
@@ -75,35 +64,25 @@ from distributed_training.store.bucket_reader import BucketReader, states
 from distributed_training.store.errors import StoreError
 from distributed_training.telemetry import EventLog
 from distributed_training.telemetry.trackers import open_trackers
-from distributed_training.training.compression import compression_of
 from distributed_training.training.model import UnfitModelError, parameter_schema, without_extras
 from distributed_training.training.outer_rule import outer_rule_of
-from distributed_training.training.outer_step import GlobalState
 from distributed_training.training.pretrained import WeightsError, digest_weights, read_weights
+from distributed_training.training.weights import GlobalState
 from distributed_training.validator.average import AveragingValidator
 from distributed_training.validator.exports import Exports
 from distributed_training.validator.global_state import (
-    GlobalPublisher,
     GlobalStateError,
     claim_global_bucket,
     initial_weights,
     small_llama,
 )
-from distributed_training.validator.hivemind import HivemindValidator
 from distributed_training.validator.judging import UploadJudge
-from distributed_training.validator.merge import Rule
 from distributed_training.validator.outer_steps import AnotherLeadsError, OuterSteps
 from distributed_training.validator.own_copy import RECOVER, OwnCopy
-from distributed_training.validator.recovery import (
-    ask_member_for_state,
-    read_own_copy,
-    refuse_to_begin_again,
-)
 from distributed_training.validator.reporter import Reporter
-from distributed_training.validator.rounds import RoundCaller, Run
-from distributed_training.validator.scorer import Scorer, Standings
+from distributed_training.validator.standings import Standings
 from distributed_training.validator.store_rounds import LEDGER, StoreValidator
-from distributed_training.validator.validator import Validator, ValidatorRules
+from distributed_training.validator.validator import Run, ValidatorRules
 
 log = logging.getLogger(__name__)
 
@@ -114,21 +93,16 @@ _CLAIM_AGAIN = 60.0  # seconds between two looks at whose the bucket is, by its 
 class Parts:
     """``store``: the global bucket, to write.
 
-    ``held_out``: sequences by domain. ``swarm`` is called once the model's schema is known.
-    ``vocabulary``: words a new model needs. ``clock_fault``: what is wrong with this machine's
-    clock, in words, or nothing.
+    ``held_out``: sequences by domain. ``vocabulary``: words a new model needs.
     """
 
     member: Member
-    client: SignedClient
     store: ObjectStore
     open_bucket: OpenBucket
     pages: Pages
     held_out: Mapping[str, Tensor]
-    swarm: Callable[[Schema], HivemindSwarm]
     vocabulary: int
     eos_id: int
-    clock_fault: Callable[[], str] = str
     verify: Verify = verify_signature
     versions: Versions | None = None  # of the network's file
     show_finished: Callable[[str], None] = lambda reason: None  # to all miners; StoreError
@@ -144,8 +118,6 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
     if not has_versions(config):
         require_data(config)
     settings, member = config.validator, join_subnet(config, stack)
-    clock = ClockWatch(partial(measure_offset, config, member.chain))
-    stack.callback(clock.close)
     store = open_own(config.store, config.store.global_model_name)
     check_own(store)
     versions = None
@@ -188,20 +160,13 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
 
     return Parts(
         member=member,
-        client=SignedClient(wallet=member.wallet, narrowest=_narrowest(config)),
         store=store,
-        open_bucket=PeerBuckets(
-            config.store,
-            member.chain,
-            large=timedelta(minutes=30) if config.exchange == "hivemind" else settings.grace,
-        ).of_miner,
+        open_bucket=PeerBuckets(config.store, member.chain, large=settings.grace).of_miner,
         pages=pages,
         held_out=held_out,
-        swarm=lambda schema: HivemindSwarm(settings=config.swarm, schema=schema, run_folder=folder),
         # Tensor cores want multiples of 8.
         vocabulary=-(-Tokenizer.from_file(str(tokenizer_path)).get_vocab_size() // 8) * 8,
         eos_id=eos_id,
-        clock_fault=clock.fault,
         versions=versions,
         show_finished=show,
     )
@@ -223,13 +188,9 @@ def open_versions(config: Config, network: Network, folder: Path, store: ObjectS
             log.warning("%s", problem)
     outer_step = 0
     with suppress(ValueError):  # damaged: where the network continues is found out later
-        if config.exchange == "store":
-            master = config.miner.master_ss58_address
-            by = Master(config.swarm.run_id, master, verify_signature)
-            if state := OwnCopy(store, folder / "global", by).newest_state():
-                outer_step = state.outer_step
-        elif found := store.get(keys.ROOT_METADATA, limit=MAX_METADATA_BYTES):
-            outer_step = Metadata.parse(found).outer_step
+        by = Master(config.swarm.run_id, config.miner.master_ss58_address, verify_signature)
+        if state := OwnCopy(store, folder / "global", by).newest_state():
+            outer_step = state.outer_step
     if not versions.knows(outer_step):
         raise NetworkFailure(
             f"{network.place} holds from outer step {network.head.from_outer_step} and the network "
@@ -287,18 +248,6 @@ def follow_rules(config: Config, parts: Parts) -> Callable[[int, str], Config | 
     return look
 
 
-def _narrowest(config: Config) -> Reach:
-    """Return the narrowest reach of an endpoint to call: our address's or our registry's."""
-    if config.chain.private:
-        return config.chain.narrowest
-    registry = urlsplit(config.chain.registry_url or "").hostname
-    own = config.swarm.dht_ip or registry
-    try:
-        return min(reach(own), Reach.MACHINE) if own else Reach.EVERYWHERE
-    except ValueError:  # a name; a founder's machine may have its own at 127.0.1.1
-        return Reach.EVERYWHERE
-
-
 def run_validator(
     config: Config, *, connect: Callable[[Config, Path, ExitStack], Parts] = connect
 ) -> int:
@@ -312,7 +261,7 @@ def run_validator(
         folder = make_run_folder(config)
         # Until the validator runs a signal raises Stopped: no download looks at an event.
         with StopSignals(interrupts=True) as signals, ExitStack() as stack:
-            # Another one's ledger and swarm identity would be shared, and its rounds called again.
+            # Another one's ledger and copy of the chain would be shared.
             stack.enter_context(sole_user(folder, "validator.lock", "validator"))
             # By it the dashboard sees that this process is gone.
             write_json(folder / "instance.json", {"pid": os.getpid()})
@@ -336,7 +285,6 @@ def run_validator(
         GlobalStateError,
         StoreError,
         ChainError,
-        SwarmUnavailable,
         OSError,
     ) as error:
         log.error("%s", error)
@@ -349,175 +297,29 @@ def run_validator(
 
 def build(
     config: Config, parts: Parts, *, folder: Path, stop: threading.Event, stack: ExitStack
-) -> tuple[Validator, GlobalState, bool]:
+) -> tuple[StoreValidator, GlobalState, bool]:
     """Return the validator, the state that it begins with, and whether the bucket held that.
 
     ``stack`` closes what must be closed. Raises ConfigError, GlobalStateError, StoreError.
     """
     if parts.versions is not None:
         config = under(config, parts.versions.in_force)
-    record = EventLog.open(folder).write
-    run = Run(folder, record, stop, config.store.run, parts.clock_fault)
-    if config.exchange == "store":
-        return build_of_store(config, parts, run=run, stack=stack)
-    return build_of_hivemind(config, parts, run=run, stack=stack)
-
-
-@dataclass(frozen=True)
-class Judges:
-    """The parts of any validator that judge: rules, evaluator, standings."""
-
-    rules: ValidatorRules
-    evaluator: Evaluator
-    standings: Standings
-
-    @classmethod
-    def open(
-        cls,
-        config: Config,
-        parts: Parts,
-        model_config: Mapping[str, Any],
-        run: Run,
-        *,
-        micro_batch: int = 2,
-    ) -> Judges:
-        """Load the standings and build the model that is evaluated. Raises GlobalStateError."""
-        model = EvaluationModel(
-            model_config=model_config,
-            device=evaluation_device(config.miner.device),
-            micro_batch=micro_batch,
-            stop=run.stop,
-        )
-
-        def losses(weights: Sequence[Tensor]) -> dict[str, float]:
-            model.load(weights)
-            return {name: model.loss(text) for name, text in parts.held_out.items()}
-
-        ledger = run.folder / LEDGER
-        try:
-            standings = Standings.load(ledger)
-        except ValueError as error:
-            raise GlobalStateError(
-                f"{ledger} is damaged ({error}), so the miners' scores are unknown: restore it, or "
-                "remove it to start with empty scores"
-            ) from None
-        standings.board.assigned_counts = not config.data.own
-        rules = ValidatorRules(
-            config=config,
-            outer_rule=outer_rule_of(config.training, config.exchange, bits=config.validator.bits),
-            losses=losses,
-            follow=follow_rules(config, parts),
-            show_finished=parts.show_finished,
-        )
-        return cls(rules, Evaluator(model, parts.pages, assigned=not config.data.own), standings)
-
-
-def build_of_hivemind(
-    config: Config, parts: Parts, *, run: Run, stack: ExitStack
-) -> tuple[Validator, GlobalState, bool]:
-    """Return as :func:`build`, for rounds over hivemind."""
-    settings, folder, stop = config.validator, run.folder, run.stop
-    publisher = GlobalPublisher(
-        store=parts.store,
-        folder=folder / "global",
-        run=run.number,
-        keep_epochs=config.store.keep_epochs,
+    settings, run = config.validator, Run(folder, EventLog.open(folder).write, stop)
+    # A rule that breaks its promises is refused before anything is published.
+    outer_rule_of(config.training, config.exchange, bits=settings.bits)
+    master = Master(config.swarm.run_id, config.miner.master_ss58_address, parts.verify)
+    steps, state, found = find_state(config, parts, master, folder)
+    model = EvaluationModel(
+        model_config=state.model_config,
+        device=evaluation_device(config.miner.device),
+        micro_batch=1,  # each sequence is an observation of what an upload does
+        stop=stop,
     )
-    # First: model, swarm and files are all made for the schema that is found.
-    found = publisher.load()
-    if found is not None and found.outer_step and settings.model_from == "none":
-        log.warning(
-            "--validator.model_from none stands there still: should the global bucket be lost, "
-            "all members would load outer step 0. Take it out"
-        )
-    state = found or first_state(config, parts, folder=folder, stop=stop)
-    swarm = parts.swarm(state.schema)
-    stack.callback(swarm.close)
-    judges = Judges.open(config, parts, state.model_config, run)
-    rules, standings = judges.rules, judges.standings
-    rounds = RoundCaller(
-        client=parts.client,
-        swarm=swarm,
-        open_bucket=parts.open_bucket,
-        config=config,
-        caller=parts.member.hotkey,
-        run=run,
-        loss=lambda weights: rules.mean(rules.losses(weights)),
-    )
-    validator = HivemindValidator(
-        rules=rules,
-        member=parts.member,
-        rounds=rounds,
-        publisher=publisher,
-        scorer=Scorer(
-            settings=settings,
-            open_bucket=parts.open_bucket,
-            publisher=publisher,
-            evaluator=judges.evaluator,
-            standings=standings,
-            ledger=folder / LEDGER,
-            compression=compression_of(config.training),
-            # One of its own: the public validator draws its random block from the generator that it
-            # has just seeded with a uid, so that miners can compute it.
-            rng=random.Random(settings.seed or None),
-            record=run.record,
-            stop=stop,
-        ),
-        after_step=open_exports(config, folder, state, run.record, stack).after,
-        run=run,
-        reporter=Reporter(
-            chain=parts.member.chain,
-            standings=standings,
-            record=run.record,
-            least=rounds.least,
-            seconds_per_block=config.chain.seconds_per_block,
-            round_seconds=(
-                settings.sweep_patience + config.swarm.round_timeout + settings.publication_budget
-            ).total_seconds(),
-            run_folder=folder,
-        ),
-    )
-    check_peer_id(config, swarm)
-    watch_address(config, swarm, failing=lambda: standings.failed_rounds > 0, stop=stop)
-    return validator, state, found is not None
 
+    def losses(weights: Sequence[Tensor]) -> dict[str, float]:
+        model.load(weights)
+        return {name: model.loss(text) for name, text in parts.held_out.items()}
 
-def build_of_store(
-    config: Config, parts: Parts, *, run: Run, stack: ExitStack
-) -> tuple[Validator, GlobalState, bool]:
-    """Return as :func:`build`, for rounds through the store."""
-    settings, folder = config.validator, run.folder
-    wallet, master = parts.member.wallet, config.miner.master_ss58_address
-    if parts.member.hotkey != master:
-        raise ConfigError(
-            f"this network is led by its master {master} only, and --wallet.hotkey is "
-            f"{parts.member.hotkey}, so nothing was started: give the master's wallet"
-        )
-    steps = OuterSteps(
-        parts.store,
-        folder / "global",
-        Master(config.swarm.run_id, master, parts.verify),
-        wallet.hotkey.sign,
-        keep_uploads=settings.keep_uploads,
-    )
-    if settings.model_from == "none" and not steps.own.listed():
-        steps.forget()
-    found = steps.load()
-    if found:
-        state = steps.read_state(Rule.of(config))
-        # Of a process that was killed after the publication that they belong to.
-        with suppress(FileNotFoundError):
-            os.replace(steps.place(state.outer_step) / LEDGER, folder / LEDGER)
-    elif states(folder / "global") and settings.model_from != "none":
-        raise GlobalStateError(
-            f"the global bucket is empty and {folder / 'global'} has outer steps of it without "
-            f"their signed manifests, so nothing was published: restore the bucket and {RECOVER}, "
-            "or give --validator.model_from none for outer step 0"
-        )
-    else:
-        state = initial_state(config, vocabulary=parts.vocabulary, eos_token=parts.eos_id)
-    # One sequence at a time: each is an observation of what an upload does.
-    judges = Judges.open(config, parts, state.model_config, run, micro_batch=1)
     kind: Callable[..., StoreValidator] = StoreValidator
     if config.averages:
         kind = partial(
@@ -526,11 +328,16 @@ def build_of_store(
             ready=announcer(config, parts.member),
         )
     validator = kind(
-        rules=judges.rules,
+        rules=ValidatorRules(
+            config=config,
+            losses=losses,
+            follow=follow_rules(config, parts),
+            show_finished=parts.show_finished,
+        ),
         member=parts.member,
         steps=steps,
         judge=UploadJudge(
-            evaluator=judges.evaluator,
+            evaluator=Evaluator(model, parts.pages, assigned=not config.data.own),
             schema=state.schema,
             run_id=config.swarm.run_id,
             bits=settings.bits,
@@ -540,10 +347,9 @@ def build_of_store(
         run=run,
         reporter=Reporter(
             chain=parts.member.chain,
-            standings=judges.standings,
+            standings=load_standings(config, folder / LEDGER),
             record=run.record,
-            least=lambda members: settings.least,
-            seconds_per_block=config.chain.seconds_per_block,
+            least=settings.least,
             round_seconds=(settings.grace + config.round_period / 2).total_seconds(),
             run_folder=folder,
         ),
@@ -556,30 +362,55 @@ def build_of_store(
     return validator, state, found
 
 
-def first_state(
-    config: Config, parts: Parts, *, folder: Path, stop: threading.Event
-) -> GlobalState:
-    """Return the state to begin with where the global bucket has none.
+def find_state(
+    config: Config, parts: Parts, master: Master, folder: Path
+) -> tuple[OuterSteps, GlobalState, bool]:
+    """Return what writes the bucket, the state to begin with, and whether the bucket held that.
 
     Raises ConfigError, GlobalStateError, StoreError.
     """
-    settings, chain, client = config.validator, parts.member.chain, parts.client
-    if settings.model_from is None:
-        timeout = settings.alive_timeout
-        refuse_to_begin_again(folder / "global", chain=chain, client=client, timeout=timeout)
-    elif isinstance(settings.model_from, int):
-        return ask_member_for_state(
-            config,
-            settings.model_from,
-            chain=chain,
-            client=client,
-            open_bucket=parts.open_bucket,
-            folder=folder / "scratch",
-            stop=stop,
+    settings = config.validator
+    if parts.member.hotkey != master.hotkey:
+        raise ConfigError(
+            f"this network is led by its master {master.hotkey} only, and --wallet.hotkey is "
+            f"{parts.member.hotkey}, so nothing was started: give the master's wallet"
         )
-    elif settings.model_from == "own":
-        return read_own_copy(folder / "global")
-    return initial_state(config, vocabulary=parts.vocabulary, eos_token=parts.eos_id)
+    steps = OuterSteps(
+        parts.store,
+        folder / "global",
+        master,
+        parts.member.wallet.hotkey.sign,
+        keep_uploads=settings.keep_uploads,
+    )
+    if settings.model_from == "none" and not steps.own.listed():
+        steps.forget()
+    if steps.load():
+        state = steps.read_state()
+        # Of a process that was killed after the publication that they belong to.
+        with suppress(FileNotFoundError):
+            os.replace(steps.place(state.outer_step) / LEDGER, folder / LEDGER)
+        return steps, state, True
+    if states(folder / "global") and settings.model_from != "none":
+        raise GlobalStateError(
+            f"the global bucket is empty and {folder / 'global'} has outer steps of it without "
+            f"their signed manifests, so nothing was published: restore the bucket and {RECOVER}, "
+            "or give --validator.model_from none for outer step 0"
+        )
+    state = initial_state(config, vocabulary=parts.vocabulary, eos_token=parts.eos_id)
+    return steps, state, False
+
+
+def load_standings(config: Config, ledger: Path) -> Standings:
+    """Return the scores that ``ledger`` keeps. Raises GlobalStateError."""
+    try:
+        standings = Standings.load(ledger)
+    except ValueError as error:
+        raise GlobalStateError(
+            f"{ledger} is damaged ({error}), so the members' scores are unknown: restore it, or "
+            "remove it to start with empty scores"
+        ) from None
+    standings.board.assigned_counts = not config.data.own
+    return standings
 
 
 def open_exports(
@@ -601,62 +432,8 @@ def open_exports(
     return exports
 
 
-def check_peer_id(config: Config, swarm: HivemindSwarm) -> None:
-    """Say it when the network's file names another peer in this validator's place."""
-    if config.network is None:
-        return
-    named = {
-        keys.addressed_peer(a): a for a in config.network.values.get("swarm.initial_peers", ())
-    }
-    own = {address_of(maddr) for maddr in swarm.visible_maddrs}
-    # The bootstrap peer itself has nobody to join; elsewhere the address shows its place.
-    alone = not config.swarm.initial_peers
-    here = [peer for peer, a in named.items() if peer and (alone or address_of(a) in own)]
-    if here and swarm.peer_id not in named:
-        log.warning(
-            "The network's file names %s as its initial peer, and this validator is %s, so no "
-            "miner finds it: stop it, put the backup of swarm/identity.key into %s and start again",
-            here[0],
-            swarm.peer_id,
-            config.run_folder,
-        )
-
-
-def watch_address(
-    config: Config, swarm: HivemindSwarm, *, failing: Callable[[], bool], stop: threading.Event
-) -> None:
-    """Announce another public address of this machine, once rounds are ``failing``."""
-    public = [a for a in swarm.visible_maddrs if keys.addressed_peer(a) and not keys.distance(a)]
-    place = address_of(public[0]) if public else None
-    if place is None or not config.is_public or config.chain.private:
-        return
-
-    def public_ip() -> str | None:
-        with suppress(AddressUnknown):
-            found = external_ip(config.chain) if failing() else None
-            return None if found is None or ":" in found else found
-        return None
-
-    def moved(ip: str) -> None:
-        if config.swarm.dht_ip is not None:
-            return  # it was given, and the line says to give another
-        try:
-            swarm.announce(ip)
-        except SwarmUnavailable as error:  # its keeper tries again, with the new address
-            log.warning("%s", error)
-
-    follow_address(
-        place[0],
-        closed=lambda pause: stop.wait(pause.total_seconds()),
-        public_ip=public_ip,
-        line="Rounds fail, and the public address of this machine is %s now, no longer %s: the "
-        "miners learn it with the next call; where --dht.ip is given, start again with the new one",
-        moved=moved,
-    )
-
-
 def initial_state(config: Config, *, vocabulary: int, eos_token: int) -> GlobalState:
-    """Return the state that a network begins with, without momentum.
+    """Return the state that a network begins with.
 
     Its weights are those of ``--validator.weights``, or random. Raises ConfigError for a file or a
     folder that cannot be used.
@@ -691,10 +468,6 @@ def initial_state(config: Config, *, vocabulary: int, eos_token: int) -> GlobalS
         schema=parameter_schema(model_config),
         outer_step=0,
         weights=_first_weights(config, model_config),
-        momentum=None,
-        learning_rate=config.training.outer_learning_rate,
-        mu=config.training.outer_momentum,
-        last_allreduce_block=0,
     )
 
 

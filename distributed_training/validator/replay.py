@@ -26,14 +26,14 @@ from safetensors.torch import save_file
 from distributed_training.common.files import atomic_file, sha256_of, write_bytes
 from distributed_training.protocol import keys
 from distributed_training.protocol.average_file import Average
-from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.manifest import Manifest, Master, Merged, State
 from distributed_training.protocol.metadata import MAX_CONFIG_BYTES
+from distributed_training.protocol.types import Schema
 from distributed_training.protocol.update_file import BITS, UpdateFile, UpdateLayout, largest_file
 from distributed_training.store.bucket_reader import BucketReader, StateUnavailable
 from distributed_training.store.errors import IntegrityError, ObjectMissingError, StoreError
 from distributed_training.training.outer_rule import UploadFacts
-from distributed_training.training.outer_step import load_weights, model_bytes
+from distributed_training.training.weights import load_weights, model_bytes
 from distributed_training.validator.merge import (
     OuterState,
     Rule,

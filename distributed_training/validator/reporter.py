@@ -27,16 +27,16 @@ from distributed_training.protocol.network_report import (
     LONGEST_TEXT,
     MOST_CAUSES,
     MOST_DOMAINS,
+    Answer,
     MemberReport,
     NetworkReport,
     RoundReport,
     judge_network,
     printable,
 )
-from distributed_training.scoring.upload import begun
 from distributed_training.telemetry import MetricsFile
-from distributed_training.validator.rounds import Attendance
-from distributed_training.validator.scorer import Standings
+from distributed_training.validator.errands import begun
+from distributed_training.validator.standings import Standings
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,14 @@ EVERY = 300.0  # seconds between two reports where nothing happens
 _LONGEST_SILENCE = 3 * EVERY
 _PATIENCE = 2.0  # seconds for the registry; then the validator continues
 _LAST_PATIENCE = 10.0  # for the report of the stop
+
+
+@dataclass(frozen=True)
+class Attendance:
+    """The members that a close has asked for an upload, and those whose upload came; uids."""
+
+    asked: tuple[int, ...]
+    came: tuple[int, ...]
 
 
 @dataclass(kw_only=True)
@@ -58,8 +66,7 @@ class Reporter:
     chain: Chain
     standings: Standings
     record: Callable[..., None]
-    least: Callable[[int], int]
-    seconds_per_block: float
+    least: int
     round_seconds: float
     run_folder: Path
     phase: Literal["starting", "waiting", "round", "finished", "stopped"] = "starting"
@@ -68,9 +75,8 @@ class Reporter:
     tokens: int = 0
     loss: float = 0.0
     losses: Mapping[str, float] = field(default_factory=dict)
-    due_at: int | None = None  # block of the next round
-    closes_at: float | None = None  # in a store network: when it begins, in seconds since the epoch
-    attendance: Attendance | None = None  # of the last sweep
+    closes_at: float | None = None  # of the next round, in seconds since the epoch
+    attendance: Attendance | None = None  # of the last close
 
     def __post_init__(self) -> None:
         self.metrics = MetricsFile(self.run_folder / "metrics.prom")
@@ -118,11 +124,9 @@ class Reporter:
         now, standings, attendance = time.time(), self.standings, self.attendance
         members: list[MemberReport] = []
         for uid, entry in sorted(standings.present().items()):
-            answer: Literal["alive", "silent", "elsewhere", "other file", "new"] = "new"
+            answer: Answer = "new"
             if attendance is not None and uid in attendance.asked:
-                answer = "alive" if uid in attendance.alive else "silent"
-                answer = "elsewhere" if uid in attendance.elsewhere else answer
-                answer = "other file" if uid in attendance.other_runs else answer
+                answer = "alive" if uid in attendance.came else "silent"
             score = max(0.0, entry.published)
             told = not score and sum(bool(m.cause) for m in members) < MOST_CAUSES
             uploaded = None if entry.uploaded is None else max(0, round(now - entry.uploaded))
@@ -144,11 +148,7 @@ class Reporter:
         speed = None
         if len(good) == 2 and good[1].ended > good[0].ended:
             speed = round(good[1].tokens / (good[1].ended - good[0].ended), 1)
-        left, block = None, self._block()
-        if self.due_at is not None and block is not None:
-            left = max(0, self.due_at - block) * self.seconds_per_block
-        elif self.closes_at is not None:
-            left = max(0.0, self.closes_at - now)
+        left = None if self.closes_at is None else max(0.0, self.closes_at - now)
         return NetworkReport(
             phase=self.phase,
             outer_step=self.outer_step,
@@ -158,7 +158,7 @@ class Reporter:
             },
             next_report=_LONGEST_SILENCE + (self.round_seconds if self.phase == "round" else 0.0),
             next_round=left,
-            least=self.least(len(members)),
+            least=self.least,
             good_rounds=standings.successful_rounds,
             failed_rounds=standings.failed_rounds,
             tokens=self.tokens,

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ from distributed_training.node.identity import Member, miners_of
 from distributed_training.node.start import Stopped
 from distributed_training.protocol import keys, lines
 from distributed_training.protocol.manifest import Manifest, Merged, Refused, State
-from distributed_training.protocol.network_report import GATE, TOO_FEW, printable
+from distributed_training.protocol.network_report import GATE, MOST_ROUNDS, TOO_FEW, printable
 from distributed_training.protocol.scoring import random_block_range
 from distributed_training.protocol.update_file import Header, UpdateLayout, largest_file
 from distributed_training.scoring.evaluator import Judgement, judgement_fields
@@ -60,8 +60,8 @@ from distributed_training.store.errors import (
 )
 from distributed_training.store.transfer import deadline_in
 from distributed_training.training.outer_rule import UploadFacts
-from distributed_training.training.outer_step import GlobalState
-from distributed_training.validator.errands import Errands
+from distributed_training.training.weights import GlobalState
+from distributed_training.validator.errands import Errands, unless_stopped
 from distributed_training.validator.judging import (
     CAUSES,
     Accepted,
@@ -92,19 +92,15 @@ from distributed_training.validator.outer_steps import (
     renewed,
 )
 from distributed_training.validator.own_copy import RECOVER
-from distributed_training.validator.reporter import Reporter
-from distributed_training.validator.rounds import Attendance, Run
-from distributed_training.validator.scorer import PastRound
-from distributed_training.validator.validator import (
-    MOST_STEPS_OF_A_BLOCK,
-    Validator,
-    ValidatorRules,
-)
+from distributed_training.validator.reporter import Attendance, Reporter
+from distributed_training.validator.standings import PastRound
+from distributed_training.validator.validator import Run, ValidatorRules
 
 log = logging.getLogger(__name__)
 
 LEDGER = "ledger.json"  # in an outer step's folder: the scores that hold once it is published
 _LOOK = 2.0  # seconds between two looks at the store
+_MOST_STEPS_OF_A_BLOCK = 12  # inner steps: one a second is more than any network takes
 _TURN = 30.0  # seconds of judging between two looks: the state is renewed in between
 _SILENT = 60.0  # seconds without an answer after which a store counts as silent, at least
 _MOST_NAMED = 3  # uploads of a close that a warning names: a source that is away concerns all
@@ -176,10 +172,11 @@ class _Reached:
     samples: Mapping[str, Tensor]  # of what all can read from then on
 
 
-class StoreValidator(Validator):
+class StoreValidator:
     """Leads rounds through the store, which only ``steps`` writes.
 
-    ``of_member``: opens a member's bucket, where each has its own.
+    Call :meth:`start`, then :meth:`run`. A stop ends both soon. ``of_member``: opens a member's
+    bucket, where each has its own.
     """
 
     def __init__(
@@ -194,14 +191,23 @@ class StoreValidator(Validator):
         after_step: Callable[[GlobalState], None],
         of_member: OpenBucket | None = None,
     ) -> None:
-        super().__init__(
-            rules=rules,
-            member=member,
-            standings=reporter.standings,
-            run=run,
-            reporter=reporter,
-            after_step=after_step,
-        )
+        # collaborators
+        self._rules = rules
+        self._member = member
+        self._chain = member.chain
+        self._after_step = after_step  # returns at once
+        self._reporter = reporter
+        self._record = run.record
+        self._stop = run.stop
+        # what it knows
+        self.standings = reporter.standings
+        self._standings_path = run.folder / LEDGER
+        self.state: GlobalState  # since the start
+        self._losses: dict[str, float]  # of the state on each domain, since the start
+        self._weights_at = -1
+        self.finished = ""  # why no round is called any more
+        self._finish_shown = ""  # of it, in the bucket
+        # of its rounds
         self._steps = steps
         self._of_member = of_member
         config = rules.config  # none of these changes while it runs
@@ -222,9 +228,85 @@ class StoreValidator(Validator):
         self._take_over = config.validator.take_over
         self._leads = False  # else another process may, until its renewal is overdue
 
-    # --- what the validator's loop asks for -------------------------------------------------------
+    # --- life -----------------------------------------------------------------------------------
 
-    def _begin(self, state: GlobalState, *, found: bool) -> GlobalState:
+    def start(self, state: GlobalState, *, found: bool) -> None:
+        """Continue from the ``state`` that was found in the global bucket, or else publish it.
+
+        Raises GlobalStateError, StoreError when the bucket cannot be written.
+        """
+        self.state = state
+        self._begin(state, found=found)
+        self._losses = self._rules.losses(state.weights)
+        self._record(
+            "start",
+            uid=self._chain.uid(self._member.hotkey),
+            hotkey=self._member.hotkey,
+            outer_step=state.outer_step,
+            resumed=found,
+        )
+        self._record_losses(state.outer_step, self._losses)
+        log.info(
+            "Outer step %d, held-out loss %.4f on %s%s",
+            state.outer_step,
+            self._rules.mean(self._losses),
+            self._rules.config.held_out_name,
+            lines.describe_losses(self._losses),
+        )
+        self._look_for_end()
+        self._report("starting")
+
+    def run(self) -> None:
+        """Tick until stopped."""
+        while not self._stop.wait(self._rules.settings.tick.total_seconds()):
+            try:
+                self.tick()
+            except ChainError as error:
+                log.warning("The chain does not answer (%s). Trying again.", error)
+            except Stopped:
+                break
+        self._save()
+        self._report("stopped", reason="asked to stop")
+        self._record("stop", reason="asked to stop")
+
+    def tick(self) -> None:
+        """Do what is due now: a round, or else weights on the chain.
+
+        Raises ChainError, Stopped, and AnotherLeadsError where another process leads.
+        """
+        self._adopt_rules()
+        if self.finished != self._finish_shown:
+            with suppress(StoreError):  # asked again at the next tick
+                show = partial(self._rules.show_finished, self.finished)
+                unless_stopped(show, stop=self._stop)
+                self._finish_shown = self.finished
+        self._reporter.report(at_once=False)
+        block = self._chain.block()
+        weights = self.standings.weights()
+        # Before all else: the miners have timed their uploads by it.
+        if self._lead(block):
+            return
+        if weights and block - self._weights_at >= self._rules.settings.epoch_length:
+            # Also if it fails: the chain limits how often weights are set.
+            self._weights_at = block
+            try:
+                unless_stopped(partial(self._chain.set_weights, weights), stop=self._stop)
+                by_uid = {str(uid): weight for uid, weight in weights.items()}
+                self._record("weights", block=block, weights=by_uid)
+            except ChainError as error:
+                log.warning(
+                    "Weights were not set (%s). Trying again in %d blocks.",
+                    error,
+                    self._rules.settings.epoch_length,
+                )
+
+    # --- its turn to lead -------------------------------------------------------------------------
+
+    def _begin(self, state: GlobalState, *, found: bool) -> None:
+        """Publish a first state, or show that this process leads on from the one found.
+
+        Raises as :meth:`start`.
+        """
         steps = self._steps
         if not found:
             values = OuterState(state.weights)
@@ -271,7 +353,6 @@ class StoreValidator(Validator):
                 if self._take_over
                 else "nobody else does"
             )
-        return state
 
     def _is_free(self) -> bool:
         """Return whether nobody leads the network. Raises AnotherLeadsError if somebody does."""
@@ -300,6 +381,7 @@ class StoreValidator(Validator):
         self._leads = True
 
     def _lead(self, block: int) -> bool:
+        """Lead a round if one is due; whether it was. Raises as :meth:`tick`."""
         if time.monotonic() - self._looked < _LOOK:
             return False
         try:
@@ -314,13 +396,18 @@ class StoreValidator(Validator):
         self._looked = time.monotonic()
         return done
 
-    def _show_next_round(self) -> None:
-        state = self._steps.state
-        self._reporter.closes_at = None if self.finished or state is None else state.closes_at
-
     def _save(self) -> None:
-        if self._reached_step is None:  # or scores of an outer step that nobody saw would count
-            super()._save()
+        if self._reached_step is not None:
+            return  # or scores of an outer step that nobody saw would count
+        try:
+            self.standings.save(self._standings_path)
+        except OSError as error:  # a round must not be lost with the miners' steps
+            log.warning(
+                "%s was not written (%s): a restart would continue with older scores; free the "
+                "disk of --neuron.run_folder",
+                self._standings_path,
+                error.strerror,
+            )
 
     # --- a round ----------------------------------------------------------------------------------
 
@@ -729,7 +816,7 @@ class StoreValidator(Validator):
 
     def _steps_of(self, close: _Close, chosen: Sequence[Accepted]) -> int:
         """Return by how many inner steps the outer step moves the schedule."""
-        most = MOST_STEPS_OF_A_BLOCK * self._rules.settings.blocks_per_allreduce
+        most = _MOST_STEPS_OF_A_BLOCK * self._rules.settings.blocks_per_allreduce
         claims = [(one.measured, one.file.header.inner_steps) for one in chosen]
         return count_steps(claims, self._steps.history, close.state.closes_at, most)
 
@@ -869,7 +956,7 @@ class StoreValidator(Validator):
         manifest = reached.prepared.manifest
         self._record(
             "publication",
-            revision=f"{self._run_number}.{manifest.outer_step}.0",
+            revision=f"{manifest.outer_step}.{manifest.serial}",
             ok=True,
             seconds=round(time.monotonic() - began, 3),
             bytes_sent=sent,
@@ -935,6 +1022,102 @@ class StoreValidator(Validator):
         self._report("waiting")
         return True
 
+    # --- the outer step ---------------------------------------------------------------------------
+
+    def _reached(
+        self,
+        following: GlobalState,
+        losses: dict[str, float],
+        participants: Sequence[int],
+        began: float,
+        what: str,
+    ) -> None:
+        """Continue from an outer step that is published; ``what`` begins its line.
+
+        ``began``: by ``time.monotonic()``.
+        """
+        self.state, self._losses = following, losses
+        self._record(
+            "outer_step",
+            outer_step=following.outer_step,
+            participants=list(participants),
+            seconds=round(time.monotonic() - began, 3),
+        )
+        log.info(
+            "%s: outer step %d, held-out loss %.4f on %s%s",
+            what,
+            following.outer_step,
+            self._rules.mean(losses),
+            self._rules.config.held_out_name,
+            lines.describe_losses(losses),
+        )
+        self._after_step(following)
+        # First: a version that holds from here on may have put the end off.
+        self._adopt_rules()
+        self._look_for_end()
+
+    def _remember_round(self, past: PastRound) -> None:
+        self.standings.rounds.append(past)
+        del self.standings.rounds[:-MOST_ROUNDS]
+        self._reporter.count("rounds")
+        if past.fault:
+            self._reporter.count("rounds_failed")
+
+    def _record_losses(self, outer_step: int, after: Mapping[str, float]) -> None:
+        several = {"domains": after} if len(after) > 1 else {}
+        self._record(
+            "held_out",
+            outer_step=outer_step,
+            before=self._rules.mean(self._losses),
+            after=self._rules.mean(after),
+            text=self._rules.config.held_out_name,
+            **several,
+        )
+
+    def _report(
+        self, phase: Literal["starting", "waiting", "round", "stopped"], reason: str = ""
+    ) -> None:
+        """Report on the network for its readers; nothing depends on it."""
+        reporter, several = self._reporter, len(self._losses) > 1
+        mean = self._rules.mean(self._losses)
+        reporter.phase, reporter.reason = phase, self.finished or reason
+        if self.finished and phase != "stopped":
+            reporter.phase = "finished"
+        reporter.outer_step, reporter.tokens = self.state.outer_step, self.state.total_tokens
+        reporter.loss, reporter.losses = (
+            mean,
+            self._losses if several else {self._rules.config.held_out_name: mean},
+        )
+        named = self._steps.state
+        reporter.closes_at = None if self.finished or named is None else named.closes_at
+        reporter.report()
+
+    def _adopt_rules(self) -> None:
+        """Go by the rules that hold at this outer step. Raises NetworkFailure: by a restart."""
+        if (config := self._rules.follow(self.state.outer_step, self.finished)) is None:
+            return
+        self._rules = replace(self._rules, config=config)
+        assert config.network is not None
+        log.info(
+            "Outer step %d is trained by version %d of the network's file",
+            self.state.outer_step,
+            config.network.head.version,
+        )
+        if self.finished:
+            self.finished = ""
+            self._look_for_end()
+
+    def _look_for_end(self) -> None:
+        """Call no round any more, and say so, once a [stop] of the network's file is reached."""
+        state, loss = self.state, self._rules.mean(self._losses)
+        reason = self._rules.config.finished(
+            outer_step=state.outer_step, tokens=state.total_tokens, loss=loss
+        )
+        if reason:
+            self.finished = reason
+            self._record("finished", outer_step=state.outer_step, reason=reason)
+            log.info("The network is finished (%s): no round is called any more", reason)
+
     # --- what a round leaves behind ---------------------------------------------------------------
 
     def _contributors(self, judged: int) -> int:
@@ -981,16 +1164,10 @@ class StoreValidator(Validator):
             ok=not fault,
             fault=fault,
             detail=detail,
-            peers=[],
-            failed_peers=[],
             called=sorted(close.came),
             participants=uids,
-            left_out={},
             causes={str(u): f"{one.cause}: {one.reason}" for u, one in close.refused.items()},
-            top_uid=None,
             seconds=round(seconds, 3),
-            matchmaking_seconds=None,
-            transfer_seconds=None,
         )
         return PastRound(
             outer_step=close.state.outer_step,
@@ -1004,9 +1181,7 @@ class StoreValidator(Validator):
 
     def _miners(self) -> list[Neuron]:
         """List the members that may upload: registered, not us and not a validator."""
-        found = miners_of(
-            self._chain.neurons(), max_uids=self._rules.settings.max_uids, served=False
-        )
+        found = miners_of(self._chain.neurons(), max_uids=self._rules.settings.max_uids)
         miners = [n for n in found if n.hotkey != self._member.hotkey]
         self.standings.sync(miners)
         return miners

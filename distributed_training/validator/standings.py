@@ -1,0 +1,140 @@
+"""The standings of members: what rounds have found of each, and the scores that follow from it.
+
+They are kept across restarts. Scores are those of :class:`~.protocol.scoring.ScoreBoard`, from the
+judge's measurements; manifests publish them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from distributed_training.chain.base import Neuron
+from distributed_training.common.files import write_json
+from distributed_training.protocol.scoring import RESET, ScoreBoard, moving_average
+from distributed_training.scoring.evaluator import Judgement
+
+
+@dataclass
+class _Entry:
+    hotkey: str
+    published: float = 0.0  # the moving average of totals
+    all_reduce: int = 0  # whether something of it is in the last outer step
+    repo_valid: int = 0
+    scored_at: int = -1  # block of the last evaluation
+    uploaded: float | None = None  # when its upload came, in seconds since the epoch
+    fault: str = ""  # why the last close has nothing of it
+    reset: str = ""  # why the last upload that was judged was reset
+
+    @property
+    def cause(self) -> str:
+        """The reason why it has no score, as far as that is known."""
+        waits = "no upload of it was judged yet" if self.scored_at < 0 else ""
+        return self.fault or self.reset or waits or "its uploads have gained nothing so far"
+
+
+@dataclass(frozen=True)
+class PastRound:
+    """A round that ended at ``ended``, in seconds since the epoch; see RoundReport."""
+
+    outer_step: int
+    ended: float
+    seconds: float
+    participants: list[int]  # uids
+    tokens: int
+    fault: str
+    detail: str
+
+
+@dataclass
+class Standings:
+    """Scores by uid. A uid that changes its hotkey starts afresh."""
+
+    # These fields and ``board`` are the file.
+    entries: dict[int, _Entry] = field(default_factory=dict)
+    failed_rounds: int = 0  # since the last success
+    successful_rounds: int = 0
+    rounds: list[PastRound] = field(default_factory=list)  # the last ones
+
+    def __post_init__(self) -> None:
+        self.board = ScoreBoard(())
+        self._absent: set[int] = set()  # of the entries: not registered when that was last seen
+
+    def sync(self, neurons: Iterable[Neuron]) -> None:
+        """Take in who is registered now. Who is not keeps its standing for its return."""
+        present = {n.uid: n.hotkey for n in neurons}
+        # A registry of an older backup, or a chain's node that is behind, hides some for a while.
+        self._absent = self.entries.keys() - present.keys()
+        for uid, hotkey in present.items():
+            entry = self.entries.get(uid)
+            if entry is None or entry.hotkey != hotkey:
+                self.entries[uid] = _Entry(hotkey)
+                self.board.add(uid)
+
+    def judged(
+        self, judgements: Sequence[Judgement], valid: Mapping[int, bool], *, block: int
+    ) -> dict[int, dict[str, float]]:
+        """Record what a round has measured; return all scores by uid, as in an event."""
+        # Also of members that were not judged: their totals are computed again too.
+        for uid, is_valid in valid.items():
+            self.entries[uid].repo_valid = int(is_valid)
+        self.board.update_round(
+            random={j.uid: j.random.losses if j.random else RESET for j in judgements},
+            assigned={j.uid: j.assigned.losses if j.assigned else RESET for j in judgements},
+            # Its blocks are too short to be measured, which is no fault of the upload.
+            unknown={j.uid for j in judgements if j.ok and j.assigned is None},
+        )
+        for judgement in judgements:
+            entry = self.entries[judgement.uid]
+            entry.scored_at, entry.reset = block, judgement.reason
+        present = self.present()
+        totals = self.board.total_scores(
+            all_reduce={uid: e.all_reduce for uid, e in present.items()},
+            repo_valid={uid: e.repo_valid for uid, e in present.items()},
+        )
+        for uid, entry in present.items():
+            entry.published = moving_average(entry.published, totals[uid])
+        ratings = {uid: self.board.rating(uid) for uid in present}
+        return {
+            uid: {
+                "random": self.board.random_score(uid),
+                "mu": ratings[uid][0],
+                "sigma": ratings[uid][1],
+                "assigned": self.board.assigned_score(uid),
+                "train": self.board.train_score(uid),
+                "all_reduce": entry.all_reduce,
+                "repo_valid": entry.repo_valid,
+                "total": totals[uid],
+                "published": entry.published,
+            }
+            for uid, entry in present.items()
+        }
+
+    def weights(self) -> dict[int, float]:
+        return {uid: e.published for uid, e in self.present().items() if e.published > 0}
+
+    def present(self) -> dict[int, _Entry]:
+        """Return the entries of who was registered when that was last seen."""
+        return {uid: e for uid, e in self.entries.items() if uid not in self._absent}
+
+    def save(self, path: Path) -> None:
+        board = {u: s for u, s in self.board.state().items() if int(u) in self.entries}
+        write_json(path, asdict(self) | {"board": board})
+
+    @classmethod
+    def load(cls, path: Path) -> Standings:
+        """Load standings, empty ones if there is no file. Raises ValueError for a damaged one."""
+        try:
+            # No read_state: it would set a damaged file aside, and begin with empty scores.
+            data = path.read_bytes()
+            found = TypeAdapter(cls).validate_json(data, strict=True)
+            found.board.restore(json.loads(data)["board"])
+        except FileNotFoundError:
+            return cls()
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"not a validator's standings: {type(error).__name__}") from None
+        return found
