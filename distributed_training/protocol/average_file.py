@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .gradients import Schema
+from .types import Schema
 from .update_file import rows_and_columns
 
 

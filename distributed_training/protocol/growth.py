@@ -1,4 +1,4 @@
-"""Compute the bytes that a network of exchange ``store`` moves and keeps.
+"""Compute the bytes that a network moves through its store and keeps there.
 
 An upload and an update have ``bits`` a value and a float32 scale for each group of 256 values
 (:mod:`.update_file`). The founder's link, the store's bill and the grace of a round follow from
@@ -42,6 +42,14 @@ def grace_seconds(parameters: int, bits: int, link: float, *, period: float) -> 
     """
     sending = _SLACK * 8 * file_bytes(parameters, bits) / (link * 1e6)
     return math.ceil(min(_MARGIN, period / 10) + CHECKPOINT * parameters + sending)
+
+
+def average_seconds(parameters: int, link: float) -> int:
+    """Return the seconds of an all-reduce over a link of ``link`` Mbit/s.
+
+    Each member sends and receives each value in 2 bytes, once as its own and once as the average.
+    """
+    return math.ceil(8 * 4 * parameters / (link * 1e6))
 
 
 @dataclass(frozen=True)

@@ -1,37 +1,28 @@
 """Names of buckets, of their objects and of peers (protocol page, sections 1 and 3).
 
-A bucket holds ``metadata.json`` at its root and one folder ``epoch-N/`` for each outer step, N
-being the writer's own outer step. The global bucket of a store network (section 12) holds
-``state.json``, a folder ``outer/N/`` for each outer step, and the members' ``uploads/``.
+The global bucket holds ``state.json``, a folder ``outer/N/`` for each outer step, and the members'
+``uploads/``, unless each has its own bucket for them. A run folder has ``epoch-N/`` for each.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import re
-from typing import Literal, TypeGuard, get_args
+from typing import TypeGuard
 
 import base58
 
-ROOT_METADATA = "metadata.json"
-NETWORK = "network.json"  # global bucket only: whose it is
-VERSION = "network/{}.toml"  # global bucket only: each version of the network's file
-ROUND = "round.json"  # global bucket only: who was not in the last round, and why
-METADATA = "metadata.json"  # inside an epoch's folder
+NETWORK = "network.json"  # whose the global bucket is
+VERSION = "network/{}.toml"  # each version of the network's file
 CONFIG = "config.json"
 MODEL = "model.safetensors"
-GRADIENTS = "gradients.pt"
-OUTER_OPTIMIZER = "outer_optimizer.pt"  # global bucket only
 OUTER = "outer/"  # nothing below it changes
-STATE = "state.json"  # store networks only, as are those below
+STATE = "state.json"
 MANIFEST = "manifest.json"
 UPDATE = "update.safetensors"
 OUTER_STATE = "state.safetensors"  # outer momentum and residual
 AVERAGE = "average.safetensors"  # of the members' all-reduce, where the update follows from it
 SAFETENSORS_METADATA = {"format": "pt"}
-#: What of a snapshot is uploaded: the pseudo-gradient that is scored; the model too; all there is.
-Parts = Literal["scored", "model", "all"]
-PARTS: tuple[Parts, ...] = get_args(Parts)
 
 # No zero in front: epoch-07 would be a second folder of outer step 7. Numbers have an end, since
 # others choose them and readers count up to them.
@@ -118,11 +109,6 @@ def distance(address: str) -> int:
     return 0 if ip.is_global else 2 if ip.is_loopback else 1
 
 
-def averager_prefix(run_id: str) -> str:
-    """Return the prefix of the averager's DHT keys and RPC names: ``v1_2_7_r5_grad_averager``."""
-    return f"{run_id}_grad_averager"
-
-
 def epoch_folder(outer_step: int) -> str:
     """Return ``epoch-N``, without a slash. Raises ValueError for a negative outer step."""
     if outer_step < 0:
@@ -166,23 +152,3 @@ def parse_upload_key(key: str) -> tuple[int, int, int] | None:
     """Return uid, outer step and serial of a key as :func:`upload_key` makes it, else None."""
     match = _UPLOAD_KEY.fullmatch(key)
     return (int(match[1]), int(match[2]), int(match[3])) if match else None
-
-
-def inner_optimizer(rank: int, world_size: int) -> str:
-    """Name the file of one rank's optimizer shard: ``inner_optimizer.rank0001-of-4.pt``.
-
-    Ranks count from 0 here and from 1 in the name; the world size is not padded.
-    """
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is outside a world of {world_size}")
-    return f"inner_optimizer.rank{rank + 1:04d}-of-{world_size}.pt"
-
-
-def data_files(world_size: int, parts: Parts = "all") -> tuple[str, ...]:
-    """Name the files that a miner uploads into an ``epoch-N`` folder before its metadata."""
-    shards = tuple(inner_optimizer(rank, world_size) for rank in range(world_size))
-    model = () if parts == "scored" else (MODEL,)
-    return (CONFIG, *model, GRADIENTS, *(shards if parts == "all" else ()))
-
-
-GLOBAL_DATA_FILES = (CONFIG, MODEL, OUTER_OPTIMIZER)

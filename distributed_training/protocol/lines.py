@@ -15,72 +15,24 @@ from distributed_training.protocol.types import StepReport
 SAVING_STATE = "💾 Saving model state locally for epoch %s"
 UPLOADING = "🔼 Uploading model and optimizer states to r2 bucket: %s"
 UPLOAD_FAILED = "Model state upload failed: %s"
-WAITING_FOR_VALIDATOR = (
-    "Waiting %.0f seconds until validator complete the all_reduce (training goes on)"
-)
 TRAINING_LOOP_FAILED = "Training Loop Failed with error: %s"
 
 FULL_STATE = "Full State"
 EXTRACTED_STATE = "Extracted Optimizer & Model State Dict"
 UPLOAD_MODEL_START = "Upload Model Start"
-UPLOAD_IN_PROGRESS = "Previous upload still in progress, skipping new upload"
-STALE_LIST = (
-    "No upload at this step: no recent block was trained on since the last upload, and validators "
-    "would refuse the list. Trying again at the next step"
-)
-UPLOAD_CANCELLED = "Cancelling Ongoing Model Upload For AllReduce Operation"
-RECEIVED_MAIN_ALL_REDUCE = "Received Main All Reduce Call"
-PAUSING = "⚠️  Pausing continuous training."
 AVERAGING_START = "⏳ Starting Pseudo Gradient Averaging.."
 ALL_REDUCE_START = "All Reduce Start"
 ALL_REDUCE_FINISH = "All Reduce Finish"
 ALL_REDUCE_DONE = "AllReduce Operation Finished Succesfully"
-RESUMING = "✅ Resuming continuous training."
+SCORE = "The score of uid %d after outer step %d is %.4f"
 SLOW_STEP = 60.0  # seconds; a longer inner step prints SLOW STEP
 _LOW_GPU_MEMORY = 1.0  # GB of 1e9 bytes in use
-RESPONDED_ACTIVE = "Responded to be Active"  # calls of one caller since its last line
 METADATA_LOGGED = "Metadata Dict Succesfully Logged To Chain."
 
 
 def counted(count: float, one: str, many: str = "") -> str:
     """Return ``1 block``, ``2 blocks``. ``many``: where it is not ``one`` and an s."""
     return f"{count:.0f} {one if count == 1 else many or f'{one}s'}"
-
-
-def not_fetched(detail: str) -> str:
-    """Return the warning that the global state could not be fetched, because of ``detail``."""
-    return f"The global state could not be fetched ({detail}). Training goes on."
-
-
-def worse_weights(uid: int | None, why: object) -> str:
-    """Return the warning that the global state of ``uid`` is refused for its loss (``why``)."""
-    whose = "its owner" if uid is None else f"uid {uid}"
-    return (
-        f"The global state of {whose} is not taken over: {why}. The next one that is published is "
-        "tried. If other miners take this one, this miner reads other text than they do: see "
-        "--data.source and tokenizer.name"
-    )
-
-
-def worse_weights_back(outer_step: int, ours: int, why: object) -> str:
-    """Return the warning that the network's weights of an outer step taken here are worse."""
-    return (
-        f"The network is at outer step {outer_step} with other weights than this miner had there, "
-        f"and they are not taken over: {why}. Training continues at outer step {ours}, and the "
-        "state is tried again later. If this lasts, accept it: stop, delete checkpoints/, start"
-    )
-
-
-def judged_upload(tag: str, outer_step: int) -> str:
-    """Name the upload that a validator judged.
-
-    ``tag``: ``run.outer.inner`` of the root metadata, or ``outer.serial`` of a store network; empty
-    if there is none. The former may be of another outer step than is judged
-    (:func:`~.scoring.scored_epoch`).
-    """
-    if not tag or tag.split(".")[-2:-1] == [str(outer_step)]:
-        return tag or "?"
-    return f"{tag} (judged for outer step {outer_step})"
 
 
 def step_line(report: StepReport) -> str:
@@ -141,16 +93,6 @@ def pushed(tag: str, bucket: str) -> str:
     return f"Successfully pushed new model state with tag {tag} to bucket: {bucket}"
 
 
-def preview(delta: float, how: str) -> str:
-    """Return the line of a gradient check.
-
-    ``delta``: loss with minus without the gradient, nats per token; ``how``: which of the gradients
-    that were tried it is.
-    """
-    changes = "this gradient, decoded as a validator would, changes the loss by"
-    return f"Preview: {changes} {delta:+.4f} ({how})"
-
-
 def upload_blocked(inner_step: int, minimum: int) -> str:
     return (
         f"⚠️  UPLOAD BLOCKED: inner_step ({inner_step}) < minimum ({minimum}). "
@@ -164,11 +106,6 @@ def all_reduce_failed(checkpoint: int) -> str:
     1 is before the averaging, 2 in it, 3 in the outer step.
     """
     return f"All Reduce Failed At Checkpoint {checkpoint}"
-
-
-def epochs_differ(local: int, remote: int) -> str:
-    where = "Behind" if local < remote else "Ahead Of"
-    return f"Local Epoch {local} {where} Global Epoch {remote}. Loading Latest Model State."
 
 
 def describe_losses(losses: Mapping[str, float]) -> str:

@@ -15,9 +15,8 @@ The first of these that holds is the verdict:
 - *validator silent* (bad): its next report is overdue.
 - *held up* (bad): the validator says what keeps it from work.
 - *starting* (wait): it has not asked its members yet.
-- *waiting for members* (wait): fewer answer at its outer step than a round takes.
-- *gate* (bad): in a store network, no half of the last uploads passed the held-out text.
-- *outer steps refused* (bad): the last round's average made the held-out loss worse.
+- *waiting for members* (wait): fewer sent an upload for the last close than a round takes.
+- *gate* (bad): no half of the last uploads passed the held-out text.
 - *rounds fail* (bad): the last two rounds or more failed otherwise.
 - *last round failed* (wait): one did.
 - *first round to come* (wait): no round was good yet.
@@ -34,23 +33,18 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field
 
 from .lines import counted
-from .types import AllReduceFault
 
 MOST_ROUNDS = 20
 MOST_DOMAINS = 16
 MOST_CAUSES = 256  # members with a cause; more would be longer than a registry accepts
 LONGEST_CAUSE = 120  # characters
 LONGEST_TEXT = 300
-WORSE = "WORSE"  # fault of a round whose average made the model worse than tolerated
-GATE = "GATE"  # in a store network: of a close of whose uploads no half passed the held-out text
-TOO_FEW = "TOO_FEW"  # in a store network: of a close with too few accepted uploads
+GATE = "GATE"  # fault of a close of whose uploads no half passed the held-out text
+TOO_FEW = "TOO_FEW"  # of a close with too few accepted uploads
 _NAMED = 5  # members, in one sentence
 _FAULTS = {
-    **{fault.name: fault.value for fault in AllReduceFault},
-    WORSE: "the average made the held-out loss worse than the file allows",
     GATE: "no half of the uploads passes the held-out text, so the close has moved",
     TOO_FEW: "too few uploads could be merged, so the close has moved",
-    "publication": "the new global state could not be uploaded",
 }
 
 Uid = Annotated[int, Field(ge=0, lt=4096)]
@@ -58,8 +52,8 @@ Whole = Annotated[int, Field(ge=0, le=10**18)]
 Figure = Annotated[float, Field(ge=0.0, le=1e18)]  # NaN neither
 Cause = Annotated[str, Field(max_length=LONGEST_CAUSE)]
 Text = Annotated[str, Field(max_length=LONGEST_TEXT)]
-#: How a member answered the last sweep; ``new``: none was made yet.
-Answer = Literal["alive", "silent", "elsewhere", "other file", "new"]
+#: Whether a member sent an upload for the last close; ``new``: it was not a member then.
+Answer = Literal["alive", "silent", "new"]
 
 
 class MemberReport(NamedTuple):
@@ -75,8 +69,8 @@ class MemberReport(NamedTuple):
 class RoundReport(NamedTuple):
     """A round. ``outer_step``: that it was to end; ``ended``: how long ago; ``seconds``: how long.
 
-    ``fault``: name of an AllReduceFault, WORSE, GATE, ``publication``, or nothing after a good
-    one. ``tokens``: that its participants had trained on.
+    ``fault``: GATE, TOO_FEW, or nothing after a good one. ``tokens``: that its participants had
+    trained on.
     """
 
     outer_step: Whole
@@ -115,7 +109,7 @@ class NetworkReport:
 
     @property
     def alive(self) -> int:
-        """Members that answer at the validator's outer step."""
+        """Members that sent an upload for the last close."""
         return sum(member.answer == "alive" for member in self.members)
 
 
@@ -169,8 +163,8 @@ def judge_network(
     if report.failed_rounds:
         words = f"{_cause(report)}; outer step {report.outer_step} stays; {coming}"
         fault = report.rounds[-1].fault if report.rounds else ""
-        if fault in (WORSE, GATE):
-            return Verdict("gate" if fault == GATE else "outer steps refused", words, "bad")
+        if fault == GATE:
+            return Verdict("gate", words, "bad")
         if report.failed_rounds > 1:
             return Verdict("rounds fail", f"{report.failed_rounds} in a row: {words}", "bad")
         return Verdict("last round failed", words, "wait")
@@ -187,8 +181,6 @@ def _missing(report: NetworkReport) -> str:
     sentence = f"a round takes {report.least}, and {report.alive} of {len(report.members)} answer"
     for answer, words in (
         ("silent", "silent"),
-        ("elsewhere", "at another outer step"),
-        ("other file", "with another version of the network's file"),
         ("new", "not asked yet"),
     ):
         if uids := [member.uid for member in report.members if member.answer == answer]:

@@ -5,12 +5,12 @@ many speeds (``python -m bench.exchange_grid``), and a test compares these formu
 link moves files, with :data:`HEADERS`, and nothing else but looks at the state.
 
 *Utilization* is what a member trains and the network takes, of what it could train: 1 without
-holds, pauses and uploads that come late.
+holds and uploads that come late.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distributed_training.protocol.growth import CHECKPOINT, file_bytes
 
@@ -20,11 +20,6 @@ _LOOK, _LOOK_SOON = 30.0, 5.0  # seconds between two looks at the state; while a
 _LOOK_BYTES = 3500.0  # each way
 _FIRST = 1.0  # seconds from a close until its first byte is sent, without step and checkpoint
 _JUDGED = 4.0  # seconds from the last upload to the published update, without fetching and judging
-_MATCHED = 0.5  # seconds beyond the least of matchmaking
-_AFTER = 0.096  # of matchmaking and transfer: all else in a round (measured with 134 M parameters)
-_GROUP = 64  # peers at most
-_COMPARED = 48 * 2**18  # bytes of the global state that a miner compares with its own (miner/)
-_CALLS = 20_000.0  # bytes a minute of DHT, calls and polls, each way
 
 
 @dataclass(frozen=True)
@@ -51,10 +46,11 @@ class OuterStep:
     inner_steps: float
     sent: float
     received: float
-    transfer: float  # of the upload, or of the round
+    transfer: float  # of the upload, or of the all-reduce
     late: float
     utilization: float
     in_time: bool = True
+    averages: bool = False  # an all-reduce ends in the grace
 
 
 def through_store(
@@ -97,42 +93,27 @@ def over_hivemind(
     member: Member,
     *,
     period: float,
+    grace: float,
+    average_after: float,
     peers: int,
     bits: int = 4,
-    upload: int = 0,
-    upload_steps: int = 60,
-    matchmaking: float = 3.0,
-    timeout: float = float("inf"),
-    pauses: bool = False,
 ) -> OuterStep:
-    """Return an outer step of a network of exchange ``hivemind``.
+    """Return an outer step of a network of exchange ``hivemind``: a store's, and an all-reduce.
 
-    The validator calls a ``period`` after a round has ended. ``peers``: of a round, without it.
-    ``bits``: 4, or 32 without compression. ``upload``: bytes of one, due each ``upload_steps``.
-    ``timeout``: seconds after which no part may come. ``pauses``: no inner steps in a round.
+    ``average_after``: seconds from a close until the ``peers`` members average, in float16. The
+    validator reduces nothing and receives the average too. An all-reduce that does not end in the
+    grace costs the average and nothing else: then the update is the merge.
     """
-    group = min(peers + 1, _GROUP)
-    value = file_bytes(parameters, 4) if bits == 4 else 4 * parameters
-    # To each other peer its part of our values, and the average of ours.
-    moved = 2 * (group - 1) / group * value
-    transfer = max(member.sending(moved), member.receiving(moved))
-    late = (matchmaking + transfer) * (1 + _AFTER) + _MATCHED
-    cycle = period + late
-    held = member.held + (late if pauses else 0.0)
-    in_time = transfer <= timeout and late <= period
-    inner_steps = max(0.0, cycle - held) / member.step
-    uploads = inner_steps / upload_steps
-    if upload:  # no more than the link sends
-        uploads = min(uploads, period / member.sending(upload))
-    received = moved + min(_COMPARED, 4 * parameters)
-    sent = moved + uploads * upload
-    calls = cycle / 60 * _CALLS
-    return OuterStep(
-        inner_steps=inner_steps,
-        sent=sent * HEADERS + _ACKS * received + calls,
-        received=received * HEADERS + _ACKS * sent + calls,
+    outer = through_store(parameters, member, period=period, grace=grace, bits=bits)
+    shares = (peers - 1) / peers
+    sent, received = 2 * parameters * (shares + 1), 2 * parameters * 2 * shares
+    transfer = max(member.sending(sent), member.receiving(received))
+    ends = min(average_after + transfer, grace) + _JUDGED + _LOOK_SOON / 2
+    return replace(
+        outer,
+        sent=outer.sent + sent * HEADERS + _ACKS * received,
+        received=outer.received + received * HEADERS + _ACKS * sent,
         transfer=transfer,
-        late=late,
-        utilization=max(0.0, 1 - held / cycle) if in_time else 0.0,
-        in_time=in_time,
+        late=max(outer.late, ends + member.receiving(file_bytes(parameters, 4))),
+        averages=average_after + transfer <= grace,
     )

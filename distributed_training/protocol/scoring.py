@@ -1,86 +1,24 @@
-"""Decide when rounds and scoring are due, and score miners as validators do.
-
-Miners have different clocks, and the chain's block number is one that all can read. So a round is
-due ``bpa`` (blocks per all-reduce) blocks after the last (protocol page, sections 2 and 6). For the
-first half of that time validators score the uploads of the outer step before, then those of the
-present one (protocol page, section 3). An upload earns only while it is *fresh*, so that old work
-does not earn for ever: its newest block is at most ``bpa / 2`` old, and its file is younger than
-the age limit (protocol page, section 7). A miner that is found without a fresh upload is scored as
-if its training had improved nothing. A block takes 12 s on the public network, and any time on a
-local one.
+"""Score members as the network's validator does.
 
 A validator measures how much each upload lowers the loss on two kinds of pages: random ones, the
-same for all miners of a pass, and the ones assigned to that miner by its block list. ``random`` is
-a Plackett-Luce rating over the relative improvements on the random pages: who ranks above others
+same for all uploads of a close, and the ones assigned to that member by its block list. ``random``
+is a Plackett-Luce rating over the relative improvements on the random pages: who ranks above others
 gains from them, and more from those that are rated higher (Weng and Lin 2011, by openskill 6.1.3).
 ``assigned`` is a moving average of "improved more on the assigned pages than on the random ones",
 so training on other data lowers it. Their product, floored at 0, is the train score; the total adds
-the all-reduce score, each normalised over all uids.
+the participation in the outer step, each normalised over all uids.
 
-A *reset* (upload missing, stale or unreadable) is an improvement of exactly 0. openskill 6.1.3
-replaces a score of exactly 0.0 by the team's index in the list, so a reset uid usually ranks below
-uids that did harm. The network's validators do this, so it is kept.
+A *reset* (an upload that was refused) is an improvement of exactly 0. openskill 6.1.3 replaces a
+score of exactly 0.0 by the team's index in the list, so a reset uid usually ranks below uids that
+did harm. The public network's validators did this, so it is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-SECONDS_PER_BLOCK = 12.0
-UPLOAD_AGE_LIMIT = timedelta(seconds=4800)
 RANDOM_BLOCK_AHEAD = 20  # the random evaluation's block is drawn from [now + 20, 10 * now)
-
-
-def round_due(*, block: int, last_allreduce_block: int, bpa: int) -> bool:
-    """Return whether the next round is due.
-
-    Args:
-        block: The chain's present block.
-        last_allreduce_block: Block of the last round.
-        bpa: Blocks between two rounds (blocks per all-reduce).
-    """
-    return block - last_allreduce_block >= bpa
-
-
-def scored_epoch(*, outer_step: int, block: int, last_allreduce_block: int, bpa: int) -> int:
-    """Return the outer step whose uploads a validator scores at ``block``.
-
-    For the first bpa/2 blocks after a round that is the outer step before: the miners' last uploads
-    of it are judged, against the global weights of *that* outer step.
-
-    Args:
-        outer_step: The network's present one, from 0.
-        block: The chain's present block.
-        last_allreduce_block: Block of the last round.
-        bpa: Blocks between two rounds (blocks per all-reduce).
-    """
-    early = block - last_allreduce_block < bpa / 2
-    return outer_step - 1 if early and outer_step != 0 else outer_step
-
-
-def blocks_are_fresh(block_list: Sequence[int], *, block: int, bpa: int) -> bool:
-    """Return whether an upload's block list is not empty and its newest block at most bpa/2 old.
-
-    Args:
-        block_list: Blocks that the upload was trained on, in any order.
-        block: The chain's present block.
-        bpa: Blocks between two rounds (blocks per all-reduce).
-    """
-    # A block of the future passes, as it does on the public network.
-    return bool(block_list) and block - max(block_list) <= bpa / 2
-
-
-def upload_age_limit(*, failed_rounds: int, base: timedelta = UPLOAD_AGE_LIMIT) -> timedelta:
-    """Return the age that an upload must stay below; each failed round adds ``base``.
-
-    Args:
-        failed_rounds: Rounds that failed since the last success. They prolong the time in which no
-            new outer step appears.
-        base: The limit without a failed round.
-    """
-    return base * (1 + failed_rounds)
 
 
 def random_block_range(block: int) -> tuple[int, int]:
@@ -100,8 +38,7 @@ def random_block_range(block: int) -> tuple[int, int]:
 RESET = (0.0, 0.0)
 EMA_ALPHA = 0.6  # of the published score
 ASSIGNED_ALPHA = 0.05  # of the assigned score: weight of the newest comparison
-TRAIN_WEIGHT = 0.75  # of the total; the all-reduce score has the rest
-MAX_MISSED_SWEEPS = 10  # more failed IsAlive sweeps in a row than this force the score to 0
+TRAIN_WEIGHT = 0.75  # of the total; the participation in the outer step has the rest
 
 
 def relative_improvement(before: float, after: float) -> float:
@@ -164,7 +101,7 @@ class ScoreBoard:
         *,
         unknown: Collection[int] = (),
     ) -> None:
-        """Change ratings and assigned scores by the evaluations of one scoring pass.
+        """Change ratings and assigned scores by the evaluations of one close.
 
         The order of ``random`` matters where an improvement is exactly 0 (module docstring). With
         fewer than two uids there is nobody to compare with and ratings stay as they are. A uid that

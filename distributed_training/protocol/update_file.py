@@ -31,7 +31,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .gradients import Schema
 from .quantization import (
     GROUP,
     SCALE_BYTES,
@@ -42,7 +41,7 @@ from .quantization import (
     refuse_scales,
     unpack,
 )
-from .types import Sign, Verify
+from .types import Schema, Sign, Verify
 
 BITS = (4, 3, 2)
 MOST_BLOCKS = 10_000  # of a header

@@ -51,7 +51,7 @@ from .errors import (
     UploadMissingError,
 )
 from .journal import Journal, UploadRecord
-from .snapshot_folder import describe_shortage
+from .room import describe_shortage
 from .uplink import Section, Uplink
 
 log = logging.getLogger(__name__)
@@ -79,9 +79,8 @@ class Progress:
     """Count the bytes of one transfer and log a line a minute. Thread-safe.
 
     ``what`` begins each line: "Downloading global state of outer step 56". ``total``: bytes of all
-    files; ``held``: those of them that an earlier attempt brought. ``clock`` stands still while the
-    transfer is paused, so a round does not look like a slow network link. ``moved`` is called with
-    the bytes that are there, and with all.
+    files; ``held``: those of them that an earlier attempt brought. ``moved`` is called with the
+    bytes that are there, and with all.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class Progress:
         total: int,
         *,
         held: int = 0,
-        clock: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
         moved: Callable[[int, int], None] = lambda there, total: None,
     ) -> None:
         self._moved = moved
@@ -152,11 +151,10 @@ P = ParamSpec("P")
 class Retry:
     """Tries an operation again until it succeeds, fails for good, or its time is up.
 
-    ``until``: ``uplink.clock()`` at which the last operation must be done (``time.monotonic()``
-    where there is no uplink to pause); ``each``: how long one may take. Only errors marked
-    retryable are tried again; of a ContradictionError the second one in an operation is an
-    IntegrityError, and a CertificateError is raised after some seconds. DeadlineError holds the
-    last of the others. Time spent paused counts neither as an attempt nor against a deadline.
+    ``until``: ``time.monotonic()`` at which the last operation must be done; ``each``: how long one
+    may take. Only errors marked retryable are tried again; of a ContradictionError the second one
+    in an operation is an IntegrityError, and a CertificateError is raised after some seconds.
+    DeadlineError holds the last of the others.
     """
 
     def __init__(
@@ -173,19 +171,17 @@ class Retry:
     def __call__(self, operation: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
         """Return what ``operation`` returns. Raises StoreError."""
         uplink = self._uplink
-        deadline = min(self._until, uplink.clock() + self._each.total_seconds())
+        deadline = min(self._until, time.monotonic() + self._each.total_seconds())
         waits = Backoff(first=FIRST_WAIT, longest=LONGEST_WAIT)
         damaged, untrusted = False, 0
         while True:
-            uplink.wait_open()
+            uplink.check_stopped()
             try:
                 return operation(*args, **kwargs)
             except StoreError as error:
                 if not error.retryable:
                     raise
-                # A pause breaks off the transfer: no failure. After a stop wait_open raises.
-                if uplink.paused or uplink.stopped:
-                    continue
+                uplink.check_stopped()
                 if isinstance(error, ContradictionError):
                     if damaged:  # or this would last for an hour, at the price of all that is sent
                         raise IntegrityError(
@@ -197,7 +193,7 @@ class Retry:
                     if untrusted == _MOST_UNTRUSTED:
                         raise
                 pause = waits.failed().total_seconds()
-                if uplink.clock() + pause > deadline:
+                if time.monotonic() + pause > deadline:
                     raise DeadlineError(f"{error}: no success in the time allowed") from None
             uplink.sleep(pause)
 
@@ -246,7 +242,7 @@ def download(
     An interrupted download of the same object continues where it was, also in another process.
     ``limit``: most bytes; ``deadline`` (time.monotonic()) covers all, and no range is begun after
     it; ``concurrency`` ranges are in memory at once; ``progress`` is of a transfer of several
-    files, else this one has its own. ``snapshot_folder.DISK_RESERVE`` bytes stay free for the
+    files, else this one has its own. ``room.DISK_RESERVE`` bytes stay free for the
     checkpoints and the journal.
 
     Raises ObjectMissingError, IntegrityError (larger than ``limit``, replaced twice meanwhile),
@@ -452,8 +448,7 @@ class _Parts:
 class Sender:
     """Send files in parts, continuing where an earlier attempt stopped.
 
-    ``deadline`` covers everything it sends with all retries, by the clock of ``uplink``, which
-    stands still during a pause; without ``uplink`` it is of ``time.monotonic()``.
+    ``deadline``, of ``time.monotonic()``, covers everything it sends with all retries.
 
     ``concurrency`` parts or small files are under way at once; a part is never whole in memory. A
     context manager; its end waits for attempts under way (stop the uplink to make them end).
@@ -479,7 +474,7 @@ class Sender:
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="upload")
         self._count_lock = threading.Lock()
         self.sent = sent or Sent()
-        self._progress = progress or Progress("", 0, clock=self._uplink.clock)  # no lines
+        self._progress = progress or Progress("", 0)  # no lines
 
     def __enter__(self) -> Sender:
         return self
@@ -504,7 +499,7 @@ class Sender:
     def stage(self, key: str, path: Path, *, until: float = math.inf) -> Staged:
         """Send all parts of a large file; a small one is only looked at.
 
-        No part is begun after ``until``, by the clock of the uplink. Inode and mtime tell whether
+        No part is begun after ``until``, of ``time.monotonic()``. Inode and mtime tell whether
         an upload of an earlier process was of the same file. Parts found at the store are compared
         by MD5 in any case.
         """
@@ -519,10 +514,10 @@ class Sender:
             record, kept = self._resume(key, cut, identity)
             if record is None:
                 # Of an uploader that was killed, or that lost the store's answer, before they were
-                # in the journal. One attempt: the hourly cleanup finds what stays.
+                # in the journal. One attempt: the cleanup finds what stays.
                 try:
                     for upload in self._multipart.list_multiparts(key):
-                        # The claim lets one uploader send to a bucket, so they are nobody else's.
+                        # Each member sends to keys of its own, so they are nobody else's.
                         if upload.key == key and upload.upload_id not in self._journal.owned():
                             with contextlib.suppress(UploadMissingError):
                                 self._multipart.abort_multipart(key, upload.upload_id)
@@ -607,11 +602,10 @@ class Sender:
 
         def send(number: int) -> PartInfo:
             # A slow link fails at nothing, so no retry would ever look at its deadline.
-            if self._uplink.clock() > until:
+            if time.monotonic() > until:
                 raise DeadlineError(
                     f"{record.key}: part {number} of {len(cut.numbers)} was not sent in the time "
-                    "an upload has (round.upload_age_limit), so it is given up: the next snapshot "
-                    "is younger"
+                    "an upload has (round.grace), so it is given up"
                 )
             body = cut.section(number)
             try:
@@ -715,7 +709,7 @@ class Sender:
                 pass
             except StoreError as error:
                 log.warning("Could not abort the upload of %s: %s", record.key, error)
-        # In any case: as long as the journal has it, the hourly cleanup spares it.
+        # In any case: or the next upload would look for it again.
         self._journal.drop(record.key)
 
     def abandon_all_but(self, keys: Iterable[str]) -> None:

@@ -1,8 +1,4 @@
-"""The network link that transfers share with rounds, and the bytes sent over it.
-
-An all-reduce needs the whole link for a minute or two. So transfers check it between parts and at
-each read of a part, and parts that a pause interrupts are sent again.
-"""
+"""The end of transfers on request, and ranges of files as request bodies."""
 
 from __future__ import annotations
 
@@ -10,72 +6,32 @@ import hashlib
 import io
 import os
 import threading
-import time
 
 from .errors import StoppedError
 
 
 class Uplink:
-    """Open, paused while an all-reduce needs the network link, or stopped for good. Thread-safe."""
+    """Open, or stopped for good: transfers check it between parts and at each read. Thread-safe."""
 
     def __init__(self) -> None:
-        self._open = threading.Event()
-        self._open.set()
         self._stopped = threading.Event()
-        self._lock = threading.Lock()
-        self._paused_at: float | None = None
-        self._paused_for = 0.0  # seconds, of the pauses that are over
-
-    def clock(self) -> float:
-        """Return ``time.monotonic()`` less all time spent paused.
-
-        Deadlines of transfers count by it, since a round may keep the uplink for longer than a
-        transfer takes.
-        """
-        with self._lock:
-            now = time.monotonic() if self._paused_at is None else self._paused_at
-            return now - self._paused_for
-
-    @property
-    def paused(self) -> bool:
-        return not self._open.is_set()
 
     @property
     def stopped(self) -> bool:
         return self._stopped.is_set()
 
-    def pause(self) -> None:
-        with self._lock:
-            self._open.clear()
-            if self._paused_at is None:
-                self._paused_at = time.monotonic()
-
-    def resume(self) -> None:
-        with self._lock:
-            self._open.set()
-            if self._paused_at is not None:
-                self._paused_for += time.monotonic() - self._paused_at
-                self._paused_at = None
-
     def stop(self) -> None:
-        # In this order: whoever waits for the uplink must find it stopped once it opens.
         self._stopped.set()
-        self._open.set()
-
-    def wait_open(self) -> None:
-        """Wait until the uplink is not paused. Raises StoppedError."""
-        self._open.wait()
-        self.check_stopped()
 
     def check_stopped(self) -> None:
-        """Raise StoppedError once stopped; long work on files calls it, also while paused."""
+        """Raise StoppedError once stopped; long work on files calls it."""
         if self._stopped.is_set():
             raise StoppedError("stopped as asked")
 
     def sleep(self, seconds: float) -> None:
         """Sleep; raises StoppedError as soon as the uplink is stopped."""
         self._stopped.wait(seconds)
-        self.wait_open()
+        self.check_stopped()
 
 
 class Section(io.RawIOBase):
@@ -131,9 +87,8 @@ class Section(io.RawIOBase):
 
     def read(self, size: int | None = -1) -> bytes:
         """Read up to ``BLOCK`` bytes, also when fewer are asked for."""
-        if self._uplink is not None and (self._uplink.paused or self._uplink.stopped):
-            # Into urllib3's loop, which then drops the connection: a round gets the network link
-            # within one block instead of one part.
+        if self._uplink is not None and self._uplink.stopped:
+            # Into urllib3's loop, which then drops the connection within one block.
             raise OSError("the uplink is closed")
         wanted = self._size - self._at
         if size is not None and size >= 0:
