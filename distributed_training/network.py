@@ -2,10 +2,9 @@
 
 ``network.toml`` names chain, model, tokenizer, data, training constants, round clock, store and
 bootstrap peers (docs/network-file.md). Comments and layout do not count: what counts is the digest
-of the canonical form (protocol page, section 10). Of format 1 the digest is the run's id, so peers
-whose files differ use other DHT keys and other RPC names and cannot meet. Of format 2 the run's id
-is the digest only of the keys of :func:`is_identity`, which no version changes; each version names
-the digest of the one before and the outer step from which it holds.
+of the canonical form (protocol page, section 10). The run's id is the digest only of the keys of
+:func:`is_identity`, which no version changes; each version names the digest of the one before and
+the outer step from which it holds.
 
 Here a file is found (at a path, or an https URL with the last good copy behind it), digested,
 signed and verified. Types and ranges of its values are those of the settings that they become;
@@ -47,10 +46,10 @@ if TYPE_CHECKING:
 
     import httpx
 
-#: Format 1 is that of the public network. In format 2 a file names its exchange, and may have the
-#: keys of :data:`LATER`. In format 3 ``hivemind`` is another exchange than before: it has the
-#: closes, uploads and judge of ``store``, and an all-reduce in each round.
-FORMATS = (1, 2, 3)
+#: Format 2 has only the exchange ``store``. Files of subnet 38's protocol are of format 1, or of
+#: format 2 with ``hivemind``: the commit :data:`LAST_OF_SUBNET_38` was the last that read them.
+FORMATS = (2, 3)
+LAST_OF_SUBNET_38 = "10170bb9"
 _OF_CLOSES = frozenset(
     {
         "round.grace",
@@ -67,7 +66,7 @@ _OF_CLOSES = frozenset(
 _OF_AVERAGE = frozenset({"round.average_after"})
 #: Keys that only format 3 has.
 NEWEST = _OF_AVERAGE
-#: Keys that only format 2 has. Each has a default; the digest has a key only where the file does.
+#: Keys that a file may leave out. Each has a default; only keys of the file are in its digest.
 LATER = frozenset(
     {
         "previous",
@@ -76,7 +75,6 @@ LATER = frozenset(
         "tokenizer.files",
         "data.files",
         "private",
-        "round.compression",
         "store.region",
         "store.addressing",
         "data.folder",
@@ -92,49 +90,39 @@ LATER = frozenset(
         "stop.loss",
         "stop.outer_steps",
         "stop.tokens",
-        "upload.content",
         *_OF_CLOSES,
         *NEWEST,
     }
 )
-#: Keys that not every exchange has; ``sn38`` is ``hivemind`` of formats 1 and 2.
-OF_EXCHANGE = {
-    "sn38": frozenset(
-        {
-            "run",
-            "compression.kind",
-            "compression.top_k",
-            "compression.chunk",
-            "compression.dct",
-            "compression.momentum_decay",
-            "round.blocks_per_allreduce_later",
-            "round.upload_age_limit",
-            "round.reload_timeout",
-            "round.round_timeout",
-            "round.allreduce_timeout",
-            "round.next_chunk_timeout",
-            "round.request_timeout",
-            "round.min_matchmaking_time",
-            "round.min_group_size",
-            "round.compression",
-            "upload.content",
-            "store.miner_bucket",
-            "swarm.initial_peers",
-            "swarm.part_size",
-        }
-    ),
-    "store": _OF_CLOSES,
-    "hivemind": _OF_CLOSES | _OF_AVERAGE,
-}
-PUBLIC = "sn38"
-#: The files that come with the program, by the names that ``--network`` knows them by.
-BUILT_IN = {
-    name: Path(__file__).parent / "networks" / f"{file}.toml"
-    for name, file in {
-        PUBLIC: "dstrbtd-sn38",
-        "local": "local",
-        "local-sn38": "local-sn38",
-    }.items()
+#: Keys that not every exchange has.
+OF_EXCHANGE = {"store": _OF_CLOSES, "hivemind": _OF_CLOSES | _OF_AVERAGE}
+#: The file that comes with the program, by the name that ``--network`` knows it by.
+BUILT_IN = {"local": Path(__file__).parent / "networks" / "local.toml"}
+#: The rules of a network whose founder names no other, by key; they are the settings' defaults too.
+USUAL: Mapping[str, Any] = {
+    "data.source": "hf",
+    "data.dataset": "HuggingFaceFW/fineweb-edu",
+    "data.rows_url": "https://datasets-server.huggingface.co",
+    "data.text_column": "text",
+    "data.pages_per_block": 5,
+    "data.rows_per_page": 100,
+    "data.max_length": 1024,
+    "training.sequence_length": 1024,
+    "training.effective_batch": 512,
+    "training.learning_rate": 2.5e-4,
+    "training.warmup_steps": 1000,
+    "training.total_steps": 88000,
+    "training.weight_decay": 0.1,
+    "training.adam_beta1": 0.9,
+    "training.adam_beta2": 0.95,
+    "training.gradient_clip": 1.0,
+    "training.outer_learning_rate": 0.8,
+    "training.outer_momentum": 0.9,
+    "round.seconds_per_block": 12.0,
+    "round.blocks_per_allreduce": 400,
+    "round.epoch_length": 160,
+    "round.minimum_valid_inner_step": 50,
+    "limits.max_uids": 256,
 }
 LARGEST_FILE = 1 << 20  # bytes, of the file, and of the model's file next to it
 LARGEST_SHOWN = 4096  # bytes of what the global bucket says of its network
@@ -152,8 +140,7 @@ _UNTIED = {"tie_word_embeddings": False}
 _CHAIN_KEYS = {"bittensor": {"chain.endpoint", "chain.netuid"}, "registry": {"chain.url"}}
 _OPTIONAL = {
     "run_id", "signature", "model.config", "model.config_file", "data.revision", "data.rows",
-    "store.endpoint", "tokenizer.revision", "training.optimizer", "compression.kind",
-    "training.outer_rule",
+    "store.endpoint", "tokenizer.revision", "training.optimizer", "training.outer_rule",
     *(key for keys in _CHAIN_KEYS.values() for key in keys),
 }  # fmt: skip
 _FIRST_TABLE = re.compile(r"^\s*\[", re.M)
@@ -193,14 +180,11 @@ class NetworkAway(RuntimeError):
 class Head:
     """The first lines of a network's file, which are no settings. An alias is the key."""
 
-    format: Annotated[Literal[1, 2, 3], Field(alias="format")]
+    format: Annotated[Literal[2, 3], Field(alias="format")]
     name: Annotated[str, Field(alias="name", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
     version: Annotated[int, Field(alias="version", ge=1, le=1_000_000)]
     chain: Annotated[str, Field(alias="chain.kind", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
     parameters: Annotated[int, Field(alias="model.parameters", ge=1, le=10**13)]
-    miner_bucket: Annotated[
-        Literal["{global_bucket}-{uid:03d}"], Field(alias="store.miner_bucket")
-    ] = "{global_bucket}-{uid:03d}"
     model: Annotated[dict[str, Any] | None, Field(alias="model.config")] = None
     weights: Annotated[str | None, Field(alias="model.weights", pattern=r"^[0-9a-f]{64}$")] = None
     tokenizer_revision: Annotated[
@@ -210,7 +194,7 @@ class Head:
         str | None, Field(alias="tokenizer.files", pattern=r"^[0-9a-f]{64}$")
     ] = None
     data_files: Annotated[str | None, Field(alias="data.files", pattern=r"^[0-9a-f]{64}$")] = None
-    exchange: Annotated[Literal["hivemind", "store"], Field(alias="exchange")] = "hivemind"
+    exchange: Annotated[Literal["hivemind", "store"], Field(alias="exchange")] = "store"
     previous: Annotated[str | None, Field(alias="previous", pattern=r"^sha256:[0-9a-f]{64}$")] = (
         None
     )
@@ -220,18 +204,13 @@ class Head:
     @property
     def averages(self) -> bool:
         """True where members also average over hivemind at each close."""
-        return self.kind == "hivemind"
-
-    @property
-    def kind(self) -> str:
-        """The exchange with its format: see :func:`kind_of`."""
-        return kind_of({"format": self.format, "exchange": self.exchange})
+        return self.exchange == "hivemind"
 
 
 HEAD_KEYS = {
     "format", "name", "version", "chain.kind", "model.parameters", "model.config",
-    "model.config_file", "model.weights", "store.miner_bucket", "signature", "tokenizer.revision",
-    "tokenizer.files", "data.files", "exchange", "previous", "from_outer_step",
+    "model.config_file", "model.weights", "signature", "tokenizer.revision", "tokenizer.files",
+    "data.files", "exchange", "previous", "from_outer_step",
 }  # fmt: skip
 #: Keys by which the versions of one file follow each other.
 VERSION_KEYS = ("version", "previous", "from_outer_step")
@@ -261,7 +240,7 @@ class Network:
     @property
     def rules_id(self) -> str:
         """The id that two peers compare to know that they hold the same rules."""
-        return self.digest[:_RUN_ID_DIGITS] if self.head.format > 1 else self.values["run_id"]
+        return self.digest[:_RUN_ID_DIGITS]
 
     @property
     def line(self) -> str:
@@ -278,8 +257,8 @@ class Shown:
 
     ``run_id``: the network's ``rules_id``; None where an earlier version of the program wrote it.
     ``finished``: which [stop] of its file the network has reached, in words; None while it trains.
-    ``network``: its run, in a file that the master has signed; None: it is unsigned, as a network
-    of format 1 has it, and means nothing where the network's file is of a later one.
+    ``network``: its run, in a file that the master has signed; None: it is unsigned and means
+    nothing.
     """
 
     name: Annotated[str, Field(max_length=63)]
@@ -301,9 +280,9 @@ class Shown:
         return form if sign is None else sign_form(NETWORK, form, sign)
 
     def counts_for(self, network: Network) -> bool:
-        """Return whether it may say something of ``network``: its master's word, or format 1."""
+        """Return whether it may say something of ``network``: whether it is its master's word."""
         run, master = network.values["run_id"], network.values["chain.master_hotkey"]
-        return network.head.format == 1 or (self.network, self.master) == (run, master)
+        return (self.network, self.master) == (run, master)
 
     @classmethod
     def parse(cls, data: bytes) -> Shown:
@@ -365,27 +344,19 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def built_in_rules(name: str = PUBLIC) -> dict[str, Any]:
+def built_in_rules(name: str = "local") -> dict[str, Any]:
     """Return the tables of a file that comes with the program."""
     return tomllib.loads(BUILT_IN[name].read_text(encoding="utf-8"))
 
 
-def kind_of(flat: Mapping[str, Any]) -> str:
-    """Return the exchange of a file, by its first lines: ``sn38``, ``store`` or ``hivemind``."""
-    exchange = str(flat.get("exchange", "hivemind"))
-    return "sn38" if exchange == "hivemind" and flat.get("format") in (1, 2) else exchange
-
-
-def needless_keys(kind: str) -> frozenset[str]:
-    """Return the keys that have no place in a file of a ``kind`` (:func:`kind_of`)."""
-    return frozenset[str]().union(*OF_EXCHANGE.values()) - OF_EXCHANGE.get(
-        kind, OF_EXCHANGE["sn38"]
-    )
+def needless_keys(exchange: str) -> frozenset[str]:
+    """Return the keys that have no place in a file with this ``exchange``."""
+    return OF_EXCHANGE["hivemind"] - OF_EXCHANGE.get(exchange, OF_EXCHANGE["store"])
 
 
 def of_exchange(rules: Mapping[str, Any], exchange: str) -> dict[str, Any]:
     """Return the tables of a file with ``exchange``, without the keys that have no place there."""
-    other = needless_keys(kind_of({**rules, "exchange": exchange}))
+    other = needless_keys(exchange)
     kept: dict[str, Any] = {}
     for title, value in {**rules, "exchange": exchange}.items():
         if isinstance(value, dict):
@@ -394,12 +365,6 @@ def of_exchange(rules: Mapping[str, Any], exchange: str) -> dict[str, Any]:
         elif title not in other:
             kept[title] = value
     return kept
-
-
-def public_values() -> dict[str, Any]:
-    """Return the public network's values, which are the settings' defaults."""
-    flat = flatten(built_in_rules())
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in flat.items()}
 
 
 def parse(text: str, *, place: str, keys: Collection[str], nearby: Callable[[str], str]) -> Network:
@@ -415,21 +380,24 @@ def parse(text: str, *, place: str, keys: Collection[str], nearby: Callable[[str
     """
     flat = flatten(tree_of(text))
     format_ = flat.get("format")
+    if format_ == 1 or (format_ == 2 and flat.get("exchange") == "hivemind"):
+        over = "" if format_ == 1 else " with exchange 'hivemind'"
+        raise NetworkFileError(
+            f"its format is {format_}{over}, of the protocol of subnet 38, which no program speaks "
+            f"any more after commit {LAST_OF_SUBNET_38}",
+            "use that commit, or join another network with dt-join",
+        )
     if type(format_) is not int or format_ not in FORMATS:
         raise NetworkFileError(
             f"its format is {format_!r} and this program reads {' and '.join(map(str, FORMATS))}",
             "update the miner, or ask the founder for a file of such a format",
         )
-    later = {1: LATER | {"exchange"}, 2: NEWEST}.get(format_, frozenset())
+    later = NEWEST if format_ == 2 else frozenset()
     # Strictly: a program that ignored a key would train by other rules than its peers.
     known = {*keys, *HEAD_KEYS} - later
     for key in flat:
         if key in later:
-            number = 3 if key in NEWEST else 2
-            raise NetworkFileError(
-                f"{key} is a key of format {number}",
-                f"set format = {number}, add exchange, and sign it",
-            )
+            raise NetworkFileError(f"{key} is a key of format 3", "set format = 3, and sign it")
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
             hint = f"did you mean {near[0]}?" if near else "docs/network-file.md lists all"
@@ -454,7 +422,7 @@ def parse(text: str, *, place: str, keys: Collection[str], nearby: Callable[[str
                     f"{key} {wrong} with chain.kind {head.chain!r}",
                     "add it" if kind == head.chain else "remove it",
                 )
-    if (head.version > 1) != (head.previous is not None) and head.format > 1:
+    if (head.version > 1) != (head.previous is not None):
         raise NetworkFileError(
             f"version {head.version} "
             + ("names none before it" if head.version > 1 else "has none before it to name"),
@@ -489,8 +457,7 @@ def parse(text: str, *, place: str, keys: Collection[str], nearby: Callable[[str
     values = {key: value for key, value in flat.items() if key in keys}
     # Peers of two runs use other DHT keys and cannot meet.
     identity = {key: value for key, value in flat.items() if is_identity(key)}
-    of_run = digest if head.format == 1 else digest_of(identity)
-    values.setdefault("run_id", of_run[:_RUN_ID_DIGITS])
+    values.setdefault("run_id", digest_of(identity)[:_RUN_ID_DIGITS])
     values.setdefault("chain.netuid", 0)  # a registry is one network
     if head.averages:
         values.setdefault("store.access", "own")
@@ -521,26 +488,23 @@ def _refuse_exchange(flat: Mapping[str, Any]) -> frozenset[str]:
 
     That is for one of them, and for what is missing or wrong together in a network with closes.
     """
-    exchange, kind = flat.get("exchange", "hivemind"), kind_of(flat)
-    needless = needless_keys(kind)
+    exchange = str(flat.get("exchange"))
+    needless = needless_keys(exchange)
     for key in sorted(needless & flat.keys()):
-        raise NetworkFileError(
-            f"{key} has no place with exchange {exchange!r} in format {flat.get('format')}",
-            "remove it",
-        )
-    if kind not in ("store", "hivemind"):
+        raise NetworkFileError(f"{key} has no place with exchange {exchange!r}", "remove it")
+    if exchange not in OF_EXCHANGE:
         return needless
     if "round.grace" not in flat:
         raise NetworkFileError(
             "round.grace is missing, so nobody would know when an upload is late", "add it"
         )
-    if kind == "hivemind" and flat.get("chain.kind") == "bittensor":
+    if exchange == "hivemind" and flat.get("chain.kind") == "bittensor":
         raise NetworkFileError(
             "exchange is hivemind and chain.kind 'bittensor', where nobody would find the members' "
             "DHT peers",
             'use chain.kind = "registry", or exchange = "store"',
         )
-    if flat.get("store.access", "own" if kind == "hivemind" else "registry") == "own":
+    if flat.get("store.access", "own" if exchange == "hivemind" else "registry") == "own":
         return needless
     if flat.get("chain.kind") != "registry":
         raise NetworkFileError(
@@ -558,7 +522,7 @@ def _refuse_exchange(flat: Mapping[str, Any]) -> frozenset[str]:
 
 
 def is_identity(key: str) -> bool:
-    """Return whether a network of format 2 with another value of ``key`` is another network."""
+    """Return whether a network with another value of ``key`` is another network."""
     return key in ("name", "chain.master_hotkey") or key.startswith(("model.", "tokenizer."))
 
 

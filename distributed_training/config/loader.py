@@ -40,7 +40,7 @@ from distributed_training.common.files import parse_toml
 from distributed_training.common.kinds import PluginError, import_plugins
 from distributed_training.common.processes import is_secret
 from distributed_training.network import (
-    PUBLIC,
+    LAST_OF_SUBNET_38,
     Network,
     NetworkAway,
     NetworkFileError,
@@ -51,13 +51,14 @@ from distributed_training.network import (
 from .model import OPERATORS_FILE, PRESETS, TASKS, TITLES, Config, Kind, problems
 from .removed import NO_EFFECT, REMOVED, RULES, why_refused
 from .schema import Given, Schema, Setting, canonical, schema
-from .settings import ChainSettings
 from .types import ConfigAway, ConfigError, NoNetworkNamed, hide_user, show
 
 _LONGEST_TEXT = 4096  # characters of one value
 _BATCH, _MICRO = "neuron.local_batch_size_train_effective", "neuron.local_batch_size_train"
 #: Flags of operators' guides, in whose place a rule of the network's file holds.
-_YIELD = ("netuid", "neuron.use_dct", _BATCH)
+_YIELD = ("netuid", _BATCH)
+#: The name by which ``--network`` knew subnet 38, whose file came with the program.
+_SUBNET_38 = "sn38"
 
 
 class Parser(argparse.ArgumentParser):
@@ -489,21 +490,15 @@ def _with_rules(
     # Without them: the place of the network's file is a setting itself.
     alone = _build(known, {**defaults, **given})
     place = alone.general.network
-    named, netuid = given.get("network"), given.get("netuid")
-    if place is None and not named and netuid and alone.chain.netuid == ChainSettings().netuid:
-        place = PUBLIC
-        given = {**given, "network": Given(place, netuid.source)}
-        warnings.append(
-            f"{netuid.source} {alone.chain.netuid} counts as --network {PUBLIC}, which is not "
-            "known to run any more: docs/found-a-network.md tells how to found or join another"
-        )
-    if place is None:
+    named = given.get("network")
+    if place in (None, _SUBNET_38):
+        why = "no network is named"
+        if named:
+            why = f"{named.source} is empty" if place is None else f"{named.source} is {place}"
         raise NoNetworkNamed(
-            f"{f'{named.source} is empty' if named else 'no network is named'}, so nothing was "
-            "started: give --network FILE, --network https://URL (its founder's; see dt-join) "
-            f"or --network NAME ({PUBLIC}, the default up to 0.2.0, or local); in {OPERATORS_FILE} "
-            f'that is the line network = "{PUBLIC}", above its first [section]'
-            + (", which dt-miner init writes" if known.kind == "miner" else "")
+            f"{why}, so nothing was started: join a network with dt-join, or give --network FILE, "
+            "--network https://URL (its founder's) or --network local; subnet 38, the default up "
+            f"to 0.2.0, has ended: commit {LAST_OF_SUBNET_38} is the last that speaks its protocol"
         )
     source = given["network"].source if "network" in given else "--network"  # of the preset
     try:
@@ -562,9 +557,7 @@ def _yielding(wanted: Config, shared: Config, given: dict[str, Given]) -> Iterat
         # In a network that comes with the program the batch is the operator's affair.
         if wanted.get(name) != shared.get(name) and not (network.built_in and name == _BATCH)
     }
-    if shared.exchange == "store":
-        why["neuron.upload_steps"] = "because members of this network upload once for each close"
-        why["neuron.use_dct"] = "because uploads of this network are not compressed by it"
+    why["neuron.upload_steps"] = "because members of this network upload once for each close"
     for name in why.keys() & given.keys():
         entry = given.pop(name)
         yield f"{entry.source} {entry.text} has no effect, {why[name]}: leave it out"
@@ -689,10 +682,8 @@ def _build(
                 )
     # After all packages: the line tells how many more are wrong.
     _refuse(list(wrong.values()))
-    # A key of the other exchange has no value, so nobody reads the public network's by mistake.
-    absent = frozenset[str]()
-    if network is not None and network.head.format > 1:
-        absent = needless_keys(network.head.kind)
+    # A key of the other exchange has no value, so nobody reads its default by mistake.
+    absent = needless_keys(network.head.exchange) if network is not None else frozenset[str]()
     values = {
         s.name: getattr(packages[s.places[0][0]], s.places[0][1])
         for s in known

@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -46,13 +45,7 @@ TASKS: Mapping[str, tuple[str, ...]] = {
         "wallet.path",
         "subtensor.chain_endpoint",
     ),
-    "Where others reach this machine": (
-        "axon.port",
-        "axon.external_ip",
-        "axon.external_port",
-        "dht.port",
-        "dht.external_port",
-    ),
+    "Where others reach this machine": ("dht.port", "dht.ip", "dht.external_port"),
     "This machine": (
         "preset",
         "nproc_per_node",
@@ -86,7 +79,7 @@ TITLES: Mapping[str, str] = {
 
 
 # Memory of one GPU in GB -> activation checkpointing, sequences per micro-batch, and how many such
-# GPUs the public network's model of 4 billion parameters takes then. Estimates of common.memory.
+# GPUs a model of 4 billion parameters takes then. Estimates of common.memory.
 # Where the optimizer's state lies and when gradients are reduced stays 'auto':
 # that depends on the number of GPUs, and the start works it out from the memory there is.
 CARDS: Mapping[int, tuple[str, int, int]] = {
@@ -115,19 +108,12 @@ PRESETS: dict[str, Mapping[str, str]] = {
         "neuron.device": "cpu",
         "neuron.page_port": "off",  # the whole subnet has one
         "neuron.local_batch_size_train": "2",
-        "neuron.preview_sequences": "4",  # a local block has few
-        "neuron.upload_steps": "10",
-        "miner.epoch_check_blocks": "2",
         "neuron.checkpoint_steps": "10",
         "neuron.checkpoint_interval": "0",
         "neuron.stop_timeout": "30",
         "dht.ip": "127.0.0.1",
         "dht.listen_ip": "127.0.0.1",
-        "axon.ip": "127.0.0.1",
-        "axon.external_ip": "127.0.0.1",
         "diagnostics.minimum_disk_gb": "0.5",
-        "validator.minimum_peers": "2",
-        "validator.score_blocks": "10",
     },
 }
 
@@ -169,7 +155,7 @@ class Config(AllSettings):
     @property
     def has_bucket(self) -> bool:
         """True where each member has a bucket of its own, False where a registry gives access."""
-        return self.exchange == "hivemind" or self.store.access == "own"
+        return self.store.access == "own"
 
     @property
     def key_variables(self) -> tuple[str, ...]:
@@ -254,37 +240,26 @@ class Config(AllSettings):
 
     def loss_limit(self, before: float) -> float:
         """Return the held-out loss above which an outer step is refused."""
-        if self.network is None or self.network.head.format == 1:
-            return before * (1 + self.validator.loss_tolerance)
         return before + self.validator.held_out_rise
 
     @property
     def exchange(self) -> Exchange:
-        """The kind of this network's rounds: ``hivemind`` as subnet 38's, or ``store``.
-
-        The rounds of a network of format 3 over hivemind are those of the store, and more
-        (:attr:`averages`).
-        """
-        return "store" if self.averages else self.miner.exchange
+        """Where this network's updates come from; the network's file says it."""
+        return self.miner.exchange
 
     @property
     def averages(self) -> bool:
         """True where members also average over hivemind at each close."""
-        return self.network is not None and self.network.head.averages
+        return self.exchange == "hivemind"
 
     @property
     def round_period(self) -> timedelta:
-        """The time from one close, or round over hivemind, to the next."""
-        blocks = self.miner.blocks_per_allreduce
-        if self.exchange == "hivemind":  # after the first round validators wait longer
-            blocks = max(blocks, self.miner.blocks_per_allreduce_later)
-        return timedelta(seconds=blocks * self.chain.seconds_per_block)
+        """The time from one close to the next."""
+        return timedelta(seconds=self.miner.blocks_per_allreduce * self.chain.seconds_per_block)
 
     @property
     def tokens_of_step(self) -> int:
-        """The tokens of one inner step of one miner; 0 in a network that does not count them."""
-        if self.network is None or self.network.head.format == 1:
-            return 0
+        """The tokens of one inner step of one miner."""
         training = self.training
         return training.local_batch_size_train_effective * training.sequence_length
 
@@ -311,15 +286,6 @@ class Config(AllSettings):
 # Each problem is one line: cause, consequence, remedy. These need neither network nor GPU;
 # ``health`` looks at the machine.
 
-# Waiting times from the innermost to the outermost. Each must end before the one around it, or an
-# inner failure is never seen as what it is.
-TIMEOUT_HIERARCHY = (
-    "round.next_chunk_timeout",
-    "round.allreduce_timeout",
-    "round.round_timeout",
-    "round.reload_timeout",
-)
-
 # Fields of StoreSettings, and how many characters R2 gives each. A commitment on a public chain has
 # no separators: validators drop one whose parts are longer or shorter.
 _KEYS = {
@@ -344,7 +310,7 @@ def extras_of_network(config: Config) -> dict[str, str]:
     wanted = {}
     if config.chain.kind == "bittensor":
         wanted["bittensor"] = "a network on a Bittensor chain"
-    if config.exchange == "hivemind" or config.averages:
+    if config.averages:
         wanted["hivemind"] = "a network over hivemind"
     return wanted
 
@@ -356,27 +322,11 @@ def check_installed(config: Config) -> Iterator[str]:
 
 
 def check_values(config: Config) -> Iterator[str]:
-    waits = TIMEOUT_HIERARCHY if config.exchange == "hivemind" else ()
-    for (name, inner), (around, outer) in pairwise((n, config.get(n)) for n in waits):
-        # Equal ones too: chance would decide which of the two ends first.
-        if inner >= outer:
-            yield (
-                f"{name} ({show(inner)}) is not shorter than {around} ({show(outer)}) in the "
-                "network's file, so a slow peer would use up the whole wait: ask its founder for a "
-                f"{name} of less than {show(outer)}"
-            )
     source = config.sources.get("neuron.run_folder")
     if source is not None and config.miner.run_folder is None:  # a shell's variable was not set
         yield (
             f"{source} is empty, so the miner would begin again in {config.run_folder} and leave "
             "its checkpoints where they are: give a folder, or remove it"
-        )
-    first, second = config.chain.axon_port, config.swarm.dht_port
-    # Two times 0 are two free ports.
-    if first == second != 0 and config.exchange == "hivemind":
-        yield (
-            f"--axon.port and --dht.port are both {first}, so the second could not listen: give "
-            "--dht.port another port"
         )
     url, bucket = config.store.endpoint_url or "", config.store.global_model_name
     name = urlsplit(url).path.rstrip("/").rpartition("/")[2]
@@ -469,8 +419,6 @@ def check_schedule(config: Config) -> Iterator[str]:
 
 
 def check_exchange(config: Config) -> Iterator[str]:
-    if config.exchange != "store":
-        return
     grace, period = config.miner.grace, config.round_period
     if grace > period / 3:
         yield (
@@ -493,17 +441,15 @@ def check_exchange(config: Config) -> Iterator[str]:
 
 
 def check_addresses(config: Config) -> Iterator[str]:
-    if config.exchange == "store" and not config.averages:
+    if not config.averages:
         return  # nobody calls its members
-    for name in ("axon.external_ip", "dht.ip"):
-        value = (config.get(name) or "").strip("[]")
-        if config.is_public and value and reach(value) > config.chain.narrowest:
-            private = config.chain.private
-            whose = "its address in the private network" if private else "its public address"
-            yield (
-                f"--{name} {value} cannot be reached from other machines, so no validator and no "
-                f"peer of the network could call this miner: give {whose}, or remove the flag"
-            )
+    address, chain = (config.swarm.dht_ip or "").strip("[]"), config.chain
+    if config.is_public and address and reach(address) > chain.narrowest:
+        whose = "its address in the private network" if chain.private else "its public address"
+        yield (
+            f"--dht.ip {address} cannot be reached from other machines, so no peer of the network "
+            f"could call this one: give {whose}, or remove the flag"
+        )
     port = config.swarm.dht_external_port
     if config.kind == "validator" and port is not None and config.swarm.dht_ip is None:
         yield (

@@ -10,8 +10,10 @@ from __future__ import annotations
 from .types import parse_duration
 
 _NO_EFFECT = """
-axon.clock_skew axon.legacy_timeout_cap axon.max_workers axon.read_timeout
-axon.requests_per_hotkey
+axon.clock_skew axon.external_ip axon.external_port axon.ip
+axon.legacy_timeout_cap axon.max_connections axon.max_connections_per_address axon.max_workers
+axon.port axon.read_timeout axon.requests_per_address axon.requests_per_hotkey
+blacklist.allow_non_registered blacklist.force_validator_permit blacklist.min_stake
 chain.call_timeout chain.neurons_interval chain.poll_interval chain.write_timeout
 clamp.allreduce_timeout clamp.min_group_size clamp.min_matchmaking_time clamp.next_chunk_timeout
 clamp.request_timeout clamp.timeout
@@ -20,28 +22,33 @@ dht.start_timeout
 diagnostics.expected_step_max diagnostics.expected_step_min diagnostics.low_gpu_memory_gb
 diagnostics.slow_step
 logging.info logging.logging_dir logging.record_log
-neuron.dont_save_events neuron.dont_wandb_log neuron.events_retention_size
-neuron.fsdp_wrap neuron.global_batch_size_train neuron.gradient_sync
-neuron.begin_at_peak neuron.compile_mode neuron.epoch_check_blocks
-neuron.influxdb_bucket neuron.influxdb_org neuron.influxdb_token neuron.influxdb_url
-neuron.keep_unsharded neuron.loss_kernel neuron.nan_limit neuron.nan_slow_steps
-neuron.quantization_bins neuron.quantization_range neuron.score_preview
-neuron.show_all_rank_logs neuron.snapshot_timeout neuron.wandb_entity
-no_prompt
-node_timeout node_wait
+neuron.all_reduce_compression neuron.allow_failed_peers neuron.allreduce_timeout
+neuron.begin_at_peak neuron.block_on_preview neuron.compile_mode neuron.dont_save_events
+neuron.dont_wandb_log neuron.epoch_check_blocks neuron.error_feedback neuron.events_retention_size
+neuron.fsdp_wrap neuron.global_batch_size_train neuron.gradient_sync neuron.influxdb_bucket
+neuron.influxdb_org neuron.influxdb_token neuron.influxdb_url neuron.initial_peers
+neuron.keep_epochs neuron.keep_unsharded neuron.loss_kernel neuron.max_average_norm_ratio
+neuron.min_group_size neuron.min_matchmaking_time neuron.momentum_decay neuron.nan_limit
+neuron.nan_slow_steps neuron.next_chunk_timeout neuron.part_size_bytes neuron.preview_sequences
+neuron.quantization_bins neuron.quantization_range neuron.repo_age_limit neuron.request_timeout
+neuron.round_reload_timeout neuron.round_timeout neuron.run_number neuron.score_preview
+neuron.show_all_rank_logs neuron.snapshot_timeout neuron.step_length neuron.target_chunk
+neuron.topk_compression neuron.train_in_rounds neuron.upload_slack neuron.use_dct
+neuron.wandb_entity
+no_prompt node_timeout node_wait
 profile.start
-r2.checksum_mode r2.concurrency r2.connect_timeout r2.part_size r2.read_timeout r2.uploader_nice
-r2.write_interval
-rdzv_timeout
-show_all_rank_logs
-strict
+r2.checksum_mode r2.concurrency r2.connect_timeout r2.file_deadline r2.part_size r2.read_timeout
+r2.take_bucket r2.uploader_nice r2.write_interval
+rdzv_timeout show_all_rank_logs strict
 subtensor.fallback_endpoints
-validator.alive_least validator.alive_timeout validator.alive_wanted validator.evaluation_ranks
-validator.held_out_sequences validator.inner_optimizer_budget validator.publication_budget
-validator.seed validator.sweep_interval validator.sweep_patience validator.tick
-validator.top_candidates
+validator.alive_least validator.alive_timeout validator.alive_wanted
+validator.blocks_per_allreduce_later validator.evaluation_pages validator.evaluation_ranks
+validator.evaluation_sequences validator.held_out_sequences validator.inner_optimizer_budget
+validator.loss_tolerance validator.minimum_peers validator.minimum_stake
+validator.publication_budget validator.score_blocks validator.score_uids validator.seed
+validator.sweep_interval validator.sweep_patience validator.tick validator.top_candidates
 """
-#: Any value is accepted: flags of the public miner that mean nothing here, and those by which no
+#: Any value is accepted: flags of earlier miners that mean nothing here, and those by which no
 #: result, no limit and no permission could change.
 NO_EFFECT = frozenset(_NO_EFFECT.split())
 
@@ -49,24 +56,8 @@ NO_EFFECT = frozenset(_NO_EFFECT.split())
 FIXED: dict[str, str] = {
     "axon.auth": "btauth legacy",
     "axon.client_auth": "btauth",
-    "axon.max_connections": "256",
-    "axon.max_connections_per_address": "16",
-    "axon.requests_per_address": "50",
-    "blacklist.allow_non_registered": "false",
-    "blacklist.force_validator_permit": "false",
-    "blacklist.min_stake": "40960",
-    "neuron.allow_failed_peers": "true",
-    "neuron.block_on_preview": "false",
-    "neuron.error_feedback": "best",
-    "neuron.max_average_norm_ratio": "20",
     "neuron.shard_across_nodes": "false",  # each machine holds a copy of the model
-    "neuron.upload_slack": "240s",
-    "r2.file_deadline": "0s",  # as long as the age limit of an upload
     "train.pcgrad": "false",
-    "validator.evaluation_pages": "2",
-    "validator.evaluation_sequences": "0",
-    "validator.minimum_stake": "40960",
-    "validator.score_uids": "25",
     "nnodes": "1",
     "node_rank": "0",
 }
@@ -95,8 +86,6 @@ RULES: dict[str, str] = {
     "data.text_column": "data.text_column",
     "neuron.adam_beta1": "training.adam_beta1",
     "neuron.adam_beta2": "training.adam_beta2",
-    "neuron.all_reduce_compression": "round.compression",
-    "neuron.allreduce_timeout": "round.allreduce_timeout",
     "neuron.blocks_per_allreduce": "round.blocks_per_allreduce",
     "neuron.epoch_length": "round.epoch_length",
     "neuron.global_model_name": "store.global_bucket",
@@ -104,28 +93,15 @@ RULES: dict[str, str] = {
     "neuron.gradient_clip": "training.gradient_clip",
     "neuron.learning_rate": "training.learning_rate",
     "neuron.master_ss58_address": "chain.master_hotkey",
-    "neuron.min_group_size": "round.min_group_size",
-    "neuron.min_matchmaking_time": "round.min_matchmaking_time",
     "neuron.minimum_valid_inner_step": "round.minimum_valid_inner_step",
-    "neuron.momentum_decay": "compression.momentum_decay",
-    "neuron.next_chunk_timeout": "round.next_chunk_timeout",
     "neuron.outer_learning_rate": "training.outer_learning_rate",
     "neuron.outer_momentum": "training.outer_momentum",
-    "neuron.part_size_bytes": "swarm.part_size",
-    "neuron.repo_age_limit": "round.upload_age_limit",
-    "neuron.request_timeout": "round.request_timeout",
-    "neuron.round_reload_timeout": "round.reload_timeout",
-    "neuron.round_timeout": "round.round_timeout",
     "neuron.run_id": "run_id",
-    "neuron.run_number": "run",
     "neuron.sequence_length": "training.sequence_length",
-    "neuron.target_chunk": "compression.chunk",
-    "neuron.topk_compression": "compression.top_k",
     "neuron.total_steps": "training.total_steps",
     "neuron.warmup_steps": "training.warmup_steps",
     "neuron.weight_decay": "training.weight_decay",
     "subtensor.network": "chain.endpoint",
-    "validator.blocks_per_allreduce_later": "round.blocks_per_allreduce_later",
 }
 
 REMOVED = NO_EFFECT | FIXED.keys() | MOVED.keys() | RULES.keys()

@@ -1,7 +1,7 @@
 """All settings, one class for each package.
 
-Defaults are the public network's; presets (``model.py``) replace them as a group. A ``rule`` is a
-value that all peers share: a network's file gives it and nothing else. The class
+Presets (``model.py``) replace defaults as a group. A ``rule`` is a value that all members share: a
+network's file gives it and nothing else. The class
 docstrings say what each group is for; the text below a field is its help.
 """
 
@@ -18,7 +18,6 @@ from pydantic.dataclasses import dataclass
 
 from distributed_training.common.addresses import Reach, reach
 from distributed_training.protocol.page_permutation import HELD_OUT_PAGES
-from distributed_training.protocol.synapses import LARGEST_GROUP
 
 from .types import (
     DAY,
@@ -26,7 +25,6 @@ from .types import (
     MINUTE,
     SECOND,
     SETTINGS,
-    Age,
     ConfigError,
     Count,
     CountFrom0,
@@ -39,21 +37,17 @@ from .types import (
     HeldOutText,
     HostPort,
     Hotkey,
-    IpAddress,
     Ipv4Address,
     Key,
-    MemberUid,
     NodeUrl,
     OuterPort,
     Patience,
-    PeerAddress,
     Port,
     RepositoryFolder,
     Secret,
     Span,
     Subtensor,
     Text,
-    Wait,
     Webhook,
     WebUrl,
     Words,
@@ -63,6 +57,8 @@ from .types import (
 )
 
 Exchange = Literal["hivemind", "store"]
+#: A development account, which is the master of no network but the one that comes with the program.
+_NOBODY = "5GrwvaEF5zXb26Fz9rcQpDWS57CtERHpNehXCPcNoHGKutQY"
 
 
 @dataclass(frozen=True, config=SETTINGS)
@@ -70,7 +66,7 @@ class GeneralSettings:
     """Settings that name the origin of defaults."""
 
     network: str | None = flag("network", None, env="DT_NETWORK")
-    """The network to join: its file, its https:// URL, sn38 or local. Nothing starts without it."""
+    """The network to join: its file, its https:// URL, or local. Nothing starts without it."""
     preset: Literal[
         "public", "public-12gb", "public-16gb", "public-24gb", "public-40gb", "public-48gb",
         "public-80gb", "public-141gb", "local",
@@ -84,14 +80,14 @@ class GeneralSettings:
 
 @dataclass(frozen=True, config=SETTINGS)
 class ChainSettings:
-    """Identity, chain and signed server. Defaults are those of the public network.
+    """Identity and chain.
 
     Which chain: that of ``kind``, one of ``chain/kinds.py``. A registry is at ``registry_url``, a
     Subtensor at ``chain_endpoint``, or where ``network`` has its nodes.
     """
 
     # identity
-    netuid: int = flag("netuid", network="chain.netuid", fixed=True, ge=0, le=65535)
+    netuid: int = flag("netuid", 0, network="chain.netuid", fixed=True, ge=0, le=65535)
     """Number of the subnet."""
     wallet_name: FileName = flag("wallet.name", "default", env="BT_WALLET_NAME")
     """Folder of the wallet. Its coldkey is not read."""
@@ -101,9 +97,9 @@ class ChainSettings:
     """Folder that holds all wallets."""
 
     # chain
-    kind: str = rule("chain.kind")
+    kind: str = rule("chain.kind", "bittensor")
     """bittensor, registry, or a kind of --plugins"""
-    network: Subtensor = rule("chain.endpoint")
+    network: Subtensor = rule("chain.endpoint", "finney")
     """chain to use: finney, test, local, or a ws:// or wss:// URL"""
     chain_endpoint: NodeUrl | None = flag("subtensor.chain_endpoint", None)
     """URL of the chain node, used in place of the file's chain.endpoint."""
@@ -139,27 +135,6 @@ class ChainSettings:
         except ValueError:  # a name
             return Reach.NETWORK
         return Reach.MACHINE if found is Reach.MACHINE else Reach.NETWORK
-
-    # signed server
-    axon_port: Port = flag("axon.port", 8091)
-    """Over hivemind: port of the signed HTTP server. 0 takes a free one."""
-    # Both versions of IP: the chain may have an address of either.
-    axon_ip: IpAddress = flag("axon.ip", "[::]")
-    """Over hivemind: address on which the signed HTTP server listens."""
-    external_ip: Found[IpAddress] = flag("axon.external_ip", None)
-    """Over hivemind: address at which others reach this machine. By default public services tell
-    it."""
-    external_port: OuterPort | None = flag("axon.external_port", None)
-    """Over hivemind: port at which validators reach --axon.port if a router maps another one to
-    it."""
-    max_connections: int = 256  # open ones of the signed server, all addresses together
-    max_connections_per_address: int = 16
-    requests_per_address: float = 50.0  # a second (burst: 6 times)
-    read_timeout: timedelta = 5 * SECOND  # that a client has to send a whole request
-    requests_per_hotkey: float = 5.0  # verified calls a second (burst: 6 times)
-    # Of an unsigned timeout header, which widens the age at which a legacy call is accepted.
-    legacy_timeout_cap: timedelta = 12 * SECOND
-    clock_skew: timedelta = 4 * SECOND  # that a caller's clock may be in the future
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,42 +277,39 @@ class DiagnosticsSettings:
 class RoundSettings:
     """The rules of a round: the validator keeps them, and a miner plans its uploads with them."""
 
-    exchange: Exchange = rule("exchange", "hivemind")
-    """how pseudo-gradients are exchanged: 'hivemind', among peers, as the public network does, or
-    'store', through the store, where the validator merges what it has judged"""
+    exchange: Exchange = rule("exchange", "store")
+    """where an outer step's update comes from: 'store', the merge of the accepted uploads, or
+    'hivemind', the members' all-reduce if it passes the checks"""
     grace: Duration = rule("round.grace", 10 * MINUTE, ge=SECOND, le=DAY)
-    """with exchange 'store': how long after a close uploads are accepted, at most a third of the
+    """how long after a close uploads are accepted, at most a third of the
     period"""
     average_after: Duration = rule("round.average_after", 60 * SECOND, ge=0 * SECOND, le=DAY)
-    """with exchange 'hivemind' in format 3: how long after a close the members average, which has
+    """with exchange 'hivemind': how long after a close the members average, which has
     until the end of round.grace; by then all must have written their uploads"""
     least: Count = rule("round.least", 1)
-    """with exchange 'store': fewest accepted uploads of an outer step; with fewer the close moves
+    """fewest accepted uploads of an outer step; with fewer the close moves
     by a period"""
     bits: int = rule("round.bits", 4, ge=2, le=4)
-    """with exchange 'store': bits of each value of an upload"""
+    """bits of each value of an upload"""
     weights_every: int = rule("publish.weights_every", 8, ge=1, le=1000)
-    """with exchange 'store': outer steps between two sets of weights that are published"""
+    """outer steps between two sets of weights that are published"""
     keep_uploads: int = rule("store.keep_uploads", 8, ge=1, le=1000)
-    """with exchange 'store': outer steps whose merged uploads are kept"""
+    """outer steps whose merged uploads are kept"""
     blocks_per_allreduce: Count = rule("round.blocks_per_allreduce")
-    """blocks between two all-reduce rounds until the first successful one (1 block = 12 s); the
-    miner plans with at least round.blocks_per_allreduce_later after that, as validators do"""
-    blocks_per_allreduce_later: CountFrom0 = rule("round.blocks_per_allreduce_later")
-    """blocks between two rounds after the first successful one; 0: no change"""
+    """blocks between two closes"""
     epoch_length: Count = rule("round.epoch_length")
     """read by the validator only: blocks between two times it writes its weights to the chain"""
     held_out_rise: float = rule("round.held_out_rise", 0.25, ge=0, le=1000)
-    """in a network of format 2 an outer step is refused when it makes the held-out loss worse by
+    """an outer step is refused when it makes the held-out loss worse by
     more than this, in nats per token"""
     stop_outer_steps: int | None = rule("stop.outer_steps", ge=1, le=10**9)
-    """last outer step of the network: no round is called after it"""
+    """last outer step of the network: no close follows it"""
     stop_tokens: int | None = rule("stop.tokens", ge=1, le=10**18)
     """tokens of all miners in all outer steps at which the network ends"""
     stop_loss: float | None = rule("stop.loss", ge=0, le=1000)
     """held-out loss, in nats per token, at which the network ends"""
     max_uids: int = rule("limits.max_uids", ge=2, le=4096)
-    """uids of the network, from 0 on: a registry gives no other, validators call no other"""
+    """uids of the network, from 0 on: a registry gives no other"""
 
 
 @dataclass(frozen=True, config=SETTINGS)
@@ -361,17 +333,10 @@ class MinerSettings(RoundSettings):
     checkpoint."""
     deregistered_wait: Duration = flag("neuron.deregistered_wait", DAY, ge=SECOND, le=365 * DAY)
     """How long a miner that lost its uid waits for a new one before it ends with status 3."""
-    global_tokenizer_name: str = rule("tokenizer.name")
+    global_tokenizer_name: str = rule("tokenizer.name", "bytes")
     """tokenizer, by its Hugging Face name or as a folder"""
-    master_ss58_address: Hotkey = rule("chain.master_hotkey")
-    """hotkey of the validator that owns the global bucket and calls the rounds"""
-    round_reload_timeout: Patience = rule("round.reload_timeout")
-    """after the start of a round: how long to wait for the validator's new global state before this
-    miner compares epochs and loads what the bucket holds"""
-    train_in_rounds: bool | None = flag("neuron.train_in_rounds", None)
-    """Train while peers average, for 4 bytes of memory a parameter. By default on if format 2 and
-    memory allow it."""
-    epoch_check_blocks: Count = 25  # between two looks at the global bucket while training
+    master_ss58_address: Hotkey = rule("chain.master_hotkey", _NOBODY)
+    """hotkey of the validator, which owns the global bucket and signs what it publishes"""
     checkpoint_steps: Count = flag("neuron.checkpoint_steps", 25)
     """Fewest inner steps between two checkpoints. Outer steps and stops write one too."""
     checkpoint_interval: Span = flag("neuron.checkpoint_interval", 600 * SECOND)
@@ -412,82 +377,41 @@ class StoreSettings:
     addressing: Literal["path", "virtual"] = rule("store.addressing", "path")
     """where the bucket's name stands: after the store's host, or in it, before the rest"""
     access: Literal["registry", "own"] = rule("store.access", "registry")
-    """with exchange 'store': the registry hands out URLs of the global bucket, or each member has a
-    bucket of its own, as over hivemind, whose read key it commits to the chain"""
+    """the registry hands out URLs of the global bucket, or each member has a bucket of its own,
+    whose read key it commits to the chain"""
     hosts: Words[HostPort] = rule("store.hosts", ())
-    """with exchange 'store': hosts, or HOST:PORT, that the registry may send members to, in
+    """hosts, or HOST:PORT, that the registry may send members to, in
     addition to those of store.endpoint and store.public_url"""
     public_url: WebUrl | None = rule("store.public_url")
-    """with exchange 'store': URL where anybody reads the global bucket without the registry"""
+    """URL where anybody reads the global bucket without the registry"""
     write_interval: timedelta = 1.1 * SECOND  # between two writes of a key: R2 allows one a second
     connect_timeout: timedelta = 10 * SECOND
     read_timeout: timedelta = 60 * SECOND  # between two pieces of the store's answer
-    global_model_name: GlobalBucket = rule("store.global_bucket")
+    global_model_name: GlobalBucket = rule("store.global_bucket", "global")
     """bucket of the global model; a miner's own bucket is this name and its uid"""
-    run: Count = rule("run")
-    """number of the run in the metadata of each upload"""
-    content: Literal["scored", "all"] = rule("upload.content", "all")
-    """what a miner uploads: 'scored', the compressed pseudo-gradient that validators score, or
-    'all', the model and the inner optimizer too, as the public network does"""
     upload_steps: Count = flag("neuron.upload_steps", 60)
-    """Over hivemind: fewest inner steps between two uploads."""
+    """Has no effect: a member uploads once for each close."""
     minimum_valid_inner_step: CountFrom0 = rule("round.minimum_valid_inner_step")
     """first inner step of an outer step to upload; lowered, with a warning, if that is too late"""
-    age_limit: Age = rule("round.upload_age_limit")
-    """age of gradients.pt from which validators count the bucket as stale"""
-    keep_epochs: int = flag("neuron.keep_epochs", 3, ge=1, le=1000)
-    """Outer steps to keep in the bucket."""
     part_size: int = 0  # bytes of a multipart upload's parts; 0: by the file's size
     concurrency: int = 6  # parts sent or fetched at the same time
-    snapshot_timeout: timedelta = 600 * SECOND  # until all ranks have written their files of one
-    take_bucket: bool = flag("r2.take_bucket", False)
-    """Upload even if another miner claimed this bucket within the last minutes."""
-
-    @property
-    def longest_transfer(self) -> timedelta:
-        """The time that an upload, or the download of a state, may take, without pauses.
-
-        An upload counts until the age limit, so none is given up before that.
-        """
-        return min(self.age_limit, DAY)
 
 
 @dataclass(frozen=True, config=SETTINGS)
 class SwarmSettings:
-    """Timeouts form one hierarchy: chunk < all-reduce < round < reload (checked at start)."""
+    """Where the DHT peer of a network over hivemind listens, and where others find it."""
 
     dht_port: Port = flag("dht.port", 8009)
     """Over hivemind: TCP port for peers, open to the internet. 0 takes a free one."""
     dht_ip: Found[Ipv4Address] = flag("dht.ip", None)
-    """IPv4 address at which peers reach this machine. By default --axon.external_ip, or what is
-    found for it."""
+    """Over hivemind: IPv4 address at which peers reach this machine. By default public services
+    tell it."""
     dht_external_port: OuterPort | None = flag("dht.external_port", None)
     """Over hivemind: port at which peers reach --dht.port if a router maps another one to it."""
     dht_listen_ip: Ipv4Address = flag("dht.listen_ip", "0.0.0.0")
-    """IPv4 address on which the swarm listens."""
-    initial_peers: Words[PeerAddress] = flag("neuron.initial_peers", network="swarm.initial_peers")
-    """Peers to connect to first, each as /ip4/IP/tcp/PORT/p2p/PEER-ID."""
-    run_id: str = rule("run_id")
-    """names the swarm; all peers of a run must agree"""
-    min_group_size: int = rule("round.min_group_size", ge=2, le=LARGEST_GROUP)
-    """fewest peers of a round"""
-    min_matchmaking_time: Wait = rule("round.min_matchmaking_time")
-    """how long a round gathers peers before the averaging begins"""
-    request_timeout: Duration = rule("round.request_timeout", ge=SECOND / 10, le=10 * MINUTE)
-    """matchmaking: how long one answer of a group's leader is waited for; raise it when groups
-    split on slow networks"""
-    next_chunk_timeout: Wait = rule("round.next_chunk_timeout")
-    """averaging: a peer that sends nothing for this long is left out (as a reducer: twice it)"""
-    allreduce_timeout: Duration = rule("round.allreduce_timeout", ge=SECOND / 10, le=6 * HOUR)
-    """averaging, after the group is found, from the first to the last part"""
-    round_timeout: Duration = rule("round.round_timeout", ge=SECOND / 10, le=6 * HOUR)
-    """a whole round: matchmaking, retries and averaging; then it has failed"""
-    start_timeout: timedelta = 60 * SECOND  # of one attempt; repeated with back-off
-    part_size: int = rule("swarm.part_size", ge=1024, le=2**26)
-    """bytes of the uncompressed parts in which tensors travel; all peers of a group must agree"""
-    compression: Literal["none", "float16", "4bit"] = rule("round.compression", "none")
-    """how peers send tensors in a round: 'none' as the public network does; 'float16' halves the
-    bytes; '4bit' sends an eighth of them, and all peers have the same average to the bit"""
+    """Over hivemind: IPv4 address on which the DHT peer listens."""
+    run_id: str = rule("run_id", "local")
+    """names the run in signed files and among DHT peers; it follows from the file"""
 
 
 @dataclass(frozen=True, config=SETTINGS)
@@ -563,30 +487,14 @@ class TrainingSettings:
     gradient_clip: float = rule("training.gradient_clip", ge=0, le=1e9)
     """largest norm of the gradient of an inner step; 0 is off"""
     outer_learning_rate: float = rule("training.outer_learning_rate", ge=0, le=10)
-    """learning rate of the outer step; the one in outer_optimizer.pt of the global bucket wins"""
+    """learning rate of the outer step"""
     outer_momentum: float = rule("training.outer_momentum", ge=0, le=1)
     """Nesterov momentum of the outer step; all peers must agree"""
     late_overlap: Literal["kept", "dropped"] = rule("training.late_overlap", "kept")
-    """with exchange 'store': the part, along the update, of what a miner trained while the update
+    """the part, along the update, of what a miner trained while the update
     was on its way"""
     outer_rule: str = rule("training.outer_rule", "nesterov")
     """the outer rule, by the name that it is registered with"""
-    compression: str = rule("compression.kind", "top-k")
-    """how uploads are encoded, see *Homes* in docs/architecture.md"""
-    topk_compression: int = rule("compression.top_k", ge=1, le=4096)
-    """values kept per row of the uploaded pseudo-gradient"""
-    target_chunk: int = rule("compression.chunk", ge=1, le=4096)
-    """largest chunk side of the uploaded pseudo-gradient's format"""
-    use_dct: bool = flag("neuron.use_dct", network="compression.dct", fixed=True)
-    """Upload DCT coefficients, which the public network's validators cannot read."""
-    momentum_decay: float = rule("compression.momentum_decay", ge=0, le=1)
-    """decay of the uploaded gradient's error feedback"""
-    # What is uploaded (training/error_feedback.py); the benches train by 'upload' too.
-    error_feedback: Literal["best", "upload", "off"] = "best"
-    step_length: Literal["search", "plain"] = flag("neuron.step_length", "search")
-    """'search' scales an upload so that it lowers held-out loss most. 'plain' does not."""
-    preview_sequences: int = flag("neuron.preview_sequences", 32, ge=0, le=10_000)
-    """Sequences kept from training, on which each upload is tried first. 0 turns this off."""
     precision: Literal["auto", "bf16", "fp32"] = flag("neuron.precision", "auto")
     """Precision of the computation. 'auto' takes bf16 if the hardware has it. Weights stay
     float32."""
@@ -616,23 +524,7 @@ class TrainingSettings:
 class ValidatorSettings(RoundSettings):
     """Settings of the validator's rounds, scores and global state."""
 
-    tick: timedelta = SECOND  # between two looks at the block clock
-
-    # the round
-    alive_timeout: timedelta = 2.3 * SECOND  # that a miner has to answer one IsAlive call
-    sweep_interval: timedelta = 5 * SECOND  # between two IsAlive sweeps of one round
-    # While fewer miners are alive than a round needs; then it has failed.
-    sweep_patience: timedelta = 120 * SECOND
-    minimum_peers: int = flag("validator.minimum_peers", 3, ge=1, le=LARGEST_GROUP)
-    """Fewest peers of a round, with this validator and without failed ones."""
-    loss_tolerance: float = flag("validator.loss_tolerance", 0.25, ge=0, le=1000)
-    """Format 1: refuse an outer step that raises held-out loss by more than this fraction."""
-    top_candidates: int = 3  # miners, best first, whose checkpoint is tried as our contribution
-    upload_content: Literal["scored", "all"] = rule("upload.content", "all")
-    """what a miner uploads: 'scored', the compressed pseudo-gradient that validators score, or
-    'all', the model and the inner optimizer too, as the public network does"""
-
-    publication_budget: timedelta = 1800 * SECOND  # to upload a global state; then it is given up
+    tick: timedelta = SECOND  # between two looks at the clock
 
     # the initial model, only when the global bucket is empty
     model_config: File | None = flag("validator.model_config", None)
@@ -640,12 +532,11 @@ class ValidatorSettings(RoundSettings):
     parameters."""
     weights: File | None = flag("validator.weights", None)
     """Folder of a transformers model to publish as outer step 0 into an empty bucket."""
-    model_from: MemberUid | Literal["own", "none"] | None = flag("validator.model_from", None)
-    """How to fill a lost bucket: 'own' (the copy in the run folder), a member's uid, or 'none'
-    (outer step 0)."""
+    model_from: Literal["none"] | None = flag("validator.model_from", None)
+    """'none' fills a lost bucket with outer step 0."""
 
     take_over: bool = flag("take_over", False)
-    """Lead a store network at once, although another validator may: that one stops."""
+    """Lead the network at once, although another validator may: that one stops."""
 
     # the founder's look at the model
     export_every: CountFrom0 = flag("validator.export_every", 0)
@@ -656,13 +547,6 @@ class ValidatorSettings(RoundSettings):
     """Command to run with each export's folder and outer step. Its last line, numbers, is
     recorded."""
 
-    # scoring
-    score_blocks: Count = flag("validator.score_blocks", 25)
-    """Chain blocks between two scoring passes over the uploads."""
-    score_uids: int = 25  # scored in one pass
-    upload_age_limit: Age = rule("round.upload_age_limit")
-    """age of gradients.pt from which validators count the bucket as stale"""
-    evaluation_ranks: int = 4  # of a miner whose pages are evaluated, as the public validators do
     held_out_sequences: int = 32  # on which each outer step is judged
     sample: CountFrom0 = flag("validator.sample", 0)
     """Over hivemind: fetch and judge this many uploads of a close, drawn at random. 0: all."""

@@ -10,8 +10,8 @@ variable, the conversion from text and the check of type and range follow from i
 type and range whenever a settings object is made, so a test or a script cannot step around them.
 
 A type's validator raises ValueError with what was wanted ("an IP address"); the loader adds flag
-and place. Names of hotkeys and peers are checked by their own checksums, without the libraries that
-use them: a typing error there would otherwise show as a round that nobody ever calls.
+and place. Hotkeys are checked by their own checksums, without the library that uses them: a typing
+error there would otherwise show as a network whose files nobody has signed.
 """
 
 from __future__ import annotations
@@ -31,10 +31,8 @@ import base58
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, SecretStr
 
 from distributed_training.common.kinds import Kinds, Made, UnknownKindError
-from distributed_training.common.ports import is_port
 from distributed_training.common.webhook import check_url
-from distributed_training.network import public_values
-from distributed_training.protocol.keys import is_peer_id
+from distributed_training.network import USUAL
 from distributed_training.protocol.types import ExitStatus
 
 
@@ -83,7 +81,6 @@ def load_optional(module: str, *, wanted_by: str) -> ModuleType:
 
 
 #: The ``config=`` of every settings class. The string below a field is its help text.
-#: Defaults are validated too: those of the network's file are its texts.
 SETTINGS = ConfigDict(
     extra="forbid",
     allow_inf_nan=False,
@@ -91,9 +88,6 @@ SETTINGS = ConfigDict(
     use_attribute_docstrings=True,
     validate_default=True,
 )
-
-# Read at import: the defaults of all settings below come from the built-in network's file.
-_PUBLIC = public_values()
 
 SECOND = timedelta(seconds=1)
 MINUTE = timedelta(minutes=1)
@@ -121,20 +115,19 @@ def flag(
     """
     declared: dict[str, Any] = {"name": name, "env": env, "network": network, "fixed": fixed}
     if network:
-        # Never written twice: a rule of the public network changes only in its file.
-        default = _PUBLIC.get(network, default)
+        default = USUAL.get(network, default)
     return Field(default, ge=ge, le=le, json_schema_extra=declared)
 
 
 def rule(key: str, default: Any = None, *, ge: Any = None, le: Any = None) -> Any:
     """Declare a field that a network's file gives under ``key``, and no flag.
 
-    ``ge`` and ``le`` are those of :func:`flag`. The default is the public network's, or ``default``
-    for a key that files may leave out.
+    ``ge`` and ``le`` are those of :func:`flag`. The default is that of :data:`USUAL`, or else
+    ``default``.
     """
     declared: dict[str, Any] = {"name": key, "env": None, "network": key, "fixed": True}
     declared |= {"rule": True}
-    return Field(_PUBLIC.get(key, default), ge=ge, le=le, json_schema_extra=declared)
+    return Field(USUAL.get(key, default), ge=ge, le=le, json_schema_extra=declared)
 
 
 def is_ss58(text: str) -> bool:
@@ -149,22 +142,6 @@ def is_ss58(text: str) -> bool:
     if len(data) != 35 or data[0] != 42:
         return False
     return hashlib.blake2b(b"SS58PRE" + data[:33]).digest()[:2] == data[33:]
-
-
-def is_peer_address(text: str) -> bool:
-    """Return whether ``text`` is ``/ip4/<ip>/tcp/<port>/.../p2p/<peer id>`` (or ip6, dns, udp)."""
-    start, *words = text.split("/")
-    if start or len(words) < 6 or words[-2] != "p2p" or not is_peer_id(words[-1]):
-        return False
-    kind, host, transport, port = words[:4]
-    if kind in ("ip4", "ip6"):
-        try:
-            known = ipaddress.ip_address(host).version == int(kind[-1])
-        except ValueError:
-            return False
-    else:
-        known = kind in ("dns", "dns4", "dns6") and bool(host)
-    return known and transport in ("tcp", "udp") and is_port(port)
 
 
 T = TypeVar("T")
@@ -258,13 +235,10 @@ _is_bucket = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]").fullmatch
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 CountFrom0 = Annotated[int, Field(ge=0, le=1_000_000)]
 Port = Annotated[int, Field(ge=0, le=65535)]  # of this machine; 0: a free one
-MemberUid = Annotated[int, Field(ge=0, le=4095)]
 OuterPort = Annotated[int, Field(ge=1, le=65535)]  # what a router makes of it
 Duration = Annotated[timedelta, _from_text(parse_duration)]
-Wait = Annotated[Duration, Field(ge=SECOND / 10, le=HOUR)]  # for one answer
 Patience = Annotated[Duration, Field(ge=SECOND, le=DAY)]
 Span = Annotated[Duration, Field(ge=0 * SECOND, le=DAY)]
-Age = Annotated[Duration, Field(ge=SECOND, le=30 * DAY)]
 File = Annotated[Path, AfterValidator(_expand)]  # or a folder; ~ is the home folder
 Secret = Annotated[SecretStr, _from_text(_bare)]
 Key = Secret | None
@@ -387,10 +361,6 @@ Subtensor = Annotated[
         "finney, test, local, or a ws:// or wss:// URL",
         lambda text: text in SUBTENSORS or _is_node(text),
     ),
-]
-PeerAddress = Annotated[
-    str,
-    _holds("a peer's address: /ip4/<ip>/tcp/<port>/p2p/<peer id>", is_peer_address),
 ]
 HostPort = Annotated[
     str,

@@ -1,6 +1,6 @@
 """The versions of a network's file, and the rules that each outer step is trained by.
 
-The versions of a file of format 2 form a chain: each is signed by the master, names the digest of
+The versions of a file form a chain: each is signed by the master, names the digest of
 the one before and the outer step from which it holds. All peers that know the same chain have the
 same rules at the same outer step. The validator takes a new version from the folder ``versions``
 next to its file, into which ``dt-network sign`` writes it, and publishes it in the global bucket.
@@ -66,8 +66,8 @@ def restart_keys(before: Network, after: Network) -> list[str]:
 
 
 def has_versions(config: Config) -> bool:
-    """Return whether the network's file may have other versions, some of them in force."""
-    return config.network is not None and config.network.head.format > 1
+    """Return whether the network's file, which may have other versions, is read."""
+    return config.network is not None
 
 
 def parse_version(text: str, known: Network) -> Network:
@@ -141,7 +141,7 @@ class Versions:
         """
         found = parse_version(text, self.newest)
         first, last, number = self.known[0], self.known[-1], found.head.version
-        if found.head.format == 1 or found.values["run_id"] != last.values["run_id"]:
+        if found.values["run_id"] != last.values["run_id"]:
             raise NetworkFileError("it is of another run", "get it from the founder again")
         before, after = (last, found) if number > last.head.version else (found, first)
         follows = after.head.version == before.head.version + 1
@@ -184,11 +184,10 @@ class Versions:
         return "" if "://" in place else self.look(lambda number: self._read(folder, number))
 
     def _keep(self, network: Network) -> None:
-        if network.head.format > 1:
-            path = self._folder / f"{network.head.version}.toml"
-            with contextlib.suppress(OSError):  # no room: the global bucket has it too
-                self._folder.mkdir(parents=True, exist_ok=True)
-                write_bytes(path, network.files[FILE].encode())
+        path = self._folder / f"{network.head.version}.toml"
+        with contextlib.suppress(OSError):  # no room: the global bucket has it too
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_bytes(path, network.files[FILE].encode())
 
     @staticmethod
     def _read(folder: Path, number: int) -> str | None:
