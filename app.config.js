@@ -21,15 +21,12 @@ const flags = [
   // ["--network", "network.toml"],               needed, here, there, or DT_NETWORK in .env: its file, URL or name
   // ["--wallet.name", "default"],                or BT_WALLET_NAME, BT_WALLET_HOTKEY in .env
   // ["--wallet.hotkey", "default"],
-  // ["--axon.port", "8091"],                     validators call here: reachable from outside
-  // ["--dht.port", "8009"],                      peers average here: reachable from outside
+  // ["--dht.port", "8009"],                      over hivemind peers average here: reachable from outside
   // ["--preset", "public-24gb"],                 or DT_PRESET: GPUs with this much memory
   // ["--neuron.local_batch_size_train", "1"],    default: auto, or what the preset says
-  // ["--neuron.upload_steps", "60"],             steps x step time + upload time: well below 4800 s
   // ["--neuron.stop_timeout", "60"],             seconds; pm2's kill_timeout below follows it
   // ["--nproc_per_node", "4"],                   default: one rank per visible GPU
-  // ["--axon.external_port", "48091"],           where the outside ports are others than 8091 and 8009
-  // ["--dht.external_port", "48009"],
+  // ["--dht.external_port", "48009"],            where the outside port is another than 8009
 ];
 
 // ------------------------------------------------------------------------------------------------

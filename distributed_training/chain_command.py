@@ -353,7 +353,7 @@ def _publish_again(
     **changes: Any,
 ) -> Manifest:
     """Publish ``values``, of the outer step of ``target``, as another one; return its manifest."""
-    extras = ConfigExtras((), 0, None, target.total_inner_steps, target.total_tokens or None)
+    extras = ConfigExtras(target.total_inner_steps, target.total_tokens or None)
     folder = steps.place(changes["outer_step"])
     # A round that was merged and never published has left its scores here, which would count now.
     shutil.rmtree(folder, ignore_errors=True)
@@ -386,12 +386,12 @@ def _founders(folder: Path) -> Config:
 
 
 def network_model(config: Config) -> Mapping[str, Any]:
-    """Return the model's configuration in a store network's file. Raises ConfigError."""
+    """Return the model's configuration in the network's file. Raises ConfigError."""
     network = config.network
-    if network is None or network.model is None or network.head.exchange != "store":
+    if network is None or network.model is None:
         raise ConfigError(
-            "this network's rounds do not go through its store, so it has no chain: give the file "
-            'of a network with exchange = "store"'
+            "the network's file does not say its model, so nothing could be computed again: give "
+            "the file that its founder signed"
         )
     return network.model
 

@@ -2,12 +2,12 @@
 
     python -m distributed_training doctor [--json] [--model SIZE|config.json] [--uid N]
                                           [--offline] [flags of neurons/miner.py]...
-    python -m distributed_training doctor --probe HOST[:PORT[,PORT]]
+    python -m distributed_training doctor --probe HOST[:PORT]
     python -m distributed_training doctor --notify
     python -m distributed_training doctor --bundle FILE.tar.gz [--log FILE]
 
-    ... doctor --probe 203.0.113.7               are that miner's ports open from here?
-    ... doctor --probe 203.0.113.7:48091,48009   the same, at a rented container's outside ports
+    ... doctor --probe 203.0.113.7         is that DHT peer's port open from here?
+    ... doctor --probe 203.0.113.7:48009   the same, at a rented container's outside port
 
     ... doctor                                 the network that miner.toml names
     ... doctor --preset local --offline        only this machine
@@ -41,7 +41,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -70,7 +70,7 @@ from distributed_training.config import (
 from distributed_training.config.installed import require
 from distributed_training.config.loader import Parser, argument, ranged
 from distributed_training.config.model import extras_of_network
-from distributed_training.config.settings import ChainSettings, SwarmSettings
+from distributed_training.config.settings import SwarmSettings
 from distributed_training.config.types import File, is_ip
 from distributed_training.health import machine
 from distributed_training.health.bundle import find_log, refuse_existing, write_bundle
@@ -79,7 +79,6 @@ from distributed_training.miner.launcher import ranks_of
 from distributed_training.miner.rank_group import rank_environment_defaults, rank_variables
 from distributed_training.miner.run_folder import launcher_pid, mark_of, rank_environment
 from distributed_training.protocol.lines import SLOW_STEP, counted
-from distributed_training.protocol.synapses import IS_ALIVE_ROUTE, PROBE_HOST
 from distributed_training.protocol.types import Check, ExitStatus
 from distributed_training.telemetry.events import EventFollower
 from distributed_training.telemetry.notify import deliver
@@ -95,10 +94,6 @@ _MEASURE = "DT_MEASURE"
 _START = timedelta(minutes=3)
 WARM_UP_STEPS = 2  # micro-batches: the first ones compile kernels and fill caches
 
-
-# What an upload is taken to need, before one was measured, of the time until the first one is due:
-# 5 of 75 minutes, as in the operator guide.
-_UPLOAD_SHARE = 1 / 15
 # Of a running miner: inner steps that count, and the events that hold them.
 _RECENT_STEPS, _RECENT_BYTES = 50, 1 << 20
 #: With one of these failed, no training can be measured.
@@ -212,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.disable(logging.CRITICAL)  # libraries that retry; the findings give the result
     try:
         if options.probe:
-            return report([probe(*p) for p in probed(options.probe)], as_json=options.json)
+            return report([probe(*probed(options.probe))], as_json=options.json)
         config = load_config("miner", flags, file=OPERATORS_FILE, check=False)
         require(**extras_of_network(config))
         if options.bundle:
@@ -298,50 +293,34 @@ def report(checks: Sequence[Check], *, as_json: bool) -> int:
     return status
 
 
-# --- the ports of another machine ---------------------------------------------------------------
-# No machine can find out by itself whether its ports are open to others: a router may turn its own
+# --- the port of another machine -----------------------------------------------------------------
+# No machine can find out by itself whether its port is open to others: a router may turn its own
 # address back inside. So a second machine, a peer's or a rented one, dials.
 
 _TIMEOUT = timedelta(seconds=5)  # of the connection, and of an answer
 _P2PD = b"/multistream/1.0.0"  # libp2p's first words, said by whoever is dialled
-_REQUEST = f"GET {IS_ALIVE_ROUTE} HTTP/1.1\r\nHost: {PROBE_HOST}\r\nConnection: close\r\n\r\n"
-
-#: What listens behind a port that a miner opens, by the flag that names the port.
-CALLS, SWARM = "--axon.port", "--dht.port"
-_ANSWERS = {CALLS: "an HTTP server", SWARM: "a libp2p peer"}
 
 
-def probed(text: str) -> Iterator[tuple[str, int, str | None]]:
-    """Yield host, port and what is expected there (None: either) of what ``--probe`` names.
-
-    That is HOST (both ports, at their defaults), HOST:PORT, or HOST:PORT,PORT (of calls, of the
-    swarm). Raises ConfigError.
-    """
-    host, colon, given = text.rpartition(":")
+def probed(text: str) -> tuple[str, int]:
+    """Return host and port of what ``--probe`` names: HOST or HOST:PORT. Raises ConfigError."""
+    host, colon, port = text.rpartition(":")
     if not colon or is_ip(text, versions=(6,)):
-        host, given = text, f"{ChainSettings().axon_port},{SwarmSettings().dht_port}"
-    host, ports = host.strip("[]"), given.split(",")
-    if not host or text.isdigit() or len(ports) > 2 or not all(map(is_port, ports)):
+        host, port = text, str(SwarmSettings().dht_port)
+    host = host.strip("[]")
+    if not host or text.isdigit() or not is_port(port):
         raise ConfigError(
-            f"--probe {text!r} is not HOST, HOST:PORT or HOST:PORT,PORT, so nothing was dialled: "
-            "give e.g. 203.0.113.7:8091,8009"
+            f"--probe {text!r} is not HOST or HOST:PORT, so nothing was dialled: give e.g. "
+            "203.0.113.7:8009"
         )
-    wanted = (CALLS, SWARM) if len(ports) == 2 else (None,)
-    yield from ((host, int(port), what) for port, what in zip(ports, wanted, strict=True))
+    return host, int(port)
 
 
-def probe(
-    host: str, port: int, wanted: str | None = None, *, timeout: timedelta = _TIMEOUT
-) -> Check:
-    """Dial a port of another machine.
-
-    ``wanted``: CALLS or SWARM, None: either is right. ``timeout`` covers the connection, and each
-    of two waits for an answer.
-    """
+def probe(host: str, port: int, *, timeout: timedelta = _TIMEOUT) -> Check:
+    """Dial a DHT peer's port. ``timeout`` covers the connection, and the wait for its words."""
     name, place = f"probe {host}:{port}", f"{host}:{port}"
     try:
         with socket.create_connection((host, port), timeout=timeout.total_seconds()) as connection:
-            return _judge(name, connection, wanted)
+            said = _read(connection)  # a libp2p daemon speaks first
     # Before OSError, which it is: a firewall that drops keeps silent, a closed port refuses.
     except TimeoutError:
         finding = (
@@ -351,44 +330,22 @@ def probe(
     except ConnectionRefusedError:
         finding = f"{place} is reached, but nothing listens there"
         remedy = (
-            "start the miner there; --axon.port and --dht.port name its ports, "
-            "--axon.external_port and --dht.external_port what a router makes of them"
+            "start the miner there; --dht.port names its port, --dht.external_port what a router "
+            "makes of it"
         )
     except (OSError, UnicodeError) as error:
         finding = f"{place} cannot be dialled ({error})"
         remedy = "check the address, and the network of this machine"
-    return Check(name, "fail", finding, remedy)
-
-
-def _judge(name: str, connection: socket.socket, wanted: str | None) -> Check:
-    """Judge a port by what answers behind it."""
-    connection.settimeout(1.0)  # a libp2p daemon speaks first
-    said = _read(connection)
-    who, detail = (SWARM, "") if _P2PD in said else ("", "")
-    if not who:
-        connection.settimeout(_TIMEOUT.total_seconds())
-        try:
-            connection.sendall(_REQUEST.encode())
-        except OSError:
-            said = b""
-        # What speaks first and is no libp2p peer is no HTTP server either.
-        said = said or _read(connection)
-        if said.startswith(b"HTTP/"):
-            status = said.split(b" ", 2)[1:2]
-            code = status[0][:3].decode("ascii", "replace") if status else "?"
-            who, detail = CALLS, f" (status {code})"
-    if not who:
+    else:
+        if _P2PD in said:
+            return Check(name, "ok", "open; a libp2p peer answers, as behind --dht.port")
         return Check(
             name,
             "warn",
-            "open, but neither a miner's server nor a libp2p peer answers",
+            "open, but no libp2p peer answers",
             "check that the port is forwarded to the miner and not to something else",
         )
-    finding = f"open; {_ANSWERS[who]} answers{detail}, as behind {who}"
-    if wanted in (None, who):
-        return Check(name, "ok", finding)
-    remedy = f"forward it to {wanted}, or exchange --axon.external_port and --dht.external_port"
-    return Check(name, "fail", f"{finding}, not {wanted}", remedy)
+    return Check(name, "fail", finding, remedy)
 
 
 def _read(connection: socket.socket) -> bytes:
@@ -419,11 +376,7 @@ def check_verdict(examination: Examination) -> list[Check]:
 
 
 def check_step_time(examination: Examination, flags: Sequence[str]) -> list[Check]:
-    """Measure an inner step; compare it with the warning threshold, and uploads with the limits.
-
-    An upload's are the validators': its age, and the time from a successful round until the first
-    one of the new outer step must be there.
-    """
+    """Measure an inner step; compare it with the warning threshold and the period's length."""
     config = examination.config
     if examination.running and examination.step is None:
         finding = "not known: the running miner has made no inner step since its start"
@@ -470,38 +423,15 @@ def recent_step(folder: Path) -> timedelta | None:
 
 def _judge_step(config: Config, step: timedelta, text: str) -> list[Check]:
     """Compare an inner step with the limits; ``text``: how long it takes, and who says so."""
-    # Then validators judge uploads of the new outer step (protocol.scoring.scored_epoch).
-    due = config.round_period / 2
-    store = config.store
-    steps, minimum = store.upload_steps, max(1, store.minimum_valid_inner_step)
-    faster = "use a GPU, or lower --neuron.local_batch_size_train_effective"
+    minimum = max(1, config.store.minimum_valid_inner_step)
+    faster = "use a GPU, or lower --neuron.local_batch_size_train"
     slow = step.total_seconds() > SLOW_STEP
     time = Check("step time", "warn" if slow else "ok", text, faster if slow else "")
-    if config.exchange == "store":
-        period = config.round_period
-        count = int(period / step)
-        text = f"about {count} in a period of {_minutes(period)}; uploaded is from {minimum} on"
-        enough = count >= minimum
-        return [time, Check("inner steps", "ok" if enough else "fail", text, faster)]
-    regular = -(-minimum // steps) * steps  # the first upload that the gate lets through
-    upload = due * _UPLOAD_SHARE
-    earliest = minimum * step + upload  # its end, where the regular one would be too late
-    text = f"step {regular}, about {_minutes(regular * step)} after a round"
-    if regular * step + upload > due:
-        text = f"step {minimum}, there about {_minutes(earliest)} after a round"
-    first = Check("first upload", "ok", text)
-    if earliest > due:
-        text += f", but validators want it within {_minutes(due)}"
-        first = Check("first upload", "fail", text, faster)
-    between = steps * step
-    text = f"one every {_minutes(between)}"
-    age = Check("upload age", "ok", text)
-    limit = store.age_limit
-    if between > 0.8 * limit:
-        text += f", but validators give 0 from {_minutes(limit)} on, upload time included"
-        remedy = f"give --neuron.upload_steps {max(1, int(0.5 * limit / step))} or less"
-        age = Check("upload age", "fail" if between > limit else "warn", text, remedy)
-    return [time, first, age]
+    period = config.round_period
+    count = int(period / step)
+    text = f"about {count} in a period of {_minutes(period)}; uploaded is from {minimum} on"
+    enough = count >= minimum
+    return [time, Check("inner steps", "ok" if enough else "fail", text, faster)]
 
 
 def _minutes(time: timedelta) -> str:

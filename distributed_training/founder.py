@@ -126,13 +126,6 @@ class Plan:
             *("--wallet.path", str(folder / "wallets"), "--wallet.name", MASTER),
             *("--neuron.name", _VALIDATOR),
         ]
-        if config.exchange == "hivemind":
-            words[_VALIDATOR] += ["--neuron.initial_peers", "none"]  # it is the first peer itself
-        # As the file names it: /ip4/ADDRESS/tcp/PORT/p2p/ID. A name is found out by itself.
-        for peer in config.swarm.initial_peers[:1] if config.exchange == "hivemind" else ():
-            _, kind, host, _, port, *_ = peer.split("/")
-            words[_VALIDATOR] += ["--dht.port", port]
-            words[_VALIDATOR] += ["--dht.ip", host] if kind == "ip4" else []
         for program, flags in more.items():
             if program not in words:
                 raise ConfigError(
@@ -225,7 +218,7 @@ def check(plan: Plan) -> Config:
 
     Raises ConfigError for what is missing: a file, a key, a port.
     """
-    from distributed_training.chain.identity import identity_file, load_wallet
+    from distributed_training.chain.identity import load_wallet
     from distributed_training.health.machine import refuse_model, refuse_unknown_kinds
     from distributed_training.registry.__main__ import parser
 
@@ -242,16 +235,10 @@ def check(plan: Plan) -> Config:
             f"the wallet in {plan.folder / 'wallets'} is {hotkey} and {plan.file} names the master "
             f"{master}, so nothing was started: put that wallet there"
         )
-    is_swarm = config.exchange == "hivemind"
-    if is_swarm and not identity_file(config.run_folder).exists():
-        raise ConfigError(
-            f"{identity_file(config.run_folder)} is missing, so no miner would find this validator "
-            "and nothing was started: put its backup there"
-        )
     if _STORE in plan.words:
         refuse_place(plan.folder / _STORE)
     places = dict(plan.places)
-    if is_swarm or config.averages:
+    if config.averages:
         places["swarm"] = config.swarm.dht_listen_ip, config.swarm.dht_port
     for program, (host, port) in places.items():
         try:

@@ -139,7 +139,7 @@ def join(options: argparse.Namespace, words: Sequence[str]) -> int:
     here = Path.cwd()
     secrets = "keys" if config.has_bucket else "invitation"
     print(f"{config.network.line}\nsettings {here / OPERATORS_FILE}, {secrets} {here / DOTENV}")
-    if config.exchange == "store":
+    if not config.averages:
         print(
             "a script of yours joins here too: distributed_training.model_config() is the model's "
             "config.json (docs/join-a-script.md)"

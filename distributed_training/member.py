@@ -48,9 +48,9 @@ from distributed_training.common.processes import Mark
 from distributed_training.config import OPERATORS_FILE, Config, ConfigError, load_config, problems
 from distributed_training.config.schema import schema
 from distributed_training.config.versions import parse_version, under
+from distributed_training.miner import build
 from distributed_training.miner import events as ev
-from distributed_training.miner import start_store
-from distributed_training.miner.assembly import Held, RankContext, open_data
+from distributed_training.miner.build import Held, RankContext, open_data
 from distributed_training.miner.controller import IDLE_WAIT
 from distributed_training.miner.events import Action, Command, LocalPart
 from distributed_training.miner.init_command import argv_of
@@ -156,7 +156,7 @@ class Net(RankLoop):
         self,
         *,
         optimizer: Optimizer,
-        rank_zero: start_store.RankZero | None,
+        rank_zero: build.RankZero | None,
         called: list[float],
         **given: Any,
     ) -> None:
@@ -583,14 +583,14 @@ def _assemble(
     checkpointer = Checkpointer(trainer=weights, folder=folder / "checkpoints", keep=keep)
     data = open_data(context, info, weights.micro_batch_size) if config.reads_text else None
     start = connections.global_folder if connections else None
-    kept = resume_training(weights, checkpointer, info, start, store=True)
+    kept = resume_training(weights, checkpointer, info, start)
     first_block = 0 if kept else info.first_block
     if data is not None:
         data.load_state_dict(kept.get("data", {}))
         if first_block:
             data.request(first_block)
     held = Held(weights, checkpointer, data, kept, first_block)
-    rank_zero, exchange = start_store.build_exchange(context, info, connections, held)
+    rank_zero, exchange = build.build_exchange(context, info, connections, held)
     if rank_zero is not None:
         rank_zero.go_live()
         report_running(folder)
@@ -608,7 +608,7 @@ def _assemble(
 
 def _open(
     config: Config, stack: ExitStack, post: Callable[[ev.Event], None]
-) -> tuple[start_store.Connections, StartupInfo]:
+) -> tuple[build.Connections, StartupInfo]:
     """Take the run folder and ask the network, on rank 0 only."""
     folder = make_run_folder(config)
     _open_log(config, stack)
@@ -624,7 +624,7 @@ def _open(
 
     stack.push(ended)
     report_stage(folder, 2, "asking chain and store")
-    return start_store.open_connections(config, folder, stack, lambda: True, post)
+    return build.open_connections(config, folder, stack, lambda: True, post)
 
 
 def _open_log(config: Config, stack: ExitStack) -> None:

@@ -76,17 +76,15 @@ from distributed_training.network import (
     FILE,
     FORMATS,
     HELD_OUT,
+    USUAL,
     VERSION_KEYS,
     VERSIONS,
     NetworkFileError,
-    built_in_rules,
     digest_of,
     flatten,
     is_identity,
-    kind_of,
     load_model,
     needless_keys,
-    of_exchange,
     read_text,
     signed,
     to_toml,
@@ -97,6 +95,7 @@ from distributed_training.protocol.growth import (
     TOKENS_A_PARAMETER,
     Growth,
     amount,
+    average_seconds,
     file_bytes,
     fitting_period,
     fitting_schedule,
@@ -109,8 +108,8 @@ from distributed_training.registry.__main__ import FIXED
 from distributed_training.store.errors import StoreError
 from distributed_training.store.server import store_keys
 
-_CARRIED = ("data", "training", "compression", "round", "upload", "limits", "stop")
-_SAMPLE = "sample/100BT"  # of the built-in network's dataset, which has its texts several times
+_CARRIED = ("data", "training", "round", "limits", "stop")
+_SAMPLE = "sample/100BT"  # of the usual dataset, which has its texts several times
 _EMBEDDED = "embedded"  # instead of a store's URL
 _EXCHANGE = "store"  # of a network whose founder names none
 #: Mbit/s up, of a member. An all-reduce sends 4 bytes a parameter, an upload half a byte.
@@ -297,11 +296,11 @@ def build_parser() -> Parser:
     run.add_argument(
         "--take-over",
         action="store_true",
-        help="lead a store network at once, although another validator may: that one stops",
+        help="lead the network at once, although another validator may: that one stops",
     )
     signing = _add_signing(commands)
     show = commands.add_parser("show", help="verify a network's file and print its rules")
-    show.add_argument("place", type=text, help="file, its URL, or sn38 or local")
+    show.add_argument("place", type=text, help="file, its URL, or local")
     audit = commands.add_parser("audit", help="compute again what a network has published")
     audit.add_argument("place", type=text, help="folder of the founder, or the network's file")
     audit.add_argument(
@@ -477,8 +476,6 @@ def _describe_training(file: Path, members: int) -> str:
         f"schedule ends at inner step {training.total_steps}, after {amount(tokens)} tokens of "
         f"{members} members (--tokens, --miners)"
     )
-    if config.exchange != "store":
-        return schedule
     growth = Growth(
         members,
         config.network.head.parameters,
@@ -499,7 +496,7 @@ def _succeed(options: argparse.Namespace) -> None:
     from distributed_training.scoring import export
 
     old = flatten(tree_of(read_text(options.of)))
-    options.exchange = options.exchange or old.get("exchange", "hivemind")
+    options.exchange = options.exchange or str(old.get("exchange"))
     own = {"data.source", "data.files", "tokenizer.files"}  # pinned again, as its members read them
     needless = needless_keys(options.exchange)
     carried = [
@@ -626,7 +623,7 @@ def _choose_grace(rules: dict[str, Any], link: float | None) -> None:
     if rules["exchange"] == "hivemind":
         # The all-reduce comes when uploads are written, and sends 2 bytes a value twice.
         of_round.setdefault("average_after", f"{grace // 2}s")
-        grace += math.ceil(8 * 4 * parameters / (link * 1e6))
+        grace += average_seconds(parameters, link)
     if grace > period / 3:
         # With the whole margin, which a longer period has.
         most = grace_seconds(parameters, bits, link, period=math.inf)
@@ -641,23 +638,23 @@ def _choose_grace(rules: dict[str, Any], link: float | None) -> None:
 
 
 def _rules(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the built-in network's rules, with what the options say in their place.
+    """Return the usual rules, with what the options say in their place.
 
     Raises ConfigError for a key that is no place for a value, or a host that no other reaches.
     """
-    rules = built_in_rules()
-    # The public network's own; the others' follows from the file.
-    rules.pop("run_id")
+    rules: dict[str, Any] = {}
+    for key, value in USUAL.items():
+        section, _, name = key.partition(".")
+        rules.setdefault(section, {})[name] = value
     chain: dict[str, Any] = {"kind": "registry", "url": options.registry}
     if options.registry is None:
         chain = {"kind": "bittensor", "endpoint": options.chain_endpoint, "netuid": options.netuid}
     rules |= {"format": FORMATS[-1], "name": options.name, "version": 1}
     if _is_private(options):
         rules["private"] = True
-    rules |= {"chain": chain, "model": {}}
-    rules["tokenizer"]["name"] = options.tokenizer
+    rules |= {"chain": chain, "model": {}, "tokenizer": {"name": options.tokenizer}}
     rules["data"]["source"] = options.data_source or "hub"
-    rules["store"]["global_bucket"] = options.bucket or options.name
+    rules["store"] = {"global_bucket": options.bucket or options.name}
     if options.store == _EMBEDDED:
         host = _host_of(options)
         host = f"[{host}]" if ":" in host else host
@@ -665,7 +662,7 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
     elif options.store:
         rules["store"]["endpoint"] = options.store
     rules["training"]["weight_decay_on"] = "matrices"
-    rules = of_exchange(rules, options.exchange)
+    rules["exchange"] = options.exchange
     rules["training"]["late_overlap"] = "dropped"  # see bench.store_loss
     for key, value in options.more:
         table, name = rules, key
@@ -700,7 +697,7 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
                 f"{STORE_PORT}, --set store.endpoint=https://..."
             )
     data = rules["data"]
-    as_built_in = data["source"] == "hub" and data["dataset"] == built_in_rules()["data"]["dataset"]
+    as_built_in = data["source"] == "hub" and data["dataset"] == USUAL["data.dataset"]
     if "data.dataset" not in dict(options.more) and data["source"] not in ("hub", "hf"):
         data["dataset"] = str(data["source"]).partition(":")[0]  # no dataset of the hub is read
     if as_built_in and not {"folder", "revision", "rows"} & set(data):
@@ -736,7 +733,7 @@ def _write(path: Path, text: str) -> None:
             )
         if problems:
             raise ConfigError(problems[0])
-        if config.network and config.network.head.format > 1:
+        if config.network:
             kept = path.absolute().parent / VERSIONS
             kept.mkdir(exist_ok=True)
             # First: a version that is not there could be signed a second time, otherwise.
@@ -908,14 +905,10 @@ def _sign(options: argparse.Namespace, text: str | None = None) -> None:
         model = {key.removeprefix("model."): flat[key] for key in flat if key.startswith("model.")}
         check_model(model, flat.get("training.sequence_length"))
     head = None
-    if flat.get("format") in FORMATS[1:]:
-        if kind_of(flat) == "store":  # the same network in the newest format
-            flat["format"] = FORMATS[-1]
+    # What is of subnet 38, or of no known format, is refused with the whole file.
+    if flat.get("format") == 3 or (flat.get("format"), flat.get("exchange")) == (2, "store"):
+        flat["format"] = FORMATS[-1]  # the same network in the newest format
         head = {"format": flat["format"], **_next_version(options, flat, nearby)}
-    elif options.at is not None:
-        raise ConfigError(
-            "--at is of files of format 2 and later, so nothing was signed: leave it out"
-        )
     _write(path, signed(text, master.hotkey, nearby=nearby, head=head))
     _show(argparse.Namespace(place=str(path)), rules=False)
     if head is not None and head["previous"] is not None:

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from distributed_training import NO_HELP
@@ -27,11 +28,8 @@ from distributed_training.common.llama import named_config
 from distributed_training.common.memory import (
     MOST_WORKERS,
     ModelShape,
-    Parts,
     disk_space,
     host_memory,
-    scored_bytes,
-    snapshot_bytes,
 )
 from distributed_training.common.paper_step import (
     COMPILED,
@@ -43,12 +41,15 @@ from distributed_training.common.paper_step import (
 )
 from distributed_training.config import ConfigError, exit_with, load_config
 from distributed_training.config.loader import Parser, argument, ranged
+from distributed_training.config.settings import DataSettings, MinerSettings, TrainingSettings
 from distributed_training.config.types import Text
 from distributed_training.health.machine import count_moments
+from distributed_training.network import USUAL
 from distributed_training.protocol.growth import (
     TOKENS_A_PARAMETER,
     Growth,
     amount,
+    average_seconds,
     fitting_period,
     grace_seconds,
 )
@@ -81,12 +82,8 @@ class Rules:
     length: int
     moments: float = 2  # tensors that the inner optimizer keeps of a parameter, on average
     grace: float | None = None  # None: as dt-network init chooses it
-    bits: int = 4  # of an upload through the store; over hivemind of a round
-    uploads_all: bool = False
-    upload_steps: int = 60
-    pauses: bool = False
-    matchmaking: float = 30.0
-    timeout: float = 795.0
+    average_after: float | None = None  # None: as dt-network init chooses it
+    bits: int = 4  # of an upload
     weights_every: int = 8
     keep_uploads: int = 8
     judged: int = 0  # tokens of one of the two texts that an upload is judged on, at most
@@ -123,24 +120,35 @@ class Plan:
     @property
     def refused(self) -> bool:
         """True where ``dt-network init`` refuses the grace: it is above a third of the period."""
-        store = self.rules.exchange == "store"
-        return store and self.rules.grace is None and self._grace > self.rules.period / 3
+        return self.rules.grace is None and self._grace > self.rules.period / 3
 
     @property
     def _grace(self) -> float:
         rules = self.rules
         if rules.grace is not None:
             return rules.grace
+        return self._sends + self._averages
+
+    @property
+    def _sends(self) -> float:
+        rules = self.rules
         return grace_seconds(rules.shape.parameters, rules.bits, self.up, period=rules.period)
+
+    @property
+    def _averages(self) -> float:
+        rules = self.rules
+        over_hivemind = rules.exchange == "hivemind"
+        return average_seconds(rules.shape.parameters, self.up) if over_hivemind else 0.0
+
+    @property
+    def average_after(self) -> float:
+        """Seconds from a close to its all-reduce: the file's, or as ``dt-network init`` has it."""
+        after = self.rules.average_after
+        return self._sends // 2 if after is None else after
 
     def outer_step(self, step: PaperStep) -> OuterStep:
         rules, shape = self.rules, self.rules.shape
-        uploads = max(1.0, rules.period // (step.seconds * rules.upload_steps))
-        # The whole model is written for each upload of the whole, else once for the checkpoint.
-        writes = uploads if rules.uploads_all else 1.0
-        held = held_seconds(
-            shape, self.machine, step=step.seconds, writes=writes, moments=rules.moments
-        )
+        held = held_seconds(shape, self.machine, step=step.seconds, moments=rules.moments)
         member = Member(step.seconds, self.up, self.down, held)
         if rules.exchange == "store":
             return through_store(
@@ -154,22 +162,11 @@ class Plan:
             shape.parameters,
             member,
             period=rules.period,
+            grace=self.grace,
+            average_after=self.average_after,
             peers=self.peers,
             bits=rules.bits,
-            upload=self.upload_bytes,
-            upload_steps=rules.upload_steps,
-            matchmaking=rules.matchmaking,
-            timeout=rules.timeout,
-            pauses=rules.pauses,
         )
-
-    @property
-    def upload_bytes(self) -> int:
-        """Bytes of one upload over hivemind."""
-        shapes = self.rules.shape.tensors
-        scored = scored_bytes(shapes)
-        moments = self.rules.moments
-        return snapshot_bytes(shapes, moments) - scored if self.rules.uploads_all else scored
 
     @property
     def host_bytes(self) -> int:
@@ -179,19 +176,17 @@ class Plan:
         store = self.rules.exchange == "store"
         how = replace(
             step.how,
-            train_in_rounds=not store and not self.rules.pauses,
             workers=MOST_WORKERS * self.machine.gpus,
         )
         return host_memory(self.rules.shape, how) - store * 4 * self.rules.shape.parameters
 
     @property
     def disk_bytes(self) -> int:
-        content: Parts = "all" if self.rules.uploads_all else "scored"
         return disk_space(
             self.rules.shape,
             keep_checkpoints=_CHECKPOINTS,
             moments=self.rules.moments,
-            content=content,
+            content="scored",
         )
 
     @property
@@ -276,34 +271,24 @@ def changes(plan: Plan) -> Iterator[Change]:
     rules = plan.rules
     if not outer.in_time or plan.refused:
         yield from _to_be_in_time(plan, outer)
-    elif rules.exchange == "hivemind" and rules.pauses:
-        after = replace(plan, rules=replace(rules, pauses=False))
-        why = f"inner steps pause for {span(outer.late)} in each round"
-        yield _change(plan, after, why, "train in rounds (a network of format 2)")
-    if rules.exchange == "hivemind":
-        member = Member(step.seconds, plan.up, plan.down)
-        sending = member.sending(plan.upload_bytes)
-        if sending > rules.upload_steps * step.seconds:
-            steps = math.ceil(sending / step.seconds)
-            why = f"an upload of {size(plan.upload_bytes)} takes {span(sending)}"
-            what = f"--neuron.upload_steps {steps}"
-            yield Change(why, what, f"one is sent before the next is due, each {steps} steps")
-    if rules.exchange == "store":
-        growth = plan.growth
-        seconds = 8 * growth.validator_receives / (_VALIDATORS_LINK * 1e6)
-        if seconds > plan.grace:
-            why = (
-                f"{_VALIDATORS_LINK:g} Mbit/s bring the validator {size(growth.validator_receives)}"
-                f" in {span(seconds)}, and the grace is {span(plan.grace)}"
-            )
-            what = f"the validator's link: {_VALIDATORS_LINK * seconds / plan.grace:,.0f} Mbit/s"
-            yield Change(why, what, "all uploads are there when the grace ends")
+    elif rules.exchange == "hivemind" and not outer.averages:
+        why = f"an all-reduce takes {span(outer.transfer)}, and the grace ends before"
+        yield Change(why, "--exchange store", "each update is the merge, as it would be here")
+    growth = plan.growth
+    seconds = 8 * growth.validator_receives / (_VALIDATORS_LINK * 1e6)
+    if seconds > plan.grace:
+        why = (
+            f"{_VALIDATORS_LINK:g} Mbit/s bring the validator {size(growth.validator_receives)}"
+            f" in {span(seconds)}, and the grace is {span(plan.grace)}"
+        )
+        what = f"the validator's link: {_VALIDATORS_LINK * seconds / plan.grace:,.0f} Mbit/s"
+        yield Change(why, what, "all uploads are there when the grace ends")
     held = 1 - outer.utilization
-    if outer.in_time and not rules.pauses and held > _IDLE:
+    if outer.in_time and held > _IDLE:
         after = replace(plan, rules=replace(rules, period=2 * rules.period))
         why = f"a round holds training for {held:.0%} of the period"
         yield _change(plan, after, why, "twice round.blocks_per_allreduce")
-    if outer.in_time and rules.exchange == "store" and outer.late > _LATE * rules.period:
+    if outer.in_time and outer.late > _LATE * rules.period:
         yield from _to_be_sooner(plan, outer)
     if step.bound in ("reduction", "launches") or step.parts["reduction"] > 0.1 * step.seconds:
         share = step.parts["reduction"] / step.seconds
@@ -350,23 +335,22 @@ def _to_fit(plan: Plan) -> Iterator[Change]:
 
 def _to_be_in_time(plan: Plan, outer: OuterStep) -> Iterator[Change]:
     """Yield changes by which an upload, or a round, ends in time."""
-    rules, store = plan.rules, plan.rules.exchange == "store"
-    limit = plan.grace if store else min(rules.timeout, rules.period)
-    what = "an upload" if store else "a round's transfer"
-    why = f"{what} takes {span(outer.transfer)}, and {span(limit)} are there"
-    if outer.transfer < limit and outer.late > rules.period:
+    rules, limit = plan.rules, plan.grace
+    step = plan.step
+    assert step is not None
+    sending = Member(step.seconds, plan.up, plan.down).sending(plan.growth.upload)
+    why = f"an upload takes {span(sending)}, and {span(limit)} are there"
+    if sending < limit and outer.late > rules.period:
         why = f"the update comes {span(outer.late)} after the close, so the next one is missed"
     if plan.refused:
         why += "; dt-network init refuses that"
     ways = []
     if rules.bits > 2:
-        fewer = 2 if store else 4
-        words = "round.bits = 2" if store else 'round.compression = "4bit"'
-        ways += [(words, replace(rules, bits=fewer))] if fewer < rules.bits else []
-    if not store:
+        ways += [("round.bits = 2", replace(rules, bits=2))]
+    if rules.exchange == "hivemind":
         ways.append(("--exchange store", replace(rules, exchange="store", bits=4, grace=None)))
     blocks = rules.period
-    while store and blocks < _LONGEST:
+    while blocks < _LONGEST:
         blocks *= 1.25
         longer = replace(rules, period=blocks, grace=None)
         if _in_time(replace(plan, rules=longer)):
@@ -448,18 +432,16 @@ def facts(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{outer.inner_steps:,.0f} inner steps, {amount(tokens)} tokens of a member",
     )
     yield "bytes of it", f"sends {size(outer.sent)}, receives {size(outer.received)}"
-    if rules.exchange == "store":
-        spare = f"of {span(plan.grace)} grace"
-        late = f"the update comes {span(outer.late)} after the close"
-        yield "upload", f"{span(outer.transfer)} {spare}; {late}"
-    else:
-        yield "round", f"{span(outer.late)}, of which {span(outer.transfer)} transfer"
+    sending = Member(step.seconds, plan.up, plan.down).sending(plan.growth.upload)
+    late = f"the update comes {span(outer.late)} after the close"
+    yield "upload", f"{span(sending)} of {span(plan.grace)} grace; {late}"
+    if rules.exchange == "hivemind":
+        begins = f"it begins {span(plan.average_after)} after the close"
+        yield "all-reduce", f"{span(outer.transfer)}; {begins}"
     late = "" if outer.in_time else ": it comes too late and is not merged"
     yield "utilization", f"{outer.utilization:.1%}{late}"
-    if rules.exchange == "store":
-        yield "validator", _describe_validator(plan)
-    if rules.exchange == "store":
-        yield "store", plan.growth.describe_store()
+    yield "validator", _describe_validator(plan)
+    yield "store", plan.growth.describe_store()
     price = plan.machine.card.price if plan.price is None else plan.price
     dated = f" of {PRICED}, --price" if plan.price is None else ""
     yield (
@@ -493,8 +475,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
     step = plan.step
     if step is None:
         return {"fits": False}
-    outer, finite = plan.outer_step(step), math.isfinite(plan.days)
-    figures: dict[str, Any] = {
+    outer, finite, judge = plan.outer_step(step), math.isfinite(plan.days), plan.validator
+    return {
         "fits": True,
         "step_seconds": step.seconds,
         "mfu": step.mfu,
@@ -508,15 +490,10 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "tokens": plan.tokens,
         "days": plan.days if finite else None,
         "dollars": plan.dollars if finite else None,
+        "validator": asdict(judge) | {"seconds": judge.seconds if judge.card else None},
+        "stored": plan.growth.stored,
+        "store_dollars_a_month": plan.growth.dollars_a_month,
     }
-    if plan.rules.exchange == "store":
-        judge = plan.validator
-        figures |= {
-            "validator": asdict(judge) | {"seconds": judge.seconds if judge.card else None},
-            "stored": plan.growth.stored,
-            "store_dollars_a_month": plan.growth.dollars_a_month,
-        }
-    return figures
 
 
 def money(dollars: float) -> str:
@@ -577,52 +554,50 @@ def shape_of(wanted: str) -> ModelShape:
 def rules_of(options: argparse.Namespace) -> Rules:
     """Return the rules of the network's file, or of a new network. Raises ConfigError."""
     founded = options.network is None
-    words = ["--network", options.network or "sn38"]
-    config = load_config("miner", words, environ={}, dotenv=None, check=False)
-    assert config.network is not None
-    head, miner = config.network.head, config.miner
-    model = options.model or head.name
-    if options.model:
-        shape = shape_of(options.model)
-    else:
+    parts: Any = SimpleNamespace(
+        training=TrainingSettings(), data=DataSettings(), miner=MinerSettings()
+    )
+    model, exchange, shape = options.model, options.exchange or "store", None
+    blocks, seconds = USUAL["round.blocks_per_allreduce"], USUAL["round.seconds_per_block"]
+    period = blocks * seconds
+    if not founded:
+        words = ["--network", options.network]
+        parts = load_config("miner", words, environ={}, dotenv=None, check=False)
+        period, head = parts.round_period.total_seconds(), parts.network.head
+        model = model or head.name
+        if options.exchange not in (None, parts.exchange):
+            raise ConfigError(
+                f"--exchange {exchange}, and {options.network} has {parts.exchange}, so nothing "
+                "was planned: leave it out, or give --model in place of --network"
+            )
+        exchange = parts.exchange
         try:
-            # The public network's file has no more than the number of its parameters.
-            like = config.network.model or named_config("4b")
+            # The file for this machine has no more than the number of its parameters.
+            like = parts.network.model or named_config("tiny")
             shape = ModelShape.from_config(like, head.parameters)
         except ValueError as error:
             raise ConfigError(
                 f"{options.network}: {error}, so nothing was planned: give --model too"
             ) from None
-    exchange = options.exchange or ("store" if founded else config.exchange)
-    if not founded and exchange != config.exchange:
-        raise ConfigError(
-            f"--exchange {exchange}, and {options.network} has {config.exchange}, so nothing was "
-            "planned: leave it out, or give --model in place of --network"
-        )
-    four = founded or config.swarm.compression == "4bit"
-    period = config.round_period.total_seconds()
+    shape = shape or shape_of(options.model)
+    training, data, miner = parts.training, parts.data, parts.miner
     if founded and exchange == "store":
         period = fitting_period(shape.parameters, miner.bits, options.link[1])
-    data = config.data
     pages = JUDGED_RANKS * min(VALIDATOR_PAGES, data.pages_per_block)
     judged = pages * data.rows_per_page * data.max_length
     if data.own:  # on the held-out text of all domains
-        judged = JUDGED_OF_DOMAINS * config.training.sequence_length
+        judged = JUDGED_OF_DOMAINS * training.sequence_length
     return Rules(
         model=model,
         shape=shape,
         exchange=exchange,
         period=period,
-        sequences=config.training.local_batch_size_train_effective,
-        length=config.training.sequence_length,
-        moments=count_moments(config.training, shape),
+        sequences=training.local_batch_size_train_effective,
+        length=training.sequence_length,
+        moments=count_moments(training, shape),
         grace=None if founded else miner.grace.total_seconds(),
-        bits=miner.bits if exchange == "store" else 4 if four else 32,
-        uploads_all=not founded and exchange != "store" and config.store.content == "all",
-        upload_steps=config.store.upload_steps,
-        pauses=not founded and head.format == 1,
-        matchmaking=config.swarm.min_matchmaking_time.total_seconds(),
-        timeout=config.swarm.allreduce_timeout.total_seconds(),
+        average_after=None if founded else miner.average_after.total_seconds(),
+        bits=miner.bits,
         weights_every=miner.weights_every,
         keep_uploads=miner.keep_uploads,
         judged=judged,
@@ -696,7 +671,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         listed = [{"why": c.why, "what": c.what, "effect": c.effect} for c in found]
         print(json.dumps(as_json(plan) | {"changes": listed}))
         return 0 if plan.step is not None else 1
-    how = "through the store" if rules.exchange == "store" else "over hivemind"
+    how = "through the store" if rules.exchange == "store" else "over hivemind too"
     print(
         f"{rules.model}, {rules.shape.parameters / 1e9:.3g} billion parameters; {options.peers} "
         f"members of {options.gpu}, {up:g} Mbit/s up and {down:g} down; rounds {how}, each "

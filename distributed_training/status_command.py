@@ -189,7 +189,7 @@ def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
         "inner_step": inner_step,
         "step_at": step_at,
         "last_upload": asdict(upload) if upload else None,
-        "next_upload_at": due if facts.kind == "store" else facts.next_upload,
+        "next_upload_at": due,
         "next_round_at": due,
         "missed_closes": facts.missed_until(now),
         "pays": facts.pays,

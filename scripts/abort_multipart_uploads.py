@@ -6,9 +6,9 @@
                                               [--plugins MODULE ...]
 
 Without --network the network of ``miner.toml`` is used: its file names the store. Keys are read
-from the environment and ``.env`` as the miner reads them. The miner cleans its own bucket each
-hour; this is for other buckets, or for a miner that is gone. Choose --older-than so that the upload
-of a running miner is younger.
+from the environment and ``.env`` as the miner reads them. The miner cleans its own bucket after
+each upload; this is for other buckets, or for a miner that is gone. Choose --older-than so that the
+upload of a running miner is younger.
 
 Exit status: 0 done or nothing to do, 1 the store refused or does not answer, 2 bad input,
 130 interrupted.
@@ -113,7 +113,7 @@ def main() -> int:
 
 
 def _show(store: ObjectStore, found: list[MultipartInfo]) -> None:
-    from distributed_training.store.cleanup import LAPSES_AFTER, OWNER_KEY, upload_sizes
+    from distributed_training.store.cleanup import upload_sizes
 
     width = max(len(u.key) for u in found)
     print(f"{'KEY':{width}}  {'AGE':>9}  {'PARTS':>5}  {'SIZE':>10}  UPLOAD ID")
@@ -123,13 +123,6 @@ def _show(store: ObjectStore, found: list[MultipartInfo]) -> None:
         total += known[1] if known else 0
         print(f"{u.key:{width}}  {_age(u.age):>9}  {parts:>5}  {size:>10}  {u.upload_id:.16}")
     print(f"{counted(len(found), 'upload')}, {total / 1e6:.1f} MB")
-    # Its uploads cannot be told from dead ones by anything but their age.
-    claim = store.head(OWNER_KEY)
-    if claim is not None and (age := claim.age_seconds or 0.0) < LAPSES_AFTER.total_seconds():
-        print(
-            f"A miner is at work in {store.bucket} (seen {age:.0f} s ago): an upload that it "
-            "resumed after a pause may be among these"
-        )
 
 
 if __name__ == "__main__":

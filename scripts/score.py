@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""The score preview: ``dt-score`` in this checkout. See ``--help``."""
+"""The verdicts on uploads: ``dt-score`` in this checkout. See ``--help``."""
 
 from __future__ import annotations
 

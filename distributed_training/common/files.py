@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import glob
 import hashlib
 import json
 import logging
@@ -146,13 +145,6 @@ def write_at(handle: int, data: bytes | memoryview, position: int) -> None:
         # Linux writes 2 GiB at once at the most, and of a disk that becomes full takes less.
         written = os.pwrite(handle, view[: 1 << 30], position)
         view, position = view[written:], position + written
-
-
-def remove_leftovers(path: Path) -> None:
-    """Remove temporary files of killed writers of ``path``; only its writer may call this."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        with contextlib.suppress(OSError):
-            left.unlink()
 
 
 def write_bytes(path: Path, data: bytes, *, durable: bool = True) -> None:

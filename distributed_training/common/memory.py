@@ -184,7 +184,6 @@ class Arrangement:
     cuda: bool = True
     compiled: bool = True  # counts only on a GPU
     loss_chunk: int = LOSS_CHUNK
-    train_in_rounds: bool = False
     moments: float = 2  # that the inner optimizer keeps of a parameter, on average
     workers: int = 0  # data workers of all ranks together
 
@@ -247,20 +246,14 @@ def host_memory(shape: ModelShape, how: Arrangement) -> int:
 
     In bytes a parameter:
 
-    *Always* 12: epoch start, outer momentum, error feedback; where inner steps continue in a round,
-    4 more: the weights that its pseudo-gradient was made of. With AdamW offloaded 8 more, 10.6 on a
-    GPU with public shapes: there torch pins each tensor in memory of a power of two. Another inner
-    optimizer has 4 for each tensor that it keeps, here and below, in place of AdamW's 8.
-    *Averaging* 4: the buffers that rank 0 shares with the averager.
-    *Passing* 16, a snapshot's: copies of the weights and of AdamW's two moments while they are
-    written, and the error feedback that is to be the next one. A checkpoint takes 12, the same
-    copies without it; of one boundary both have the same ones, and training waits rather than copy
-    another boundary in addition (training/error_feedback.py). A round waits for them too and takes
-    12: the average's rows, and weights and momentum that wait for the vote.
-
-    A member of a store network needs 4 less, at most 28: always epoch start, residual and what its
-    upload was written from; for an update 12, the next start, residual and weights, and 4 more
-    where a roll-back has lost what the upload was written from (training/store_outer_step.py).
+    *Always* 12: the outer step's start, residual and what the upload was written from. With AdamW
+    offloaded 8 more, 10.6 on a GPU with public shapes: there torch pins each tensor in memory of a
+    power of two. Another inner optimizer has 4 for each tensor that it keeps, here and below, in
+    place of AdamW's 8.
+    *Averaging* 4: one tensor for each parameter in the peer process of a network over hivemind.
+    *Passing* 16: a checkpoint's copies of the weights, of AdamW's two moments and of the residual
+    while they are written. An update takes 12, the next start, residual and weights, and 4 more
+    where a roll-back has lost what the upload was written from (training/outer_step.py).
 
     *Model*: what would be on the devices, where there are none. *Data*: the workers that fetch and
     tokenize take WORKER_BYTES each.
@@ -271,9 +264,8 @@ def host_memory(shape: ModelShape, how: Arrangement) -> int:
     if how.offload_optimizer:
         pinned = sum(_pinned(shape.tensors, how.world_size))
         moments = how.moments * (pinned if how.cuda else 4 * n)
-    always = (16 if how.train_in_rounds else 12) * n + moments
     passing = (8 + 4 * how.moments) * n
-    return round(always + 4 * n + passing + on_device) + how.workers * WORKER_BYTES
+    return round(16 * n + moments + passing + on_device) + how.workers * WORKER_BYTES
 
 
 def _pinned(tensors: Iterable[tuple[int, ...]], ranks: int) -> Iterator[int]:

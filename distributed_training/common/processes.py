@@ -277,13 +277,6 @@ def process_folder(prefix: str, base: str | None = None) -> str:
     return folder
 
 
-def remove_process_folder(folder: str) -> None:
-    """Remove a folder of :func:`process_folder` and close the file of its lock. Idempotent."""
-    shutil.rmtree(folder, ignore_errors=True)
-    if (owner := _owned.pop(folder, None)) is not None:
-        owner.close()
-
-
 def limit_resources() -> int:
     """Allow this process and its children no core dumps, and the most open files."""
     with contextlib.suppress(ValueError, OSError):

@@ -29,7 +29,7 @@ from distributed_training.config.types import load_optional
 
 from .block_builder import Failure, Prepared, WorkerPool, WorkerSpec, check_folder
 from .own_text import units_of_block
-from .shards import SUFFIX, HeldOut, ShardError, open_shard
+from .shards import SUFFIX, ShardError, open_shard
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +146,6 @@ class DataPipeline:
                 shutil.rmtree(other, ignore_errors=True)
         for left in self._block_folder.glob(".*.tmp"):  # of a worker that was killed while it wrote
             left.unlink(missing_ok=True)
-        self._held_out = HeldOut(self._block_folder / "held-back")
         self._buffer = DeviceBuffer(device) if device and device.type == "cuda" else None
         # Last: a worker may write as soon as it runs, and what earlier ones left is removed above.
         self._workers = WorkerPool(
@@ -337,45 +336,6 @@ class DataPipeline:
         batch = self._host_batch(self._offset)
         if batch is not None:
             self._buffer.put(batch)
-
-    def load_held_out(self, micro_batches: int, *, others: bool = False) -> torch.Tensor | None:
-        """Return held-out data, int64 (micro_batches x micro-batch, sequence).
-
-        :meth:`next` does not serve it. It was kept in ``folder`` since it was set aside; with
-        ``others``, or without any, it is the end of the block in training beyond the sequences
-        ordered. None where that is too little.
-        """
-        wanted = micro_batches * self._micro_batch_size
-        chosen = None if others else self._stored(wanted)
-        held = self._blocks.get(self._current)
-        if chosen is None and held is not None:
-            if len(held.order) < self._sequences + wanted:
-                return None
-            chosen = held.sequences[held.order[self._sequences : self._sequences + wanted]]
-            self._held_out.store(chosen)
-        return None if chosen is None else torch.from_numpy(chosen.astype(np.int64))
-
-    def sample(self, count: int) -> torch.Tensor | None:
-        """Return int64 (count, sequence) of what is here, held-out data first; None: too little.
-
-        Nothing of it is served: it is to measure weights with.
-        """
-        chosen = self._stored(count)
-        for held in reversed(self._blocks.values()):
-            if chosen is None and held is not None and len(held.order) >= count:
-                chosen = held.sequences[held.order[-count:]]
-        return None if chosen is None else torch.from_numpy(chosen.astype(np.int64))
-
-    def has_held_out(self, micro_batches: int) -> bool:
-        """Return whether held-out data is stored, so that no block need be cut for it."""
-        return self._stored(micro_batches * self._micro_batch_size) is not None
-
-    def _stored(self, count: int) -> np.ndarray[Any, Any] | None:
-        kept, vocabulary = self._held_out.load(count), self._spec.vocabulary
-        # A bad disk's token would end every start in the model's first layer.
-        if kept is None or (vocabulary and not (kept.min() >= 0 and kept.max() < vocabulary)):
-            return None
-        return kept
 
     # --- position ------------------------------------------------------------------------------
 

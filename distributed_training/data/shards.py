@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,8 +23,6 @@ from typing import Any
 import numpy as np
 
 from distributed_training.common.files import atomic_file
-
-log = logging.getLogger(__name__)
 
 SUFFIX = ".tokens"
 _MAGIC = b"DTTOKEN1"
@@ -133,30 +130,3 @@ def open_shard(path: Path, *, verify: bool = True) -> tuple[ShardHeader, np.ndar
     if verify and hashlib.sha256(data.data).hexdigest() != header.sha256:
         raise ShardError(f"{path} is corrupted: its tokens do not have the checksum of its header")
     return header, data
-
-
-class HeldOut:
-    """Held-out sequences in ``path``, since they were first set aside: a restart uses the same."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def load(self, count: int) -> np.ndarray[Any, Any] | None:
-        """Load uint32 (count, sequence_length), or return None where there are fewer."""
-        try:
-            # With its checksum: after a power loss zeros may stand there, and every gradient would
-            # be checked on them.
-            _, kept = open_shard(self._path)
-        except (OSError, ShardError):
-            return None
-        return np.array(kept[:count]) if len(kept) >= count else None
-
-    def store(self, sequences: np.ndarray[Any, Any]) -> None:
-        """Store sequences; a full disk costs a log line, and others are chosen after a restart."""
-        try:
-            write_shard(
-                self._path, sequences, tokenizer="", eos_id=0, vocabulary=2**32, durable=False
-            )
-            self._path.with_suffix(".npy").unlink(missing_ok=True)  # version 0.1.0 kept it so
-        except OSError as error:
-            log.warning("The held-out sequences could not be kept on disk: %s", error)

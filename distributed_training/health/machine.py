@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 _SPEED_BYTES = 128 * 1024 * 1024
 _CHECKPOINT_BYTES = 16  # a parameter; see common.memory.disk_space
 _SHARED_MEMORY = 1 << 30  # NCCL's buffers between the GPUs of one machine
-_DESCRIPTORS = 1024  # files, shards and connections, without those of the signed server
+_DESCRIPTORS = 1024  # files, shards and connections
 _COMFORTABLE = 0.9  # share of the memory
 TESTED_TORCH = "2.13.0"  # the newest one, as constraints.txt has it
 _MOST_SPARE = 10_000_000_000  # bytes of disk beside all that a miner keeps, for data and logs
@@ -302,13 +302,9 @@ def arrange(
     offload: bool,
     gpu: int | None,
 ) -> Arrangement:
-    """Return how this machine trains the model; ``gpu``: bytes of its first, None without one.
-
-    Where nobody says whether inner steps continue in a round, they do in a network of format 2 if
-    the host memory is there.
-    """
+    """Return how this machine trains the model; ``gpu``: bytes of its first, None without one."""
     training = config.training
-    how = Arrangement(
+    return Arrangement(
         world_size=ranks,
         micro_batch=micro_batch,
         sequence_length=training.sequence_length,
@@ -319,16 +315,9 @@ def arrange(
         cuda=gpu is not None,
         compiled=training.compile != "off",
         loss_chunk=loss_chunk(gpu),
-        train_in_rounds=True,
         moments=count_moments(training, shape),
         workers=ranks * (MOST_WORKERS if config.data.workers == "auto" else config.data.workers),
     )
-    wanted = config.miner.train_in_rounds
-    if wanted is None:
-        there = host_bytes() or 0
-        of_format_2 = config.network is not None and config.network.head.format > 1
-        wanted = of_format_2 and host_memory(shape, how) <= _COMFORTABLE * there
-    return replace(how, train_in_rounds=wanted)
 
 
 @listed(CHECKS)
@@ -423,7 +412,6 @@ def refuse_model(config: Config, *, ranks: int) -> None:
                 reduce_at_last=at_last,
                 offload_optimizer=offload,
                 cuda=gpu is not None,
-                train_in_rounds=config.miner.train_in_rounds is True,
                 moments=count_moments(config.training, shape),
                 workers=ranks,  # auto starts with one each
             )
@@ -460,8 +448,7 @@ def check_room(examination: Examination) -> Check:
     folder = config.run_folder.absolute()
     if shape is not None:
         keep, moments = config.miner.keep_checkpoints, count_moments(config.training, shape)
-        content = "scored" if config.exchange == "store" else config.store.content
-        most = disk_space(shape, keep_checkpoints=keep, moments=moments, content=content)
+        most = disk_space(shape, keep_checkpoints=keep, moments=moments, content="scored")
         if given is None:  # a small model writes little else too
             needed = min(needed, most)
         needed = max(needed, DISK_RESERVE)
@@ -572,7 +559,7 @@ def check_disk_speed(examination: Examination) -> Check:
 def check_descriptors(examination: Examination) -> Check:
     # The hard limit: each process raises its soft one to that (limit_resources).
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = _DESCRIPTORS + examination.config.chain.max_connections
+    needed = _DESCRIPTORS
     if hard == resource.RLIM_INFINITY or hard >= needed:
         return Check("descriptors", "ok", f"{hard} open files allowed")
     return Check(
@@ -612,27 +599,19 @@ def check_webhook(examination: Examination) -> list[Check]:
 
 
 @listed(CHECKS, at_start=True, exchange="hivemind")
-def check_ports(examination: Examination) -> Iterator[Check]:
-    """Check whether the ports can be listened on, at all addresses of this machine."""
-    ports = {
-        "axon.port": examination.config.chain.axon_port,
-        "dht.port": examination.config.swarm.dht_port,
-    }
-    for flag, port in ports.items():
-        name = f"port {flag}"
-        if port in examination.own_ports:
-            yield Check(name, "ok", f"{port}: the running miner listens there")
-            continue
-        if port == 0:
-            yield Check(name, "ok", "a free one is taken")
-            continue
-        try:
-            listen("0.0.0.0", port).close()
-        except OSError as error:
-            in_use = error.errno == errno.EADDRINUSE
-            why = "in use" if in_use else (error.strerror or "not usable")
-            finding = f"port {port} (--{flag}) is {why}, so peers could not reach this miner"
-            remedy = f"stop what listens there (ss -ltnup 'sport = :{port}') or give --{flag} "
-            yield Check(name, "fail", finding, f"{remedy}another port")
-        else:
-            yield Check(name, "ok", f"{port} is free")
+def check_ports(examination: Examination) -> Check:
+    """Check whether the DHT peer can listen on its port, at all addresses of this machine."""
+    port, name = examination.config.swarm.dht_port, "port dht.port"
+    if port in examination.own_ports:
+        return Check(name, "ok", f"{port}: the running miner listens there")
+    if port == 0:
+        return Check(name, "ok", "a free one is taken")
+    try:
+        listen("0.0.0.0", port).close()
+    except OSError as error:
+        in_use = error.errno == errno.EADDRINUSE
+        why = "in use" if in_use else (error.strerror or "not usable")
+        finding = f"port {port} (--dht.port) is {why}, so peers could not reach this miner"
+        remedy = f"stop what listens there (ss -ltnup 'sport = :{port}') or give --dht.port "
+        return Check(name, "fail", finding, f"{remedy}another port")
+    return Check(name, "ok", f"{port} is free")

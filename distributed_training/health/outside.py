@@ -11,12 +11,11 @@ from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
 from pathlib import Path
 
-from distributed_training.chain.base import Chain, ChainError, find
+from distributed_training.chain.base import Chain, ChainError
 from distributed_training.chain.identity import AddressUnknown, load_wallet
 from distributed_training.chain.kinds import how_to_register
 from distributed_training.chain.subtensor import endpoints_of
-from distributed_training.common.http import run_to_end
-from distributed_training.common.memory import ModelShape, snapshot_bytes
+from distributed_training.common.memory import ModelShape
 from distributed_training.common.proxies import HUB, VARIABLES, proxy_for, unusable, variable
 from distributed_training.config import Config, ConfigError
 from distributed_training.health.clock import (
@@ -27,7 +26,7 @@ from distributed_training.health.clock import (
     chain_offset,
     store_offset,
 )
-from distributed_training.health.machine import Entry, Examination, count_moments, listed
+from distributed_training.health.machine import Entry, Examination, listed
 from distributed_training.node.buckets import (
     check_own,
     commitment_text,
@@ -50,7 +49,6 @@ from distributed_training.store.errors import StoreError
 from distributed_training.store.opening import open_store
 from distributed_training.store.s3 import S3ObjectStore, endpoint_of
 from distributed_training.store.transfer import Retry
-from distributed_training.telemetry.metrics import read_metrics
 
 _CHAIN_TIMEOUT = timedelta(seconds=30)  # for a first answer
 _CHAIN_TIMEOUT_BESIDE = timedelta(seconds=7)  # the same while the miner runs
@@ -58,7 +56,6 @@ _TIMEOUT = timedelta(seconds=5)  # of one request or connection
 _ADDRESS_TIMEOUT = timedelta(seconds=2)  # of each service that is asked
 _STORE_TIMEOUT = timedelta(seconds=10)  # of its first answer
 _LINE_BYTES = 8 * 1024 * 1024
-_METRICS_FRESH = 120.0  # seconds
 
 _KEYS_REMEDY = "check the R2_ variables in .env, and bucket and keys at R2 or another store"
 
@@ -94,12 +91,11 @@ def check_proxies(examination: Examination) -> list[Check]:
         places["data"] = urls
     if config.miner.global_tokenizer_name != "bytes":
         places["tokenizer"] = [HUB]
-    places["calls to public addresses"] = ["http://1.1.1.1"]
     used = [place for place, urls in places.items() if any(map(proxy_for, urls))]
     unused = [place for place in places if place not in used]
     finding = (
         f"{', '.join(given)} set: used for {', '.join(used) or 'nothing'}; not for "
-        f"{', '.join([*unused, 'private addresses, the swarm, the look-up of our address'])}"
+        f"{', '.join([*unused, 'private addresses, DHT peers, the look-up of our address'])}"
     )
     if wrong := unusable():
         finding += f"; {', '.join(wrong)} names no HTTP proxy, so nothing goes there"
@@ -111,7 +107,7 @@ def check_proxies(examination: Examination) -> list[Check]:
 # Before the bucket, whose name ends in the uid.
 @listed(CHECKS, note="asking the chain, and the store for its clock")
 def check_chain(examination: Examination) -> list[Check]:
-    """Check network, hotkey, commitment and endpoint as the chain has them.
+    """Check network, hotkey and commitment as the chain has them.
 
     ``examination`` gets the uid, where the operator gave none, and the offset from the chain's
     clock.
@@ -120,8 +116,6 @@ def check_chain(examination: Examination) -> list[Check]:
     shared, own = ["network"], []
     if config.has_bucket:  # and its read key is on the chain, as the master's is
         shared, own = ["network", "global state"], ["commitment"]
-    if config.exchange == "hivemind":  # whose members are called
-        own.append("endpoint")
     wallet, refused = None, None
     try:
         wallet = load_wallet(config.chain)
@@ -161,9 +155,8 @@ def check_chain(examination: Examination) -> list[Check]:
                 unregistered = Check("hotkey", "fail", finding, remedy)
                 return [*found, unregistered, *_skipped(own, "hotkey failed")]
             found.append(Check("hotkey", "ok", f"{wallet.ss58} has uid {uid}"))
-            for name, check in (("commitment", _check_commitment), ("endpoint", _check_endpoint)):
-                if name in own:
-                    found.append(check(config, chain, wallet.ss58))
+            if "commitment" in own:
+                found.append(_check_commitment(config, chain, wallet.ss58))
             if examination.uid is None:
                 examination.uid = uid
             return found
@@ -193,21 +186,6 @@ def _check_commitment(config: Config, chain: Chain, hotkey: str) -> Check:
         "the chain holds another read key than .env, with which validators read until it is new",
         "start the miner: it writes the new one; keep the old token until then",
     )
-
-
-def _check_endpoint(config: Config, chain: Chain, hotkey: str) -> Check:
-    me = find(chain.neurons(), hotkey)
-    if me is None or me.port is None:
-        return Check("endpoint", "ok", "none on the chain yet: the miner writes it at its start")
-    written = f"the chain says {me.ip}:{me.port}"
-    # Behind a router the chain holds the port outside, and we listen at another.
-    port = config.chain.external_port or config.chain.axon_port
-    wrong_ip = config.chain.external_ip and config.chain.external_ip != me.ip
-    if wrong_ip or (port and port != me.port):
-        ours = f"{config.chain.external_ip or me.ip}:{port}"
-        remedy = "start the miner with these flags: it writes them"
-        return Check("endpoint", "warn", f"{written}, the flags say {ours}", remedy)
-    return Check("endpoint", "ok", written)
 
 
 @listed(CHECKS)
@@ -242,11 +220,10 @@ def check_address(examination: Examination) -> Check:
     except AddressUnknown as error:
         cause, _, remedy = str(error).rpartition(": ")
         return Check("address", "warn", cause, remedy)
-    calls = config.chain.external_port or config.chain.axon_port
-    swarm = config.swarm.dht_external_port or config.swarm.dht_port
+    port = config.swarm.dht_external_port or config.swarm.dht_port
     at = f"[{ip}]" if ":" in ip else ip
-    finding = f"others get {at}, port {calls} for calls and {swarm} for the swarm; from a "
-    finding += f"second machine: python -m distributed_training doctor --probe {at}:{calls},{swarm}"
+    finding = f"others get {at}, port {port} for DHT peers; from a second machine: "
+    finding += f"python -m distributed_training doctor --probe {at}:{port}"
     return Check("address", "ok", finding)
 
 
@@ -289,9 +266,7 @@ def check_bucket(examination: Examination) -> list[Check]:
     return [found, *check_versions(config, bucket), check_line(config, bucket, examination.shape)]
 
 
-@listed(
-    CHECKS, exchange="store", note="asking the registry for access, and the store for its state"
-)
+@listed(CHECKS, note="asking the registry for access, and the store for its state")
 def check_access(examination: Examination) -> list[Check]:
     """Check that the registry gives access to the bucket, and what our link must send."""
     config, name = examination.config, "access"
@@ -340,7 +315,7 @@ def check_versions(config: Config, bucket: str) -> list[Check]:
 
 
 def check_line(config: Config, bucket: str, shape: ModelShape | None) -> Check:
-    """Send 8 MiB, and compare with the time an upload has until this miner gives it up."""
+    """Send 8 MiB, and compare with the time that an upload has after a close."""
     # Random: compressible bytes would seem to travel fast.
     key, content = f"diagnose-{secrets.token_hex(8)}", secrets.token_bytes(_LINE_BYTES)
     try:
@@ -354,59 +329,16 @@ def check_line(config: Config, bucket: str, shape: ModelShape | None) -> Check:
     finding = f"{8 * speed / 1e6:.0f} Mbit/s up, on one connection"
     if shape is None:
         return Check("line", "ok", finding)
-    moments = count_moments(config.training, shape)
-    seconds = snapshot_bytes(shape.tensors, moments, config.store.content) / speed
-    limit = config.store.longest_transfer
-    finding += f": an upload takes about {seconds / 60:.0f} min"
-    if seconds < 0.5 * limit.total_seconds():
+    seconds = file_bytes(shape.parameters, config.miner.bits) / speed
+    grace = config.miner.grace.total_seconds()
+    finding += f": an upload takes about {seconds:.0f} s"
+    if seconds < 0.5 * grace:
         return Check("line", "ok", finding)
-    finding += f", and validators refuse it after {limit.total_seconds() / 60:.0f} min"
+    finding += f", and has {grace:.0f} s after a close"
     return Check("line", "warn", finding, "a faster line")
 
 
 # --- peers and data -------------------------------------------------------------------------------
-
-
-@listed(CHECKS, exchange="hivemind", alone=True)
-def check_bootstrap(examination: Examination) -> Check:
-    name, peers = "bootstrap", examination.config.swarm.initial_peers
-    if examination.step is not None:
-        # What dials them imports torch, which takes seconds from the ranks.
-        return Check(name, "skip", "not dialled: the running miner's log says whether it joined")
-    from distributed_training.exchange.sn38.supervisor import address_of, any_reachable
-
-    dialled = {peer: address for peer in peers if (address := address_of(peer))}
-    if not dialled:
-        return Check(name, "skip", "no initial peer with a TCP port is given")
-    if run_to_end(any_reachable(list(dialled), timeout=_TIMEOUT.total_seconds())):
-        return Check(name, "ok", f"at least one of {len(dialled)} initial peers opens its port")
-    places = ", ".join(f"{host}:{port}" for host, port in dialled.values())
-    return Check(
-        name,
-        "fail",
-        f"none of the initial peers can be reached ({places}), so no round can be taken part in",
-        "check this machine's firewall for outgoing TCP, and --neuron.initial_peers",
-    )
-
-
-@listed(CHECKS, exchange="hivemind")
-def check_calls(examination: Examination) -> Check:
-    """Check whether validators reach a running miner, by the counts in its own metrics."""
-    name = "calls"
-    figures = read_metrics(examination.config.run_folder / "metrics.prom")
-    age = time.time() - figures.get("dt_metrics_written_timestamp_seconds", 0.0)
-    # The file stays when a miner ends, with the counts of then.
-    if age > _METRICS_FRESH:
-        return Check(name, "skip", "no miner runs in this run folder, so nobody calls it")
-    if calls := figures.get("dt_server_accepted_total.IsAlive"):
-        return Check(name, "ok", f"{calls:.0f} signed IsAlive calls since the start")
-    return Check(
-        name,
-        "warn",
-        "no validator has reached the running miner yet",
-        "wait ten minutes after a start; then, from a second machine: "
-        "python -m distributed_training doctor --probe IP",
-    )
 
 
 @listed(CHECKS, alone=True)

@@ -22,7 +22,7 @@ from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
 from distributed_training.localnet.summary import View, draw
 from distributed_training.node.start import Stopped, StopSignals
 from distributed_training.protocol.types import ExitStatus
-from distributed_training.scoring.export import ExportError, export_model, open_folder, sample
+from distributed_training.scoring.export import ExportError, export_model, find_weights, sample
 from distributed_training.store.errors import StoreError
 from distributed_training.telemetry.page import PageProcess
 
@@ -153,8 +153,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             check=False,
         )
         try:
-            reader, newest = open_folder(subnet.validator.plan.folder)
-            step = export_model(config, reader, folder, outer_step=newest)
+            step, place = find_weights(subnet.validator.plan.folder, None)
+            export_model(config, place, folder)
             said = (sample(folder, prompt, tokens=200) for prompt in _PROMPTS)
             text = subnet.folder / "sample.txt"
             text.write_text("\n\n--------\n\n".join(said) + "\n", encoding="utf-8")

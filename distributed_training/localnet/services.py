@@ -24,6 +24,7 @@ from distributed_training.common.files import write_bytes
 from distributed_training.common.kinds import plugin_environment
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import Mark, kill_tree, with_starter
+from distributed_training.config.settings import Exchange
 from distributed_training.config.types import ConfigError
 from distributed_training.network import built_in_rules, of_exchange, signed, to_toml
 from distributed_training.protocol.keys import miner_bucket
@@ -46,9 +47,6 @@ UID_SPACING = 11
 VALIDATOR_UID = 200
 _GRACE = 15.0  # seconds after a close in which uploads are taken
 _GRACE_OF_AVERAGE = 20.0  # the same, where members also average
-# Of the network's file, that a slow machine needs longer.
-_TIMES = {"round_timeout", "allreduce_timeout", "next_chunk_timeout", "request_timeout"}
-_TIMES |= {"min_matchmaking_time", "reload_timeout"}
 
 
 @dataclass(frozen=True)
@@ -58,14 +56,14 @@ class SubnetOptions:
     Args:
         folder: Where everything is written; new, empty, or of a local subnet before.
         ranks: World size of each miner, in order.
-        exchange: ``hivemind``, ``store``, or ``sn38``: over hivemind as subnet 38 was.
+        exchange: ``hivemind`` or ``store``.
         outer_steps: Outer steps that the run is to take; a summary with fewer names it.
         seconds_per_block: Block time of the chain; None: one second, and on a machine that is
             slower than two free cores as many times longer.
         slowness: How many times slower this machine is; timeouts are as many times longer.
         blocks_per_allreduce: Blocks between two rounds; None: as ``networks/local.toml`` says.
-        least_miners: Miners without which no round is called, so peers of a group less one; None:
-            all, so that a slow start leaves none out. Lower it to kill miners.
+        least_miners: Fewest uploads of an outer step; None: all miners', so that a slow start
+            leaves none out. Lower it to kill miners.
         restart_miners: Start a miner again that ended with a fault, as pm2 would.
         miner_flags: More flags for every miner.
         validator_flags: More flags for the validator.
@@ -81,14 +79,12 @@ class SubnetOptions:
 
     folder: Path
     ranks: tuple[int, ...] = (2, 1)
-    exchange: Literal["hivemind", "store", "sn38"] = "sn38"
+    exchange: Exchange = "store"
     outer_steps: int = 2
     #: None: a second, and on a machine that is slower than two free cores as many times longer.
     seconds_per_block: float | None = 1.0
     slowness: float = 1.0  # of this machine: timeouts are as many times longer
     blocks_per_allreduce: int | None = None  # None: as networks/local.toml says
-    # Miners without which no round is called, and peers of a group less one. None: all of them, so
-    # that a slow start on a busy machine does not leave one out. Lower it to kill miners.
     least_miners: int | None = None
     restart_miners: bool = False  # one that ended with a fault is started again, as pm2 would
     miner_flags: tuple[str, ...] = ()
@@ -122,7 +118,6 @@ class NeuronPlan:
     uid: int
     world_size: int
     folder: Path
-    axon_port: int
     dht_port: int
 
     @property
@@ -171,9 +166,9 @@ def plan_neurons(options: SubnetOptions, folder: Path) -> list[NeuronPlan]:
     wanted = [("validator", "validator", VALIDATOR_UID, 1)]
     for i, ranks in enumerate(options.ranks):
         wanted.append((f"miner-{i * UID_SPACING:03d}", "miner", i * UID_SPACING, ranks))
-    ports = iter(free_ports(2 * len(wanted)))
+    ports = iter(free_ports(len(wanted)))
     return [
-        NeuronPlan(name, kind, uid, ranks, folder / name, next(ports), next(ports))
+        NeuronPlan(name, kind, uid, ranks, folder / name, next(ports))
         for name, kind, uid, ranks in wanted
     ]
 
@@ -418,7 +413,7 @@ class Services:
         Raises ChildFailure.
         """
         self._store.child.start()  # it imports for a second; meanwhile:
-        from distributed_training.chain.identity import create_wallet, make_identity
+        from distributed_training.chain.identity import create_wallet
 
         validator = self._validator
         for plan in self.plans:
@@ -428,12 +423,9 @@ class Services:
             "master": self.wallet(validator).ss58,
             "seconds-per-block": str(self.options.seconds_per_block or 1.0),
         }
-        peer_id = ""
         if self._hands_out:  # URLs of the store, by what the file says and with the store's keys
             founding = {"network": str(self.network), "store": str(self._store.folder.absolute())}
-        elif self.options.exchange == "sn38":
-            peer_id = make_identity(validator.folder)
-        self._write_network(peer_id)
+        self._write_network()
         flags = {
             "folder": str(self._chain_folder.absolute()),
             **founding,
@@ -473,11 +465,10 @@ class Services:
         self._store.stop()
         return problems
 
-    def _write_network(self, peer_id: str) -> None:
-        """Write the rules of this subnet. ``peer_id``: of the validator's identity in a swarm."""
+    def _write_network(self) -> None:
+        """Write the rules of this subnet."""
         options, master = self.options, self.wallet(self._validator)
-        rules = built_in_rules("local" if options.exchange == "hivemind" else "local-sn38")
-        rules = of_exchange(rules, "hivemind" if options.exchange == "sn38" else options.exchange)
+        rules = of_exchange(built_in_rules(), options.exchange)
         rules.pop("run_id")  # it follows from the file
         changed = {
             "chain.url": self.chain_endpoint,
@@ -485,23 +476,14 @@ class Services:
             "round.seconds_per_block": float(options.seconds_per_block or 1.0),
             "store.endpoint": self.store_endpoint,
         }
-        for name in rules["round"].keys() & _TIMES if options.slowness != 1 else ():
-            seconds = float(rules["round"][name].removesuffix("s")) * options.slowness
-            changed[f"round.{name}"] = f"{seconds:.1f}s"
         if options.blocks_per_allreduce is not None:
             changed["round.blocks_per_allreduce"] = options.blocks_per_allreduce
-        if options.exchange != "sn38":
-            rules["private"] = True  # the store speaks plain HTTP, on this machine
-            usual = _GRACE if options.exchange == "store" else _GRACE_OF_AVERAGE
-            grace = min(usual * options.slowness, options.period / 3)
-            changed |= {"round.grace": f"{grace:.1f}s", "round.least": self._least}
-            if options.exchange == "hivemind":
-                changed["round.average_after"] = f"{grace / 4:.1f}s"
-        else:
-            # Only the validator's: it is there first, and through it miners find each other.
-            first = f"/ip4/127.0.0.1/tcp/{self._validator.dht_port}/p2p/{peer_id}"
-            # The validator is one of the group.
-            changed |= {"round.min_group_size": self._least + 1, "swarm.initial_peers": [first]}
+        rules["private"] = True  # the store speaks plain HTTP, on this machine
+        usual = _GRACE if options.exchange == "store" else _GRACE_OF_AVERAGE
+        grace = min(usual * options.slowness, options.period / 3)
+        changed |= {"round.grace": f"{grace:.1f}s", "round.least": self._least}
+        if options.exchange == "hivemind":
+            changed["round.average_after"] = f"{grace / 4:.1f}s"
         for key, value in {**changed, **options.rules}.items():
             table, _, name = key.rpartition(".")
             (rules.setdefault(table, {}) if table else rules)[name] = value
@@ -526,9 +508,9 @@ class Services:
         """
         from distributed_training.chain.identity import create_wallet
 
-        axon, dht, page = free_ports(3)
+        dht, page = free_ports(2)
         uid = len(self.options.ranks) * UID_SPACING
-        plan = NeuronPlan(folder.name, "miner", uid, 1, folder / "run", axon, dht)
+        plan = NeuronPlan(folder.name, "miner", uid, 1, folder / "run", dht)
         # Private at once: .env gets its own mode only after it was written.
         folder.mkdir(mode=0o700)
         self._wallets[plan.name] = create_wallet(self._wallet_folder, plan.name)
@@ -580,18 +562,11 @@ class Services:
             flags["nproc_per_node"] = str(plan.world_size)
         if self.options.exchange == "store":
             return flags
-        if self.options.exchange == "hivemind":
-            return flags | {"dht.port": str(plan.dht_port), "dht.ip": "127.0.0.1"}
-        flags |= {"axon.port": str(plan.axon_port), "dht.port": str(plan.dht_port)}
-        if plan.kind == "validator":
-            flags["neuron.initial_peers"] = "none"  # it is the first peer itself
-            # All are waited for, but one that spoils its part of a round costs the others nothing.
-            flags["validator.minimum_peers"] = str(max(2, self._least))
-        return flags
+        return flags | {"dht.port": str(plan.dht_port), "dht.ip": "127.0.0.1"}
 
     @property
     def _least(self) -> int:
-        """The least number of miners for which a round is called."""
+        """The fewest uploads of an outer step."""
         return self.options.least_miners or len(self.options.ranks)
 
     def environment(self, plan: NeuronPlan) -> dict[str, str]:

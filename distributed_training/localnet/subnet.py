@@ -431,7 +431,6 @@ class LocalSubnet:
             miners=[m.state for m in self.miners],
             world_sizes=[m.plan.world_size for m in self.miners],
             problems=[*problems, *self.problems],
-            exchange="hivemind" if self.options.exchange == "sn38" else "store",
         )
 
     # --- inside ---------------------------------------------------------------------------------
@@ -451,7 +450,7 @@ class LocalSubnet:
     def _read_events(self, neuron: Neuron) -> None:
         for event in neuron.state.poll():
             line = event_line(event, of_validator=neuron.plan.kind == "validator")
-            if line and not (self._stopped and event["kind"] == "sweep"):
+            if line:
                 self._tell(f"{neuron.plan.name}: {line}")
 
     def _start_neuron(self, neuron: Neuron) -> None:

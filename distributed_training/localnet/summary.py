@@ -17,8 +17,7 @@ from rich.text import Text
 
 from distributed_training.common.backoff import Throttle
 from distributed_training.common.files import write_bytes, write_json
-from distributed_training.config.settings import Exchange
-from distributed_training.protocol.lines import counted, judged_upload
+from distributed_training.protocol.lines import counted
 from distributed_training.protocol.types import Base
 from distributed_training.telemetry.neuron_state import Judged, NeuronState
 
@@ -49,10 +48,8 @@ def event_line(event: Mapping[str, Any], *, of_validator: bool) -> str:
             return "" if superseded else f"publication of {tag} failed: {reason}"
         case {"kind": "round", "ok": False, "fault": fault}:
             return f"ROUND FAILED: {fault} {event.get('detail') or ''}".rstrip()
-        case {"kind": "round", "peers": [], "participants": uids, "seconds": seconds} if uids:
+        case {"kind": "round", "participants": uids, "seconds": seconds} if of_validator:
             return f"{counted(len(uids), 'upload')} merged, {seconds:.1f} s after the close"
-        case {"kind": "round", "peers": peers, "seconds": seconds} if of_validator:
-            return f"round worked, {len(peers)} peers, {seconds:.1f} s"
         case {"kind": "outer_step", "outer_step": reached} if of_validator:
             return f"global state of outer step {reached} published"
         case {"kind": "outer_step", "outer_step": reached}:
@@ -61,12 +58,9 @@ def event_line(event: Mapping[str, Any], *, of_validator: bool) -> str:
             return f"loaded the global state of outer step {reached}"
         case {"kind": "held_out"}:
             return f"held-out loss {held_out(event) or 'not finite'}"
-        case {"kind": "sweep", "changed": True, "not_alive": uids}:
-            missing = f"not alive: uids {', '.join(map(str, uids))}"
-            return missing if uids else "every miner is alive again"
         case {"kind": "upload_scored", "ok": False, "uid": uid, "outer_step": judged}:
-            upload = judged_upload(event.get("revision") or "", judged)
-            return f"uid {uid}: {upload} not scored: {event.get('reason') or 'no reason given'}"
+            why = event.get("reason") or "no reason given"
+            return f"uid {uid}: its upload of outer step {judged} is refused: {why}"
     return ""
 
 
@@ -121,15 +115,6 @@ _SLOWER = (
     "machine again, or give a longer --seconds-per-block"
 )
 _LEGEND = (
-    "scored: uploads the validator judged and took, of those it judged. For half a period after a\n"
-    "round it judges the last upload before it, which is too old at the end of that time: one or\n"
-    "two in each outer step are not scored, whatever a miner does.\n"
-    "random: rating of the uploads on text that all miners share. assigned: how often the miner's\n"
-    "own pages improved more. total: the share of the reward these and the rounds come to."
-)
-
-
-_STORE_LEGEND = (
     "scored: uploads the validator judged and merged, of those it judged.\n"
     "random: rating of the uploads on text that all miners share. assigned: how often the miner's\n"
     "own pages improved more. total: the share of the reward these come to."
@@ -183,7 +168,6 @@ class Summary:
     outer_steps: tuple[OuterStepResult, ...]
     miners: tuple[MinerResult, ...]
     problems: tuple[str, ...]
-    exchange: Exchange = "hivemind"
 
     @property
     def ok(self) -> bool:
@@ -244,7 +228,7 @@ class Summary:
             _table(("outer step", "at", "round", "held-out loss", "took part"), outer_steps),
             _table(("miner", *figures, *kinds), miners),
             "\n".join(notes),
-            _STORE_LEGEND if self.exchange == "store" else _LEGEND,
+            _LEGEND,
             "\n".join(f"PROBLEM: {problem}" for problem in self.problems),
         ]
         return "\n" + "\n\n".join(part for part in parts if part) + "\n"
@@ -275,7 +259,6 @@ def summarize(
     miners: Sequence[NeuronState],
     world_sizes: Sequence[int],
     problems: Sequence[str] = (),
-    exchange: Exchange = "hivemind",
 ) -> Summary:
     """Put the neurons' events together and judge them.
 
@@ -321,7 +304,6 @@ def summarize(
         outer_steps=tuple(steps),
         miners=tuple(results),
         problems=tuple(found),
-        exchange=exchange,
     )
 
 

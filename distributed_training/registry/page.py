@@ -52,8 +52,6 @@ white-space: normal; text-align: right; overflow-wrap: anywhere; }
 _ANSWERS = {
     "alive": "at work",
     "silent": "silent",
-    "elsewhere": "at another outer step",
-    "other file": "other network file",
     "new": "not asked yet",
 }
 

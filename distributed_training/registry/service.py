@@ -35,7 +35,6 @@ from distributed_training.chain.http_server import (
     Buckets,
     Head,
     Reply,
-    TrustedAddresses,
     normalize,
     parse_fields,
     whole_reply,
@@ -144,8 +143,6 @@ class Service(BoundedServer):
         # restart granted it would grant again, to whoever could read that grant.
         self._granted = auth.NonceMemory(
             window=timedelta(seconds=auth.BTAUTH_MAX_AGE + CLOCK_SKEW),
-            skew=timedelta(seconds=CLOCK_SKEW),
-            kept=auth.Kept(-1, clean=True),
         )
         self._granter = ThreadPoolExecutor(8, thread_name_prefix="registry-access")
         self._reads: dict[str, Callable[[Head], bytes]] = {
@@ -165,12 +162,10 @@ class Service(BoundedServer):
         self._may_warn = Throttle(60.0)
         # One: a slow disk holds up only writes, while the event loop answers reads.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="registry-writer")
-        trusted = TrustedAddresses()
-        # Or the bad requests of one of its callers would shut out everybody behind the proxy.
-        trusted.set_endpoints([limits.proxy] if limits.proxy is not None else [])
         behind = limits.proxy is not None
         admission = Admission(
-            trusted=trusted,
+            # Or the bad requests of one of its callers would shut out everybody behind the proxy.
+            trusted=frozenset(map(normalize, [limits.proxy] if limits.proxy is not None else [])),
             max_connections=limits.max_connections,
             max_connections_per_address=(
                 2 * limits.max_connections if behind else limits.max_connections_per_address
@@ -223,7 +218,7 @@ class Service(BoundedServer):
             raise Refused(Refusal.ROUTE)
         if head.method != "POST":
             raise Refused(Refusal.METHOD)
-        claim = auth.read_claim(head.headers, (auth.BTAUTH,))
+        claim = auth.read_claim(head.headers)
         if claim.receiver != self.registry.charter.identity:
             raise Refused(Refusal.RECEIVER)
         # Only looked at. A token is taken with the proof, or anybody could use up a hotkey's rate.
@@ -374,7 +369,7 @@ class Service(BoundedServer):
         if reach(ip) > allowed:
             raise ChainError(
                 f"serve: {ip} cannot be reached from everywhere, and this call did not come from a "
-                "private network: give the public address with --axon.external_ip, or call the "
+                "private network: give the public address with --dht.ip, or call the "
                 "registry by its own private address"
             )
         self.registry.serve(hotkey, ip, port, peer)

@@ -25,7 +25,6 @@ from pydantic import SecretStr
 
 from distributed_training.common.backoff import Throttle
 from distributed_training.common.files import LONGEST_LINE, json_line, rotated
-from distributed_training.protocol.types import Revision
 from distributed_training.telemetry.logs import level_name, mask, moved
 
 log = logging.getLogger(__name__)
@@ -182,8 +181,6 @@ def plain(value: Any) -> Any:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, Revision):
-        return value.tag
     if isinstance(value, timedelta):
         return value.total_seconds()
     if isinstance(value, SecretStr):

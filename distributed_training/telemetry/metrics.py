@@ -100,45 +100,32 @@ for _name, _about in {
     "launcher_running": "1 while the launcher runs",
     "starts_refused_in_a_row": "refused starts since the last training",
     # uploads
-    "last_publication_timestamp_seconds": "when the newest gradient was uploaded",
-    "publication_age_seconds": "age of the newest uploaded gradient",
-    "publication_age_limit_seconds": "age at which validators score it 0",
-    "publication_seconds_left": "time left until that age",
+    "last_publication_timestamp_seconds": "when the newest upload was complete",
     "publications_total": "uploads, successful or not",
     "publications_failed_total": "failed uploads",
-    "snapshots_refused_total": (
-        "snapshots that were not uploaded, by kind: disk (no room), blocks (none was trained), "
-        "list (all blocks too old), write (files not written), unchecked (no gradient check)"
+    "uploads_refused_total": (
+        "uploads that were not written, by kind: disk (no room), steps (too few inner steps)"
     ),
     "uploaded_bytes_total": "bytes uploaded",
-    "snapshot_ready_seconds": "time from snapshot to upload",
-    "preview_loss_change": "loss change by the last uploaded gradient",
     "block_list_newest_block": "newest chain block trained on",
-    "block_list_age_blocks": "age of the newest uploaded block",
-    "block_list_limit_blocks": "age at which uploads are too old",
-    "block_list_blocks_left": "blocks left until that age",
     # income, as the chain shows it
     "earning": "1 while the miner earns, else 0",
     "incentive": "share of the pay, 0 to 1",
     "emission": "tokens of the subnet per tempo",
     "incentive_rank": "place by incentive; 1 is highest",
     "weights_block": "block of the last set weights",
-    "last_call_timestamp_seconds": "when a validator was answered",
     # rounds
     "rounds_total": "finished rounds, successful or not",
     "rounds_failed_total": "rounds without our upload or outer step",
     "rounds_failed_in_a_row": "failures since the last good round",
-    "rounds_missed_total": "outer steps that were loaded instead",
+    "rounds_missed_total": "outer steps that were applied late, one after the other",
     "round_participation_ratio": "share of the last 20 rounds with this miner",
     "round_seconds": "duration of the last round",
-    "next_round_timestamp_seconds": "when the next round is expected",
-    "dht_peers": "other peers in the DHT",
-    # chain and server
+    "next_round_timestamp_seconds": "time of the next close",
+    # chain
     "chain_block": "newest chain block",
-    "chain_seconds_per_block": "recent time between two blocks",
     "chain_age_seconds": "time since the chain last answered",
     "registered": "0 while the hotkey is not registered",
-    "server_connections": "open connections of the signed server",
     # a validator's, of its network
     "network_training": "1 while members answer and the last round was good, else 0",
     "network_gate": "1 while no half of the uploads passes the held-out text",
@@ -163,13 +150,11 @@ for _name, _about in {
     "network_uploads_reset_total": "uploads that were reset",
     # programs
     "build_info": "1; its label is the version",
-    "protocol_run": "run number of this program",
-    "global_outer_step": "outer step of the global state",
-    "global_run": "run number of the global state",
+    "global_outer_step": "outer step of the network",
     # machine
     "clock_offset_seconds": "how far this machine's clock is ahead",
     "disk_free_bytes": "free disk of the run folder",
-    "disk_needed_bytes": "disk for a snapshot, a checkpoint and the reserve",
+    "disk_needed_bytes": "disk for an upload, a checkpoint and the reserve",
     "memory_bytes": "resident memory of rank 0 and its processes",
     "memory_growth_bytes_per_hour": "growth of this memory over the last hours",
     "memory_total_bytes": "memory limit of the machine or cgroup",

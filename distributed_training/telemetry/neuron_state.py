@@ -19,7 +19,6 @@ from typing import Any
 
 import psutil
 
-from distributed_training.common.files import read_json_object
 from distributed_training.config.schema import read_settings
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry.events import EventFollower, finite
@@ -35,9 +34,6 @@ _DAY, _HOUR = 86400.0, 3600.0
 _FEW_DAYS = 4  # up to this number, counts are by the hour
 _SHORTEST = 60.0  # seconds of steps from which a day's tokens are estimated
 _CLOCK_STEP = 60.0  # by which the clock may have been set since a process began
-
-#: What ``scripts/score.py`` found last for the miner of this run folder.
-SCORE_FILE = "score.json"
 
 _DAMAGED = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
 
@@ -56,7 +52,7 @@ _MEANS = frozenset(
 )
 #: Kinds of events that are kept as they were written.
 _TABLES = (
-    *("round", "publication", "preview", "problem", "held_out", "start", "stop", "income"),
+    *("round", "publication", "problem", "held_out", "start", "stop", "income"),
     *("finished", "export", "network"),
     *("upload_scored", "starting", "refused"),
 )
@@ -64,7 +60,7 @@ _TABLES = (
 
 @dataclass
 class Judged:
-    """The results of a validator's scoring passes for one miner's uploads."""
+    """What a validator found of one miner's uploads."""
 
     scored: int = 0
     passes: int = 0  # scored or reset; a reset counts as a score of zero
@@ -91,7 +87,6 @@ class NeuronState:
         # Of a validator, by uid.
         self.scores: dict[int, dict[str, float]] = {}
         self.judged: dict[int, Judged] = {}
-        self.not_alive: tuple[int, ...] = ()  # those that did not answer the last sweep
         self._taken = 0  # events; the page knows by it which of them the history held already
         self._step_ended: float | None = None  # of the step before, if this run did it
         self._follower = EventFollower(folder / "events.jsonl")
@@ -131,9 +126,8 @@ class NeuronState:
         """Apply one event.
 
         Returns it with the neuron's name, its number, the state after it, and derived fields:
-        ``between_seconds`` of a step (rounds, snapshots and loads since the step before),
-        ``changed`` of a sweep. Unknown kinds and fields, and fields of another type, change
-        nothing.
+        ``between_seconds`` of a step (outer steps and loads since the step before). Unknown kinds
+        and fields, and fields of another type, change nothing.
         """
         self._taken += 1
         kind, follows = str(event.get("kind")), None
@@ -188,17 +182,8 @@ class NeuronState:
     def _on_finished(self, event: Mapping[str, Any]) -> None:
         self.mode = "finished"  # the validator's, which stays
 
-    def _on_round(self, event: Mapping[str, Any]) -> None:
-        if self.mode == "sweeping":  # the validator's; a miner's modes are events of their own
-            self.mode = "waiting"
-
     def _on_held_out(self, event: Mapping[str, Any]) -> None:
         self.mode = "waiting"
-
-    def _on_sweep(self, event: Mapping[str, Any]) -> dict[str, Any]:
-        self.mode = "sweeping"  # a round or a scoring pass follows
-        before, self.not_alive = self.not_alive, tuple(map(int, event.get("not_alive") or ()))
-        return {"changed": self.not_alive != before}
 
     def _on_upload_scored(self, event: Mapping[str, Any]) -> None:
         self.mode = "scoring"
@@ -241,11 +226,6 @@ class NeuronState:
 
     def measured(self) -> dict[str, Any]:
         """Return the part of :meth:`facts` that changes without an event, or counts many."""
-        previewed = None  # this miner's row of the last score preview
-        found = read_json_object(self.folder / SCORE_FILE) or {}
-        with contextlib.suppress(*_DAMAGED):
-            (row,) = (row for row in found["miners"] if row["uid"] == self.uid)
-            previewed = {**row, "time": found["time"]}
         now = time.time()
         settings, price = read_settings(self.folder), None
         with contextlib.suppress(*_DAMAGED):
@@ -258,7 +238,6 @@ class NeuronState:
             "gauges": read_metrics(self.folder / "metrics.prom"),
             "life": self.life(),
             "judged": {uid: asdict(judged) for uid, judged in self.judged.items()},
-            "previewed": previewed,
         }
 
     def _standings(self) -> list[list[float | None]]:

@@ -24,7 +24,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from distributed_training.protocol.lines import counted
 from distributed_training.protocol.network_report import span
-from distributed_training.protocol.scoring import blocks_are_fresh, scored_epoch
 
 FACTS_FILE = "facts.json"  # in the run folder
 
@@ -33,13 +32,12 @@ FACTS_FILE = "facts.json"  # in the run folder
 #: The miner's own facts: it writes them every 15 s, and between two micro-batches.
 LOOK_LIFE = 300.0
 ASKED_LIFE = 1200.0  # the network's file, which is compared with ours at each look at the store
-BLOCK_LIFE = 600.0  # the chain's newest block
 STANDING_LIFE = 7200.0  # the chain's figures of this miner
 MACHINE_LIFE = 120.0  # disk, processes
 FATE_ROUNDS = 2  # round periods: what a manifest says of an upload
 #: Chain and store are silent for longer: offline.
 OFFLINE_AFTER = 60.0
-SILENT_AFTER = 120.0  # one of the two is: of a network whose rounds go through the store
+SILENT_AFTER = 120.0  # one of the two is
 _LATE_ROUNDS = 3  # round periods in which a newcomer's first upload may be on its way
 #: What stopped a miner whose settings were refused.
 SETTINGS = "its settings"
@@ -47,9 +45,7 @@ SETTINGS = "its settings"
 TORCHRUN = "its ranks have ended; torchrun's log names the cause"
 SCRIPT = "its script ended"  # that joined a network
 _CLOCK_STEP = 5.0  # a fact of the future by more was written by another clock
-_SLACK = 20.0  # seconds by which an upload may be older than it looks
 _FIRST_STEP = 1800.0  # seconds, with its compilation; a load of weights holds the loop as well
-_PACE = 1.5  # blocks may come so much faster than the network's file says
 
 
 class Verdict(StrEnum):
@@ -71,12 +67,8 @@ class Verdict(StrEnum):
     OUTDATED = "network's file outdated"
     OTHER_VERSION = "other version"
     BEHIND = "behind"
-    NOT_CALLED = "not called"
     GATE = "gate"
     # --- the uploads
-    NOTHING_UPLOADED = "nothing uploaded"
-    TOO_OLD = "upload too old"
-    OLDER_STEP = "of an older outer step"
     REFUSED = "refused"
     NOT_MERGED = "not merged"
     MISSED = "missed a close"
@@ -133,25 +125,22 @@ class Standing:
 
 @dataclass(frozen=True)
 class Place:
-    """The network's outer step and, hivemind, the block of the round that led to it."""
+    """Where the network stands."""
 
     outer_step: int
-    last_allreduce_block: int | None = None
 
 
 @dataclass(frozen=True)
 class Upload:
     """One complete upload of this miner.
 
-    ``at``: Unix seconds, of its gradients. ``block``: the newest of its list; None: not known.
-    ``fate``: store network: ``merged``, ``refused`` or ``kept``, once a manifest says so, at
-    ``fate_at`` and for ``cause``.
+    ``at``: Unix seconds, of its end. ``fate``: ``merged``, ``refused`` or ``kept``, once a manifest
+    says so, at ``fate_at`` and for ``cause``.
     """
 
     outer_step: int
     at: float
     tag: str = ""
-    block: int | None = None
     fate: str = ""
     fate_at: float = 0.0
     cause: str = ""
@@ -221,20 +210,14 @@ class Disk:
 
 @dataclass(frozen=True)
 class Facts:
-    """All facts that a verdict needs, of both kinds of network. None, empty: not known.
+    """All facts that a verdict needs. None, empty: not known.
 
     Times are Unix seconds.
     """
 
     # --- the network's file
-    kind: str = ""  # hivemind, store
     pays: bool = True  # its chain pays; False: a registry's network, in which uploads count
-    blocks_per_round: int | None = None  # before the network's first outer step
-    blocks_per_round_later: int = 0  # after it; 0: the same
-    seconds_per_block: float | None = None
-    round_seconds: float | None = None  # from one round to the next
-    age_limit: float | None = None  # seconds, of an upload
-    patience: float = 600.0  # seconds that a load of the global state may take
+    round_seconds: float | None = None  # from one close to the next
     # --- the miner, as it sees itself
     name: str = ""
     uid: int | None = None
@@ -246,12 +229,10 @@ class Facts:
     step: Fact[int] | None = None  # the last inner step
     step_seconds: float | None = None
     uploads: tuple[Upload, ...] = ()  # the newest of each outer step, oldest first
-    uploads_known: bool = False  # also the uploads from before this start
     missed: int = 0  # closes in a row for which nothing was sent, since the first upload
     missed_at: float = 0.0  # when the last of them was over
     missed_cause: str = ""
     sending: str = ""  # tag of the upload under way
-    called_at: float | None = None  # by a validator
     # --- the network, as the miner sees it
     block: Fact[int] | None = None  # the chain's; ``at``: its last answer
     registered: Fact[bool] | None = None
@@ -263,11 +244,9 @@ class Facts:
     chain_trouble: str = ""
     other_version: Fact[str] | None = None  # how the network's file differs from ours
     outdated: bool = False  # ours is the older one
-    forked: str = ""  # store network: there are two histories
-    gate: int = 0  # store network: closes in a row that the held-out text refused
-    next_round: float | None = None  # is expected
-    next_upload: float | None = None  # begins, at the present pace
-    fitting_steps: int | None = None  # upload_steps with which uploads count; None: they do now
+    forked: str = ""  # there are two histories
+    gate: int = 0  # closes in a row that the held-out text refused
+    next_round: float | None = None  # the next close
     # --- what others see of the miner
     launch: Launch | None = None
     gone: Fact[bool] | None = None  # no process of it runs
@@ -277,7 +256,7 @@ class Facts:
         """Return when the next round is expected: by the clock, where the chain is silent since."""
         due, period = self.next_round, self.round_seconds
         silent = self.block is not None and now - self.block.at > OFFLINE_AFTER
-        silent |= self.store_silent_since is not None and self.kind == "store"
+        silent |= self.store_silent_since is not None
         if due is None or due >= now or not period or not silent:
             return due
         return due + math.ceil((now - due) / max(1.0, period)) * period
@@ -326,8 +305,6 @@ class Judgement:
         bad: Whether an operator must act.
         earns: Whether it earns now; None: not known.
         counts: Whether validators count the newest upload known to be complete; None: not known.
-        judged_step: Hivemind: the outer step whose uploads validators judge; None: not known, or
-            they move to the next about now.
     """
 
     verdict: Verdict
@@ -336,7 +313,6 @@ class Judgement:
     bad: bool = False
     earns: bool | None = False
     counts: bool | None = None
-    judged_step: int | None = None
 
     @property
     def words(self) -> str:
@@ -355,10 +331,10 @@ class Judgement:
 
 def judge(facts: Facts, now: float) -> Judgement:
     """Return the verdict at ``now``, in Unix seconds: the first thing in the way decides."""
-    counts = _count_store(facts, now) if facts.kind == "store" else _count_hivemind(facts, now)
+    counts = _count(facts, now)
     known: dict[str, Any] = {}
     if (found := _of_process(facts, now)) is None:
-        known = {"counts": counts.counts, "judged_step": counts.step}
+        known = {"counts": counts.counts}
         found = _of_machine(facts, now) or _of_network(facts, now, counts)
     standing = _value(facts.standing, now, STANDING_LIFE)
     if not facts.pays or standing is None or standing.incentive <= 0 or found.verdict in _PAY:
@@ -492,23 +468,15 @@ def _of_link(facts: Facts, now: float) -> Judgement | None:
     if chain is None or looked is None:
         return None
     if store is None or looked - max(chain, store) <= OFFLINE_AFTER:
-        return _of_one(facts, now) if facts.kind == "store" else None
+        return _of_one(facts, now)
     name = "chain" if facts.pays else "registry"
     cause = f"{name} and store have not answered for {span(now - max(chain, store))}"
     if not facts.pays and _REFUSED in facts.chain_trouble + facts.store_trouble:
         cause += f" ({_REFUSED}: their machine answers, so this one's link works)"
         cause += _missed(facts, now)
         return Judgement(Verdict.NETWORK_DOWN, cause, _TELL, bad=True, earns=None)
-    if facts.called_at is not None and now - facts.called_at < OFFLINE_AFTER:
-        return Judgement(
-            Verdict.OFFLINE,
-            f"{cause}, and calls still come in: its way out is blocked, or both are down",
-            "see the firewall and proxy of this machine",
-            bad=True,
-            earns=None,
-        )
     remedy = "check this machine's network; training continues, and uploads follow by themselves"
-    cause += ": this machine's link" + (_missed(facts, now) if facts.kind == "store" else "")
+    cause += ": this machine's link" + _missed(facts, now)
     return Judgement(Verdict.OFFLINE, cause, remedy, bad=True, earns=None)
 
 
@@ -545,12 +513,11 @@ def _missed(facts: Facts, now: float) -> str:
 
 @dataclass(frozen=True)
 class _Counts:
-    """``counts``: None where it depends on what is not known. ``step``: that validators judge."""
+    """``counts``: None where it depends on what is not known."""
 
     counts: bool | None
     cause: str
     verdict: Verdict = Verdict.NOT_JUDGED_YET
-    step: int | None = None
     remedy: str = ""
 
 
@@ -597,7 +564,7 @@ def _remedy_of(cause: str) -> str:
     return REMEDIES.get(found, _AGAIN)
 
 
-def _count_store(facts: Facts, now: float) -> _Counts:
+def _count(facts: Facts, now: float) -> _Counts:
     """Go by the last upload that a manifest names, as long as the next one may be awaited."""
     life = FATE_ROUNDS * (facts.round_seconds or math.inf)
     named = [upload for upload in facts.uploads if upload.fate and now - upload.fate_at <= life]
@@ -626,101 +593,6 @@ def _count_store(facts: Facts, now: float) -> _Counts:
             return _Counts(False, cause, Verdict.NOT_MERGED, remedy=remedy)
 
 
-def _count_hivemind(facts: Facts, now: float) -> _Counts:
-    """Judge the upload as validators do, at each block and outer step that they may be at now."""
-    block = _value(facts.block, now, BLOCK_LIFE)
-    place = _value(facts.place, now, facts.round_seconds or math.inf)
-    limit, first, pace = facts.age_limit, facts.blocks_per_round, facts.seconds_per_block
-    looked = facts.looked
-    if block is None or facts.block is None or looked is None:
-        return _Counts(None, "the chain's block is not known now", Verdict.UNKNOWN)
-    if not -_CLOCK_STEP <= now - looked <= LOOK_LIFE:
-        return _Counts(None, "the chain's block is not known now", Verdict.UNKNOWN)
-    if not facts.uploads:
-        verdict = Verdict.NOTHING_UPLOADED if facts.uploads_known else Verdict.NOT_JUDGED_YET
-        return _Counts(False if facts.uploads_known else None, "nothing was uploaded", verdict)
-    last = place.last_allreduce_block if place is not None else None
-    if place is None or last is None or not (limit and first and pace):
-        return _Counts(None, "which outer step validators judge is not known yet")
-    # This machine's clock may have been set back since the look.
-    slack = min(_SLACK, (facts.round_seconds or math.inf) / 20)
-    # A chain endpoint may lag by a block, the validator's too.
-    low = block - 1
-    high = block + 1 + math.ceil((max(0.0, now - facts.block.at) + slack) * _PACE / pace)
-    period = facts.blocks_per_round_later or first if place.outer_step else first
-    may_be = {
-        scored_epoch(outer_step=place.outer_step, block=at, last_allreduce_block=last, bpa=period)
-        for at in (low, high)
-    }
-    over = high - last >= period  # a round may have ended that this miner has not heard of
-    periods = {period, (facts.blocks_per_round_later or first) if over else period}
-    # It was not over when the network was seen at this outer step, or was being published.
-    seen = low - math.ceil(max(0.0, now - facts.place.at) / pace) if facts.place else low
-    if high - max(last + period, seen - period // 4) >= min(periods) / 2:
-        may_be.add(place.outer_step + 1)
-    # Each round that failed since prolongs the age limit.
-    longest = limit * (1 + max(0, (high - last) // min(periods)))
-    ages = limit - slack - max(0.0, now - looked), longest
-    found = [
-        _count_upload(facts, step, (low, high), ages=ages, periods=periods)
-        for step in sorted(may_be)
-    ]
-    alike = {each.counts for each in found}
-    if len(may_be) == 1:
-        return replace(found[0], step=may_be.pop())
-    if len(alike) == 1:
-        return found[0]
-    return _Counts(None, next((each.cause for each in found if each.counts is None), _TURN))
-
-
-_TURN = "validators move to the next outer step about now"
-
-
-def _count_upload(
-    facts: Facts,
-    step: int,
-    blocks: tuple[int, int],
-    *,
-    ages: tuple[float, float],
-    periods: set[int],
-) -> _Counts:
-    """Say whether the upload of ``step`` counts, if validators judge that outer step.
-
-    ``blocks``: the least and the most that the chain's may be; ``ages``: at the look, below which
-    the upload is young enough for certain, and from which it is too old.
-    """
-    newest = facts.uploads[-1]
-    upload = next((each for each in facts.uploads if each.outer_step == step), None)
-    if upload is None:
-        if newest.outer_step < step:
-            cause = (
-                f"the newest upload is of outer step {newest.outer_step}, validators judge {step}"
-            )
-            counts = False if facts.uploads_known else None
-            return _Counts(counts, f"{cause} and give it 0", Verdict.OLDER_STEP)
-        cause = f"validators still judge outer step {step}, then {newest.outer_step}"
-        return _Counts(None, f"{cause}, of which the newest upload is")
-    assert facts.looked is not None
-    age = facts.looked - upload.at
-    if age >= ages[1]:
-        cause = f"validators give it 0 ({span(age)} old, limit {span(facts.age_limit or 0.0)})"
-        return _Counts(False, cause, Verdict.TOO_OLD)
-    if upload.block is None:
-        return _Counts(None, "the blocks of the newest upload are not known")
-    low, high = blocks
-
-    def fresh(block: int) -> set[bool]:
-        return {blocks_are_fresh([upload.block or 0], block=block, bpa=bpa) for bpa in periods}
-
-    if not any(fresh(low)):
-        old, most = low + 1 - upload.block, max(periods) // 2
-        cause = f"validators give it 0 (newest trained block {old} old, limit {most})"
-        return _Counts(False, cause, Verdict.TOO_OLD)
-    if not all(fresh(high)) or age >= ages[0]:
-        return _Counts(None, "the newest upload is at its limit just now")
-    return _Counts(True, f"the upload of outer step {step} counts")
-
-
 # --- the network and the pay ----------------------------------------------------------------------
 
 
@@ -738,14 +610,11 @@ def _of_network(facts: Facts, now: float, counts: _Counts) -> Judgement:
         verdict = Verdict.OUTDATED if facts.outdated else Verdict.OTHER_VERSION
         return Judgement(verdict, problem, bad=True)
     behind = 0.0 if facts.behind_since is None else now - facts.behind_since
-    hivemind, period = facts.kind != "store", facts.round_seconds or math.inf
-    if behind > (facts.patience if hivemind else period):
+    if behind > (facts.round_seconds or math.inf):
         return Judgement(
             Verdict.BEHIND,
             f"the network has been at a later outer step for {span(behind)}",
-            "grep -i 'global state' in the log"
-            if hivemind
-            else "see the log's line on outer steps that are not taken over",
+            "see the log's line on outer steps that are not taken over",
             bad=True,
         )
     if facts.gate:
@@ -753,41 +622,11 @@ def _of_network(facts: Facts, now: float, counts: _Counts) -> Judgement:
         cause += " passes the held-out text; what they held goes into the next"
         return Judgement(Verdict.GATE, cause, "the registry's page says more")
     running = now - (facts.started if facts.started is not None else now)
-    found = _of_uploads(facts, counts, running, behind > 0)
-    if found is not None and (found.bad or counts.counts is False):
-        return found
-    silent = now - max(facts.called_at or 0.0, facts.started or now)
-    if hivemind and silent > period:
-        return _not_called(facts, now, silent)
-    return found or _pay(facts, now, counts)
+    return _of_uploads(facts, counts, running) or _pay(facts, now, counts)
 
 
-def _of_uploads(facts: Facts, counts: _Counts, running: float, behind: bool) -> Judgement | None:
+def _of_uploads(facts: Facts, counts: _Counts, running: float) -> Judgement | None:
     """Return the verdict where uploads do not count, or it is not known; None: they count."""
-    if facts.kind == "store":
-        return _of_closes(facts, counts, running)
-    if counts.counts:
-        return None
-    late, failed = False, "grep -iE 'UPLOAD BLOCKED|upload failed' in the log for the cause"
-    if counts.verdict is Verdict.NOTHING_UPLOADED:
-        late = running > (facts.age_limit or math.inf)
-        words = f"in the {span(running)} " if running >= 1 else ""
-        cause = f"nothing was uploaded {words}since the start{_next_upload(facts)}"
-        if not late and facts.age_limit:
-            cause += f". No fault for another {span(facts.age_limit - running)}"
-        return Judgement(counts.verdict, cause, failed if late else "", bad=late)
-    if counts.counts is None:
-        earns = None if counts.verdict is Verdict.UNKNOWN else False
-        return Judgement(counts.verdict, counts.cause, earns=earns)
-    cause, remedy = counts.cause + _next_upload(facts), ""
-    if facts.fitting_steps is not None:
-        remedy = f"if this comes back: upload_steps = {facts.fitting_steps}"
-    # Behind the network the load that is due helps here as well, without an operator.
-    return Judgement(counts.verdict, cause, remedy, bad=not behind)
-
-
-def _of_closes(facts: Facts, counts: _Counts, running: float) -> Judgement | None:
-    """Return :func:`_of_uploads` of a network whose rounds go through the store."""
     late = running > _LATE_ROUNDS * (facts.round_seconds or math.inf)
     if facts.missed:
         last = "close" if facts.missed == 1 else f"{facts.missed} closes"
@@ -816,31 +655,6 @@ def _of_closes(facts: Facts, counts: _Counts, running: float) -> Judgement | Non
     return Judgement(counts.verdict, counts.cause, remedy, bad=bool(remedy))
 
 
-def _next_upload(facts: Facts) -> str:
-    if facts.sending:
-        return f". The next one ({facts.sending}) is on its way"
-    if facts.next_upload is None or facts.looked is None:
-        return ""
-    return f". Next upload in about {span(max(0.0, facts.next_upload - facts.looked))}"
-
-
-def _not_called(facts: Facts, now: float, silent: float) -> Judgement:
-    chain_silent = 0.0 if facts.block is None else now - facts.block.at
-    cause = f"no validator has called for {span(silent)}"
-    paid, pace = _value(facts.standing, now, STANDING_LIFE), facts.seconds_per_block or 0.0
-    block = 0 if facts.block is None else facts.block.value
-    if paid is not None and (block - paid.weights_block) * pace > silent:  # they call nobody
-        return Judgement(Verdict.NOT_CALLED, f"{cause}, or set weights: they seem to be away")
-    remedy = (
-        "see from another machine whether --axon.port is reached (python -m distributed_training "
-        "doctor --probe IP)"
-    )
-    if chain_silent > BLOCK_LIFE / 2:
-        cause += f", nor has the chain answered for {span(chain_silent)}"
-        remedy = "see the network of this machine first"
-    return Judgement(Verdict.NOT_CALLED, cause, remedy, bad=True)
-
-
 def _pay(facts: Facts, now: float, counts: _Counts) -> Judgement:
     """Return the verdict on a miner whose uploads count."""
     if not facts.pays:
@@ -854,10 +668,6 @@ def _pay(facts: Facts, now: float, counts: _Counts) -> Judgement:
             cause = f"{standing.words}: below a tenth of an equal share ({standing.least:.1e})"
             return Judgement(Verdict.HARDLY_EARNING, cause)
         return Judgement(Verdict.EARNING, standing.words, earns=True)
-    newest = facts.uploads[-1]
-    if facts.kind != "store" and standing.weights_block < (newest.block or 0):
-        cause = f"{counts.cause}; no validator has set weights since"
-        return Judgement(Verdict.NOT_JUDGED_YET, cause)
     cause = "the newest upload is fine; validators pay for it hours later"
     return Judgement(Verdict.NOT_YET_PAID, cause)
 

@@ -45,7 +45,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from distributed_training.common.ports import listen
 from distributed_training.common.processes import ChildLog, ParentConnection, limit_resources
-from distributed_training.protocol.types import AllReduceFault, ExitStatus
+from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry.metrics import Registry
 from distributed_training.telemetry.neuron_state import NeuronState
 from distributed_training.telemetry.run_state import is_run_folder, observe
@@ -232,10 +232,12 @@ _OTHER_ADDRESS = (
 )
 
 
+_FAULTS = {"LOCAL": "this miner could not apply the update"}  # of a round that failed
+
+
 def application(neurons: Sequence[NeuronState], *, token: str = "") -> ASGIApp:
     """Return the ASGI application over ``neurons``; see the module."""
     hub = Hub(neurons)
-    faults = {fault.name: fault.value for fault in AllReduceFault}
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -248,7 +250,7 @@ def application(neurons: Sequence[NeuronState], *, token: str = "") -> ASGIApp:
         # error would leave the page empty for as long as the event is among the last.
         now = time.time()
         found = [{**neuron.facts(), **verdict_of(neuron.folder, now)} for neuron in neurons]
-        content = json.dumps({"faults": faults, "neurons": found})
+        content = json.dumps({"faults": _FAULTS, "neurons": found})
         return Response(content, media_type="application/json")
 
     async def folders(request: Request) -> Response:

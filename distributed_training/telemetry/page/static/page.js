@@ -142,13 +142,9 @@ const newestOf = (neuron, kind) => neuron.tables[kind][neuron.tables[kind].lengt
 
 // --- cards ------------------------------------------------------------------------------------
 
-function card(title, value, small = "", kind = "", meter = null) {
+function card(title, value, small = "", kind = "") {
   const made = element("div", { class: `card ${kind}` },
     element("h2", {}, title), element("p", {}, value), element("small", {}, small));
-  if (meter) {
-    made.append(element("meter", { min: 0, max: meter.limit, value: Math.min(meter.value, meter.limit),
-      low: 0.6 * meter.limit, high: 0.85 * meter.limit, optimum: 0, "aria-label": title }));
-  }
   return made;
 }
 
@@ -171,13 +167,10 @@ function cards(neuron) {
     const last = neuron.steps[neuron.steps.length - 1];
     return last ? last[neuron.columns.indexOf(name)] : null;
   };
-  const now = present(), store = facts.kind === "store";
-  const running = runs(neuron), chain = facts.block ? facts.block.at : undefined;
+  const now = present();
+  const running = runs(neuron);
   const made = [], score = judged(neuron), steps = neuron.steps.length > 0;
   if (score) made.push(card("Score", ...score));
-  const called = facts.called_at ?? gauge("last_call_timestamp_seconds");
-  if (facts.kind === "hivemind") made.push(aged(card("Last call", called ? `${span(now - called)} ago` : "none yet",
-    `by a validator; ${weightsOf(neuron)}`, wordOf(neuron) === "not called" ? "bad" : ""), chain));
   made.push(card("State", stateOf(neuron)), ...startCards(neuron));
   if (steps) {
     made.push(card("Step", `${column("outer_step")} . ${column("inner_step")}`,
@@ -191,24 +184,17 @@ function cards(neuron) {
       column("gpu_utilization") === null ? "" : `utilization ${number(column("gpu_utilization"), 0)} %`));
   }
   made.push(...moneyCards(neuron), ...uploadCards(neuron, running));
-  const round = store ? "close" : "round";
   const told = facts.next_round ?? gauge("next_round_timestamp_seconds"), next = neuron.next_round ?? told;
   if (next && running) {
-    made.push(card(`Next ${round}`, next > now ? `in ${span(next - now)}` : "due",
+    made.push(card("Next close", next > now ? `in ${span(next - now)}` : "due",
       next !== told ? `by the clock, ${clock(next)}` : next > now ? `expected at ${clock(next)}` : `since ${span(now - next)}`));
   }
   const rounds = neuron.tables.round.filter((r) => !early(r)), last = rounds[rounds.length - 1];
-  if (last) made.push(card(`Last ${round}`, tookPart(last) ? (store ? "merged" : "took part") : last.ok ? fateOf(last) : "failed",
-    last.peers && last.ok && last.base === undefined ? `${peersIn(last)} peers, ${number(last.seconds, 1)} s` : causeOf(last),
+  if (last) made.push(card("Last close", tookPart(last) ? "merged" : last.ok ? fateOf(last) : "failed", causeOf(last),
     tookPart(last) ? "good" : last.base === "kept" && last.ok || !running ? "" : "bad"));
   const share = gauge("round_participation_ratio"), taken = rounds.filter(tookPart).length;
-  if (rounds.length) made.push(card(store ? "Closes merged" : "Rounds taken", `${taken} of ${rounds.length}`,
+  if (rounds.length) made.push(card("Closes merged", `${taken} of ${rounds.length}`,
     share === undefined ? "the last ones" : `${number(100 * share, 0)} % of the subnet's last 20`));
-  const known = gauge("dht_peers");
-  if (known !== undefined) made.push(card("Swarm", `${number(known, 0)} peers`, "known in the DHT", known ? "" : "bad"));
-  const preview = newestOf(neuron, "preview");
-  if (preview) made.push(card("Preview", number(preview.delta, 4),
-    "loss change by the last gradient tried", preview.delta < 0 ? "good" : "bad"));
   const looked = newestOf(neuron, "export");
   if (looked) made.push(card("Evaluation", looked.ok ? Object.entries(looked.results).slice(0, 3).map(([name, value]) => `${name} ${number(value, 3)}`).join("; ") || "exported" : "failed",
     looked.ok ? `outer step ${looked.outer_step}, ${looked.folder}` : looked.reason, looked.ok ? "" : "bad"));
@@ -250,45 +236,17 @@ function moneyCards(neuron) {  // what a day trains, brings and costs
     cost === null ? "of text trained on, pauses counted" : `${costs}, ${number(cost / (tokens / 1e9))} a billion`));
   const { value: { emission } = {}, at } = (neuron.facts && neuron.facts.standing) || {};
   if (!emission || neuron.facts.pays === false) return made;
-  const pace = gaugeOf(neuron, "chain_seconds_per_block") || BLOCK_SECONDS, day = emission * DAY / (TEMPO_BLOCKS * pace);
+  const day = emission * DAY / (TEMPO_BLOCKS * BLOCK_SECONDS);
   made.push(aged(card("Emission a day", number(day, 4),
     cost === null ? "in the subnet's coin" : `coins; ${costs}: even at ${number(cost / day)} a coin`), at));
   return made;
 }
 
 function uploadCards(neuron, running) {
-  const gauge = (name) => gaugeOf(neuron, name), now = present(), made = [], facts = neuron.facts || {};
-  const newest = (facts.uploads || []).at(-1), limit = facts.age_limit ?? gauge("publication_age_limit_seconds");
-  const published = newest ? newest.at : gauge("last_publication_timestamp_seconds");
-  const judgement = neuron.judgement || { judged_step: null, counts: false }, judges = judgement.judged_step;
-  const past = judgement.counts === false ? "too old: validators score it zero" : "past the limit; whether it counts is not known";
-  const other = newest && judges !== null && newest.outer_step !== judges;
-  const steps = !newest ? "" : `of outer step ${newest.outer_step}` + (judges === null ? "" :
-    other ? `; validators judge outer step ${judges}` : ", which validators judge");
-  if (facts.kind === "store") {
-    const fate = { merged: "merged", kept: "not merged", refused: "refused" }[newest && newest.fate] || "not judged yet";
-    if (newest) made.push(card("Uploaded", `${span(now - newest.at)} ago`, `of outer step ${newest.outer_step}: ${fate}${newest.cause ? `, ${newest.cause}` : ""}`,
-      newest.fate === "refused" && running ? "bad" : ""));
-    return made;
-  }
-  if (published && limit) {
-    const age = now - published;
-    const zero = facts.looked && judgement.counts === false && age < limit, ages = zero ? "validators score it zero"
-      : age < limit ? `too old for validators in ${span(limit - age)}` : past;
-    made.push(card("Uploaded", `${span(age)} ago`, steps ? `${steps}; ${ages}` : ages, zero || age > 0.85 * limit || other && newest.outer_step < judges ? "bad" : "", { value: age, limit }));
-  } else if (limit) {
-    const start = facts.started ?? gauge("start_timestamp_seconds"), age = start ? now - start : 0;
-    made.push(card("Uploaded", "nothing yet", start ? `since the start ${span(age)} ago; validators score it zero`
-      : "validators score it zero", age > limit ? "bad" : ""));
-  }
-  const listed = gauge("block_list_age_blocks"), most = gauge("block_list_limit_blocks");
-  if (listed !== undefined && most && running) {  // the chain continues where the miner writes no figures
-    const pace = gauge("chain_seconds_per_block"), written = gauge("metrics_written_timestamp_seconds");
-    const blocks = listed + (pace && written ? Math.max(0, Math.floor((now - written) / pace)) : 0);
-    made.push(aged(card("Newest uploaded block", `${number(blocks, 0)} blocks old`,
-      blocks < most ? `too old for validators in ${number(most - blocks, 0)} blocks` : past,
-      blocks > 0.85 * most ? "bad" : "", { value: blocks, limit: most }), facts.block && facts.block.at));
-  }
+  const made = [], newest = ((neuron.facts || {}).uploads || []).at(-1);
+  const fate = { merged: "merged", kept: "not merged", refused: "refused" }[newest && newest.fate] || "not judged yet";
+  if (newest) made.push(card("Uploaded", `${span(present() - newest.at)} ago`, `of outer step ${newest.outer_step}: ${fate}${newest.cause ? `, ${newest.cause}` : ""}`,
+    newest.fate === "refused" && running ? "bad" : ""));
   return made;
 }
 
@@ -351,12 +309,6 @@ function verdictOf(neuron) {
   return [state, "", "good"];  // a validator waits between its rounds
 }
 
-function weightsOf(neuron) {  // the last judgement that the network shows
-  const block = gaugeOf(neuron, "chain_block"), set = gaugeOf(neuron, "weights_block");
-  const blocks = Math.max(0, block - set);
-  return set ? `weights set ${number(blocks, 0)} block${blocks === 1 ? "" : "s"} ago` : "none has set weights yet";
-}
-
 const uidOf = (neuron) => (newestOf(neuron, "start") || {}).uid;
 
 function scoreOf(neuron) {  // where the validator is shown too
@@ -366,18 +318,10 @@ function scoreOf(neuron) {  // where the validator is shown too
 
 function judged(neuron) {  // by a validator whose folder is shown too
   const found = [...neurons.values()].map((n) => n.judged[uidOf(neuron)]).find(Boolean), score = scoreOf(neuron);
-  if (!found && !score) return previewed(neuron.previewed);
+  if (!found && !score) return undefined;
   const counted = found ? `${found.scored} of ${found.passes} uploads scored` : "by the validator of this subnet";
   const reset = found && found.last_reset ? `; last reset: ${found.last_reset}` : "";
   return [number(score && score.total, 3), counted + reset, found && !found.scored ? "bad" : ""];
-}
-
-function previewed(row) {  // by scripts/score.py, for a miner whose validator is elsewhere
-  if (!row) return undefined;
-  const ago = `scripts/score.py, ${span(present() - row.time)} ago`;
-  const gain = row.random_relative == null ? "–" : `${number(100 * row.random_relative, 2)} %`;
-  if (row.cause) return [gain, `${row.costs}: ${row.remedy}; ${ago}`, "bad"];
-  return [gain, `better on unseen text; ${ago}`, ""];
 }
 
 // --- curves -----------------------------------------------------------------------------------
@@ -470,16 +414,15 @@ const verdict = (ok, yes, no) => element("span", { class: ok ? "ok" : "not" }, o
 
 function tables(neuron) {
   const newest = (kind) => [...neuron.tables[kind]].reverse().slice(0, SHOWN_ROWS);
-  table("rounds", "Rounds", ["time", "outer step", "result", "peers", "seconds"], newest("round").map((r) => [
+  table("rounds", "Rounds", ["time", "outer step", "result", "miners", "seconds"], newest("round").map((r) => [
     moment(r.time), r.outer_step + 1, r.ok && !tookPart(r) ? element("span", { class: r.base === "refused" || r.fate === "missed" ? "not" : "" }, fateOf(r))
-      : verdict(r.ok, fateOf(r), `failed: ${causeOf(r)}`), peersIn(r), number(r.seconds, 1)]));
+      : verdict(r.ok, fateOf(r), `failed: ${causeOf(r)}`), (r.participants || []).length || "–", number(r.seconds, 1)]));
   table("publications", "Uploads", ["time", "revision", "result", "MB", "seconds"], newest("publication").map((p) => [
     moment(p.time), p.revision, verdict(p.ok, "uploaded", p.reason || "failed"), number(p.bytes_sent / 1e6, 1), number(p.seconds, 1)]));
   const scores = neuron.scores ? Object.entries(neuron.scores.scores) : [];
   table("scores", "Scores", ["uid", "random", "assigned", "train", "all-reduce", "total"],
     scores.sort((a, b) => b[1].total - a[1].total).slice(0, 20).map(([uid, s]) => [uid,
       number(s.random, 2), number(s.assigned, 3), number(s.train, 3), number(s.all_reduce, 0), number(s.total, 3)]));
-  table("peers", "Peers of the last rounds", ["peer", "averaged", "failed", "last"], peersOf(neuron).slice(0, SHOWN_ROWS));
   const ranks = ranksOf(neuron), measured = RANK_FIGURES.filter((f, i) => ranks.some((row) => row[i + 1] !== "–"));
   table("ranks", "Ranks", ["rank", ...measured.map((f) => f.head)],
     ranks.map((row) => [row[0], ...measured.map((f) => row[RANK_FIGURES.indexOf(f) + 1])]));
@@ -491,30 +434,15 @@ function tables(neuron) {
       p.times > 1 ? ` (${p.times} times)` : "")))] : []));
 }
 
-// A member's round through the store names no peers: "base" is what became of its own upload.
+// Of a member's round "base" is what became of its upload; a validator's names the miners in it.
 const tookPart = (round) => round.ok && (round.base === undefined || round.base === "merged");
 // Why a round failed, in a sentence; what became of an upload, as the validator put it.
 function causeOf(round) {
   const sentence = faults[round.fault] || String(round.fault || "").replace(/_/g, " ").toLowerCase();
   return [sentence, String(round.detail || "")].filter(Boolean).join(": ");
 }
-const fateOf = (round) => round.fate || { merged: "merged", kept: "not merged", refused: "refused" }[round.base] || "averaged";
+const fateOf = (round) => round.fate || { merged: "merged", kept: "not merged", refused: "refused" }[round.base] || "published";
 const early = (round) => round.fate === "too early";  // a close before the first upload, which it could not reach
-const peersIn = (round) => round.base !== undefined ? "–" : ((round.peers || []).length || (round.participants || []).length);
-
-function peersOf(neuron) {  // newest rounds first
-  const found = new Map();
-  for (const round of [...neuron.tables.round].reverse()) {
-    for (const [list, column] of [["peers", 1], ["failed_peers", 2]]) {
-      for (const peer of round[list] || []) {
-        const row = found.get(peer) || [`…${String(peer).slice(-8)}`, 0, 0, moment(round.time)];
-        row[column] += 1;
-        found.set(peer, row);
-      }
-    }
-  }
-  return [...found.values()];
-}
 
 const RANK_FIGURES = [
   { name: "memory_bytes", head: "memory", unit: "GB", scale: 1e9, digits: 2 },
@@ -570,10 +498,10 @@ function draw() {
   chart("memory", "GPU memory", "GB", neuron, [{ column: "gpu_memory_gb", name: "peak", style: "a" }], 1);
   chart("incentive", "Incentive", "", neuron, [{ column: "incentive", name: "share of all payments", style: "a" }], 4,
     neuron.facts && neuron.facts.pays === false ? [] : neuron.standings, ["time", "incentive", "emission"]);
-  const store = neuron.facts && neuron.facts.kind === "store", every = neuron.counts.seconds === DAY ? "day" : "hour";
-  chart("counts", `Uploads and ${store ? "closes" : "rounds"}, by the ${every}`, "", neuron, [
+  const every = neuron.counts.seconds === DAY ? "day" : "hour";
+  chart("counts", `Uploads and closes, by the ${every}`, "", neuron, [
     { column: "uploads", name: "uploads", style: "a" }, { column: "failed", name: "failed uploads", style: "b" },
-    { column: "taken", name: store ? "closes merged" : "rounds taken", style: "c" },
+    { column: "taken", name: "closes merged", style: "c" },
     { column: "missed", name: "missed", style: "d" }], 0,
   neuron.counts.rows.length > 1 ? neuron.counts.rows : [], ["time", "uploads", "failed", "taken", "missed"]);
   tables(neuron);
@@ -595,7 +523,7 @@ function soon() {
 
 function follow() {
   const source = new EventSource("stream");
-  const kinds = ["step", "outer_step", "scores", "state", "round", "publication", "preview", "problem",
+  const kinds = ["step", "outer_step", "scores", "state", "round", "publication", "problem",
     "held_out", "start", "stop", "income", "network", "gauges"];
   for (const kind of kinds) source.addEventListener(kind, (message) => {
     const event = JSON.parse(message.data);
