@@ -21,9 +21,9 @@ from pathlib import Path
 
 import psutil
 import torch
+from hivemind.p2p import P2P
 
 from bench.common import parser, table
-from distributed_training.chain.identity import identity_file, make_identity
 from distributed_training.exchange.hivemind import Answer, Order, PeerProcess, Ready, Settings
 from distributed_training.protocol.update_file import Header, UpdateLayout, finish, write_rows
 
@@ -98,11 +98,10 @@ class Ours:
 
     def _start(self, folder: Path, i: int) -> PeerProcess:
         folder.mkdir()
-        make_identity(folder)
+        identity = str(folder / "identity.key")
+        P2P.generate_identity(identity)
         peer = PeerProcess(
-            Settings(
-                self.schema, "bench", str(identity_file(folder)), "127.0.0.1", 0, gather=GATHER
-            ),
+            Settings(self.schema, "bench", identity, "127.0.0.1", 0, gather=GATHER),
             ready=lambda ready: self.ready.update({i: ready}),
             answered=lambda answer: self.answers.update({i: answer}),
             module="bench.timed_peer",

@@ -1,7 +1,7 @@
 """Measure everything this project claims about a GPU, in nine minutes at most.
 
     python bench/gpu.py                          all parts; two of them on all GPUs
-    python bench/gpu.py --parts inner_1b,codec   some of them
+    python bench/gpu.py --parts inner_1b   some of them
     python bench/gpu.py --minutes 20             more rows of the parts that are cut by time
     python bench/gpu.py --length 4096            tokens of a sequence
     python bench/gpu.py --device cpu --quick     every part's code at toy size; no figure counts
@@ -85,8 +85,7 @@ PARTS = (
     Part("inner_4b", "inner step, 4B", "50 % MFU", 90),
     Part("several", "all GPUs against one, 1B", "90 % of as many times the speed", 100),
     Part("sweep", "variations, 1B", "measured", 65),
-    Part("overhead", "publications, all GPUs", "at most 1 % of the time", 80),
-    Part("codec", "gradient codec", "20x the public codec on the CPU", 30),
+    Part("overhead", "checkpoints, all GPUs", "at most 1 % of the time", 80),
     Part("out_of_memory", "out of memory on purpose", "half, and training continues", 35),
     Part("loss_curve", "100 steps: GPU bf16, CPU fp32", "the same curve", 40),
 )

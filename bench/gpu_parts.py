@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench import codec as codec_bench
 from bench.inner_step import AsThePublicMiner, our_step, set_weights, tokens
 from distributed_training.common.gpus import peak_flops
 from distributed_training.common.llama import named_config
@@ -370,36 +369,6 @@ def sweep(bench: Bench) -> None:
             bench.row(name, f"not possible: {type(error).__name__}: {line}")
         trainer = None  # type: ignore[assignment]
         longest = max(longest, time.monotonic() - began)
-
-
-# --- (f) ----------------------------------------------------------------------------------------
-
-
-def codec(bench: Bench) -> None:
-    """Error feedback, top-k and removal of what is sent, of a whole model."""
-    shapes = [(96, 64), (64,)] if bench.quick else codec_bench.shapes(300e6)
-    on_cpu = [torch.randn(s) for s in shapes]
-    count = sum(t.numel() for t in on_cpu)
-
-    def timed(work: Any, device: torch.device, repeat: int) -> float:
-        gradients = [t.to(device) for t in on_cpu]
-        feedback = [t.to(device) * 0.5 for t in on_cpu]
-        found = []
-        for _ in range(repeat + 1):
-            found.append(bench.seconds(lambda: work(gradients, feedback)))
-        return statistics.median(found[1:])
-
-    cpu = torch.device("cpu")
-    public = timed(codec_bench.baseline, cpu, 1 if bench.cuda else 2)
-    bench.row("public codec, CPU", f"{public:.2f} s for {count / 1e6:.0f} M parameters")
-    for name, work in (("public codec", codec_bench.baseline), ("ours", codec_bench.ours)):
-        seconds = timed(work, bench.device, 3)
-        bench.row(
-            f"{name}, {bench.device.type}",
-            f"{seconds:.4f} s, **{public / seconds:.1f}x** the public codec on the CPU",
-            seconds=seconds,
-            ratio=public / seconds,
-        )
 
 
 # --- (g) ----------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ import torch.distributed as dist
 
 from bench.gpu_parts import Bench, micro_batch_of
 from distributed_training.common.memory import host_bytes
-from distributed_training.protocol.keys import Parts
 from distributed_training.protocol.types import Progress
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import Layout
@@ -35,7 +34,6 @@ _ON_CPU = 2  # ranks
 _MICRO_BATCHES = 4  # of a step, on each GPU
 _GATHERED = 2**28  # bytes that each rank gives to a gather that is timed
 _STUCK = timedelta(minutes=2)
-UPLOAD_STEPS = 60  # between two uploads over hivemind
 CHECKPOINT_STEPS, CHECKPOINT_SECONDS = 25, 600.0  # between two checkpoints, at least
 
 
@@ -187,9 +185,6 @@ def run_publications(rank: int, job: Job) -> None:
             local_batch_size_train_effective=sequences,
         )
         trainer.begin_epoch(0)
-        wanted = trainer.preview_micro_batches * job.micro_batch
-        length = trainer.settings.sequence_length
-        trainer.hold_back(torch.zeros((wanted, length), dtype=torch.int64))
         bench.steps(trainer, 0, 2)
         bare = bench.report_steps(f"bare step of {sequences}", trainer, bench.steps(trainer, 2, 6))
         # The same on all ranks: they take the same steps while they write.
@@ -197,46 +192,14 @@ def run_publications(rank: int, job: Job) -> None:
         step = bare * 512 / sequences
         checkpoint = _checkpoint(bench, trainer, job.folder / "checkpoints", bare)
         between = max(CHECKPOINT_STEPS * step, CHECKPOINT_SECONDS)
-        longest = 0.0
-        kinds: tuple[Parts, ...] = ("scored", "all")
-        for parts in kinds:
-            # One clock: a rank that stopped by itself would leave the others in a step.
-            left = trainer.stream.from_rank_0(bench.left())
-            if left < 1.2 * longest:
-                bench.row("no time for", f"uploads of {parts}")
-                break
-            began = time.monotonic()
-            # The first preview of a start compiles, and looks for scales from afar: not counted.
-            for turn in ("first", "next"):
-                held = _publish(bench, trainer, job.folder / f"{parts}-{turn}", bare, parts)
-            longest = time.monotonic() - began
-            each = sum(held.values()) + UPLOAD_STEPS * step / between * sum(checkpoint.values())
-            share = each / (UPLOAD_STEPS * step)
-            causes = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in held.items())
-            of_checkpoint = ", ".join(f"{name} {s:.3f} s" for name, s in checkpoint.items())
-            bench.row(
-                f"upload of {'what is scored' if parts == 'scored' else 'the whole model'}",
-                f"**{share:.2%}** of the time; training loses {causes}; with a checkpoint each "
-                f"{between:.0f} s: {of_checkpoint}",
-                ratio=share,
-                **held,
-            )
-
-
-def _publish(
-    bench: Bench, trainer: Trainer, folder: Path, bare: float, parts: Parts
-) -> dict[str, float]:
-    """Return the seconds that an upload takes from training, by what takes them."""
-    progress, began = Progress(0, 1, 1, [1]), time.perf_counter()
-    handle = trainer.snapshot(folder, progress=progress, block=1, last_loss=1.0, parts=parts)
-    held = time.perf_counter() - began
-    during = _steps_during(bench, trainer, handle.done, bare)
-    handle.join()
-    trainer.stream.raise_if_any(None if handle.error is None else str(handle.error), RuntimeError)
-    preview = bench.seconds(partial(trainer.check_gradient, handle))
-    if trainer.rank == 0:
-        shutil.rmtree(folder)
-    return _slowest(trainer, {"snapshot": held, "preview": preview, "writing": during})
+        lost = ", ".join(f"{name} {s:.3f} s" for name, s in checkpoint.items())
+        share = sum(checkpoint.values()) / between
+        bench.row(
+            "checkpoint",
+            f"**{share:.2%}** of the time with one each {between:.0f} s: training loses {lost}",
+            ratio=share,
+            **checkpoint,
+        )
 
 
 def _checkpoint(bench: Bench, trainer: Trainer, folder: Path, bare: float) -> dict[str, float]:
