@@ -147,14 +147,3 @@ def process_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def forked_hosts() -> Iterator[None]:
-    """Swarm hosts of this module's peers are forked, not started as programs."""
-    from distributed_training.exchange.sn38 import supervisor
-    from tests.tools.forked import ForkedHostLaunch
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(supervisor, "HostLaunch", ForkedHostLaunch)
-        yield

@@ -12,18 +12,16 @@ Written by `python docs/site/metrics.py`; do not edit.
 
 The dashboard serves these metrics at `/metrics`; the file `metrics.prom` in the run folder has the
 latest. A name with `_total` is a counter, any other a gauge; timestamps are Unix seconds. A value
-that could not be measured is absent. A member of a store network has no metrics of the DHT, the
-server and the age limits. Counts of bad data are in [data](data.md#bad-input), counts of calls in
-[chain and calls](chain-and-calls.md#refusals).
+that could not be measured is absent. Counts of bad data are in [data](data.md#bad-input).
 """
 _CHAIN = "If a count of failures keeps rising, set `--subtensor.chain_endpoint`.\n"
 #: Title of each section, and the beginnings of its metrics' names; the first that fits counts.
 _SECTIONS = {
-    "Does it run?": ("start", "launcher", "last_step", "build", "protocol", "metrics"),
+    "Does it run?": ("start", "launcher", "last_step", "build", "metrics"),
     "Training": ("train_",),
-    "Uploads": ("last_pub", "publication", "snapshot", "uploaded", "preview", "block_list"),
+    "Uploads": ("last_pub", "publication", "upload", "block_list"),
     "Income": ("earning", "incentive", "emission", "weights_block", "registered"),
-    "Rounds": ("round", "next_round", "dht", "global", "last_call", "server", "clock"),
+    "Rounds": ("round", "next_round", "global", "clock"),
     "Machine and GPUs": ("gpu", "rank", "disk", "memory"),
     "A validator's network": ("network_",),
 }

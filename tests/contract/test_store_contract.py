@@ -27,7 +27,6 @@ from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.node.buckets import own_commitment
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import BucketCredentials, parse_commitment
-from distributed_training.protocol.types import Revision
 from distributed_training.store import folder, s3
 from distributed_training.store.base import MultipartStore, ObjectStore, PartInfo, put_once
 from distributed_training.store.bucket_reader import (
@@ -35,7 +34,7 @@ from distributed_training.store.bucket_reader import (
     WritableReadKeyError,
     check_read_key,
 )
-from distributed_training.store.cleanup import OWNER_KEY, prune_epochs, sweep_uploads
+from distributed_training.store.cleanup import sweep_uploads
 from distributed_training.store.errors import (
     AccessDeniedError,
     BucketMissingError,
@@ -50,25 +49,22 @@ from distributed_training.store.errors import (
     UploadMissingError,
 )
 from distributed_training.store.folder import FolderStore
-from distributed_training.store.journal import Journal, Submission, UploadRecord
+from distributed_training.store.journal import Journal, UploadRecord
 from distributed_training.store.opening import open_store
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.store.transfer import multipart_etag
 from distributed_training.store.uplink import Section
-from distributed_training.store.uploader_process import Publication
 from tests.tools.access_world import AccessWorld
 from tests.tools.chain_world import PEER
 from tests.tools.measured import open_below
 from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.seaweedfs import SeaweedFS, aws_like_keys
 from tests.tools.support_store import (
-    PEER_ID,
     assert_published,
-    digest,
     new_bucket,
+    publish,
     server,
     settings_for,
-    write_snapshot,
 )
 from tests.tools.waiting import wait_for
 from tests.toys import store as toys
@@ -115,7 +111,7 @@ def prefixed(kind: str, request: pytest.FixtureRequest) -> ObjectStore:
     others = [open_store(settings, f"{name}/{other}", write=True) for other in NEIGHBOURS]
     began = []
     for other in others:
-        for key in (*OURS, OWNER_KEY):
+        for key in OURS:
             other.put(key, b"theirs")
         if (parts := other.multipart()) is not None:
             began.append((parts, parts.create_multipart("big")))
@@ -123,7 +119,7 @@ def prefixed(kind: str, request: pytest.FixtureRequest) -> ObjectStore:
     def unharmed() -> None:
         for other in others:
             held = {o.key: other.get(o.key, limit=9) for o in other.list_objects()}
-            assert held == dict.fromkeys((*OURS, OWNER_KEY), b"theirs")
+            assert held == dict.fromkeys(OURS, b"theirs")
         for parts, upload in began:
             assert [u.upload_id for u in parts.list_multiparts()] == [upload]
             parts.abort_multipart("big", upload)
@@ -327,26 +323,24 @@ def test_parts_that_cannot_be_put_together_are_refused(in_parts: MultipartStore)
 @pytest.mark.parametrize(
     "kind", ["s3", "seaweedfs", "folder", "memory", "folder prefix", *PREFIXED]
 )
-def test_a_snapshot_is_uploaded_to_any_kind(
+def test_files_are_uploaded_to_any_kind(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """It is read back whole; a second upload goes into the same outer step, as after a restart."""
+    """They are read back whole; a second upload replaces them, as after a restart."""
     store = made(kind, request)
-    revision = Revision(5, 3, 50)
-    files = write_snapshot(tmp_path / "s", revision, world_size=1)
+    files = {"uploads/7/3.0.safetensors": tmp_path / "large", "uploads/7/a": tmp_path / "small"}
+    for path, size in zip(files.values(), (6 * MIB, 10), strict=True):
+        path.write_bytes(os.urandom(size))
     settings = StoreSettings(write_interval=timedelta(0), part_size=5 * MIB)
-    journal = Journal(tmp_path / "uploads.json")
     for _ in range(2):
-        submission = Submission(tmp_path / "s", revision, 1, PEER_ID)
-        report = Publication(store, journal, settings, "me").run(submission)
+        report = publish(store, files, settings=settings, journal=tmp_path / "uploads.json")
         assert report.ok, report.reason
-    assert_published(store, revision, files)
-    sweep_uploads(store, instance="me", spare=journal.owned, older_than=timedelta(0))
+    assert_published(store, files)
+    sweep_uploads(store, prefix="uploads/7/", older_than=timedelta(0))
     reader = BucketReader(store)
-    fetched = reader.fetch(3, tmp_path / "states", [keys.GRADIENTS, keys.CONFIG])
-    assert digest(fetched / keys.GRADIENTS) == digest(files[keys.GRADIENTS])
-    prune_epochs(store, newest=4, keep=1)
-    assert [o.key for o in store.list_objects()] == [keys.ROOT_METADATA]
+    for key, path in files.items():
+        reader.download(key, tmp_path / "back", limit=10 * MIB)
+        assert (tmp_path / "back").read_bytes() == path.read_bytes()
     toys.BUCKETS.clear()
 
 
@@ -429,14 +423,13 @@ def test_a_folder_whose_disk_is_full_is_refused_at_once(
 
 def test_an_upload_in_parts_is_forgotten_where_the_store_takes_none(tmp_path: Path) -> None:
     """Its journal is of the store before --r2.endpoint_url was changed."""
-    journal = Journal(tmp_path / "uploads.json")
-    journal.put(UploadRecord("bucket", "epoch-2/gradients.pt", "id", 1, "1:1", 5 * MIB))
-    write_snapshot(tmp_path / "s", Revision(5, 3, 50), world_size=1)
+    place, small = tmp_path / "uploads.json", tmp_path / "small"
+    Journal(place).put(UploadRecord("bucket", "uploads/7/2.0.safetensors", "id", 1, "1:1", 5 * MIB))
+    small.write_bytes(b"content")
     (tmp_path / "bucket").mkdir()
     store = FolderStore(tmp_path / "bucket", writes=True)
-    submission = Submission(tmp_path / "s", Revision(5, 3, 50), 1, PEER_ID)
-    assert Publication(store, journal, StoreSettings(), "me").run(submission).ok
-    assert journal.uploads() == []
+    assert publish(store, {"uploads/7/a": small}, settings=StoreSettings(), journal=place).ok
+    assert Journal(place).uploads() == []
 
 
 def test_an_unknown_kind_of_store_is_named_with_the_known_kinds() -> None:

@@ -1,7 +1,7 @@
 """Prometheus itself, on the metrics of a miner's own code: every panel has data, every alert works.
 
 The figures come the way they come in a miner: events through the reporter, gauges of machine and
-limits, the signed server's counts; the page serves the file, Prometheus scrapes it as configured in
+the network; the page serves the file, Prometheus scrapes it as configured in
 ``ops``. Only the GPU's gauges are set by hand.
 """
 
@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +29,16 @@ from distributed_training.miner import registration
 from distributed_training.miner.events import MinerState, Mode
 from distributed_training.miner.income import Income
 from distributed_training.miner.launcher import Outages
-from distributed_training.miner.metrics import MachineGauges, Metrics, limits
+from distributed_training.miner.metrics import MachineGauges, Metrics
 from distributed_training.miner.run_folder import INSTANCE, write_pid_file
-from distributed_training.protocol.types import (
-    AllReduceFault,
-    AllReduceResult,
-    PublicationReport,
-    Revision,
-    StepReport,
-)
-from distributed_training.store.upload_schedule import UploadSchedule
+from distributed_training.protocol.types import Base, StepReport, Update
 from distributed_training.telemetry import MetricsFile, unix_time
 from distributed_training.telemetry.metrics import METRICS
 from distributed_training.telemetry.page import PageProcess
 from distributed_training.telemetry.run_state import LauncherFile
 from distributed_training.telemetry.verdict import Facts
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
-from tests.tools.chain_world import MINER, VALIDATOR, world
+from tests.tools.chain_world import MINER, VALIDATOR
 from tests.tools.settings import load_config
 from tests.tools.waiting import wait_for
 from tests.unit.test_ops import queries
@@ -68,26 +60,15 @@ class Miner:
         self.step = 0
         self.round_seconds: float | None = None  # of the reporter
         write_pid_file(folder, 0)
-        server = stack.enter_context(world()).server
-        httpx.post(f"http://127.0.0.1:{server.port}/IsAlive", content=b"{}")  # unsigned: refused
-        self.schedule = UploadSchedule(
-            upload_steps=10,
-            minimum_inner_step=10,
-            age_limit=timedelta(seconds=4800),
-            published_at=time.monotonic() - 100,
-        )
         self.machine = MachineGauges(folder, needed=10**6, gpus=0)
         for minute in range(60):  # an hour ago, until now
             self.machine._growth.add(time.monotonic() - 3600 + 60 * minute, 1e9 + minute)
-        blocks = limits(
-            self.schedule, newest=lambda: 1000, chain_block=lambda: 1050, most_blocks=lambda: 200
-        )
         ledger = MemoryLedger()
         ledger.register(MINER.ss58)
         income = Income(
             hotkey=MINER.ss58,
             chain=MemoryChain(hotkey=MINER.ss58, ledger=ledger),
-            rules=Facts(kind="hivemind"),
+            rules=Facts(),
             measured=dict,
             record=lambda kind, **fields: None,
             folder=folder,
@@ -95,20 +76,14 @@ class Miner:
         income.on_event(ev.Tick(time.monotonic()), TRAINING)
         self.metrics = Metrics(
             file=MetricsFile(folder / "metrics.prom", every=0.0),
-            counts={"server": server.counters},
+            counts={},
             gauges={
                 "chain_age_seconds": lambda: 4.0,
                 "chain_block": lambda: 1050,
-                "chain_seconds_per_block": lambda: 12.0,
                 "block_list_newest_block": lambda: 1000,
                 "next_round_timestamp_seconds": lambda: unix_time(time.monotonic() + 600),
-                "dht_peers": lambda: 12,
                 "clock_offset_seconds": lambda: 0.1,
-                "global_run": lambda: 5,
-                "protocol_run": lambda: 5,
                 "round_seconds": lambda: self.round_seconds,
-                **blocks,
-                "last_call_timestamp_seconds": time.time,
                 **income.gauges(),
                 **self.machine.single(),
             },
@@ -137,27 +112,11 @@ class Miner:
     def everything_else(self) -> None:
         """One of each of the other events that leave a figure behind."""
         see = self.metrics.on_event
-        averaging = MinerState(
-            mode=Mode.AVERAGING,
-            outer_step=3,
-            averaged=AllReduceResult(("me", "a"), (), 1.5, 2.5, 4.0),
-        )
-        see(ev.RoundFailed(AllReduceFault.TIMEOUT), averaging)
         see(ev.GlobalEpochSeen(3, 1.0), TRAINING)
-        see(ev.Loaded(4), TRAINING)  # one is no alarm
-        see(ev.PseudoGradientWritten(0.5), averaging)
-        see(ev.OuterStepEnded(True, 5), averaging)
+        update = Update(4, Path("update"), Base.MERGED, None, "ab")
+        see(ev.OuterStepEnded(True, 5), replace(TRAINING, update=update))
         self.round_seconds = 2.5
-        revision = Revision(5, 3, 40)
-        see(ev.SnapshotSubmitted(revision, ev.GradientChecked(-0.1, 1.0)), TRAINING)
-        published = PublicationReport(
-            revision=revision,
-            ok=True,
-            seconds=2.0,
-            bytes_sent=5_000_000,
-            finished_at=time.monotonic(),
-        )
-        see(ev.PublicationEnded(published), TRAINING)
+        see(ev.UploadEnded(3, 0, size=5_000_000, seconds=2.0), TRAINING)
 
 
 class Prometheus:

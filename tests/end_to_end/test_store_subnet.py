@@ -30,7 +30,7 @@ from distributed_training.protocol.update_file import UpdateFile
 from distributed_training.scoring import command, export
 from distributed_training.telemetry import read_events
 from distributed_training.training.model import parameter_schema
-from distributed_training.training.outer_step import load_weights
+from distributed_training.training.weights import load_weights
 from distributed_training.validator.merge import OuterState, Rule
 from tests.end_to_end.test_doctor import doctor
 from tests.tools.subnet_tools import paced, steps_of

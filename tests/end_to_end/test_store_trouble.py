@@ -27,8 +27,8 @@ from distributed_training.config import load_config
 from distributed_training.localnet.services import Child, SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet, Neuron
 from distributed_training.protocol import keys
-from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.manifest import Manifest, Master
+from distributed_training.protocol.types import Schema
 from distributed_training.store.errors import StoreError
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.telemetry import read_events

@@ -1,32 +1,27 @@
-"""Test that hostile calls to the signed server cause no event, no 5xx and no held connection."""
+"""Test that hostile calls to the bounded server count for nothing: no 5xx, no held connection."""
 
 from __future__ import annotations
 
-import json
-import logging
 import socket
 import sys
 import time
 from contextlib import closing, suppress
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from distributed_training.chain import http_server as http_module
-from distributed_training.chain.server import ROUND_BOUNDS
-from distributed_training.config.settings import ChainSettings
-from distributed_training.doctor import probe
-from distributed_training.protocol.synapses import MAX_BODY_BYTES
-from tests.tools.chain_raw import connect, is_alive, request, send, status, still_answers
+from tests.tools.chain_raw import call, connect, request, send, status, still_answers
 from tests.tools.chain_world import (
+    CALL,
+    MAX_BODY,
     MINER,
-    SETTINGS,
     STRANGER,
     VALIDATOR,
+    Bounds,
     World,
     sign,
     world,
@@ -34,19 +29,19 @@ from tests.tools.chain_world import (
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(90)
-QUICK = replace(SETTINGS, read_timeout=timedelta(milliseconds=400))
-SOON = replace(SETTINGS, read_timeout=timedelta(seconds=2))  # time for a request before it
+QUICK = Bounds(read_timeout=timedelta(milliseconds=400))
+SOON = Bounds(read_timeout=timedelta(seconds=2))  # time for a request before it
 LONG = 30.0  # seconds; what is not cut off stays as long as one waits
 
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest):
-    """A server with a miner's settings, or with the test's: most clients here are in time."""
-    with world(getattr(request, "param", SETTINGS)) as made:
+    """A server with lenient bounds, or with the test's: most clients here are in time."""
+    with world(getattr(request, "param", Bounds())) as made:
         yield made
 
 
-def settings_of(chosen: ChainSettings) -> pytest.MarkDecorator:
+def settings_of(chosen: Bounds) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("server", [chosen], indirect=True, ids=[""])
 
 
@@ -62,18 +57,18 @@ def closed_within(sock: socket.socket, seconds: float) -> bool:
 
 @settings_of(QUICK)
 def test_a_slow_body_is_cut_off(server: World) -> None:
-    headers = sign("btauth", VALIDATOR, "/AllReduce", b"{}")
+    headers = sign(VALIDATOR, b"{}")
     with closing(connect(server)) as sock:
-        sock.sendall(request("/AllReduce", headers, b"{}")[:-1])
+        sock.sendall(request(CALL, headers, b"{}")[:-1])
         assert closed_within(sock, LONG)
     assert server.refused("timeout") == 1
-    assert server.events == []
+    assert server.calls == []
 
 
 @settings_of(SOON)
 def test_an_idle_connection_is_closed_and_is_no_offence(server: World) -> None:
     with closing(connect(server)) as sock:
-        sock.sendall(is_alive())
+        sock.sendall(call())
         assert status(sock.recv(65536)) == 200
         while not closed_within(sock, LONG):
             pass  # the rest of the answer
@@ -95,16 +90,15 @@ def test_a_connection_opened_for_nothing_counts_against_its_address(server: Worl
         (b"\x00\x01\x02 garbage\r\n\r\n", {400}),
         (b"\r\n\r\n", {400}),
         (b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", {404}),
-        (b"GET /IsAlive HTTP/1.1\r\nhost: x\r\n\r\n", {405}),
-        (b"POST /IsAlive HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n", {400}),
-        (b"POST /IsAlive HTTP/1.1\r\nhost: x\r\ncontent-length: 1e3\r\n\r\n", {400}),
-        (b"POST /IsAlive HTTP/1.1\r\nhost: x\r\ncontent-length: 999999999\r\n\r\n", {413}),
-        (b"POST /IsAlive HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}", {401}),
-        (b"POST /IsAlive HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 20_000 + b"\r\n\r\n", {400, 431, 0}),
-        (b"POST /IsAlive HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 400_000, {400, 431, 0}),
+        (b"GET /call HTTP/1.1\r\nhost: x\r\n\r\n", {405}),
+        (b"POST /call HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n", {400}),
+        (b"POST /call HTTP/1.1\r\nhost: x\r\ncontent-length: 1e3\r\n\r\n", {400}),
+        (b"POST /call HTTP/1.1\r\nhost: x\r\ncontent-length: 999999999\r\n\r\n", {413}),
+        (b"POST /call HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}", {401}),
+        (b"POST /call HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 20_000 + b"\r\n\r\n", {400, 431, 0}),
+        (b"POST /call HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 400_000, {400, 431, 0}),
         (
-            b"POST /IsAlive HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\n"
-            b"upgrade: websocket\r\n\r\n",
+            b"POST /call HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n",
             {401},
         ),
     ],
@@ -113,20 +107,8 @@ def test_malformed_and_oversized(server: World, raw: bytes, codes: set[int]) -> 
     answer = send(server, raw)
     assert status(answer) in codes, answer
     assert b"Traceback" not in answer
-    assert server.events == []
+    assert server.calls == []
     still_answers(server)
-
-
-def test_a_probe_of_the_doctor_is_no_warning(
-    server: World, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    port = server.server.port
-    check = probe("127.0.0.1", port, timeout=timedelta(seconds=LONG))
-    assert check.status == "ok" and "status 405" in check.finding
-    wait_for(lambda: "doctor --probe reached this server" in caplog.text)
-    assert not [r for r in caplog.records if r.levelno == logging.WARNING]
-    assert server.refused("method") == 1
 
 
 def server_cpu(made: World) -> float:
@@ -139,13 +121,13 @@ def server_cpu(made: World) -> float:
 @pytest.mark.parametrize("named", [False, True])
 def test_a_megabyte_of_one_byte_chunks_costs_next_to_nothing(server: World, named: bool) -> None:
     """It cost 0.4 s of CPU, 1.2 s under the name of a registered hotkey."""
-    head = sign("legacy", VALIDATOR, "/AllReduce", b"") if named else {}
-    raw = request("/AllReduce", {**head, "transfer-encoding": "chunked"})
+    head = sign(VALIDATOR, b"") if named else {}
+    raw = request(CALL, {**head, "transfer-encoding": "chunked"})
     raw = raw.replace(b"content-length: 0\r\n", b"") + b"1\r\nx\r\n" * 170_000 + b"0\r\n\r\n"
     before = server_cpu(server)
     assert status(send(server, raw)) in (411, 0)
     wait_for(lambda: server.refused("no_length") == 1)
-    assert server.events == []
+    assert server.calls == []
     assert server_cpu(server) - before < 0.2
 
 
@@ -195,8 +177,8 @@ def test_a_head_is_bounded_before_it_is_parsed(
 
 def test_bytes_after_a_request_are_not_read(server: World) -> None:
     """A pipelined request is not answered: at best the first one is."""
-    assert status(send(server, is_alive() + is_alive())) in (400, 0)
-    assert server.server.counters().get("accepted.IsAlive", 0) == 0
+    assert status(send(server, call() + call())) in (400, 0)
+    assert server.calls == []
     still_answers(server)
 
 
@@ -207,72 +189,56 @@ def test_bytes_after_a_request_are_not_read(server: World) -> None:
         b"[]",
         b"null",
         b"{",
-        b'{"min_group_size": "many"}',
-        b'{"min_group_size": NaN}',
-        b'{"allreduce_timeout": 1e999}',
-        b'{"min_group_size": true}',
+        b'{"a": NaN}',
         b'{"a": ' * 650,
         b"[" * 4000,
         b"\xff\xfe",
-        b'{"min_group_size": ' + b"9" * 4000 + b"}",
+        b'{"a": "' + b"9" * 4000,
     ],
 )
 def test_signed_nonsense_is_no_event(server: World, body: bytes) -> None:
-    headers = sign("btauth", VALIDATOR, "/AllReduce", body)
-    answer = send(server, request("/AllReduce", headers, body))
+    headers = sign(VALIDATOR, body)
+    answer = send(server, request(CALL, headers, body))
     if body == b"":
-        assert status(answer) == 200  # all values absent: the configured ones
+        assert status(answer) == 200  # an empty object
     else:
         assert status(answer) == 400
-        assert server.events == []
+        assert server.calls == []
 
 
 @pytest.mark.parametrize("beyond", [0, 1])
 def test_the_limit_of_a_body(server: World, beyond: int) -> None:
-    body = b"{}".ljust(MAX_BODY_BYTES + beyond)
-    headers = sign("btauth", VALIDATOR, "/AllReduce", body)
-    answer = status(send(server, request("/AllReduce", headers, body)))
+    body = b"{}".ljust(MAX_BODY + beyond)
+    headers = sign(VALIDATOR, body)
+    answer = status(send(server, request(CALL, headers, body)))
     assert answer in (413, 0) if beyond else answer == 200
-    assert server.refused("too_large") == beyond and len(server.events) == 1 - beyond
+    assert server.refused("too_large") == beyond and len(server.calls) == 1 - beyond
 
 
 @pytest.mark.parametrize("name", ["X-Bittensor-Hotkey", "X-Bittensor-Nonce", "Content-Length"])
 def test_a_header_given_twice(server: World, name: str) -> None:
-    headers = sign("btauth", VALIDATOR, "/AllReduce", b"{}")
-    raw = request("/AllReduce", headers, b"{}")
+    headers = sign(VALIDATOR, b"{}")
+    raw = request(CALL, headers, b"{}")
     twice = {**{k.lower(): v for k, v in headers.items()}, "content-length": "3"}[name.lower()]
     raw = raw.replace(b"host: x\r\n", f"host: x\r\n{name}: {twice}\r\n".encode())
     assert status(send(server, raw)) == 400
-    assert server.events == []
+    assert server.calls == []
 
 
-_HEADER_NAMES = st.sampled_from(
-    sorted(
-        sign("btauth", STRANGER, "/IsAlive", b"")
-        | sign("legacy", STRANGER, "/IsAlive", b"")
-        | {"content-type": "", "expect": ""}
-    )
-)
+_HEADER_NAMES = st.sampled_from(sorted(sign(STRANGER, b"") | {"content-type": "", "expect": ""}))
 _VALUES = st.one_of(
     st.text(alphabet=st.characters(min_codepoint=32, max_codepoint=255), max_size=140),
     st.sampled_from([VALIDATOR.ss58, MINER.ss58, "0x" + "00" * 64, "1", "ed25519", "NaN", "-1"]),
     st.integers().map(str),
     st.builds(lambda: str(time.time_ns())),
 )
-_JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner),
-    max_leaves=8,
-)
-FIELDS = ("answer", "completion", "min_group_size", "request_timeout", "allreduce_timeout",
-          "next_chunk_timeout", "min_matchmaking_time", "timeout", "epoch")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def fuzzed():
     """One server for many examples; nobody is blocked, so that each request is looked at."""
-    with world(replace(SETTINGS, max_connections_per_address=64)) as made:
-        made.server._trusted.add("127.0.0.1")
+    bounds = Bounds(max_connections_per_address=64, trusted=frozenset({"127.0.0.1"}))
+    with world(bounds) as made:
         yield made
 
 
@@ -287,26 +253,24 @@ FUZZ = settings(
 @FUZZ
 @given(
     changes=st.dictionaries(_HEADER_NAMES, st.none() | _VALUES, max_size=4),
-    scheme=st.sampled_from(["btauth", "legacy", "none"]),
+    signed=st.booleans(),
     body=st.binary(max_size=200),
 )
-def test_fuzzed_headers(fuzzed: World, changes, scheme: str, body: bytes) -> None:
+def test_fuzzed_headers(fuzzed: World, changes, signed: bool, body: bytes) -> None:
     """A outsider's signature under a validator's name, then headers changed at random."""
     headers: dict[str, str] = {}
-    if scheme != "none":
-        headers = sign(scheme, STRANGER, "/AllReduce", body)
-        key = "X-Bittensor-Hotkey" if scheme == "btauth" else "bt_header_dendrite_hotkey"
-        headers[key] = VALIDATOR.ss58
+    if signed:
+        headers = sign(STRANGER, body) | {"X-Bittensor-Hotkey": VALIDATOR.ss58}
     for name, value in changes.items():
         if value is None:
             headers.pop(name, None)
         else:
             headers[name] = value
     lines = b"".join(f"{k}: {v}\r\n".encode("latin-1") for k, v in headers.items())
-    head = f"POST /AllReduce HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n".encode()
+    head = f"POST /call HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n".encode()
     answer = send(fuzzed, head + lines + b"\r\n" + body)
     assert 400 <= status(answer) < 500, answer
-    assert fuzzed.events == []
+    assert fuzzed.calls == []
 
 
 @FUZZ
@@ -314,38 +278,4 @@ def test_fuzzed_headers(fuzzed: World, changes, scheme: str, body: bytes) -> Non
 def test_fuzzed_bytes(fuzzed: World, raw: bytes) -> None:
     answer = send(fuzzed, raw)
     assert answer == b"" or 400 <= status(answer) < 500, answer
-    assert fuzzed.events == []
-
-
-@FUZZ
-@given(
-    body=st.one_of(
-        st.binary(max_size=200),
-        _JSON.map(lambda v: json.dumps(v).encode()),
-        st.dictionaries(st.sampled_from(FIELDS), _JSON).map(lambda v: json.dumps(v).encode()),
-    ),
-    route=st.sampled_from(["/IsAlive", "/AllReduce"]),
-    scheme=st.sampled_from(["btauth", "legacy"]),
-    timeout=st.sampled_from([12.0, 90.0, 1e12]),
-)
-@example(
-    body=b'{"min_group_size": 1e9, "request_timeout": -5, "allreduce_timeout": 1e300, '
-    b'"next_chunk_timeout": 0, "min_matchmaking_time": 1e9}',
-    route="/AllReduce",
-    scheme="legacy",
-    timeout=1e12,
-)
-def test_fuzzed_bodies_of_a_validator(
-    fuzzed: World, body: bytes, route: str, scheme: str, timeout: float
-) -> None:
-    """The sender signs it; for every body and header the event is within bounds."""
-    headers = sign(scheme, VALIDATOR, route, body, timeout=timeout)
-    answer = send(fuzzed, request(route, headers, body))
-    assert status(answer) in (200, 400), answer
-    while fuzzed.events:
-        event = fuzzed.events.pop()
-        for name, (low, high) in ROUND_BOUNDS.items():
-            value = getattr(event, name)
-            number = value.total_seconds() if isinstance(value, timedelta) else value
-            assert number is None or low <= number <= high
-    fuzzed.server.round_ended()
+    assert fuzzed.calls == []

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,38 +17,16 @@ import pytest
 from pydantic import SecretStr
 
 from distributed_training.localnet.services import ObjectStoreServer
-from distributed_training.protocol import keys
-from distributed_training.protocol.types import PublicationReport, Revision
-from distributed_training.store import uplink
-from distributed_training.store.cleanup import (
-    OWNER_KEY,
-    claim_bucket,
-    instance_of,
-    release_bucket,
-    stuck_uploads,
-    sweep_uploads,
-    upload_sizes,
-)
-from distributed_training.store.journal import Journal, Submission, UploadRecord
+from distributed_training.store import transfer
+from distributed_training.store.cleanup import stuck_uploads, sweep_uploads, upload_sizes
+from distributed_training.store.journal import Journal, UploadRecord
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.store.transfer import MIB, Sender
-from distributed_training.store.uplink import Uplink
-from distributed_training.store.uploader import Uploader
-from distributed_training.store.uploader_process import Publication
 from tests.tools.store_shim import DROP, STALL, Call, Shim, make_certificate, through
-from tests.tools.support_store import (
-    PEER_ID,
-    Upload,
-    new_bucket,
-    server,
-    settings_for,
-    write_snapshot,
-)
-from tests.tools.waiting import wait_for
+from tests.tools.support_store import LARGE, Upload, new_bucket, publish, server, settings_for
 
 __all__ = ["server"]
 pytestmark = pytest.mark.timeout(300)
-REVISION = Revision(5, 4, 10)
 
 
 class FirstPartLast:
@@ -94,64 +70,14 @@ def test_passing_store_faults_are_survived(
         upload.assert_whole(upload.send(shim.endpoint))
 
 
-class WatchedUplink(Uplink):
-    """Counts the threads that wait until it is open again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waiting = 0
-        self._lock = threading.Lock()
-
-    def wait_open(self) -> None:
-        with self._lock:
-            self.waiting += 1
-        try:
-            super().wait_open()
-        finally:
-            with self._lock:
-                self.waiting -= 1
-
-
-def test_a_pause_in_the_middle_of_parts_frees_the_line(
-    server: ObjectStoreServer, tmp_path: Path
-) -> None:
-    upload = Upload(server, tmp_path, rows=4000)
-    direct, go_on = upload.bucket, threading.Event()
-
-    def hold(call: Call) -> None:
-        if call.what == "part":
-            assert go_on.wait(100)
-
-    with Shim(server.endpoint, hold) as shim:
-        settings, store = through(shim, upload.settings, direct.bucket)
-        s3 = WatchedUplink()
-        publication = Publication(store, Journal(upload.journal), settings, "me", s3)
-        reports: list[PublicationReport] = []
-        submission = Submission(upload.folder, upload.revision, 1, PEER_ID)
-        thread = threading.Thread(
-            target=lambda: reports.append(publication.run(submission)), daemon=True
-        )
-        thread.start()
-        wait_for(lambda: shim.count("part") == settings.concurrency, "parts under way")
-        s3.pause()
-        go_on.set()
-        wait_for(lambda: s3.waiting == settings.concurrency, "an uplink that nobody uses")
-        assert direct.list_parts(*_only_upload(direct)) == [], "they were broken off"
-        parts = shim.count("part")
-        s3.resume()
-        thread.join(100)
-    assert shim.count("part") > parts
-    upload.assert_whole(reports[0])
-
-
 def test_an_outage_longer_than_the_deadline_is_a_report_and_the_next_try_resumes(
     server: ObjectStoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    upload = Upload(server, tmp_path, age_limit=timedelta(minutes=10))
+    upload = Upload(server, tmp_path, within=timedelta(minutes=10))
     direct = upload.bucket
     away: list[Call] = []  # each try takes five minutes
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 300 * len(away))
-    monkeypatch.setattr(uplink, "time", clock)
+    monkeypatch.setattr(transfer, "time", clock)
 
     def outage(call: Call) -> int | None:
         if call.what != "part" or call.count < 3:
@@ -164,7 +90,7 @@ def test_an_outage_longer_than_the_deadline_is_a_report_and_the_next_try_resumes
         assert 2 <= len(away) < 10
         assert not report.ok
         assert "503" in report.reason
-        assert direct.get(keys.ROOT_METADATA, limit=9999) is None
+        assert direct.head(LARGE) is None
         sent = len(direct.list_parts(*_only_upload(direct)))
         assert sent >= 1
         shim.fault = lambda call: None
@@ -226,7 +152,7 @@ def test_an_upload_aborted_by_someone_else_is_not_success(
         report = upload.send(shim.endpoint)
         assert not report.ok
         assert "lost the multipart upload" in report.reason
-        assert direct.get(keys.ROOT_METADATA, limit=9999) is None
+        assert direct.head(LARGE) is None
         shim.fault = lambda call: None
         upload.assert_whole(upload.send(shim.endpoint))
 
@@ -247,32 +173,6 @@ def test_a_refusal_ends_at_once_and_names_the_permission(
     assert set(tried.values()) == {1}, "nothing is tried again"
 
 
-def test_two_miners_with_one_bucket(server: ObjectStoreServer, tmp_path: Path) -> None:
-    settings = settings_for(server)
-    store = new_bucket(server, settings)
-    first = instance_of(tmp_path)
-    shutil.copytree(tmp_path, tmp_path / "copy")
-    second = instance_of(tmp_path / "copy")
-    assert first != second, "a run folder that was copied elsewhere"
-    claim_bucket(store, first)
-    assert instance_of(tmp_path) == first
-    claim_bucket(store, first)  # its own restart
-    write_snapshot(tmp_path / "s", REVISION, world_size=1)
-    journal = Journal(tmp_path / "j.json")
-    submission = Submission(tmp_path / "s", REVISION, 1, PEER_ID)
-    report = Publication(store, journal, settings, second).run(submission)
-    assert not report.ok
-    assert "another miner claimed bucket" in report.reason
-    assert "--r2.take_bucket" in report.reason
-    assert [o.key for o in store.list_objects()] == [OWNER_KEY]
-    claim_bucket(store, second, take=True)
-    assert not Publication(store, journal, settings, first).run(submission).ok
-    release_bucket(store, first)  # which is not its own any more
-    assert store.head(OWNER_KEY) is not None
-    release_bucket(store, second)
-    assert store.head(OWNER_KEY) is None
-
-
 def test_over_tls_no_trailers_are_sent(
     server: ObjectStoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,58 +185,35 @@ def test_over_tls_no_trailers_are_sent(
         assert not any("401" in r for r in shim.refusals)
 
 
-def test_cleanup_aborts_stuck_uploads_and_spares_the_journals_own(
-    server: ObjectStoreServer,
-) -> None:
+def test_cleanup_aborts_stuck_uploads_of_ours_only(server: ObjectStoreServer) -> None:
     store = new_bucket(server, settings_for(server))
-    mine, stuck = store.create_multipart("epoch-1/a"), store.create_multipart("epoch-1/b")
-    store.upload_part("epoch-1/b", stuck, 1, b"x" * 1000)
+    other, stuck = store.create_multipart("uploads/70/a"), store.create_multipart("uploads/7/b")
+    store.upload_part("uploads/7/b", stuck, 1, b"x" * 1000)
     found = stuck_uploads(store, older_than=timedelta(0))
     sizes = zip(found, upload_sizes(store, found), strict=True)
-    assert {u.upload_id: size for u, size in sizes} == {mine: (0, 0), stuck: (1, 1000)}
-    sweep_uploads(store, instance="me", spare=lambda: [mine])  # nothing is an hour old
+    assert {u.upload_id: size for u, size in sizes} == {other: (0, 0), stuck: (1, 1000)}
+    sweep_uploads(store, prefix="uploads/7/")  # nothing is an hour old
     assert len(store.list_multiparts()) == 2
-    claim_bucket(store, "another")
-    sweep_uploads(store, instance="me", spare=list, older_than=timedelta(0))
-    assert len(store.list_multiparts()) == 2  # they may be that one's, at work
-    sweep_uploads(store, instance="another", spare=lambda: [mine], older_than=timedelta(0))
-    assert [u.upload_id for u in store.list_multiparts()] == [mine]
-    store.abort_multipart("epoch-1/a", mine)
+    sweep_uploads(store, prefix="uploads/7/", older_than=timedelta(0))
+    assert [u.upload_id for u in store.list_multiparts()] == [other]
+    store.abort_multipart("uploads/70/a", other)
     assert stuck_uploads(store, older_than=timedelta(hours=1)) == []
 
 
-def test_no_secret_in_arguments_logs_or_files(
+def test_no_secret_in_logs_or_files(
     server: ObjectStoreServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG", logger="distributed_training")
-    base = settings_for(server)
-    store = new_bucket(server, base)
+    upload = Upload(server, tmp_path, rows=1600)
+    base, store = upload.settings, upload.bucket
     secrets = [v.get_secret_value() for v in vars(base).values() if isinstance(v, SecretStr)]
     assert len(secrets) == 4
-    write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=1600)
     seen = [repr(base), repr(store)]
     counter = itertools.count()
     with Shim(server.endpoint, lambda c: (500, 403, None)[next(counter) % 3]) as shim:
-        settings, _ = through(shim, base, store.bucket)
-        publisher = Uploader(settings=settings, bucket=store.bucket, folder=tmp_path / "store")
-        with closing(publisher):
-            publisher.submit(tmp_path / "s", REVISION, 1)
-
-            def look() -> list[PublicationReport]:
-                for path in Path("/proc").glob("[0-9]*/cmdline"):
-                    try:
-                        seen.append(path.read_bytes().decode(errors="replace"))
-                    except OSError:
-                        continue
-                return publisher.reports()
-
-            reports = wait_for(look, what="a report")
-            seen.append(Path(f"/proc/{publisher.pid}/environ").read_text())
-    seen += [repr(reports), caplog.text]
-    seen += [
-        path.read_bytes().decode(errors="replace")
-        for path in (tmp_path / "store").rglob("*")
-        if path.is_file()
-    ]
+        settings, through_shim = through(shim, base, store.bucket)
+        report = publish(through_shim, upload.files, settings=settings, journal=upload.journal)
+    assert not report.ok
+    seen += [report.reason, caplog.text, upload.journal.read_text()]
     for secret in secrets:
         assert not any(secret in text for text in seen)

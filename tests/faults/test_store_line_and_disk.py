@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -13,35 +12,23 @@ from typing import Any
 import pytest
 
 from distributed_training.localnet.services import ObjectStoreServer
-from distributed_training.protocol import keys
-from distributed_training.protocol.types import Revision
-from distributed_training.store import snapshot_folder
+from distributed_training.store import room
 from distributed_training.store.errors import NoRoomError
+from distributed_training.store.journal import Journal
 from distributed_training.store.transfer import deadline_in, download
-from distributed_training.store.uploader import Uploader
 from tests.tools.small_disk import small_disk
 from tests.tools.store_shim import Call, Shim
-from tests.tools.support_store import (
-    Upload,
-    assert_published,
-    new_bucket,
-    server,
-    settings_for,
-    write_snapshot,
-)
-from tests.tools.waiting import wait_for
+from tests.tools.support_store import LARGE, Upload, new_bucket, server, settings_for
 
 __all__ = ["server"]
 pytestmark = pytest.mark.timeout(200)
-REVISION = Revision(5, 4, 10)
-ROOT = Path(__file__).parents[2]
 
 
 def test_a_bucket_deleted_in_the_middle_of_an_upload(
     server: ObjectStoreServer, tmp_path: Path
 ) -> None:
     """Told apart from a passing fault at once; once the bucket is there again, so is the state."""
-    sending = Upload(server, tmp_path, age_limit=timedelta(seconds=80))
+    sending = Upload(server, tmp_path, within=timedelta(seconds=80))
     direct = sending.bucket
     gone = threading.Event()
 
@@ -80,7 +67,7 @@ def test_a_full_disk_ends_a_download_and_the_last_good_file_stays(
     server: ObjectStoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There was room when it began; something else filled the disk meanwhile, reserve and all."""
-    monkeypatch.setattr(snapshot_folder, "DISK_RESERVE", 0)
+    monkeypatch.setattr(room, "DISK_RESERVE", 0)
     settings = settings_for(server)
     store = new_bucket(server, settings)
     content = os.urandom(12_000_000)
@@ -110,30 +97,19 @@ def test_a_full_disk_ends_a_download_and_the_last_good_file_stays(
         assert sorted(p.name for p in disk.iterdir()) == ["model"]
 
 
-def test_a_full_disk_under_the_journal_fails_the_publication_and_not_the_uploader(
+def test_a_full_disk_under_the_journal_fails_the_upload_until_there_is_room(
     server: ObjectStoreServer, tmp_path: Path
 ) -> None:
-    settings = settings_for(server)
-    store = new_bucket(server, settings)
-    files = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=1600)
-    disk = tmp_path / "disk"
+    upload = Upload(server, tmp_path, rows=1600)
+    store, disk = upload.bucket, tmp_path / "disk"
     with small_disk(disk, megabytes=4) as small:
         if not small:
             pytest.skip("a small disk cannot be mounted here")
-        publisher = Uploader(settings=settings, bucket=store.bucket, folder=disk)
-        with contextlib.closing(publisher):
-            wait_for((disk / "uploads.json").exists, what="the journal")
-            pid, filler = publisher.pid, fill(disk, leave=0)
-            publisher.submit(tmp_path / "s", REVISION, 1)
-            (report,) = wait_for(publisher.reports, what="the report")
-            assert not report.ok
-            assert "No space left on device" in report.reason and str(disk) in report.reason
-            assert "free the disk" in report.reason
-            assert store.get(keys.ROOT_METADATA, limit=9999) is None
-            filler.unlink()
-            publisher.submit(tmp_path / "s", REVISION, 1)
-            (report,) = wait_for(publisher.reports, what="the second report")
-            assert report.ok, report.reason
-            assert publisher.pid == pid, "the uploader continued"
-    assert_published(store, REVISION, files)
-    assert store.list_multiparts() == []
+        upload.journal = disk / "uploads.json"
+        Journal(upload.journal)
+        filler = fill(disk, leave=0)
+        report = upload.send(server.endpoint)
+        assert not report.ok and "No space left on device" in report.reason
+        assert store.head(LARGE) is None
+        filler.unlink()
+        upload.assert_whole(upload.send(server.endpoint))

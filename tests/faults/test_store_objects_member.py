@@ -21,7 +21,7 @@ from bittensor.sp_core import Keypair
 from bittensor_core import verify
 
 from distributed_training.exchange.base import ChainForked, Close, NetworkFinished
-from distributed_training.miner.global_state import GlobalBucket, NetworkWatch
+from distributed_training.miner.network_watch import GlobalBucket, NetworkWatch
 from distributed_training.network import Shown
 from distributed_training.node.start import WrongNetwork
 from distributed_training.protocol import keys
@@ -358,7 +358,7 @@ class NetworkWorld:
 
     def start(self, version: int) -> None:
         reader = BucketReader(self.memory)
-        bucket = GlobalBucket(open_bucket=lambda: reader, folder=Path("none"), run=1)
+        bucket = GlobalBucket(reader)
         self.watch = NetworkWatch(bucket, network(version), None, self.posted.append)
 
     def look(self) -> list[str]:

@@ -26,10 +26,8 @@ pytestmark = pytest.mark.timeout(120)
 
 SCRIPT = [
     Command(Action.TRAIN, data=DataPart(11, 10, 64, 24)),
-    Command(Action.SNAPSHOT, chain_block=2**40),
-    Command(Action.LOAD, outer_step=7),
-    Command(Action.WRITE_PSEUDO_GRADIENT, trains_on=True),
-    Command(Action.CHECK_GRADIENT, in_pause=True),
+    Command(Action.FOLLOW_SCHEDULE, outer_step=7, inner_steps=2**40),
+    Command(Action.WRITE_UPLOAD),
     Command(Action.STOP, exit_status=3),
 ]
 

@@ -26,6 +26,7 @@ from tests.multiprocess.test_launcher_tree import COMMON, KEYS
 from tests.tools import small_miner
 from tests.tools.namespaces import Machine, machines
 from tests.tools.network import network_file
+from tests.tools.store_ranks import STORE_RULES
 from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.timeout(900)]
@@ -33,7 +34,7 @@ pytestmark = [pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "tools" / "node_program.py"
 FLAGS = small_miner.FLAGS | {"diagnostics.start_check": "false"}
-RULES = small_miner.RULES | {"tokenizer.name": "bytes"}
+RULES = STORE_RULES | {"tokenizer.name": "bytes"}
 AGAIN = 90.0  # seconds from the last beat until training continues, on top of 60 of silence
 
 

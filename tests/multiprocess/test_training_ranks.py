@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from distributed_training.protocol import gradients
-from tests.tools import torch_2_5
 from tests.tools.forked import Ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -51,14 +49,8 @@ def test_ranks_that_ran_out_of_memory_start_again_and_know(tmp_path: Path) -> No
     assert content["losses"] == pytest.approx(GOLDEN["losses"], abs=2e-4)
 
 
-@pytest.mark.parametrize("how", ["outer", "outer_window"])
-def test_an_outer_step_commits_or_leaves_every_bit(how: str, tmp_path: Path) -> None:
-    Ranks(how, 2, tmp_path).finish()
-
-
 @pytest.mark.parametrize(
-    "scenario",
-    ["no_memory", "rebase", "preview", "toy_optimizer", "unlike_gpus", "disk_of_a_copy"],
+    "scenario", ["no_memory", "toy_optimizer", "unlike_gpus", "disk_of_a_copy"]
 )
 def test_two_ranks(scenario: str, tmp_path: Path) -> None:
     """Each scenario's docstring names its promise."""
@@ -71,32 +63,6 @@ def test_muon_steps_as_one_rank_would_on_any_layout(
     scenario: str, world: int, tmp_path: Path
 ) -> None:
     Ranks(scenario, world, tmp_path).finish()
-
-
-def test_snapshot_of_two_ranks_is_that_of_the_whole_model(tmp_path: Path) -> None:
-    Ranks("snapshot", 2, tmp_path).finish()
-    assert not (tmp_path / "no file system in common").exists()
-    for mode in ("upload", "off", "best"):
-        folder = tmp_path / mode
-        kept = torch.load(tmp_path / f"{mode}.pt", weights_only=True)
-        code = torch.load(folder / "gradients.pt", weights_only=True)
-        assert code["metadata"] == {"block": 9, "inner_step": 2, "outer_step": 0, "loss": 1.25}
-        if mode != "upload":  # whose second upload holds the residual of the first
-            for (name, _), a, b in zip(kept["schema"], kept["start"], kept["now"], strict=True):
-                idxs, vals = gradients.encode(0.8 * (a - b))
-                assert torch.equal(code[name + "idxs"], idxs), name
-                assert torch.allclose(code[name + "vals"], vals, rtol=1e-6, atol=0)
-        for rank in range(2):
-            inner = torch_2_5.load(folder / f"inner_optimizer.rank{rank + 1:04d}-of-2.pt")
-            entries = inner["optimizer_state_dict"]["state"]
-            spec = entries[kept["schema"][0][0]]["exp_avg"]._spec
-            assert spec.mesh._flatten_mesh_list == (0, 1)
-            assert spec.mesh._coordinate_on_dim == [rank]
-            done = json.loads((folder / f"rank-{rank}.done.json").read_text())
-            assert (done["rank"], done["world_size"]) == (rank, 2)
-            for entry in done["files"]:
-                assert (folder / entry["name"]).stat().st_size == entry["size"]
-        assert not list(folder.glob(".*")), "parts and temporary files are gone"
 
 
 def test_killed_and_resumed_is_as_if_never_killed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The validator with everything real around it: object store, chain server, wallet, text, swarm."""
+"""The validator with everything real around it: object store, registry, wallet, text."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from bittensor_core import verify
 
 from distributed_training.chain.identity import Wallet, create_wallet
 from distributed_training.chain.registry import RegistryChain
-from distributed_training.common.ports import free_ports
 from distributed_training.config import Config, load_config
 from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.protocol import keys
-from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata, parse_commitment
+from distributed_training.protocol.manifest import Master, State
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.telemetry import read_events
@@ -54,8 +54,7 @@ def chain_url(wallet: Wallet) -> Iterator[str]:
 def _config(
     tmp_path: Path, url: str, store: ObjectStoreServer, master: Wallet, patience: str = "30"
 ) -> Config:
-    (port,) = free_ports(1)
-    rules = {"store.global_bucket": "global", "chain.url": url}
+    rules = {"exchange": "store", "store.global_bucket": "global", "chain.url": url}
     words = {
         "preset": "local",
         "neuron.run_folder": str(tmp_path / "run"),
@@ -64,7 +63,6 @@ def _config(
         "wallet.name": "validator",
         "wallet.hotkey": "default",
         "chain.start_timeout": patience,
-        "dht.port": str(port),
     }
     argv = [word for name, value in words.items() for word in (f"--{name}", value)]
     config = load_config("validator", argv, environ={}, dotenv=None, check=False)
@@ -106,18 +104,15 @@ def test_a_validator_publishes_stops_and_continues(
     try:
         status, seconds = _run(config, run, 1)
         assert status == 0 and seconds < STOPPED
-        wait_for(lambda: chain.commitment(wallet.ss58) is not None, "the commitment")
-        found = parse_commitment(chain.commitment(wallet.ss58) or "")
     finally:
         chain.close()
-    reader = BucketReader(  # as a miner finds the global state
-        S3ObjectStore.of_peer(config.store, bucket="global", credentials=found)
-    )
-    root = Metadata.parse(reader.get(keys.ROOT_METADATA, limit=MAX_METADATA_BYTES) or b"")
+    reader = BucketReader(S3ObjectStore.from_settings(config.store, bucket="global", write=True))
+    by = Master(config.swarm.run_id, wallet.ss58, verify)
+    state = State.parse(reader.get(keys.STATE, limit=State.most_bytes) or b"", by)
+    assert (state.outer_step, state.weights_at) == (0, (0,))
     start = next(read_events(run / "events.jsonl", "start"))
-    assert (root.outer_step, root.inner_step, root.peer_id) == (0, 0, start["peer_id"])
-    assert start["maddrs"] and start["maddrs"][0].endswith(start["peer_id"])
-    model = reader.head("epoch-0/model.safetensors")
+    assert (start["hotkey"], start["outer_step"]) == (wallet.ss58, 0)
+    model = reader.head(keys.outer_key(0, keys.MODEL))
     assert model is not None and 1_000_000 < model.size / 4 < 2_000_000
 
     status, seconds = _run(config, run, 2)

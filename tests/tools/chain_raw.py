@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 
 from distributed_training.chain.identity import Wallet
-from tests.tools.chain_world import PEER, World, sign
+from tests.tools.chain_world import CALL, PEER, World, sign
 
 
 def connect(made: World, source: str = "127.0.0.1", timeout: float = 30.0) -> socket.socket:
@@ -43,8 +43,8 @@ def request(path: str, headers: dict[str, str], body: bytes = b"", method: str =
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
-def is_alive(wallet: Wallet = PEER) -> bytes:
-    return request("/IsAlive", sign("btauth", wallet, "/IsAlive", b"{}"), b"{}")
+def call(wallet: Wallet = PEER) -> bytes:
+    return request(CALL, sign(wallet, b"{}"), b"{}")
 
 
 def status(answer: bytes) -> int:
@@ -52,7 +52,7 @@ def status(answer: bytes) -> int:
 
 
 def still_answers(made: World) -> None:
-    assert status(send(made, is_alive())) == 200
+    assert status(send(made, call())) == 200
 
 
 @contextmanager

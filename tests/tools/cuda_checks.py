@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from distributed_training.data.pipeline import DeviceBuffer
-from distributed_training.protocol import gradients, update_file
-from distributed_training.protocol.types import Progress
+from distributed_training.protocol import update_file
+from distributed_training.protocol.types import Base, Progress, Update
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.model import (
     attention_line,
@@ -30,13 +30,13 @@ from distributed_training.training.model import (
 from distributed_training.training.sharding import choose_algorithms
 from distributed_training.training.trainer import Trainer
 from tests.tools import training_world
+from tests.tools.outer_steps import header, sign
+from tests.tools.store_member import decoded, digest_of, write_update
 from tests.tools.training_world import (
     SETTINGS,
     finished,
-    outer_step,
     save_checkpoint,
     sequences,
-    take_snapshot,
     tiny,
     trainer,
 )
@@ -108,8 +108,8 @@ def a_deterministic_run_is_repeated_to_the_bit(device: torch.device, folder: Pat
         losses = [train(made, 0, 4) for made in runs]
         assert losses[0] == losses[1]
         assert all(torch.equal(a, b) for a, b in zip(*map(weights, runs), strict=True))
-        # torch refuses operations that it has in no fixed order: a publication needs none of them.
-        a_preview_changes_no_bit(device, folder, deterministic=True)
+        # torch refuses operations that it has in no fixed order: an upload needs none of them.
+        an_outer_step_commits_or_leaves_every_bit(device, folder)
     finally:
         choose_algorithms(device, deterministic=False)
 
@@ -164,59 +164,25 @@ def a_checkpoint_in_mid_step_goes_on_where_it_was(device: torch.device, folder: 
         assert torch.allclose(mine, theirs, atol=1e-6)
 
 
-def a_snapshot_holds_this_steps_gradient(device: torch.device, folder: Path) -> None:
-    made = make(device, error_feedback="off")
-    start = weights(made)
-    train(made, 0, 2)
-    now = weights(made)
-    handle = made.snapshot(folder / "s", progress=Progress(0, 2, 2, [1]), block=9, last_loss=1.0)
-    train(made, 2, 3)  # does not change it
-    finished(handle)
-    content = torch.load(folder / "s" / "gradients.pt", weights_only=True)
-    for (name, shape), a, b in zip(made.schema, start, now, strict=True):
-        vals, idxs = content[name + "vals"], content[name + "idxs"]
-        whole = (0.8 * (a - b)).cpu()
-        kept = gradients.encode(whole)[1].abs()
-        assert torch.allclose(vals.abs().sort(-1).values, kept.sort(-1).values, rtol=1e-5), name
-        decoded = gradients.decode(idxs, vals, shape)
-        assert torch.allclose(decoded, torch.where(decoded == 0, 0.0, whole), rtol=1e-5), name
-
-
-def a_preview_changes_no_bit(device: torch.device, folder: Path, **changes: Any) -> None:
-    made = make(device, **changes)
-    made.hold_back(sequences(99, count=4))
-    train(made, 0, 3)
-    before = weights(made)
-    change = made.check_gradient(take_snapshot(made, folder / "s", Progress(0, 3, 3, [1])))
-    assert change is not None and change < 0, change
-    assert all(torch.equal(a, b) for a, b in zip(before, weights(made), strict=True))
-    train(made, 3, 4)
-
-
 def an_outer_step_commits_or_leaves_every_bit(device: torch.device, folder: Path) -> None:
     made = make(device)
     train(made, 0, 2)
     before = weights(made)
-    buffers = [torch.zeros(shape) for _, shape in made.schema]
-    assert made.write_pseudo_gradient(buffers) > 0
-    made.prepare_outer_step(buffers)
+    own, path = folder / "upload.safetensors", folder / "update.safetensors"
+    start = [each.clone() for each in made.outer.epoch_start or []]
+    finished(made.write_upload(own, header("upload", 0, serial=1), sign=sign))
+    write_update(path, made.schema, [0.7 * each for each in decoded(own, made.schema)])
+    after = [a - b for a, b in zip(start, decoded(path, made.schema), strict=True)]
+    update = Update(1, path, Base.MERGED, own, digest_of(after))
+    made.prepare_update(update)
     made.roll_back_outer_step()
     assert all(torch.equal(a, b) for a, b in zip(before, weights(made), strict=True))
-    outer_step(made, buffers)
+    made.prepare_update(update)
+    made.commit_outer_step()
     assert made.outer_step == 1 and not torch.equal(before[0], weights(made)[0])
+    found = zip(after, made.outer.epoch_start or [], strict=True)
+    assert all(torch.equal(a, b) for a, b in found)
     train(made, 2, 3)
-
-
-def the_codec_keeps_what_the_cpus_keeps(device: torch.device, folder: Path) -> None:
-    torch.manual_seed(0)
-    for shape in ((96, 200), (64, 33), (1000,), (7, 32)):
-        whole = torch.randn(shape)
-        idxs, vals = gradients.encode(whole.to(device))
-        mine = gradients.decode(idxs.cpu(), vals.cpu(), shape)
-        assert torch.equal(mine, gradients.decode(*gradients.encode(whole), shape)), shape
-        rest = whole.clone().to(device)
-        gradients.subtract_sent_(rest, idxs, vals)
-        assert torch.equal(rest.cpu(), whole - mine), shape
 
 
 def the_compiled_loss_is_the_eager_one(device: torch.device, folder: Path) -> None:
@@ -313,12 +279,9 @@ CHECKS: tuple[Check, ...] = (
     no_micro_batch_waits_for_the_device,
     float32_gives_the_cpus_losses,
     a_checkpoint_in_mid_step_goes_on_where_it_was,
-    a_snapshot_holds_this_steps_gradient,
     a_deterministic_run_is_repeated_to_the_bit,
     an_outer_step_commits_or_leaves_every_bit,
-    a_preview_changes_no_bit,
     an_offloaded_optimizer_gives_the_same_bits,
-    the_codec_keeps_what_the_cpus_keeps,
     an_upload_is_encoded_and_decoded_to_the_cpus_bits,
     the_compiled_loss_is_the_eager_one,
     batches_reach_the_device_as_they_were,

@@ -15,22 +15,18 @@ import multiprocessing.connection
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from distributed_training.exchange.sn38.supervisor import LOG, HostLaunch
 from distributed_training.miner.rank_group import PRELOAD
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +34,6 @@ ROOT = Path(__file__).parents[2]
 _PRELOAD = (
     "tests.tools.jumping_clock",
     *PRELOAD,
-    "distributed_training.exchange.sn38.averager_process",
     __name__,  # a fork begins in it: with its imports in a tenth of a second
 )
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -149,61 +144,6 @@ class Ranks:
     def kill(self) -> None:
         for process in self.processes:
             process.kill()
-
-
-class ForkedHostLaunch(HostLaunch):
-    """A swarm host that is forked: its program would import for two seconds.
-
-    ``tests/faults/test_swarm_processes.py`` starts the program too, and kills it.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        prepare()
-        self._ended = False
-        folder.mkdir(parents=True, exist_ok=True)
-        self.connection, theirs = socket.socketpair()
-        with theirs:
-            self.process = cast("subprocess.Popen[bytes]", _HostProcess(theirs, folder / LOG))
-
-
-class _HostProcess:
-    """Stand for a ``subprocess.Popen`` of a host."""
-
-    _one = threading.Lock()  # a status can be read once, and a start reads that of all who ended
-
-    def __init__(self, connection: socket.socket, log: Path) -> None:
-        told, tells = _CONTEXT.Pipe(duplex=False)
-        self._process = _CONTEXT.Process(
-            target=_host, args=(connection, tells, str(log), os.getpid()), daemon=True
-        )
-        with told, tells, self._one:
-            self._process.start()
-            tells.close()  # here: or a fork that failed would be waited for
-            told.recv()  # it leads its group, which is killed with it
-        self.pid = self._process.pid
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def wait(self, timeout: float | None = None) -> int:
-        if not multiprocessing.connection.wait([self._process.sentinel], timeout):
-            raise subprocess.TimeoutExpired("the host", timeout or 0.0)
-        with self._one:
-            self._process.join()
-        assert self._process.exitcode is not None
-        return self._process.exitcode
-
-
-def _host(connection: socket.socket, tells: Connection, log: str, owner: int) -> None:
-    """In the fork, whose parent is the server. That one ends with who started it."""
-    _lead_session(log, log)
-    server, parent = os.getppid(), os.getppid
-    os.getppid = lambda: owner if parent() == server else 1
-    tells.send(True)
-    sys.argv = ["host", str(connection.detach())]
-    from distributed_training.exchange.sn38 import averager_process
-
-    averager_process.main()
 
 
 def run(

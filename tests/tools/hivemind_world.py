@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hivemind.p2p import P2P, PeerID
+
 from distributed_training.chain.base import find
-from distributed_training.chain.identity import identity_file, make_identity
+from distributed_training.chain.identity import identity_file
 from distributed_training.config import Config
 from distributed_training.exchange.hivemind import (
     Answer,
@@ -41,11 +43,13 @@ class MemberPeer:
     def __init__(self, world: HivemindWorld, uid: int, kind: str = "") -> None:
         self.world, self.uid, self.kind = world, uid, kind
         folder = world.folder / f"peer-{uid}"
-        folder.mkdir()
-        self.id = make_identity(folder)
+        identity = identity_file(folder)
+        identity.parent.mkdir(parents=True)
+        P2P.generate_identity(str(identity))
+        self.id = str(PeerID.from_identity(identity.read_bytes()))
         if kind:
-            (identity_file(folder).parent / "kind").write_text(kind)
-        settings = world.peer_settings(identity_file(folder))
+            (identity.parent / "kind").write_text(kind)
+        settings = world.peer_settings(identity)
         self.readies: list[Ready] = []
         self.answers: list[Answer] = []
         self.process = PeerProcess(

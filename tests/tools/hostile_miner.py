@@ -19,11 +19,11 @@ if __name__ == "__main__":
     rank_group.PRELOAD = (*rank_group.PRELOAD, *ours)
     sys.exit(main())
 elif __name__ == "tests.tools.hostile_miner":  # in the fork server, and not in its ranks again
-    from distributed_training.training import store_outer_step
+    from distributed_training.training import outer_step
 
-    _rows = store_outer_step._Movement.rows
+    _rows = outer_step._Movement.rows
 
-    def _hostile(self: store_outer_step._Movement, *place: Any) -> Any:
+    def _hostile(self: outer_step._Movement, *place: Any) -> Any:
         return _rows(self, *place).mul_(float(os.environ["HOSTILE_FACTOR"]))
 
-    store_outer_step._Movement.rows = _hostile  # type: ignore[method-assign]
+    outer_step._Movement.rows = _hostile  # type: ignore[method-assign]

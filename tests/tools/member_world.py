@@ -21,15 +21,15 @@ from distributed_training.data.tokenizer import build_tokenizer
 from distributed_training.exchange import store_rounds
 from distributed_training.exchange.own_uploads import OwnUploads
 from distributed_training.exchange.store_rounds import StoreRounds
+from distributed_training.miner import build
 from distributed_training.miner import events as ev
-from distributed_training.miner import start_store
 from distributed_training.miner.resume import StartupInfo
 from distributed_training.miner.store_round import event_of
 from distributed_training.node.identity import Member
 from distributed_training.protocol.manifest import Master
 from distributed_training.store.folder import FolderStore
 from distributed_training.training.model import hf_config
-from distributed_training.training.outer_step import read_model_config
+from distributed_training.training.weights import read_model_config
 from tests.tools.network import ALICE, network_file
 from tests.tools.store_leader import Leader, sha256
 from tests.tools.store_ranks import MINER, STORE_RULES, UID, Chain
@@ -45,8 +45,8 @@ def open_played(
     stack: ExitStack,
     wanted: Callable[[], bool],
     post: Callable[[ev.Event], None],
-) -> tuple[start_store.Connections, StartupInfo]:
-    """In the place of ``start_store.open_connections``: only the chain is played."""
+) -> tuple[build.Connections, StartupInfo]:
+    """In the place of ``build.open_connections``: only the chain is played."""
     store = FolderStore(bucket, writes=True)
     rounds = StoreRounds(
         store,
@@ -57,7 +57,7 @@ def open_played(
     )
     stack.callback(rounds.stop)
     resumes = any((folder / "checkpoints").glob("checkpoint-*"))
-    outer_step, place, steps = start_store.first_weights(rounds, wanted, resumes=resumes)
+    outer_step, place, steps = build.first_weights(rounds, wanted, resumes=resumes)
     model = {**read_model_config(place), "total_inner_steps": steps}
     tokenizer, eos = build_tokenizer("bytes", folder / "tokenizer")
     info = StartupInfo(
@@ -68,9 +68,8 @@ def open_played(
         global_outer_step=outer_step,
         first_block=101,
         hotkey=MINER.ss58_address,
-        follows=True,
     )
-    return start_store.Connections(Member(Wallet(MINER, None), Chain(), UID), rounds, place), info
+    return build.Connections(Member(Wallet(MINER, None), Chain(), UID), rounds, place), info
 
 
 class MemberWorld:
@@ -87,7 +86,7 @@ class MemberWorld:
         # Members train on text of their own.
         rules = {"data.own": True, "data.held_out": f"{held_out}#{sha256(held_out)}"}
         rules = STORE_RULES | (rules if own else {})
-        self.network = network_file(folder, rules, base="sn38", signer=ALICE)
+        self.network = network_file(folder, rules, signer=ALICE)
         self.run_id = member._config_of(self.network, {}).swarm.run_id
         members = {UID: MINER.ss58_address}
         self.leader = Leader(self.bucket, self.model, run_id=self.run_id, members=members)
@@ -108,7 +107,7 @@ def settings_in(folder: Path) -> dict[str, Any]:
 def played(bucket: Path) -> Iterator[None]:
     """The store is a folder, and the chain played, in joins inside."""
     opened = mock.patch.object(
-        start_store, "open_connections", lambda *given: open_played(bucket, *given)
+        build, "open_connections", lambda *given: open_played(bucket, *given)
     )
     soon = mock.patch.multiple(store_rounds, _INTERVAL=0.1, _SOON=0.05)
     with opened, soon:

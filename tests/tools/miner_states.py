@@ -34,10 +34,8 @@ _KEYS = (
 #: State -> word of the verdict, its colour, and whether the miner's processes live.
 STATES: Mapping[str, tuple[str, str, bool]] = {
     "earning": ("earning", "good", True),
-    "too-old": ("upload too old", "bad", True),
-    "older-step": ("of an older outer step", "bad", True),
-    "new": ("nothing uploaded", "wait", True),
-    "late": ("nothing uploaded", "bad", True),
+    "new": ("joining", "wait", True),
+    "late": ("joining", "bad", True),
     "stopped": ("stopped", "idle", False),
     "starting": ("starting", "wait", True),
     "refused": ("cannot start", "bad", True),
@@ -80,26 +78,20 @@ _HOTKEY = (
 def facts_of(state: str, now: float) -> Facts:
     """Return what the miner in ``state`` knows at ``now``."""
     uploads = tuple(
-        Upload(n, now - 700 - 9000 * (9 - n), f"5.{n}.40", 5_000_000 - 60) for n in (8, 9)
+        Upload(n, now - 700 - 9000 * (9 - n), f"{n}.1", "merged", now - 300) for n in (8, 9)
     )
     facts = Facts(
-        kind="hivemind", blocks_per_round=750, seconds_per_block=12.0, round_seconds=9000.0,
-        age_limit=4800.0, name="alpha", uid=17, looked=now, started=now - 86400, mode="training",
-        outer_step=9, step=Fact(40, now - 8), step_seconds=15.2, uploads=uploads,
-        uploads_known=True, called_at=now - 400, block=Fact(5_000_000, now),
+        round_seconds=9000.0, name="alpha", uid=17, looked=now, started=now - 86400,
+        mode="training", outer_step=9, step=Fact(40, now - 8), step_seconds=15.2, uploads=uploads,
+        block=Fact(5_000_000, now),
         registered=Fact(True, now), standing=Fact(_STANDING, now),
-        place=Fact(Place(9, 5_000_000 - 560), now), next_round=now + 2000,
+        place=Fact(Place(9), now), next_round=now + 2000,
         disk=disk_at(now, 1e6),
     )  # fmt: skip
     match state:
-        case "too-old":
-            old = replace(uploads[-1], block=5_000_000 - 398)
-            return replace(facts, uploads=(uploads[0], old), fitting_steps=5, next_upload=now + 30)
-        case "older-step":
-            return replace(facts, uploads=uploads[:1])
         case "new" | "late":
-            ago = 5400 if state == "late" else 540
-            return replace(facts, uploads=(), started=now - ago, called_at=None)
+            ago = 30_000 if state == "late" else 540
+            return replace(facts, uploads=(), started=now - ago)
         case "starting" | "refused" | "stopped" | "killed":
             ago = now - 300
             return replace(facts, looked=ago, step=Fact(40, ago), block=Fact(4_999_975, ago))
@@ -107,7 +99,7 @@ def facts_of(state: str, now: float) -> Facts:
             return replace(facts, disk=disk_at(now, 1e15))
         case "offline":
             ago = now - 190
-            silent = {"block": Fact(4_999_984, ago), "store_silent_since": ago, "called_at": ago}
+            silent = {"block": Fact(4_999_984, ago), "store_silent_since": ago}
             return replace(facts, **silent, next_round=now - 64)  # type: ignore[arg-type]
         case "behind":
             return replace(facts, behind_since=now - 1860)
@@ -116,9 +108,9 @@ def facts_of(state: str, now: float) -> Facts:
         case _ if state in STORE:
             cause = {"refused": "a copy of uid 3's", "kept": "late: by 3 s"}.get(STORE[state], "")
             cause = _CAUSES.get(state, cause)
-            upload = Upload(8, now - 1300, "8.0", None, STORE[state], now - 900, cause)
+            upload = Upload(8, now - 1300, "8.0", STORE[state], now - 900, cause)
             waiting = Upload(9, now - 60, "9.0")
-            facts = replace(facts, kind="store", uploads=(upload, waiting), called_at=None)
+            facts = replace(facts, uploads=(upload, waiting))
             return _of_member(state, replace(facts, pays=False), now) if state in MEMBERS else facts
     return facts
 
@@ -237,14 +229,11 @@ def make_miner(place: Path, state: str, uid: int = 17, **gauges: float) -> Path:
     (folder / FACTS_FILE).write_text(replace(facts, name=f"{state} miner", uid=uid).to_json())
     (folder / LAUNCHER_FILE).write_text(json.dumps(asdict(launcher)))
     figures: dict[str, Any] = {
-        "start_timestamp_seconds": facts.started, "publication_age_limit_seconds": 4800,
-        "next_round_timestamp_seconds": facts.next_round, "dht_peers": 19,
-        "metrics_written_timestamp_seconds": now, "chain_seconds_per_block": 12,
+        "start_timestamp_seconds": facts.started,
+        "next_round_timestamp_seconds": facts.next_round,
+        "metrics_written_timestamp_seconds": now,
         "chain_block": 5_000_000, "weights_block": 4_999_960, **gauges,
     }  # fmt: skip
-    if facts.uploads and facts.uploads[-1].block:
-        figures["block_list_limit_blocks"] = 375
-        figures["block_list_age_blocks"] = 5_000_000 - facts.uploads[-1].block
     lines = (f"# TYPE dt_{name} gauge\ndt_{name} {value}\n" for name, value in figures.items())
     (folder / "metrics.prom").write_text("".join(lines))
     lines = (json.dumps(event) + "\n" for event in _weeks(state, facts, uid, now))

@@ -13,18 +13,16 @@ from distributed_training.network import built_in_rules, of_exchange, signed, to
 ALICE = Keypair.create_from_uri("//Alice")
 
 
-def network_file(
-    folder: Path, rules: Mapping[str, Any], *, base: str = "local-sn38", signer: Any = ALICE
-) -> str:
+def network_file(folder: Path, rules: Mapping[str, Any], *, signer: Any = ALICE) -> str:
     """Write ``network.toml`` into ``folder``; return its path.
 
     ``rules``: key (``training.sequence_length``) -> value; with ``exchange`` "store" the base's
     keys that have a place there. ``signer`` is the master.
     """
-    tables = built_in_rules(base)
+    tables = built_in_rules()
     tables.pop("run_id")
     if rules.get("exchange") == "store":
-        tables = of_exchange(tables, "store") | {"format": 2}
+        tables = of_exchange(tables, "store")
         rules = {"round.grace": "10s", "store.endpoint": "https://s3.example.org", **rules}
     if "chain.url" in rules:
         tables["chain"] = {"kind": "registry"}

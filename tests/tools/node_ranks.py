@@ -14,27 +14,19 @@ from typing import Any
 import torch
 
 from distributed_training.config import Config
-from distributed_training.data.tokenizer import BYTE_VOCABULARY
+from distributed_training.miner import build, start
 from distributed_training.miner import events as ev
-from distributed_training.miner import start, start_hivemind
 from distributed_training.miner.resume import StartupInfo
-from distributed_training.node.start import fetch_tokenizer
-from tests.tools import miner_ranks
-from tests.tools.training_world import tiny, whole_weights
+from tests.tools.member_world import open_played
+from tests.tools.miner_ranks import leader_of
+from tests.tools.training_world import whole_weights
 
 STEPS = int(os.environ.get("NODE_STEPS", "0"))
 
 
-NETWORK: list[miner_ranks.Network] = []  # of rank 0
-
-
 def open_connections(config: Config, folder: Path, *given: Any) -> Any:
-    tokenizer, eos = fetch_tokenizer(config, folder)
-    model = tiny(vocab=BYTE_VOCABULARY)
-    info = StartupInfo(3, model, str(tokenizer), eos, hotkey="5Miner")
-    NETWORK.append(miner_ranks.Network(folder, info))
-    NETWORK[0].play()
-    return NETWORK[0].connections, info
+    leader_of(folder, config.swarm.run_id)
+    return open_played(Path(f"{folder}.bucket"), config, folder, *given)
 
 
 class Played:
@@ -44,11 +36,11 @@ class Played:
         self.context = replace(context, tick=timedelta(milliseconds=1))
         self.rank = build_rank(self.context, info, network)
         if self.rank.rank_zero is not None:
-            blocks = self.rank.rank_zero.blocks
-            NETWORK[0].last_requested = lambda: blocks._last_requested
+            self.blocks, self.chain = self.rank.rank_zero.blocks, network.member.chain
             self.rank.rank_zero.controller.subscribe(self.on_event)
 
     def on_event(self, event: ev.Event, state: Any) -> None:
+        self.chain.requested = self.blocks._last_requested
         if isinstance(event, ev.InnerStepDone) and event.report.total_inner_steps == STEPS:
             self.context.events.put(ev.StopRequested("the test is over"))
 
@@ -67,6 +59,6 @@ build_rank = start.build_rank
 
 
 def run_rank(config: Config) -> int:
-    start_hivemind.open_connections = open_connections
+    build.open_connections = open_connections
     start.build_rank = Played  # type: ignore[assignment]
     return start.run_rank(config)

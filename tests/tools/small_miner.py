@@ -9,8 +9,6 @@ FLAGS = {
     "neuron.local_batch_size_train": "2",
     "neuron.checkpoint_steps": "5",
     "neuron.checkpoint_interval": "0",
-    "neuron.preview_sequences": "8",
-    "neuron.step_length": "plain",  # the search takes a third of such a miner's time
     # one block ahead: they come in order whatever the ranks' pace
     "data.source": "stdlib",
     "data.prefetch_blocks": "1",

@@ -17,15 +17,15 @@ from distributed_training.protocol.update_file import (
     rows_and_columns,
     write_rows,
 )
-from distributed_training.training.store_outer_step import StoreOuterStep
+from distributed_training.training.outer_step import OuterStep
 from distributed_training.training.trainer import Trainer
 from tests.tools.outer_steps import header, sign
 
 Schema = Sequence[tuple[str, tuple[int, ...]]]
 
 
-def store_step(made: Trainer) -> StoreOuterStep:
-    assert isinstance(made.outer, StoreOuterStep)
+def store_step(made: Trainer) -> OuterStep:
+    assert isinstance(made.outer, OuterStep)
     return made.outer
 
 

@@ -32,7 +32,7 @@ from distributed_training.data.tokenizer import build_tokenizer
 from distributed_training.exchange import store_rounds
 from distributed_training.exchange.own_uploads import OwnUploads
 from distributed_training.exchange.store_rounds import StoreRounds
-from distributed_training.miner import assembly, start, start_store
+from distributed_training.miner import build, start
 from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState
 from distributed_training.miner.ranks import join_ranks
@@ -41,7 +41,7 @@ from distributed_training.miner.store_round import event_of
 from distributed_training.node.identity import Member
 from distributed_training.protocol.manifest import Master
 from distributed_training.store.folder import FolderStore
-from distributed_training.training.outer_step import read_model_config
+from distributed_training.training.weights import read_model_config
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.miner_parts import config_of
 from tests.tools.network import ALICE
@@ -100,7 +100,7 @@ def run(moment: str, until: int, folder: Path, bucket: Path) -> None:
     events: SimpleQueue[ev.Event] = SimpleQueue()
     connections, chain, store = None, Chain(), FolderStore(bucket, writes=True)
     tokenizer, eos = build_tokenizer("bytes", folder / f"tokenizer-{RANK}")
-    info = StartupInfo(UID, {}, str(tokenizer), eos, hotkey=MINER.ss58_address, follows=True)
+    info = StartupInfo(UID, {}, str(tokenizer), eos, hotkey=MINER.ss58_address)
     if RANK == 0:
         rounds = StoreRounds(
             store,
@@ -110,12 +110,12 @@ def run(moment: str, until: int, folder: Path, bucket: Path) -> None:
             uploads=OwnUploads(store, folder / "exchange" / "uploads", UID),
         )
         resumes = any((folder / "checkpoints").glob("checkpoint-*"))
-        outer_step, place, steps = start_store.first_weights(rounds, lambda: True, resumes=resumes)
+        outer_step, place, steps = build.first_weights(rounds, lambda: True, resumes=resumes)
         model = {**read_model_config(place), "total_inner_steps": steps}
         shared: dict[str, Any] = {"model_config": model, "global_outer_step": outer_step}
         ranks.share("info", shared)
         member: Any = Member(Wallet(MINER, None), chain, UID)
-        connections = start_store.Connections(member, rounds, place)
+        connections = build.Connections(member, rounds, place)
     else:
         shared = ranks.share("info", None)
     info = StartupInfo(**{**vars(info), **shared})
@@ -127,7 +127,7 @@ def run(moment: str, until: int, folder: Path, bucket: Path) -> None:
     with ExitStack() as stack:
         if connections is not None:
             stack.callback(connections.rounds.stop)
-        context = assembly.RankContext(
+        context = build.RankContext(
             config, folder, torch.device("cpu"), ranks, events, stack, timedelta(milliseconds=1)
         )
         rank = start.build_rank(context, info, connections)

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -19,6 +19,7 @@ from bittensor.sp_core import Keypair, verify
 from torch import Tensor
 
 from distributed_training.chain.identity import Wallet
+from distributed_training.config import Config
 from distributed_training.node.identity import Member
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Manifest, Master, State
@@ -36,7 +37,6 @@ from distributed_training.store.errors import StoreError
 from distributed_training.validator import store_rounds
 from distributed_training.validator.merge import digest_of
 from distributed_training.validator.program import Parts, build
-from distributed_training.validator.store_rounds import StoreValidator
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.validator_world import (
@@ -192,22 +192,33 @@ class StoreMiner:
 class StoreWorld:
     """Everything around one validator of a store network; ``restart`` makes a new one.
 
-    ``own``: each member has a bucket of its own.
+    ``own``: each member has a bucket of its own; ``begun``: a validator has started; ``change``:
+    gives another configuration.
     """
 
     def __init__(
-        self, folder: Path, *, uids: Sequence[int] = (3, 5, 17), own: bool = False, **changes: Any
+        self,
+        folder: Path,
+        *,
+        uids: Sequence[int] = (3, 5, 17),
+        own: bool = False,
+        begun: bool = True,
+        held_out: Mapping[str, Tensor] | None = None,
+        change: Callable[[Config], Config] = lambda config: config,
+        **changes: Any,
     ) -> None:
         self.folder, self.uids = folder, tuple(uids)
         base = config_of(folder, settings(**changes))
         self.master = keypair("master")
         rules = {"exchange": "store", "master_ss58_address": self.master.ss58_address}
-        self.config = replace(
+        config = replace(
             base,
             miner=replace(base.miner, **rules),
             store=replace(base.store, access="own" if own else "registry"),
             chain=replace(base.chain, seconds_per_block=PERIOD / base.miner.blocks_per_allreduce),
         )
+        self.config = change(config)
+        self.held_out = held_out or {self.config.domains[0].name: sequences(999_999_999, 16)}
         self.run_id = self.config.swarm.run_id
         self.clock = Clock()
         self.bucket = StoreBucket(self.clock)
@@ -220,6 +231,8 @@ class StoreWorld:
         self.events = Events(folder / "validator" / "events.jsonl")
         self.pages: Callable[[int, int], Tensor] = pages
         self.closing = ExitStack()
+        if not begun:
+            return
         self.restart()
         self.validator.start(self.state_found, found=self.found)
         self.schema = self.validator.state.schema
@@ -227,15 +240,12 @@ class StoreWorld:
 
     def parts(self) -> Parts:
         wallet = Wallet(self.master, None)
-        nobody: Any = None
         return Parts(
             member=Member(wallet, self.chain, 200),
-            client=nobody,
             store=self.bucket,
             open_bucket=lambda neuron: BucketReader(self.own[neuron.uid], small=_PATIENCE),
             pages=lambda uid, block: self.pages(uid, block),
-            held_out={self.config.domains[0].name: sequences(999_999_999, 16)},
-            swarm=nobody,
+            held_out=self.held_out,
             vocabulary=VOCABULARY,
             eos_id=0,
         )
@@ -250,7 +260,6 @@ class StoreWorld:
                 self.config, self.parts(), folder=place, stop=threading.Event(), stack=stack
             )
             self.closing = stack.pop_all()
-        assert isinstance(validator, StoreValidator)
         self.validator = validator
 
     def restarted(self, *, folder: Path | None = None) -> None:

@@ -13,11 +13,10 @@ import torch
 
 from distributed_training.common.llama import llama_config
 from distributed_training.config.settings import TrainingSettings
-from distributed_training.protocol.keys import Parts
 from distributed_training.protocol.types import Progress
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import Layout
-from distributed_training.training.snapshot import SnapshotHandle
+from distributed_training.training.copies import BackgroundWrite
 from distributed_training.training.trainer import Trainer
 
 SEQUENCE = 32
@@ -31,7 +30,6 @@ SETTINGS = TrainingSettings(
     warmup_steps=3,
     total_steps=100,
     precision="fp32",
-    preview_sequences=4,
 )
 
 
@@ -52,7 +50,6 @@ def trainer(
     device: torch.device | str = "cpu",
     run_folder: Path | None = None,
     local_ranks: int = 0,
-    exchange: str = "hivemind",
     **changes: Any,
 ) -> Trainer:
     """Initial weights, epoch 0 begun."""
@@ -62,7 +59,6 @@ def trainer(
         device=torch.device(device),
         layout=Layout(rank, world_size, local_ranks),
         run_folder=run_folder,
-        exchange=exchange,
     )
     made.load_weights(None)
     made.begin_epoch(0)
@@ -88,14 +84,7 @@ def train(made: Trainer, first: int, last: int) -> list[Any]:
     return reports
 
 
-def take_snapshot(
-    made: Trainer, folder: Path, progress: Progress, parts: Parts = "all"
-) -> SnapshotHandle:
-    """Return the handle of a snapshot whose files are all written."""
-    return finished(made.snapshot(folder, progress=progress, block=1, last_loss=1.0, parts=parts))
-
-
-def finished(handle: SnapshotHandle) -> SnapshotHandle:
+def finished(handle: BackgroundWrite) -> BackgroundWrite:
     """Wait for its writing. Raises what that raised."""
     handle.join()
     if handle.error is not None:
@@ -125,13 +114,6 @@ def save_checkpoint(
     """Return when it is written, or could not be."""
     keeper.save(position or {}, progress)
     keeper.wait()
-
-
-def outer_step(made: Trainer, buffers: list[torch.Tensor]) -> None:
-    """Take an outer step with only the pseudo-gradient of this trainer."""
-    made.write_pseudo_gradient(buffers)
-    made.prepare_outer_step(buffers)
-    made.commit_outer_step()
 
 
 def same(one: Sequence[torch.Tensor] | None, two: Sequence[torch.Tensor] | None) -> bool:

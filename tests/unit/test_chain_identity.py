@@ -1,4 +1,4 @@
-"""Wallets, the identity in the swarm, and the address that validators reach a miner at."""
+"""Wallets, and the address at which others reach a DHT peer."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from distributed_training.chain.identity import (
     AddressUnknown,
     create_wallet,
     external_ip,
-    identity_file,
     load_wallet,
-    make_identity,
 )
 from distributed_training.config.settings import ChainSettings
 from distributed_training.config.types import ConfigError
@@ -79,15 +77,6 @@ def test_bad_wallet_is_one_line(tmp_path: Path) -> None:
     fails("not a bittensor key file")
 
 
-def test_hivemind_reads_the_identity_and_derives_the_same_peer_id(tmp_path: Path) -> None:
-    from hivemind.p2p import PeerID
-
-    peer_id = make_identity(tmp_path)
-    assert str(PeerID.from_identity(identity_file(tmp_path).read_bytes())) == peer_id
-    assert identity_file(tmp_path).stat().st_mode & 0o777 == 0o600
-    assert make_identity(tmp_path / "other") != peer_id
-
-
 @contextmanager
 def service(*texts: str, status: int = 200) -> Iterator[str]:
     """Answers with ``texts`` in turn, the last one for ever."""
@@ -96,24 +85,11 @@ def service(*texts: str, status: int = 200) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
 
 
-def test_given_answers_are_not_asked_for() -> None:
-    assert external_ip(replace(ChainSettings(), external_ip="9.8.7.6"), services=()) == "9.8.7.6"
-
-
-def test_a_private_listening_address_is_only_a_local_subnets() -> None:
-    private = replace(ChainSettings(), axon_ip="10.0.0.4")
-    local = replace(private, registry_url="http://127.0.0.1:1")
-    assert external_ip(local, services=()) == "10.0.0.4"
-    assert external_ip(replace(ChainSettings(), axon_ip="9.9.9.9"), services=()) == "9.9.9.9"
-    with service("8.8.4.4") as good:
-        assert external_ip(private, services=[good]) == "8.8.4.4"
-
-
 def test_in_a_private_network_the_address_is_the_one_that_calls_the_registry() -> None:
     private = replace(ChainSettings(), private=True, registry_url="http://127.0.0.1:8100")
     assert external_ip(private, services=()) == "127.0.0.1", "a trial on one machine"
     named = replace(private, registry_url="http://localhost:8100")
-    with pytest.raises(AddressUnknown, match=r"localhost is called from .*--axon\.external_ip"):
+    with pytest.raises(AddressUnknown, match=r"localhost is called from .*--dht\.ip"):
         external_ip(named, services=())
     with machines(2, network="10.77.3") as (registry, miner):
         url = f"http://{registry.address}:8100"
@@ -137,14 +113,14 @@ def test_two_answers_have_to_agree() -> None:
         # One that answers is asked again; one that changes its mind is not believed.
         assert external_ip(ChainSettings(), services=[*bad, good]) == "8.8.4.4"
         with service("6.6.6.6", "7.7.7.7") as unsure:
-            with pytest.raises(AddressUnknown, match=r"6\.6\.6\.6, 7\.7.*--axon\.external_ip"):
+            with pytest.raises(AddressUnknown, match=r"6\.6\.6\.6, 7\.7.*--dht\.ip"):
                 external_ip(ChainSettings(), services=[*bad, unsure])
-        with pytest.raises(AddressUnknown, match=r"--axon\.external_ip"):
+        with pytest.raises(AddressUnknown, match=r"--dht\.ip"):
             external_ip(ChainSettings(), services=bad)
 
 
 def test_the_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its address is not the one that validators reach."""
+    """Its address is not the one that peers reach."""
     with service("6.6.6.6") as proxy, service("8.8.4.4") as good:
         for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
             monkeypatch.setenv(name, proxy)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import socket
-from contextlib import closing
 from dataclasses import replace
-from datetime import timedelta
 
 import httpx
 import pytest
@@ -15,13 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distributed_training.chain import auth
-from distributed_training.chain.base import Neuron
-from distributed_training.chain.client import SignedClient
 from distributed_training.common.addresses import Reach, reach
 from distributed_training.registry.service import narrowest
 from distributed_training.validator import program
 from tests.tools.chain_server_thread import FAST, RegistryServer
-from tests.tools.chain_world import MINER, VALIDATOR
+from tests.tools.chain_world import VALIDATOR
 from tests.tools.settings import load_config
 
 pytestmark = pytest.mark.timeout(60)
@@ -180,20 +175,3 @@ class TestValidator:
     def test_its_own_reach_decides(self, flags: list[str], expected: Reach) -> None:
         config = load_config("validator", flags, environ={}, dotenv=None, check=False)
         assert program._narrowest(config) is expected
-
-    def test_nobody_inside_is_called_for_the_public_chain(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-            port = listener.getsockname()[1]
-            listener.settimeout(0.2)
-            client = SignedClient(wallet=VALIDATOR, narrowest=EVERYWHERE)
-            inside = [
-                Neuron(uid, MINER.ss58, ip, port)
-                for uid, ip in enumerate(["127.0.0.1", "::1", "::ffff:127.0.0.1", "nonsense"])
-            ]
-            found = client.sweep_is_alive(inside, timedelta(seconds=0.5))
-            assert found == dict.fromkeys(range(4))
-            with pytest.raises(TimeoutError):
-                listener.accept()
-        assert caplog.text.count("is not called: it announces") == 1

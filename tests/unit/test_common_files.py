@@ -33,7 +33,6 @@ from distributed_training.common.files import (
     late_mount,
     read_json_object,
     read_state,
-    remove_leftovers,
     sha256_of,
     write_bytes,
     write_json,
@@ -42,7 +41,7 @@ from distributed_training.common.files import (
 from distributed_training.health import machine
 from distributed_training.health.machine import Examination, check_shared_memory
 from distributed_training.store.errors import NoRoomError
-from distributed_training.store.snapshot_folder import describe_full_disk
+from distributed_training.store.room import describe_full_disk
 from distributed_training.store.transfer import require_room
 from tests.tools.miner_parts import config_of
 
@@ -92,16 +91,6 @@ def test_a_file_larger_than_allowed_is_not_read(tmp_path: Path) -> None:
         write_bytes(path, b'{"a": 5}'.ljust(LARGEST_JSON + more))
         assert read_json_object(path) == (None if more else {"a": 5})
     assert sha256_of(path) != sha256_of(Path(__file__))
-
-
-def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
-    path = tmp_path / "state[1].json"
-    kept = [path, tmp_path / ".state.json.1.2.tmp", tmp_path / ".other.tmp"]
-    for file in [*kept, tmp_path / ".state[1].json.77.88.tmp"]:
-        file.write_text("x")
-    remove_leftovers(path)
-    assert sorted(tmp_path.iterdir()) == sorted(kept)
-    remove_leftovers(tmp_path / "no folder" / "file")
 
 
 @dataclass(frozen=True)

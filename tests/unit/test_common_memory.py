@@ -8,33 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from distributed_training.common.llama import named_config
 from distributed_training.common.memory import (
     MARGIN,
     Arrangement,
     ModelShape,
-    checkpoint_bytes,
     device_memory,
     disk_space,
     host_memory,
     loss_chunk,
-    snapshot_bytes,
 )
 from distributed_training.config.settings import TrainingSettings
-from distributed_training.protocol.types import Progress
-from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.memory_plan import plan_memory
 from distributed_training.training.model import parameter_schema
-from distributed_training.training.outer_step import OuterOptimizerState, save_outer_optimizer
 from tests.tools.training_world import (
-    outer_step,
-    save_checkpoint,
-    take_snapshot,
     tiny,
-    train,
-    trainer,
 )
 
 pytestmark = pytest.mark.timeout(60)
@@ -117,52 +106,6 @@ def test_every_measure_against_memory_lowers_the_estimate(change: dict[str, Any]
     plain = Arrangement(2, micro_batch=8, sequence_length=1024, keep_unsharded=True)
     less = device_memory(ONE, dataclasses.replace(plain, **change))
     assert less < device_memory(ONE, plain)
-
-
-@pytest.mark.slow
-def test_disk_figures_equal_the_written_bytes(tmp_path: Path, process_group: None) -> None:
-    """Three checkpoints of three epochs, a snapshot and a global state of a model that is large
-    enough for headers not to count."""
-    shape: dict[str, Any] = {"hidden": 64, "layers": 3, "intermediate": 160, "vocab": 499}
-    config = tiny(**shape)
-    made = trainer(model=config)
-    keeper = Checkpointer(trainer=made, folder=tmp_path / "checkpoints", keep=9)
-    buffers = [torch.zeros(shape) for _, shape in made.schema]
-    checkpoints = 0
-    for step in range(4):
-        train(made, step, step + 1)
-        if step == 0:  # from here on there is error feedback
-            take_snapshot(made, tmp_path / "snapshot", Progress(0, 1, 1, [1]))
-        outer_step(made, buffers)
-        if step == 0:
-            continue  # the first one has no momentum before it
-        save_checkpoint(keeper, Progress(0, 1, 1, []))
-        checkpoints += 1
-    (tmp_path / "global").mkdir()
-    model = (tmp_path / "snapshot" / "model.safetensors").read_bytes()
-    (tmp_path / "global" / "model.safetensors").write_bytes(model)
-    save_outer_optimizer(
-        tmp_path / "global" / "outer_optimizer.pt", OuterOptimizerState(buffers, 0.8, 0.9, 1)
-    )
-    shapes = [s for _, s in made.schema]
-    one, state = checkpoint_bytes(shapes), 8 * ModelShape.from_config(config).parameters
-    epochs = written(tmp_path / "checkpoints", "epoch-*")
-    assert epochs == pytest.approx(checkpoints * state, rel=0.05)
-    kept = written(tmp_path / "checkpoints", "checkpoint-*")
-    assert kept == pytest.approx(checkpoints * (one - state), rel=0.05)
-    # a snapshot's estimate has room for the parts that rank 0 puts together
-    snapshot = written(tmp_path, "snapshot")
-    assert snapshot < snapshot_bytes(shapes) < 1.25 * snapshot
-    assert written(tmp_path, "global") == pytest.approx(state, rel=0.05)
-    most = disk_space(ModelShape.from_config(config), keep_checkpoints=checkpoints - 1)
-    assert most == checkpoints * one + 2 * snapshot_bytes(shapes) + 3 * state
-    # of the scored files: twice, and once the weights of a model that is asked for
-    take_snapshot(made, tmp_path / "scored", Progress(0, 1, 1, [1]), "scored")
-    scored = snapshot_bytes(shapes, parts="scored")
-    assert written(tmp_path, "scored") < scored < 2.5 * written(tmp_path, "scored")
-    found = ModelShape.from_config(config)
-    most = disk_space(found, keep_checkpoints=checkpoints - 1, content="scored")
-    assert most == checkpoints * one + 2 * scored + 4 * found.parameters + 3 * state
 
 
 def test_muon_saves_what_the_page_of_requirements_says() -> None:

@@ -11,7 +11,6 @@ import os
 import random
 import threading
 from contextlib import closing, suppress
-from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -23,8 +22,6 @@ from pydantic import SecretStr
 from websockets.proxy import get_proxy
 from websockets.uri import parse_uri
 
-from distributed_training.chain.base import Neuron
-from distributed_training.chain.client import SignedClient
 from distributed_training.chain.registry import RegistryChain
 from distributed_training.common import proxies
 from distributed_training.common.proxies import proxy_for, share, unusable
@@ -35,7 +32,6 @@ from distributed_training.data.page_source import Counts, PageUnavailable
 from distributed_training.health.clock import ClockUnknown, store_offset
 from distributed_training.store.errors import StoreError
 from distributed_training.store.s3 import AccessKeys, S3ObjectStore
-from tests.tools.chain_world import MINER, VALIDATOR
 from tests.tools.settings import load_config
 from tests.tools.waiting import wait_for
 
@@ -272,8 +268,6 @@ def _ask_everybody(host: str) -> None:
     flags = ["--preset", "local", "--r2.endpoint_url", at("clock")]
     with suppress(ClockUnknown):
         store_offset(load_config("miner", flags, check=False))
-    neuron = Neuron(uid=1, hotkey=MINER.ss58, ip="1.1.1.1" if host[-1].isalpha() else host, port=9)
-    SignedClient(wallet=VALIDATOR).sweep_is_alive([neuron], timedelta(seconds=5))
     quick = DataSettings(rows_url=at("data"), request_attempts=1)
     with pytest.raises(PageUnavailable):
         RowsApiSource(settings=quick, token=None, cache=None, counts=Counts()).num_rows()

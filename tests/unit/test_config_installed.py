@@ -16,15 +16,14 @@ STORE = "network.toml"
 WORDS = "--name lab --data-source stdlib --registry http://10.0.0.5:8100 --host 10.0.0.5"
 #: Module of a program, its words, and the extras that its line names.
 REFUSED = [
-    ("miner.__main__", "--network sn38", "bittensor,hivemind"),
-    ("miner.__main__", f"--network {STORE} --network sn38", "bittensor,hivemind"),
-    ("miner.__main__", "init --yes --network sn38", "bittensor,hivemind"),
-    ("miner.__main__", "check --network sn38", "bittensor,hivemind"),
+    ("miner.__main__", "--network local", "hivemind"),
+    ("miner.__main__", f"--network {STORE} --network local", "hivemind"),
+    ("miner.__main__", "init --yes --network local", "hivemind"),
+    ("miner.__main__", "check --network local", "hivemind"),
     ("validator.__main__", f"--network {STORE}", "validator"),
-    ("doctor", "--network sn38", "bittensor,hivemind"),
-    ("scoring.command", "--network sn38 --uid 7", "bittensor,hivemind"),
-    ("scoring.export", "model --network sn38", "bittensor,hivemind"),
-    ("join_command", "sn38 --wallet.path wallets --neuron.device cpu", "bittensor,hivemind"),
+    ("doctor", "--network local", "hivemind"),
+    ("scoring.command", "--network local --uid 7", "hivemind"),
+    ("scoring.export", "model --network local", "hivemind"),
     ("join_command", "local --wallet.path wallets --neuron.device cpu", "hivemind"),
     ("network_command", f"init lab {WORDS} --exchange hivemind", "hivemind"),
     ("network_command", f"init lab {WORDS} --store embedded", "local"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 import tomllib
 from pathlib import Path
 
@@ -14,7 +13,9 @@ from hypothesis import strategies as st
 
 from distributed_training import config
 from distributed_training.config import Config
+from distributed_training.config.removed import RULES
 from distributed_training.config.types import NoNetworkNamed
+from tests.tools.settings import usual_network
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -50,7 +51,7 @@ def load(*argv: str, environ: dict[str, str] | None = None) -> Config:
     return config.load_config("miner", argv, environ=environ or {}, file=own, check=False)
 
 
-@pytest.mark.parametrize("flags", [(), ("--network", ""), ("--netuid", "39")])
+@pytest.mark.parametrize("flags", [(), ("--network", ""), ("--netuid", "38")])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_program_names_the_three_ways_and_writes_nothing(
     program: str, flags: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]
@@ -61,14 +62,15 @@ def test_every_program_names_the_three_ways_and_writes_nothing(
     (line,) = capsys.readouterr().err.splitlines()
     assert "so nothing was started" in line and ("is empty" in line) is ("--network" in flags)
     assert "--network FILE" in line and "--network https://URL" in line
-    assert "--network NAME (sn38, " in line and " or local)" in line
+    assert "--network local" in line and "dt-join" in line and "commit 10170bb9" in line
     assert not list(folder.iterdir())
 
 
 @given(st.lists(st.sampled_from(PLACES), unique=True), st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
 def test_the_strongest_place_names_it(folder: Path, places: list[str], data: st.DataObject) -> None:
-    names = {place: data.draw(st.sampled_from(["sn38", "local-sn38"])) for place in places}
+    names = {place: data.draw(st.sampled_from(["local", "other"])) for place in places}
+    (folder / "other").write_text(Path(usual_network()).read_text())
     (folder / ".env").write_text(f"DT_NETWORK={names.get('.env', '')}\n")
     toml = names.get("miner.toml")
     (folder / "miner.toml").write_text(f'network = "{toml}"\n' if toml else "")
@@ -81,26 +83,30 @@ def test_the_strongest_place_names_it(folder: Path, places: list[str], data: st.
     strongest = next(place for place in PLACES if place in names)
     found = load(*argv, environ=environ)
     assert found.general.network == names[strongest]
-    assert (found.network.head.name == "dstrbtd-sn38") is (names[strongest] == "sn38")
+    assert (found.network.head.name == "local") is (names[strongest] == "local")
 
 
 @pytest.mark.parametrize("place", ["flag", "file"])
-def test_netuid_38_counts_as_the_public_network(place: str, folder: Path) -> None:
+def test_netuid_38_next_to_a_network_is_ignored_with_one_warning(place: str, folder: Path) -> None:
     (folder / "miner.toml").write_text("netuid = 38\n" if place == "file" else "")
-    found = load(*(("--netuid", "38") if place == "flag" else ()))
-    named = load("--network", "sn38")
-    assert found.network.digest == named.network.digest and found.general.network == "sn38"
+    found = load("--network", "local", *(("--netuid", "38") if place == "flag" else ()))
+    assert found.network.head.name == "local" and found.chain.netuid == 0
     (line,) = found.warnings
-    assert " 38 counts as --network sn38" in line and "found-a-network.md" in line
-    # Of another network it is its own affair.
-    assert load("--netuid", "38", "--preset", "local").network.head.name == "local"
+    assert " 38 has no effect" in line and line.endswith("leave it out")
+
+
+def test_subnet_38_is_refused_in_one_line(folder: Path) -> None:
+    with pytest.raises(NoNetworkNamed, match=r"^--network is sn38, so .*dt-join.* 10170bb9 "):
+        load("--network", "sn38")
 
 
 def test_settings_of_0_2_0_are_answered_with_the_line_that_they_lack(folder: Path) -> None:
     """The file is accepted once it has that line."""
     flags = tomllib.loads(OF_0_2.read_text(encoding="utf-8"))
     given = {name: text for name, (text, _) in flags.items() if text}
-    given = {n: text for n, text in given.items() if n != "netuid" and "validator." not in n}
+    # Rules of that network itself are not those of another.
+    apart = {"netuid", *RULES}
+    given = {n: text for n, text in given.items() if n not in apart and "validator." not in n}
     section = f"[axon]\nport = {given.pop('axon.port')}\n"
     before = "".join(f'"{name}" = "{text}"\n' for name, text in given.items()) + section
     toml = folder / "miner.toml"
@@ -108,7 +114,6 @@ def test_settings_of_0_2_0_are_answered_with_the_line_that_they_lack(folder: Pat
     with pytest.raises(NoNetworkNamed) as error:
         load()
     assert toml.read_text() == before and list(folder.iterdir()) == [toml]
-    line = re.search('in miner.toml that is the line (network = "[^"]+"), above', str(error.value))
-    assert line, error.value
-    toml.write_text(f"{line[1]}\n{before}")
-    assert load().network.head.name == "dstrbtd-sn38"
+    assert "dt-join" in str(error.value)
+    toml.write_text(f'network = "{usual_network()}"\n{before}')
+    assert load().network.head.name == "usual"

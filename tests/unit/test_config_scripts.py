@@ -102,7 +102,7 @@ def test_every_positional_with_every_hostile_value(script: str, capfd) -> None:
         (("abort_multipart_uploads",), "bucket"),
         (("abort_multipart_uploads", "bucket-1", "--plugins", "no_such"), "--plugins"),
         (("abort_multipart_uploads", "bucket-1"), "no network is named"),
-        (("diagnose", "--network", "sn38", "--model", "MODEL.json"), "--model MODEL.json"),
+        (("diagnose", "--network", "local", "--model", "MODEL.json"), "--model MODEL.json"),
         (("diagnose", "--neuron.local_batch_size_train_effective", "0"), "effective"),
         (("localnet", "--miner-flags", "'"), "--miner-flags"),
         (("diagnose", "--probe", "nowhere:"), "--probe"),

@@ -1,4 +1,4 @@
-"""The block list holds exactly the blocks trained on since the last publication, always.
+"""The block list holds exactly the blocks trained on and not merged, always.
 
 The list is the miner's (`miner.block_list`); what it promises is checked here against a model that
 remembers every single token's training.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import json
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from distributed_training.exchange.base import Close
 from distributed_training.miner import events as ev
 from distributed_training.miner.block_list import BlockList
 from distributed_training.miner.events import MinerState, Mode
 from distributed_training.protocol.pages import JUDGED_RANKS, VALIDATOR_PAGES, pages_read_by
-from distributed_training.protocol.types import Progress, Revision
+from distributed_training.protocol.types import Base, Progress, Update
 
+TRAINING = MinerState(mode=Mode.TRAINING, outer_step=1)
 MICRO_BATCH = 2
 MICRO_BATCHES_PER_STEP = 3
 
@@ -49,14 +53,13 @@ class BlockListMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.chain = 100
         self.steps = 0
-        self.snapshots = 0
-        self.owed: dict[int, int] = {}  # block -> last step with its tokens, not yet published
+        self.uploaded = 0  # the last step in the upload of this outer step
+        self.owed: dict[int, int] = {}  # block -> last step with its tokens, not yet merged
         self.in_step: list[int] = []
-        self.pending: dict[Revision, tuple[int, list[int]]] = {}
         self.checkpoint: tuple[str, Any] | None = None
         self.current = 0
         self.cursor: dict[str, int] = {}
-        self.published: dict[int, int] = {}  # block -> last step of it that was published
+        self.merged: dict[int, int] = {}  # block -> last step of it that was merged
         self.feed = self.make()
 
     def make(self) -> BlockList:
@@ -99,33 +102,29 @@ class BlockListMachine(RuleBasedStateMachine):
             self.owed |= dict.fromkeys(self.in_step, self.steps)
         self.in_step = []
 
-    @precondition(lambda self: len(self.pending) < 3)
     @rule()
-    def snapshot(self) -> None:
-        self.snapshots += 1
-        revision = Revision(5, 1, self.snapshots)
-        self.pending[revision] = (self.steps, self.feed.blocks())
-        taken: Any = ev.SnapshotTaken(None, Progress(1, self.snapshots))  # type: ignore[arg-type]
-        self.feed.on_event(taken, MinerState(mode=Mode.TRAINING, outer_step=1))
-        assert self.feed.blocks() == []
+    def upload(self) -> None:
+        """Write one for a close, which may have moved: the list stays until a merge."""
+        self.uploaded = self.steps
+        handle: Any = None
+        taken = ev.UploadTaken(Close(1, 0, 0.0, 0.0), handle, Progress(1))
+        self.feed.on_event(taken, TRAINING)
 
-    @precondition(lambda self: self.pending)
-    @rule(ok=st.booleans())
-    def publication_ends(self, ok: bool) -> None:
-        revision = min(self.pending)
-        taken_at, listed = self.pending.pop(revision)
-        self.feed.publication_ended(revision, ok=ok)
-        if ok:
-            for block in listed:
-                self.published[block] = max(taken_at, self.published.get(block, 0))
-                if self.owed.get(block, taken_at + 1) <= taken_at:
-                    del self.owed[block]
+    @rule(base=st.sampled_from(Base))
+    def take_outer_step(self, base: Base) -> None:
+        update = Update(2, Path("u"), base, None, "ab")
+        self.feed.on_event(ev.OuterStepEnded(True, 2), replace(TRAINING, update=update))
+        if base is not Base.KEPT:
+            gone = {block: last for block, last in self.owed.items() if last <= self.uploaded}
+            self.owed = {b: last for b, last in self.owed.items() if b not in gone}
+            self.merged |= gone
+        self.uploaded, self.in_step = 0, []
 
     @rule()
     def save(self) -> None:
         self.checkpoint = (
             json.dumps(self.feed.state_dict()),
-            copy.deepcopy((self.owed, self.in_step, self.cursor, self.steps)),
+            copy.deepcopy((self.owed, self.in_step, self.cursor, self.steps, self.uploaded)),
         )
 
     @precondition(lambda self: self.checkpoint is not None)
@@ -134,11 +133,11 @@ class BlockListMachine(RuleBasedStateMachine):
         """All since the checkpoint is gone, except the checkpoint's part of the step under way."""
         assert self.checkpoint is not None
         state, kept = self.checkpoint
-        owed, in_step, cursor, steps = copy.deepcopy(kept)
+        owed, in_step, cursor, steps, self.uploaded = copy.deepcopy(kept)
         self.feed = self.make()
         self.feed.load_state_dict(json.loads(state), cursor)
-        self.owed, self.in_step, self.cursor, self.pending = owed, in_step, cursor, {}
-        self.steps, self.published = steps, {}
+        self.owed, self.in_step, self.cursor = owed, in_step, cursor
+        self.steps, self.merged = steps, {}
         if cursor and cursor["sequences"] - cursor["offset"] >= MICRO_BATCH:
             order = self.feed.on_boundary(may_begin=True)
             assert order.request == cursor["block"] and not order.begin
@@ -151,24 +150,19 @@ class BlockListMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.checkpoint is not None and self.checkpoint[1][3] <= self.steps)
     @rule()
     def roll_back(self) -> None:
-        """Weights go back, data does not; later publications stay published."""
+        """Weights go back, data does not; what was merged since stays merged."""
         assert self.checkpoint is not None
         state, kept = self.checkpoint
-        owed, self.in_step, _, _ = copy.deepcopy(kept)
+        owed, self.in_step, _, _, self.uploaded = copy.deepcopy(kept)
         self.feed.roll_back(json.loads(state))
-        self.owed = {b: s for b, s in owed.items() if self.published.get(b, 0) < s}
-        self.pending = {
-            revision: (taken_at, [b for b in listed if b in owed])
-            for revision, (taken_at, listed) in self.pending.items()
-        }
+        self.owed = {b: s for b, s in owed.items() if self.merged.get(b, 0) < s}
 
     @invariant()
     def the_list_is_what_is_owed(self) -> None:
         listed = self.feed.blocks()
-        waiting = {b for _, blocks in self.pending.values() for b in blocks}
         assert len(listed) == len(set(listed))
         assert set(listed) <= set(self.owed), "a block is listed that was not trained on"
-        assert set(self.owed) <= set(listed) | waiting, "a trained block is not listed"
+        assert set(self.owed) <= set(listed), "a trained block is not listed"
 
 
 TestBlockList = pytest.mark.timeout(90)(BlockListMachine.TestCase)

@@ -32,10 +32,10 @@ from distributed_training.data.pipeline import DataPipeline
 from distributed_training.data.shards import SUFFIX
 from distributed_training.data.tokenizer import TextTokenizer
 from distributed_training.scoring.upload import pages_of
-from tests.tools import validator_world
 from tests.tools.network import network_file
+from tests.tools.store_world import StoreWorld
 from tests.tools.support_data import wait_ready
-from tests.tools.validator_world import World, one_thread  # noqa: F401
+from tests.tools.validator_world import one_thread  # noqa: F401
 
 pytestmark = pytest.mark.timeout(120)
 Tokenizer = tuple[Path, int]
@@ -355,7 +355,7 @@ def configured(folder: Path, *flags: str, kind: str = "miner", **rules: object) 
     held.write_text("the held-out text of this network\n" * 200)
     digest = hashlib.sha256(held.read_bytes()).hexdigest()
     values = {"data.own": True, "data.held_out": f"{held}#{digest}"} | rules
-    file = network_file(folder / "lab", {"format": 2, "exchange": "hivemind", **values})
+    file = network_file(folder / "lab", {"exchange": "store", **values})
     argv = ["--network", file, "--preset", "local", *flags]
     return load_config(kind, argv, environ={}, dotenv=None, check=False)  # type: ignore[arg-type]
 
@@ -414,20 +414,19 @@ def test_uploads_are_judged_on_the_domains_by_their_weights(
 
 def test_assigned_text_has_no_weight_in_such_a_network(tmp_path: Path) -> None:
     rules = configured(tmp_path, kind="validator")
-    config = validator_world.config_of(tmp_path / "run", validator_world.settings())
-    config = dataclasses.replace(config, network=rules.network, data=rules.data)
-    world = World(tmp_path / "run", validator_world.settings(), config=config)
+    world = StoreWorld(
+        tmp_path / "run",
+        change=lambda config: dataclasses.replace(config, network=rules.network, data=rules.data),
+    )
     asked: list[int] = []
     reader = world.pages
     world.pages = lambda uid, block: asked.append(block) or reader(uid, block)  # type: ignore[func-returns-value]
-    world.start()
-    world.train_and_publish()
     for _ in range(3):
-        judgements = world.validator.score()
-    assert len(judgements) == 2 and all(j.ok and j.assigned is None for j in judgements)
-    assert len({*asked}) == 3, "no block of a miner's list is looked at"
+        world.round()
+    assert len({*asked}) == 3, "no block of a member's list is looked at"
     (event, *_) = world.events.of("upload_scored")
-    assert event["random_before"] > event["random_after"] and "assigned_before" not in event
+    assert event["ok"] and "assigned_before" not in event
+    assert event["random_before"] > event["random_after"]
     scores = world.events.of("scores")[-1]["scores"]
     assert {figures["assigned"] for figures in scores.values()} == {0.0}
     assert max(figures["total"] for figures in scores.values()) > 0.5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 import tempfile
@@ -86,32 +85,6 @@ def test_a_small_miner_trains_on_every_page_that_is_judged(
             # Where a page begins among the sequences depends on those before it: look for a run.
             middle = bytes(int(token) % 256 for token in tokens[len(tokens) // 2 :][:32])
             assert middle in flat, (owner, config, row)
-
-
-def test_other_sequences_are_held_back_when_they_are_wanted(running: DataPipeline) -> None:
-    chosen = []
-    assert running.sample(4) is None
-    running.request(4)
-    count = wait_ready(running, 4)
-    sample = running.sample(4)  # before any block was begun
-    assert sample is not None and sample.shape == (4, 64) and running.sample(count + 1) is None
-    for block, others in ((5, False), (6, False), (7, True), (8, False)):
-        running.request(block)
-        running.begin(block, wait_ready(running, block) - 4)
-        held = running.load_held_out(2, others=others)
-        assert held is not None and held.shape == (4, 64)
-        chosen.append(held)
-        while (batch := running.next()) is not None:
-            assert others is False or not (held[:, None] == batch).all(2).any()
-    assert torch.equal(chosen[0], chosen[1]) and torch.equal(chosen[2], chosen[3])
-    assert not torch.equal(chosen[1], chosen[2])
-    sample = running.sample(4)
-    assert sample is not None and torch.equal(sample, chosen[3])
-    assert running._spec.vocabulary is None
-    stored = running._block_folder / "held-back"
-    spec = dataclasses.replace(running._spec, vocabulary=int(chosen[3].max()))
-    running._spec = spec
-    assert stored.exists() and not running.has_held_out(2)  # a token that this model does not have
 
 
 def test_sequences_are_trimmed_as_ordered(running: DataPipeline) -> None:

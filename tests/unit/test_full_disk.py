@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 
-from distributed_training.chain.auth import Kept, KeptFile
 from distributed_training.chain.base import ChainState
 from distributed_training.chain.registration import RegistrationRecord
 from distributed_training.common import files
 from distributed_training.common.backoff import Repeats
 from distributed_training.common.files import atomic_file
-from distributed_training.store.bucket_reader import refuse
-from distributed_training.store.journal import Journal
+from distributed_training.store.journal import Journal, UploadRecord
 from distributed_training.telemetry import EventLog, MetricsFile, events
 
 FOR_ALL = 10  # lines of the first ten minutes: one for each file, and a spare
@@ -27,16 +25,13 @@ FOR_ALL = 10  # lines of the first ten minutes: one for each file, and a spare
 def writers(folder: Path) -> list[Callable[[], object]]:
     """Each writes other content each time, or it would not write."""
     number = itertools.count()
-    journal, calls = Journal(folder / "uploads.json"), KeptFile(folder / "callers.json")
-    calls.load()
+    journal = Journal(folder / "uploads.json")
     log = EventLog.open(folder)
     metrics = MetricsFile(folder / "metrics.prom", every=0.0)
     return [
         lambda: ChainState("registry", 0.0, next(number), (), {}).save(folder / "chain.json"),
-        lambda: calls.save(Kept(next(number), clean=False)),
-        lambda: journal.set_checked(next(number)),
+        lambda: journal.put(UploadRecord("b", "k", "u", next(number), "i", 5, "etag")),
         lambda: RegistrationRecord("5Miner", next(number)).save(folder / "registration.json"),
-        lambda: refuse(folder / "epoch-7", f"{next(number)}"),
         lambda: log.write("step", number=next(number)),
         lambda: metrics.write(lambda: None),
     ]

@@ -29,15 +29,15 @@ from distributed_training.miner import events as ev
 from distributed_training.miner import store_round
 from distributed_training.miner.controller import Controller
 from distributed_training.miner.events import Action, Command
-from distributed_training.miner.reporter import StoreReporter
+from distributed_training.miner.reporter import Reporter
 from distributed_training.node.start import sole_user
 from distributed_training.protocol.update_file import UpdateFile
 from distributed_training.store.folder import FolderStore
 from distributed_training.telemetry import read_events
 from distributed_training.telemetry.run_state import LOCK_FILE, observe
 from distributed_training.telemetry.verdict import Verdict, judge
+from distributed_training.training.outer_step import OuterStep
 from distributed_training.training.script_weights import ScriptWeights, Steps
-from distributed_training.training.store_outer_step import StoreOuterStep
 from tests.tools.member_world import MemberWorld, played, script_model, train_step
 from tests.tools.store_leader import Leader
 from tests.tools.store_ranks import UID
@@ -290,7 +290,7 @@ def test_an_error_of_our_own_is_a_warning_and_tried_again(
         "update": (ScriptWeights, "prepare_update"),
         "upload": (ScriptWeights, "write_upload"),
         "decision": (Controller, "next_command"),
-        "subscriber": (StoreReporter, "_report_round"),
+        "subscriber": (Reporter, "_report_round"),
     }
     owner, name = places[place]
     real, failed = getattr(owner, name), threading.Event()
@@ -718,12 +718,12 @@ def test_an_interrupt_amid_an_outer_step_saves_no_half_of_it(script: Script) -> 
     script.upload()
     world.leader.take_outer_step(UID)
 
-    def half(step: StoreOuterStep) -> tuple[int, int]:
+    def half(step: OuterStep) -> tuple[int, int]:
         step._shards[0].local.fill_(7.0)
         raise KeyboardInterrupt
 
     with (
-        mock.patch.object(StoreOuterStep, "commit_update", half),
+        mock.patch.object(OuterStep, "commit_update", half),
         pytest.raises(KeyboardInterrupt),
         script.net,
     ):

@@ -5,19 +5,32 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from distributed_training.exchange.base import Close
 from distributed_training.miner import events as ev
 from distributed_training.miner.block_list import BlockList
 from distributed_training.miner.events import DataPart, MinerState, Mode
-from distributed_training.protocol.types import Progress, PublicationReport, Revision
+from distributed_training.protocol.types import Base, Progress, Update
 from tests.tools.miner_parts import step_report
 
 pytestmark = pytest.mark.timeout(30)
 MODE = MinerState(mode=Mode.TRAINING, outer_step=1)
 HANDLE: Any = None
+TAKEN = ev.UploadTaken(Close(1, 0, 0.0, 0.0), HANDLE, Progress(1, 1))
+
+
+def take_outer_step(feed: BlockList, base: Base = Base.MERGED) -> None:
+    update = Update(2, Path("u"), base, None, "ab")
+    feed.on_event(ev.OuterStepEnded(True, 2), replace(MODE, update=update))
+
+
+def merge(feed: BlockList) -> None:
+    feed.on_event(TAKEN, MODE)
+    take_outer_step(feed)
 
 
 class World:
@@ -31,10 +44,6 @@ class World:
         self.sequences: dict[int, int | None] = {}
         self.default: int | None = 10
         self.now = 0.0
-        self.held_before = False
-
-    def has_held_out(self, micro_batches: int) -> bool:
-        return self.held_before
 
     def ready(self, block: int) -> int | None:
         return self.sequences.get(block, self.default)
@@ -64,34 +73,6 @@ class World:
             clock=lambda: self.now,
             **held,
         )
-
-
-def test_sequences_are_left_out_once_for_each_outer_step() -> None:
-    world = World()
-    feed = world.feed(hold_back=2)  # micro-batches of 2, of blocks of 10
-
-    def sequences(feed: BlockList, blocks: int) -> list[int]:
-        found: list[int] = []
-        while len(found) < blocks:
-            world.chain += 1
-            part = feed.on_boundary(may_begin=True)
-            if part.begin:
-                found.append(part.sequences)
-                feed.on_event(ev.BlockUsedUp(), MODE)
-        return found
-
-    assert sequences(feed, 3) == [6, 10, 10]
-    feed.on_event(ev.OuterStepEnded(False, 4), MODE)
-    assert sequences(feed, 1) == [10]
-    feed.on_event(ev.OuterStepEnded(True, 5), MODE)
-    world.held_before = True
-    again = world.feed(hold_back=2)
-    again.load_state_dict(feed.state_dict(), {})  # killed before the next block
-    assert sequences(again, 3).count(6) == 1
-    feed.on_event(ev.Loaded(5), MODE)
-    assert sequences(feed, 2) == [6, 10]
-    world.default, world.held_before = 8, False
-    assert sequences(world.feed(hold_back=2), 2) == [4, 8], "twice as long is long enough"
 
 
 def saved(world: World) -> tuple[dict[str, Any], dict[str, int]]:
@@ -187,19 +168,8 @@ def test_without_new_data_the_last_block_is_trained_on_again_after_a_while(
     for _ in range(2):  # the second list is as old as the first, so it does no harm either
         feed.micro_batch_done()
         feed.step_done()
-        assert feed.list_is_recent()
-        feed.on_event(ev.SnapshotTaken(HANDLE, Progress(1, 1)), MODE)
-        feed.publication_ended(Revision(5, 1, 1), ok=True)
+        merge(feed)
         world.chain = 1000
-
-
-def test_an_upload_that_an_earlier_process_began_says_its_newest_block() -> None:
-    feed = World().feed()
-    feed.newest_published = 7
-    feed.publication_ended(Revision(5, 9, 9), ok=True)
-    assert feed.newest_published == 7, "no younger than it was"
-    feed.publication_ended(Revision(5, 9, 9), ok=True, newest=12)
-    assert feed.newest_published == 12
 
 
 def hour(
@@ -214,7 +184,7 @@ def hour(
     """An hour of training at ``block_seconds`` for a block, with 12 s between the chain's and 3 s
     to prepare one: the share of it without data, the blocks in their order, and how far the newest
     block of each publication was behind the real chain. Chain or data may be gone after a while."""
-    published, ages, due = 0, [], publish_every
+    ages, due = [], publish_every
     prepared: dict[int, float] = {}
     world.ready = lambda block: world.default if prepared[block] <= world.now else None  # type: ignore[method-assign]
     idle, begun, busy_until = 0.0, [], 0.0
@@ -225,13 +195,9 @@ def hour(
             feed.micro_batch_done()
             feed.step_done()
             feed.on_event(ev.BlockUsedUp(), MODE)
-        if world.now >= due and feed.blocks() and feed.list_is_recent():
+        if world.now >= due and feed.blocks():
             ages.append(100_000 + int(world.now // 12) - max(feed.blocks()))
-            published += 1
-            listed = max(feed.blocks())
-            feed.on_event(ev.SnapshotTaken(HANDLE, Progress(1, published)), MODE)
-            feed.publication_ended(Revision(5, 1, published), ok=True)
-            assert feed.newest_published == listed
+            merge(feed)
             due = world.now + publish_every
         part = feed.on_boundary(may_begin=True)
         if part.request:
@@ -310,19 +276,6 @@ def test_a_block_that_a_rank_cannot_have_is_skipped(caplog: pytest.LogCaptureFix
     assert "Block 100 has no data for at least one rank and is skipped" in caplog.text
 
 
-def test_block_uploaded_before_a_restart_is_the_newest_until_there_is_more() -> None:
-    world = World()
-    feed = world.feed()
-    assert feed.newest_trained is None
-    feed.newest_published = 90  # as the bucket says
-    assert feed.newest_trained == 90
-    feed.on_boundary(may_begin=True)
-    feed.on_boundary(may_begin=True)
-    feed.micro_batch_done()
-    feed.step_done()
-    assert feed.newest_trained == 100 and feed.newest_published == 90
-
-
 @pytest.mark.parametrize(("step", "block_steps"), [(60.0, 4), (10.0, 20), (1.0, 40), (60.0, 1)])
 def test_the_newest_trained_block_is_young_and_training_never_waits(
     step: float, block_steps: int
@@ -362,14 +315,11 @@ def test_the_newest_trained_block_is_young_and_training_never_waits(
 def test_the_list_follows_the_event_stream() -> None:
     world = World()
     feed = world.feed(prefetch=1)
-    state = MinerState(mode=Mode.TRAINING, outer_step=3)
     report = step_report(1)
-    revision = Revision(5, 3, 1)
-    handle: Any = None
 
     def see(*events: ev.Event) -> list[int]:
         for event in events:
-            feed.on_event(event, state)
+            feed.on_event(event, MODE)
         return feed.blocks()
 
     feed.on_boundary(may_begin=True)
@@ -377,27 +327,24 @@ def test_the_list_follows_the_event_stream() -> None:
     assert see(ev.MicroBatchTrained()) == [], "its step is not complete"
     assert see(ev.InnerStepDone(report)) == [100]
     saved = {"rank_zero": {"blocks": feed.state_dict()}}
-    assert see(ev.SnapshotTaken(handle, Progress(3, 1))) == []
-    assert see(ev.SnapshotFailed("the disk is full")) == [], "that was another one"
-    assert see(ev.SnapshotFailed("the disk is full", revision)) == [100]
-    see(ev.SnapshotTaken(handle, Progress(3, 1)))
-    failed = PublicationReport(revision, False, 1.0, 0, "403")
-    assert see(ev.PublicationEnded(failed)) == [100]
-    see(ev.SnapshotTaken(handle, Progress(3, 1)))
-    assert see(ev.PublicationEnded(replace(failed, ok=True))) == []
+    assert see(TAKEN) == [100], "until it is merged"
+    take_outer_step(feed, Base.KEPT)
+    assert see() == [100]
+    see(TAKEN)
+    take_outer_step(feed)
     assert see(ev.BlockUsedUp()) == [] and not feed.available
     world.chain = 101
     feed.on_boundary(may_begin=True)
     assert feed.on_boundary(may_begin=True).begin == 101
     skipped = ev.InnerStepDone(replace(report, skipped=True))
     assert see(ev.MicroBatchTrained(), skipped) == [], "its tokens were not learned"
-    for block, event in ((102, ev.OuterStepEnded(True, 4)), (103, ev.Loaded(4))):
-        see(ev.MicroBatchTrained(), event, ev.BlockUsedUp())
-        world.chain = block
-        feed.on_boundary(may_begin=True)
-        assert feed.on_boundary(may_begin=True).begin == block
-        assert see(ev.InnerStepDone(report)) == [block], "what was trained before was dropped"
-        see(ev.SnapshotTaken(handle, Progress(4, 1)))
-        see(ev.PublicationEnded(replace(failed, revision=Revision(5, 4, 1), ok=True)))
+    see(ev.MicroBatchTrained())
+    take_outer_step(feed)
+    see(ev.BlockUsedUp())
+    world.chain = 102
+    feed.on_boundary(may_begin=True)
+    assert feed.on_boundary(may_begin=True).begin == 102
+    assert see(ev.InnerStepDone(report)) == [102], "what was trained before was dropped"
+    merge(feed)
     assert see(ev.RolledBack(None)) == []
-    assert see(ev.RolledBack(Progress(3, 1), saved)) == [], "100 was published since"
+    assert see(ev.RolledBack(Progress(3, 1), saved)) == [], "100 was merged since"

@@ -19,7 +19,7 @@ from distributed_training.common.backoff import Clocks
 from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState, Mode
 from distributed_training.miner.income import Income, standing
-from distributed_training.protocol.types import PublicationReport, Revision
+from distributed_training.protocol.types import Base, Update
 from distributed_training.telemetry.metrics import METRICS
 from distributed_training.telemetry.verdict import (
     FACTS_FILE,
@@ -43,18 +43,10 @@ NEURONS = (
     Neuron(3, "equal", incentive=0.2),
 )
 NOW = 1e9
-#: Outer step 7 began at block 1000; it is judged from block 1375 on.
-RULES = Facts(
-    kind="hivemind",
-    blocks_per_round=400,
-    blocks_per_round_later=750,
-    seconds_per_block=12.0,
-    round_seconds=9000.0,
-    age_limit=4800.0,
-    patience=600.0,
-)
+RULES = Facts(round_seconds=600.0)
 PAID = Standing(0.2, 0.4, 2, 3, 1450)
-WELL = replace(
+MERGED = Upload(6, NOW - 700, "6.3", "merged", NOW - 300)
+WELL = STORE = replace(
     RULES,
     looked=NOW,
     started=NOW - 20000,
@@ -62,29 +54,19 @@ WELL = replace(
     outer_step=7,
     step=Fact(900, NOW - 10),
     step_seconds=15.0,
-    uploads=(Upload(6, NOW - 9000, "5.6.90", 900), Upload(7, NOW - 60, "5.7.60", 1430)),
-    uploads_known=True,
-    called_at=NOW - 60,
+    uploads=(MERGED,),
     block=Fact(1440, NOW - 5),
     registered=Fact(True, NOW - 5),
     standing=Fact(PAID, NOW - 5),
-    place=Fact(Place(7, 1000), NOW - 30),
+    place=Fact(Place(7), NOW - 30),
     other_version=Fact("", NOW),
     disk=Fact(Disk(9e11, 1e12, 1e11), NOW),
 )
 UNPAID = replace(WELL, standing=Fact(Standing(0.0, 0.0, 3, 3, 1450), NOW))
-MERGED = Upload(6, NOW - 700, "6.3", None, "merged", NOW - 300)
-STORE = replace(
-    WELL, kind="store", blocks_per_round_later=0, round_seconds=600.0, uploads=(MERGED,)
-)
 MEMBER = replace(STORE, pays=False)
 STARTS = Launch("starting", "loading global state 12.4 of 32.0 GB", NOW - 60, 1620.0)
 SETTING = Launch("stopped", stopped_by="its settings", text="192 is not its: leave it out")
 REFUSED = Launch("refused", text="no hotkey", attempt=6, next_try_at=NOW + 40)
-
-
-def upload(*, age: float = 60, block: int | None = 1430, outer_step: int = 7) -> dict[str, Any]:
-    return {"uploads": (Upload(outer_step, NOW - age, "5.7.60", block),)}
 
 
 def launched(launch: Launch) -> dict[str, Any]:
@@ -118,44 +100,22 @@ CASES: list[tuple[Facts, dict[str, Any], Verdict, str, bool]] = [
     (WELL, pays(0.0004), V.HARDLY_EARNING, "below a tenth of an equal share (5.0e-04)", False),
     (WELL, pays(6e-6), V.HARDLY_EARNING, "incentive 6.0e-06", False),
     (UNPAID, {}, V.NOT_YET_PAID, "fine; validators pay for it hours later", False),
-    (WELL, pays(0.0, 1400), V.NOT_JUDGED_YET, "no validator has set weights since", False),
     (WELL, {"standing": Fact(PAID, NOW - 8000)}, V.UNKNOWN, "is not known now", False),
-    # --- uploads
-    (WELL, {"uploads": ()}, V.NOTHING_UPLOADED, "UPLOAD BLOCKED", True),
-    (UNPAID, {"uploads": (), "started": NOW - 60}, V.NOTHING_UPLOADED, "in the 60 s since", False),
-    (WELL, upload(age=4900), V.TOO_OLD, "81 min old, limit 80 min", True),
-    (WELL, upload(block=1040), V.TOO_OLD, "newest trained block 400 old, limit 375", True),
-    (WELL, {**upload(block=9), "behind_since": NOW - 9}, V.TOO_OLD, "limit 375", False),
-    (WELL, {**upload(block=9), "fitting_steps": 5}, V.TOO_OLD, "upload_steps = 5", True),
-    (WELL, upload(outer_step=5), V.OLDER_STEP, "of outer step 5, validators judge 7", True),
-    (WELL, {"place": Fact(Place(7, 1100), NOW)}, V.TOO_OLD, "2 h 30 min old", True),
-    (WELL, {**upload(), "place": Fact(Place(7, 1100), NOW)}, V.NOT_JUDGED_YET, "still", False),
-    (WELL, {"place": Fact(Place(7, None), NOW)}, V.NOT_JUDGED_YET, "not known yet", False),
-    (WELL, upload(block=None), V.NOT_JUDGED_YET, "blocks of the newest", False),
-    (WELL, upload(block=1065), V.NOT_JUDGED_YET, "at its limit just now", False),
     # --- the network
     (WELL, {"behind_since": NOW - 300}, V.EARNING, "incentive", False),
-    (WELL, {"behind_since": NOW - 3600}, V.BEHIND, "60 min", True),
-    (WELL, {"called_at": NOW - 9001}, V.NOT_CALLED, "2 h 30 min", True),
-    (WELL, {"called_at": NOW - 9001, **pays(0.2, 600)}, V.NOT_CALLED, "to be away", False),
     (WELL, {"registered": Fact(False, NOW)}, V.NOT_REGISTERED, "register it again", True),
     (WELL, {"other_version": Fact("at 2", NOW)}, V.OTHER_VERSION, "at 2", True),
     (WELL, {"other_version": Fact("at 2", NOW), "outdated": True}, V.OUTDATED, "at 2", True),
     # --- the machine
     (WELL, silent(94.0), V.OFFLINE, "not answered for 94 s: this machine's link", True),
-    (WELL, silent(94.0, called_at=NOW - 9999), V.OFFLINE, "this machine's link", True),
-    (WELL, silent(94.0, called_at=NOW - 9), V.OFFLINE, "calls still come in", True),
-    (WELL, silent(94.0, looked=NOW - 50), V.EARNING, "", False),
     (WELL, {"block": Fact(1440, NOW - 94)}, V.EARNING, "", False),
-    (WELL, {"block": Fact(1440, NOW - 700)}, V.UNKNOWN, "block is not known", False),
+    (WELL, {"block": Fact(1440, NOW - 700)}, V.REGISTRY_SILENT, "the chain has not answered", True),
     (WELL, {"disk": Fact(Disk(1e10, 1e12, 1e11), NOW)}, V.DISK_FULL, "10.0 GB are free", True),
     (WELL, {"step": Fact(900, NOW - 130)}, V.STUCK, "no inner step for 2 min", True),
     (WELL, {"step": Fact(9, NOW - 9e3), "started": NOW - 60}, V.EARNING, "", False),
     (WELL, {"step": Fact(900, NOW - 700), "mode_since": NOW - 20}, V.EARNING, "", False),
     (WELL, {"looked": NOW - 400}, V.STUCK, "written nothing for 6 min", True),
     (WELL, {"looked": NOW - 400, "step": None}, V.UNKNOWN, "as while it compiles", False),
-    (WELL, {"looked": NOW - 400, "mode": "loading"}, V.UNKNOWN, "or loads weights", False),
-    (WELL, {"looked": NOW - 2000, "mode": "loading"}, V.STUCK, "written nothing for 33 min", True),
     (WELL, {"looked": NOW + 60}, V.UNKNOWN, "clock was set back", False),
     (RULES, {}, V.UNKNOWN, "written nothing yet", False),
     # --- the process
@@ -233,12 +193,6 @@ def test_the_first_thing_in_the_way_is_named(
     assert judge(Facts.from_json(facts.to_json()), NOW) == found
 
 
-def test_uploads_are_judged_of_the_outer_step_before_for_half_the_period() -> None:
-    for last, step in ((1100, 6), (1065, None), (1000, 7)):  # in between it changes just now
-        facts = replace(WELL, place=Fact(Place(7, last), NOW))
-        assert judge(facts, NOW).judged_step == step
-
-
 def test_a_member_is_told_of_no_pay_and_sent_to_no_grep() -> None:
     for facts, changed, *_ in CASES:
         if facts is MEMBER:
@@ -289,45 +243,40 @@ def test_a_change_is_logged_at_once_and_the_rest_once_an_hour(
         hotkey="me",
         chain=chain,  # type: ignore[arg-type]
         rules=RULES,
-        measured=lambda: {"called_at": NOW + now[0]},
+        measured=dict,
         record=lambda kind, **fields: written.append({"kind": kind, **fields}),
         folder=tmp_path,
         clocks=Clocks(lambda: now[0], lambda: NOW + now[0]),
     )
-    state = MinerState(mode=Mode.FETCHING, outer_step=7, global_due=0.0)
+    update = Update(8, Path("u"), Base.MERGED, None, "ab")
+    # In no mode in which inner steps would be missed.
+    state = MinerState(mode=Mode.STOPPING, outer_step=7, update=update)
 
     def measured() -> dict[str, Any]:
         return {name: measure() for name, measure in income.gauges().items()}
 
     assert measured()["earning"] is None and measured().keys() <= set(METRICS)
     income.on_event(ev.GlobalEpochSeen(7, 0.0), state)
-    income.on_event(ev.PlaceSeen(7, 0, 1000), state)
-    revision = Revision(5, 7, 60)
-    report = PublicationReport(revision, True, 9.0, 10, finished_at=NOW, newest_block=1430)
-    income.on_event(ev.PublicationEnded(report), state)
+    income.on_event(ev.UploadEnded(7, 0, size=10, seconds=9.0), state)
+    income.on_event(ev.OuterStepEnded(True, 8), state)
     with caplog.at_level(logging.INFO):
-        for second in range(7100):
+        for second in range(7300):
             now[0] = float(second)
-            # Two hours without a further upload, at a chain that stands still.
+            # Two hours without another manifest, at a chain that stands still.
             if second % 60 == 0:
                 income.on_event(ev.GlobalEpochSeen(7, now[0]), state)
             income.on_event(ev.Tick(now[0]), state)
     # By number: hivemind, once imported, gives levels other names.
     lines = [(r.levelno, r.message.split(":")[1].strip()) for r in caplog.records]
-    well, old = (logging.INFO, "earning"), (logging.WARNING, "upload too old")
-    assert lines == [well, well, (logging.INFO, "not judged yet"), old]
-    assert len(written) == pytest.approx(7100 / 300 + 1, abs=2)
-    assert written[-1]["verdict"] == "upload too old" and written[-1]["rank"] == 2
-    assert measured()["earning"] is False and measured()["incentive"] == 0.2
+    late = (logging.INFO, "not judged yet")
+    assert lines == [(logging.INFO, "earning"), late, late, late], "at a change and once an hour"
+    assert len(written) == pytest.approx(7300 / 300 + 1, abs=2)
+    assert written[-1]["verdict"] == "not judged yet" and written[-1]["rank"] == 2
+    assert measured()["earning"] is True, "for earlier scores"
+    assert measured()["incentive"] == 0.2
     facts = Facts.from_json((tmp_path / FACTS_FILE).read_bytes())
-    assert judge(facts, NOW + now[0]).verdict is Verdict.TOO_OLD
+    assert judge(facts, NOW + now[0]).verdict is Verdict.NOT_JUDGED_YET
     income.on_event(ev.GlobalEpochSeen(8, now[0]), state)
     now[0] = 9000.0
     income.on_event(ev.Tick(now[0]), state)
     assert written[-1]["verdict"] == "behind"
-    income.on_event(ev.ModeChanged(Mode.FETCHING, Mode.LOADING), state)
-    assert income.gather(state).mode_since == NOW + now[0], "its first step has its own time"
-    income.on_event(ev.Loaded(8), state)
-    now[0] += 20
-    income.on_event(ev.Tick(now[0]), state)
-    assert written[-1]["verdict"] == "not judged yet"

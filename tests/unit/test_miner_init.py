@@ -21,8 +21,8 @@ pytestmark = pytest.mark.timeout(30)
 SECRETS = {name: "ab"[name.startswith("R2_READ")] * 32 for name in KEY_VARIABLES} | {
     name: "cd"[name.startswith("R2_READ")] * 64 for name in KEY_VARIABLES if "SECRET" in name
 }
-SN38 = ("--network", "sn38")
-FLAGS = ("--yes", *SN38, "--wallet.name", "mine", "--axon.external_port", "48091")
+SN38 = ("--network", "local")
+FLAGS = ("--yes", *SN38, "--wallet.name", "mine", "--dht.external_port", "48009")
 
 
 @pytest.fixture(autouse=True)
@@ -59,19 +59,16 @@ def test_answers_are_the_settings_of_the_next_start(
     keys = {name: (text,) for name, text in SECRETS.items()}
     (folder / ".env").write_text("# mine\nWANDB_API_KEY=kept\nR2_ACCOUNT_ID=\n")
     (folder / ".env").chmod(0o644)
-    answers = {"Network": ("nowhere.toml", "sn38"), "Wallet": ("mine",),
-               "Port for validators": ("8009", "70000", "7001"),
-               "Outside port for calls": ("48091",), "GPUs": ("2",), **keys}  # fmt: skip
+    answers = {"Network": ("nowhere.toml", "local"), "Wallet": ("mine",),
+               "Port for DHT": ("70000", "7001"),
+               "Outside port": ("48009",), "GPUs": ("2",), **keys}  # fmt: skip
     asked = answering(**answers)
-    assert main(["init", "--dht.port", "8009"]) == 0
+    assert main(["init", "--dht.ip", "203.0.113.7"]) == 0
     out = capsys.readouterr().out
-    assert "--axon.port and --dht.port are both 8009" in out and "70000 is more than" in out
-    assert not [question for question in asked if "for the swarm [" in question]  # a flag gave it
+    assert "70000 is more than" in out and asked
     config = load_config("miner", [], environ={}, file=Path("miner.toml"))  # nothing is refused
-    assert (config.chain.wallet_name, config.chain.axon_port, config.swarm.dht_port) == (
-        "mine", 7001, 8009,
-    )  # fmt: skip
-    assert (config.chain.external_port, config.miner.nproc_per_node) == (48091, 2)
+    assert (config.chain.wallet_name, config.swarm.dht_port) == ("mine", 7001)
+    assert (config.swarm.dht_external_port, config.miner.nproc_per_node) == (48009, 2)
     assert stat.S_IMODE((folder / ".env").stat().st_mode) == 0o600
     kept = (folder / ".env").read_text()
     assert kept.startswith("# mine\nWANDB_API_KEY=kept\nR2_ACCOUNT_ID=" + SECRETS["R2_ACCOUNT_ID"])
@@ -112,17 +109,16 @@ def test_every_setting_is_shown_with_its_origin_and_no_secret(
 ) -> None:
     (folder / ".env").write_text("".join(f"{n}={text}\n" for n, text in SECRETS.items()))
     (folder / ".env").chmod(0o600)
-    (folder / "miner.toml").write_text('network = "sn38"\n[axon]\nport = 7001\n')
+    (folder / "miner.toml").write_text('network = "local"\n[dht]\nport = 7001\n')
     monkeypatch.setenv("BT_WALLET_NAME", "mine")
-    assert main(["config", "--neuron.upload_steps", "40"]) == 0
+    assert main(["config", "--neuron.checkpoint_steps", "40"]) == 0
     shown = capsys.readouterr()
     lines = {line.split()[0]: line for line in shown.out.splitlines() if line.startswith("  ")}
     for name, origin in (
-        ("--axon.port", "7001   (axon.port in miner.toml)"),
+        ("--dht.port", "7001   (dht.port in miner.toml)"),
         ("--wallet.name", "mine   (BT_WALLET_NAME)"),
-        ("--neuron.upload_steps", "40   (command line)"),
-        ("--dht.port", "(default)"),
-        ("training.sequence_length", "(training.sequence_length in sn38)"),
+        ("--neuron.checkpoint_steps", "40   (command line)"),
+        ("training.sequence_length", "(training.sequence_length in local)"),
         ("R2_WRITE_SECRET_ACCESS_KEY", "********   (R2_WRITE_SECRET_ACCESS_KEY)"),
     ):
         assert lines[name].endswith(origin), lines[name]
@@ -168,11 +164,11 @@ def test_flags_write_the_file_without_a_question_and_never_replace_another(
     assert "still to do: R2_READ_ACCESS_KEY_ID, " in capsys.readouterr().out
     assert f"R2_ACCOUNT_ID={SECRETS['R2_ACCOUNT_ID']}\n" in (folder / ".env").read_text()
     before = (folder / "miner.toml").read_text()
-    assert 'name = "mine"' in before and "external_port = 48091\n" in before
-    assert main(["init", *FLAGS, "--axon.port", "7001"]) == 2
+    assert 'name = "mine"' in before and "external_port = 48009\n" in before
+    assert main(["init", *FLAGS, "--dht.port", "7001"]) == 2
     assert "miner.toml is there already, so nothing was written" in capsys.readouterr().err
     assert (folder / "miner.toml").read_text() == before
-    assert main(["init", *FLAGS, "--axon.port", "7001", "--force"]) == 0
+    assert main(["init", *FLAGS, "--dht.port", "7001", "--force"]) == 0
     (old,) = folder.glob("miner.toml.*")
     assert old.read_text() == before and old.name in capsys.readouterr().out
     assert "port = 7001" in (folder / "miner.toml").read_text()
@@ -181,11 +177,10 @@ def test_flags_write_the_file_without_a_question_and_never_replace_another(
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (("--axon.external_ip", "10.0.0.4"), "--axon.external_ip 10.0.0.4 cannot be reached"),
-        (("--axon.prot", "7001"), "did you mean --axon.port?"),
+        (("--dht.ip", "10.0.0.4"), "--dht.ip 10.0.0.4 cannot be reached"),
+        (("--dht.prot", "7001"), "did you mean --dht.port?"),
         (("--r2.write_secret_access_key", "x"), "put R2_WRITE_SECRET_ACCESS_KEY=... into .env"),
         (("--network", "nowhere.toml"), "--network nowhere.toml"),
-        (("--axon.port", "8009"), "both 8009"),
     ],
 )
 def test_a_flag_that_the_miner_would_refuse_writes_nothing(
@@ -221,7 +216,7 @@ def test_a_key_that_no_line_holds_writes_nothing(
 def test_the_network_is_asked_for_until_its_file_is_read(
     folder: Path, answering: Callable[..., list[str]]
 ) -> None:
-    place = str(Path(__file__).parents[2] / "networks" / "dstrbtd-sn38.toml")
+    place = str(Path(__file__).parents[2] / "networks" / "local.toml")
     answering(Network=("nowhere.toml", place))
     assert main(["init"]) == 0
     assert f'network = "{place}"\n' in (folder / "miner.toml").read_text()
@@ -236,8 +231,8 @@ def test_without_a_network_nothing_else_is_asked_or_written(
         error = capsys.readouterr().err
         assert "no network is named" in error and error.count("\n") == 1
     # A wrong flag costs this one answer and no other.
-    answering(Network=("sn38",))
-    assert main(["init", "--axon.external_ip", "10.0.0.4"]) == 2
+    answering(Network=("local",))
+    assert main(["init", "--dht.ip", "10.0.0.4"]) == 2
     assert "cannot be reached" in capsys.readouterr().err
     assert ["Network" in question for question in asked] == [True]
     assert not list(folder.iterdir())

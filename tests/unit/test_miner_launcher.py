@@ -145,7 +145,9 @@ def test_settings_that_cannot_be_right_end_with_status_2_at_once(
     assert ranks.left and not run_folder(argv).exists()
 
 
-@pytest.mark.parametrize(("readable", "flag"), [(True, "peers.minimum"), (False, "axon.port")])
+@pytest.mark.parametrize(
+    ("readable", "flag"), [(True, "peers.minimum"), (False, "neuron.checkpoint_steps")]
+)
 def test_the_run_folder_tells_of_settings_that_are_refused(
     argv: list[str], ranks: Played, readable: bool, flag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

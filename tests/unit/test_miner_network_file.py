@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from distributed_training.miner import events as ev
-from distributed_training.miner.global_state import (
+from distributed_training.miner.network_watch import (
     GlobalBucket,
-    GlobalEpoch,
     GlobalUnavailableError,
+    NetworkWatch,
 )
 from distributed_training.network import Shown, other_version
 from distributed_training.protocol import keys
-from distributed_training.protocol.metadata import ConfigExtras
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.telemetry.verdict import Fact, judge
 from tests.tools.memory_store import MemoryObjectStore
@@ -63,15 +60,9 @@ def test_another_version_of_the_networks_file_is_named(
 
 
 class Bucket:
-    """A global bucket at outer step 4 whose ``network.json`` is ``content``."""
+    """A global bucket whose ``network.json`` is ``content``."""
 
     content: bytes | None = b""
-
-    def outer_step(self) -> int:
-        return 4
-
-    def extras(self, outer_step: int) -> ConfigExtras:
-        return ConfigExtras((), 0)
 
     def network(self) -> Shown | None:
         try:
@@ -83,26 +74,15 @@ class Bucket:
 GOOD = b'{"name": "lab", "version": 1, "master": "5M", "run_id": "aa"}'
 
 
-def watch_of(bucket: Any, events: list[ev.Event]) -> GlobalEpoch:
-    """Compare the network of a miner at outer step 4 with the bucket's statement."""
-    return GlobalEpoch(
-        bucket=bucket,
-        post=events.append,
-        interval=timedelta(hours=1),
-        epoch_start=lambda: (4, ()),
-        network=network(),
-    )
-
-
 def test_statement_about_the_network_is_logged_when_it_changes() -> None:
     """Any other content of that object ends nothing, and makes no file count as old."""
     bucket, events = Bucket(), list[ev.Event]()
-    watch = watch_of(bucket, events)
+    watch = NetworkWatch(cast("GlobalBucket", bucket), network(), None, events.append)
 
     def look(content: bytes | None) -> list[str]:
         events.clear()
         bucket.content = content
-        watch._compare()
+        assert watch.look() == ""
         return [event.problem for event in events if isinstance(event, ev.NetworkCompared)]
 
     damaged = [
@@ -119,10 +99,9 @@ def test_statement_about_the_network_is_logged_when_it_changes() -> None:
     assert look(GOOD) == [""]
 
 
-def test_a_look_at_the_network_of_a_real_bucket(tmp_path: Path) -> None:
+def test_a_look_at_the_network_of_a_real_bucket() -> None:
     store = MemoryObjectStore("lab")
-    reader = BucketReader(store)
-    bucket = GlobalBucket(open_bucket=lambda: reader, folder=tmp_path, run=5)
+    bucket = GlobalBucket(BucketReader(store))
     assert bucket.network() is None
     store.put(keys.NETWORK, GOOD)
     assert bucket.network() == Shown("lab", 1, "5M", "aa")

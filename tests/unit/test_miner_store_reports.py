@@ -17,7 +17,7 @@ from distributed_training.miner.block_list import BlockList
 from distributed_training.miner.events import MinerState, Mode
 from distributed_training.miner.income import Income, with_uploads
 from distributed_training.miner.metrics import Metrics
-from distributed_training.miner.reporter import StoreReporter
+from distributed_training.miner.reporter import Reporter
 from distributed_training.protocol.types import Base, Progress, Update
 from distributed_training.telemetry import MetricsFile
 from distributed_training.telemetry.verdict import Facts
@@ -38,11 +38,10 @@ def state(base: Base, cause: str = "") -> MinerState:
 class Told:
     def __init__(self) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
-        self.reporter = StoreReporter(
+        self.reporter = Reporter(
             record=lambda kind, **fields: self.events.append((kind, fields)),
             warnings=lambda report: [],
             bucket="lab",
-            global_uid=0,
             clock=lambda: 5.0,
         )
 
@@ -117,9 +116,7 @@ def test_failed_or_dropped_upload_is_a_warning(caplog: pytest.LogCaptureFixture)
 
 
 class Judged:
-    def __init__(
-        self, folder: Path, rules: Facts = Facts(kind="store", round_seconds=600.0)
-    ) -> None:
+    def __init__(self, folder: Path, rules: Facts = Facts(round_seconds=600.0)) -> None:
         self.now, ledger = 0.0, MemoryLedger()
         ledger.register(MINER.ss58)
         self.income = Income(
@@ -137,7 +134,7 @@ class Judged:
         self.income.on_event(event, before)
         self.now += seconds
         # In no mode in which inner steps would be missed.
-        self.income.on_event(ev.Tick(self.now), replace(before, mode=Mode.FETCHING))
+        self.income.on_event(ev.Tick(self.now), replace(before, mode=Mode.STOPPING))
         return self.found[-1]
 
 
@@ -188,7 +185,7 @@ def test_a_newcomer_misses_no_close_before_its_first_upload(
     told.reporter._joined = lambda: joined[0]
     file = MetricsFile(tmp_path / "metrics.prom")
     metrics = Metrics(file=file, counts={}, gauges={}, joined=lambda: joined[0])
-    early = ev.SnapshotFailed("blocked: 3 inner steps", kind="blocks")
+    early = ev.UploadSkipped("blocked: 3 inner steps", "steps")
     for joined[0] in (False, True):
         for follow in (told.reporter.on_event, metrics.on_event):
             follow(early, TRAINING)
@@ -209,7 +206,7 @@ def test_missed_closes_and_uploads_are_remembered_by_the_next_process(tmp_path: 
         # Once for a close, though the manifest shows it again.
         nothing = replace(state(Base.KEPT), outer_step=step)
         judged.after(replace(APPLIED, outer_step=step + 1), nothing)
-    known = with_uploads(Facts(kind="store", round_seconds=600.0), tmp_path)
+    known = with_uploads(Facts(round_seconds=600.0), tmp_path)
     assert (known.missed, known.missed_cause) == (2, "not sent: write lab/u: 403")
     assert [upload.fate for upload in known.uploads] == ["merged"]
     again = Judged(tmp_path, known)

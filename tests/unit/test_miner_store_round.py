@@ -28,14 +28,14 @@ from distributed_training.miner.events import (
     Task,
     Upload,
 )
-from distributed_training.miner.state_machine import decide, trains_now
+from distributed_training.miner.state_machine import decide
 from distributed_training.miner.store_round import StoreTasks, UploadWatch, event_of
 from distributed_training.protocol.types import Base, ExitStatus, Progress, Update
 from tests.tools.miner_parts import step_report
 
 pytestmark = pytest.mark.timeout(60)
 
-RULES = Rules(reload_seconds=0.0, checkpoint_steps=10, exchange="store")
+RULES = Rules(checkpoint_steps=10)
 CLOSE, MOVED = Close(12, 3, 1000.0, 60.0), Close(12, 4, 2000.0, 60.0)
 TRAINING = MinerState(mode=Mode.TRAINING, outer_step=12)
 UPLOAD = Upload(CLOSE)
@@ -68,7 +68,7 @@ OVER = replace(TRAINING, upload=replace(UPLOAD, stage=Stage.ENDED))
 APPLIES = replace(TRAINING, update=update())
 NINE = {"unsaved_steps": 9}
 DIVERGED = replace(step(skipped=True), diverged=True)
-WAITS = replace(TRAINING, mode=Mode.AWAITING_GLOBAL, global_due=5060.0, fetch_failures=1)
+WAITS = replace(TRAINING, mode=Mode.AWAITING_GLOBAL, again_at=5060.0, update_failures=1)
 
 # fmt: off
 TABLE: list[tuple[str, MinerState, ev.Event, tuple[Action | Task, ...]]] = [
@@ -97,17 +97,16 @@ TABLE: list[tuple[str, MinerState, ev.Event, tuple[Action | Task, ...]]] = [
     ("whole weights, also older ones", TRAINING,
         ev.UpdateReady(weights(3), 1.0), (Action.OUTER_STEP,)),
     ("committed: no checkpoint is needed, and the next one is awaited", APPLIES,
-        ev.OuterStepEnded(True, 13), (Action.FOLLOW_SCHEDULE, Task.COMPARE_EPOCHS)),
+        ev.OuterStepEnded(True, 13), (Action.FOLLOW_SCHEDULE, Task.SHOW_APPLIED)),
     ("not committed", APPLIES, ev.OuterStepEnded(False, 12, "memory"), ()),
     ("asked for again, not at once", WAITS, ev.Tick(5059.0), ()),
-    ("but after a minute", WAITS, ev.Tick(5060.0), (Task.COMPARE_EPOCHS,)),
+    ("but after a minute", WAITS, ev.Tick(5060.0), (Task.SHOW_APPLIED,)),
     ("the second time whole weights",
-        replace(WAITS, fetch_failures=2), ev.Tick(5060.0), (Task.FETCH_GLOBAL,)),
+        replace(WAITS, update_failures=2), ev.Tick(5060.0), (Task.FETCH_WEIGHTS,)),
     ("no roll-back below an update that is about to be applied", APPLIES, DIVERGED, ()),
     ("but without one", TRAINING, DIVERGED, (Action.ROLL_BACK,)),
     ("rolled back to an earlier outer step: its updates are asked for again",
-        SENT, ev.RolledBack(Progress(11)), (Task.COMPARE_EPOCHS,)),
-    ("a head further on is no reason to load", TRAINING, ev.GlobalEpochSeen(20, 9e9), ()),
+        SENT, ev.RolledBack(Progress(11)), (Task.SHOW_APPLIED,)),
     ("stop", SENT, ev.StopRequested("SIGTERM"), (Action.STOP,)),
 ]
 # fmt: on
@@ -144,7 +143,7 @@ def test_facts_of_the_store_become_events() -> None:
 def test_tasks_reach_the_thread_that_follows_the_store() -> None:
     rounds = Mock()
     tasks = StoreTasks(rounds)
-    for task in (Task.SEND_UPLOAD, Task.COMPARE_EPOCHS, Task.FETCH_GLOBAL, Task.COMPARE_WEIGHTS):
+    for task in (Task.SEND_UPLOAD, Task.SHOW_APPLIED, Task.FETCH_WEIGHTS):
         tasks.start(task, SENT)
     assert [each[0] for each in rounds.method_calls] == ["send", "applied", "fetch_weights"]
     rounds.send.assert_called_once_with(CLOSE)
@@ -207,7 +206,7 @@ class World:
         """Carry out the next command; without one an inner step."""
         state = self.state
         match self.pending.pop(0) if self.pending else None:
-            case None if trains_now(state):
+            case None if state.mode is not Mode.STOPPING:
                 self.inner_steps += 1
                 self.handle_event(step())
             case Action.WRITE_UPLOAD if state.upload is not None:
@@ -277,7 +276,7 @@ def test_uploads_are_sent_once_and_known_and_steps_continue_in_any_order_of_even
             case _:
                 world.boundary()
         # What is not a command of this moment leaves training on.
-        assert world.pending or trains_now(world.state)
+        assert world.pending or world.state.mode is not Mode.STOPPING
         assert world.state.outer_step == world.held or Action.ROLL_BACK in world.pending
         assert len(set(world.sent)) == len(world.sent), "one close got two files"
     world.pending.clear()
@@ -303,7 +302,7 @@ def test_an_upload_is_sent_when_file_and_checkpoint_are_there_and_not_before() -
     world.handle_event(ev.Tick(2.0))
     assert world.sent == [(12, 3)]
     world.handle_event(ev.Tick(3.0))
-    assert world.sent == [(12, 3)] and trains_now(world.state)
+    assert world.sent == [(12, 3)] and world.state.mode is not Mode.STOPPING
 
 
 def test_an_upload_that_a_roll_back_overtakes_is_made_again_within_the_grace() -> None:
@@ -369,7 +368,7 @@ def test_a_close_that_is_missed_for_few_steps_is_told_and_a_newcomers_is_a_note(
     assert record.levelno == (logging.WARNING if joined else logging.INFO)
     rounds.now.return_value = 1060.0
     (missed,) = watch.on_event(ev.Tick(1.0), TRAINING)
-    assert isinstance(missed, ev.SnapshotFailed) and missed.kind == "blocks"
+    assert isinstance(missed, ev.UploadSkipped) and missed.kind == "steps"
     assert missed.problem.startswith("blocked: 4 inner steps when the close was over, and 5 are")
     assert watch.on_event(ev.Tick(2.0), TRAINING) == [], "once"
 
@@ -383,7 +382,7 @@ def test_a_full_disk_is_named_and_nothing_is_written() -> None:
         keep=2,
     )
     assert watch.on_event(ev.CloseReached(CLOSE), TRAINING) == [
-        ev.SnapshotFailed("it is full", kind="disk")
+        ev.UploadSkipped("it is full", "disk")
     ]
 
 

@@ -13,110 +13,103 @@ from typing import Any
 import pytest
 
 from distributed_training.config import ConfigError, load_config
+from distributed_training.exchange.base import NetworkFinished
 from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState, Mode, Rules
+from distributed_training.miner.network_watch import NetworkWatch
 from distributed_training.miner.state_machine import decide
+from distributed_training.miner.store_round import event_of
 from distributed_training.network import Shown
-from distributed_training.protocol import keys
-from distributed_training.protocol.metadata import ConfigExtras, parse_config
 from distributed_training.protocol.types import FINAL, ExitStatus
+from distributed_training.store.errors import StoreError
 from distributed_training.telemetry import EventLog
 from distributed_training.telemetry.neuron_state import NeuronState
 from tests.tools.network import network_file
-from tests.tools.validator_world import LENGTH, RULES, World, config_of, settings
-from tests.unit.test_miner_network_file import watch_of
+from tests.tools.store_world import PERIOD, StoreWorld
+from tests.tools.validator_world import one_thread  # noqa: F401
+from tests.unit.test_miner_network_file import network
 
 pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).parents[2]
-SECOND = {"format": 2, "exchange": "hivemind"}
+SECOND = {"exchange": "store"}
 STOPS = [
     {"stop.outer_steps": 1},
-    {"stop.outer_steps": 9, "stop.tokens": 2 * 30 * LENGTH * 3},
+    {"stop.outer_steps": 9, "stop.tokens": 100},
     {"stop.loss": 4.0},
 ]
 
 
-def founded(folder: Path, stop: dict[str, Any]) -> World:
-    rules = {**RULES, **SECOND, "training.effective_batch": 3, **stop}
-    file = network_file(folder / "file", rules)
-    config = config_of(folder, settings(), "--network", file)
-    ours = ("stop_outer_steps", "stop_tokens", "stop_loss")
-    given = {name: getattr(load_config("validator", ["--network", file], environ={}, dotenv=None,
-             check=False).validator, name) for name in ours}  # fmt: skip
-    return World(
-        folder, settings(), config=replace(config, validator=replace(config.validator, **given))
-    )
+def founded(folder: Path, stop: dict[str, Any]) -> StoreWorld:
+    """A network whose file has this ``[stop]``."""
+    file = network_file(folder / "file", {"exchange": "store", **stop})
+    loaded = load_config(
+        "validator", ["--network", file], environ={}, dotenv=None, check=False
+    ).validator
+    names = ("stop_outer_steps", "stop_tokens", "stop_loss")
+    return StoreWorld(folder, **{name: getattr(loaded, name) for name in names})
 
 
 @pytest.mark.parametrize("stop", STOPS, ids=lambda stop: list(stop)[-1])
-def test_the_validator_calls_no_round_once_a_stop_is_reached(
+def test_no_round_is_led_once_a_stop_is_reached(
     tmp_path: Path, stop: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     world = founded(tmp_path, stop)
-    world.start()
-    world.train_and_publish()
     assert not world.events.of("finished") and not world.validator.finished
-    world.chain_ledger.advance(60)
-    world.validator.tick()
+    world.round()
     assert world.validator.state.outer_step == 1
     (told,) = world.events.of("finished")
     assert told["outer_step"] == 1 and list(stop)[-1] in told["reason"]
     assert f"The network is finished ({told['reason']})" in caplog.text
     if "stop.tokens" in stop:
-        _, extras = parse_config(world.bucket.objects["epoch-1/config.json"][0])
-        assert extras.total_tokens == stop["stop.tokens"] == world.validator.state.total_tokens
-
-    called, scores = list(world.client.called), world.validator.standings.weights()
-    world.bucket.fail.append(keys.NETWORK)
+        assert world.validator.state.total_tokens >= stop["stop.tokens"]
+    scores, failed = world.validator.standings.weights(), [""]
     shown: list[str] = []
-    show = world.validator._rules.show_finished
 
     def flaky(reason: str) -> None:
         shown.append(reason)
-        show(reason)
+        if failed:
+            raise StoreError(f"the bucket is away {failed.pop()}")
 
     change_rules(world, show=flaky)
+    rounds = len(world.events.of("round"))
     for _ in range(3):
-        world.chain_ledger.advance(100)
-        world.validator.tick()
-    assert world.client.called == called and shown == [told["reason"]]
+        world.clock.ahead += PERIOD
+        world.tick()
+    assert len(world.events.of("round")) == rounds and shown == [told["reason"]] * 2
+    assert world.state.finished == told["reason"]
     assert world.validator.standings.weights() == scores, "judged no more"
-    state = NeuronState(tmp_path).catch_up()
+    state = NeuronState(tmp_path / "validator").catch_up()
     assert state.mode == "finished" and state.tables["finished"][-1]["reason"] == told["reason"]
 
-    world.restart()
-    world.start()
-    world.chain_ledger.advance(100)
-    world.validator.tick()
-    assert world.client.called == [] and len(world.events.of("finished")) == 1
+    world.restarted()
+    world.clock.ahead += PERIOD
+    world.tick()
+    assert len(world.events.of("round")) == rounds and len(world.events.of("finished")) == 2
 
 
-def change_rules(world: World, *, show: Callable[[str], None], **more: Any) -> None:
+def change_rules(world: StoreWorld, *, show: Callable[[str], None], **more: Any) -> None:
     rules = world.validator._rules
     world.validator._rules = replace(rules, show_finished=show, **more)
 
 
 def test_a_version_from_the_last_outer_step_on_delays_the_end(tmp_path: Path) -> None:
     world = founded(tmp_path, {"stop.outer_steps": 1})
-    world.start()
     later = replace(world.config.validator, stop_outer_steps=2)
     rules = {step: replace(world.config, validator=later) for step in (1,)}
     shown: list[str] = []
     follow = lambda step, finished: rules.pop(step, None)
     change_rules(world, show=shown.append, follow=follow)
     for step in (1, 2):
-        world.train_and_publish()
-        world.chain_ledger.advance(60)
-        world.validator.tick()
+        world.round()
         assert world.validator.state.outer_step == step
         assert bool(world.validator.finished) == (step == 2) == bool(world.events.of("finished"))
-    world.validator.tick()
+    world.tick()
     assert shown == [world.validator.finished]
     # One that comes after the end, too: miners may continue then.
     later = replace(later, stop_outer_steps=3)
     rules[2] = replace(world.config, validator=later)
-    world.validator.tick()
+    world.tick()
     assert not world.validator.finished and shown[1:] == [""]
 
 
@@ -129,7 +122,6 @@ def test_a_network_without_a_stop_is_never_finished(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rules", "words"),
     [
-        ({"format": 1, "stop.outer_steps": 5}, "is a key of format 2"),
         (SECOND | {"stop.outer_steps": 0}, "stop.outer_steps"),
         (SECOND | {"stop.tokens": 1.5}, "stop.tokens"),
         (SECOND | {"stop.loss": "low"}, "stop.loss"),
@@ -146,38 +138,31 @@ def test_a_stop_that_means_nothing_is_refused(
 
 
 class Bucket:
-    """A global bucket at outer step 4 whose ``network.json`` is ``content``."""
+    """A global bucket whose ``network.json`` is ``content``."""
 
     content: dict[str, Any] = {}
-
-    def outer_step(self) -> int:
-        return 4
-
-    def extras(self, outer_step: int) -> ConfigExtras:
-        return ConfigExtras((), 0)
 
     def network(self) -> Shown:
         return Shown.parse(json.dumps(self.content).encode())
 
 
-@pytest.mark.parametrize("mode", [Mode.TRAINING, Mode.AWAITING_GLOBAL, Mode.FETCHING])
+@pytest.mark.parametrize("mode", [Mode.TRAINING, Mode.AWAITING_GLOBAL])
 def test_a_miner_ends_with_a_checkpoint_once_its_network_is_finished(mode: Mode) -> None:
-    bucket, events = Bucket(), list[ev.Event]()
-    watch = watch_of(bucket, events)
+    bucket: Any = Bucket()
+    watch = NetworkWatch(bucket, network(), None, lambda event: None)
 
-    def look(**content: Any) -> list[ev.StopRequested]:
-        events.clear()
+    def look(**content: Any) -> str:
         named = {"name": "lab", "version": 1, "master": "5Master", "run_id": "aa"}
         bucket.content = named | content
-        watch._compare()
-        return [event for event in events if isinstance(event, ev.StopRequested)]
+        return watch.look()
 
     why = "outer step 4 of stop.outer_steps 4"
-    assert look() == [] and look(finished=None) == []
-    assert look(finished=why, run_id="bb", version=2) == [], "that of another file"
-    (stop,) = look(finished=why)
+    assert look() == "" and look(finished=None) == ""
+    assert look(finished=why, run_id="bb", version=2) == "", "that of another file"
+    assert look(finished=why) == why
+    stop: Any = event_of(NetworkFinished(why))
     assert why in stop.reason and stop.exit_status is ExitStatus.FINISHED
-    state, actions = decide(MinerState(mode, 4), stop, Rules(60.0, 25))
+    state, actions = decide(MinerState(mode, 4), stop, Rules(25))
     assert state.exit_status == 4 and actions[-1] is ev.Action.STOP
 
 

@@ -12,7 +12,7 @@ from bittensor_core import Keypair
 
 from distributed_training.config import Config, ConfigError, load_config
 from distributed_training.config.versions import Versions, restart_keys, under
-from distributed_training.miner.global_state import GlobalBucket
+from distributed_training.miner.network_watch import GlobalBucket
 from distributed_training.miner.resume import first_outer_step
 from distributed_training.network import NetworkFileError, flatten, signed, tree_of
 from distributed_training.node.published import require_published
@@ -140,7 +140,7 @@ def test_the_bucket_has_the_versions_and_one_line_announces_each(
     chain = Chain(tmp_path, [5, 9])
     store = MemoryObjectStore("lab")
     reader = BucketReader(store)
-    bucket = GlobalBucket(open_bucket=lambda: reader, folder=tmp_path, run=5)
+    bucket = GlobalBucket(reader)
     newest = chain.configs[2].network
     assert newest is not None
     for number in (1, 2):
@@ -208,7 +208,7 @@ def test_a_damaged_newer_version_hides_none_that_holds(tmp_path: Path) -> None:
     chain = Chain(tmp_path, [5, 9])
     store = MemoryObjectStore("lab")
     reader = BucketReader(store)
-    bucket = GlobalBucket(open_bucket=lambda: reader, folder=tmp_path, run=5)
+    bucket = GlobalBucket(reader)
     store.put(keys.VERSION.format(1), chain.texts[0].encode())
     for damage in (b"\xff", b"[", chain.texts[1].encode()):
         store.put(keys.VERSION.format(3), damage)
@@ -221,14 +221,14 @@ def test_a_damaged_newer_version_hides_none_that_holds(tmp_path: Path) -> None:
 
 
 def test_a_start_continues_from_the_step_of_its_checkpoint(tmp_path: Path) -> None:
-    assert first_outer_step(tmp_path, 4, seen=True) == 4
+    assert first_outer_step(tmp_path, 4) == 4
     folder = tmp_path / "checkpoint-1"
     folder.mkdir()
     for content, there in (
         ('{"progress": {"outer_step": 5}}', 5),
-        ('{"progress": {"outer_step": 3}}', 4),
+        ('{"progress": {"outer_step": 3}}', 3),
         ('{"progress": 7}', 4),
         ("[", 4),
     ):
         (folder / "rank-0.json").write_text(content)
-        assert first_outer_step(tmp_path, 4, seen=True) == there
+        assert first_outer_step(tmp_path, 4) == there

@@ -40,18 +40,17 @@ NAMED = [
 ]
 #: Those that the file's rule replaces, by kind of network.
 REPLACED = {
-    "store": {"netuid", "use_dct", "local_batch_size_train_effective", "upload_steps"},
-    "hivemind": {"netuid", "use_dct", "local_batch_size_train_effective"},
-    "sn38": {"use_dct"},
-    "local": {"netuid", "use_dct"},
+    "store": {"netuid", "local_batch_size_train_effective", "upload_steps"},
+    "hivemind": {"netuid", "local_batch_size_train_effective", "upload_steps"},
+    "local": {"netuid", "upload_steps"},
 }
 
 
 def place_of(kind: str, folder: Path) -> str:
-    if kind in ("sn38", "local"):
+    if kind == "local":
         return kind
     rules = STORE if kind == "store" else {"exchange": "hivemind"}
-    return network_file(folder, {"format": 2, **rules})
+    return network_file(folder, rules)
 
 
 @pytest.mark.parametrize(("kind", "words"), product(REPLACED, NAMED), ids=str)
@@ -67,9 +66,9 @@ def test_a_flag_of_the_guides_never_ends_a_miner(
     flag = words[0].partition("=")[0]
     told = [line for line in config.warnings if line.startswith(flag)]
     name = flag.removeprefix("--").removeprefix("neuron.")
-    same = kind == "sn38" and words == ["--netuid", "38"]
-    differs = name in REPLACED[kind] or (kind, words) == ("sn38", ["--netuid", "1"])
-    assert len(told) == (differs and not same), config.warnings
+    assert len(told) == (name in REPLACED[kind]), config.warnings
+    gone = [line for line in config.warnings if line.startswith("no settings any more")]
+    assert len(gone) == (name == "use_dct") and len(config.warnings) <= 1
     if told:
         assert told[0].endswith("leave it out") and "\n" not in told[0]
         assert config.get(f"neuron.{name}") == plain.get(f"neuron.{name}")
@@ -85,7 +84,7 @@ def test_a_flag_of_the_guides_never_ends_a_miner(
     ids=str,
 )
 def test_a_micro_batch_is_at_most_an_inner_step(words: list[str], tmp_path: Path) -> None:
-    place = network_file(tmp_path, {"format": 2, **STORE, "training.effective_batch": 4})
+    place = network_file(tmp_path, {**STORE, "training.effective_batch": 4})
     config = load_config("miner", ["--network", place, *words], environ=KEYS, dotenv=None)
     assert config.training.local_batch_size_train == 4
     (told,) = (line for line in config.warnings if "micro-batches have 4 sequences" in line)
@@ -105,10 +104,9 @@ def test_a_key_of_the_other_exchange_has_no_value(tmp_path: Path) -> None:
         "validator", ["--network", place_of("store", tmp_path)], environ=KEYS, dotenv=None,
         check=False,
     )  # fmt: skip
-    assert config.get("round.blocks_per_allreduce_later") is None
-    assert config.get("compression.kind") is None and config.get("round.grace") is not None
+    assert config.get("round.average_after") is None and config.get("round.grace") is not None
     period = config.miner.blocks_per_allreduce * config.chain.seconds_per_block
     assert config.round_period.total_seconds() == period
-    peers = load_config("validator", ["--network", "sn38"], environ=KEYS, dotenv=None)
-    assert peers.get("round.blocks_per_allreduce_later") == 750
-    assert peers.round_period.total_seconds() == 750 * 12
+    peers = load_config("validator", ["--network", "local"], environ=KEYS, dotenv=None)
+    assert peers.get("round.average_after").total_seconds() == 5
+    assert peers.round_period.total_seconds() == 60

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -13,12 +11,10 @@ import pytest
 from distributed_training.common.files import write_bytes
 from distributed_training.protocol.types import Progress
 from distributed_training.store import transfer
-from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.training.checkpoint import Checkpointer
 from tests.tools.forgetful_disk import Tree, come_back, forgetful_disk
 from tests.tools.memory_store import MemoryObjectStore
-from tests.tools.support_store import publish_state
-from tests.tools.training_world import save_checkpoint, take_snapshot, train, trainer
+from tests.tools.training_world import save_checkpoint, train, trainer
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -79,29 +75,6 @@ def test_an_interrupted_download_continues_with_the_ranges_on_the_disk(
     assert disk.at_end == 4 * [{"model": content}]
 
 
-def test_a_fetched_state_is_whole_or_not_there(
-    disk_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = MemoryObjectStore()
-    files = publish_state(store, 4, rows=4)
-
-    def fetch(folder: Path) -> Path:
-        reader = BucketReader(store, large=timedelta(seconds=60), concurrency=1)
-        return reader.fetch(4, folder)
-
-    with forgetful_disk(disk_folder, monkeypatch) as disk:
-        fetch(disk_folder)
-    assert len(disk.losses) > 5
-    for number, tree in enumerate(disk.losses):
-        back = come_back(tree, tmp_path / str(number))
-        folder = fetch(back)
-        assert {name: (folder / name).read_bytes() for name in files} == files
-        assert [path.name for path in back.iterdir()] == ["epoch-4"]
-    for tree in disk.at_end:
-        assert list(tree) == ["epoch-4"]
-        assert whole(tree["epoch-4"]).items() >= files.items()
-
-
 @pytest.mark.usefixtures("process_group")
 def test_a_checkpoint_is_the_one_before_or_the_new_one(
     disk_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -128,27 +101,3 @@ def test_a_checkpoint_is_the_one_before_or_the_new_one(
     numbers = itertools.count()
     assert {step_after(loss) for loss in disk.losses} == {1, 2}
     assert {step_after(loss) for loss in disk.at_end} == {2}
-
-
-@pytest.mark.usefixtures("process_group")
-def test_a_snapshot_that_is_called_complete_has_every_file(
-    disk_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The uploader of the next start believes its ``rank-0.done.json``."""
-    made = trainer()
-    train(made, 0, 1)
-    folder = disk_folder / "snapshot"
-    with forgetful_disk(disk_folder, monkeypatch) as disk:
-        take_snapshot(made, folder, Progress(0, 1, 1, [4]))
-    content = {path.name: path.read_bytes() for path in folder.iterdir()}
-    done = json.loads(content["rank-0.done.json"])
-    complete = 0
-    for tree in disk.losses:
-        snapshot = tree.get("snapshot", {})
-        assert isinstance(snapshot, dict)
-        if "rank-0.done.json" not in snapshot:
-            continue
-        complete += 1
-        for name in ("rank-0.done.json", *(record["name"] for record in done["files"])):
-            assert snapshot.get(name) == content[name], name
-    assert complete

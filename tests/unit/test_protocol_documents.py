@@ -1,8 +1,6 @@
-"""Names, keys, metadata and commitments: their written forms, and refused ones."""
+"""Names, keys and commitments: their written forms, and refused ones."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 from hypothesis import example, given
@@ -10,20 +8,13 @@ from hypothesis import strategies as st
 
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import (
-    MAX_METADATA_BYTES,
     BucketCredentials,
     CommitmentError,
-    ConfigExtras,
-    Metadata,
-    MetadataError,
     build_commitment,
     parse_commitment,
-    parse_config,
 )
-from distributed_training.protocol.types import Revision
 
 pytestmark = pytest.mark.timeout(60)
-PEER = "12D3KooWHDMAeP3zKHrALtREoc2vfYQL7HhsMN7WBvft7hgBCRhK"
 
 
 def test_names() -> None:
@@ -60,65 +51,6 @@ def test_other_keys_are_no_epoch_keys(key: str) -> None:
 def test_no_shard_outside_the_world(rank: int, world: int) -> None:
     with pytest.raises(ValueError):
         keys.inner_optimizer(rank, world)
-
-
-def test_metadata_is_written_indented_and_sorted() -> None:
-    text = Metadata.of(Revision(5, 12, 45), PEER).to_json().decode()
-    assert text == (
-        '{\n    "inner_step": 45,\n    "outer_step": 12,\n'
-        f'    "peer_id": "{PEER}",\n    "run": 5\n}}'
-    )
-
-
-counts = st.integers(0, 2**53 - 1)
-
-
-@given(run=counts, outer=counts, inner=counts)
-def test_metadata_round_trip(run: int, outer: int, inner: int) -> None:
-    metadata = Metadata(run, outer, inner, PEER)
-    assert Metadata.parse(metadata.to_json()) == metadata
-    assert Revision.parse(metadata.revision.tag) == metadata.revision
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"inner_step": -1},
-        {"inner_step": True},
-        {"inner_step": 1.0},
-        {"outer_step": None},
-        {"outer_step": 2**53},
-        {"run": "five"},
-        {"run": "5" * 5000},
-        {"peer_id": "not/base58"},
-        {"peer_id": 5},
-    ],
-)
-def test_bad_metadata(change: dict) -> None:
-    good = {"inner_step": 1, "outer_step": 1, "peer_id": PEER, "run": 5}
-    assert Metadata.parse(json.dumps({**good, "peer_id": ""})).peer_id == ""
-    assert Metadata.parse(json.dumps({**good, "run": "5"})).run == 5
-    with pytest.raises(MetadataError):
-        Metadata.parse(json.dumps({**good, **change}))
-
-
-def test_oversized_metadata() -> None:
-    with pytest.raises(MetadataError, match="bytes"):
-        Metadata.parse(b" " * (MAX_METADATA_BYTES + 1))
-
-
-def test_config_extras() -> None:
-    data = ConfigExtras((9, 10), 50, 800).merge_into({"hidden_size": 8, "block_list": [1]})
-    config, extras = parse_config(data)
-    assert config["hidden_size"] == 8 and extras == ConfigExtras((9, 10), 50, 800)
-    assert parse_config(b"{}")[1] == ConfigExtras((), 0, None)
-    assert b"last_allreduce_block" not in ConfigExtras((), 0).merge_into({})
-
-
-@pytest.mark.parametrize("bad", ['{"block_list": 5}', '{"block_list": ["a"]}', "[]", "["])
-def test_bad_config(bad: str) -> None:
-    with pytest.raises(MetadataError):
-        parse_config(bad)
 
 
 CREDENTIALS = BucketCredentials("a" * 32, "b" * 32, "c" * 64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -105,35 +104,6 @@ def test_state_survives_a_restart() -> None:
     assert other.state() == board.state() and other.uids == (1, 2, 3)
     other.add(2)
     assert other.rating(2) == ScoreBoard([2]).rating(2)
-
-
-@pytest.mark.parametrize(
-    "outer_step, since, expected",
-    [(7, 0, 6), (7, 374, 6), (7, 375, 7), (0, 0, 0), (7, 900, 7)],
-)
-def test_which_epoch_is_scored(outer_step: int, since: int, expected: int) -> None:
-    assert (
-        scoring.scored_epoch(
-            outer_step=outer_step, block=1000 + since, last_allreduce_block=1000, bpa=750
-        )
-        == expected
-    )
-
-
-def test_rounds_are_due_after_bpa_blocks() -> None:
-    assert not scoring.round_due(block=399, last_allreduce_block=0, bpa=400)
-    assert scoring.round_due(block=400, last_allreduce_block=0, bpa=400)
-
-
-def test_block_lists() -> None:
-    assert not scoring.blocks_are_fresh([], block=10, bpa=400)
-    assert scoring.blocks_are_fresh([5, 100], block=300, bpa=400)
-    assert not scoring.blocks_are_fresh([5, 100], block=301, bpa=400)
-
-
-def test_age_limit_grows_with_failed_rounds() -> None:
-    assert scoring.upload_age_limit(failed_rounds=0) == timedelta(seconds=4800)
-    assert scoring.upload_age_limit(failed_rounds=2) == timedelta(seconds=14400)
 
 
 def test_random_block_lies_ahead() -> None:

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distributed_training.chain.auth import BTAUTH, BTAUTH_MAX_AGE, Claim, Refused
+from distributed_training.chain.auth import BTAUTH_MAX_AGE, Claim, Refused
 from distributed_training.chain.base import ChainError
 from distributed_training.protocol.metadata import LONGEST
 from distributed_training.registry import ledger, service, store
@@ -70,7 +70,7 @@ class World:
 
     def call(self, hotkey: str, nonce: int) -> None:
         """Make a write as the service does. Raises Refused, Replayed."""
-        claim = Claim(BTAUTH, hotkey, "", nonce, "", None)
+        claim = Claim(hotkey, "", nonce)
         service._check_fresh(claim, round(self.read("registry") * NS))
         self.registry.write(hotkey, nonce, lambda: self.registry.join(hotkey))
         self.accepted.append((hotkey, nonce))

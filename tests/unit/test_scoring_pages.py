@@ -90,7 +90,7 @@ def test_a_miner_and_the_validator_draw_the_same_pages_of_a_network_of_its_own(
     tmp_path: Path, tokenizer: tuple[Path, int], world_size: int
 ) -> None:
     """data.selection 2 of the shared file decides the pages; no held-out page is read."""
-    rules = {"format": 2, "exchange": "hivemind", "data.selection": 2, "data.pages_per_block": 3,
+    rules = {"exchange": "store", "data.selection": 2, "data.pages_per_block": 3,
              "data.rows_per_page": 20, "data.rows": 1400, "data.held_out_pages": 5}  # fmt: skip
     file = network_file(tmp_path, rules)
     miner, validator = (

@@ -9,18 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from distributed_training.store.snapshot_folder import describe_full_disk, preview_warning
+from distributed_training.store.room import describe_full_disk
 from distributed_training.store.transfer import MIB, part_size_for
 
 pytestmark = pytest.mark.timeout(10)
-
-
-@pytest.mark.parametrize(
-    ("delta", "text"), [(0.01, "+0.0100"), (float("nan"), "NaN"), (-0.1, None), (None, None)]
-)
-def test_a_gradient_that_helps_nobody_is_warned_of(delta: float | None, text: str | None) -> None:
-    line = preview_warning(delta)
-    assert line is None if text is None else line is not None and text in line
 
 
 def test_parts_are_equal_and_never_too_many() -> None:

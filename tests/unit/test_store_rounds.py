@@ -711,6 +711,19 @@ def test_an_upload_that_is_refused_is_sent_until_the_grace_ends(
     assert returns or update.cause == "not sent: 503 SlowDown"
 
 
+def test_a_members_own_score_is_logged_when_a_manifest_brings_one(
+    leader: Leader, miner: Miner, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    leader.take_outer_step(scores={UID: 0.25, UID + 1: 0.75})
+    miner.pass_time(100)
+    assert f"The score of uid {UID} after outer step 1 is 0.2500" in caplog.text
+    miner.rounds.applied(1)
+    leader.take_outer_step(scores={UID + 1: 1.0})
+    miner.pass_time(100)
+    assert caplog.text.count("The score of") == 1
+
+
 def test_old_bytes_behind_a_new_etag_are_asked_for_again(
     store: FaultyStore, leader: Leader, miner: Miner
 ) -> None:

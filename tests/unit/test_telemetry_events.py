@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import SecretStr
 
 from distributed_training.common.processes import _Forward
-from distributed_training.protocol.types import PublicationReport, Revision, StepReport
+from distributed_training.protocol.types import Progress, StepReport
 from distributed_training.telemetry import (
     EventLog,
     MetricsFile,
@@ -40,13 +40,13 @@ pytestmark = pytest.mark.timeout(20)
 
 def test_events_come_back_as_written(tmp_path: Path) -> None:
     path = tmp_path / "run" / "events.jsonl"
-    report = PublicationReport(Revision(5, 1, 60), True, 2.5, 1000)
+    report = Progress(5, 60, 300, [7])
     with EventLog(path) as log:
         log.write("publication", report=report, wait=timedelta(minutes=1), folder=tmp_path)
         log.write("step", loss=float("nan"), key=SecretStr("abcdefgh"))
     first, second = read_events(path)
     assert first["kind"] == "publication" and first["time"] > 1e9
-    assert first["report"]["revision"] == "5.1.60" and first["wait"] == 60.0
+    assert first["report"]["blocks"] == [7] and first["wait"] == 60.0
     assert first["folder"] == str(tmp_path)
     assert second["loss"] is None and second["key"] == "********"
     assert [e["kind"] for e in read_events(path, "step")] == ["step"]

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.timeout(60)
 BEGIN = 1_800_000_000.0 - 1_800_000_000.0 % DAY  # midnight
 HOOK = SecretStr("https://hooks.slack.com/services/T0/B0/secretsecret")
 EARNS = Judgement(Verdict.EARNING, "incentive 0.0120", earns=True)
-LOST = Judgement(Verdict.TOO_OLD, "validators give it 0", "upload_steps = 5", bad=True)
+LOST = Judgement(Verdict.REFUSED, "validators give it 0", "upload_steps = 5", bad=True)
 OFFLINE = Judgement(Verdict.OFFLINE, "chain and store are silent", bad=True, earns=None)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import os
 import threading
@@ -11,12 +10,10 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch._functorch.config as functorch_config
-from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed_training.common.llama import named_config
@@ -24,13 +21,12 @@ from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.types import Progress
 from distributed_training.training import (
     collectives,
-    error_feedback,
+    copies,
     micro_batches,
     model,
-    snapshot,
 )
 from distributed_training.training.checkpoint import Checkpointer
-from distributed_training.training.collectives import HostCopies, ParameterShard
+from distributed_training.training.collectives import HostCopies
 from distributed_training.training.memory_plan import plan_memory
 from distributed_training.training.micro_batches import (
     DeviceBudget,
@@ -44,7 +40,6 @@ from distributed_training.training.model import (
 )
 from distributed_training.training.sharding import set_up_gpu
 from distributed_training.training.throughput import StepMeter
-from tests.tools.device_stand_in import OnDevice
 from tests.tools.outer_steps import header, sign
 from tests.tools.training_world import (
     SEQUENCE,
@@ -52,7 +47,6 @@ from tests.tools.training_world import (
     same,
     save_checkpoint,
     sequences,
-    take_snapshot,
     train,
     trainer,
 )
@@ -147,62 +141,7 @@ def test_tf32_is_for_a_float32_computation_and_never_for_the_rotary_embedding(
         torch.set_float32_matmul_precision("highest")
 
 
-class OnCard(ParameterShard):
-    """Rows that lie on a GPU."""
-
-    @property
-    def local(self) -> torch.Tensor:
-        return OnDevice(super().local)
-
-
-def test_no_thread_enters_a_stream_before_the_gpu_is_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else rank 3's snapshot would make a CUDA context on GPU 0."""
-    seen: list[tuple[str, str]] = []
-
-    def note(what: str, device: Any) -> contextlib.AbstractContextManager[None]:
-        seen.append((threading.current_thread().name, f"{what} {device}"))
-        return contextlib.nullcontext()
-
-    made = trainer()
-    train(made, 0, 1)
-    cards = [OnCard(**vars(shard)) for shard in made.sharded.shards]
-    monkeypatch.setattr(made.feedback, "_shards", cards)
-    monkeypatch.setattr(made, "sharded", dataclasses.replace(made.sharded, shards=cards))
-    # What a machine without a GPU cannot do: its streams, and copies of host tensors to it.
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: note("device", device))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: note("stream of", stream))
-    monkeypatch.setattr(error_feedback, "side_stream", lambda device: device)
-    monkeypatch.setattr(error_feedback, "to_device", lambda rows, device: rows)
-    take_snapshot(made, tmp_path / "snapshot", Progress(0, 1, 1, [7]))
-    threads = {name for name, what in seen if what == "stream of cuda:0"}
-    assert threads and threading.current_thread().name not in threads
-    for thread in threads:
-        assert next(what for name, what in seen if name == thread) == "device cuda:0"
-
-
 # --- memory -------------------------------------------------------------------------------------
-
-
-def test_a_snapshot_for_which_the_gpu_has_no_room_is_encoded_on_the_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Training fills it, and may do so at each snapshot."""
-    expected, made = trainer(), trainer()
-    for each in (expected, made):
-        train(each, 0, 1)
-    full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
-    monkeypatch.setattr(error_feedback, "side_stream", full)
-    cards = [OnCard(**vars(shard)) for shard in made.sharded.shards]
-    monkeypatch.setattr(made.feedback, "_shards", cards)
-    handles = [
-        take_snapshot(each, tmp_path / str(i), Progress(0, 1, 1, [7]))
-        for i, each in enumerate((expected, made))
-    ]
-    assert full.call_count
-    files = [(handle.folder / "gradients.pt").read_bytes() for handle in handles]
-    assert files[0] == files[1]
 
 
 class Card(DeviceBudget):
@@ -310,9 +249,9 @@ def test_one_rank_without_room_stops_the_search_of_all() -> None:
     "changes", [{}, pytest.param({"activation_checkpointing": "full"}, marks=pytest.mark.long)]
 )
 def test_a_layer_is_compiled_once_for_each_shape_and_never_breaks(
-    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All layers share one graph; a preview is another, and so is a piece after memory ran out."""
+    """All layers share one graph; a piece after memory ran out is another."""
     graphs: list[int] = []
     real = torch.compile
 
@@ -326,20 +265,12 @@ def test_a_layer_is_compiled_once_for_each_shape_and_never_breaks(
     monkeypatch.setattr(torch, "compile", compile)
     made = trainer(compile="on", wrap="block", **changes)
     made.sharded.root._of_logits = compile(fused_logit_gradient, dynamic=False)
-    made.hold_back(sequences(99, count=4))
     graphs.clear()  # of the probe
     train(made, 0, 2)
     assert graphs == [2, 2 * (SEQUENCE - 1)]  # a layer and the loss
-    for turn in range(2):
-        first = 2 + 3 * turn
-        train(made, first, first + 2)
-        handle = take_snapshot(made, tmp_path / f"{turn}", Progress(0, first, first, [1]))
-        assert made.check_gradient(handle) is not None
-        train(made, first + 2, first + 3)
-        assert graphs[2:] == [2], "what a preview runs, without gradients"
     made.step.known.most = 1
-    train(made, 8, 10)
-    assert graphs[3:] == [1, SEQUENCE - 1]
+    train(made, 2, 4)
+    assert graphs[2:] == [1, SEQUENCE - 1]
     assert made.step.compiled
     torch._dynamo.reset()
     for size in (1, 2, 4, 8):  # as auto tries them, and forgets
@@ -513,16 +444,16 @@ def test_only_a_writing_thread_with_a_gpu_yields_to_others(
     assert found == [5, 0, 0, 0]
 
 
-@pytest.mark.parametrize("how", ["snapshot", "checkpoint", "upload"])
+@pytest.mark.parametrize("how", ["checkpoint", "upload"])
 def test_only_the_optimizer_waits_for_copies(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bus stands still; the next step's forward and backward passes continue meanwhile."""
-    made = trainer(exchange="store" if how == "upload" else "hivemind")
+    made = trainer()
     train(made, 0, 1)
     before = [shard.local.clone() for shard in made.sharded.shards]
     moves, waits, done = threading.Event(), threading.Event(), threading.Event()
-    copied, real, finish = [0], snapshot.fill_host, made.copier.finish
+    copied, real, finish = [0], copies.fill_host, made.copier.finish
 
     def fill_host(pairs: Any, after: Any = None) -> None:
         if threading.current_thread().name == "copies":
@@ -534,15 +465,12 @@ def test_only_the_optimizer_waits_for_copies(
         waits.set()
         finish()
 
-    monkeypatch.setattr(snapshot, "fill_host", fill_host)
+    monkeypatch.setattr(copies, "fill_host", fill_host)
     monkeypatch.setattr(made.copier, "finish", finishes)
     keeper = Checkpointer(trainer=made, folder=tmp_path / "checkpoints")
     written: list[Any] = []
     if how == "upload":
         written.append(made.write_upload(tmp_path / "u", header("upload", 0, serial=1), sign=sign))
-    if how == "snapshot":
-        progress = Progress(0, 1, 1, [7])
-        written.append(made.snapshot(tmp_path / "s", progress=progress, block=1, last_loss=1.0))
     keeper.save({}, Progress(0, 1, 1, []))  # of the same boundary: no byte is copied twice
     waits.clear()
     *most, last = sequences(1).split(made.micro_batch_size)
@@ -563,14 +491,11 @@ def test_only_the_optimizer_waits_for_copies(
     keeper.wait()
     assert not same(before, [shard.local for shard in made.sharded.shards])
     assert copied[0] == 12 * sum(w.numel() for w in before)
-    again = trainer(exchange="store" if how == "upload" else "hivemind", seed=7)
+    again = trainer(seed=7)
     assert Checkpointer(trainer=again, folder=tmp_path / "checkpoints").restore() is not None
     assert same(before, [shard.local for shard in again.sharded.shards])
     for handle in written:
         finished(handle)
-    if how == "snapshot":
-        content = load_file(tmp_path / "s" / "model.safetensors")
-        assert same(before, [content[name] for name, _ in made.schema])
 
 
 def test_copies_that_fail_cost_the_write_and_no_step(
@@ -578,31 +503,30 @@ def test_copies_that_fail_cost_the_write_and_no_step(
 ) -> None:
     made = trainer()
     train(made, 0, 1)
-    real = snapshot.fill_host
+    real = copies.fill_host
 
     def lost(pairs: Any, after: Any = None) -> None:
         if after is None and threading.current_thread().name == "copies":
             raise RuntimeError("CUDA error: unspecified launch failure")
         real(pairs, after)
 
-    monkeypatch.setattr(snapshot, "fill_host", lost)
-    handle = made.snapshot(tmp_path / "s", progress=Progress(0, 1, 1, [7]), block=1, last_loss=1.0)
+    monkeypatch.setattr(copies, "fill_host", lost)
+    handle = made.write_upload(tmp_path / "u", header("upload", 0, serial=1), sign=sign)
     handle.join()
-    assert "was not copied: CUDA error" in str(handle.error)
-    assert "was not copied" in (tmp_path / "s" / "rank-0.done.json").read_text()
+    assert "was not copied: CUDA error" in str(handle.error) and not (tmp_path / "u").exists()
     keeper = Checkpointer(trainer=made, folder=tmp_path / "checkpoints")
     save_checkpoint(keeper, Progress(0, 1, 1, []))
     assert keeper.last_error is not None and "was not copied" in keeper.last_error
     del handle
     monkeypatch.undo()
     train(made, 1, 2)
-    take_snapshot(made, tmp_path / "next", Progress(0, 2, 2, [7]))
+    finished(made.write_upload(tmp_path / "u", header("upload", 0, serial=2), sign=sign))
 
 
 def test_an_offloaded_step_ends_when_the_host_copies_are_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A snapshot reads them right after the step, on no stream that would wait."""
+    """A checkpoint reads them right after the step, on no stream that would wait."""
     from distributed_training.training import inner_optimizer
 
     queued: list[tuple[str, str]] = []
@@ -647,7 +571,7 @@ def test_step_time_is_wall_time_without_the_rounds_pauses() -> None:
         return SimpleNamespace(**meter.finish(80))
 
     assert step(between=0.0).seconds == pytest.approx(6.5)  # the wait before the first counts
-    clock.now += 2.0  # between two steps: a snapshot
+    clock.now += 2.0  # between two steps: an upload
     report = step(between=1.0, pause=50.0)
     assert report.seconds == pytest.approx(9.0) and report.data_wait_seconds == 0.5
     assert report.mfu == pytest.approx(80 * 100 / 2 / 9.0 / 1e6)

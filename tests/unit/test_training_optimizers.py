@@ -22,7 +22,6 @@ from distributed_training.health.machine import count_moments
 from distributed_training.protocol.types import Progress
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.inner_optimizer import OPTIMIZERS, find_state, moments_of
-from distributed_training.training.inner_state import describe_inner
 from distributed_training.training.memory_plan import plan_memory
 from distributed_training.training.muon import MatrixRows, Muon
 from tests.tools.training_world import (
@@ -72,7 +71,7 @@ def test_weight_decay_on_matrices_spares_norms_and_embeddings(name: str, tied: b
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_run_by_matrices_is_resumed_to_the_bit(name: str, tmp_path: Path) -> None:
-    """Also where the state is offloaded; the upload's file names all groups."""
+    """Also where the state is offloaded."""
     by = {"weight_decay_on": "matrices", "weight_decay": 0.5, "optimizer": name}
     unbroken, first, again = trainer(**by), trainer(**by), trainer(**by, offload_optimizer="on")
     losses = [report.loss for report in train(unbroken, 0, 8)]
@@ -82,13 +81,6 @@ def test_a_run_by_matrices_is_resumed_to_the_bit(name: str, tmp_path: Path) -> N
     assert [report.loss for report in train(again, 5, 8)] == losses[5:]
     assert same(whole_weights(again), whole_weights(unbroken))
     assert losses != [report.loss for report in train(trainer(weight_decay=0.5), 0, 8)]
-    groups = describe_inner(
-        again.schema, again.schedule, again.optimizer, finished_steps=8, outer_step=0
-    )["optimizer_state_dict"]["param_groups"]
-    assert [group["weight_decay"] for group in groups] == [0.5, 0.0, 0.5][: len(groups)]
-    assert len(groups) == (3 if name == "muon" else 2)
-    named = sorted(name for group in groups for name in group["params"])
-    assert named == sorted(name for name, _ in again.schema)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +252,7 @@ def test_a_checkpoint_brings_back_an_optimizers_state(kind: str, tmp_path: Path)
     assert all(
         same(rows, again.optimizer.state[name]) for name, rows in made.optimizer.state.items()
     )
-    assert again.outer.momentum is None and same(again.outer.epoch_start, made.outer.epoch_start)
+    assert same(again.outer.epoch_start, made.outer.epoch_start)
     assert kind == "sum" or all(rows.any() for rows in again.optimizer.state["momentum"])
 
 

@@ -1,4 +1,4 @@
-"""The training room's pure parts: schedule, outer arithmetic and file, loss, plans, layouts."""
+"""The training room's pure parts: schedule, outer arithmetic, loss, plans, layouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from distributed_training.common.gpus import peak_flops
 from distributed_training.common.llama import local_llama_config, named_config
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError
-from distributed_training.training import outer_step, sharding
+from distributed_training.training import sharding, weights
 from distributed_training.training.collectives import ParameterShard, row_range
 from distributed_training.training.inner_optimizer import Schedule
 from distributed_training.training.memory_plan import compute_dtype, plan_batch, plan_memory
@@ -32,13 +32,8 @@ from distributed_training.training.model import (
     parameter_schema,
 )
 from distributed_training.training.outer_rule import nesterov_sgd
-from distributed_training.training.outer_step import (
-    OuterOptimizerState,
-    load_outer_optimizer,
-    load_weights,
-    save_outer_optimizer,
-)
 from distributed_training.training.throughput import flops_per_token
+from distributed_training.training.weights import load_weights
 from tests.tools.training_world import tiny, trainer
 
 pytestmark = pytest.mark.timeout(60)
@@ -128,60 +123,16 @@ def test_nesterov_has_the_bits_of_torch() -> None:
     assert torch.equal(torch.cat([top, bottom]), param.detach())
 
 
-def test_outer_optimizer_file_is_sgds_own_and_comes_back(tmp_path: Path) -> None:
-    schema = [("a", (4, 3)), ("b", (5,))]
-    momentum = [torch.randn(4, 3), torch.randn(5)]
-    path = tmp_path / "outer_optimizer.pt"
-    save_outer_optimizer(path, OuterOptimizerState(momentum, 0.7, 0.9, 12))
-    content = torch.load(path, weights_only=True)
-    assert content["learning_rate"] == 0.7 and content["epoch"] == 12
-    sgd = torch.optim.SGD([nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(5))], lr=1.0)
-    sgd.load_state_dict(content["optimizer_state_dict"])
-    assert sgd.param_groups[0]["nesterov"] and sgd.param_groups[0]["lr"] == 0.7
-    back = load_outer_optimizer(path, schema)
-    assert back.momentum is not None
-    assert all(torch.equal(a, b) for a, b in zip(back.momentum, momentum, strict=True))
-    content["optimizer_state_dict"]["state"] = {i: {"momentum_buffer": None} for i in range(2)}
-    torch.save(content, path)  # as SGD without momentum leaves it
-    assert load_outer_optimizer(path, schema).momentum is None
-    save_outer_optimizer(path, OuterOptimizerState(None, 0.8, 0.9, 0))
-    assert load_outer_optimizer(path, schema).momentum is None
-
-
-def test_outer_optimizer_of_another_model_or_no_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "outer_optimizer.pt"
-    save_outer_optimizer(path, OuterOptimizerState([torch.zeros(2)], 0.8, 0.9, 1))
-    for schema in ([("a", (3,))], [("a", (2,)), ("b", (2,))], []):
-        with pytest.raises(ValueError, match="another model"):
-            load_outer_optimizer(path, schema)
-    for lr, mu in ((float("nan"), 0.9), (0.0, 0.9), (0.8, 1.0), (0.8, float("inf"))):
-        save_outer_optimizer(path, OuterOptimizerState(None, lr, mu, 1))
-        with pytest.raises(ValueError, match="fetch it again"):
-            load_outer_optimizer(path, [("a", (2,))])
-    path.write_bytes(b"no pickle")
-    with pytest.raises(ValueError, match="fetch it again"):
-        load_outer_optimizer(path, [("a", (2,))])
-    for values in (torch.zeros(2) * 1j, torch.arange(2), "text"):
-        save_outer_optimizer(path, OuterOptimizerState([values], 0.8, 0.9, 1))  # type: ignore[list-item]
-        with pytest.raises(ValueError, match="another model"):
-            load_outer_optimizer(path, [("a", (2,))])
-
-
 @pytest.mark.parametrize("error", [AssertionError(), MemoryError(), RecursionError("deep")])
 def test_error_of_any_library_is_reported_as_the_files_fault(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other ranks, and a validator's pass, expect no other error than a ValueError."""
-    failing = mock.Mock(side_effect=error)
-    outer, weights = tmp_path / "outer_optimizer.pt", tmp_path / "model.safetensors"
-    save_outer_optimizer(outer, OuterOptimizerState([torch.zeros(2)], 0.8, 0.9, 1))
-    save_file({"a": torch.zeros(2)}, weights)
-    monkeypatch.setattr(torch, "load", failing)
-    monkeypatch.setattr(outer_step, "safe_open", failing)
+    """Other ranks, and a validator, expect no other error than a ValueError."""
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(2)}, path)
+    monkeypatch.setattr(weights, "safe_open", mock.Mock(side_effect=error))
     with pytest.raises(ValueError, match=type(error).__name__):
-        load_outer_optimizer(outer, [("a", (2,))])
-    with pytest.raises(ValueError, match=type(error).__name__):
-        load_weights(weights, [("a", (2,))])
+        load_weights(path, [("a", (2,))])
 
 
 @pytest.mark.parametrize("rows", [1, 7, 1000])

@@ -23,6 +23,7 @@ from distributed_training.data.tokenizer import build_tokenizer
 from distributed_training.founder import Plan
 from distributed_training.network import flatten
 from distributed_training.network_command import main
+from distributed_training.node.identity import Member
 from distributed_training.scoring import export
 from distributed_training.telemetry import read_events
 from distributed_training.training.model import hf_config, parameter_schema
@@ -33,7 +34,9 @@ from distributed_training.training.pretrained import (
     read_weights,
 )
 from distributed_training.validator import program
-from tests.tools.validator_world import World, one_thread, settings  # noqa: F401
+from tests.tools.chain_memory import MemoryChain
+from tests.tools.store_world import StoreWorld
+from tests.tools.validator_world import one_thread  # noqa: F401
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("own_logging")]
 MODEL = {
@@ -231,7 +234,7 @@ class Founded:
         self.folder, self.source = place / "lab", source
         assert founded(self.folder, source) == 0
         self.words = Plan.of(self.folder).words["validator"]
-        self.world = World(place / "unused", settings())
+        self.world = StoreWorld(place / "unused", begun=False)
         torch.manual_seed(1)
         self.text = torch.randint(256, (4, 64))
 
@@ -246,11 +249,11 @@ class Founded:
 
     def start(self, config: Config) -> tuple[program.GlobalState, float]:
         """Start the validator; its state and its held-out loss."""
-        parts = self.world.parts()
-        master = load_wallet(config.chain)
+        wallet = load_wallet(config.chain)
+        chain = MemoryChain(hotkey=wallet.ss58, ledger=self.world.ledger)
         parts = dataclasses.replace(
-            parts,
-            member=dataclasses.replace(parts.member, wallet=master),
+            self.world.parts(),
+            member=Member(wallet, chain, 200),
             vocabulary=264,
             eos_id=256,
             held_out={config.held_out_name: self.text},

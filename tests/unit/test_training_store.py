@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from distributed_training.common.files import sha256_of
-from distributed_training.protocol.types import AllReduceError, Base, Progress, Update
+from distributed_training.protocol.types import Base, OuterStepError, Progress, Update
 from distributed_training.protocol.update_file import rows_and_columns
-from distributed_training.training import store_outer_step
+from distributed_training.training import outer_step
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.outer_rule import NESTEROV, OuterRule, nesterov_sgd
 from distributed_training.training.trainer import Trainer
@@ -57,7 +57,7 @@ def overlap_of(
 def two_trainers() -> tuple[Trainer, Trainer]:
     """Two processes of one miner, which live one after the other."""
     model = tiny(hidden=16, layers=1, intermediate=24, vocab=17, heads=2)
-    first, second = (trainer(model=model, exchange="store", seed=seed) for seed in (0, 7))
+    first, second = (trainer(model=model, seed=seed) for seed in (0, 7))
     return first, second
 
 
@@ -156,7 +156,7 @@ class World:
         self.ledger.sent, self.ledger.sent_steps = self.ledger.left, made.inner_step
         failing = mock.Mock(side_effect=lambda *_: int("no number"))
         with mock.patch.object(
-            store_outer_step, "write_rows", failing if fails else store_outer_step.write_rows
+            outer_step, "write_rows", failing if fails else outer_step.write_rows
         ):
             head = header("upload", 0, serial=network.serial)
             handle = made.write_upload(self.path(), head, sign=sign)
@@ -196,7 +196,7 @@ class World:
         given = Update(target, path, base, own, weights, whole="asked for" if whole else "")
         if refused_first:
             now, kept = flat(made.outer.current()), made.outer.state_dict()
-            with pytest.raises(AllReduceError, match="so it is not applied"):
+            with pytest.raises(OuterStepError, match="so it is not applied"):
                 made.prepare_update(replace(given, weights="0" * 64))
             made.roll_back_outer_step()
             assert torch.equal(flat(made.outer.current()), now)
@@ -383,7 +383,6 @@ def test_time_of_an_outer_step_at_ten_million_parameters(tmp_path: Path) -> None
     """Print how long training stands still, as ``-s`` shows it."""
     made = trainer(
         model=tiny(hidden=320, layers=8, heads=5, kv_heads=5, intermediate=864, vocab=264),
-        exchange="store",
     )
     count = sum(shard.local.numel() for shard in made.sharded.shards)
     move(made, drawn(1))

@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ from distributed_training.config.model import problems
 from distributed_training.validator import exports as module
 from distributed_training.validator.exports import Exports
 from tests.tools.settings import load_config
-from tests.tools.validator_world import World, config_of, settings
+from tests.tools.store_world import StoreWorld
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(180)
@@ -267,14 +266,11 @@ def test_a_validators_own_model_is_exported_and_looked_at(tmp_path: Path) -> Non
         "print(json.dumps({'tensors': len(list(names)), 'step': int(sys.argv[2])}))"
     )
     changes = {"export_every": 1, "export_command": f"{sys.executable} {look}"}
-    wanted = replace(settings(), **changes)
-    world = World(tmp_path, wanted, config=config_of(tmp_path, wanted))
-    world.start()
-    world.train_and_publish()
-    assert world.validator.round()
+    world = StoreWorld(tmp_path, **changes)
+    assert world.round().outer_step == 1
     wait_for(lambda: bool(world.events.of("export")), "the export", 150, every=0.5)
     (event,) = world.events.of("export")
     assert event["ok"], event
     assert event["results"] == {"tensors": len(world.validator.state.weights), "step": 1}
-    assert (tmp_path / "exports" / "outer-step-1" / "tokenizer.json").exists()
+    assert (tmp_path / "validator" / "exports" / "outer-step-1" / "tokenizer.json").exists()
     world.closing.close()

@@ -9,7 +9,6 @@ import threading
 import time
 from contextlib import ExitStack
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from distributed_training.chain.base import ChainError
 from distributed_training.config import Config, ConfigError
-from distributed_training.exchange.sn38.supervisor import SwarmUnavailable
-from distributed_training.node import identity
 from distributed_training.node.start import WrongNetwork, exit_status_of, sole_user
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import ExitStatus
@@ -28,36 +26,35 @@ from distributed_training.telemetry import read_events
 from distributed_training.validator import program
 from distributed_training.validator.global_state import claim_global_bucket
 from distributed_training.validator.program import Parts
+from distributed_training.validator.store_rounds import StoreValidator
 from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.model_families import FAMILIES
 from tests.tools.r2_keys import KEYS
+from tests.tools.store_world import StoreWorld, keypair
 from tests.tools.validator_world import (  # noqa: F401
     LENGTH,
-    PEER,
     VOCABULARY,
-    World,
     config_of,
     one_thread,
     settings,
 )
-from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("own_logging")]
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
+def world(tmp_path: Path) -> StoreWorld:
     """Nothing is published in it."""
-    return World(tmp_path / "unused", settings())
+    return StoreWorld(tmp_path / "unused", begun=False)
 
 
-def run(world: World, config: Config) -> int:
+def run(world: StoreWorld, config: Config) -> int:
     """The program with twins for what it would connect to."""
     return program.run_validator(config, connect=lambda *_: world.parts())
 
 
 def _config(tmp_path: Path, *flags: str) -> Config:
-    return config_of(tmp_path / "run", settings(), *flags)
+    return config_of(tmp_path / "run", settings(), *flags, signer=keypair("master"))
 
 
 def test_a_global_bucket_of_another_founder_is_not_changed() -> None:
@@ -78,12 +75,14 @@ def test_a_global_bucket_of_another_founder_is_not_changed() -> None:
     assert store.get(keys.NETWORK, limit=999) == before and "\n" not in str(end.value)
 
 
-def test_a_signal_ends_it_with_status_0(world: World, tmp_path: Path) -> None:
-    before = signal.getsignal(signal.SIGTERM)
+def test_a_signal_ends_it_with_status_0(
+    world: StoreWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, ticked, tick = signal.getsignal(signal.SIGTERM), threading.Event(), StoreValidator.tick
+    monkeypatch.setattr(StoreValidator, "tick", lambda self: (ticked.set(), tick(self)))
 
     def shoot() -> None:
-        events = tmp_path / "run" / "events.jsonl"
-        wait_for(lambda: events.exists() and list(read_events(events, "scores")), seconds=80)
+        ticked.wait(100)
         os.kill(os.getpid(), signal.SIGTERM)
 
     shooter = threading.Thread(target=shoot)
@@ -91,15 +90,14 @@ def test_a_signal_ends_it_with_status_0(world: World, tmp_path: Path) -> None:
     assert run(world, _config(tmp_path)) == 0
     shooter.join(10)
     assert signal.getsignal(signal.SIGTERM) == before
-    assert world.swarm.closed
     assert "stop" in [event["kind"] for event in read_events(tmp_path / "run" / "events.jsonl")]
-    assert keys.ROOT_METADATA in world.bucket.objects
+    assert keys.STATE in world.bucket.objects
 
 
 def test_a_signal_during_the_start_ends_it(tmp_path: Path) -> None:
     def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(30)  # a DHT that does not answer
+        time.sleep(30)  # a store that does not answer
         raise AssertionError("not interrupted")
 
     began = time.monotonic()
@@ -108,7 +106,7 @@ def test_a_signal_during_the_start_ends_it(tmp_path: Path) -> None:
 
 
 def test_faults_and_bad_configuration_have_their_statuses(
-    world: World, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    world: StoreWorld, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     world.bucket.down = True
     assert run(world, _config(tmp_path)) == 1
@@ -124,7 +122,7 @@ def test_faults_and_bad_configuration_have_their_statuses(
 
 @pytest.mark.parametrize("family", ["gemma 2", "gpt_oss", "granite"])
 def test_a_model_that_is_not_computed_here_is_one_line_and_status_2(
-    family: str, world: World, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    family: str, world: StoreWorld, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     refused, model = FAMILIES[family]
     config = _config(tmp_path)
@@ -134,11 +132,11 @@ def test_a_model_that_is_not_computed_here_is_one_line_and_status_2(
     shown = capfd.readouterr()
     (line,) = [line for line in shown.out.splitlines() if "| ERROR |" in line]
     assert refused in line and "Traceback" not in shown.out + shown.err
-    assert keys.ROOT_METADATA not in world.bucket.objects
+    assert keys.STATE not in world.bucket.objects
 
 
-@pytest.mark.parametrize("error", [SwarmUnavailable("the DHT is away"), OSError(28, "No space")])
-def test_a_swarm_or_a_disk_that_is_away_is_one_line_and_status_1(
+@pytest.mark.parametrize("error", [ChainError("the chain is away"), OSError(28, "No space")])
+def test_a_chain_or_a_disk_that_is_away_is_one_line_and_status_1(
     error: Exception, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
@@ -182,7 +180,7 @@ def test_a_wallet_whose_disk_is_late_leaves_the_start_to_pm2(
 
 
 def test_a_second_validator_of_one_run_folder_is_refused_and_changes_nothing(
-    world: World, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    world: StoreWorld, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
@@ -190,69 +188,3 @@ def test_a_second_validator_of_one_run_folder_is_refused_and_changes_nothing(
         assert run(world, _config(tmp_path)) == ExitStatus.FAULT
     assert f"a validator (pid ?) is running in {folder}" in capfd.readouterr().out
     assert not world.bucket.objects and not (folder / "ledger.json").exists()
-
-
-PEERS = ("12D3KooWHDMAeP3zKHrALtREoc2vfYQL7HhsMN7WBvft7hgBCRhK", f"{PEER}13")
-
-
-def _in_its_place(peer_id: str, host: str = "8.8.8.8") -> Any:
-    maddrs = [f"/ip4/{host}/tcp/8009/p2p/{peer_id}"]
-    return SimpleNamespace(peer_id=peer_id, visible_maddrs=maddrs, announce=maddrs.append)
-
-
-@pytest.mark.parametrize(
-    ("ours", "joins", "said"),
-    [
-        (PEERS[0], False, False),  # the one that the file names
-        (PEERS[1], False, True),
-        (PEERS[1], True, True),  # at the file's address
-        (PEERS[1], "elsewhere", False),  # the bootstrap peer is another machine
-    ],
-)
-def test_a_validator_with_another_identity_than_the_file_names_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, ours: str, joins: Any, said: bool
-) -> None:
-    named = f"/ip4/8.8.8.8/tcp/8009/p2p/{PEERS[0]}"
-    network: Any = SimpleNamespace(values={"swarm.initial_peers": [named]})
-    config = _config(tmp_path)
-    swarm = replace(config.swarm, initial_peers=(named,) if joins else ())
-    config = replace(config, network=network, swarm=swarm)
-    host = "9.9.9.9" if joins == "elsewhere" else "8.8.8.8"
-    program.check_peer_id(config, _in_its_place(ours, host))
-    assert ("put the backup of swarm/identity.key" in caplog.text) == said
-    assert not said or (PEERS[0] in caplog.text and ours in caplog.text)
-
-
-@pytest.mark.parametrize("given", [None, "8.8.8.8"])
-def test_another_public_address_is_announced_while_rounds_fail(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    given: str | None,
-) -> None:
-    monkeypatch.setattr(identity, "ASK_EVERY", timedelta(milliseconds=1))
-    asked, failing, stop = threading.Event(), threading.Event(), threading.Event()
-
-    def external_ip(_: Any) -> str:
-        asked.set()
-        return "9.9.9.9"
-
-    monkeypatch.setattr(program, "external_ip", external_ip)
-    config = _config(tmp_path)
-    public = replace(config.general, preset="public")
-    config = replace(config, general=public, swarm=replace(config.swarm, dht_ip=given))
-    swarm = _in_its_place(PEERS[0])
-    looks: list[bool] = []
-
-    def fails() -> bool:
-        looks.append(failing.is_set())
-        return failing.is_set()
-
-    program.watch_address(config, swarm, failing=fails, stop=stop)
-    wait_for(lambda: len(looks) > 3)
-    assert not asked.is_set()
-    failing.set()
-    wait_for(lambda: "is 9.9.9.9 now, no longer 8.8.8.8" in caplog.text)
-    wait_for(lambda known=len(looks): len(looks) > known + 3)
-    stop.set()
-    assert swarm.visible_maddrs[1:] == ([] if given else ["9.9.9.9"])

@@ -38,7 +38,7 @@ from distributed_training.validator.global_state import GlobalStateError
 from distributed_training.validator.judging import UploadJudge, find_copies
 from distributed_training.validator.merge import digest_of
 from distributed_training.validator.outer_steps import AnotherLeadsError, Prepared
-from distributed_training.validator.scorer import Standings
+from distributed_training.validator.standings import Standings
 from distributed_training.validator.store_rounds import StoreValidator
 from tests.tools.store_world import GRACE, PERIOD, StoreMiner, StoreWorld, keypair
 from tests.tools.validator_world import VOCABULARY, one_thread, sequences  # noqa: F401
@@ -439,7 +439,7 @@ def _train_on(miner: StoreMiner, loss_of: Callable[[StoreMiner, int], torch.Tens
 
 def test_a_spoiler_is_found_by_the_held_out_text(tmp_path: Path) -> None:
     """Its upload is good where uploads are judged: that text is of another language."""
-    world = StoreWorld(tmp_path, uids=(3, 5, 8, 17), loss_tolerance=0.0)
+    world = StoreWorld(tmp_path, uids=(3, 5, 8, 17))
     world.pages = lambda uid, block: _other(uid * 1_000_003 + block)
     for uid in (3, 8, 17):
         _train_on(world.miners[uid], lambda m, s: m.model._loss(_other(s)))

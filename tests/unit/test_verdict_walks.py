@@ -8,10 +8,8 @@ verdict leaves open whether it does, both may be true.
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import random
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,42 +28,26 @@ from distributed_training.exchange.own_uploads import OwnUploads
 from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState, Mode
 from distributed_training.miner.income import Income
-from distributed_training.miner.own_bucket import read_newest
-from distributed_training.protocol import keys
-from distributed_training.protocol.gradients import GradientMetadata, encode
 from distributed_training.protocol.manifest import Manifest, Merged, Refused
-from distributed_training.protocol.metadata import ConfigExtras, Metadata
-from distributed_training.protocol.scoring import round_due, scored_epoch, upload_age_limit
-from distributed_training.protocol.types import PublicationReport, Revision, Update
+from distributed_training.protocol.types import Update
 from distributed_training.protocol.update_file import Header, UpdateLayout, finish, write_rows
 from distributed_training.scoring.evaluator import Comparison, Judgement
-from distributed_training.scoring.upload import InvalidUpload, Judged, _read, inspect
-from distributed_training.store.bucket_reader import BucketReader
+from distributed_training.scoring.upload import Judged
 from distributed_training.store.uplink import Uplink
 from distributed_training.telemetry.verdict import (
     Disk,
     Fact,
     Facts,
     Launch,
-    Upload,
     Verdict,
     judge,
 )
-from distributed_training.validator.hivemind import HivemindValidator
 from distributed_training.validator.judging import RefusedError, UploadJudge, refusal
-from distributed_training.validator.scorer import Reached, Standings
-from tests.tools.gradient_file import build_payload
 from tests.tools.memory_store import MemoryObjectStore
 
 ME, PACE, LOOK = "me", 12.0, 15.0
 SCHEMA = [("w", (8, 8))]
 START = 1e9  # Unix seconds
-
-
-def payload() -> bytes:
-    raw, (code,) = io.BytesIO(), [encode(torch.ones(8, 8))]
-    torch.save(build_payload({"w": code}, GradientMetadata(1, 7, 60, 4.0)), raw)
-    return raw.getvalue()
 
 
 class Said(Counter[str]):
@@ -111,7 +93,7 @@ class Chain:
 
 
 class Walk:
-    """A walk of either kind: time, clocks, the link, the miner's state and its follower."""
+    """A walk: time, clocks, the link, the miner's state and its follower."""
 
     kind = ""
 
@@ -122,7 +104,7 @@ class Walk:
         self.chain_up = self.store_up = True
         self.store_silent: float | None = None
         self.due: list[tuple[float, Callable[[], None]]] = []
-        self.mode, self.outer_step, self.called = Mode.TRAINING, 0, 0.0
+        self.mode, self.outer_step = Mode.TRAINING, 0
         self.alive = True
         self.gate_seen = 0  # closes in a row of whose uploads no half passed, as the state says
         self.income = self.follower()
@@ -138,7 +120,6 @@ class Walk:
             chain=self.chain,  # type: ignore[arg-type]
             rules=self.rules(),
             measured=lambda: {
-                "called_at": self.unix(self.called),
                 "store_silent_since": self.store_silent and self.unix(self.store_silent),
                 "gate": self.gate_seen,
                 "chain_trouble": "" if self.chain_up else "connection refused",
@@ -235,207 +216,26 @@ class Walk:
 # --- hivemind -------------------------------------------------------------------------------------
 
 
-class Hivemind(Walk):
-    """A validator that leads rounds, and one miner that may take part in them."""
-
-    kind = "hivemind"
-    GRADIENTS = payload()
-
-    def __init__(self, seed: int, folder: Path, said: Said) -> None:
-        rng = random.Random(seed + 1)
-        self.first, self.pays_later = rng.choice([(40, 0), (40, 80), (60, 0)])
-        self.age_limit = rng.choice((500.0, 1200.0, 4800.0))
-        self.pace, self.height = rng.uniform(0.75, 1.4) * PACE, 1000.0
-        self.place = self.published = (rng.choice((0, 3)), 990)
-        self.standings = Standings(successful_rounds=int(self.place[0] > 0))
-        self.standings.last_round_block = 1000
-        self.in_round = self.sending = self.leads_none = False
-        self.inner_step, self.next_upload, self.stale = 0, 0.0, 0
-        self.landed_at, self.newest = 0.0, 0
-        # All objects of the bucket, and all revisions that the miner knows.
-        self.store = MemoryObjectStore(clock=lambda: self.now)
-        self.told: dict[str, Any] = {}
-        super().__init__(seed, folder, said)
-        self.outer_step = self.place[0]
-
-    def rules(self) -> Facts:
-        found = read_newest(BucketReader(self.store, large=timedelta(seconds=5)))
-        uploads: tuple[Upload, ...] = ()
-        if found.published_at is not None and found.outer_step is not None:
-            age = time.monotonic() - found.published_at
-            at = self.unix(self.now - age)
-            uploads = (Upload(found.outer_step, at, block=found.newest_block),)
-        self.told = dict(self.store._objects)
-        blocks = max(self.first, self.pays_later)
-        return Facts(
-            kind="hivemind",
-            blocks_per_round=self.first,
-            blocks_per_round_later=self.pays_later,
-            seconds_per_block=PACE,
-            round_seconds=blocks * PACE,
-            age_limit=self.age_limit,
-            patience=120.0,
-            uploads=uploads,
-            uploads_known=True,
-        )
-
-    @property
-    def bpa(self) -> int:
-        settings = SimpleNamespace(
-            blocks_per_allreduce=self.first, blocks_per_allreduce_later=self.pays_later
-        )
-        rules = SimpleNamespace(settings=settings)
-        as_it_is: Any = SimpleNamespace(_rules=rules, standings=self.standings)
-        return HivemindValidator.blocks_per_allreduce.fget(as_it_is)  # type: ignore[attr-defined]
-
-    def turn(self) -> None:
-        self.height += self.passed / self.pace
-        rng, block = self.rng, int(self.height)
-        if self.chain_up:
-            age = rng.uniform(0, PACE)
-            self.chain.seen = max(self.chain.seen, int(self.height - age / self.pace))
-            self.chain.at = self.now - age
-        # --- the global bucket
-        if rng.random() < 0.25:
-            if not self.store_up:
-                self.store_silent = self.store_silent or self.now
-            else:
-                self.store_silent = None
-                step, last = self.published
-                self.tell(ev.GlobalEpochSeen(step, self.now))
-                self.tell(ev.PlaceSeen(step, 0, last))
-                if step != self.outer_step and rng.random() < 0.5:
-                    self.tell(ev.Loaded(step))
-                    self.outer_step = step
-        # --- the miner
-        if self.alive and self.mode is Mode.TRAINING:
-            self.inner_step += 1
-            report = SimpleNamespace(inner_step=self.inner_step, seconds=LOOK)
-            if rng.random() < 0.98:
-                self.tell(ev.InnerStepDone(report))  # type: ignore[arg-type]
-            if not self.sending and self.now >= self.next_upload:
-                self.upload()
-        # --- the validator
-        if rng.random() < 0.01:
-            self.leads_none = not self.leads_none
-        last = max(self.place[1], self.standings.last_round_block or 0)
-        due = round_due(block=block, last_allreduce_block=last, bpa=self.bpa)
-        if due and not self.in_round and not self.leads_none:
-            self.in_round = True
-            self.later(rng.uniform(20, 200), self.end_round)
-
-    def upload(self) -> None:
-        rng, revision = self.rng, Revision(5, self.outer_step, self.inner_step)
-        # At times data are of old blocks, and uploads rare.
-        self.stale = rng.choice((0, 0, 0, 15, 30)) if rng.random() < 0.3 else self.stale
-        # A list is never older than the one before it (BlockList.list_is_recent).
-        newest = self.newest = max(self.newest, self.chain.seen - rng.randint(0, 3) - self.stale)
-        self.sending = True
-        self.next_upload = self.now + rng.choice((100.0, 200.0, 400.0, 3000.0))
-        self.tell(ev.SnapshotSubmitted(revision, ev.GradientChecked(None, 0.0)))
-
-        def lands() -> None:
-            if not self.store_up:
-                return self.later(30.0, lands)
-            self.put(self.store, revision, newest)
-            self.landed_at = self.now
-            self.later(rng.uniform(0, 20), reported)
-            return None
-
-        def reported() -> None:
-            self.sending = False
-            if not self.alive:
-                return
-            self.told = dict(self.store._objects)
-            at = self.unix(self.landed_at)
-            report = PublicationReport(revision, True, 9.0, 10, finished_at=at, newest_block=newest)
-            self.tell(ev.PublicationEnded(report))
-
-        self.later(rng.uniform(10, 200), lands)
-
-    def put(self, store: MemoryObjectStore, revision: Revision, newest: int) -> None:
-        at = revision.outer_step
-        extras = ConfigExtras((newest - 2, newest), revision.inner_step)
-        store.put(keys.epoch_key(at, keys.CONFIG), extras.merge_into({}))
-        store.put(keys.epoch_key(at, keys.GRADIENTS), self.GRADIENTS)
-        store.put(keys.ROOT_METADATA, Metadata.of(revision, "").to_json())
-
-    def end_round(self) -> None:
-        self.called, step = self.now, self.place[0]
-        took_part = self.alive and self.outer_step == step and self.rng.random() < 0.8
-        if self.rng.random() < 0.25:
-            self.standings.failed_rounds += 1
-            self.standings.last_round_block = int(self.height)
-            self.in_round = False
-            return
-        following = step + 1, int(self.height)
-        if took_part:
-            self.tell(ev.OuterStepEnded(True, step + 1))
-            self.outer_step = step + 1
-
-        def published() -> None:
-            self.standings.reached = Reached(following[0], [], [])
-            self.standings.published(following[0])
-            self.standings.last_round_block = following[1]
-            self.place = self.published = following
-            self.in_round = False
-
-        self.later(self.rng.uniform(1, 60), published)
-
-    def counts(self, store: MemoryObjectStore) -> bool:
-        """Return whether the validator's code counts what ``store`` holds now."""
-        block, (outer_step, last) = int(self.height), self.place
-        step = scored_epoch(
-            outer_step=outer_step, block=block, last_allreduce_block=last, bpa=self.bpa
-        )
-        limit = upload_age_limit(
-            failed_rounds=self.standings.failed_rounds, base=timedelta(seconds=self.age_limit)
-        )
-        reader = BucketReader(store, large=timedelta(seconds=5))
-        neuron = Neuron(1, ME)
-        found = inspect(neuron, lambda _: reader, outer_step=step, age_limit=limit)
-        judged = Judged(block, self.bpa, step, SCHEMA, (), 0.7)
-        try:
-            _read(found, judged)
-        except InvalidUpload:
-            return False
-        return found.valid and found.trained
-
-    def what_was_told(self) -> MemoryObjectStore:
-        told = MemoryObjectStore(clock=lambda: self.now)
-        told._objects = dict(self.told)
-        return told
-
-    def compare(self, said: bool | None, told: MemoryObjectStore) -> None:
-        if said is True:
-            assert self.counts(self.store) and self.counts(told), "said to count"
-        if said is False:  # an upload may be there that the miner was not told of
-            assert not self.counts(told), "said not to count"
-
-
 # --- a store network ------------------------------------------------------------------------------
 
 
 class Store(Walk):
     """A validator that takes uploads at closes, judges and merges them."""
 
-    kind = "store"
     PERIOD, GRACE = 600.0, 60.0
 
     def __init__(self, seed: int, folder: Path, said: Said) -> None:
         self.uploads = OwnUploads(MemoryObjectStore(), folder / "uploads", 1)
         self.closes_at, self.serial, self.head = self.PERIOD, 1, 0
         self.manifests: dict[int, Manifest] = {}
-        self.forked, self.gate = False, 0
+        self.forked, self.gate, self.pays = False, 0, seed % 4 != 0
+        self.follows = 0.005 if seed % 10 == 0 else 0.5  # how often it looks for updates
         super().__init__(seed, folder, said)
 
     def rules(self) -> Facts:
         return Facts(
-            kind="store",
-            pays=False,
-            seconds_per_block=PACE,
+            pays=self.pays,
             round_seconds=self.PERIOD,
-            patience=60.0,
         )
 
     def turn(self) -> None:
@@ -449,7 +249,7 @@ class Store(Walk):
             self.close()
         if self.store_up:
             self.gate_seen = self.gate
-        if self.alive and self.store_up and self.rng.random() < 0.5:
+        if self.alive and self.store_up and self.rng.random() < self.follows:
             self.follow()
 
     def close(self) -> None:
@@ -596,11 +396,10 @@ BLANK = Manifest(
 def walks(count: int, folder: Path, first: int = 0, moves: int = 12) -> Said:
     said = Said()
     for seed in range(first, first + count):
-        kind = Store if seed % 4 == 0 else Hivemind
         try:
-            kind(seed, folder / str(seed) if kind is Store else folder, said).walk(moves)
+            Store(seed, folder / str(seed), said).walk(moves)
         except AssertionError as error:
-            raise AssertionError(f"walk {seed} ({kind.kind}): {error}") from None
+            raise AssertionError(f"walk {seed}: {error}") from None
     return said
 
 
