@@ -4,7 +4,7 @@
     python -m bench.data --repeat 1 --blocks 2   a quick look
 
 A small model trains on blocks from a rows API on loopback, 300 ms latency and 5 % errors. Baseline
-``fetch, tokenize, train``: the public miner's way (protocol page, section 5): the table twice, all
+``fetch, tokenize, train``: the public miner's way (protocol page, section 3): the table twice, all
 pages, tokens, then steps; its waits after an error are a second here instead of a minute. Ours is
 the DataPipeline. Tokens per second and the share of the time that training waited for data; both
 alternate, medians are compared.

@@ -4,7 +4,7 @@
     python -m bench.inner_step --effective 8 --steps 3              a quick look
     python -m bench.inner_step --ranks 4 --model 1b --micro-batch 8 --length 1024   four GPUs
 
-The baseline is written by us from the protocol page, section 5: FSDP at the root only, everything
+The baseline is written by us from the protocol page, section 3: FSDP at the root only, everything
 in bf16, bf16 autocast, gradients reduced and ``.item()`` called at every micro-batch, logits whole,
 eager, TF32 off, AdamW and clipping over DTensors. (Its fetching of data between steps is not in it,
 so the ratio compares only the computation.) ``--engineer`` adds a second one, what somebody who

@@ -2,7 +2,7 @@
 
 ``network.toml`` names chain, model, tokenizer, data, training constants, round clock, store and
 bootstrap peers (docs/network-file.md). Comments and layout do not count: what counts is the digest
-of the canonical form (protocol page, section 10). The run's id is the digest only of the keys of
+of the canonical form (protocol page, section 2). The run's id is the digest only of the keys of
 :func:`is_identity`, which no version changes; each version names the digest of the one before and
 the outer step from which it holds.
 
@@ -527,7 +527,7 @@ def is_identity(key: str) -> bool:
 
 
 def digest_of(flat: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of the canonical form, in hex (protocol page, section 10)."""
+    """Return the SHA-256 of the canonical form, in hex (protocol page, section 2)."""
     # It cannot sign itself.
     rules = {key: value for key, value in flat.items() if key != "signature"}
     try:

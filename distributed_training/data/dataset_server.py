@@ -1,7 +1,7 @@
 """Read rows of a Hugging Face dataset over the datasets server, and keep fetched pages on disk.
 
 ``GET /size?dataset=`` returns the configs and their row counts, ``GET /rows?dataset=&config=&split=
-&offset=&length=`` at most 100 rows (protocol page, section 5). Fetched pages stay in a folder of
+&offset=&length=`` at most 100 rows (protocol page, section 3). Fetched pages stay in a folder of
 bounded size that several processes may share.
 """
 
@@ -32,7 +32,7 @@ from .patient_client import PatientClient
 
 log = logging.getLogger(__name__)
 
-_DEFAULT = "default"  # a config: left out where there are others (protocol page, section 5)
+_DEFAULT = "default"  # a config: left out where there are others (protocol page, section 3)
 _SWEEP_EVERY = 10.0  # seconds between two looks at the folder's size
 _WRITE_AGAIN = 600.0  # seconds after a write that failed
 

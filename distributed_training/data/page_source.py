@@ -26,7 +26,7 @@ from distributed_training.common.backoff import Throttle
 if TYPE_CHECKING:
     import numpy as np
 
-#: The page selection draws first rows from 0 to num_rows - 102 (protocol page, section 5).
+#: The page selection draws first rows from 0 to num_rows - 102 (protocol page, section 3).
 MINIMUM_ROWS = 102
 #: Bytes of text that a page has at most: 100 books of 0.6 MB.
 PAGE = 64 * 2**20

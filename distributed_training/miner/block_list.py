@@ -1,6 +1,6 @@
 """Choose the blocks that all ranks prefetch and train on, and list those since the last upload.
 
-A block number is a position in the data (protocol page, section 5). Rank 0 asks for the chain's
+A block number is a position in the data (protocol page, section 3). Rank 0 asks for the chain's
 current block ahead of need; where training is faster than the chain, for the newest of the blocks
 before it that were not asked for. It waits until *every* rank holds a block's pages, and begins it
 cut to the sequences of the poorest rank. A block enters the block list with the first completed
@@ -197,7 +197,7 @@ class BlockList:
             and newest < self._last_requested - self._recent
         ):
             return self._last_requested  # once more: no newer one is to be expected
-        # Any block may be listed (protocol page, section 5), if the list has a recent one too.
+        # Any block may be listed (protocol page, section 3), if the list has a recent one too.
         if self._gaps:
             first, last = self._gaps.pop()
             if first < last:

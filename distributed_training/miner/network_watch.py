@@ -1,4 +1,4 @@
-"""Follow what the network's bucket says of the network and of its file, beside its outer steps."""
+"""Follow what the network's bucket says of the network and of its file, next to its outer steps."""
 
 from __future__ import annotations
 

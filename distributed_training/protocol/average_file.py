@@ -1,4 +1,4 @@
-"""Write and read the members' average of a close (protocol page, section 12).
+"""Write and read the members' average of a close (protocol page, section 5).
 
 A safetensors file with each parameter in float16, as it came over the wire: multiplied by a power
 of two, whose exponent ``scale`` of its metadata names. From it an audit computes the outer step

@@ -1,4 +1,4 @@
-"""Names of buckets, of their objects and of peers (protocol page, sections 1 and 3).
+"""Names of buckets, of their objects and of peers (protocol page, sections 1 and 5).
 
 The global bucket holds ``state.json``, a folder ``outer/N/`` for each outer step, and the members'
 ``uploads/``, unless each has its own bucket for them. A run folder has ``epoch-N/`` for each.

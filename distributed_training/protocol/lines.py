@@ -1,8 +1,8 @@
 """Word each log line that operators search for, in one place.
 
-Texts are those of the public miner (protocol page, section 9) and of the operator documents, emoji
-rendered. So ``pm2 logs distributed_training_miner | grep "Successfully pushed"`` continues to work.
-Misspellings in them (``Succesfully``) are part of the text.
+Texts are those of the operator documents, emoji rendered. So ``pm2 logs distributed_training_miner
+| grep "Successfully pushed"`` continues to work. Misspellings in them (``Succesfully``) are part of
+the text.
 """
 
 from __future__ import annotations

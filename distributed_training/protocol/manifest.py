@@ -1,4 +1,4 @@
-"""The chain of a store network: its state and the manifests of its outer steps (section 12).
+"""The chain of a store network: its state and the manifests of its outer steps (section 5).
 
 ``state.json`` says which outer step all train from, when its uploads are taken, and which manifest
 is the head. ``outer/N/manifest.json`` says how the epoch-start weights of outer step N came about,
@@ -263,7 +263,7 @@ class Manifest(_Signed):
         previous: Digest of the manifest before; empty where the chain begins.
         update: Digest of ``update.safetensors``, what all subtract from the epoch-start weights;
             empty at outer step 0 and after a rewind, whose weights the store holds whole.
-        weights: Digest of the epoch-start weights (section 11).
+        weights: Digest of the epoch-start weights (section 4).
         momentum, residual: Digests of the same form; empty: all are zeros.
         files: Digests of the other files next to the manifest, by name.
         learning_rate, mu, rule: Of the outer step, as the network's file has them.

@@ -1,7 +1,7 @@
 """Read and write a bucket's commitment, and the ``config.json`` next to whole weights.
 
 The *commitment* is a text on the chain through which others can read a member's own bucket
-(protocol page, section 2). It has 128 characters: account id (32), read access key id (32), read
+(protocol page, section 1). It has 128 characters: account id (32), read access key id (32), read
 secret (64). Where the network's file names the store, it may be the last two of any length, with a
 space between them. It is public by design: only ever put *read* credentials there.
 """

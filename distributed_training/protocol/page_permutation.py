@@ -1,4 +1,4 @@
-"""Draw the pages of a network with ``data.selection = 2`` (protocol page, section 5).
+"""Draw the pages of a network with ``data.selection = 2`` (protocol page, section 3).
 
 All pages of the pinned data are numbered and shuffled by a keyed permutation. Its first ones are
 held out: nobody trains on them. The others form a ring. Each miner reads by *slots*, one for each

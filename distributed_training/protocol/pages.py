@@ -1,4 +1,4 @@
-"""Draw the pages of the data set that belong to a block (protocol page, section 5).
+"""Draw the pages of the data set that belong to a block (protocol page, section 3).
 
 Miner and validator must agree on every draw, so the sequence of draws is part of the protocol, the
 discarded one included.
@@ -70,7 +70,7 @@ def select_pages(
 def pages_read_by(*, rank: int, world_size: int, n_pages: int) -> list[tuple[int, int]]:
     """List the pages of a block that one rank reads.
 
-    A validator evaluates the first two pages of ranks 0 to 3 (protocol page, section 5). A miner of
+    A validator evaluates the first two pages of ranks 0 to 3 (protocol page, section 3). A miner of
     four ranks or more reads as the public one does: each rank its own pages, in order. A smaller
     one deals the pages of four ranks out among its own, the judged ones first, so that all of them
     are trained on. Every rank gets equally many: ``n_pages``, or as many more as the judged pages

@@ -153,6 +153,10 @@ class Progress:
         inner_step: Inner steps done in this outer step.
         total_inner_steps: Inner steps of all outer steps; the schedule counts it.
         blocks: Chain blocks trained on since the last upload.
+
+    Examples:
+        >>> Progress(outer_step=3, inner_step=25, total_inner_steps=385, blocks=[17]).blocks
+        [17]
     """
 
     outer_step: int = 0

@@ -1,4 +1,4 @@
-"""Write and read the files of a round through the store (protocol page, section 11).
+"""Write and read the files of a round through the store (protocol page, section 4).
 
 A member's *upload* holds its pseudo-gradient, and the validator's *update* holds what all members
 subtract from their weights. Both are dense, with 4, 3 or 2 bits a value and a scale for each group

@@ -1,4 +1,4 @@
-"""Measure whether an upload helps, as the validators do (protocol page, sections 4 and 7).
+"""Measure whether an upload helps, as the validators do (protocol page, section 5).
 
 The upload is applied to the global weights of its outer step: ``weights - outer_lr * 0.5 *
 decoded``. The loss is measured before and after, by one process without sharding. *Random* text is
@@ -176,7 +176,7 @@ class EvaluationModel:
         return self.loss(sequences)
 
 
-# Of the decoded gradient times the outer learning rate (protocol page, section 4).
+# Of the decoded gradient times the outer learning rate (protocol page, section 5).
 APPLIED_FRACTION = 0.5
 
 _TRIED = 4  # blocks, until one has enough text

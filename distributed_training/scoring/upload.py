@@ -1,7 +1,7 @@
 """Describe an upload to be judged, and read the text that it is judged on.
 
 Text is that of the pages of one block, cut into sequences as members cut them (protocol page,
-section 5). A :class:`Cause` names why an upload is reset: it counts as no improvement.
+section 3). A :class:`Cause` names why an upload is reset: it counts as no improvement.
 """
 
 from __future__ import annotations

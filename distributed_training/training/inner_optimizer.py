@@ -7,7 +7,7 @@ and counts. Neither snapshot, checkpoint nor memory plan know more of it. Matric
 come to a factory as :class:`~.muon.MatrixRows`, and may be kept and stepped in a way of their own.
 
 The learning rate rises linearly during the warm-up and then follows a cosine; shape and constants
-are the public network's (protocol page, section 5). Or it stays, until the founder has it decay.
+are the public network's (protocol page, section 3). Or it stays, until the founder has it decay.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from distributed_training.common.memory import LOSS_CHUNK
 from distributed_training.config.types import ConfigError
 from distributed_training.protocol.types import Schema
 
-# Keys of the published config.json that are not the model's (protocol page, section 3).
+# Keys of the published config.json that are not the model's (protocol page, section 5).
 CONFIG_EXTRAS = (
     *("block_list", "inner_step", "outer_step"),
     *("last_allreduce_block", "total_inner_steps", "total_tokens"),

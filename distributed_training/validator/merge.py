@@ -1,4 +1,4 @@
-"""Merge the uploads of a close into the update of an outer step (protocol page, section 12).
+"""Merge the uploads of a close into the update of an outer step (protocol page, section 5).
 
 The accepted uploads that help are clipped, added and divided by what they gain together, or the
 outer rule merges them itself. It makes an update of the result. The *residual*, which quantization

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.timeout(60)
 
 def test_names() -> None:
     assert keys.miner_bucket("llama-4b-ws-4", 7) == "llama-4b-ws-4-007"
-    assert keys.averager_prefix("v1_2_7_r5") == "v1_2_7_r5_grad_averager"
     assert keys.r2_endpoint("AB" * 16) == f"https://{'ab' * 16}.r2.cloudflarestorage.com"
 
 
@@ -30,27 +29,15 @@ def test_an_account_id_cannot_name_another_host(account: str) -> None:
 
 
 def test_keys() -> None:
-    assert keys.epoch_key(12, keys.GRADIENTS) == "epoch-12/gradients.pt"
-    assert keys.parse_epoch_key("epoch-12/gradients.pt") == (12, "gradients.pt")
-    assert keys.inner_optimizer(0, 4) == "inner_optimizer.rank0001-of-4.pt"
-    assert keys.data_files(2) == (
-        "config.json",
-        "model.safetensors",
-        "gradients.pt",
-        "inner_optimizer.rank0001-of-2.pt",
-        "inner_optimizer.rank0002-of-2.pt",
-    )
+    assert keys.epoch_key(12, keys.MODEL) == "epoch-12/model.safetensors"
+    assert keys.parse_epoch_key("epoch-12/model.safetensors") == (12, "model.safetensors")
 
 
-@pytest.mark.parametrize("key", ["metadata.json", "epoch-x/a", "epoch-01/a", "epoch-1/", "epoch-1"])
+@pytest.mark.parametrize(
+    "key", ["model.safetensors", "epoch-x/a", "epoch-01/a", "epoch-1/", "epoch-1"]
+)
 def test_other_keys_are_no_epoch_keys(key: str) -> None:
     assert keys.parse_epoch_key(key) is None
-
-
-@pytest.mark.parametrize("rank, world", [(-1, 2), (2, 2)])
-def test_no_shard_outside_the_world(rank: int, world: int) -> None:
-    with pytest.raises(ValueError):
-        keys.inner_optimizer(rank, world)
 
 
 CREDENTIALS = BucketCredentials("a" * 32, "b" * 32, "c" * 64)
