@@ -104,7 +104,7 @@ PRESETS: dict[str, Mapping[str, str]] = {
     },
     # Of a neuron. The subnet's rules are in its file.
     "local": {
-        "network": "local-sn38",
+        "network": "local",
         "neuron.device": "cpu",
         "neuron.page_port": "off",  # the whole subnet has one
         "neuron.local_batch_size_train": "2",
