@@ -457,7 +457,9 @@ class Net(RankLoop):
                     return ev.OuterStepEnded(False, self.outer_step, str(error))
                 case Action.CHECKPOINT:
                     return skipped
-                case Action.WRITE_UPLOAD if (close := command.local.close) is not None:
+                case Action.WRITE_UPLOAD | Action.WRITE_PROGRESS if (
+                    close := command.local.close
+                ) is not None:
                     why = f"it was not written ({error})"
                     return ev.UploadEnded(close.outer_step, close.serial, why)
             return None

@@ -557,7 +557,8 @@ def _yielding(wanted: Config, shared: Config, given: dict[str, Given]) -> Iterat
         # In a network that comes with the program the batch is the operator's affair.
         if wanted.get(name) != shared.get(name) and not (network.built_in and name == _BATCH)
     }
-    why["neuron.upload_steps"] = "because members of this network upload once for each close"
+    if not shared.has_bucket:
+        why["neuron.upload_steps"] = "because members of this network upload once for each close"
     for name in why.keys() & given.keys():
         entry = given.pop(name)
         yield f"{entry.source} {entry.text} has no effect, {why[name]}: leave it out"

@@ -390,7 +390,8 @@ class StoreSettings:
     global_model_name: GlobalBucket = rule("store.global_bucket", "global")
     """bucket of the global model; a miner's own bucket is this name and its uid"""
     upload_steps: Count = flag("neuron.upload_steps", 60)
-    """Has no effect: a member uploads once for each close."""
+    """With a bucket of your own: inner steps between two progress uploads, which show that you
+    train. The uploads for closes do not follow from it."""
     minimum_valid_inner_step: CountFrom0 = rule("round.minimum_valid_inner_step")
     """first inner step of an outer step to upload; lowered, with a warning, if that is too late"""
     part_size: int = 0  # bytes of a multipart upload's parts; 0: by the file's size

@@ -17,7 +17,10 @@ from distributed_training.protocol.types import Event, Update
 
 @dataclass(frozen=True)
 class Close:
-    """The time at which an outer step's uploads are taken. If it moves, its serial grows."""
+    """The time at which an outer step's uploads are taken. If it moves, its serial grows.
+
+    A progress upload is for none: its close has the serial 0, which is no close's.
+    """
 
     outer_step: int  # E: for uploads of the members that hold its epoch-start weights
     serial: int

@@ -42,6 +42,7 @@ FOR_CONTENT = frozenset({"worse", "spoiler"})
 CARRIED = "carried over: it lowers the loss less than others' or than chance may, so it goes on"
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=5), timedelta(minutes=1)
 _SENT = "sent"
+_PROGRESS = "progress.json"  # the journal of progress uploads
 _LONGEST = 300  # characters of a cause that is kept
 _NAME = re.compile(r"(\d{1,15})\.(\d{1,15})\.json")
 
@@ -147,6 +148,22 @@ class OwnUploads:
             self._write_note(close, replace(note, ended=cause[:_LONGEST]))
         return UploadEnded(*place, cause)
 
+    def send_progress(self, close: Close, within: float, uplink: Uplink) -> UploadEnded:
+        """Send the file of no close in place of the one before it. Raises StoppedError.
+
+        It has no note: nothing follows from it, so a process that starts again sends none.
+        """
+        place, began = (close.outer_step, close.serial), time.monotonic()
+        try:
+            path = self.path(*place)
+            self._transfer(path, close, began + within, uplink)
+            took = time.monotonic() - began
+            return UploadEnded(*place, size=path.stat().st_size, seconds=took)
+        except StoppedError:
+            raise
+        except (StoreError, OSError) as error:
+            return UploadEnded(*place, str(error))
+
     def find_fate(self, manifest: Manifest) -> Fate:
         """Return how an outer step dealt with our upload: merged, or refused with a cause."""
         if (score := manifest.scores.get(self._uid)) is not None:
@@ -201,19 +218,28 @@ class OwnUploads:
         return note
 
     def _transfer(self, path: Path, close: Close, until: float, uplink: Uplink) -> None:
+        # Progress replaces the one before. It has its own journal: the close's upload, which may
+        # come meanwhile, aborts what the journal has of others.
+        once, journal_name = True, JOURNAL
         key = keys.upload_key(self._uid, close.outer_step, close.serial)
+        if not close.serial:
+            once, journal_name, key = False, _PROGRESS, keys.progress_key(self._uid)
         size = path.stat().st_size
         retry = Retry(until=until, uplink=uplink)
         if size <= ONE_PIECE or self._store.multipart() is None:
             with path.open("rb") as file:
-                retry(put_once, self._store, key, Section(file.fileno(), 0, size, uplink))
+                data = Section(file.fileno(), 0, size, uplink)
+                if once:
+                    retry(put_once, self._store, key, data)
+                else:
+                    retry(self._store.put, key, data)
             return
-        journal = Journal(self._folder / JOURNAL)
+        journal = Journal(self._folder / journal_name)
         with Sender(
             store=self._store, journal=journal, deadline=until, uplink=uplink, part_size=ONE_PIECE
         ) as sender:
             sender.abandon_all_but([key])
-            held = retry(self._store.head, key)
+            held = retry(self._store.head, key) if once else None
             # Whole already, and we have not begun it: another miner of this hotkey sent it.
             if held is not None and journal.upload(key) is None:
                 raise TakenError(f"{self._store.bucket}/{key} holds another upload")

@@ -55,6 +55,8 @@ _CLOCK_OFF = 2.0  # seconds by which our clock may differ from the store's witho
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=5), timedelta(minutes=5)  # after a failed fetch
 _LAST_REQUEST = 5.0  # seconds that a request in flight gets at the end
 _VOID = "void: the close moved, or its outer step is over"
+_OVERTAKEN = "the upload for a close comes first, and holds the same training"
+_LONGEST_PROGRESS = 3600.0  # seconds of sending one
 _SHORTEST = 0.2  # seconds between two turns
 _LATE = 75.0  # seconds for which a store may show an older state without a line
 #: What makes an object unusable, for which the next sound one is taken.
@@ -115,6 +117,7 @@ class StoreRounds:
         self._reported: dict[str, str] = {}
         self._to_send: deque[Close] = deque(maxlen=1)
         self._sending: tuple[Close, Uplink, threading.Thread] | None = None
+        self._progress = Uplink()  # of the last progress upload
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="store-rounds", daemon=True)
@@ -156,6 +159,15 @@ class StoreRounds:
         """
         self._to_send.append(close)
         self._wake.set()
+
+    def send_progress(self, outer_step: int) -> None:
+        """Send the upload of no close that lies at its path; UploadEnded answers.
+
+        It ends where the upload for a close is to be sent. Call it again only after the answer.
+        """
+        close, self._progress = Close(outer_step, 0, 0.0, 0.0), Uplink()
+        args = close, self._progress
+        threading.Thread(target=self._send, args=args, name="progress", daemon=True).start()
 
     def applied(self, outer_step: int) -> None:
         """Take note that the epoch-start weights of ``outer_step`` are held now.
@@ -215,6 +227,7 @@ class StoreRounds:
         self._closed.set()
         self._wake.set()
         self._reader.stop()
+        self._progress.stop()
         sending = self._sending
         if sending is not None:
             sending[1].stop()
@@ -360,6 +373,7 @@ class StoreRounds:
             self._post(UploadEnded(wanted.outer_step, wanted.serial, _VOID))
             return
         uplink = Uplink()
+        self._progress.stop()
         thread = threading.Thread(
             target=self._send, args=(close, uplink), name="upload", daemon=True
         )
@@ -382,11 +396,15 @@ class StoreRounds:
     def _send(self, close: Close, uplink: Uplink) -> None:
         """Send one upload, in a thread of its own, so that the state is read meanwhile."""
         try:
-            fact = self._uploads.send(close, close.ends_at - self.now(), uplink)
+            if close.serial:
+                fact = self._uploads.send(close, close.ends_at - self.now(), uplink)
+            else:
+                fact = self._uploads.send_progress(close, _LONGEST_PROGRESS, uplink)
         except StoppedError:
             if self._closed.is_set():
                 return
-            fact = UploadEnded(close.outer_step, close.serial, _VOID)
+            why = _VOID if close.serial else _OVERTAKEN
+            fact = UploadEnded(close.outer_step, close.serial, why)
         except Exception as error:  # the loop would wait for its end
             log.exception("Unexpected error while sending an upload; please report it")
             fact = UploadEnded(close.outer_step, close.serial, repr(error))

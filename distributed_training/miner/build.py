@@ -571,6 +571,7 @@ class RankZero:
             disk_problem=lambda: describe_full_disk(folder, needed),
             keep=config.miner.keep_checkpoints,
             joined=lambda: income.joined,
+            every=config.store.upload_steps if config.has_bucket else 0,
         )
         # The reporter before the uploads: a step's line stands above what it led to.
         for subscriber in (income, reporter, metrics, uploads):

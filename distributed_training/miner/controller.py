@@ -19,6 +19,7 @@ from dataclasses import replace
 
 from distributed_training.common.backoff import Throttle
 from distributed_training.config.versions import Versions, restart_keys
+from distributed_training.exchange.base import Close
 from distributed_training.network import FILE, Network
 from distributed_training.protocol.types import ExitStatus
 
@@ -111,6 +112,9 @@ class Controller:
             case Action.WRITE_UPLOAD if state.upload is not None:
                 taken = LocalPart(blocks=blocks.blocks(), close=state.upload.close)
                 command = replace(command, local=taken)
+            case Action.WRITE_PROGRESS:
+                none = Close(state.outer_step, 0, 0.0, 0.0)
+                command = replace(command, local=LocalPart(blocks=blocks.blocks(), close=none))
             case Action.OUTER_STEP if state.update is not None:
                 command = replace(command, local=LocalPart(update=state.update))
             case Action.WRITE_UPLOAD | Action.OUTER_STEP:

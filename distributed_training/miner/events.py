@@ -40,12 +40,14 @@ class Action(enum.IntEnum):
     STOP = 7  # checkpoint and leave the loop
     FOLLOW_SCHEDULE = 8  # go to the network's place in the learning rate's schedule
     FOLLOW_RULES = 9  # of another version of the network's file
+    WRITE_PROGRESS = 10  # an upload for no close
 
 
 class Task(enum.Enum):
     """The background tasks that only rank 0 starts, next to the loop."""
 
     SEND_UPLOAD = "send the upload of the close"
+    SEND_PROGRESS = "send the progress upload"
     SHOW_APPLIED = "tell the exchange which outer step all ranks are at"
     FETCH_WEIGHTS = "fetch whole weights, in place of an update that could not be applied"
 
@@ -66,9 +68,9 @@ class DataPart(NamedTuple):
 class LocalPart(NamedTuple):
     """Rank 0's local data of a command; it is never broadcast."""
 
-    close: Close | None = None  # WRITE_UPLOAD
+    close: Close | None = None  # WRITE_UPLOAD, WRITE_PROGRESS
     update: Update | None = None  # OUTER_STEP
-    blocks: Sequence[int] = ()  # WRITE_UPLOAD, CHECKPOINT, STOP: trained on since the last upload
+    blocks: Sequence[int] = ()  # of uploads, CHECKPOINT, STOP: trained on since the last upload
     rules: str = ""  # FOLLOW_RULES: text of the network's file
     kept: Mapping[str, Any] = {}  # CHECKPOINT, STOP: more for rank 0's checkpoint, JSON-able
 
@@ -186,6 +188,14 @@ class UploadTaken(Event):
     progress: Progress
 
 
+@dataclass(frozen=True)
+class ProgressTaken(Event):
+    """A progress upload is being written, of a close with the serial 0."""
+
+    close: Close
+    handle: UploadHandle
+
+
 # --- from rank 0's threads and processes ----------------------------------------------------------
 
 
@@ -257,8 +267,16 @@ class UploadWanted(Event):
 
 
 @dataclass(frozen=True)
+class ProgressWanted(Event):
+    """The weights of this boundary are to be uploaded, for no close."""
+
+
+@dataclass(frozen=True)
 class UploadWritten(Event):
-    """The upload of ``close`` and the checkpoint of its boundary are on the disk."""
+    """The upload of ``close`` and the checkpoint of its boundary are on the disk.
+
+    No checkpoint has to know of a progress upload.
+    """
 
     close: Close
 

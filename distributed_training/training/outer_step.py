@@ -214,9 +214,11 @@ class OuterStep:
         # Here and not in the thread: it is collective, and would meet training's collectives.
         rows = self._stream.run_on_all(lambda: [moved.rows(index) for index in self._vectors])
         wholes = dict(zip(self._vectors, self._stream.whole(rows), strict=True))
-        # No rank fails from here on: all of them know this upload, or none.
-        self._written, self.serial = copies.weights, header.serial
-        self._written_steps = header.inner_steps
+        # No rank fails from here on: all of them know this upload, or none. A progress upload is
+        # for no close, so no outer step counts from it.
+        if header.serial:
+            self._written, self.serial = copies.weights, header.serial
+            self._written_steps = header.inner_steps
         handle = UploadHandle(path, header)
         state = _UploadState(self._stream.layout, self._shards, moved, wholes, copies, file, sign)
         handle.start(partial(_write_upload, state))

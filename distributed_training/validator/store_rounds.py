@@ -109,6 +109,8 @@ _PATIENT = 3  # closes in a row that the held-out loss refuses, before the found
 _UPDATE_BITS = 4
 _MOST_TEXTS = 8  # blocks of text, each of which takes as long to judge as the first
 _CLIPPED_AGAIN = 3  # times
+_RECENT = 2.0  # rounds: an older progress upload is not valid
+_FORGIVEN = 3  # closes missed in a row, from which on progress makes nobody's upload valid
 _UNKNOWN = "?"  # what the bucket says of the network's end
 
 
@@ -1142,9 +1144,12 @@ class StoreValidator:
             entry.uploaded = close.came.get(uid, entry.uploaded)
             entry.fault = "" if uid in close.came else "it sent no upload for the last close"
         # Merged and no better than nothing scores 0.
-        better = {u: u in close.accepted and close.accepted[u].improvement > 0 for u in entries}
+        valid = {u: u in close.accepted and close.accepted[u].improvement > 0 for u in entries}
         known = [judgement for judgement in judgements if judgement.uid in entries]
-        scores = self.standings.judged(known, better, block=block)
+        if self._of_member is not None:
+            unjudged = entries.keys() - {judgement.uid for judgement in known}
+            valid |= dict.fromkeys(self._find_progress(unjudged, close.state.closes_at), True)
+        scores = self.standings.judged(known, valid, block=block)
         self._record(
             "scores",
             outer_step=close.state.outer_step,
@@ -1153,6 +1158,25 @@ class StoreValidator:
         )
         self._reporter.count("uploads_judged", len(judgements))
         self._reporter.count("uploads_reset", len(judgements) - len(close.accepted))
+
+    def _find_progress(self, uids: Collection[int], closes_at: float) -> list[int]:
+        """Return those of ``uids`` whose last progress was recent enough at the close to be valid.
+
+        Whoever missed several closes in a row is not among them: nobody looks into progress.
+        """
+        by_uid = {
+            miner.uid: miner
+            for miner in self._miners()
+            if miner.uid in uids and self._missed.get(miner.hotkey, 0) < _FORGIVEN
+        }
+
+        def age(uid: int) -> float:
+            info = self._reader(by_uid[uid]).head(keys.progress_key(uid))
+            return math.inf if info is None else closes_at - info.modified
+
+        found = Errands().run(age, [*by_uid], within=_LOOK, patience=_LOOK, stop=self._stop)
+        oldest = _RECENT * (self._period + self._grace)
+        return [uid for uid, each in found.items() if isinstance(each, float) and each <= oldest]
 
     def _past(self, close: _Close, fault: str, detail: str, tokens: int) -> PastRound:
         """Record a round that has ended; return it for the standings."""

@@ -33,7 +33,7 @@ WAIT = timedelta(seconds=450)
 #: Of the guides of the public network. A rule of the network's file holds in the place of some.
 FLAGS = {
     "--neuron.local_batch_size_train_effective": "256",
-    "--neuron.upload_steps": "120",
+    "--neuron.upload_steps": "20",
     "--neuron.use_dct": "true",
     "--netuid": "38",
 }
@@ -77,7 +77,9 @@ def network(
     subnet = LocalSubnet(options=paced(options, samples=4), stop_grace=timedelta(seconds=90))
 
     def logs() -> list[str]:
-        return [(miner.plan.folder / "log.txt").read_text() for miner in subnet.miners]
+        files = [miner.plan.folder / "log.txt" for miner in subnet.miners]
+        # A miner begins its log after its program was loaded.
+        return [file.read_text() if file.exists() else "" for file in files]
 
     def complete() -> bool:
         # On a busy machine a validator does not come to judge each of them.
@@ -156,12 +158,7 @@ def uploads(subnet: LocalSubnet) -> set[str]:
         r"Successfully pushed new model state with tag \d+\.\d+ to bucket: ",
         r"(?i)all.?reduce",
         r"AllReduce Operation Finished Succesfully",
-        pytest.param(
-            r"(?i)score",
-            marks=pytest.mark.xfail(
-                strict=True, reason="step 2 lets a member log the score that a manifest brings"
-            ),
-        ),
+        r"(?i)score",
     ],
 )
 def test_an_operator_finds_the_line(network: Network, line: str) -> None:
@@ -174,17 +171,18 @@ def test_a_close_before_enough_inner_steps_blocks_the_upload(network: Network) -
     wanted = r"UPLOAD BLOCKED: inner_step \((\d)\) < minimum \(5\)\. Validators will reject this! "
     assert (found := re.match(wanted, first)) and int(found[1]) < 5
     assert first.endswith("Waiting for more training steps...")
-    tags = re.findall(r"Successfully pushed new model state with tag (\d+\.\d+)", network.logs[1])
-    assert tags and tags[0] != "0.1"
+    uploads = list(read_events(network.subnet.miners[1].plan.events, "upload"))
+    assert uploads and min(event["inner_step"] for event in uploads) >= 5
+    assert network.logs[1].index("UPLOAD BLOCKED") < network.logs[1].index("Successfully pushed")
 
 
 def test_flags_of_the_guides_end_no_miner(network: Network) -> None:
     replaced = set(FLAGS) - ({"--neuron.upload_steps"} if network.exchange == "hivemind" else set())
     for log in network.logs:
         for flag in replaced:
-            assert re.search(rf"WARNING \| {re.escape(flag)}.*leave it out$", log, re.MULTILINE), (
-                flag
-            )
+            found = re.findall(rf"WARNING \| .*{re.escape(flag)}.*", log)
+            assert len(found) == 1, flag
+            assert re.search("leave it out$|can be taken out: --neuron.use_dct$", found[0]), found
 
 
 def test_a_slow_step_is_named(network: Network) -> None:
@@ -243,13 +241,14 @@ def test_one_close_has_one_file_of_a_member(network: Network) -> None:
     assert named == {0, 11}
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="step 1 sends progress uploads, with own buckets only",
-)
 def test_progress_is_uploaded_between_two_closes(network: Network) -> None:
-    assert any("progress" in key for key in network.objects)
+    found = {key for key in network.objects if "progress" in key}
+    if network.exchange == "store":
+        assert not found
+        return
+    assert found == {keys.progress_key(0), keys.progress_key(11)}
+    for log in network.logs:
+        assert re.search(r"Upload Model Start(.|\n)*?Successfully pushed .* with tag \d+\.0 ", log)
 
 
 def test_a_member_has_keys_where_it_has_a_bucket(network: Network) -> None:

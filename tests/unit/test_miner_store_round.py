@@ -373,6 +373,47 @@ def test_a_close_that_is_missed_for_few_steps_is_told_and_a_newcomers_is_a_note(
     assert watch.on_event(ev.Tick(2.0), TRAINING) == [], "once"
 
 
+def test_progress_is_written_each_so_many_steps_after_the_gate(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    inner_step, full = Mock(return_value=0), Mock(return_value=None)
+    watch = UploadWatch(
+        clock_at(900.0), inner_step=inner_step, minimum=5, disk_problem=full, keep=2, every=3
+    )
+
+    def train(first: int, last: int) -> list[int]:
+        """Return the inner steps after which progress is wanted."""
+        wanted = []
+        for number in range(first, last + 1):
+            inner_step.return_value = number
+            follows = watch.on_event(step(number), TRAINING)
+            assert follows in ([], [ev.ProgressWanted()])
+            wanted += [number] * len(follows)
+        return wanted
+
+    assert train(1, 4) == []
+    assert caplog.text.count("UPLOAD BLOCKED: inner_step (3) < minimum (5)") == 1
+    assert train(5, 12) == [5, 8, 11] and caplog.text.count("UPLOAD BLOCKED") == 1
+    # The next one waits until this one is written and sent.
+    none = Close(TRAINING.outer_step, 0, 0.0, 0.0)
+    handle: Any = Handle()
+    watch.on_event(ev.ProgressTaken(none, handle), TRAINING)
+    assert train(13, 16) == []
+    handle.ended = True
+    assert watch.on_event(ev.Tick(1.0), TRAINING) == [ev.UploadWritten(none)]
+    assert decide(TRAINING, ev.UploadWritten(none), RULES) == (TRAINING, (Task.SEND_PROGRESS,))
+    assert train(17, 18) == []
+    watch.on_event(ev.UploadEnded(none.outer_step, 0), TRAINING)
+    assert train(19, 19) == [19]
+    # A round goes first, and a full disk is no place for it.
+    assert decide(TRAINING, ev.ProgressWanted(), RULES) == (TRAINING, (Action.WRITE_PROGRESS,))
+    busy = replace(TRAINING, upload=Upload(CLOSE))
+    assert decide(busy, ev.ProgressWanted(), RULES) == (busy, ())
+    full.return_value = "it is full"
+    assert train(20, 24) == []
+
+
 def test_a_full_disk_is_named_and_nothing_is_written() -> None:
     watch = UploadWatch(
         clock_at(1000.0),

@@ -41,8 +41,9 @@ NAMED = [
 #: Those that the file's rule replaces, by kind of network.
 REPLACED = {
     "store": {"netuid", "local_batch_size_train_effective", "upload_steps"},
-    "hivemind": {"netuid", "local_batch_size_train_effective", "upload_steps"},
-    "local": {"netuid", "upload_steps"},
+    # There each member has a bucket, and sends progress to it.
+    "hivemind": {"netuid", "local_batch_size_train_effective"},
+    "local": {"netuid"},
 }
 
 

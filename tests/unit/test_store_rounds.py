@@ -7,12 +7,14 @@ import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from bittensor.sp_core import Keypair
 
 from distributed_training.config.settings import StoreSettings
+from distributed_training.exchange import own_uploads
 from distributed_training.exchange.base import (
     ChainForked,
     Close,
@@ -44,6 +46,7 @@ from tests.tools.store_network import (
     sha256,
 )
 from tests.tools.support_store import new_bucket, server, settings_for
+from tests.tools.waiting import wait_for
 
 __all__ = ["server"]
 pytestmark = pytest.mark.timeout(60)
@@ -689,7 +692,7 @@ def test_an_upload_that_is_refused_is_sent_until_the_grace_ends(
             store.faults.clear()
 
     monkeypatch.setattr(Uplink, "sleep", wait)
-    monkeypatch.setattr(Uplink, "clock", lambda uplink: sum(waits))
+    monkeypatch.setattr(own_uploads, "time", SimpleNamespace(monotonic=lambda: sum(waits)))
     close = leader.close
     miner.pass_time(PERIOD)
     digest = miner.write_upload(close)
@@ -709,6 +712,53 @@ def test_an_upload_that_is_refused_is_sent_until_the_grace_ends(
     assert isinstance(update, Update)
     assert update.base is (Base.MERGED if returns else Base.KEPT)
     assert returns or update.cause == "not sent: 503 SlowDown"
+
+
+@pytest.mark.parametrize("size", [20, (5 << 20) + 7])  # the larger one is sent in parts
+def test_progress_is_sent_in_place_of_the_last_and_ends_for_a_close(
+    any_store: FaultyStore,
+    time: Time,
+    tmp_path: Path,
+    size: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(own_uploads, "ONE_PIECE", 5 << 20)
+    leader = Leader(any_store, time)
+    miner = Miner(any_store, tmp_path / "rounds", time)
+    miner.turn()
+    miner.take_facts()
+
+    def send_progress(data: bytes) -> UploadEnded:
+        miner.write_upload(Close(0, 0, 0.0, 0.0), data)
+        miner.rounds.send_progress(0)
+        wait_for(lambda: miner.facts, "the end of a progress upload")
+        [fact] = miner.take_facts()
+        assert isinstance(fact, UploadEnded) and (fact.outer_step, fact.serial) == (0, 0)
+        return fact
+
+    key = keys.progress_key(UID)
+    for text in (b"of 60 steps", b"of 120 steps"):
+        sent = send_progress(text.ljust(size))
+        assert (sent.cause, sent.size) == ("", size)
+        assert any_store.get(key, limit=size) == text.ljust(size)
+    assert not miner.rounds._uploads.begun(leader.close), "the close has its own upload"
+    # The store does not answer; then the close comes.
+    if size > own_uploads.ONE_PIECE:
+        return  # a fault has no names for parts
+    any_store.faults["put", key] = away(errors.TransientError)
+    any_store.faults["put", key].first = True  # type: ignore[attr-defined]
+    miner.write_upload(Close(0, 0, 0.0, 0.0), b"of 180 steps")
+    miner.rounds.send_progress(0)
+    [close] = miner.pass_time(PERIOD + 1)
+    assert close == leader.close
+    miner.write_upload(leader.close)
+    miner.rounds.send(leader.close)
+    miner.turn()
+    wait_for(lambda: len(miner.facts) == 2, "the end of both")
+    ended = {fact.serial: fact.cause for fact in miner.facts if isinstance(fact, UploadEnded)}
+    overtaken = "the upload for a close comes first, and holds the same training"
+    assert ended == {0: overtaken, leader.close.serial: ""}
+    assert any_store.get(key, limit=size) == b"of 120 steps".ljust(size)
 
 
 def test_a_members_own_score_is_logged_when_a_manifest_brings_one(

@@ -379,6 +379,26 @@ def walk(names: list[str], *, drops: bool = False, rule: OuterRule = NESTEROV) -
             world.check()
 
 
+def test_a_progress_upload_changes_nothing_that_the_upload_for_a_close_carries(
+    tmp_path: Path,
+) -> None:
+    made = trainer()
+    move(made, drawn(1))
+    made.outer.residual = [1e-3 * torch.ones_like(rows) for rows in made.outer.epoch_start or []]
+    before = made.outer.state_dict()
+    finished(made.write_upload(tmp_path / "first", header("upload", 0, serial=0), sign=sign))
+    assert made.outer.state_dict() == before, "the very same tensors"
+    finished(made.write_upload(tmp_path / "second", header("upload", 0, serial=1), sign=sign))
+    progress, upload = (decoded(tmp_path / name, made.schema) for name in ("first", "second"))
+    assert all(map(torch.equal, progress, upload)), "the residual is in both"
+    assert store_step(made).serial == 1
+    # It counts from no progress: a later one leaves what the upload was written from.
+    written = store_step(made)._written
+    move(made, drawn(2))
+    finished(made.write_upload(tmp_path / "third", header("upload", 0, serial=0), sign=sign))
+    assert store_step(made)._written is written and store_step(made).serial == 1
+
+
 def test_time_of_an_outer_step_at_ten_million_parameters(tmp_path: Path) -> None:
     """Print how long training stands still, as ``-s`` shows it."""
     made = trainer(

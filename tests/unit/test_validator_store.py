@@ -82,6 +82,35 @@ def test_a_members_own_bucket_that_is_away_costs_only_its_owner(
         assert world.fates(n) == {3: "merged", 17: "merged"} | fate
 
 
+def test_recent_progress_is_a_valid_upload_where_none_was_judged(tmp_path: Path) -> None:
+    world = StoreWorld(tmp_path, own=True)
+    world.round()
+    key, valid = keys.progress_key(17), []
+    for n, age in ((2, 0.0), (3, 3 * (PERIOD + GRACE)), (4, 0.0), (5, 0.0)):
+        world.clock.ahead -= age
+        world.own[17].put(key, b"nobody reads it")
+        world.clock.ahead += age
+        world.train()
+        world.until_close()
+        for uid in (3, 5):
+            world.miners[uid].upload()
+        world.until_late()
+        world.tick()
+        assert world.state.outer_step == n
+        valid.append(world.validator.standings.entries[17].repo_valid)
+    # An old one is not, nor one of a member that has missed three closes in a row.
+    assert valid == [1, 0, 1, 0], valid
+    shared = StoreWorld(tmp_path / "shared")
+    shared.bucket.put(key, b"nobody reads it")
+    shared.train()
+    shared.until_close()
+    for uid in (3, 5):
+        shared.miners[uid].upload()
+    shared.until_late()
+    shared.tick()
+    assert shared.validator.standings.entries[17].repo_valid == 0
+
+
 def test_an_upload_that_becomes_a_copy_after_the_look_comes_later(tmp_path: Path) -> None:
     world = StoreWorld(tmp_path, own=True)
     world.train()
