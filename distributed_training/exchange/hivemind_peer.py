@@ -221,8 +221,8 @@ class Averager(DecentralizedAverager):
     async def _aggregate_with_group(self, group_info: GroupInfo, **given: Any) -> Any:
         if strangers := set(group_info.peer_ids) - _members:
             raise AllreduceException(f"its leader named {len(strangers)} who are no members")
-        # A peer may forge its bandwidth and mode, and SciPy has no longer the solver that hivemind
-        # hands bandwidths to. So all members reduce the same share.
+        # hivemind balances by the bandwidth that each peer gives, which it may forge as its mode,
+        # and by a solver that SciPy has no longer. So all members reduce the same share.
         none = self.serializer.dumps(None)
         gathered = tuple(
             self.serializer.dumps([0.0 if peer in _witnesses else None, self.mode.value, none])
@@ -301,7 +301,6 @@ class Peer:
             client_mode=False,  # server mode
             allow_state_sharing=False,
             compression=Float16Compression(),
-            bandwidth=0.0 if settings.witness else None,
             min_group_size=2,
             target_group_size=None,
             min_matchmaking_time=settings.gather,

@@ -66,9 +66,10 @@ def announcer(config: Config, member: Member) -> Callable[[Ready], None]:
             socket.create_connection((ip, port), timeout=_CHECK).close()
         except OSError as error:
             log.warning(
-                "The DHT peer's port cannot be reached at %s:%d (%s), so this machine takes part "
-                "in no all-reduce, and its uploads still count: open TCP port %d in the firewall, "
-                "forward it in the router, or give --dht.ip",
+                "The DHT peer's port may be closed: this machine cannot reach %s:%d (%s), as "
+                "behind routers that lead no machine back to itself. If no all-reduce finishes "
+                "with it, open TCP port %d in the firewall, forward it in the router, or give "
+                "--dht.ip; its uploads count all the same",
                 ip,
                 port,
                 error.strerror or error,

@@ -5,13 +5,16 @@ Members of both exchanges send by the same code.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from distributed_training.localnet.services import ObjectStoreServer
+from distributed_training.protocol.keys import upload_key
 from tests.tools import forked
 from tests.tools.support_store import new_bucket, server, settings_for
 
@@ -21,7 +24,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "abort_multipart_uplo
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return forked.run(SCRIPT, *words, "--network", "sn38", environ={}, folder=folder)
+    return forked.run(SCRIPT, *words, "--network", "local", environ={}, folder=folder)
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +73,68 @@ def test_lists_asks_and_aborts(server: ObjectStoreServer, tmp_path: Path) -> Non
     for done in (young, listed, unasked, one, missing):
         assert keys["R2_WRITE_SECRET_ACCESS_KEY"] not in done.stdout + done.stderr
         assert "Traceback" not in done.stderr
+
+
+_SENDS = """
+import json, os, sys, time
+from pathlib import Path
+from distributed_training.config.settings import StoreSettings
+from distributed_training.exchange import own_uploads
+from distributed_training.exchange.base import Close
+from distributed_training.store.s3 import S3ObjectStore
+from distributed_training.store.uplink import Uplink
+
+own_uploads.ONE_PIECE = 5 << 20
+bucket, folder, part = sys.argv[1], Path(sys.argv[2]), S3ObjectStore.upload_part
+
+def send_one(store, key, upload_id, number, data):
+    if number > 1 and "whole" not in sys.argv:
+        time.sleep(600)  # until it is killed
+    etag = part(store, key, upload_id, number, data)
+    print("sent", number, flush=True)
+    return etag
+
+S3ObjectStore.upload_part = send_one
+store = S3ObjectStore.from_settings(
+    StoreSettings(**json.loads(os.environ["SETTINGS"])), bucket=bucket, write=True
+)
+uploads = own_uploads.OwnUploads(store, folder, 7)
+if not uploads.path(3, 5).exists():
+    uploads.path(3, 5).write_bytes(bytes(range(256)) * 50_000)
+ended = uploads.send(Close(3, 5, 0.0, 600.0), 600.0, Uplink())
+print("ended", ended.cause, flush=True)
+"""
+
+
+@pytest.mark.parametrize("then", ["restart", "abort"])
+def test_an_upload_that_is_killed_in_mid_send_is_continued_or_aborted(
+    server: ObjectStoreServer, tmp_path: Path, then: str
+) -> None:
+    store, folder = new_bucket(server, settings_for(server)), tmp_path / "uploads"
+    settings = {name.removeprefix("R2_").lower(): value for name, value in server.keys.items()}
+    words = [sys.executable, "-c", _SENDS, store.bucket, str(folder)]
+    environ = {**os.environ, "SETTINGS": json.dumps(settings)}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environ) as sender:
+        assert sender.stdout is not None
+        assert sender.stdout.readline() == "sent 1\n"
+        sender.kill()
+    key = upload_key(7, 3, 5)
+    [stuck] = store.list_multiparts()
+    assert stuck.key == key and store.head(key) is None
+    if then == "abort":
+        keys = {name: value for name, value in server.keys.items() if "READ" not in name}
+        (tmp_path / ".env").write_text("".join(f"{n}={value}\n" for n, value in keys.items()))
+        done = run(tmp_path, store.bucket, "--older-than", "0s", "--yes")
+        assert (done.returncode, done.stderr) == (0, "") and "Aborted 1 upload" in done.stdout
+    else:  # it sends what is missing only
+        out = subprocess.run(
+            [*words, "whole"], capture_output=True, text=True, env=environ, check=True, timeout=100
+        ).stdout
+        lines = out.splitlines()
+        assert lines[-1] == "ended " and "sent 1" not in lines and "sent 2" in lines
+        held = store.head(key)
+        assert held is not None and held.size == 256 * 50_000
+    assert store.list_multiparts() == []
 
 
 def test_a_store_of_your_own_is_asked(tmp_path: Path) -> None:

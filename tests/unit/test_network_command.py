@@ -21,12 +21,15 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from distributed_training import doctor
+from distributed_training.chain.identity import load_wallet
 from distributed_training.chain.kinds import CHAINS
 from distributed_training.common.llama import SHAPES, local_llama_config, named_config
 from distributed_training.common.memory import Arrangement, ModelShape, host_memory
 from distributed_training.config import ConfigError, load_config
+from distributed_training.config.settings import ChainSettings
 from distributed_training.data.held_out import held_out_batches
 from distributed_training.data.tokenizer import build_tokenizer, byte_tokenizer
+from distributed_training.founder import MASTER
 from distributed_training.health import machine
 from distributed_training.network_command import main
 from distributed_training.node.buckets import commitment_text
@@ -35,6 +38,7 @@ from distributed_training.plan_command import main as plan_main
 from distributed_training.protocol.metadata import ConfigExtras
 from distributed_training.training.model import parameter_schema
 from tests.tools.model_families import FAMILIES, init
+from tests.tools.network import network_file
 from tests.tools.r2_keys import KEYS
 from tests.tools.support_data import DATASET, Fault, RowsServer
 
@@ -537,6 +541,33 @@ def test_another_model_is_another_network(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {key} is another one") and "dt-network init" in line
     assert file.read_text() == text
+
+
+def test_a_store_network_of_format_2_is_signed_as_the_next_version_in_format_3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "lab"
+    assert found(folder) == 0
+    wallet = load_wallet(ChainSettings(wallet_path=str(folder / "wallets"), wallet_name=MASTER))
+    rules = {"format": 2, "exchange": "store", "chain.url": "https://registry.example.org"}
+    file = Path(network_file(folder, rules, signer=wallet.hotkey))
+    (folder / "versions" / "1.toml").write_text(file.read_text())
+    first = read(folder).network
+    assert first.head.format == 2
+    capsys.readouterr()
+    assert main(["sign", str(file)]) == 0, capsys.readouterr().err
+    second = read(folder).network
+    assert (second.head.format, second.head.version) == (3, 2)
+    assert second.head.previous == f"sha256:{first.digest}"
+    assert second.values["run_id"] == first.values["run_id"], "the same network"
+    assert second.values == first.values, "no rule has changed"
+    # Over hivemind format 2 was subnet 38's protocol, so nothing is written.
+    text = file.read_text()
+    over = text.replace('exchange = "store"', 'exchange = "hivemind"')
+    over = over.replace("format = 3", "format = 2")
+    file.write_text(over)
+    assert main(["sign", str(file)]) == 2
+    assert "the protocol of subnet 38" in capsys.readouterr().err and file.read_text() == over
 
 
 def test_no_version_has_a_value_that_the_registry_would_refuse(tmp_path: Path, capsys) -> None:
