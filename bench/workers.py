@@ -38,6 +38,7 @@ from distributed_training.validator.merge import (
     longest_norm,
     merge,
     norm_of,
+    whole_uploads,
 )
 
 WORKERS = 4  # of a store network
@@ -272,12 +273,11 @@ class Network:
 
     def _merge_all(self, uploads: Sequence[UpdateFile], folder: Path, outer_step: int) -> None:
         factors, facts = [1.0] * len(uploads), list[UploadFacts]()
-        if self.clips or self.judged is not None:
-            norms = [norm_of(upload) for upload in uploads]
+        norms = [norm_of(upload) for upload in uploads]
+        found = [Measured(norm, 1.0, 0.0) for norm in norms]  # all gain the same
         if self.clips:
-            # As the validator clips where all uploads gain the same.
-            past = [norm for some in self.norms[-HISTORY:] for norm in some]
-            longest = longest_norm([Measured(norm, 1.0, 0.0) for norm in [*past, *norms]], [])
+            past = [Measured(norm, 1.0, 0.0) for some in self.norms[-HISTORY:] for norm in some]
+            longest = longest_norm([*past, *found], [])
             factors = [clip_factor(norm, longest) for norm in norms]
             self.norms.append([n * f for n, f in zip(norms, factors, strict=True)])
         if OUTER_RULES[self.rule.name].merge is not None:
@@ -285,7 +285,7 @@ class Network:
             gains = self._gains(uploads, self.judged)
             tokens = [upload.header.tokens for upload in uploads]
             facts = [UploadFacts(*each) for each in zip(tokens, norms, gains, strict=True)]
-        update = self.merge(uploads, factors, folder, outer_step, facts)
+        update = self.merge(uploads, factors, whole_uploads(found), folder, outer_step, facts)
         self.sent += sum(map(self._bytes_of, uploads)) / self.workers
         self.received += update.layout.body_bytes
 
@@ -304,6 +304,7 @@ class Network:
         self,
         uploads: Sequence[UpdateFile],
         factors: Sequence[float],
+        divisor: float,
         folder: Path,
         outer_step: int,
         facts: Sequence[UploadFacts] = (),
@@ -314,7 +315,7 @@ class Network:
         layout = self._layout("update", UPDATE_BITS, outer_step)
         _, state = merge(
             uploads, factors, self.state, self.rule,
-            path=path, layout=layout, sign=_unsigned, facts=facts,
+            path=path, layout=layout, sign=_unsigned, divisor=divisor, facts=facts,
         )  # fmt: skip
         self.states = [state]
         return UpdateFile.reopen(path, layout.schema)

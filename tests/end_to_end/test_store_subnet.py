@@ -31,7 +31,7 @@ from distributed_training.scoring import command, export
 from distributed_training.telemetry import read_events
 from distributed_training.training.model import parameter_schema
 from distributed_training.training.weights import load_weights
-from distributed_training.validator.merge import OuterState, Rule
+from distributed_training.validator.merge import OuterState, Rule, measured, whole_uploads
 from tests.end_to_end.test_doctor import doctor
 from tests.tools.subnet_tools import paced, steps_of
 
@@ -163,11 +163,13 @@ def test_the_benchs_merge_makes_the_same_updates_of_these_uploads(run: Run, tmp_
         uploads = [
             UpdateFile.reopen(run.copy / keys.merged_key(step, one.uid), schema)
             for one in manifest.merged
+            if one.factor  # what is carried over is not published
         ]
         rule = Rule(manifest.rule, manifest.learning_rate, manifest.mu)
         network = Network(rule, names, [state])
-        factors = [one.factor for one in manifest.merged]
-        update = network.merge(uploads, factors, tmp_path, step)
+        factors = [one.factor for one in manifest.merged if one.factor]
+        divisor = whole_uploads(measured(manifest))
+        update = network.merge(uploads, factors, divisor, tmp_path, step)
         published = UpdateFile.reopen(run.copy / keys.outer_key(step, keys.UPDATE), schema)
         for name, shape in schema:
             assert torch.equal(update.decode(name, shape), published.decode(name, shape)), name
