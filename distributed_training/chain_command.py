@@ -228,6 +228,7 @@ def go_back(
     ``config``: the model's. Where uploads are not kept any more, momentum and residual begin again.
     Raises ChainBroken, GlobalStateError, StoreError.
     """
+    steps.restore(deep=True, older=True)  # by this machine's copy, since the chain is read there
     head, before = steps.head, steps.state or chain.state()
     try:
         values = chain.replay(before, to)
@@ -290,7 +291,7 @@ def begin_again(
     signed: list[Manifest | State] = []
     for step in {step for step, _ in outer} | own.keys():
         with suppress(ChainBroken):
-            signed.append(_find_manifest(steps, chain, step))
+            signed.append(steps.own.manifest(step) or chain.manifest(step))
     with suppress(ChainBroken):
         signed.append(chain.state())
     found = chain.newest(step for step, name in outer if name == keys.MODEL)
@@ -298,7 +299,7 @@ def begin_again(
         if found is not None and step <= found[0].outer_step:
             break
         with suppress(ChainBroken, OSError, ValueError):
-            manifest = _find_manifest(steps, chain, step)
+            manifest = steps.own.manifest(step) or chain.manifest(step)
             values = read_set(own[step], chain.schema, manifest)
             if values.digests == (manifest.weights, manifest.momentum, manifest.residual):
                 found = manifest, values
@@ -329,14 +330,6 @@ def begin_again(
     )
     steps.write(next_state(None, manifest, serial, now=now, period=period, grace=grace))
     return manifest
-
-
-def _find_manifest(steps: OuterSteps, chain: Chain, outer_step: int) -> Manifest:
-    """Return a manifest of this machine's copy, or else the bucket's. Raises ChainBroken."""
-    with suppress(OSError, ValueError):
-        path = steps.place(0).parent / "signed" / f"{outer_step}.json"
-        return Manifest.parse(path.read_bytes(), chain.master)
-    return chain.manifest(outer_step)
 
 
 def _time_of(signed: Manifest | State) -> float:

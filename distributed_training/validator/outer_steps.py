@@ -148,6 +148,8 @@ class OuterSteps:
         self.serial = max(self.serial, *(manifest.serial for manifest in chain))
         behind = self.state.outer_step < head.outer_step or self.state.expires < self.now()
         self.unsure = behind and not self.led_last
+        if self.unsure:
+            self.serial += SERIALS
         return True
 
     def _make_state(self) -> bool:
