@@ -110,6 +110,8 @@ class _Signed:
         for each in content.get("merged", ()):
             if each["chance"] is None:  # a manifest from before it has another digest with it
                 del each["chance"]
+            if each["alike"] == 1:
+                del each["alike"]
         return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
 
     @functools.cached_property
@@ -207,7 +209,7 @@ class Merged:
     """An upload that was merged, or is carried over to the next close by its member.
 
     ``digest``: of its file; ``norm``: before it was clipped. ``chance``: None in manifests from
-    before uploads were carried.
+    before uploads were carried. ``alike``: the number of uploads that share the weight of one.
     """
 
     uid: Uid
@@ -220,6 +222,7 @@ class Merged:
     inner_steps: Whole
     tokens: Whole
     chance: Figure | None = None  # nats a token by which chance alone may lower the loss
+    alike: Annotated[int, Field(ge=1, le=1 << 20)] = 1
 
 
 @checked(frozen=True, config=ConfigDict(strict=True))

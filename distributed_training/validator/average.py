@@ -172,6 +172,8 @@ class AveragingValidator(StoreValidator):
         if OUTER_RULES[self._outer_rule.name].merge is not None:
             return f"the outer rule {self._outer_rule.name} merges the uploads itself", None
         mine = [uid for uid in sorted(uids) if uid in found.participants]
+        if any(close.accepted[uid].alike > 1 for uid in mine):
+            return "uploads of several members are alike, and would count several times", None
         if not mine:
             return "no member took part whose upload was accepted", None
         try:

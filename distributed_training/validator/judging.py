@@ -76,7 +76,8 @@ class Accepted:
     """An upload that was judged and may be merged.
 
     ``modified``: when it came, by the store's clock; ``sample``: its values at secret places;
-    ``factor``: by which it was multiplied when it was judged.
+    ``factor``: by which it was multiplied when it was judged; ``alike``: how many of the close are
+    alike it, itself included.
     """
 
     uid: int
@@ -87,6 +88,7 @@ class Accepted:
     sample: Tensor
     judgement: Judgement
     factor: float = 1.0
+    alike: int = 1
 
     @property
     def improvement(self) -> float:
@@ -97,7 +99,8 @@ class Accepted:
     @property
     def measured(self) -> Measured:
         assert self.judgement.random is not None
-        return Measured(self.norm, self.improvement, min(self.judgement.random.chance, 1e18))
+        chance = min(self.judgement.random.chance, 1e18)
+        return Measured(self.norm, self.improvement, chance, self.alike)
 
     @property
     def own_work(self) -> tuple[float, float]:
@@ -224,8 +227,9 @@ class UploadJudge:
             before, after = judgement.random.losses
             raise RefusedError(
                 "worse",
-                f"with it the loss on random text is {after:.4f} instead of {before:.4f}, by "
-                f"{-judgement.random.absolute / judgement.random.error:.1f} standard errors",
+                f"with it the loss on random text rises from {before:.4f} to {after:.4f}, "
+                f"{-judgement.random.absolute / judgement.random.chance:.1f} times what chance "
+                "may explain",
             )
         return replace(one, judgement=judgement)
 
@@ -328,10 +332,7 @@ def find_copies(uploads: Sequence[Accepted], earlier: Mapping[str, Tensor]) -> d
         (_cosine(one.sample, other.sample), one, other)
         for one, other in itertools.combinations(uploads, 2)
     ]
-    uids = {one.uid for one in helping}
-    of_helping = [c for c, one, other in pairs if {one.uid, other.uid} <= uids]
-    place = max(1, len(of_helping) // _NEAREST)
-    limit = _copy_limit(of_helping, place, len(helping))
+    limit = _limit_of_pairs(helping)
     for cosine, one, other in sorted(pairs, key=lambda pair: -pair[0]):
         if cosine <= limit or found.keys() & {one.uid, other.uid}:
             continue
@@ -344,6 +345,30 @@ def find_copies(uploads: Sequence[Accepted], earlier: Mapping[str, Tensor]) -> d
                 order[1], cosine, limit, f"that of uid {order[0].uid}, whose own text gained more"
             )
     return found
+
+
+def count_alike(uploads: Sequence[Accepted]) -> list[Accepted]:
+    """Return the uploads, each with how many of them are alike it.
+
+    Who trains on another's pages adds nothing to what that member uploads. Whose pages they are is
+    seldom sure, so nobody is refused, and all that are alike share the weight of one.
+    """
+    helps = helpful([one.measured for one in uploads])
+    limit = _limit_of_pairs([one for one, good in zip(uploads, helps, strict=True) if good])
+    return [
+        replace(one, alike=sum(o is one or _cosine(one.sample, o.sample) > limit for o in uploads))
+        for one in uploads
+    ]
+
+
+def _limit_of_pairs(helping: Sequence[Accepted]) -> float:
+    """Return the cosine above which two uploads of a close are alike."""
+    distinct: list[Accepted] = []  # else many of the same bytes would decide what is usual
+    for one in helping:
+        if all(_cosine(one.sample, each.sample) <= LONELY_COPY for each in distinct):
+            distinct.append(one)
+    cosines = [_cosine(a.sample, b.sample) for a, b in itertools.combinations(distinct, 2)]
+    return _copy_limit(cosines, max(1, len(cosines) // _NEAREST), len(distinct))
 
 
 def _copy_limit(cosines: Sequence[float], place: int, helping: int) -> float:

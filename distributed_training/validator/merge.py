@@ -108,17 +108,22 @@ class Measured(NamedTuple):
     """The judge's measurements of an upload, which decide how it is merged.
 
     ``norm``: of all its values. ``gain``: nats per token by which it lowers the loss on text.
-    ``chance``: nats per token by which mere chance may lower it.
+    ``chance``: nats per token by which mere chance may lower it. ``alike``: how many uploads of the
+    close are alike it, itself included.
     """
 
     norm: float
     gain: float
     chance: float
+    alike: int = 1
 
 
 def measured(manifest: Manifest) -> list[Measured]:
     """Return what was measured of each upload that a manifest names as accepted."""
-    return [Measured(each.norm, each.improvement, each.chance or 0.0) for each in manifest.merged]
+    return [
+        Measured(each.norm, each.improvement, each.chance or 0.0, each.alike)
+        for each in manifest.merged
+    ]
 
 
 def helpful(uploads: Sequence[Measured]) -> list[bool]:
@@ -139,7 +144,9 @@ def usual_norm(uploads: Sequence[Measured], chain: Sequence[Manifest]) -> float 
     at most by the usual gain of its close. None: no upload has helped.
     """
     weighted: list[tuple[float, float]] = []
-    closes = [(measured(m), [each.factor for each in m.merged]) for m in chain[-HISTORY:]]
+    closes = [
+        (measured(m), [each.factor * each.alike for each in m.merged]) for m in chain[-HISTORY:]
+    ]
     for close, factors in [*closes, (uploads, [1.0] * len(uploads))]:
         helping = [
             (each.norm * factor, each.gain)
@@ -173,12 +180,15 @@ def merge_factors(uploads: Sequence[Measured], chain: Sequence[Manifest]) -> lis
 
     It clips the upload to :func:`longest_norm`. Where at least half of the uploads help, the judge
     had enough text to tell, and the factor of the others is 0: their members carry them over.
-    Where fewer do, all are merged, so that no honest member is excluded late in training.
+    Where fewer do, all are merged, so that no honest member is excluded late in training. Uploads
+    that are alike share the weight of one: else the text of one member would count several times.
     """
     helps, longest = helpful(uploads), longest_norm(uploads, chain)
     enough = 2 * sum(helps) >= len(uploads)
     return [
-        0.0 if enough and not each else clip_factor(upload.norm, longest)
+        0.0
+        if enough and not each
+        else float(np.float32(clip_factor(upload.norm, longest) / upload.alike))
         for each, upload in zip(helps, uploads, strict=True)
     ]
 
@@ -190,15 +200,20 @@ def whole_uploads(uploads: Sequence[Measured]) -> float:
     else whoever trains less, or hides its training under noise, would make the outer step shorter
     for all. The norm tells, too, since half of an upload gains more than half as much. Where chance
     explains why it gains less, it counts 1: late in training steps would else grow by mere chance.
-    None counts as more than one. Where too few help, and so all are merged, each counts 1.
+    None counts as more than one, nor do all that are alike. Where too few help, and so all are
+    merged, each counts 1, or with those alike 1.
     """
     helps = helpful(uploads)
     if 2 * sum(helps) < len(uploads):
-        return float(len(uploads))
+        return float(np.float32(math.fsum(1 / each.alike for each in uploads)))
     helping = [each for each, good in zip(uploads, helps, strict=True) if good]
     gain = statistics.median_high(each.gain for each in helping)
     norm = statistics.median_low(each.norm for each in helping)  # half may be far too long
-    parts = (min(1.0, (each.gain + each.chance) / gain, each.norm / norm) for each in helping)
+    parts = (
+        min(1.0 if each.gain + each.chance >= gain else each.gain / gain, each.norm / norm)
+        / each.alike
+        for each in helping
+    )
     return float(np.float32(math.fsum(parts)))
 
 

@@ -68,6 +68,7 @@ from distributed_training.validator.judging import (
     KnownSamples,
     RefusedError,
     UploadJudge,
+    count_alike,
     digest_file,
     find_copies,
     refusal,
@@ -85,7 +86,6 @@ from distributed_training.validator.merge import (
     whole_uploads,
 )
 from distributed_training.validator.outer_steps import (
-    SERIALS,
     OuterSteps,
     Prepared,
     next_state,
@@ -371,7 +371,6 @@ class StoreValidator:
                 keys.STATE,
                 RECOVER,
             )
-            steps.serial += SERIALS
         gone = steps.restore()
         steps.require_path(gone)
         now = steps.now()
@@ -730,6 +729,7 @@ class StoreValidator:
         for uid, why in find_copies([*close.accepted.values()], known).items():
             self._blame(close, uid, "copy", why)
         self._judge_clipped(close, block)
+        close.accepted = {one.uid: one for one in count_alike([*close.accepted.values()])}
         least = self._rules.settings.least
         if len(close.accepted) < least:
             detail = f"{lines.counted(len(close.accepted), 'upload')} accepted of {len(close.came)}"
@@ -917,6 +917,7 @@ class StoreValidator:
                     one.file.header.inner_steps,
                     one.file.header.tokens,
                     one.measured.chance,
+                    one.alike,
                 )
                 for one, factor in zip(chosen, merged.factors, strict=True)
             ),

@@ -478,7 +478,7 @@ def test_the_registry_hands_out_urls_by_the_newest_state_that_it_has_seen(
 
 
 def test_the_number_of_cases() -> None:
-    """Beside one bad object: late stores, replicas, recoveries, statements, uploads, registry."""
+    """The others are late stores, replicas, recoveries, statements, uploads, registry."""
     others = len(OBJECTS) * len(MOMENTS) + 3 * len(MOMENTS) + 2 * 3 * len(MOMENTS)
     others += 2 * (len(MEANINGLESS) + 1) + 2 + len(FAULTS)
     assert (len(CASES), others) == (108, 81)
