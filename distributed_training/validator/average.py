@@ -37,13 +37,15 @@ from distributed_training.protocol.network_report import printable
 from distributed_training.protocol.update_file import rows_and_columns
 from distributed_training.training.outer_rule import OUTER_RULES
 from distributed_training.training.weights import GlobalState
+from distributed_training.validator.fetch_close import Close
 from distributed_training.validator.judging import Accepted
 from distributed_training.validator.merge import (
     OuterState,
     clip_factor,
     longest_norm,
 )
-from distributed_training.validator.store_rounds import StoreValidator, _Close, _MergedSome
+from distributed_training.validator.merge_close import MergedSome
+from distributed_training.validator.store_rounds import StoreValidator
 
 log = logging.getLogger(__name__)
 
@@ -83,13 +85,13 @@ class AveragingValidator(StoreValidator):
 
     # --- the all-reduce ---------------------------------------------------------------------------
 
-    def _take(self, close: _Close, miners: Sequence[Neuron], block: int, now: float) -> None:
+    def _take(self, close: Close, miners: Sequence[Neuron], block: int, now: float) -> None:
         if self._round is None or self._round.serial != close.state.serial:
             self._order(close, now)
         judged = [m for m in miners if self._sampled is None or m.hotkey in self._sampled]
         super()._take(close, judged, block, now)
 
-    def _order(self, close: _Close, now: float) -> None:
+    def _order(self, close: Close, now: float) -> None:
         state, steps, hotkey = close.state, self._steps, self._member.hotkey
         neurons = self._chain.neurons()
         usual = usual_norm(steps.head)
@@ -126,7 +128,7 @@ class AveragingValidator(StoreValidator):
         if found is not None and found.serial == answer.serial:
             found.answer = answer
 
-    def _missing(self, close: _Close, miners: Sequence[Neuron], now: float) -> bool:
+    def _missing(self, close: Close, miners: Sequence[Neuron], now: float) -> bool:
         # The peer process answers each order, at the latest when it hangs.
         unanswered = self._round is not None and self._round.answer is None
         return super()._missing(close, miners, now) or unanswered
@@ -140,7 +142,7 @@ class AveragingValidator(StoreValidator):
 
     # --- average or merge -------------------------------------------------------------------------
 
-    def _merge_all(self, close: _Close, uids: Sequence[int]) -> _MergedSome:
+    def _merge_all(self, close: Close, uids: Sequence[int]) -> MergedSome:
         assert self._round is not None
         participants = self._round.participants
         self._averaging = Averaging("average", "", participants)
@@ -159,7 +161,7 @@ class AveragingValidator(StoreValidator):
         assert self._averaging is not None
         return replace(self._averaging, **changed)
 
-    def _try_average(self, close: _Close, uids: Sequence[int]) -> tuple[str, _MergedSome | None]:
+    def _try_average(self, close: Close, uids: Sequence[int]) -> tuple[str, MergedSome | None]:
         """Return what the average leads to, or why it is not used."""
         found = self._round
         assert found is not None
@@ -262,7 +264,7 @@ class AveragingValidator(StoreValidator):
             len(averaging.participants) if averaging and averaging.source == "average" else judged
         )
 
-    def _participants(self, close: _Close) -> frozenset[int]:
+    def _participants(self, close: Close) -> frozenset[int]:
         if self._averaging is None or self._averaging.source == "merge":
             return super()._participants(close)
         # Also of those whose uploads nobody looked at.

@@ -18,148 +18,46 @@ from __future__ import annotations
 import logging
 import math
 import os
-import random
-import secrets
 import shutil
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
-from distributed_training.chain.base import ChainError, Neuron
-from distributed_training.common.backoff import Backoff
-from distributed_training.node.identity import Member, miners_of
+from distributed_training.chain.base import ChainError
+from distributed_training.node.identity import Member
 from distributed_training.node.start import Stopped
 from distributed_training.protocol import keys, lines
-from distributed_training.protocol.manifest import Manifest, Merged, Refused, State
+from distributed_training.protocol.manifest import Manifest, Merged
 from distributed_training.protocol.network_report import GATE, MOST_ROUNDS, TOO_FEW, printable
 from distributed_training.protocol.scoring import random_block_range
-from distributed_training.protocol.update_file import Header, UpdateLayout, largest_file
-from distributed_training.scoring.evaluator import Judgement, judgement_fields
-from distributed_training.scoring.upload import (
-    DataUnavailable,
-    Judged,
-    OpenBucket,
-    in_a_line,
-    of_this_machine,
-)
-from distributed_training.store.base import ObjectInfo
-from distributed_training.store.bucket_reader import BucketReader
-from distributed_training.store.errors import (
-    IntegrityError,
-    NoRoomError,
-    ObjectMissingError,
-    StoreError,
-)
-from distributed_training.store.transfer import deadline_in
-from distributed_training.training.outer_rule import UploadFacts
+from distributed_training.scoring.evaluator import Judgement
+from distributed_training.scoring.upload import OpenBucket
+from distributed_training.store.errors import StoreError
 from distributed_training.training.weights import GlobalState
 from distributed_training.validator.errands import Errands, unless_stopped
-from distributed_training.validator.judging import (
-    CAUSES,
-    Accepted,
-    KnownSamples,
-    RefusedError,
-    UploadJudge,
-    count_alike,
-    digest_file,
-    find_copies,
-    refusal,
-)
-from distributed_training.validator.merge import (
-    OuterState,
-    Rule,
-    Values,
-    count_steps,
-    find_spoilers,
-    helpful,
-    longest_norm,
-    merge,
-    merge_factors,
-    whole_uploads,
-)
-from distributed_training.validator.outer_steps import (
-    OuterSteps,
-    Prepared,
-    next_state,
-    renewed,
-)
+from distributed_training.validator.fetch_close import LOOK, Close
+from distributed_training.validator.judging import CAUSES, UploadJudge, count_alike, find_copies
+from distributed_training.validator.merge import OuterState, find_spoilers
+from distributed_training.validator.merge_close import CloseMerger, MergedSome
+from distributed_training.validator.outer_steps import OuterSteps, Prepared, next_state, renewed
 from distributed_training.validator.own_copy import RECOVER
-from distributed_training.validator.reporter import Attendance, Reporter
+from distributed_training.validator.reporter import Reporter
 from distributed_training.validator.standings import PastRound
 from distributed_training.validator.validator import Run, ValidatorRules
 
 log = logging.getLogger(__name__)
 
 LEDGER = "ledger.json"  # in an outer step's folder: the scores that hold once it is published
-_LOOK = 2.0  # seconds between two looks at the store
-_MOST_STEPS_OF_A_BLOCK = 12  # inner steps: one a second is more than any network takes
-_TURN = 30.0  # seconds of judging between two looks: the state is renewed in between
-_SILENT = 60.0  # seconds without an answer after which a store counts as silent, at least
-_MOST_NAMED = 3  # uploads of a close that a warning names: a source that is away concerns all
-_ALL_AWAITED = 8  # closes: at each such one nobody's absence counts
 _PATIENT = 3  # closes in a row that the held-out loss refuses, before the founder is asked
-_UPDATE_BITS = 4
-_MOST_TEXTS = 8  # blocks of text, each of which takes as long to judge as the first
-_CLIPPED_AGAIN = 3  # times
 _RECENT = 2.0  # rounds: an older progress upload is not valid
 _FORGIVEN = 3  # closes missed in a row, from which on progress makes nobody's upload valid
 _UNKNOWN = "?"  # what the bucket says of the network's end
-
-
-@dataclass
-class _Lack:
-    """What an upload cannot be judged without: ``since`` and ``again`` by the store's clock."""
-
-    since: float
-    again: float = 0.0  # the next try
-    waits: Backoff = field(
-        default_factory=partial(Backoff, first=timedelta(seconds=4), longest=timedelta(minutes=1))
-    )
-
-
-@dataclass
-class _Close:
-    """All that has come of a close, which ``state`` names. A restart finds it in the store."""
-
-    state: State
-    random_blocks: Sequence[int]  # of the text that all its uploads are judged on
-    began: float  # by time.monotonic()
-    until: float  # by the store's clock: nothing is fetched or judged any more
-    awaited: frozenset[str]  # hotkeys: the round does not end before them, within the grace
-    came: dict[int, float] = field(default_factory=dict)  # by uid: when, by the store's clock
-    accepted: dict[int, Accepted] = field(default_factory=dict)
-    refused: dict[int, Refused] = field(default_factory=dict)
-    waiting: dict[int, str] = field(default_factory=dict)  # why one is not judged yet
-    lacks: dict[int, _Lack] = field(default_factory=dict)  # those of them that failed
-    fetched: set[int] = field(default_factory=set)  # those that are on the disk
-    fetching: Errands = field(default_factory=Errands)
-    looking: Errands = field(default_factory=Errands)  # at members' own buckets, as the next one
-    looking_last: Errands = field(default_factory=Errands)  # after the grace
-    cramped: bool = False  # the disk has no room for several at once
-
-    @property
-    def ends(self) -> float:
-        """The end of the grace, by the store's clock."""
-        return self.state.closes_at + self.state.grace
-
-
-@dataclass(frozen=True)
-class _MergedSome:
-    """The result of merging the uploads of ``uids``. ``update``: digest of its file."""
-
-    uids: list[int]
-    update: str
-    values: OuterState
-    factors: list[float]
-    losses: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -174,7 +72,7 @@ class _Reached:
     samples: Mapping[str, Tensor]  # of what all can read from then on
 
 
-class StoreValidator:
+class StoreValidator(CloseMerger):
     """Leads rounds through the store, which only ``steps`` writes.
 
     Call :meth:`start`, then :meth:`run`. A stop ends both soon. ``of_member``: opens a member's
@@ -193,38 +91,25 @@ class StoreValidator:
         after_step: Callable[[GlobalState], None],
         of_member: OpenBucket | None = None,
     ) -> None:
-        # collaborators
-        self._rules = rules
-        self._member = member
-        self._chain = member.chain
+        super().__init__(
+            rules=rules,
+            member=member,
+            steps=steps,
+            judge=judge,
+            run=run,
+            reporter=reporter,
+            of_member=of_member,
+        )
         self._after_step = after_step  # returns at once
-        self._reporter = reporter
-        self._record = run.record
-        self._stop = run.stop
-        # what it knows
-        self.standings = reporter.standings
         self._standings_path = run.folder / LEDGER
-        self.state: GlobalState  # since the start
         self._losses: dict[str, float]  # of the state on each domain, since the start
         self._weights_at = -1
         self.finished = ""  # why no round is called any more
         self._finish_shown = ""  # of it, in the bucket
-        # of its rounds
-        self._steps = steps
-        self._of_member = of_member
         config = rules.config  # none of these changes while it runs
-        self._period = config.round_period.total_seconds()  # seconds, as the grace
-        self._grace = config.validator.grace.total_seconds()
-        self._outer_rule = Rule.of(config)
-        self._uploads = run.folder / "uploads"  # of the present close
-        self._patience = max(_SILENT, self._grace)  # seconds that one upload has to come
-        self._seed = self._rules.settings.seed or secrets.randbits(62)
-        self._close: _Close | None = None
+        self._period = config.round_period.total_seconds()
+        self._close: Close | None = None
         self._reached_step: _Reached | None = None
-        self._samples = KnownSamples(run.folder / "samples", judge.secret)
-        self._judge = replace(judge, secret=self._samples.secret)
-        self._texts = 1  # blocks of text on which a close is judged
-        self._missed: dict[str, int] = {}  # by hotkey: closes in a row, since our start
         self._looked = 0.0
         self._problem = ""
         self._take_over = config.validator.take_over
@@ -383,7 +268,7 @@ class StoreValidator:
 
     def _lead(self, block: int) -> bool:
         """Lead a round if one is due; whether it was. Raises as :meth:`tick`."""
-        if time.monotonic() - self._looked < _LOOK:
+        if time.monotonic() - self._looked < LOOK:
             return False
         try:
             done = self._advance(block)
@@ -442,7 +327,7 @@ class StoreValidator:
         miners = self._miners()
         if self._close is None or self._close.state.serial != state.serial:
             draw = self._draw(state.serial)
-            self._close = _Close(
+            self._close = Close(
                 state,
                 [draw.randrange(*random_block_range(block)) for _ in range(self._texts)],
                 time.monotonic(),
@@ -464,20 +349,6 @@ class StoreValidator:
         }
         return self._end(close, block, now)
 
-    def _draw(self, serial: int) -> random.Random:
-        """Return what draws for a close: the same after a restart, where a seed is set."""
-        return random.Random(self._seed * serial)
-
-    def _choose_awaited(self, serial: int, miners: Sequence[Neuron]) -> frozenset[str]:
-        """Return the hotkeys of the members whose uploads a close waits for.
-
-        Whoever missed n closes is waited for where n + 1 is a power of two, all at each
-        ``_ALL_AWAITED``-th close: so those who stay away, however many, delay few rounds.
-        """
-        missed = {m.hotkey: self._missed.get(m.hotkey, 0) for m in miners}
-        everybody = serial % _ALL_AWAITED == 0
-        return frozenset(hotkey for hotkey, n in missed.items() if everybody or not n & (n + 1))
-
     def _leave_close(self) -> None:
         """Forget the close, whose round has ended, but for who missed it."""
         came = {} if self._close is None else self._close.came
@@ -487,237 +358,9 @@ class StoreValidator:
         }
         self._close = None
 
-    def _missing(self, close: _Close, miners: Sequence[Neuron], now: float) -> bool:
-        """Return whether there is somebody to wait for."""
-        judged = close.accepted.keys() | close.refused.keys()
-        few = len(close.accepted) < self._rules.settings.least
-        if now < close.ends:
-            awaited = {miner.uid for miner in miners if miner.hotkey in close.awaited}
-            return few or bool(close.waiting) or not awaited <= judged
-        unheard = close.waiting.keys() - close.lacks.keys()
-        if now >= close.until:
-            if unheard:
-                log.warning(
-                    "Half a period was not enough to fetch and judge %d of %d uploads, so they go "
-                    "into the next round: give the validator a faster device or link, or admit "
-                    "fewer members",
-                    len(unheard),
-                    len(close.came),
-                )
-            return False
-        # Text that cannot be had is waited for where most need some: a member chooses its block,
-        # and one whose text nobody has must cost only that member.
-        texts = close.lacks.keys() & close.fetched
-        return (
-            bool(unheard)
-            or close.looking_last.unheard
-            or (few and bool(close.waiting))
-            or len(texts) > len(close.accepted)
-        )
+    # --- the end of a round -----------------------------------------------------------------------
 
-    def _take(self, close: _Close, miners: Sequence[Neuron], block: int, now: float) -> None:
-        """Fetch and judge the uploads that came since the last look."""
-        began = time.monotonic()
-        by_uid = {miner.uid: miner for miner in miners}
-        known = close.accepted.keys() | close.refused.keys()
-        new: dict[int, ObjectInfo] = {}
-        for info in self._find_uploads(close, [m for m in miners if m.uid not in known], now):
-            uid, *place = keys.parse_upload_key(info.key) or (-1, -1, -1)
-            if place == [close.state.outer_step, close.state.serial] and uid in by_uid:
-                close.came[uid] = info.modified
-                if uid not in known | close.fetched:
-                    new[uid] = info
-        self._attend(close, miners)
-        most = largest_file(self.state.schema, self._judge.bits)
-
-        def refuse_late(uid: int, info: ObjectInfo) -> bool:
-            if info.modified > close.ends:
-                reason = f"it came {info.modified - close.ends:.0f} s after close and grace"
-                self._refuse(close, uid, by_uid[uid].hotkey, "", "late", reason)
-            return info.modified > close.ends
-
-        for uid, info in new.items():
-            if not refuse_late(uid, info) and info.size > most:
-                reason = f"it has {info.size} bytes, and no upload has more than {most}"
-                self._refuse(close, uid, by_uid[uid].hotkey, "", "damaged", reason)
-        wanted = self._most_trusted(close, now, [uid for uid in new if uid not in close.refused])
-        for uid in wanted:
-            close.waiting.setdefault(uid, "it did not come from the store in time")
-        # Several at a time: each may be slow, and none of them delays another.
-        fetched = close.fetching.run(
-            lambda u: self._fetch(close, new[u], by_uid[u], most),
-            wanted,
-            within=_LOOK,
-            patience=self._patience,
-            **({"at_once": 1} if close.cramped else {}),
-            stop=self._stop,
-        )
-        for uid, found in fetched.items():
-            if isinstance(found, ObjectInfo):
-                # Its owner may have replaced it since the look, by a copy of one that came later.
-                close.came[uid] = found.modified
-                if uid in by_uid and not refuse_late(uid, found):
-                    close.fetched.add(uid)
-                    close.lacks.pop(uid, None)
-                    close.waiting[uid] = "its turn to be judged did not come in half a period"
-            elif isinstance(found, IntegrityError | ObjectMissingError) and uid in by_uid:
-                self._refuse(close, uid, by_uid[uid].hotkey, "", "damaged", str(found))
-            elif isinstance(found, Exception):
-                close.cramped |= isinstance(found, NoRoomError)
-                ours = isinstance(found, StoreError | ChainError | OSError)
-                self._lack(close, uid, str(found) if ours else in_a_line(found), now)
-            else:
-                raise found
-        for uid in close.fetching.silent(self._patience):
-            if uid not in close.lacks:
-                self._lack(close, uid, f"it did not come in {self._patience:.0f} s", now)
-        turn = time.monotonic() + _TURN
-        for uid in self._most_trusted(close, now, close.fetched & by_uid.keys()):
-            if now + time.monotonic() - began >= close.until:
-                break
-            self._judge_one(close, uid, by_uid[uid].hotkey, block, now)
-            self._reporter.report(at_once=False)
-            if time.monotonic() > turn:
-                break
-
-    def _most_trusted(self, close: _Close, now: float, uids: Collection[int]) -> list[int]:
-        """Return those whose turn it is, the least trusted last: there may be no time for it."""
-        due = [uid for uid in uids if uid not in close.lacks or close.lacks[uid].again <= now]
-        return sorted(due, key=lambda uid: (-self.standings.entries[uid].published, uid))
-
-    def _lack(self, close: _Close, uid: int, why: str, now: float) -> None:
-        """Note that an upload cannot be judged yet; the first time with a line."""
-        lack = close.lacks.setdefault(uid, _Lack(now))
-        lack.again = now + lack.waits.failed().total_seconds()
-        since = time.strftime("%H:%M:%S UTC", time.gmtime(lack.since))
-        close.waiting[uid] = f"since {since}: {why}"
-        if lack.waits.failures == 1 and len(close.lacks) <= _MOST_NAMED:
-            log.warning(
-                "The upload of uid %d cannot be judged since %s (%s): it is tried again, and after "
-                "the grace the round ends without it",
-                uid,
-                since,
-                why,
-            )
-
-    def _find_uploads(
-        self, close: _Close, miners: Sequence[Neuron], now: float
-    ) -> list[ObjectInfo]:
-        """List the uploads in the store, those of ``miners`` among them. Raises StoreError."""
-        if self._of_member is None:
-            try:
-                return self._steps.list_uploads()
-            except StoreError:
-                if now < close.ends:
-                    raise
-        by_uid = {miner.uid: miner for miner in miners}
-
-        def look(uid: int) -> ObjectInfo | None:
-            key = keys.upload_key(uid, close.state.outer_step, close.state.serial)
-            with suppress(Exception):  # its owner's loss, whatever it is; it is looked for again
-                return self._reader(by_uid[uid]).head(key)
-            return None
-
-        looking = close.looking if now < close.ends else close.looking_last
-        found = looking.run(look, [*by_uid], within=_LOOK, patience=_SILENT, stop=self._stop)
-        return [info for info in found.values() if isinstance(info, ObjectInfo)]
-
-    def _reader(self, miner: Neuron) -> BucketReader:
-        """Return where a member uploads. Raises StoreError, ChainError."""
-        return self._steps.reader if self._of_member is None else self._of_member(miner)
-
-    def _upload_path(self, close: _Close, uid: int) -> Path:
-        # A fetch of an earlier close that nobody waits for may still write.
-        folder = f"{close.state.outer_step}.{close.state.serial}"
-        return self._uploads / folder / f"{uid}.safetensors"
-
-    def _fetch(self, close: _Close, info: ObjectInfo, miner: Neuron, most: int) -> ObjectInfo:
-        """Fetch an upload; return what came. Raises StoreError, ChainError, OSError."""
-        path = self._upload_path(close, miner.uid)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        deadline = deadline_in(timedelta(seconds=self._patience))
-        try:
-            return self._reader(miner).download(info.key, path, limit=most, deadline=deadline)
-        except NoRoomError:
-            for part in path.parent.glob(f".{path.name}.*"):  # others may have room without it
-                part.unlink(missing_ok=True)
-            raise
-
-    def _judge_one(self, close: _Close, uid: int, hotkey: str, block: int, now: float) -> None:
-        path = self._upload_path(close, uid)
-        revision = f"{close.state.outer_step}.{close.state.serial}"
-        if uid not in close.lacks:
-            self._record(
-                "upload_seen",
-                uid=uid,
-                revision=revision,
-                outer_step=close.state.outer_step,
-                age_seconds=0.0,
-            )
-        try:
-            found = self._judge.judge(
-                uid,
-                hotkey,
-                path,
-                self._judged(close, block),
-                serial=close.state.serial,
-                start=self._steps.head.weights,
-                modified=close.came[uid],
-                random_blocks=close.random_blocks,
-                longest=longest_norm([], self._steps.history),
-            )
-        except RefusedError as error:
-            self._refuse(close, uid, hotkey, digest_file(path), error.cause, str(error))
-            return
-        except (Stopped, OSError, torch.AcceleratorError):
-            raise
-        except Exception as error:  # noqa: BLE001 - foreign bytes: they cost only their owner
-            if not isinstance(error, DataUnavailable) and not of_this_machine(error):
-                why = in_a_line(error)
-                self._refuse(close, uid, hotkey, digest_file(path), "damaged", why)
-                return
-            self._lack(close, uid, str(error), now)
-            return
-        self._leave(close, uid)
-        close.accepted[uid] = found
-        self._record("upload_scored", **judgement_fields(found.judgement, revision))
-        log.info("uid %d: accepted, random text %+.4f nats", uid, -found.improvement)
-
-    def _leave(self, close: _Close, uid: int) -> None:
-        """Take note that nothing has to be done for an upload any more."""
-        close.waiting.pop(uid, None)
-        close.lacks.pop(uid, None)
-        close.fetched.discard(uid)
-
-    def _judged(self, close: _Close, block: int) -> Judged:
-        return Judged(
-            block=block,
-            bpa=self._rules.settings.blocks_per_allreduce,
-            outer_step=close.state.outer_step,
-            schema=self.state.schema,
-            weights=self.state.weights,
-            learning_rate=self._outer_rule.learning_rate,
-        )
-
-    def _refuse(
-        self, close: _Close, uid: int, hotkey: str, digest: str, cause: str, reason: str
-    ) -> None:
-        close.refused[uid] = refusal(uid, hotkey, digest, cause, reason)
-        self._leave(close, uid)
-        with suppress(OSError):  # others may need its room
-            self._upload_path(close, uid).unlink()
-        reset = Judgement.reset(uid, close.state.outer_step, CAUSES[cause], reason)
-        self._record("upload_scored", **judgement_fields(reset, ""))
-        log.info("uid %d: refused (%s): %s", uid, cause, reason)
-
-    def _attend(self, close: _Close, miners: Sequence[Neuron]) -> None:
-        """Let reports say who has sent an upload."""
-        asked = tuple(miner.uid for miner in miners)
-        self._reporter.attendance = Attendance(asked, tuple(sorted(close.came.keys() & {*asked})))
-
-    # --- the merge --------------------------------------------------------------------------------
-
-    def _end(self, close: _Close, block: int, now: float) -> bool:
+    def _end(self, close: Close, block: int, now: float) -> bool:
         """End the round of a close: publish its outer step, or let the close move."""
         for uid, why in [*close.waiting.items()]:
             hotkey = self.standings.entries[uid].hotkey
@@ -768,100 +411,6 @@ class StoreValidator:
         assert self._reached_step is not None
         return self._publish(self._reached_step)
 
-    def _blame(self, close: _Close, uid: int, cause: str, reason: str) -> None:
-        one = close.accepted.pop(uid)
-        self._refuse(close, uid, one.hotkey, one.file.digest, cause, reason)
-
-    def _merge_all(self, close: _Close, uids: Sequence[int]) -> _MergedSome:
-        """Return what all accepted uploads lead to."""
-        return self._merge(close, uids)
-
-    def _merge(
-        self, close: _Close, uids: Sequence[int], average: Values | None = None
-    ) -> _MergedSome:
-        """Merge the uploads of some, into the one file that there is for the update.
-
-        ``average``: the values that the members have averaged, in place of the uploads' mean.
-        """
-        ordered = [close.accepted[uid] for uid in sorted(uids)]
-        found = [one.measured for one in ordered]
-        factors, whole = merge_factors(found, self._steps.history), whole_uploads(found)
-        steps, count = self._steps_of(close, ordered), sum(map(bool, factors))
-        path = self._steps.place(close.state.outer_step + 1) / keys.UPDATE
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
-        header = Header(
-            kind="update",
-            run_id=self._judge.run_id,
-            outer_step=close.state.outer_step,
-            serial=0,
-            hotkey=self._member.hotkey,
-            start=self._steps.head.weights,
-            bits=_UPDATE_BITS,
-            inner_steps=steps,
-            tokens=steps * self._contributors(count) * self._rules.config.tokens_of_step,
-        )
-        digest, values = merge(
-            [one.file for one in ordered] if average is None else [average],
-            factors if average is None else [1.0],
-            self._steps.values,
-            self._outer_rule,
-            path=path,
-            layout=UpdateLayout.of(self.state.schema, header),
-            sign=self._steps.sign,
-            divisor=whole if average is None else whole / len(found),
-            # As the manifest has them: whoever replays the step must get the same bits.
-            facts=[UploadFacts(u.file.header.tokens, u.norm, u.improvement) for u in ordered],
-        )
-        losses = self._rules.losses(values.weights)
-        return _MergedSome(sorted(uids), digest, values, factors, losses)
-
-    def _steps_of(self, close: _Close, chosen: Sequence[Accepted]) -> int:
-        """Return by how many inner steps the outer step moves the schedule."""
-        most = _MOST_STEPS_OF_A_BLOCK * self._rules.settings.blocks_per_allreduce
-        claims = [(one.measured, one.file.header.inner_steps) for one in chosen]
-        return count_steps(claims, self._steps.history, close.state.closes_at, most)
-
-    def _factors(self, close: _Close) -> dict[int, float]:
-        """Return by which factor each accepted upload would be merged, by uid."""
-        found = [close.accepted[uid].measured for uid in sorted(close.accepted)]
-        factors = merge_factors(found, self._steps.history)
-        return dict(zip(sorted(close.accepted), factors, strict=True))
-
-    def _judge_clipped(self, close: _Close, block: int) -> None:
-        """Judge those uploads again that are merged in another form than they were judged in.
-
-        Which norm is usual is known only when all are judged, and each that turns out not to help
-        may change it. So it is repeated, a few times at most.
-        """
-        for _ in range(_CLIPPED_AGAIN):
-            factors = self._factors(close)
-            other = [
-                (close.accepted[uid], factor)
-                for uid, factor in factors.items()
-                if factor and not math.isclose(factor, close.accepted[uid].factor, rel_tol=0.01)
-            ]
-            if not other:
-                break
-            for one, factor in other:
-                try:
-                    again = self._judge.judge_clipped(
-                        one, self._judged(close, block), factor, close.random_blocks
-                    )
-                    close.accepted[one.uid] = again
-                except RefusedError as error:
-                    self._blame(close, one.uid, error.cause, f"clipped to {factor:.3g}: {error}")
-                except DataUnavailable as error:
-                    log.info("uid %d: judged only as it came: %s", one.uid, error)
-
-    def _choose_text(self, close: _Close) -> None:
-        """Judge the next close on twice the text where fewer than half of the uploads help."""
-        found = [one.measured for one in close.accepted.values()]
-        if 2 * sum(helpful(found)) < len(found):
-            self._texts = min(2 * self._texts, _MOST_TEXTS)
-        elif 2 * sum(one.gain > 2 * one.chance for one in found) >= len(found):
-            self._texts = max(self._texts // 2, 1)  # half as much tells enough, too
-
     def _manifest(self, state: GlobalState, values: OuterState, **of_close: Any) -> Manifest:
         """Return the manifest of ``state``; ``of_close``: the fields that its close decides."""
         rule = self._outer_rule
@@ -881,7 +430,7 @@ class StoreValidator:
             **of_close,
         )
 
-    def _prepare(self, close: _Close, merged: _MergedSome, block: int, now: float) -> None:
+    def _prepare(self, close: Close, merged: MergedSome, block: int, now: float) -> None:
         """Make all that is published of the outer step that the merge leads to."""
         chosen, values = [close.accepted[u] for u in merged.uids], merged.values
         steps, head = self._steps_of(close, chosen), self._steps.head
@@ -996,7 +545,7 @@ class StoreValidator:
             )
         )
 
-    def _move(self, close: _Close, fault: str, detail: str, block: int, now: float) -> bool:
+    def _move(self, close: Close, fault: str, detail: str, block: int, now: float) -> bool:
         """Move the close by one round period; uploads sent for it are void."""
         gate = close.state.gate + 1 if fault == GATE else 0
         self._leave_close()
@@ -1123,15 +672,7 @@ class StoreValidator:
 
     # --- what a round leaves behind ---------------------------------------------------------------
 
-    def _contributors(self, judged: int) -> int:
-        """Count the members of which something is in the outer step; ``judged``: that we know."""
-        return judged
-
-    def _participants(self, close: _Close) -> frozenset[int]:
-        """Return the uids of the members of which something is in the outer step."""
-        return frozenset(close.accepted)
-
-    def _score(self, close: _Close, block: int) -> None:
+    def _score(self, close: Close, block: int) -> None:
         """Let scores follow from what the round has found of each member."""
         judgements = [one.judgement for one in close.accepted.values()]
         judgements += [
@@ -1175,11 +716,11 @@ class StoreValidator:
             info = self._reader(by_uid[uid]).head(keys.progress_key(uid))
             return math.inf if info is None else closes_at - info.modified
 
-        found = Errands().run(age, [*by_uid], within=_LOOK, patience=_LOOK, stop=self._stop)
+        found = Errands().run(age, [*by_uid], within=LOOK, patience=LOOK, stop=self._stop)
         oldest = _RECENT * (self._period + self._grace)
         return [uid for uid, each in found.items() if isinstance(each, float) and each <= oldest]
 
-    def _past(self, close: _Close, fault: str, detail: str, tokens: int) -> PastRound:
+    def _past(self, close: Close, fault: str, detail: str, tokens: int) -> PastRound:
         """Record a round that has ended; return it for the standings."""
         seconds = time.monotonic() - close.began
         uids = [] if fault else sorted(close.accepted)
@@ -1203,13 +744,6 @@ class StoreValidator:
             fault=fault,
             detail=detail,
         )
-
-    def _miners(self) -> list[Neuron]:
-        """List the members that may upload: registered, not us and not a validator."""
-        found = miners_of(self._chain.neurons(), max_uids=self._rules.settings.max_uids)
-        miners = [n for n in found if n.hotkey != self._member.hotkey]
-        self.standings.sync(miners)
-        return miners
 
 
 def _named(losses: Mapping[str, float]) -> dict[str, float]:

@@ -1,0 +1,158 @@
+"""Judge the uploads of a close as they come, each once, and again if it is merged clipped."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from distributed_training.chain.base import Neuron
+from distributed_training.node.start import Stopped
+from distributed_training.scoring.evaluator import judgement_fields
+from distributed_training.scoring.upload import DataUnavailable, Judged, in_a_line, of_this_machine
+from distributed_training.validator.fetch_close import Close, CloseFetcher
+from distributed_training.validator.judging import (
+    KnownSamples,
+    RefusedError,
+    UploadJudge,
+    digest_file,
+)
+from distributed_training.validator.merge import Rule, helpful, longest_norm, merge_factors
+from distributed_training.validator.validator import Run
+
+log = logging.getLogger(__name__)
+
+_TURN = 30.0  # seconds of judging between two looks: the state is renewed in between
+_MOST_TEXTS = 8  # blocks of text, each of which takes as long to judge as the first
+_CLIPPED_AGAIN = 3  # times
+
+
+class CloseJudge(CloseFetcher):
+    """Judges the uploads of a close from what :class:`CloseFetcher` has fetched."""
+
+    def __init__(self, *, judge: UploadJudge, run: Run, **more: Any) -> None:
+        super().__init__(judge=judge, run=run, **more)
+        self._outer_rule = Rule.of(self._rules.config)
+        self._seed = self._rules.settings.seed or secrets.randbits(62)
+        self._samples = KnownSamples(run.folder / "samples", judge.secret)
+        self._judge = replace(judge, secret=self._samples.secret)
+        self._texts = 1  # blocks of text on which a close is judged
+
+    def _take(self, close: Close, miners: Sequence[Neuron], block: int, now: float) -> None:
+        """Fetch and judge the uploads that came since the last look."""
+        began = time.monotonic()
+        by_uid = {miner.uid: miner for miner in miners}
+        self._fetch_new(close, by_uid, miners, now)
+        turn = time.monotonic() + _TURN
+        for uid in self._most_trusted(close, now, close.fetched & by_uid.keys()):
+            if now + time.monotonic() - began >= close.until:
+                break
+            self._judge_one(close, uid, by_uid[uid].hotkey, block, now)
+            self._reporter.report(at_once=False)
+            if time.monotonic() > turn:
+                break
+
+    def _draw(self, serial: int) -> random.Random:
+        """Return what draws for a close: the same after a restart, where a seed is set."""
+        return random.Random(self._seed * serial)
+
+    def _judge_one(self, close: Close, uid: int, hotkey: str, block: int, now: float) -> None:
+        path = self._upload_path(close, uid)
+        revision = f"{close.state.outer_step}.{close.state.serial}"
+        if uid not in close.lacks:
+            self._record(
+                "upload_seen",
+                uid=uid,
+                revision=revision,
+                outer_step=close.state.outer_step,
+                age_seconds=0.0,
+            )
+        try:
+            found = self._judge.judge(
+                uid,
+                hotkey,
+                path,
+                self._judged(close, block),
+                serial=close.state.serial,
+                start=self._steps.head.weights,
+                modified=close.came[uid],
+                random_blocks=close.random_blocks,
+                longest=longest_norm([], self._steps.history),
+            )
+        except RefusedError as error:
+            self._refuse(close, uid, hotkey, digest_file(path), error.cause, str(error))
+            return
+        except (Stopped, OSError, torch.AcceleratorError):
+            raise
+        except Exception as error:  # noqa: BLE001 - foreign bytes: they cost only their owner
+            if not isinstance(error, DataUnavailable) and not of_this_machine(error):
+                why = in_a_line(error)
+                self._refuse(close, uid, hotkey, digest_file(path), "damaged", why)
+                return
+            self._lack(close, uid, str(error), now)
+            return
+        self._leave(close, uid)
+        close.accepted[uid] = found
+        self._record("upload_scored", **judgement_fields(found.judgement, revision))
+        log.info("uid %d: accepted, random text %+.4f nats", uid, -found.improvement)
+
+    def _judged(self, close: Close, block: int) -> Judged:
+        return Judged(
+            block=block,
+            bpa=self._rules.settings.blocks_per_allreduce,
+            outer_step=close.state.outer_step,
+            schema=self.state.schema,
+            weights=self.state.weights,
+            learning_rate=self._outer_rule.learning_rate,
+        )
+
+    def _factors(self, close: Close) -> dict[int, float]:
+        """Return by which factor each accepted upload would be merged, by uid."""
+        found = [close.accepted[uid].measured for uid in sorted(close.accepted)]
+        factors = merge_factors(found, self._steps.history)
+        return dict(zip(sorted(close.accepted), factors, strict=True))
+
+    def _judge_clipped(self, close: Close, block: int) -> None:
+        """Judge those uploads again that are merged in another form than they were judged in.
+
+        Which norm is usual is known only when all are judged, and each that turns out not to help
+        may change it. So it is repeated, a few times at most.
+        """
+        for _ in range(_CLIPPED_AGAIN):
+            factors = self._factors(close)
+            other = [
+                (close.accepted[uid], factor)
+                for uid, factor in factors.items()
+                if factor and not math.isclose(factor, close.accepted[uid].factor, rel_tol=0.01)
+            ]
+            if not other:
+                break
+            for one, factor in other:
+                try:
+                    again = self._judge.judge_clipped(
+                        one, self._judged(close, block), factor, close.random_blocks
+                    )
+                    close.accepted[one.uid] = again
+                except RefusedError as error:
+                    self._blame(close, one.uid, error.cause, f"clipped to {factor:.3g}: {error}")
+                except DataUnavailable as error:
+                    log.info("uid %d: judged only as it came: %s", one.uid, error)
+
+    def _blame(self, close: Close, uid: int, cause: str, reason: str) -> None:
+        one = close.accepted.pop(uid)
+        self._refuse(close, uid, one.hotkey, one.file.digest, cause, reason)
+
+    def _choose_text(self, close: Close) -> None:
+        """Judge the next close on twice the text where fewer than half of the uploads help."""
+        found = [one.measured for one in close.accepted.values()]
+        if 2 * sum(helpful(found)) < len(found):
+            self._texts = min(2 * self._texts, _MOST_TEXTS)
+        elif 2 * sum(one.gain > 2 * one.chance for one in found) >= len(found):
+            self._texts = max(self._texts // 2, 1)  # half as much tells enough, too
