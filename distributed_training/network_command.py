@@ -120,6 +120,14 @@ _MANY_WORDS = 32_000  # of a tokenizer; with fewer, less can be learned and lost
 
 
 def _add_init_options(init: argparse.ArgumentParser) -> None:
+    """Add the options of ``init`` and ``succeed``, group by group, in the order of their help."""
+    _add_exchange(init)
+    _add_chain(init)
+    _add_model_and_text(init)
+    _add_store(init)
+
+
+def _add_exchange(init: argparse.ArgumentParser) -> None:
     text, path = argument(Text), argument(File)
     add = init.add_argument
     add("folder", type=path, help="new folder for network.toml and the founder's keys")
@@ -154,6 +162,10 @@ def _add_init_options(init: argparse.ArgumentParser) -> None:
         metavar="PORT",
         help=f"port of the validator for peers over hivemind [{_SWARM_PORT}]",
     )
+
+
+def _add_chain(init: argparse.ArgumentParser) -> None:
+    text, add = argument(Text), init.add_argument
     chain = init.add_mutually_exclusive_group(required=True)
     chain.add_argument(
         "--registry", type=text, metavar="URL", help="URL of the registry that serves as the chain"
@@ -168,6 +180,10 @@ def _add_init_options(init: argparse.ArgumentParser) -> None:
         metavar="URL|NAME",
         help="Bittensor's chain; with --netuid [finney]",
     )
+
+
+def _add_model_and_text(init: argparse.ArgumentParser) -> None:
+    text, path, add = argument(Text), argument(File), init.add_argument
     model = init.add_mutually_exclusive_group()
     model.add_argument(
         "--model",
@@ -199,6 +215,10 @@ def _add_init_options(init: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let data and tokenizer change later, and publish neither",
     )
+
+
+def _add_store(init: argparse.ArgumentParser) -> None:
+    add = init.add_argument
     add(
         "--bucket",
         type=argument(GlobalBucket),
