@@ -17,6 +17,8 @@ from distributed_training.config import Config
 from distributed_training.node.identity import Member, join_subnet, require_network
 from distributed_training.node.start import Deregistered, NotRegistered
 from distributed_training.telemetry import MetricsFile
+from distributed_training.telemetry.run_state import report_stage
+from distributed_training.telemetry.verdict import UNREGISTERED
 
 from .network_watch import pause_start
 
@@ -99,11 +101,13 @@ def wait_for_registration(
                     "start the miner"
                 )
             if say():
-                subnet, first = config.chain.netuid, ""
+                subnet, first, remedy = config.chain.netuid, "", how_to_register(config.chain)
                 lost = f"Hotkey {record.hotkey} is not registered on subnet {subnet} any more"
                 if chain.expelled(record.hotkey):
                     lost = f"The founder expelled hotkey {record.hotkey} from this network"
                     first = "Ask the founder, who lets it in again by `dt-registry expel --again`. "
+                    remedy = "ask the founder, who lets it in again by dt-registry expel --again"
+                report_stage(folder, 2, f"{UNREGISTERED}{lost}: {remedy}")
                 log.warning(
                     "%s, so nothing is trained or uploaded; weights and run folder are kept. "
                     "%sRegister it with `%s`, and the miner continues by itself. It ends with "

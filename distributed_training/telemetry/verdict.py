@@ -44,6 +44,8 @@ SETTINGS = "its settings"
 #: Of a stop: nobody is asked to look after it, since torchrun starts all ranks again or says why.
 TORCHRUN = "its ranks have ended; torchrun's log names the cause"
 SCRIPT = "its script ended"  # that joined a network
+#: How the stage of a start begins that waits until the chain shows its hotkey again.
+UNREGISTERED = "not registered: "
 _CLOCK_STEP = 5.0  # a fact of the future by more was written by another clock
 _FIRST_STEP = 1800.0  # seconds, with its compilation; a load of weights holds the loop as well
 
@@ -408,6 +410,9 @@ def _of_process(facts: Facts, now: float) -> Judgement | None:
         tried = f" (attempt {launch.attempt}{when})" if launch.attempt else ""
         return _cannot_start(launch, tried, _RESTART)
     if launch is not None and state == "starting":
+        if launch.stage.startswith(UNREGISTERED):
+            cause, remedy = _split(launch.stage.removeprefix(UNREGISTERED).rpartition(" (")[0])
+            return Judgement(Verdict.NOT_REGISTERED, cause, remedy, bad=True)
         if launch.attempt > 1:  # else the verdict would flip with each try
             return _cannot_start(launch, f" (attempt {launch.attempt + 1} is under way)", _RESTART)
         cause = f"it is not ready yet: {launch.stage or 'the ranks are being started'}"
@@ -521,8 +526,8 @@ class _Counts:
     remedy: str = ""
 
 
-_TEACH = "lower the learning rate, or look at the text of this miner; if this comes twice, ask the "
-_TEACH += "founder"
+_TEACH = "lower the learning rate, or read some of the text that this miner trains on: it may be "
+_TEACH += "damaged, or unlike the network's; if this comes twice, ask the founder"
 _AGAIN = "if this comes twice, ask the founder"
 #: How the cause begins for which an upload does not count, and what the operator does about it;
 #: empty: nothing, since what the upload held goes into the next one.
@@ -598,11 +603,12 @@ def _count(facts: Facts, now: float) -> _Counts:
 
 def _of_network(facts: Facts, now: float, counts: _Counts) -> Judgement:
     if _value(facts.registered, now, STANDING_LIFE) is False:
+        cause, remedy = "the chain does not show this hotkey", "register it again"
+        if not facts.pays:
+            cause = "the registry does not list this hotkey, so nothing that it sends counts"
+            remedy = "ask the founder whether it was expelled; once it is listed again"
         return Judgement(
-            Verdict.NOT_REGISTERED,
-            "the chain does not show this hotkey",
-            "register it again, and the miner continues by itself",
-            bad=True,
+            Verdict.NOT_REGISTERED, cause, f"{remedy}, the miner continues by itself", bad=True
         )
     if facts.forked:
         return Judgement(Verdict.OTHER_VERSION, facts.forked, bad=True)

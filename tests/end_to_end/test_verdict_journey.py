@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,39 @@ def test_members_are_told_of_missed_closes_and_refused_starts(tmp_path: Path) ->
             journey.subnet.kill_miner(0)
             found = journey.expect("stopped", bad=True, says="SIGKILL")
             assert "pm2 resurrect" in found["remedy"]
+
+
+def test_members_are_told_of_full_disks_and_of_expulsion(tmp_path: Path) -> None:
+    folder = tmp_path / "disk"
+    options = replace(
+        members(tmp_path / "subnet"), ranks=(1,), miner_flags=("--neuron.run_folder", str(folder))
+    )
+    with (
+        small_disk(folder, megabytes=ROOM) as small,
+        steps_of(1.0),
+        LocalSubnet(options=idle(options)) as subnet,
+        served(folder) as page,
+    ):
+        journey = Journey(subnet, folder, page)
+        journey.expect("counts", bad=False, says="was merged")
+        if small:
+            disk_full(journey)
+            journey.expect("counts", bad=False)
+        expelled(journey)
+
+
+def expelled(journey: Journey) -> None:
+    """The founder expels the hotkey, and lets it in again: the miner continues by itself."""
+    services = journey.subnet.services
+    assert services is not None
+    hotkey = services.wallet(journey.miner.plan).ss58
+    with contextlib.closing(services.founders_chain()) as founder:
+        founder.expel(hotkey)
+        found = journey.expect("not registered", bad=True, says="expelled")
+        assert "ask the founder" in found["remedy"] and found["status"] == 1
+        founder.expel(hotkey, again=True)
+        founder.enroll(hotkey, uid=journey.miner.plan.uid)
+    journey.expect("counts", bad=False)
 
 
 def closes_pass_unused(journey: Journey, child: Child, verdict: str, says: str) -> None:
