@@ -111,6 +111,6 @@ def disk_problem(error: OSError) -> str:
     if not is_full(error):
         return line
     return (
-        f"{line}. This snapshot is not uploaded and training continues: free the disk or "
+        f"{line}. This upload is left out and training continues: free the disk or "
         "move --neuron.run_folder"
     )

@@ -203,7 +203,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes of the run folder's disk. ``needed``: for snapshot, checkpoint and the reserve."""
+    """Bytes of the run folder's disk. ``needed``: for upload, checkpoint and the reserve."""
 
     free: float
     total: float
@@ -435,7 +435,7 @@ def _of_machine(facts: Facts, now: float) -> Judgement | None:
         free, needed = disk.free / 1e9, disk.needed / 1e9
         return Judgement(
             Verdict.DISK_FULL,
-            f"{free:.1f} GB are free; snapshot, checkpoint and reserve take {needed:.1f} GB, so "
+            f"{free:.1f} GB are free; upload, checkpoint and reserve take {needed:.1f} GB, so "
             "nothing is uploaded or saved, and training ends when there is no room for its text",
             "free the disk of --neuron.run_folder",
             bad=True,

@@ -400,7 +400,7 @@ def _make_buffers(stage: int, device: torch.device) -> list[Tensor]:
         except (RuntimeError, MemoryError) as error:
             log.warning(
                 "%s: no pinned memory for copies (%s), so training continues, but slower during "
-                "snapshots and checkpoints: free host memory, or raise the limit of locked memory "
+                "uploads and checkpoints: free host memory, or raise the limit of locked memory "
                 "(ulimit -l)",
                 device,
                 str(error).split("\n", 1)[0],

@@ -14,14 +14,15 @@ import subprocess
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.common import table
+from distributed_training.common.memory import ModelShape
 from distributed_training.common.processes import Mark
 from distributed_training.founder import MARK
 from distributed_training.telemetry import read_events
-from tests.end_to_end.test_bytes_sent import MODEL, PARAMETERS
 from tests.end_to_end.test_founder_run import PATIENCE, call, start
 from tests.end_to_end.test_store_join import RULES
 from tests.tools.founded import outer_steps
@@ -30,6 +31,21 @@ from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 REGISTRY, STORE = 8100, 9000  # ports of the founder
+MODEL: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 264,
+    "hidden_size": 640,
+    "intermediate_size": 1728,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 10,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "eos_token_id": 256,
+    "pad_token_id": 256,
+}
+PARAMETERS = ModelShape.from_config(MODEL).parameters
 FIRST, LAST = 2, 6  # outer steps between which bytes are counted
 JOINED = 600.0  # seconds from an empty home to an upload that is merged
 #: By bits of an upload's value: most bytes a parameter in an outer step that a member sends and

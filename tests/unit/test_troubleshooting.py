@@ -33,7 +33,7 @@ SAY = {"say", "_say", "info"}
 LOGGERS = {"log", "logger", "logging"}
 PLACEHOLDER = re.compile(r"%[-+# 0-9.*]*[a-zA-Z]|%%|\0")
 #: The validator's, the local subnet's and the registry's: only their errors are collected.
-OTHERS = ("validator", "localnet", "registry", "scoring/score_preview.py")
+OTHERS = ("validator", "localnet", "registry")
 
 
 def formats() -> Iterator[tuple[str, str, str]]:
@@ -69,8 +69,6 @@ def to_search_for(text: str) -> list[str]:
 def promised() -> Iterator[tuple[str, str]]:
     """Texts of protocol/lines.py that scripts search for."""
     tree = ast.parse((PACKAGE / "protocol" / "lines.py").read_text())
-    others = {"judged_upload", "worse_weights", "worse_weights_back"}
-    tree.body = [node for node in tree.body if getattr(node, "name", "") not in others]
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign | ast.Return) and node.value and (text := fixed(node.value)):
             yield f"protocol/lines.py:{node.lineno}", text
