@@ -517,7 +517,7 @@ def test_others_read_a_bucket_by_its_owners_commitment_with_any_keys(any_server:
 
 
 def test_the_doctor_is_content_with_keys_of_any_store(any_server: Any) -> None:
-    settings = settings_for(any_server)
+    settings = settings_for(any_server, access="own")
     config = replace(load_config("miner", ["--preset", "local"], check=False), store=settings)
     bucket = keys.miner_bucket(settings.global_model_name, 7)
     S3ObjectStore.from_settings(settings, bucket=bucket, write=True).create_bucket()

@@ -34,9 +34,9 @@ def diagnose(
 
 
 def test_a_machine_in_order(tmp_path: Path) -> None:
-    done = diagnose("--diagnostics.measure", "0", "--axon.port", "0", folder=tmp_path)
+    done = diagnose("--diagnostics.measure", "0", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    for name in ("configuration", "python", "torch", "batch", "model", "disk", "port axon.port"):
+    for name in ("configuration", "python", "torch", "batch", "model", "disk", "port dht.port"):
         assert name in done.stdout
     assert "0 failed" in done.stdout.splitlines()[-1]
     assert not (tmp_path / "run").exists()  # looking changes nothing
@@ -51,7 +51,7 @@ def test_memory_that_does_not_fit_is_not_measured_and_disk_has_one_row(tmp_path:
         "vocab_size": 128256,
     }
     (tmp_path / "huge.json").write_text(json.dumps(huge))
-    done = diagnose("--json", "--axon.port", "0", "--model", "huge.json", folder=tmp_path)
+    done = diagnose("--json", "--model", "huge.json", folder=tmp_path)
     assert done.returncode == 1, done.stderr
     checks = {c["name"]: c for c in json.loads(done.stdout)}
     assert {n for n, c in checks.items() if c["status"] == "fail"} == {"host memory", "disk"}
@@ -60,7 +60,7 @@ def test_memory_that_does_not_fit_is_not_measured_and_disk_has_one_row(tmp_path:
 
 
 def test_the_step_time_is_measured(tmp_path: Path) -> None:
-    words = ("--json", "--diagnostics.measure", "1", "--axon.port", "0", "--model", "tiny")
+    words = ("--json", "--diagnostics.measure", "1", "--model", "tiny")
     # Time enough, however slow this machine is.
     words += ("--network", network_file(tmp_path, {"round.blocks_per_allreduce": 900}))
     done = diagnose(*words, folder=tmp_path)
@@ -92,7 +92,7 @@ def test_the_bucket_is_tried_with_both_keys(tmp_path: Path) -> None:
         wrong = keys | {"R2_WRITE_SECRET_ACCESS_KEY": "0" * 64}
         cases = [(keys, 7, "ok"), (keys, 8, "fail"), (too_much, 7, "fail"), (wrong, 7, "fail")]
         for environ, uid, wanted in cases:
-            words = ("--json", "--diagnostics.measure", "0", "--axon.port", "0", "--uid", str(uid))
+            words = ("--json", "--diagnostics.measure", "0", "--uid", str(uid))
             no_chain = ("--chain.start_timeout", "1")  # or each of them waits half a minute for one
             done = diagnose(*words, folder=tmp_path, environ=environ, offline=no_chain)
             checks = {c["name"]: c for c in json.loads(done.stdout)}

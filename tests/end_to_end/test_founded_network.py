@@ -16,21 +16,20 @@ LONGEST = 900.0  # seconds for two rounds or for a scoring pass, on a busy machi
 
 
 def test_founded_joined_and_trained(tmp_path: Path) -> None:
-    port, dht, *ports = free_ports(9)
+    port, dht, *ports = free_ports(5)
     with founded(tmp_path) as network:
-        local = ("--preset", "local", "--axon.port")
+        local = ("--preset", "local")
         network.found(
             *("--dht-port", str(dht)),
             host="127.0.0.1",
             url=f"http://127.0.0.1:{port}",
             port=port,
-            flags=(*local, str(ports.pop())),
+            flags=local,
         )
         network.refuse("stranger")
 
         def join(who: str) -> Path:
-            axon, own_dht = ports.pop(), ports.pop()
-            network.join(who, *local, str(axon), "--dht.port", str(own_dht))
+            network.join(who, *local, "--dht.port", str(ports.pop()))
             return network.run_folder(who)
 
         def alive() -> bool:
@@ -47,7 +46,7 @@ def test_founded_joined_and_trained(tmp_path: Path) -> None:
         join("late")
         network.running[-1].wait_for(r"Training begins at inner step ")
 
-        words = [str(tmp_path / "model"), "--network", str(network.file), *local[:2]]
+        words = [str(tmp_path / "model"), "--network", str(network.file), *local]
         out = network.call("dt-export", *words, "--sample", "def ")
         assert re.search(r"exported the model of outer step \d+ ", out) and "\ndef " in out
         assert network.stop() == [0, 0, 0, 0, 0]

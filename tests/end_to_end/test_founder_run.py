@@ -62,7 +62,7 @@ def test_from_nothing_to_a_member_that_uploads(tmp_path: Path) -> None:
     founder, member = tmp_path / "founder", tmp_path / "member"
     founder.mkdir()
     member.mkdir()
-    dht, registry, store, axon, member_dht = map(str, free_ports(5))
+    dht, registry, store, member_dht = map(str, free_ports(4))
     words = ("--host", "127.0.0.1", "--registry", f"http://127.0.0.1:{registry}", "--dht-port", dht)
     more = ("--miners", "1", "--data-source", "stdlib", "--store", "embedded", *RULES)
     more += ("--exchange", "hivemind")
@@ -85,7 +85,7 @@ def test_from_nothing_to_a_member_that_uploads(tmp_path: Path) -> None:
         token = re.search(r"^dt-join (\S+)$", invitation.read_text(), re.M)
         assert token is not None and token[1] not in log.read_text(), "a secret is in no log"
         wait_for(lambda: said("Global state"), "a model", PATIENCE)
-        ours = ("--preset", "local", "--axon.port", axon, "--dht.port", member_dht)
+        ours = ("--preset", "local", "--dht.port", member_dht)
         call(member, "dt-join", token[1], *ours, status=(0, 1, 2))
         assert "R2_WRITE_SECRET_ACCESS_KEY" in (member / ".env").read_text()
         miner, miners_log = start(member, "dt-miner")

@@ -108,7 +108,7 @@ class World:
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("world")
     mark = Mark(MARK, secrets.token_hex(8))
-    options = SubnetOptions(folder=folder, ranks=(1,))
+    options = SubnetOptions(folder=folder, exchange="hivemind", ranks=(1,))
     plans = plan_neurons(options, folder)
     services = Services(folder=folder, options=options, plans=plans, mark=mark)
     try:

@@ -149,8 +149,8 @@ def refused(home: Home, lab: Path) -> None:
     network = lab / "network.toml"
     for words, extras in (
         (f"dt-validator --network {network}", "validator"),
-        ("dt-miner --network sn38", "bittensor,hivemind"),
-        ("dt-doctor --network sn38", "bittensor,hivemind"),
+        ("dt-miner --network local", "hivemind"),
+        ("dt-doctor --network local", "hivemind"),
         (f"dt-network run {lab}", "validator,local"),
         ("dt-localnet", "local"),
     ):

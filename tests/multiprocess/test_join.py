@@ -126,14 +126,14 @@ def test_one_line_makes_a_miner_and_again_takes_it_over(
 ) -> None:
     here, token = home / "here", invitation.rpartition(".")[2]
     write_keys(lab, here)
-    assert join_command.main([invitation, "--axon.port", "7001"]) == 0
+    assert join_command.main([invitation, "--dht.port", "7001"]) == 0
     out = capsys.readouterr().out
     uid = uid_in(out)
     bucket = f"lab-{uid:03d}"
     assert f"bucket {bucket} made" in out and out.splitlines()[-1] == "the start: dt-miner"
     config = load_config("miner", [], environ={}, file=here / "miner.toml")  # nothing is refused
     assert config.general.network == f"{lab.url}/network.toml"
-    assert (config.chain.axon_port, config.chain.wallet_name) == (7001, "lab")
+    assert (config.swarm.dht_port, config.chain.wallet_name) == (7001, "lab")
     assert (home / ".bittensor/wallets/lab/hotkeys/default").exists()
     kept = (here / ".env").read_text()
     assert (here / ".env").stat().st_mode & 0o777 == 0o600
@@ -145,8 +145,8 @@ def test_one_line_makes_a_miner_and_again_takes_it_over(
         assert join_command.main(words) == 0  # the invitation was good for one
         assert f" with uid {uid}, " in capsys.readouterr().out
     assert everything(home) == before
-    assert join_command.main([invitation, "--axon.port", "7002"]) == 2
-    assert "axon.port in" in capsys.readouterr().err and everything(home) == before
+    assert join_command.main([invitation, "--dht.port", "7002"]) == 2
+    assert "dht.port in" in capsys.readouterr().err and everything(home) == before
 
 
 def test_another_folder_is_made_and_named(
@@ -179,7 +179,7 @@ WRONG = {
     "no keys": "R2_READ_ACCESS_KEY_ID, R2_READ_SECRET_ACCESS_KEY, R2_WRITE_ACCESS_KEY_ID, "
     "R2_WRITE_SECRET_ACCESS_KEY not set",
     "other miner": "network in ",
-    "flag": "did you mean --axon.port",
+    "flag": "did you mean --dht.port",
     "words": "is one word too many",
 }
 
@@ -224,9 +224,9 @@ def test_bad_invitation_is_one_line_and_nothing_is_written(
     elif wrong == "no keys":
         (here / ".env").unlink()
     elif wrong == "other miner":
-        (here / "miner.toml").write_text('network = "sn38"\n')
+        (here / "miner.toml").write_text('network = "other.toml"\n')
     elif wrong == "flag":
-        more = ["--axon.prot", "7001"]
+        more = ["--dht.prot", "7001"]
     elif wrong == "words":
         more = ["more"]
     capsys.readouterr()

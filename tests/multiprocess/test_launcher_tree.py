@@ -32,7 +32,7 @@ pytestmark = pytest.mark.timeout(150)
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "tests" / "tools" / "launcher_of_fakes.py"
-COMMON = ["--preset", "local", "--axon.port", "0", "--dht.port", "0"]
+COMMON = ["--preset", "local", "--dht.port", "0"]
 
 
 class Launched:
@@ -391,9 +391,9 @@ def test_two_miners_do_not_share_a_folder(launched: Callable[..., Launched]) -> 
 def test_a_port_in_use_is_waited_for(launched: Callable[..., Launched]) -> None:
     (port,) = free_ports(1)
     with socket.create_server(("127.0.0.1", port)):
-        run = launched("run", flags=("--axon.port", str(port)))
+        run = launched("run", flags=("--dht.port", str(port)))
         wait_for(lambda: "(attempt 3)" in run.output, "two tries")
-        assert f"Cannot train: port {port} (--axon.port) is in use" in run.output
+        assert f"Cannot train: port {port} (--dht.port) is in use" in run.output
         assert not run.mark.processes()
         assert run.shown.state == "refused" and f"port {port}" in run.shown.text
     run.wait_ready()

@@ -1,6 +1,6 @@
 """The whole loop over gloo ranks: kills, stops, full disks, dead sources, clocks that are set.
 
-Kills and stops within a round are in ``test_store_miner``.
+Kills and stops within a round are in ``tests/promises/test_kill_in_a_round.py``.
 """
 
 from __future__ import annotations

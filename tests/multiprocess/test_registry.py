@@ -50,7 +50,7 @@ from tests.tools.chain_world import MINER, PEER, STRANGER, VALIDATOR, answers
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(240)
-NETWORK = Path(__file__).parents[2] / "networks" / "dstrbtd-sn38.toml"
+NETWORK = Path(__file__).parents[2] / "networks" / "local.toml"
 
 
 @contextmanager
@@ -645,7 +645,7 @@ class TestKept:
     [
         (("--name", "other"), "--name other differs from the registry"),
         (("--seconds-per-block", "3"), "--seconds-per-block 3.0 differs from"),
-        (("--network", str(NETWORK)), "name dstrbtd-sn38 in "),
+        (("--network", str(NETWORK)), "name local in "),
         (("--folder", "{empty}"), "give --network FILE"),
         (("--folder", "{empty}", "--name", "A b", "--master", PEER.ss58), "lower-case"),
         (("--port", "70000"), "--port"),

@@ -32,13 +32,12 @@ NAMES = (
 @pytest.mark.parametrize("word", ["", "export "])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_of_the_guides_is_read(name: str, word: str, exchange: str, tmp_path: Path) -> None:
-    base = {"base": "local"} if exchange == "hivemind" else {}
     rules = {"exchange": exchange, "private": True, "chain.url": "http://127.0.0.1:8100"}
     dotenv = tmp_path / ".env"
     values = {**KEYS, "R2_BUCKET_NAME": "a-bucket"}
     dotenv.write_text(f"{word}{name}={values[name]}\n")
     dotenv.chmod(0o600)
-    place = network_file(tmp_path, rules, **base)
+    place = network_file(tmp_path, rules)
     config = load_config("miner", ["--network", place], environ={}, dotenv=dotenv, check=False)
     assert not [line for line in config.warnings if name in line]
     assert name in (ROOT / ".env.example").read_text()

@@ -33,7 +33,7 @@ from tests.tools.pm2 import (
     start_update,
 )
 from tests.tools.r2_keys import KEYS
-from tests.tools.settings import load_config
+from tests.tools.settings import load_config, usual_network
 from tests.tools.waiting import wait_for
 
 
@@ -42,7 +42,7 @@ def app(folder: Path = ROOT, **environ: str) -> dict[str, Any]:
     code = "console.log(JSON.stringify(require(process.argv[1]).apps[0]))"
     done = subprocess.run(
         ["node", "-e", code, str(folder / "app.config.js")],
-        env={"PATH": os.environ["PATH"], "DT_NETWORK": "sn38", **environ},
+        env={"PATH": os.environ["PATH"], "DT_NETWORK": usual_network(), **environ},
         capture_output=True,
         text=True,
         check=True,
@@ -91,8 +91,7 @@ class FakeMiner(Pm2):
             **KEYS,
             "BT_WALLET_PATH": str(hotkey.parents[2]),
             "DT_PRESET": "local",
-            "DT_FLAGS": f"--neuron.run_folder {home / 'run'} --nproc_per_node 1 "
-            "--axon.port 0 --dht.port 0",
+            "DT_FLAGS": f"--neuron.run_folder {home / 'run'} --nproc_per_node 1 --dht.port 0",
             "OMP_NUM_THREADS": "1",
         }
         super().__init__(home / "pm2", environ)

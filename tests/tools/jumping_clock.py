@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 
 offset = 0.0  # seconds
-_real = time.time
+true = time.time
 
 
 def _set() -> float:
-    return _real() + offset
+    return true() + offset
 
 
 time.time = _set

@@ -20,6 +20,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -31,6 +32,8 @@ from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState
 from distributed_training.miner.ranks import join_ranks
 from distributed_training.miner.resume import StartupInfo
+from distributed_training.store import folder as folder_store
+from distributed_training.store import room
 from distributed_training.telemetry import read_events
 from tests.tools import jumping_clock
 from tests.tools.member_world import open_played
@@ -171,7 +174,9 @@ def jumping(folder: Path) -> None:
         if isinstance(event, ev.UploadEnded):
             sent.append(event.cause)
 
-    Miner(folder, on_step=on_step, on_other=on_other).run("jumping")
+    # The store is another machine's.
+    with mock.patch.object(folder_store, "time", mock.Mock(time=jumping_clock.true)):
+        Miner(folder, on_step=on_step, on_other=on_other).run("jumping")
 
 
 def killed(folder: Path) -> None:
@@ -255,7 +260,9 @@ def no_room(folder: Path) -> None:
             filler.unlink()
             miner.stop()
 
-    Miner(folder, on_step=on_step, on_other=on_other).run("no_room")
+    # The disk is smaller than what is to stay free on a miner's.
+    with mock.patch.object(room, "DISK_RESERVE", 0):
+        Miner(folder, on_step=on_step, on_other=on_other).run("no_room")
 
 
 def starved(folder: Path) -> None:
