@@ -6,20 +6,18 @@
     python -m bench.kills --phases upload --kinds p2pd --ranks 1         one of them
 
 Every ``--every`` seconds (give or take half of it) a process of a random kind of a random miner
-gets ``kill -9``: its ranks, launcher, fork server, swarm host, p2pd, uploader, data workers. A
+gets ``kill -9``: its ranks, launcher, fork server, DHT peer, p2pd, data workers, page. A
 launcher that ends is started again, as pm2 would. Then the killing stops. The run is good when
-everybody takes the next outer step, all peers hold the same weights after it, and the stop leaves
-nothing. Memory, threads, descriptors and files must be what they were after the first outer step.
+everybody takes the next outer step, whose weights each rank compares with the manifest's digest,
+and the stop leaves nothing. Memory, threads, descriptors and files must be what they were after the
+first outer step.
 
 With ``--phases`` each kind is killed once in each of them, one in each miner at a time. Then the
 next round that everybody takes part in is waited for. Phases are seen from outside:
 
-    training      inner steps run, and no publication
-    matchmaking   the round was called; p2pd has not moved anything as large as the weights since
-    transfer      p2pd moves the weights
+    training      inner steps run, and no upload
     commit        the outer step is taken; its checkpoint is not complete
-    snapshot      a snapshot's files are being written
-    upload        the uploader has them, and has not reported
+    upload        the upload is written, and has not been sent
 
 The table has for each kill the phase it came in, the seconds until the miner's log said so, and
 those until the next inner step: of a miner whose ranks start again, the first after that start.
@@ -49,7 +47,7 @@ from unittest import mock
 
 import psutil
 import torch
-from safetensors.torch import load, load_file
+from safetensors.torch import load_file
 
 from bench.common import folder_or_temporary, parser, some_of, table
 from distributed_training.common.files import read_json_object
@@ -63,9 +61,8 @@ from distributed_training.telemetry import read_events
 WORDS = {
     "multiprocessing.resource_tracker": "resource tracker",
     "multiprocessing.forkserver": "fork server",
-    "distributed_training.exchange.sn38.averager_process": "swarm host",
+    "distributed_training.exchange.hivemind_peer": "DHT peer",
     "p2pd": "p2pd",
-    "distributed_training.store.uploader_process": "uploader",
     "distributed_training.data.block_builder": "data worker",
     "distributed_training.telemetry.page": "page",
 }
@@ -74,30 +71,19 @@ TOLD = {
     "launcher": "an earlier miner of this run folder left behind",
     "fork server": "process it was forked from ended|ranks cannot be started",
     "rank": "(ended with|was killed by) SIGKILL",
-    "swarm host": "The swarm process (ended|did not start)",
-    "p2pd": "The swarm process (ended|did not start)",
-    "uploader": "The uploader ended",
+    "DHT peer": "The DHT peer (ended|did not start)",
+    "p2pd": "The DHT peer (ended|did not start)",
     "data worker": "A data worker ended",
     "page": "The page ended",
     "resource tracker": "The resource tracker ended",
 }
 #: Those whose death ends the ranks, so that they start again.
 ENDS_RANKS = ("launcher", "fork server", "rank")
-KINDS = (*ENDS_RANKS, "swarm host", "p2pd", "uploader", "data worker", "page", "resource tracker")
-PHASES = ("training", "matchmaking", "transfer", "commit", "snapshot", "upload")
+KINDS = (*ENDS_RANKS, "DHT peer", "p2pd", "data worker", "page", "resource tracker")
+PHASES = ("training", "upload", "commit")
 BLOCKS = 40  # between two rounds, a second each: a start on a busy machine is to come in between
-#: What a killed miner waits for must be over before the next round, its reload
-#: (round.reload_timeout) where the validator refused an outer step included.
-TIMEOUTS = {
-    "round.next_chunk_timeout": "5s",
-    "round.allreduce_timeout": "12s",
-    "round.round_timeout": "18s",
-    "round.reload_timeout": "20s",
-}
 TURN = timedelta(seconds=240)  # the longest until every miner came to its phase
 ROUND = timedelta(seconds=240)  # the longest that a clean round may take to come
-TOLERANCE = 1e-5  # between the weights of peers: sums of float32 in another order
-_MOVED = 300_000  # bytes through p2pd that are no talk of the DHT any more
 _LOOK = 0.02  # seconds
 
 
@@ -248,34 +234,25 @@ class Watch:
     miner: Neuron
     phase: str
     act: Callable[[], bool] = lambda: True
-    _p2pd: psutil.Process | None = None
-    _moved_before: int = 0
 
     def there(self) -> bool:
         """Return whether the miner is in the phase, by the events that were read so far."""
         state = self.miner.state
         match self.phase:
             case "training":
-                return state.mode in ("training", "awaiting_global") and not self._publishing()
-            case "matchmaking":
-                return state.mode == "averaging" and self._moved() < _MOVED
-            case "transfer":
-                if state.mode != "averaging":
-                    self._note_traffic()
-                    return False
-                return self._moved() >= _MOVED
+                return state.mode == "training" and not self._uploading()
             case "commit":
                 return bool(state.outer_steps) and not self._checkpointed(state.outer_steps[-1][0])
-            case "snapshot":
-                snapshots = (self.miner.plan.folder / "snapshots").glob("*/")
-                return any(not self._complete(folder, "rank-{}.done.json") for folder in snapshots)
             case _:
-                return self._publishing()
+                return self._uploading()
 
-    def _publishing(self) -> bool:
-        tables = self.miner.state.tables
-        at = {k: tables[k][-1]["time"] for k in ("start", "preview", "publication") if tables[k]}
-        return max(at, key=lambda kind: at[kind], default="") == "preview"
+    def _uploading(self) -> bool:
+        """Return whether an upload is written that has not been sent."""
+        kinds = ("start", "upload", "publication")
+        at = {
+            e["kind"]: e["time"] for e in read_events(self.miner.plan.events) if e["kind"] in kinds
+        }
+        return max(at, key=lambda kind: at[kind], default="") == "upload"
 
     def _complete(self, folder: Path, name: str) -> bool:
         ranks = range(self.miner.plan.world_size)
@@ -290,23 +267,6 @@ class Watch:
             if manifest["progress"]["outer_step"] >= outer_step:
                 return True
         return False
-
-    def _moved(self) -> int:
-        """Bytes that p2pd read since the last :meth:`_note_traffic`."""
-        if self._p2pd is None:
-            self._note_traffic()
-        return self._traffic() - self._moved_before
-
-    def _note_traffic(self) -> None:
-        if self._p2pd is None or not self._p2pd.is_running():
-            self._p2pd = next(iter(processes_of(self.miner).get("p2pd", ())), None)
-        self._moved_before = self._traffic()
-
-    def _traffic(self) -> int:
-        with contextlib.suppress(psutil.Error):
-            if self._p2pd is not None:
-                return int(self._p2pd.io_counters().read_chars)
-        return 0
 
 
 def in_phase(subnet: LocalSubnet, turn: Sequence[Watch]) -> bool:
@@ -394,20 +354,6 @@ def epoch_start(checkpoints: Path, outer_step: int) -> dict[str, torch.Tensor]:
     }
 
 
-def global_weights(subnet: LocalSubnet, outer_step: int) -> dict[str, torch.Tensor]:
-    assert subnet.services is not None
-    with contextlib.closing(subnet.services.open_bucket(subnet.validator.plan)) as bucket:
-        content = bucket.get(f"epoch-{outer_step}/model.safetensors", limit=1 << 30)
-    assert content is not None
-    return load(content)
-
-
-def farthest(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """The largest difference of any weight."""
-    assert ours.keys() == theirs.keys()
-    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
-
-
 # --- the run ------------------------------------------------------------------------------------
 
 
@@ -416,7 +362,6 @@ class Outcome:
     kills: list[Kill] = field(default_factory=list)
     before: dict[str, dict[str, float]] = field(default_factory=dict)
     after: dict[str, dict[str, float]] = field(default_factory=dict)
-    distance: dict[str, float] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
 
@@ -435,12 +380,12 @@ def run(
     temporary = Path(tempfile.mkdtemp(prefix="kills-"))  # short: sockets are made there
     options = SubnetOptions(
         folder=folder / "subnet",
+        exchange="hivemind",
         ranks=ranks,
         least_miners=1,
         restart_miners=True,
         blocks_per_allreduce=BLOCKS if phases else None,
         miner_flags=("--neuron.page_port", "0") if phases else (),
-        rules=TIMEOUTS if phases else {},
     )
     cells = list(itertools.product(kinds, phases))
     subnet = LocalSubnet(options=options, stop_grace=timedelta(seconds=40))
@@ -454,18 +399,12 @@ def run(
             outcome.kills = kill_for(subnet, seconds, every=every, kinds=kinds, seed=seed)
         step = clean_round(subnet)
         outcome.after = {m.plan.name: usage(m) for m in subnet.miners}
-        expected = global_weights(subnet, step)
         marks += [mark for m in subnet.miners if (mark := mark_of(m.plan.folder))]
         reached = [m.state.outer_step for m in subnet.miners]
     for kind, phase in set(cells) - {(kill.kind, kill.phase) for kill in outcome.kills}:
         outcome.problems.append(f"no {kind} could be killed in {phase}")
     if set(reached) != {step}:  # another round came before the stop
         outcome.problems.append(f"the miners stand at outer steps {reached}, not {step}")
-    else:
-        outcome.distance = {
-            m.plan.name: farthest(epoch_start(m.plan.folder / "checkpoints", step), expected)
-            for m in subnet.miners
-        }
     outcome.problems += [*_unwell(outcome), *subnet.problems]
     outcome.problems += [f"left behind: {p}" for mark in marks for p in mark.processes()]
     caches = "torchinductor_"  # kept on purpose
@@ -476,16 +415,13 @@ def run(
 
 
 def _unwell(outcome: Outcome) -> Iterator[str]:
-    """Follow up each kill; yield what is wrong with it, with weights and with resources."""
+    """Follow up each kill; yield what is wrong with it and with resources."""
     for kill in outcome.kills:
         follow_up(kill)
         if kill.step_after is None:
             yield f"no inner step after the kill of {kill.kind}"
         if kill.told_after is None:
             yield f"the log does not tell of the kill of {kill.kind}"
-    for name, distance in outcome.distance.items():
-        if not distance <= TOLERANCE:
-            yield f"{name}: weights differ from the global ones by {distance}"
     for name, after in outcome.after.items():
         before = outcome.before[name]
         for what, (times, more) in GROWTH.items():
@@ -514,11 +450,11 @@ def show(outcome: Outcome) -> None:
             )
     moments = {"after the first outer step": outcome.before, "after the last": outcome.after}
     rows_of_usage = [
-        (name, moment, *(f"{value:.0f}" for value in found.values()), outcome.distance.get(name))
+        (name, moment, *(f"{value:.0f}" for value in found.values()))
         for moment, all_found in moments.items()
         for name, found in all_found.items()
     ]
-    table(("miner", "", *GROWTH, "weights from the global ones"), rows_of_usage)
+    table(("miner", "", *GROWTH), rows_of_usage)
 
 
 def seconds(value: float | None) -> str:

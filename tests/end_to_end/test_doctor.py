@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[2]
 EVERY = {
     "configuration", "python", "torch", "gpu", "batch", "model", "host memory", "disk",
     "disk speed", "descriptors", "shared memory", "port dht.port", "clock", "network",
-    "global state", "hotkey", "commitment", "bucket", "line", "tokenizer", "data", "step time",
+    "global state", "hotkey", "commitment", "bucket", "line", "tokenizer",
+    "address", "data", "step time",
 }  # fmt: skip
 
 
@@ -57,25 +58,29 @@ def doctor(
 @pytest.mark.slow
 def test_without_keys_network_and_gpu_each_check_says_why(tmp_path: Path) -> None:
     """An address of TEST-NET-1 takes no packets, and a name below .invalid has no address."""
-    rules = {"data.rows_url": "http://nowhere.invalid", "store.endpoint": "http://127.0.0.1:1"}
+    rules = {
+        "chain.url": "https://nowhere.invalid:9944",
+        "data.source": "hf",
+        "data.rows_url": "http://nowhere.invalid",
+        "model.parameters": 4_000_000_000,
+        "store.endpoint": "http://127.0.0.1:1",
+        "tokenizer.name": "dstrbtd/llama-1b",
+    }
     status, checks, _ = doctor(
-        "--subtensor.chain_endpoint=ws://nowhere.invalid:9944",
-        "--neuron.initial_peers=/ip4/127.0.0.1/tcp/1/p2p/"
-        "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN",
-        f"--network={network_file(tmp_path / 'net', rules, base='sn38')}",
+        f"--network={network_file(tmp_path / 'net', rules)}",
         "--chain.start_timeout=2",
-        "--axon.external_ip=8.8.4.4",  # or public services are asked
+        "--dht.ip=8.8.4.4",  # or public services are asked
         folder=tmp_path,
         environ={"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://nowhere.invalid"},
     )
     assert status == 1 and set(checks) == EVERY
     found = {name: check["status"] for name, check in checks.items()}
-    for name in ("configuration", "hotkey", "bootstrap", "tokenizer", "data"):
+    for name in ("configuration", "hotkey", "tokenizer", "data"):
         assert found[name] == "fail", checks[name]
-    left_out = {"clock", "network", "global state", "commitment", "endpoint", "bucket", "line"}
-    for name in left_out | {"shared memory", "calls"}:
+    left_out = {"clock", "network", "global state", "commitment", "bucket", "line"}
+    for name in left_out | {"shared memory"}:
         assert found[name] == "skip", checks[name]
-    assert "--probe 8.8.4.4:8091,8009" in checks["address"]["finding"]
+    assert "--probe 8.8.4.4:8009" in checks["address"]["finding"]
     # 4 billion parameters do not fit here, so nothing is built to measure it: the kernel would
     # kill what is.
     if found["host memory"] == "fail":

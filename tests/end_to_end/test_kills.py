@@ -29,6 +29,7 @@ TOLD_WITHIN = 10
 def test_a_rank_that_is_stopped_is_replaced(tmp_path: Path) -> None:
     options = SubnetOptions(
         folder=tmp_path / "subnet",
+        exchange="hivemind",
         ranks=(2,),
         blocks_per_allreduce=30,
         # Also the longest that the fork server's imports may take while other tests run.
@@ -48,15 +49,14 @@ def test_a_rank_that_is_stopped_is_replaced(tmp_path: Path) -> None:
         )
         kills.clean_round(subnet)
         stacks = (miner.plan.folder / "stacks.txt").read_text()
-        for kind in ("rank", "swarm host", "uploader", "data worker"):
+        for kind in ("rank", "DHT peer", "data worker"):
             for process in processes[kind]:
                 told = stacks.partition(f"=== {process.pid} (")[2].partition("===")[0]
                 assert 'File "' in told, (kind, stacks)
         assert f"=== {stopped.pid} (stopped)" in stacks
         log = miner.child.log.read_text()
         assert log.count("The ranks hang") == 1
-        # A round that was called meanwhile may have continued without this miner.
-        assert "Resumed at outer step" in log or "Behind Global Epoch" in log
+        assert "Resumed at outer step" in log
     assert subnet.problems == []
 
 

@@ -23,7 +23,6 @@ import pytest
 
 from distributed_training.localnet.services import FOREIGN_PREFIXES
 from distributed_training.telemetry import read_events
-from distributed_training.telemetry.neuron_state import NeuronState
 from tests.tools.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +66,7 @@ def test_a_miner_joins_by_the_printed_command_and_ctrl_c_ends_it_well(tmp_path: 
         wait_for(averaged, "its round", seconds=300, every=0.5)
         for words in (
             ("-m", "distributed_training", "doctor", "--diagnostics.measure", "0"),
-            (str(ROOT / "scripts" / "score.py"), "--background"),
+            (str(ROOT / "scripts" / "score.py"),),
         ):  # while the miner runs, with the settings of its folder
             done = subprocess.run(
                 [sys.executable, *words],
@@ -78,7 +77,6 @@ def test_a_miner_joins_by_the_printed_command_and_ctrl_c_ends_it_well(tmp_path: 
                 timeout=240,
             )
             assert done.returncode == 0, done.stdout + done.stderr
-        assert NeuronState(events.parent).catch_up().measured()["previewed"] is not None
         wait_for(lambda: any("until Ctrl-C" in line for line in printed), "the step", seconds=120)
         subnet.send_signal(signal.SIGINT)
         assert subnet.wait(120) == 130, "".join(printed[-20:])

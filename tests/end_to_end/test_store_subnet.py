@@ -190,7 +190,7 @@ def test_all_begin_each_outer_step_with_the_same_weights(run: Run) -> None:
     assert len({manifest.weights for manifest in run.chain}) == len(run.chain)
 
 
-def test_a_miner_has_no_swarm_and_no_key(run: Run) -> None:
+def test_a_miner_has_no_dht_peer_and_no_key(run: Run) -> None:
     assert run.programs and not [line for line in run.programs if "p2pd" in line]
     assert run.secrets == set()
     assert not [key for key in run.objects if key.startswith("epoch-")]
@@ -200,7 +200,7 @@ def test_the_doctor_of_a_member_finds_nothing_wrong(run: Run) -> None:
     status, checks = run.checks
     assert status == 0, checks
     assert checks["access"]["status"] == "ok"
-    assert not checks.keys() & {"port axon.port", "port dht.port", "address", "bootstrap", "bucket"}
+    assert not checks.keys() & {"port dht.port", "address", "bucket"}
 
 
 def test_score_and_export_read_the_signed_weights(run: Run) -> None:

@@ -103,7 +103,7 @@ def facts_of(state: str, now: float) -> Facts:
             silent = {"block": Fact(4_999_984, ago), "store_silent_since": ago}
             return replace(facts, **silent, next_round=now - 64)  # type: ignore[arg-type]
         case "behind":
-            return replace(facts, behind_since=now - 1860)
+            return replace(facts, behind_since=now - 9060)
         case "stuck":
             return replace(facts, step=Fact(40, now - 900))
         case _ if state in STORE:
@@ -186,8 +186,8 @@ def _weeks(state: str, facts: Facts, uid: int, now: float) -> list[dict[str, Any
     young = not facts.uploads
     for number in range(670, 0, -1) if not young else ():
         if number % 5 == 0:
-            kept = {"base": "merged"} if state in STORE else {"peers": ["a", "b"]}
-            failed = {"fault": "NO_GROUP", "detail": "", "seconds": 60.0, "outer_step": 1}
+            kept = {"base": "merged"}
+            failed = {"fault": "TOO_FEW", "detail": "", "seconds": 60.0, "outer_step": 1}
             done = {"ok": True, "fault": "", "seconds": 3.0, "outer_step": 1, **kept}
             add("round", number * 1800, **(done if number % 35 else {"ok": False, **failed}))
             ok = number % 45 > 0
@@ -199,9 +199,9 @@ def _weeks(state: str, facts: Facts, uid: int, now: float) -> list[dict[str, Any
     for number in range(1, 41):
         add("step", 15.2 * (40 - number), **step_fields(9, number, 2.0 + (40 - number) / 400))
     if not young:
-        add("round", 0, ok=True, fault="", peers=["a", "b"], seconds=3.0, outer_step=8)
+        add("round", 0, ok=True, fault="", base="merged", seconds=3.0, outer_step=8)
     if state in STORE and facts.uploads:
-        events[-1] |= {"peers": [], "base": STORE[state], "detail": facts.uploads[0].cause}
+        events[-1] |= {"base": STORE[state], "detail": facts.uploads[0].cause}
     if state == "stopped":
         add("stop", 0, reason="asked to stop", exit_status=0)
     return events
