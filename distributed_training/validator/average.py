@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,10 @@ log = logging.getLogger(__name__)
 
 _LONGEST = 2.0  # times the usual norm of an upload
 _ALIKE = 0.01  # norm of the difference from the merge, as a part of the merge's
+
+
+class _NoAverage(Exception):
+    """Says why the update does not follow from the average."""
 
 
 class _Round:
@@ -143,73 +147,79 @@ class AveragingValidator(StoreValidator):
     # --- average or merge -------------------------------------------------------------------------
 
     def _merge_all(self, close: Close, uids: Sequence[int]) -> MergedSome:
-        assert self._round is not None
-        participants = self._round.participants
-        self._averaging = Averaging("average", "", participants)
-        why, merged = self._try_average(close, uids)
-        if merged is None:
-            self._averaging = self._with(source="merge", why=printable(why, 300))
-            first = not self._round.usual  # nothing of a first close has failed
-            text = "No average" if first else lines.all_reduce_failed(2)
-            level = logging.INFO if first else logging.WARNING
-            log.log(level, "%s: %s. The outer step is the merge of the uploads", text, why)
-            return super()._merge_all(close, uids)
-        log.info("%s: %d members took part", lines.ALL_REDUCE_FINISH, len(participants))
-        return merged
-
-    def _with(self, **changed: Any) -> Averaging:
-        assert self._averaging is not None
-        return replace(self._averaging, **changed)
-
-    def _try_average(self, close: Close, uids: Sequence[int]) -> tuple[str, MergedSome | None]:
-        """Return what the average leads to, or why it is not used."""
         found = self._round
         assert found is not None
+        self._averaging = Averaging("average", "", found.participants)
+        try:
+            merged = self._merge_average(close, uids, found)
+        except _NoAverage as error:
+            why = printable(str(error), 300)
+            self._averaging = replace(self._averaging, source="merge", why=why)
+            first = not found.usual  # nothing of a first close has failed
+            text = "No average" if first else lines.all_reduce_failed(2)
+            level = logging.INFO if first else logging.WARNING
+            log.log(level, "%s: %s. The outer step is the merge of the uploads", text, error)
+            return super()._merge_all(close, uids)
+        log.info("%s: %d members took part", lines.ALL_REDUCE_FINISH, len(found.participants))
+        return merged
+
+    def _merge_average(self, close: Close, uids: Sequence[int], found: _Round) -> MergedSome:
+        """Return what the average leads to. Raises _NoAverage."""
         if found.answer is None or found.answer.failed:
-            return found.answer.failed if found.answer else "the DHT peer gave no answer", None
+            raise _NoAverage(found.answer.failed if found.answer else "the DHT peer did not answer")
         for uid in found.participants:
             refused = close.refused.get(uid)
             if refused is not None and refused.cause not in NO_FAULT:
-                return f"uid {uid} took part, and its upload was refused ({refused.cause})", None
+                raise _NoAverage(
+                    f"uid {uid} took part, and its upload was refused ({refused.cause})"
+                )
         if OUTER_RULES[self._outer_rule.name].merge is not None:
-            return f"the outer rule {self._outer_rule.name} merges the uploads itself", None
+            raise _NoAverage(f"the outer rule {self._outer_rule.name} merges the uploads itself")
         mine = [uid for uid in sorted(uids) if uid in found.participants]
-        if any(close.accepted[uid].alike > 1 for uid in mine):
-            return "uploads of several members are alike, and would count several times", None
         if not mine:
-            return "no member took part whose upload was accepted", None
+            raise _NoAverage("no member took part whose upload was accepted")
+        if any(close.accepted[uid].alike > 1 for uid in mine):
+            raise _NoAverage("uploads of several members are alike, and would count several times")
         try:
             average = Average(found.path, self.state.schema)
         except (ValueError, OSError) as error:
-            return str(error), None
-        chosen = [close.accepted[uid] for uid in sorted(uids)]
+            raise _NoAverage(str(error)) from None
         whole = {*found.participants} <= close.accepted.keys()
-        norm = self._compare(average, chosen if whole else [], found.answer)
+        chosen = [close.accepted[uid] for uid in sorted(uids)] if whole else []
+        norm, difference, suspects = self._compare(average, chosen, found.answer.shares, found.uids)
+        assert self._averaging is not None
+        self._averaging = replace(self._averaging, difference=difference, suspects=suspects)
         if not math.isfinite(norm):
-            return "not all of its values are finite", None
+            raise _NoAverage("not all of its values are finite")
         if norm > _LONGEST * found.usual:
-            return f"its norm is {norm:.3g}, that of an upload usually {found.usual:.3g}", None
-        difference = self._averaging.difference if self._averaging else None
+            raise _NoAverage(f"its norm is {norm:.3g}, that of an upload usually {found.usual:.3g}")
         if difference is not None and not difference <= _ALIKE:
-            blamed = ", ".join(map(str, self._averaging.suspects)) if self._averaging else ""
+            blamed = ", ".join(map(str, suspects))
             where = f"; it differs where uid {blamed} reduced it" if blamed else ""
-            return f"it differs by {difference:.1%} from the merge of the uploads{where}", None
+            raise _NoAverage(f"it differs by {difference:.1%} from the merge of the uploads{where}")
         limit = self._rules.config.loss_limit(self._rules.mean(self._losses))
         merged = self._merge(close, mine, average)
         # "Not below", for NaN.
         if not (after := self._rules.mean(merged.losses)) <= limit:
-            return f"with it the held-out loss is {after:.4f}, limit {limit:.4f}", None
-        return "", merged
+            raise _NoAverage(f"with it the held-out loss is {after:.4f}, limit {limit:.4f}")
+        return merged
 
-    def _compare(self, average: Average, chosen: Sequence[Accepted], answer: Answer) -> float:
-        """Return the norm of the average; note how it differs from the mean of ``chosen``.
+    def _compare(
+        self,
+        average: Average,
+        chosen: Sequence[Accepted],
+        shares: Sequence[tuple[str, int]],
+        uids: Mapping[str, int],
+    ) -> tuple[float, float | None, tuple[int, ...]]:
+        """Return the norm of the average, how it differs from the mean of ``chosen``, and where.
 
-        Each peer reduces a range of the values, so what differs names whose range that is.
+        Each peer reduces a range of the values: the uids are those whose range differs. Without
+        ``chosen`` there is nothing to compare with.
         """
         # What is too short to tell has a part in it, too.
         longest = longest_norm([one.measured for one in chosen], self._steps.history)
         factors = [clip_factor(one.norm, longest) for one in chosen]
-        ends = torch.tensor([size for _, size in answer.shares]).cumsum(0)
+        ends = torch.tensor([size for _, size in shares]).cumsum(0)
         differs, lengths = torch.zeros(len(ends)).double(), torch.zeros(len(ends)).double()
         square, place = 0.0, 0
         for index, (_, shape) in enumerate(self.state.schema):
@@ -223,31 +233,24 @@ class AveragingValidator(StoreValidator):
                 for one, factor in zip(chosen, factors, strict=True):
                     mean.add_(one.file.rows(index, first, stop).mul_(factor))
                 mean.div_(max(1, len(chosen)))
-                pairs = ((rows - mean).view(-1), differs), (mean.view(-1), lengths)
-                owners = torch.bucketize(
-                    torch.arange(place, place + rows.numel()), ends, right=True
-                ).clamp_(max=len(ends) - 1)
-                for values, sums in pairs:
-                    sums.index_add_(0, owners, values.double().square())
-                place += rows.numel()
-        if chosen:
-            assert self._round is not None
-            total = float(differs.sum() / lengths.sum()) ** 0.5
-            bad = (differs > _ALIKE**2 * lengths).tolist()
-            uids = self._round.uids
-            suspects = {
-                uids[peer]
-                for (peer, size), is_bad in zip(answer.shares, bad, strict=True)
-                if is_bad and size and peer in uids
-            }
-            # Where all ranges differ it is what somebody sent.
-            if all(is_bad for (_, size), is_bad in zip(answer.shares, bad, strict=True) if size):
-                suspects = set()
-            self._averaging = self._with(
-                difference=total if math.isfinite(total) else 1e18,
-                suspects=tuple(sorted(suspects)),
-            )
-        return math.sqrt(square)
+                places = torch.arange(place, place := place + rows.numel())
+                owners = torch.bucketize(places, ends, right=True).clamp_(max=len(ends) - 1)
+                for values, sums in ((rows - mean, differs), (mean, lengths)):
+                    sums.index_add_(0, owners, values.view(-1).double().square())
+        if not chosen:
+            return math.sqrt(square), None, ()
+        total = float(differs.sum() / lengths.sum()) ** 0.5
+        # Of each peer that reduces something.
+        bad = {
+            peer: differed > _ALIKE**2 * length
+            for (peer, size), differed, length in zip(shares, differs, lengths, strict=True)
+            if size
+        }
+        # Where all ranges differ it is what somebody sent.
+        blamed = [
+            uids[peer] for peer in bad if bad[peer] and peer in uids and not all(bad.values())
+        ]
+        return math.sqrt(square), total if math.isfinite(total) else 1e18, tuple(sorted(blamed))
 
     # --- what is published ------------------------------------------------------------------------
 

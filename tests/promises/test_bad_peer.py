@@ -75,7 +75,7 @@ DISTURBANCES = {
     "lies to a member": Disturbance("lie-to-a-member", sources=("average",)),
     "poison in the all-reduce": Disturbance("poison", why="differs by"),
     "silent": Disturbance("silent"),
-    "slow": Disturbance("slow"),
+    "slow": Disturbance("slow", sources=("merge", "average")),  # it may be just in time
     "hangs": Disturbance("hangs", sources=("merge", "average")),
     "late by a minute": Disturbance("late", why="differs by"),
     "two groups": Disturbance(silent=(3,), why="differs by"),
