@@ -12,7 +12,7 @@ from tests.tools.founded import founded, outer_steps
 from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
-LONGEST = 900.0  # seconds for two rounds or for a scoring pass, on a busy machine
+LONGEST = 900.0  # seconds for an outer step, on a busy machine
 
 
 def test_founded_joined_and_trained(tmp_path: Path) -> None:

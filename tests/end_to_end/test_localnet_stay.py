@@ -1,10 +1,10 @@
-"""`make run ARGS="--stay"`: a miner joins by the command that it prints, and averages with all.
+"""`make run ARGS="--stay"`: a miner joins by the printed command, and takes an outer step.
 
 Doctor and score take the settings of its folder, as an operator's do. Other files have the rest of
 an operator's days:
 
-- restart, stop, kill, reboot under pm2: test_localnet_pm2.py, test_pm2.py, test_kills.py
-- an update: test_pm2.py (promises)
+- restart, stop, kill, reboot under pm2: test_pm2.py (promises), test_kills.py
+- an update: test_pm2.py
 - the page in each state: test_page.py
 - the doctor's rows, a lost uid: test_running_miner.py
 """

@@ -49,9 +49,7 @@ def run_folder(tmp_path: Path) -> Iterator[tuple[Path, EventLog]]:
         for number in range(1, 41):
             step(events, number, loss=4.0 - number / 20)
         events.write("outer_step", outer_step=3)
-        events.write(
-            "round", outer_step=2, ok=True, fault="", detail="", seconds=3.0
-        )
+        events.write("round", outer_step=2, ok=True, fault="", detail="", seconds=3.0)
         events.write(
             "publication", revision="5.3.40", ok=True, seconds=2.0, bytes_sent=5e6, reason=""
         )
@@ -91,7 +89,7 @@ def test_the_page_shows_training_and_survives_a_restart(
         wait_for(lambda: "3 . 42" in card(browser, "Step"), "what happened in between")
         wait_for(lambda: browser.find_element("id", "connection").text == "live", "it again")
     problems = [e for e in browser.get_log("browser") if e["level"] == "SEVERE"]
-    assert all("ERR_CONNECTION_REFUSED" in e["message"] or "ERR_" in e["message"] for e in problems)
+    assert all("ERR_" in e["message"] for e in problems), problems
 
 
 @pytest.mark.parametrize(
@@ -284,8 +282,8 @@ def test_page_shows_a_days_tokens_income_cost_and_the_weeks(browser: Any, tmp_pa
         drawn = "return document.querySelector(arguments[0])?.getAttribute('aria-label') || ''"
         assert "share of all payments" in browser.execute_script(drawn, "#incentive svg")
         assert "by the day" in browser.execute_script(drawn, "#counts svg")
-        assert "too few uploads could be merged" in " ".join(table(browser, "Rounds"))
-        assert "TOO_FEW" not in browser.find_element("tag name", "body").text
+        assert "this miner could not apply the update" in " ".join(table(browser, "Rounds"))
+        assert "LOCAL" not in browser.find_element("tag name", "body").text
 
 
 def test_the_next_round_counts_down_by_the_clock_and_a_tab_keeps_its_past(

@@ -43,9 +43,8 @@ def test_a_refused_setting_is_status_2_and_one_line_with_its_remedy(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    base = {"base": "local"} if exchange == "hivemind" else {}
     rules = {"exchange": exchange, "private": True, "chain.url": "http://127.0.0.1:8100"}
-    place = network_file(tmp_path, rules, **base)
+    place = network_file(tmp_path, rules)
     for name, key in KEYS.items():
         monkeypatch.setenv(name, key)
     monkeypatch.chdir(tmp_path)

@@ -71,11 +71,11 @@ def test_the_flags_are_understood_and_the_kill_timeout_covers_the_stop(preset: s
 def test_an_operator_s_own_rows_may_hold_numbers(tmp_path: Path) -> None:
     shutil.copy(ROOT / "app.config.js", tmp_path)
     (tmp_path / ".venv").symlink_to(ROOT / ".venv")
-    rows = '[["--neuron.upload_steps", 50], ["--neuron.stop_timeout", 90]]'
+    rows = '[["--neuron.checkpoint_steps", 50], ["--neuron.stop_timeout", 90]]'
     (tmp_path / "app.config.override.js").write_text(f"module.exports = {rows};")
     settings = app(tmp_path)
     config = load_config("miner", settings["args"], environ=KEYS, dotenv=None)
-    assert config.store.upload_steps == 50 and config.miner.stop_timeout.seconds == 90
+    assert config.miner.checkpoint_steps == 50 and config.miner.stop_timeout.seconds == 90
     assert settings["kill_timeout"] >= 90_000
 
 

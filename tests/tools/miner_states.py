@@ -187,7 +187,7 @@ def _weeks(state: str, facts: Facts, uid: int, now: float) -> list[dict[str, Any
     for number in range(670, 0, -1) if not young else ():
         if number % 5 == 0:
             kept = {"base": "merged"}
-            failed = {"fault": "TOO_FEW", "detail": "", "seconds": 60.0, "outer_step": 1}
+            failed = {"fault": "LOCAL", "detail": "", "seconds": 60.0, "outer_step": 1}
             done = {"ok": True, "fault": "", "seconds": 3.0, "outer_step": 1, **kept}
             add("round", number * 1800, **(done if number % 35 else {"ok": False, **failed}))
             ok = number % 45 > 0
