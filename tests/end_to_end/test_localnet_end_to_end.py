@@ -74,7 +74,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         if outer_steps > 1:
             subnet.wait_for_outer_steps(outer_steps - 1, WAIT)
         subnet.wait_until(lambda: all(map(kept, subnet.miners)), WAIT, "a checkpoint of each")
-        killed = [kill(subnet, 0, "p2pd"), kill(subnet, 1, "rank")]
+        killed = [kill(subnet, 0, "DHT peer"), kill(subnet, 1, "rank")]
         subnet.wait_until(lambda: all(map(trains_on, killed)), WAIT, "a step after each kill")
         subnet.wait_for_outer_steps(outer_steps, WAIT)
         subnet.wait_for_figures(timedelta(seconds=30))
