@@ -235,6 +235,7 @@ def members(folder: Path, period: int = 60) -> SubnetOptions:
     )
 
 
+@pytest.mark.timeout(1800)  # each of its nine states waits for closes of a minute
 def test_members_are_told_of_silence_and_refused_uploads(tmp_path: Path) -> None:
     """The last of two members is hostile: its uploads have the sign flipped."""
     options = members(tmp_path / "subnet")
@@ -285,6 +286,7 @@ def test_members_are_told_of_missed_closes_and_refused_starts(tmp_path: Path) ->
             assert "pm2 resurrect" in found["remedy"]
 
 
+@pytest.mark.timeout(1800)
 def test_members_are_told_of_full_disks_and_of_expulsion(tmp_path: Path) -> None:
     folder = tmp_path / "disk"
     options = replace(
