@@ -79,7 +79,7 @@ def last_update(miner: StoreMiner) -> Moved:
 
 
 def shadow(miner: StoreMiner, steps: int = 2) -> Moved:
-    """Train on the pages of the first honest member, an inner step less."""
+    """Train on the pages of the first honest member, an inner step less, as the others do."""
     blocks, uid, miner.uid = miner.blocks, miner.uid, HONEST[0]
     miner.train(steps=steps, learning_rate=1e-3)
     miner.uid, miner.blocks = uid, blocks
@@ -131,7 +131,10 @@ def run(
             for uid in good:
                 world.miners[uid].upload()
             world.until_late()
-            world.tick()
+            for _ in range(60):  # a fetch takes longer than a look on a busy machine
+                world.tick()
+                if world.state.outer_step == n:
+                    break
             found = world.fates(n)
             assert {uid: found[uid] for uid in good} == dict.fromkeys(good, "merged")
             fates.update(found[uid] for uid in bad)
