@@ -109,7 +109,7 @@ class Answer:
 def usual_norm(manifest: Manifest | None) -> float | None:
     """Return the median norm of the uploads that a manifest has merged; None: it has none."""
     named = manifest.merged if manifest else ()
-    merged = [one.norm * one.factor * one.alike for one in named if one.factor]
+    merged = [one.norm * one.factor / one.share for one in named if one.factor]
     return statistics.median_low(merged) if merged else None
 
 

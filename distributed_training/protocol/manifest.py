@@ -110,8 +110,8 @@ class _Signed:
         for each in content.get("merged", ()):
             if each["chance"] is None:  # a manifest from before it has another digest with it
                 del each["chance"]
-            if each["alike"] == 1:
-                del each["alike"]
+            if each["share"] == 1.0:
+                del each["share"]
         return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
 
     @functools.cached_property
@@ -209,7 +209,8 @@ class Merged:
     """An upload that was merged, or is carried over to the next close by its member.
 
     ``digest``: of its file; ``norm``: before it was clipped. ``chance``: None in manifests from
-    before uploads were carried. ``alike``: the number of uploads that share the weight of one.
+    before uploads were carried. ``share``: of the weight of one, which
+    alike uploads have together.
     """
 
     uid: Uid
@@ -222,7 +223,7 @@ class Merged:
     inner_steps: Whole
     tokens: Whole
     chance: Figure | None = None  # nats a token by which chance alone may lower the loss
-    alike: Annotated[int, Field(ge=1, le=1 << 20)] = 1
+    share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
 
 
 @checked(frozen=True, config=ConfigDict(strict=True))

@@ -178,7 +178,7 @@ class AveragingValidator(StoreValidator):
         mine = [uid for uid in sorted(uids) if uid in found.participants]
         if not mine:
             raise _NoAverage("no member took part whose upload was accepted")
-        if any(close.accepted[uid].alike > 1 for uid in mine):
+        if any(close.accepted[uid].share < 1 for uid in mine):
             raise _NoAverage("uploads of several members are alike, and would count several times")
         try:
             average = Average(found.path, self.state.schema)

@@ -55,6 +55,8 @@ _OWN_WORK = 0.99  # chance that other text shows it, too: its own pages gained m
 _CERTAIN = 2.0  # standard errors by which the owner's pages must have gained more
 #: The uploads that help lie farther apart than the nearest quarter of their pairs does.
 _NEAREST = 4
+#: A tenth more gain is twice the share of what alike uploads count together.
+_SHARPLY, _LEAST_SHARE, _NO_GAIN = 8, 1e-3, 1e-9
 # Norms of uploads that a factor in float32 clips to each other, and no sum of which is too large.
 _LEAST_NORM, _MOST_NORM = 1e-12, 1e12
 _SAMPLE = 1 << 16  # values of an upload that are compared
@@ -76,8 +78,8 @@ class Accepted:
     """An upload that was judged and may be merged.
 
     ``modified``: when it came, by the store's clock; ``sample``: its values at secret places;
-    ``factor``: by which it was multiplied when it was judged; ``alike``: how many of the close are
-    alike it, itself included.
+    ``factor``: by which it was multiplied when it was judged; ``share``: of the weight of one,
+    which alike uploads have together.
     """
 
     uid: int
@@ -88,7 +90,7 @@ class Accepted:
     sample: Tensor
     judgement: Judgement
     factor: float = 1.0
-    alike: int = 1
+    share: float = 1.0
 
     @property
     def improvement(self) -> float:
@@ -100,7 +102,7 @@ class Accepted:
     def measured(self) -> Measured:
         assert self.judgement.random is not None
         chance = min(self.judgement.random.chance, 1e18)
-        return Measured(self.norm, self.improvement, chance, self.alike)
+        return Measured(self.norm, self.improvement, chance, self.share)
 
     @property
     def own_work(self) -> tuple[float, float]:
@@ -347,18 +349,21 @@ def find_copies(uploads: Sequence[Accepted], earlier: Mapping[str, Tensor]) -> d
     return found
 
 
-def count_alike(uploads: Sequence[Accepted]) -> list[Accepted]:
-    """Return the uploads, each with how many of them are alike it.
+def share_alike(uploads: Sequence[Accepted]) -> list[Accepted]:
+    """Return the uploads, each with its share of the weight that those alike it have together.
 
     Who trains on another's pages adds nothing to what that member uploads. Whose pages they are is
-    seldom sure, so nobody is refused, and all that are alike share the weight of one.
+    seldom sure, so nobody is refused, and whoever gains more has by far the larger share.
     """
     helps = helpful([one.measured for one in uploads])
     limit = _limit_of_pairs([one for one, good in zip(uploads, helps, strict=True) if good])
-    return [
-        replace(one, alike=sum(o is one or _cosine(one.sample, o.sample) > limit for o in uploads))
-        for one in uploads
-    ]
+
+    def share(one: Accepted) -> float:
+        alike = [o for o in uploads if o is one or _cosine(one.sample, o.sample) > limit]
+        gains = [max(o.improvement, _NO_GAIN) / max(one.improvement, _NO_GAIN) for o in alike]
+        return max(_LEAST_SHARE, 1 / math.fsum(gain**_SHARPLY for gain in gains))
+
+    return [replace(one, share=share(one)) for one in uploads]
 
 
 def _limit_of_pairs(helping: Sequence[Accepted]) -> float:

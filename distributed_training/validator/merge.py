@@ -108,20 +108,20 @@ class Measured(NamedTuple):
     """The judge's measurements of an upload, which decide how it is merged.
 
     ``norm``: of all its values. ``gain``: nats per token by which it lowers the loss on text.
-    ``chance``: nats per token by which mere chance may lower it. ``alike``: how many uploads of the
-    close are alike it, itself included.
+    ``chance``: nats per token by which mere chance may lower it. ``share``: of the weight of
+    one upload, which alike uploads have together.
     """
 
     norm: float
     gain: float
     chance: float
-    alike: int = 1
+    share: float = 1.0
 
 
 def measured(manifest: Manifest) -> list[Measured]:
     """Return what was measured of each upload that a manifest names as accepted."""
     return [
-        Measured(each.norm, each.improvement, each.chance or 0.0, each.alike)
+        Measured(each.norm, each.improvement, each.chance or 0.0, each.share)
         for each in manifest.merged
     ]
 
@@ -145,7 +145,7 @@ def usual_norm(uploads: Sequence[Measured], chain: Sequence[Manifest]) -> float 
     """
     weighted: list[tuple[float, float]] = []
     closes = [
-        (measured(m), [each.factor * each.alike for each in m.merged]) for m in chain[-HISTORY:]
+        (measured(m), [each.factor / each.share for each in m.merged]) for m in chain[-HISTORY:]
     ]
     for close, factors in [*closes, (uploads, [1.0] * len(uploads))]:
         helping = [
@@ -188,7 +188,7 @@ def merge_factors(uploads: Sequence[Measured], chain: Sequence[Manifest]) -> lis
     return [
         0.0
         if enough and not each
-        else float(np.float32(clip_factor(upload.norm, longest) / upload.alike))
+        else float(np.float32(clip_factor(upload.norm, longest) * upload.share))
         for each, upload in zip(helps, uploads, strict=True)
     ]
 
@@ -201,17 +201,16 @@ def whole_uploads(uploads: Sequence[Measured]) -> float:
     for all. The norm tells, too, since half of an upload gains more than half as much. Where chance
     explains why it gains less, it counts 1: late in training steps would else grow by mere chance.
     None counts as more than one, nor do all that are alike. Where too few help, and so all are
-    merged, each counts 1, or with those alike 1.
+    merged, each counts 1, or its share.
     """
     helps = helpful(uploads)
     if 2 * sum(helps) < len(uploads):
-        return float(np.float32(math.fsum(1 / each.alike for each in uploads)))
+        return float(np.float32(math.fsum(each.share for each in uploads)))
     helping = [each for each, good in zip(uploads, helps, strict=True) if good]
     gain = statistics.median_high(each.gain for each in helping)
     norm = statistics.median_low(each.norm for each in helping)  # half may be far too long
     parts = (
-        min(1.0 if each.gain + each.chance >= gain else each.gain / gain, each.norm / norm)
-        / each.alike
+        min(1.0, (each.gain + each.chance) / gain, each.norm / norm) * each.share
         for each in helping
     )
     return float(np.float32(math.fsum(parts)))

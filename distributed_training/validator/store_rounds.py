@@ -42,7 +42,7 @@ from distributed_training.store.errors import StoreError
 from distributed_training.training.weights import GlobalState
 from distributed_training.validator.errands import Errands, unless_stopped
 from distributed_training.validator.fetch_close import LOOK, Close
-from distributed_training.validator.judging import CAUSES, UploadJudge, count_alike, find_copies
+from distributed_training.validator.judging import CAUSES, UploadJudge, find_copies, share_alike
 from distributed_training.validator.merge import OuterState, find_spoilers
 from distributed_training.validator.merge_close import CloseMerger, MergedSome
 from distributed_training.validator.outer_steps import OuterSteps, Prepared, next_state, renewed
@@ -372,7 +372,7 @@ class StoreValidator(CloseMerger):
         for uid, why in find_copies([*close.accepted.values()], known).items():
             self._blame(close, uid, "copy", why)
         self._judge_clipped(close, block)
-        close.accepted = {one.uid: one for one in count_alike([*close.accepted.values()])}
+        close.accepted = {one.uid: one for one in share_alike([*close.accepted.values()])}
         least = self._rules.settings.least
         if len(close.accepted) < least:
             detail = f"{lines.counted(len(close.accepted), 'upload')} accepted of {len(close.came)}"
@@ -466,7 +466,7 @@ class StoreValidator(CloseMerger):
                     one.file.header.inner_steps,
                     one.file.header.tokens,
                     one.measured.chance,
-                    one.alike,
+                    one.share,
                 )
                 for one, factor in zip(chosen, merged.factors, strict=True)
             ),

@@ -281,7 +281,7 @@ def closes(*chain: Sequence[tuple[float, float]]) -> list[Any]:
     return [
         SimpleNamespace(
             merged=[
-                SimpleNamespace(norm=norm, improvement=gain, chance=0.01, factor=1.0, alike=1)
+                SimpleNamespace(norm=norm, improvement=gain, chance=0.01, factor=1.0, share=1.0)
                 for norm, gain in uploads
             ]
         )
@@ -344,7 +344,7 @@ def test_the_sum_is_divided_by_what_uploads_gain(uploads: list[Measured], diviso
 
 def test_an_upload_that_gains_less_by_chance_counts_whole() -> None:
     assert whole_uploads(found((1, 1), (1, 0.6), (1, 1), chance=0.4)) == 3.0
-    assert whole_uploads(found((1, 1), (1, 0.6), (1, 1), chance=0.2)) == pytest.approx(2.6)
+    assert whole_uploads(found((1, 1), (1, 0.6), (1, 1), chance=0.2)) == pytest.approx(2.8)
 
 
 @pytest.mark.parametrize("clones", [1, 2, 3, 6])
@@ -352,7 +352,7 @@ def test_an_upload_that_gains_less_by_chance_counts_whole() -> None:
 def test_uploads_that_are_alike_share_the_weight_of_one(clones: int, few: bool) -> None:
     """Of four members one is imitated: all together count as it did, and so do the others."""
     honest = found((1, 1), (1, 1), (0.9, 1), (1, 1), chance=2.0 if few else 0.01)
-    alike = [honest[0]._replace(alike=clones + 1)] * (clones + 1)
+    alike = [honest[0]._replace(share=1 / (clones + 1))] * (clones + 1)
     alone, factors = merge_factors(honest, []), merge_factors([*alike, *honest[1:]], [])
     whole, divided = whole_uploads(honest), whole_uploads([*alike, *honest[1:]])
     assert divided == pytest.approx(whole) and all(factors)
@@ -428,7 +428,7 @@ def test_short_uploads_at_the_first_close_are_forgotten(
             SimpleNamespace(
                 merged=[
                     SimpleNamespace(
-                        norm=u.norm, improvement=u.gain, chance=u.chance, factor=f, alike=1
+                        norm=u.norm, improvement=u.gain, chance=u.chance, factor=f, share=1.0
                     )
                     for u, f in zip(uploads, factors, strict=True)
                 ]
