@@ -110,10 +110,6 @@ class View:
                 self.report(neuron_line(state))
 
 
-_SLOWER = (
-    ". Blocks pass faster than this machine trains and uploads: run it again, which measures the "
-    "machine again, or give a longer --seconds-per-block"
-)
 _LEGEND = (
     "scored: uploads the validator judged and merged, of those it judged.\n"
     "random: rating of the uploads on text that all miners share. assigned: how often the miner's\n"
@@ -136,10 +132,7 @@ class OuterStepResult:
 
 @dataclass(frozen=True)
 class MinerResult:
-    """One miner of a run. ``uploads_scored`` of ``uploads_judged`` got a score; others were reset.
-
-    ``uploads_searched``: scored ones whose gradient was checked, and its scale searched, before.
-    """
+    """One miner of a run. ``uploads_scored`` of ``uploads_judged`` got a score."""
 
     name: str
     uid: int
@@ -153,7 +146,6 @@ class MinerResult:
     rounds: int
     uploads_scored: int
     uploads_judged: int
-    uploads_searched: int
     last_cause: str  # name of a scoring Cause
     last_reset: str
     scores: dict[str, float]
@@ -293,10 +285,9 @@ def summarize(
         elif not miner.uploads_judged:
             found.append(f"{miner.name}: the validator judged none of its uploads")
         elif not miner.uploads_scored:
-            slow = miner.last_cause == "OLD_BLOCKS"  # Cause: its module imports torch
             found.append(
                 f"{miner.name}: none of its {miner.uploads_judged} judged uploads was scored; the "
-                f"last was reset: {miner.last_reset}{_SLOWER if slow else ''}"
+                f"last was reset: {miner.last_reset}"
             )
     return Summary(
         wanted_outer_steps=wanted_outer_steps,
@@ -334,19 +325,6 @@ def _newest(neuron: NeuronState, kind: str, **wanted: Any) -> dict[str, Any]:
 def _miner(miner: NeuronState, world_size: int, validator: NeuronState) -> MinerResult:
     judged = validator.judged.get(miner.uid, Judged())
     losses, rounds = [step.loss for step in miner.losses], miner.tables["round"]
-    searched = 0
-    for scored in validator.tables["upload_scored"]:
-        if scored["ok"] and scored["uid"] == miner.uid:
-            there = {
-                str(upload["revision"]): bool(upload.get("checked"))
-                for upload in miner.tables["publication"]
-                # RUN.OUTER_STEP.INNER_STEP, or OUTER_STEP.SERIAL of a store network.
-                if upload["ok"]
-                and str(upload["revision"]).split(".")[-2:-1] == [str(scored.get("outer_step"))]
-            }
-            # The tag is the newest upload's, which may belong to the next outer step.
-            newest = next(reversed(there.values()), False)
-            searched += there.get(str(scored.get("revision")), newest)
     return MinerResult(
         name=miner.name,
         uid=miner.uid,
@@ -364,7 +342,6 @@ def _miner(miner: NeuronState, world_size: int, validator: NeuronState) -> Miner
         rounds=len(rounds),
         uploads_scored=judged.scored,
         uploads_judged=judged.passes,
-        uploads_searched=searched,
         last_cause=judged.last_cause,
         last_reset=judged.last_reset,
         scores=validator.scores.get(miner.uid, {}),

@@ -24,9 +24,8 @@ OUTER_STATE = "state.safetensors"  # outer momentum and residual
 AVERAGE = "average.safetensors"  # of the members' all-reduce, where the update follows from it
 SAFETENSORS_METADATA = {"format": "pt"}
 
-# No zero in front: epoch-07 would be a second folder of outer step 7. Numbers have an end, since
+# No zero in front: outer/07 would be a second folder of outer step 7. Numbers have an end, since
 # others choose them and readers count up to them.
-_EPOCH_KEY = re.compile(r"epoch-(0|[1-9][0-9]{0,14})/(.+)")
 _NUMBER = "(0|[1-9][0-9]{0,14})"
 _OUTER_KEY = re.compile(rf"outer/{_NUMBER}/(.+)")
 _UPLOAD_KEY = re.compile(rf"uploads/{_NUMBER}/{_NUMBER}\.{_NUMBER}\.safetensors")
@@ -114,17 +113,6 @@ def epoch_folder(outer_step: int) -> str:
     if outer_step < 0:
         raise ValueError(f"outer step {outer_step} is negative")
     return f"epoch-{outer_step}"
-
-
-def epoch_key(outer_step: int, name: str) -> str:
-    """Return ``epoch-N/name``."""
-    return f"{epoch_folder(outer_step)}/{name}"
-
-
-def parse_epoch_key(key: str) -> tuple[int, str] | None:
-    """Return ``(N, name)`` of a key inside an ``epoch-N`` folder, None for any other key."""
-    match = _EPOCH_KEY.fullmatch(key)
-    return (int(match[1]), match[2]) if match else None
 
 
 def outer_key(outer_step: int, name: str) -> str:

@@ -102,7 +102,7 @@ class SignedChain:
         self._copy.link(found, self.state)
         manifest = self._copy.manifest(found)
         for name in (keys.CONFIG, keys.MODEL):
-            path = folder / "global" / keys.epoch_key(found, name)
+            path = folder / "global" / keys.epoch_folder(found) / name
             digest = manifest.files.get(name, "")
             key = keys.outer_key(found, name)
             self._reader.fetch_signed(key, path, digest, limit=MOST_BYTES)

@@ -29,15 +29,16 @@ def test_an_account_id_cannot_name_another_host(account: str) -> None:
 
 
 def test_keys() -> None:
-    assert keys.epoch_key(12, keys.MODEL) == "epoch-12/model.safetensors"
-    assert keys.parse_epoch_key("epoch-12/model.safetensors") == (12, "model.safetensors")
+    assert keys.epoch_folder(12) == "epoch-12"
+    assert keys.outer_key(12, keys.MODEL) == "outer/12/model.safetensors"
+    assert keys.parse_outer_key("outer/12/model.safetensors") == (12, "model.safetensors")
 
 
 @pytest.mark.parametrize(
-    "key", ["model.safetensors", "epoch-x/a", "epoch-01/a", "epoch-1/", "epoch-1"]
+    "key", ["model.safetensors", "outer/x/a", "outer/01/a", "outer/1/", "outer/1"]
 )
-def test_other_keys_are_no_epoch_keys(key: str) -> None:
-    assert keys.parse_epoch_key(key) is None
+def test_other_keys_are_no_outer_keys(key: str) -> None:
+    assert keys.parse_outer_key(key) is None
 
 
 CREDENTIALS = BucketCredentials("a" * 32, "b" * 32, "c" * 64)
