@@ -1,17 +1,13 @@
 """Measure utilization and bytes of a member on a grid of inner steps a round and network links.
 
-    python -m bench.exchange_grid FILE.json                     both kinds, 35 minutes
-    python -m bench.exchange_grid FILE.json --exchange store    one of them
+    python -m bench.exchange_grid FILE.json                     20 minutes
 
 The results are compared with ``dt-plan``. As in ``bench.exchange`` each miner has a machine (a
 network namespace) and a network link of its own, and inner steps are paced. A subnet for each
-period. Through the store its four miners have a link each, and a point is two outer steps of one.
-Over hivemind two miners stop training in a round; their links are changed after each outer step,
-and a point is one outer step of one. A point is written to FILE as soon as it is measured.
+period: its four miners have a link each, and a point is two outer steps of one, through the store.
+A point is written to FILE as soon as it is measured.
 
-Utilization is what was trained and merged, in steps of the median time, over the wall time. Bytes
-sent over hivemind leave out uploads, and are a mean over the links of a period: an upload begins
-in one outer step and ends in another.
+Utilization is what was trained and merged, in steps of the median time, over the wall time.
 """
 
 from __future__ import annotations
@@ -24,25 +20,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from bench import exchange as bench
 from bench.common import parser, table
-from bench.exchange import ApartSubnet, Count, counters, machines, set_link
+from bench.exchange import ApartSubnet, Count, counters, machines
 from distributed_training.common.files import write_json
 from distributed_training.common.memory import ModelShape
 from distributed_training.localnet.services import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet, Neuron, SubnetFailure
-from distributed_training.protocol.round_plan import (
-    HEADERS,
-    Member,
-    OuterStep,
-    over_hivemind,
-    through_store,
-)
+from distributed_training.protocol.round_plan import Member, OuterStep, through_store
 from distributed_training.telemetry import read_events
 
 MODEL = bench.MODEL | {
@@ -54,21 +43,20 @@ MODEL = bench.MODEL | {
 SHAPE = ModelShape.from_config(MODEL)
 PARAMETERS = SHAPE.parameters
 STEP = 1.0  # seconds of a paced inner step
-PERIODS = {"store": (60, 40, 27, 18), "hivemind": (60, 40, 30, 80)}  # seconds
-UP = {"store": (19.7, 7.9, 2.86, 1.12), "hivemind": (10.3, 4.1, 2.3, 1.47)}  # Mbit/s
+PERIODS = (60, 40, 27, 18)  # seconds
+UP = (19.7, 7.9, 2.86, 1.12)  # Mbit/s
 DOWN = 5  # times as much as up
 _STORE_STEPS = 2  # outer steps of a point
-_UPLOADS = 2  # of a miner in a period over hivemind
 #: Seconds of a round in which these miners take no inner step, a pause left out: of this
 #: machine, as a step's length is.
-HELD = {"store": 0.5, "hivemind": 0.0}
+HELD = 0.5
 TITLES = (
     *("rounds", "period", "up, Mbit/s", "step", "inner steps", "utilization", "computed"),
     *("sent, MB", "computed", "received, MB", "computed"),
 )
 
 
-def options_of(exchange: Any, folder: Path, period: int) -> SubnetOptions:
+def options_of(folder: Path, period: int) -> SubnetOptions:
     (model := folder / "config.json").write_text(json.dumps(MODEL))
     flags = ["--neuron.local_batch_size_train", "1", "--data.prefetch_blocks", "1"]
     flags += ["--data.max_prefetch_blocks", "1"]
@@ -79,31 +67,17 @@ def options_of(exchange: Any, folder: Path, period: int) -> SubnetOptions:
         "training.effective_batch": 2,
         "data.max_length": 128,
         "round.minimum_valid_inner_step": 2,
+        "round.grace": f"{period / 3.01:.2f}s",
     }
-    if exchange == "hivemind":
-        flags += ["--neuron.train_in_rounds", "no", "--neuron.preview_sequences", "0"]
-        flags += ["--neuron.upload_steps", str(round(period / STEP / _UPLOADS))]
-        rules |= {
-            "upload.content": "scored",
-            "round.compression": "4bit",
-            "round.allreduce_timeout": f"{period * 0.7:.0f}s",
-            "round.round_timeout": f"{period * 0.8:.0f}s",
-            "round.reload_timeout": f"{period}s",
-        }
-    else:
-        rules["round.grace"] = f"{period / 3.01:.2f}s"
-    miners = least = 2
-    if exchange == "store":
-        # A newcomer is not waited for at each close, so all in time begin together.
-        in_time = [computed(exchange, period, up, STEP).in_time for up in UP[exchange]]
-        miners, least = len(in_time), sum(in_time)
+    # A newcomer is not waited for at each close, so all in time begin together.
+    in_time = [computed(period, up, STEP).in_time for up in UP]
     return SubnetOptions(
-        folder=folder / f"{exchange}-{period}",
-        ranks=(1,) * miners,
-        exchange=exchange,
-        outer_steps=len(UP[exchange]) + 2,
+        folder=folder / str(period),
+        ranks=(1,) * len(in_time),
+        exchange="store",
+        outer_steps=len(UP) + 2,
         blocks_per_allreduce=period,
-        least_miners=least,
+        least_miners=sum(in_time),
         miner_script=bench._PACED,
         miner_flags=tuple(flags),
         validator_flags=("--validator.model_config", str(model)),
@@ -114,33 +88,23 @@ def options_of(exchange: Any, folder: Path, period: int) -> SubnetOptions:
 class Grid:
     """The subnet of one period: its points, one after the other."""
 
-    def __init__(self, exchange: str, folder: Path, period: int, until: float) -> None:
-        self.exchange, self.period, self._until = exchange, period, until
-        self._options = options_of(exchange, folder, period)
-        self._links = [(up, DOWN * up) for up in UP[exchange]]
+    def __init__(self, folder: Path, period: int, until: float) -> None:
+        self.period, self._until = period, until
+        self._options = options_of(folder, period)
+        self._links = [(up, DOWN * up) for up in UP]
         self._counted: dict[str, list[Count]] = {}
 
     def measure(self) -> Iterator[dict[str, Any]]:
         """Yield the points. Raises SubnetFailure."""
-        links = self._links if self.exchange == "store" else self._links[:1] * 2
+        links = self._links
         os.environ["PACED_STEP"] = str(STEP)
         with machines(links) as made, made[0].inside(), ApartSubnet(made, self._options) as subnet:
             self._wait(subnet, 1, "an outer step of all", 240 + 3 * self.period)
-            if self.exchange == "store":
-                first = self._reached + 1  # who came last has caught up by then
-                longest = 60 + (_STORE_STEPS + 3) * self.period
-                self._wait(subnet, first + _STORE_STEPS, "the last outer step", longest)
-                for miner, link in zip(subnet.miners, links, strict=True):
-                    yield self._point(subnet, miner, link, first)
-                return
-            for link in self._links:
-                for number in range(1, len(made)):
-                    set_link(made, number, *link)
-                before = self._reached
-                with suppress(SubnetFailure):  # of a round; the next one has another link
-                    self._wait(subnet, before + 1, "a round", 2.5 * self.period)
-                    for miner in subnet.miners:
-                        yield self._point(subnet, miner, link, before)
+            first = self._reached + 1  # who came last has caught up by then
+            longest = 60 + (_STORE_STEPS + 3) * self.period
+            self._wait(subnet, first + _STORE_STEPS, "the last outer step", longest)
+            for miner, link in zip(subnet.miners, links, strict=True):
+                yield self._point(subnet, miner, link, first)
 
     @property
     def _reached(self) -> int:
@@ -174,13 +138,10 @@ class Grid:
         steps = [step for step in miner.state.steps if begin.at < step.time <= end.at]
         of_rounds = [e for e in events if e["kind"] == "round"]
         uploaded = sum(e["bytes_sent"] for e in events if e["kind"] == "publication")
-        merged = rounds
+        merged = min(rounds, sum(e["base"] == "merged" for e in of_rounds))
         led = subnet.validator.state.tables["round"]
         failed = sum(not e["ok"] and begin.at < e["time"] <= end.at + self.period / 2 for e in led)
-        if self.exchange == "store":
-            merged = min(rounds, sum(e["base"] == "merged" for e in of_rounds))
         return {
-            "exchange": self.exchange,
             "parameters": PARAMETERS,
             "members": len(subnet.miners),
             "period": self.period,
@@ -197,24 +158,15 @@ class Grid:
             "sent": (end.sent - begin.sent) // rounds,
             "uploaded": uploaded // rounds,
             "received": (end.received - begin.received) // rounds,
-            **_means(of_rounds, "matchmaking_seconds", "transfer_seconds", "seconds"),
+            "round_seconds": _mean([e.get("seconds") for e in of_rounds]),
             "upload": _mean([e["seconds"] for e in events if e["kind"] == "publication"]),
         }
 
 
-def computed(exchange: str, period: float, up: float, step: float) -> OuterStep:
+def computed(period: float, up: float, step: float) -> OuterStep:
     """Return what ``dt-plan`` computes for a point."""
-    member = Member(step, up, DOWN * up, HELD[exchange])
-    if exchange == "store":
-        return through_store(PARAMETERS, member, period=period, grace=period / 3.01)
-    return over_hivemind(
-        PARAMETERS,
-        member,
-        period=period,
-        peers=2,
-        timeout=period * 0.7,
-        pauses=True,
-    )
+    member = Member(step, up, DOWN * up, HELD)
+    return through_store(PARAMETERS, member, period=period, grace=period / 3.01)
 
 
 def rows(points: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
@@ -223,15 +175,10 @@ def rows(points: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
     Without those in which a round failed for the validator.
     """
     places: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    beside: dict[int, list[float]] = {}
     for point in points:
         if not point["failed"]:
-            place = point["exchange"], point["period"], point["up"]
-            places.setdefault(place, []).append(point)
-            if point["exchange"] == "hivemind":
-                rest = point["sent"] - HEADERS * point["uploaded"]
-                beside.setdefault(point["period"], []).append(rest)
-    for (exchange, period, up), found in places.items():
+            places.setdefault((point["period"], point["up"]), []).append(point)
+    for (period, up), found in places.items():
         step, steps, sent, received = (
             statistics.mean(each[name] for each in found)
             for name in ("step", "steps", "sent", "received")
@@ -239,19 +186,13 @@ def rows(points: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
         trained = statistics.mean(
             p["steps"] * p["step"] / p["seconds"] * p["merged"] / p["rounds"] for p in found
         )
-        if exchange == "hivemind":
-            sent = statistics.mean(beside[period])
-        plan = computed(exchange, period, up, round(step, 2))
+        plan = computed(period, up, round(step, 2))
         yield (
-            *(exchange, f"{period} s", f"{up:g}", f"{step:.2f} s", f"{steps:.1f}"),
+            *("store", f"{period} s", f"{up:g}", f"{step:.2f} s", f"{steps:.1f}"),
             *(f"{trained:.1%}", f"{plan.utilization:.1%}"),
             *(f"{sent / 1e6:.3f}", f"{plan.sent / 1e6:.3f}"),
             *(f"{received / 1e6:.3f}", f"{plan.received / 1e6:.3f}"),
         )
-
-
-def _means(rounds: Sequence[dict[str, Any]], *names: str) -> dict[str, float | None]:
-    return {f"round_{name}": _mean([each.get(name) for each in rounds]) for name in names}
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -262,9 +203,8 @@ def _mean(values: Sequence[float | None]) -> float | None:
 def main(argv: list[str] | None = None) -> int:
     arguments = parser(__doc__)
     arguments.add_argument("file", type=Path, metavar="FILE", help="for the points, as JSON")
-    arguments.add_argument("--exchange", choices=tuple(PERIODS), help="[both]")
-    arguments.add_argument("--periods", type=int, nargs="+", help="seconds [four of each kind]")
-    arguments.add_argument("--minutes", type=float, default=35.0, help="of all [35]")
+    arguments.add_argument("--periods", type=int, nargs="+", help="seconds [60 40 27 18]")
+    arguments.add_argument("--minutes", type=float, default=20.0, help="of all [20]")
     arguments.add_argument("--folder", type=Path, help="keep the run folders there")
     given = arguments.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nothing is left behind
@@ -272,18 +212,17 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="bench-") as temporary:
         folder = (given.folder or Path(temporary)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        for kind in (given.exchange,) if given.exchange else ("store", "hivemind"):
-            for period in given.periods or PERIODS[kind]:
-                if time.monotonic() > until:
-                    break
-                print(f"{kind}, {period} s from close to close", flush=True)
-                try:
-                    for point in Grid(kind, folder, period, until).measure():
-                        print(json.dumps(point), flush=True)
-                        points.append(point)
-                        write_json(given.file, points)
-                except SubnetFailure as failure:
-                    print(failure, flush=True)
+        for period in given.periods or PERIODS:
+            if time.monotonic() > until:
+                break
+            print(f"{period} s from close to close", flush=True)
+            try:
+                for point in Grid(folder, period, until).measure():
+                    print(json.dumps(point), flush=True)
+                    points.append(point)
+                    write_json(given.file, points)
+            except SubnetFailure as failure:
+                print(failure, flush=True)
     table(TITLES, rows(points))
     return 0 if points else 1
 

@@ -23,13 +23,13 @@ def test_rounds_are_as_real_miners_had_them() -> None:
     figure = json.loads(FIGURE.read_text())
     assert tuple(figure["columns"]) == TITLES
     off: dict[str, list[float]] = {"utilization": [], "sent": [], "received": []}
-    for exchange, period, up, step, _, trained, *cells in figure["rows"]:
-        plan = computed(exchange, float(period[:-2]), float(up), float(step[:-2]))
+    for _, period, up, step, _, trained, *cells in figure["rows"]:
+        plan = computed(float(period[:-2]), float(up), float(step[:-2]))
         assert cells[0] == f"{plan.utilization:.1%}", "compute the table again"
         off["utilization"].append(abs(plan.utilization - float(trained[:-1]) / 100))
         off["sent"].append(abs(plan.sent / 1e6 / float(cells[1]) - 1))
         off["received"].append(abs(plan.received / 1e6 / float(cells[3]) - 1))
-    assert len(figure["rows"]) >= 16
+    assert len(figure["rows"]) >= 12
     for name, each in off.items():
         print(f"{name}: median {statistics.median(each):.1%}, worst {max(each):.1%}")
         assert statistics.median(each) <= 0.05 and max(each) <= 0.15
@@ -67,14 +67,16 @@ def test_an_upload_counts_if_it_ends_in_the_grace(
 
 @settings(max_examples=50)
 @given(members, st.integers(10**6, 10**11), st.floats(100, 1e5), st.integers(1, 500))
-def test_a_round_over_hivemind_moves_at_most_twice_all_values(
+def test_an_all_reduce_costs_no_utilization_and_moves_at_most_twice_all_values(
     member: Member, parameters: int, period: float, peers: int
 ) -> None:
-    still, on = (
-        over_hivemind(parameters, member, period=period, peers=peers, pauses=pauses)
-        for pauses in (True, False)
+    grace, after = period / 3, period / 12
+    alone = through_store(parameters, member, period=period, grace=grace)
+    found = over_hivemind(
+        parameters, member, period=period, grace=grace, average_after=after, peers=peers
     )
-    assert 0 <= still.utilization <= on.utilization <= 1 and still.late == on.late
-    compared = 1.1 * min(4 * parameters, 2**24)
-    assert file_bytes(parameters, 4) <= on.received - period / 60 * 20_000
-    assert still.received <= 2.1 * file_bytes(parameters, 4) + compared + period / 30 * 20_000
+    assert (found.utilization, found.in_time) == (alone.utilization, alone.in_time)
+    assert found.averages == (after + found.transfer <= grace) and found.late >= alone.late
+    reduced = 2 * 2 * parameters  # float16: what it sends away and gets back, the validator's too
+    for more in (found.sent - alone.sent, found.received - alone.received):
+        assert 0 <= more <= 1.07 * reduced
