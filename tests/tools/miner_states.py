@@ -169,7 +169,7 @@ def launcher_of(state: str, now: float) -> Launch:
                 running, state="stopped", at=now - 300, stopped_by="its settings", text=text
             )
         case "behind":
-            crash = Crash(now - 1900, "rank 1 was killed by SIGKILL")
+            crash = Crash(now - 9100, "rank 1 was killed by SIGKILL")
             return replace(running, restarts=2, last_crash=crash)
     return running
 

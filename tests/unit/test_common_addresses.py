@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 from distributed_training.chain import auth
 from distributed_training.common.addresses import Reach, reach
 from distributed_training.registry.service import narrowest
-from distributed_training.validator import program
 from tests.tools.chain_server_thread import FAST, RegistryServer
 from tests.tools.chain_world import VALIDATOR
-from tests.tools.settings import load_config
 
 pytestmark = pytest.mark.timeout(60)
 EVERYWHERE, NETWORK, MACHINE, NOWHERE = Reach
@@ -154,24 +152,5 @@ class TestRegistry:
                 if reply.status_code == 200:
                     taken.append(ip)
                 else:
-                    assert "--axon.external_ip" in reply.json()["message"]
+                    assert "--dht.ip" in reply.json()["message"]
             assert taken == list(ANNOUNCED[:allowed])
-
-
-class TestValidator:
-    """Test which endpoints a validator calls."""
-
-    @pytest.mark.parametrize(
-        ("flags", "expected"),
-        [
-            ([], EVERYWHERE),
-            (["--dht.ip", "8.8.8.8"], EVERYWHERE),
-            (["--dht.ip", "10.0.0.1"], NETWORK),
-            (["--preset", "local"], MACHINE),
-            (["--network", "local-sn38"], MACHINE),
-            (["--network", "local-sn38", "--dht.ip", "8.8.8.8"], EVERYWHERE),
-        ],
-    )
-    def test_its_own_reach_decides(self, flags: list[str], expected: Reach) -> None:
-        config = load_config("validator", flags, environ={}, dotenv=None, check=False)
-        assert program._narrowest(config) is expected

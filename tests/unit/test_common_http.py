@@ -96,11 +96,10 @@ def test_an_interrupt_in_a_cell_ends_what_the_cell_waits_for() -> None:
 
 
 def test_no_other_code_takes_its_callers_thread_for_a_loop() -> None:
-    """The exceptions are processes of ours, where nobody else's loop runs."""
     product = Path(http.__file__).parents[1]
     found = {
         str(path.relative_to(product))
         for path in product.rglob("*.py")
         if "asyncio.run(" in path.read_text()
     }
-    assert found <= {"common/http.py", "exchange/sn38/averager_process.py"}
+    assert found <= {"common/http.py"}

@@ -54,7 +54,7 @@ def mutate(name: str, folder: Path, *, seed: int, cases: int) -> None:
 
 #: Of 10,000 mutations; those that take some milliseconds each get fewer.
 _CASES = dict.fromkeys(READERS, 300) | {
-    **dict.fromkeys(("update", "network", "registry"), 2400),
+    **dict.fromkeys(("update", "network", "registry"), 2500),
     **dict.fromkeys(("journal", "notes", "standings"), 150),
     "parquet": 200,
 }

@@ -69,7 +69,7 @@ class Home:
         }
         hotkey.write_text(json.dumps(key))
         self.log = folder / "pm2.log"
-        flags = ["--network", "sn38", "--wallet.path", str(folder / "wallets")]
+        flags = ["--network", "local", "--wallet.path", str(folder / "wallets")]
         flags += ["--neuron.run_folder", str(folder / "run")]
         self.config: Config = load_config("miner", flags, environ=self.environ, check=False)
 

@@ -15,6 +15,7 @@ import torch
 import distributed_training
 from distributed_training.common.memory import ModelShape
 from tests.tools.network import network_file
+from tests.tools.settings import usual_network
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "join-a-script.md"
@@ -183,7 +184,7 @@ def test_a_script_gets_the_networks_model_from_wherever_it_is_named(
     found["vocab_size"] = 1
     assert distributed_training.model_config() == MODEL, "a copy, which may be changed"
     with pytest.raises(ValueError, match=r"no \[model.config\]") as refused:
-        distributed_training.model_config("sn38")
+        distributed_training.model_config(usual_network())
     assert "\n" not in str(refused.value)
     monkeypatch.chdir("/")
     with pytest.raises(ValueError, match="no network is named"):

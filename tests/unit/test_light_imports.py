@@ -20,7 +20,6 @@ HEAVY = {"torch", "transformers", "hivemind", "bittensor", "botocore", "numpy", 
     ("module", "may"),
     [
         ("distributed_training", set()),
-        ("distributed_training.store.uploader_process", set()),
         ("distributed_training.data.block_builder", {"numpy"}),
         ("distributed_training.miner.launcher", set()),
         ("distributed_training.telemetry.page.__main__", set()),
@@ -64,7 +63,7 @@ assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized(
 @pytest.mark.slow
 def test_fork_server_after_its_imports_is_fit_to_fork() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", LOOK, *PRELOAD, "distributed_training.miner.start_store"],
+        [sys.executable, "-c", LOOK, *PRELOAD, "distributed_training.miner.build"],
         env=os.environ | rank_environment_defaults(ranks=1) | {"OMP_NUM_THREADS": "4"},
         capture_output=True,
         text=True,

@@ -659,7 +659,7 @@ def test_a_decay_begins_where_the_network_is(tmp_path: Path, capsys) -> None:
     for outer_step, place in ((9, 4000), (10, 4400)):
         state = folder / "validator" / "global" / f"epoch-{outer_step}"
         state.mkdir(parents=True)
-        (state / "config.json").write_bytes(ConfigExtras((), 0, 1, place).merge_into({}))
+        (state / "config.json").write_bytes(ConfigExtras(place).merge_into({}))
     text = file.read_text().replace("[training]", "[training]  # rates")
     file.write_text(text)
     for again, (steps, more) in enumerate(((500, ()), (70, ("--from", "5000"))), 1):

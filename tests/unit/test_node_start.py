@@ -46,7 +46,7 @@ def test_a_hub_that_is_away_is_no_fault_of_the_configuration(
         raise OSError("as transformers says it") from cause
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", refused)
-    config = config_of()
+    config = config_of(rules={"tokenizer.name": "somebody/tokenizer"})
     with pytest.raises(end, match=r"tokenizer\.name"):
         fetch_tokenizer(config, tmp_path)
 
@@ -83,8 +83,11 @@ def test_a_copy_of_other_data_than_the_pinned_ends_a_start_with_status_2(
     assert "\n" not in str(error.value)
 
 
+AWAY = {"data.source": "hf", "data.rows_url": "http://127.0.0.1:1", "data.rows": 5}
+
+
 def test_a_source_that_is_away_is_no_other_data(caplog: pytest.LogCaptureFixture) -> None:
-    require_data(config_of(rules={"data.rows_url": "http://127.0.0.1:1", "data.rows": 5}))
+    require_data(config_of(rules=AWAY))
     assert "is not known yet" in caplog.text
 
 
@@ -93,7 +96,7 @@ def test_a_pause_that_the_data_server_asked_for_holds_up_no_start(
 ) -> None:
     monkeypatch.setattr(Hold, "seconds", lambda self: 200.0)
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"a start waits {seconds} s"))
-    require_data(config_of(rules={"data.rows_url": "http://127.0.0.1:1", "data.rows": 5}))
+    require_data(config_of(rules=AWAY))
     assert "asked for a pause of 200 s" in caplog.text
 
 

@@ -98,7 +98,7 @@ def pm2_reads(folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     """Return the apps of app.config.js in ``folder`` as JSON, or node's error."""
     code = "console.log(JSON.stringify(require(process.argv[1]).apps))"
     command = ["node", "-e", code, str(folder / "app.config.js")]
-    environ = {"DT_NETWORK": "sn38", **environ}
+    environ = {"DT_NETWORK": "local", **environ}
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
 
 
@@ -150,8 +150,8 @@ def test_pm2_stops_at_once_if_no_network_is_named(tmp_path: Path) -> None:
     """The terminal shows it; the start's own words are in the log."""
     done = pm2_reads(OPS.parent, DT_HOME=str(tmp_path), DT_NETWORK="")
     (line,) = done.stderr.splitlines()
-    assert done.returncode == 0 and 'is the line network = "sn38", above' in line
-    (tmp_path / "miner.toml").write_text('network = "sn38"\n')
+    assert done.returncode == 0 and "no network is named" in line and "dt-join" in line
+    (tmp_path / "miner.toml").write_text('network = "local"\n')
     assert not pm2_reads(OPS.parent, DT_HOME=str(tmp_path), DT_NETWORK="").stderr
 
 

@@ -398,7 +398,7 @@ def test_another_program_at_its_address_ends_no_page(answer: bytes, tmp_path: Pa
 def test_the_page_of_a_miner_holds_no_secret_but_its_token(tmp_path: Path) -> None:
     own = {"DT_PAGE_TOKEN": TOKEN, "R2_WRITE_SECRET_ACCESS_KEY": "5ecret" * 8}
     (port,) = free_ports(1)
-    words = [sys.executable, "-m", "distributed_training", "page", "--network", "sn38"]
+    words = [sys.executable, "-m", "distributed_training", "page", "--network", "local"]
     words += ["--neuron.page_port", str(port), "--neuron.run_folder", str(tmp_path / "later")]
     with subprocess.Popen(
         words, cwd=tmp_path, env={**os.environ, **own}, stdout=subprocess.PIPE, text=True

@@ -501,7 +501,7 @@ def test_the_webhook_is_in_no_settings_line_event_or_file(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     given = {"DT_NOTIFY_URL": world.url("Telegram")}
-    config = load_config("miner", ["--network", "sn38"], environ=given, check=False)
+    config = load_config("miner", ["--network", "local"], environ=given, check=False)
     assert config.telemetry.notify_url is not None
     assert "secretsecret" not in all_settings(config) + repr(config)
     file = launcher_of(tmp_path)

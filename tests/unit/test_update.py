@@ -93,7 +93,7 @@ class Machine:
         self.git("checkout", "--quiet", "v1", at=self.home)
         (self.home / "neurons").mkdir()
         (self.home / "run").mkdir()
-        (self.home / "miner.toml").write_text('network = "sn38"\n')
+        (self.home / "miner.toml").write_text('network = "local"\n')
         (self.home / "run" / "events.jsonl").write_text('{"kind": "step"}\n')
         self.pm2 = folder / "pm2"
         names = {"folder": str(folder), "home": str(self.home), "root": str(ROOT), "name": NAME}
