@@ -37,8 +37,8 @@ _CLIPPED_AGAIN = 3  # times
 class CloseJudge(CloseFetcher):
     """Judges the uploads of a close from what :class:`CloseFetcher` has fetched."""
 
-    def __init__(self, *, judge: UploadJudge, run: Run, **more: Any) -> None:
-        super().__init__(judge=judge, run=run, **more)
+    def __init__(self, *, judge: UploadJudge, run: Run, **given: Any) -> None:
+        super().__init__(judge=judge, run=run, **given)
         self._outer_rule = Rule.of(self._rules.config)
         self._seed = self._rules.settings.seed or secrets.randbits(62)
         self._samples = KnownSamples(run.folder / "samples", judge.secret)

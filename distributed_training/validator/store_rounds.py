@@ -30,26 +30,23 @@ from typing import Any, Literal
 from torch import Tensor
 
 from distributed_training.chain.base import ChainError
-from distributed_training.node.identity import Member
 from distributed_training.node.start import Stopped
 from distributed_training.protocol import keys, lines
 from distributed_training.protocol.manifest import Manifest, Merged
 from distributed_training.protocol.network_report import GATE, MOST_ROUNDS, TOO_FEW, printable
 from distributed_training.protocol.scoring import random_block_range
 from distributed_training.scoring.evaluator import Judgement
-from distributed_training.scoring.upload import OpenBucket
 from distributed_training.store.errors import StoreError
 from distributed_training.training.weights import GlobalState
 from distributed_training.validator.errands import Errands, unless_stopped
 from distributed_training.validator.fetch_close import LOOK, Close
-from distributed_training.validator.judging import CAUSES, UploadJudge, find_copies, share_alike
+from distributed_training.validator.judging import CAUSES, find_copies, share_alike
 from distributed_training.validator.merge import OuterState, find_spoilers
 from distributed_training.validator.merge_close import CloseMerger, MergedSome
-from distributed_training.validator.outer_steps import OuterSteps, Prepared, next_state, renewed
+from distributed_training.validator.outer_steps import Prepared, next_state, renewed
 from distributed_training.validator.own_copy import RECOVER
-from distributed_training.validator.reporter import Reporter
 from distributed_training.validator.standings import PastRound
-from distributed_training.validator.validator import Run, ValidatorRules
+from distributed_training.validator.validator import Run
 
 log = logging.getLogger(__name__)
 
@@ -80,33 +77,16 @@ class StoreValidator(CloseMerger):
     """
 
     def __init__(
-        self,
-        *,
-        rules: ValidatorRules,
-        member: Member,
-        steps: OuterSteps,
-        judge: UploadJudge,
-        run: Run,
-        reporter: Reporter,
-        after_step: Callable[[GlobalState], None],
-        of_member: OpenBucket | None = None,
+        self, *, run: Run, after_step: Callable[[GlobalState], None], **given: Any
     ) -> None:
-        super().__init__(
-            rules=rules,
-            member=member,
-            steps=steps,
-            judge=judge,
-            run=run,
-            reporter=reporter,
-            of_member=of_member,
-        )
+        super().__init__(run=run, **given)
         self._after_step = after_step  # returns at once
         self._standings_path = run.folder / LEDGER
         self._losses: dict[str, float]  # of the state on each domain, since the start
         self._weights_at = -1
         self.finished = ""  # why no round is called any more
         self._finish_shown = ""  # of it, in the bucket
-        config = rules.config  # none of these changes while it runs
+        config = self._rules.config  # none of these changes while it runs
         self._period = config.round_period.total_seconds()
         self._close: Close | None = None
         self._reached_step: _Reached | None = None
