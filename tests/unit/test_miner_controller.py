@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(30)
 
 RULES = Rules(checkpoint_steps=10)
 UPDATE = Update(5, Path("u"), Base.KEPT, None, "ab", 500)
-CLOSE = Close(4, 0, 0.0, 60.0)
+CLOSE = Close(4, 1, 0.0, 60.0)
 
 
 class Blocks:
@@ -115,7 +115,7 @@ def test_a_whole_round() -> None:
     assert rig.action() is Action.CHECKPOINT
     assert rig.action(ev.UploadWritten(CLOSE)) is Action.TRAIN  # it is sent by its own thread
     rig.rounds.send.assert_called_once_with(CLOSE)
-    assert rig.action(ev.UploadEnded(4, 0)) is Action.TRAIN
+    assert rig.action(ev.UploadEnded(4, 1)) is Action.TRAIN
     assert rig.action(ev.UpdateReady(UPDATE, 1000.0)) is Action.OUTER_STEP
     command = rig.command(ev.OuterStepEnded(True, 5))
     assert command == Command(Action.FOLLOW_SCHEDULE, outer_step=5, inner_steps=500)
