@@ -380,7 +380,9 @@ def parse(text: str, *, place: str, keys: Collection[str], nearby: Callable[[str
     """
     flat = flatten(tree_of(text))
     format_ = flat.get("format")
-    if format_ == 1 or (format_ == 2 and flat.get("exchange") == "hivemind"):
+    if format_ is not True and (
+        format_ == 1 or (format_ == 2 and flat.get("exchange") == "hivemind")
+    ):
         over = "" if format_ == 1 else " with exchange 'hivemind'"
         raise NetworkFileError(
             f"its format is {format_}{over}, of the protocol of subnet 38, which no program speaks "
