@@ -341,8 +341,10 @@ def find_copies(uploads: Sequence[Accepted], earlier: Mapping[str, Tensor]) -> d
         # Which came first decides only where nothing else differs.
         order = sorted((one, other), key=lambda each: (-each.own_work[0], each.modified, each.uid))
         (more, error), (less, other_error) = (each.own_work for each in order)
-        # If it is not sure, neither is one: nobody loses a close to an imitator.
-        if more - less >= _CERTAIN * math.hypot(error, other_error):
+        # If it is not sure, neither is one: nobody loses a close to an imitator. Of many closes
+        # some show two standard errors by chance.
+        sure = more - less >= _CERTAIN * math.hypot(error, other_error)
+        if sure and _has_own_work(order[0]):
             blame(
                 order[1], cosine, limit, f"that of uid {order[0].uid}, whose own text gained more"
             )
