@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from bench.common import alone, parser, table
@@ -35,6 +36,7 @@ from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.data.own_text import OwnTokens
 from distributed_training.data.page_source import Counts
 from distributed_training.data.tokenizer import BYTE_VOCABULARY, TextTokenizer, build_tokenizer
+from distributed_training.protocol.keys import SAFETENSORS_METADATA
 from distributed_training.scoring.evaluator import EvaluationModel
 from distributed_training.training.trainer import Trainer
 
@@ -99,11 +101,6 @@ def trainer(seed: int, *, batch: int) -> Trainer:
             learning_rate=2e-3,
             warmup_steps=30,
             total_steps=100_000,
-            preview_sequences=0,
-            step_length="plain",
-            error_feedback="off",
-            outer_learning_rate=1.0,
-            outer_momentum=0.0,
             seed=seed,
         ),
         model_config=model_config(),
@@ -128,17 +125,19 @@ def inner_steps(made: Trainer, texts: list[Iterator[Tensor]], steps: int) -> Non
             made.add_micro_batch(next(text))
 
 
-def outer_step(members: list[Trainer]) -> None:
-    """Average the members' pseudo-gradients, and have all take the same outer step."""
-    gradients: list[list[Tensor]] = []
+def outer_step(members: list[Trainer], file: Path) -> None:
+    """Give all members the mean of their weights: a step of length 1 by the mean movement.
+
+    ``file``: for the weights, replaced.
+    """
+    mean = [
+        torch.stack(of_all).mean(0)
+        for of_all in zip(*(member.outer.current() for member in members), strict=True)
+    ]
+    names = [name for name, _ in members[0].schema]
+    save_file(dict(zip(names, mean, strict=True)), file, metadata=SAFETENSORS_METADATA)
     for member in members:
-        buffers = [torch.zeros(shape) for _, shape in member.schema]
-        member.write_pseudo_gradient(buffers)
-        gradients.append(buffers)
-    averaged = [torch.stack(of_all).mean(0) for of_all in zip(*gradients, strict=True)]
-    for member in members:
-        member.prepare_outer_step([tensor.clone() for tensor in averaged])
-        member.commit_outer_step()
+        member.load_global(file, member.outer_step + 1)
 
 
 def losses(made: Trainer, held: dict[str, Tensor]) -> dict[str, float]:
@@ -169,7 +168,7 @@ def of_seed(
     for _ in range(rounds):
         for member, own in members:
             inner_steps(member, [own], steps)
-        outer_step([member for member, _ in members])
+        outer_step([member for member, _ in members], folder / "mean.safetensors")
     found = {"merged": losses(members[0][0], held)}
     print(f"seed {seed}, merged: {found['merged']}", flush=True)
     for name in _PLACES:
