@@ -62,7 +62,7 @@ def audit(options: argparse.Namespace) -> int:
         given = ["--network", options.place]
         config = load_config("miner", given, file=OPERATORS_FILE, check=False)
         rules = load_config("validator", given, environ={}, dotenv=None, check=False)
-    network_model(config)  # refuses a network that has no chain
+    network_model(config)  # refuses a network without [model.config]
     with ExitStack() as stack:
         store: ObjectStore
         if options.source is not None:
@@ -180,7 +180,7 @@ def recover(options: argparse.Namespace) -> int:
 @contextmanager
 def _leading(config: Config, folder: Path) -> Iterator[tuple[OuterSteps, Chain, ObjectStore]]:
     """Open the network of the founder's ``folder`` to publish. Raises ConfigError, StoreError."""
-    network_model(config)  # refuses a network that has no chain
+    network_model(config)  # refuses a network without [model.config]
     signer, place = load_wallet(config.chain).hotkey.sign, config.run_folder / "global"
     config.run_folder.mkdir(parents=True, exist_ok=True)  # it may be on an empty disk
     with ExitStack() as stack:

@@ -165,14 +165,6 @@ def test_two_runs_of_one_folder_are_refused(lab: Path, capsys, monkeypatch) -> N
     assert "a dt-network run (pid ?) is running in lab" in capsys.readouterr().err
 
 
-def test_a_rewind_without_a_chain_is_refused_before_anything_starts(
-    lab: Path, capsys, monkeypatch
-) -> None:
-    monkeypatch.setattr(founder, "Program", None)
-    assert main(["rewind", "lab", "--to", "1"]) == 2
-    assert "so it has no chain" in capsys.readouterr().err
-
-
 def test_the_store_of_a_killed_rewind_is_waited_for(lab: Path, monkeypatch) -> None:
     place = founder.Plan.of(lab).places["store"]
     left, started = founder.listen(*place), list[str]()

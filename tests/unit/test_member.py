@@ -723,7 +723,7 @@ def test_an_interrupt_amid_an_outer_step_saves_no_half_of_it(script: Script) -> 
         raise KeyboardInterrupt
 
     with (
-        mock.patch.object(OuterStep, "commit_update", half),
+        mock.patch.object(OuterStep, "commit", half),
         pytest.raises(KeyboardInterrupt),
         script.net,
     ):

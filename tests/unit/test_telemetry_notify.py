@@ -133,7 +133,7 @@ def heal(miner: Miner) -> None:
      (lambda miner: miner.crash("rank 1 was ended by SIGKILL"), 60,
       "Stopped, and nobody asked for it: rank 1 was ended by SIGKILL"),
      (stick, 60, "Stuck: no inner step for 9 min"),
-     (lose, 3600, "Not earning for an hour: upload too old: validators give it 0; upload_steps"),
+     (lose, 3600, "Not earning for an hour: refused: validators give it 0; upload_steps"),
      (fill, 0, "The disk is almost full: 9.0 of 100 GB are free"),
      (silence, 60, "The network does not answer: the registry has not answered for 3 min; 2 clos"),
      (cut, 120, "Offline: chain and store are silent")],

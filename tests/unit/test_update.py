@@ -224,7 +224,7 @@ def test_settings_without_a_network_are_refused_before_anything_changes(
     wanted = toml.read_text()
     toml.write_text("[axon]\nport = 7001\n")
     error = machine.refused("v2")
-    assert "v2 refuses its settings" in error and f"is the line {wanted.strip()}, above" in error
+    assert "v2 refuses its settings" in error and "join a network with dt-join" in error
     toml.write_text(wanted + toml.read_text())
     machine.updated("v2")
 
