@@ -62,7 +62,7 @@ def write_upload(path: Path, schema: tuple[tuple[str, tuple[int, int]], ...]) ->
     """Write an upload of random values, 4 bits each."""
     header = Header(
         kind="upload", run_id="bench", outer_step=1, serial=1, hotkey="x" * 40, start="0" * 64,
-        bits=4, inner_steps=1, tokens=1,
+        codec="4-bit", inner_steps=1, tokens=1,
     )  # fmt: skip
     layout = UpdateLayout.of(schema, header)
     for index, (_, shape) in enumerate(schema):

@@ -293,7 +293,7 @@ def _rules(exchange: str, period: int, up: float) -> dict[str, Any]:
         "data.max_length": 128,  # else the validator judges on more text than all train on
     }
     if exchange == "store":
-        grace = grace_seconds(PARAMETERS, 4, up, period=float(period))
+        grace = grace_seconds(PARAMETERS, "4-bit", up, period=float(period))
         return {**rules, "round.grace": f"{grace}s"}
     return {
         **rules,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from bench.common import parser, table
 from distributed_training.protocol.growth import Growth, grace_seconds
+from distributed_training.protocol.types import SMALLEST, UPDATE_CODEC
 
 MEMBERS = (4, 16, 64, 256, 1024)
 _PASSES = 3
@@ -41,9 +42,9 @@ class Network:
         """Seconds until the validator has all uploads."""
         return 8 * growth.validator_receives / (self.link * 1e6)
 
-    def most(self, bits: int) -> int:
+    def most(self, codec: str) -> int:
         """Return the members whose uploads the validator has received when the grace ends."""
-        one = self.receiving(Growth(1, self.parameters, bits))
+        one = self.receiving(Growth(1, self.parameters, codec))
         return int(self.grace / one)
 
     @property
@@ -52,16 +53,16 @@ class Network:
         return int((self.period - self.grace) / self.judging)
 
 
-def rows(network: Network, bits: int) -> Iterator[tuple[str, ...]]:
+def rows(network: Network, codec: str) -> Iterator[tuple[str, ...]]:
     """Yield the table's rows; a column for each number of members."""
-    grown = [Growth(members, network.parameters, bits) for members in MEMBERS]
+    grown = [Growth(members, network.parameters, codec) for members in MEMBERS]
 
     def row(name: str, texts: Iterator[str]) -> tuple[str, ...]:
-        return (f"{name}, {bits} bits", *texts)
+        return (f"{name}, {codec}", *texts)
 
     yield row("validator receives", (size(g.validator_receives) for g in grown))
     yield row("validator receives for", (duration(network.receiving(g)) for g in grown))
-    if bits == 4:
+    if codec == UPDATE_CODEC:
         yield ("validator judges for", *(duration(g.members * network.judging) for g in grown))
     yield row("validator sends", (size(g.validator_sends) for g in grown))
     yield row("store sends", (size(g.store_sends) for g in grown))
@@ -92,15 +93,16 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("--tflops", type=float, default=400.0, help="of its GPU, used [400]")
     given = arguments.parse_args(argv)
     count = int(given.parameters)
-    grace = float(grace_seconds(count, 4, given.slowest_link, period=given.period))
+    grace = float(grace_seconds(count, UPDATE_CODEC, given.slowest_link, period=given.period))
     network = Network(count, given.period, grace, given.link, given.tokens, given.tflops)
     one = Growth(1, count)
     print(f"{count / 1e9:g} billion parameters, a close every {duration(given.period)}")
     print(f"a member sends {size(one.upload)} within {grace:.0f} s, receives {size(one.update)}")
-    print(f"received within the grace: {network.most(4)} uploads; of 2 bits {network.most(2)}")
+    most, smallest = network.most(UPDATE_CODEC), network.most(SMALLEST)
+    print(f"received within the grace: {most} uploads; of {SMALLEST} {smallest}")
     print(f"judged before the next close: {network.most_judged}")
     titles = ("members", *(f"{members:,}" for members in MEMBERS))
-    table(titles, [*rows(network, 4), *rows(network, 2)])
+    table(titles, [*rows(network, UPDATE_CODEC), *rows(network, SMALLEST)])
     return 0
 
 

@@ -29,11 +29,11 @@ from bench.workers import (
     initial,
     losses,
 )
-from distributed_training.protocol.update_file import decode_rows, encode_rows
+from distributed_training.protocol.codecs import CODECS
 from distributed_training.training.muon import MatrixRows, Muon
 from distributed_training.training.outer_rule import nesterov_sgd
 
-BITS = 4
+CODEC = CODECS["4-bit"]
 RATES = tuple(RATE * factor for factor in (1, 3, 10, 30))
 DECAY = 0.1
 GOAL = 0.01  # below AdamW
@@ -94,7 +94,7 @@ def passed(values: Tensor) -> Tensor:
     """Return what arrives of ``values``, (..., columns), that are sent."""
     rows = values.reshape(-1, values.shape[-1])
     arrived = torch.empty_like(rows)
-    decode_rows(*encode_rows(rows, BITS), arrived, BITS)
+    CODEC.decode_rows(*CODEC.encode_rows(rows), arrived)
     return arrived.view_as(values)
 
 

@@ -149,7 +149,7 @@ def train(
             RULE,
             list(start),
             [OuterState(list(start.values()))],
-            bits=way.bits or 4,
+            codec=f"{way.bits or 4}-bit",
             way=way,
             late=round(late * steps) * way.late,
         )

@@ -1,7 +1,7 @@
 """Time encoding and decoding of a store round's files against a copy of the same tensor.
 
     python -m bench.update_file                             100 M parameters, about 2 minutes
-    python -m bench.update_file --parameters 10e6 --bits 4  a quick look
+    python -m bench.update_file --parameters 10e6 --codec 4-bit  a quick look
 
 A matrix of that size is encoded row block by row block, as a rank does with its rows, and decoded
 again. Copy, encode and decode take turns; a ratio is of one turn, and the median of all is printed.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bench.common import parser, table
-from distributed_training.protocol.update_file import BITS, decode_rows, encode_rows
+from distributed_training.protocol.codecs import CODECS
 
 COLUMNS = 2048
 GOALS = {"encode": 6.0, "decode": 3.0}  # copies
@@ -32,14 +32,15 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
-def measure(rows: Tensor, bits: int, turns: int) -> tuple[str, ...]:
+def measure(rows: Tensor, name: str, turns: int) -> tuple[str, ...]:
     """Return a row of the table."""
     other = torch.empty_like(rows)
-    scales, codes = encode_rows(rows, bits)
+    codec = CODECS[name]
+    scales, codes = codec.encode_rows(rows)
     calls: dict[str, Callable[[], object]] = {
         "copy": lambda: other.copy_(rows),
-        "encode": lambda: encode_rows(rows, bits),
-        "decode": lambda: decode_rows(scales, codes, other, bits),
+        "encode": lambda: codec.encode_rows(rows),
+        "decode": lambda: codec.decode_rows(scales, codes, other),
     }
     found: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(turns + 1):  # the first one touches memory for the first time
@@ -55,7 +56,7 @@ def measure(rows: Tensor, bits: int, turns: int) -> tuple[str, ...]:
     size = (scales.nbytes + codes.nbytes) / rows.numel()
     copy = 1000 * statistics.median(found["copy"][1:])
     return (
-        str(bits), f"{size:.3f}", f"{copy:.0f}", *(f"{ratios[name]:.1f}" for name in GOALS),
+        name, f"{size:.3f}", f"{copy:.0f}", *(f"{ratios[name]:.1f}" for name in GOALS),
         f"{lost:.4f}",
     )  # fmt: skip
 
@@ -63,7 +64,7 @@ def measure(rows: Tensor, bits: int, turns: int) -> tuple[str, ...]:
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--parameters", type=float, default=100e6)
-    arguments.add_argument("--bits", type=int, choices=BITS, help="only these")
+    arguments.add_argument("--codec", choices=[*CODECS], help="only this one")
     arguments.add_argument("--turns", type=int, default=7)
     arguments.add_argument("--device", default="cpu")
     options = arguments.parse_args()
@@ -71,9 +72,13 @@ def main() -> None:
     rows = torch.randn(round(options.parameters / COLUMNS), COLUMNS, generator=generator)
     rows = rows.to(options.device)
     table(
-        ("bits", "bytes a value", "copy ms", "encode, copies", "decode, copies", "error"),
+        ("codec", "bytes a value", "copy ms", "encode, copies", "decode, copies", "error"),
         [
-            *(measure(rows, bits, options.turns) for bits in BITS if options.bits in (None, bits)),
+            *(
+                measure(rows, name, options.turns)
+                for name in CODECS
+                if options.codec in (None, name)
+            ),
             ("goal", "", "", *(f"<={goal:.0f}" for goal in GOALS.values()), ""),
         ],
     )

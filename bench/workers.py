@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench.common import parser
+from distributed_training.protocol.types import UPDATE_CODEC
 from distributed_training.protocol.update_file import (
     Header,
     UpdateFile,
@@ -42,7 +43,6 @@ from distributed_training.validator.merge import (
 )
 
 WORKERS = 4  # of a store network
-UPDATE_BITS = 4
 WIDTH, LAYERS, HEADS, CONTEXT, BATCH = 64, 2, 4, 64, 8
 RATE, WARMUP = 1e-3, 30
 HELD_OUT_BYTES, HELD_OUT_BATCHES = 60_000, 16
@@ -206,7 +206,7 @@ class Network:
     rule: Rule
     names: Sequence[str]
     states: list[OuterState]
-    bits: int = 4
+    codec: str = UPDATE_CODEC
     workers: int = WORKERS
     clips: bool = False  # uploads, as a validator does
     judged: Tensor | None = None  # text on which uploads are judged, for a rule that merges them
@@ -312,7 +312,7 @@ class Network:
         """Take the outer step of ``uploads``; return its update, a file in ``folder``."""
         path = folder / "update"
         path.unlink(missing_ok=True)
-        layout = self._layout("update", UPDATE_BITS, outer_step)
+        layout = self._layout("update", UPDATE_CODEC, outer_step)
         _, state = merge(
             uploads, factors, self.state, self.rule,
             path=path, layout=layout, sign=_unsigned, divisor=divisor, facts=facts,
@@ -330,7 +330,7 @@ class Network:
             moved = [m + r * rule.feedback for m, r in zip(moved, residual, strict=True)]
         path = folder / f"upload-{worker}"
         path.unlink(missing_ok=True)
-        layout = self._layout("upload", self.bits, outer_step)
+        layout = self._layout("upload", self.codec, outer_step)
         for index, tensor in enumerate(moved):
             rows = tensor.reshape(rows_and_columns(tensor.shape))
             write_rows(path, layout, index, 0, rows if rule.select is None else rule.select(rows))
@@ -369,11 +369,11 @@ class Network:
         return len(zlib.compress(upload.path.read_bytes()[upload.layout.body :]))
 
     def _layout(
-        self, kind: Literal["upload", "update"], bits: int, outer_step: int
+        self, kind: Literal["upload", "update"], codec: str, outer_step: int
     ) -> UpdateLayout:
         header = Header(
             kind=kind, run_id="bench", outer_step=outer_step, serial=0, hotkey="bench",
-            start="0" * 64, bits=bits, inner_steps=1, tokens=1,
+            start="0" * 64, codec=codec, inner_steps=1, tokens=1,
         )  # fmt: skip
         shapes = [tuple(weight.shape) for weight in self.states[0].weights]
         return UpdateLayout.of(list(zip(self.names, shapes, strict=True)), header)

@@ -39,7 +39,7 @@ from distributed_training.common.proxies import proxy_for
 from distributed_training.protocol.keys import NETWORK
 from distributed_training.protocol.manifest import Master, is_signed, sign_form
 from distributed_training.protocol.page_permutation import HELD_OUT_PAGES
-from distributed_training.protocol.types import Sign
+from distributed_training.protocol.types import OWN_CODECS, Sign
 
 if TYPE_CHECKING:
     import ssl
@@ -54,7 +54,7 @@ _OF_CLOSES = frozenset(
     {
         "round.grace",
         "round.least",
-        "round.bits",
+        "round.codec",
         "publish.weights_every",
         "store.access",
         "store.keep_uploads",
@@ -64,6 +64,7 @@ _OF_CLOSES = frozenset(
     }
 )
 _OF_AVERAGE = frozenset({"round.average_after"})
+_BITS = "round.bits"  # what earlier files have in place of round.codec: 4, 3 or 2
 #: Keys that only format 3 has.
 NEWEST = _OF_AVERAGE
 #: Keys that a file may leave out. Each has a default; only keys of the file are in its digest.
@@ -396,7 +397,7 @@ def parse(text: str, *, place: str, keys: Collection[str], nearby: Callable[[str
         )
     later = NEWEST if format_ == 2 else frozenset()
     # Strictly: a program that ignored a key would train by other rules than its peers.
-    known = {*keys, *HEAD_KEYS} - later
+    known = {*keys, *HEAD_KEYS, _BITS} - later
     for key in flat:
         if key in later:
             raise NetworkFileError(f"{key} is a key of format 3", "set format = 3, and sign it")
@@ -405,7 +406,7 @@ def parse(text: str, *, place: str, keys: Collection[str], nearby: Callable[[str
             hint = f"did you mean {near[0]}?" if near else "docs/network-file.md lists all"
             raise NetworkFileError(f"{key!r} is not a key of it", hint)
     needless = _refuse_exchange(flat)
-    missing = sorted(known - set(flat) - _OPTIONAL - LATER - needless)
+    missing = sorted(known - set(flat) - _OPTIONAL - LATER - needless - {_BITS})
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise NetworkFileError(
@@ -457,6 +458,14 @@ def parse(text: str, *, place: str, keys: Collection[str], nearby: Callable[[str
                 "fetch it again from the founder",
             )
     values = {key: value for key, value in flat.items() if key in keys}
+    if _BITS in flat:
+        codec = f"{flat[_BITS]}-bit"
+        if codec not in OWN_CODECS or "round.codec" in flat:
+            raise NetworkFileError(
+                f"{_BITS} is {flat[_BITS]!r:.100}, and round.codec takes its place",
+                f"remove {_BITS}, and set round.codec to one of {', '.join(OWN_CODECS)}",
+            )
+        values["round.codec"] = codec
     # Peers of two runs use other DHT keys and cannot meet.
     identity = {key: value for key, value in flat.items() if is_identity(key)}
     values.setdefault("run_id", digest_of(identity)[:_RUN_ID_DIGITS])

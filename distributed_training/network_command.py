@@ -40,7 +40,7 @@ from distributed_training import NO_HELP
 from distributed_training.chain.base import ChainError
 from distributed_training.common.addresses import Reach, reach
 from distributed_training.common.files import write_bytes
-from distributed_training.common.kinds import PluginError, import_plugins
+from distributed_training.common.kinds import PluginError, UnknownKindError, import_plugins
 from distributed_training.config import ConfigError, exit_with, load_config
 from distributed_training.config.installed import require
 from distributed_training.config.loader import Parser, argument, ranged
@@ -103,7 +103,7 @@ from distributed_training.protocol.growth import (
 )
 from distributed_training.protocol.keys import CONFIG
 from distributed_training.protocol.metadata import LONGEST_KEY, parse_config
-from distributed_training.protocol.types import ExitStatus
+from distributed_training.protocol.types import UPDATE_CODEC, ExitStatus
 from distributed_training.registry.__main__ import FIXED
 from distributed_training.store.errors import StoreError
 from distributed_training.store.server import store_keys
@@ -398,6 +398,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitStatus.FAULT
     except PluginError as error:
         return exit_with(ConfigError(f"--plugins: {error}"))
+    except UnknownKindError as error:
+        return exit_with(ConfigError(f"round.codec: {error}"))
     except NetworkFileError as error:
         return exit_with(ConfigError(f"{error}, so nothing was signed: {error.remedy}"))
     except KeyboardInterrupt:
@@ -499,7 +501,7 @@ def _describe_training(file: Path, members: int) -> str:
     growth = Growth(
         members,
         config.network.head.parameters,
-        bits=rounds.bits,
+        codec=rounds.codec,
         weights_every=rounds.weights_every,
         keep_uploads=rounds.keep_uploads,
     )
@@ -614,11 +616,11 @@ def _choose_schedule(rules: dict[str, Any], options: argparse.Namespace) -> None
     if type(words) is int and 1 < words < _MANY_WORDS and "round.held_out_rise" not in given:
         # The same share of all that can be learned, which is the logarithm of the words.
         of_round["held_out_rise"] = round(0.25 * math.log(words) / math.log(_MANY_WORDS), 3)
-    seconds, bits = of_round.get("seconds_per_block"), of_round.get("bits", 4)
+    seconds, codec = of_round.get("seconds_per_block"), of_round.get("codec", UPDATE_CODEC)
     if options.exchange != "store" or "round.blocks_per_allreduce" in given:
         return
-    if isinstance(seconds, int | float) and seconds > 0 and bits in (2, 3, 4):
-        period = fitting_period(parameters, bits, options.slowest_link or _SLOWEST_LINK["store"])
+    if isinstance(seconds, int | float) and seconds > 0:
+        period = fitting_period(parameters, codec, options.slowest_link or _SLOWEST_LINK["store"])
         of_round["blocks_per_allreduce"] = math.ceil(period / seconds)
 
 
@@ -628,10 +630,8 @@ def _choose_grace(rules: dict[str, Any], link: float | None) -> None:
     Raises ConfigError where it is above a third of the period.
     """
     of_round, parameters = rules["round"], rules["model"]["parameters"]
-    blocks, seconds, bits = (
-        of_round.get(key) for key in ("blocks_per_allreduce", "seconds_per_block", "bits")
-    )
-    bits = bits if bits in (2, 3) else 4
+    blocks, seconds = (of_round.get(k) for k in ("blocks_per_allreduce", "seconds_per_block"))
+    codec = of_round.get("codec", UPDATE_CODEC)
     # What is of another type is refused with the whole file.
     if "grace" in of_round or not all(
         isinstance(value, int | float) for value in (blocks, seconds)
@@ -639,20 +639,20 @@ def _choose_grace(rules: dict[str, Any], link: float | None) -> None:
         return
     link = link or _SLOWEST_LINK[rules["exchange"]]
     period = float(blocks * seconds)
-    grace = grace_seconds(parameters, bits, link, period=period)
+    grace = grace_seconds(parameters, codec, link, period=period)
     if rules["exchange"] == "hivemind":
         # The all-reduce comes when uploads are written, and sends 2 bytes a value twice.
         of_round.setdefault("average_after", f"{grace // 2}s")
         grace += average_seconds(parameters, link)
     if grace > period / 3:
         # With the whole margin, which a longer period has.
-        most = grace_seconds(parameters, bits, link, period=math.inf)
+        most = grace_seconds(parameters, codec, link, period=math.inf)
         raise ConfigError(
-            f"an upload of {file_bytes(parameters, bits) / 1e6:.0f} MB with {link:g} Mbit/s, and "
+            f"an upload of {file_bytes(parameters, codec) / 1e6:.0f} MB with {link:g} Mbit/s, and "
             f"the checkpoint before it, take {grace} s, above a third of the period of "
             f"{period:g} s, so no network was created: --set "
             f"round.blocks_per_allreduce={math.ceil(3 * most / seconds)}, or a faster "
-            "--slowest-link, or --set round.bits=2"
+            "--slowest-link, or --set round.codec={SMALLEST}"
         )
     of_round["grace"] = f"{grace}s"
 

@@ -24,6 +24,7 @@ from typing import Any
 from distributed_training import NO_HELP
 from distributed_training.common.files import read_json_object
 from distributed_training.common.gpus import CARDS, PRICED, Card
+from distributed_training.common.kinds import UnknownKindError
 from distributed_training.common.llama import named_config
 from distributed_training.common.memory import (
     MOST_WORKERS,
@@ -61,6 +62,7 @@ from distributed_training.protocol.round_plan import (
     over_hivemind,
     through_store,
 )
+from distributed_training.protocol.types import SMALLEST, UPDATE_CODEC
 
 _GPU = re.compile(r"([a-z0-9]+?)(?:x([1-9]\d?))?(?:x([1-9]\d{0,2}))?")
 _BASE = 1_000_000_000  # bytes of Python, torch and the text
@@ -68,6 +70,7 @@ _CHECKPOINTS = 2  # that are kept, by default
 _VALIDATORS_LINK = 1000.0  # Mbit/s
 _LATE, _IDLE, _CHEAPER = 0.15, 0.03, 0.9
 _LONGEST = 14 * 86400.0  # seconds of a period that is proposed
+_SMALLER = f'round.codec = "{SMALLEST}"'
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class Rules:
     moments: float = 2  # tensors that the inner optimizer keeps of a parameter, on average
     grace: float | None = None  # None: as dt-network init chooses it
     average_after: float | None = None  # None: as dt-network init chooses it
-    bits: int = 4  # of an upload
+    codec: str = UPDATE_CODEC  # of an upload
     weights_every: int = 8
     keep_uploads: int = 8
     judged: int = 0  # tokens of one of the two texts that an upload is judged on, at most
@@ -132,7 +135,7 @@ class Plan:
     @property
     def _sends(self) -> float:
         rules = self.rules
-        return grace_seconds(rules.shape.parameters, rules.bits, self.up, period=rules.period)
+        return grace_seconds(rules.shape.parameters, rules.codec, self.up, period=rules.period)
 
     @property
     def _averages(self) -> float:
@@ -156,7 +159,7 @@ class Plan:
                 member,
                 period=rules.period,
                 grace=self.grace,
-                bits=rules.bits,
+                codec=rules.codec,
             )
         return over_hivemind(
             shape.parameters,
@@ -165,7 +168,7 @@ class Plan:
             grace=self.grace,
             average_after=self.average_after,
             peers=self.peers,
-            bits=rules.bits,
+            codec=rules.codec,
         )
 
     @property
@@ -195,7 +198,7 @@ class Plan:
         return Growth(
             self.peers,
             rules.shape.parameters,
-            rules.bits,
+            rules.codec,
             weights_every=rules.weights_every,
             keep_uploads=rules.keep_uploads,
         )
@@ -345,10 +348,12 @@ def _to_be_in_time(plan: Plan, outer: OuterStep) -> Iterator[Change]:
     if plan.refused:
         why += "; dt-network init refuses that"
     ways = []
-    if rules.bits > 2:
-        ways += [("round.bits = 2", replace(rules, bits=2))]
+    if rules.codec != SMALLEST:
+        ways += [(_SMALLER, replace(rules, codec=SMALLEST))]
     if rules.exchange == "hivemind":
-        ways.append(("--exchange store", replace(rules, exchange="store", bits=4, grace=None)))
+        ways.append(
+            ("--exchange store", replace(rules, exchange="store", codec=UPDATE_CODEC, grace=None))
+        )
     blocks = rules.period
     while blocks < _LONGEST:
         blocks *= 1.25
@@ -378,7 +383,7 @@ def _to_be_sooner(plan: Plan, outer: OuterStep) -> Iterator[Change]:
     rules = plan.rules
     why = f"the update comes {span(outer.late)} after the close"
     ways = {
-        "round.bits = 2": replace(plan, rules=replace(rules, bits=2)),
+        _SMALLER: replace(plan, rules=replace(rules, codec=SMALLEST)),
         "twice the network link": replace(plan, up=2 * plan.up, down=2 * plan.down),
     }
     for words, after in ways.items():
@@ -582,7 +587,7 @@ def rules_of(options: argparse.Namespace) -> Rules:
     shape = shape or shape_of(options.model)
     training, data, miner = parts.training, parts.data, parts.miner
     if founded and exchange == "store":
-        period = fitting_period(shape.parameters, miner.bits, options.link[1])
+        period = fitting_period(shape.parameters, miner.codec, options.link[1])
     pages = JUDGED_RANKS * min(VALIDATOR_PAGES, data.pages_per_block)
     judged = pages * data.rows_per_page * data.max_length
     if data.own:  # on the held-out text of all domains
@@ -597,7 +602,7 @@ def rules_of(options: argparse.Namespace) -> Rules:
         moments=count_moments(training, shape),
         grace=None if founded else miner.grace.total_seconds(),
         average_after=None if founded else miner.average_after.total_seconds(),
-        bits=miner.bits,
+        codec=miner.codec,
         weights_every=miner.weights_every,
         keep_uploads=miner.keep_uploads,
         judged=judged,
@@ -663,6 +668,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         rules = rules_of(options)
     except ConfigError as error:
         return exit_with(error)
+    except UnknownKindError as error:
+        return exit_with(ConfigError(f"round.codec: {error}"))
     down, up = options.link
     tokens = options.tokens or float(TOKENS_A_PARAMETER * rules.shape.parameters)
     plan = Plan(rules, options.gpu, down, up, options.peers, options.price, tokens)

@@ -289,8 +289,9 @@ class RoundSettings:
     least: Count = rule("round.least", 1)
     """fewest accepted uploads of an outer step; with fewer the close moves
     by a period"""
-    bits: int = rule("round.bits", 4, ge=2, le=4)
-    """bits of each value of an upload"""
+    codec: str = rule("round.codec", "4-bit")
+    """how uploads write values: '4-bit', '3-bit' or '2-bit' for each value, or a codec that a
+    module of --plugins registers"""
     weights_every: int = rule("publish.weights_every", 8, ge=1, le=1000)
     """outer steps between two sets of weights that are published"""
     keep_uploads: int = rule("store.keep_uploads", 8, ge=1, le=1000)

@@ -35,6 +35,7 @@ from distributed_training.chain.registration import (
 from distributed_training.common.backoff import Repeats
 from distributed_training.common.memory import DISK_RESERVE, ModelShape, checkpoint_bytes
 from distributed_training.config import Config
+from distributed_training.config.types import choose_kind
 from distributed_training.config.versions import Versions, has_versions, under
 from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.data.own_text import require_one_sequence
@@ -48,9 +49,10 @@ from distributed_training.node.identity import Member, commit, keep_state
 from distributed_training.node.published import fetch_published
 from distributed_training.node.start import NetworkFailure, fetch_tokenizer, require_data
 from distributed_training.protocol import lines
+from distributed_training.protocol.codecs import CODECS
 from distributed_training.protocol.keys import miner_bucket
 from distributed_training.protocol.manifest import Master
-from distributed_training.protocol.types import ExitStatus
+from distributed_training.protocol.types import UPDATE_CODEC, ExitStatus
 from distributed_training.protocol.update_file import MOST_BLOCKS, Header, largest_file
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.errors import StoreError
@@ -87,7 +89,6 @@ from .store_round import StoreRank, StoreTasks, UploadWatch, event_of
 
 log = logging.getLogger(__name__)
 
-_UPDATE_BITS = 4  # of the validator's update, whatever the uploads have
 _NO_DIGEST = "0" * 64
 _SAY_AGAIN = 600.0  # seconds between two lines of one cause
 
@@ -394,6 +395,7 @@ def open_connections(
     """
     checkpoints = folder / "checkpoints"
     refuse_old_checkpoints(checkpoints)
+    choose_kind(CODECS, config.miner.codec, key="round.codec")
     if not has_versions(config) or config.data.own:
         require_data(config)
     member = join_network(config, folder, stack, wanted)
@@ -527,7 +529,7 @@ class RankZero:
         if self._context.guest:  # the script's output has its own lines for a step
             reporter.step_level = logging.DEBUG
         shapes, moments = [shape for _, shape in trainer.schema], trainer.moments
-        upload = largest_file(trainer.schema, config.miner.bits)
+        upload = largest_file(trainer.schema, config.miner.codec)
         needed = upload + checkpoint_bytes(shapes, moments)
 
         def next_close() -> float | None:
@@ -587,7 +589,7 @@ class RankZero:
             serial=close.serial,
             hotkey=self._info.hotkey,
             start=_NO_DIGEST,
-            bits=self._context.config.miner.bits,
+            codec=self._context.config.miner.codec,
             inner_steps=0,
             tokens=0,
             blocks=tuple(block_list)[-MOST_BLOCKS:],
@@ -628,7 +630,7 @@ class RankZero:
             assert isinstance(rounds, HivemindRounds)
             settings = peer_settings(config, trainer.schema, context.folder)
             rounds.open_peer(settings, announcer(config, member))
-        largest = largest_file(trainer.schema, _UPDATE_BITS)
+        largest = largest_file(trainer.schema, UPDATE_CODEC)
         rounds.start(trainer.outer_step, largest_update=largest)
         self.record(
             "start",

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from .types import OWN_CODECS, UPDATE_CODEC
+
 _GROUP = 256  # as in quantization.py, whose module imports torch
 _MARGIN = 60.0  # seconds: until an inner step ends, the snapshot, retries; less in a short period
 CHECKPOINT = 20 / 400e6  # seconds a parameter: it lies on a plain disk before anything is sent
@@ -30,17 +32,24 @@ _WARM_UP, _LONGEST_WARM_UP = 30, 1000  # one of so many steps; inner steps
 _FEWEST_STEPS = 1000  # of a schedule whose end nobody has named: small models learn for longer
 
 
-def file_bytes(parameters: int, bits: int) -> int:
-    """Return the bytes of an upload, or with 4 ``bits`` of an update, but for its header."""
-    return parameters * bits // 8 + 4 * math.ceil(parameters / _GROUP)
+def file_bytes(parameters: int, codec: str = UPDATE_CODEC) -> int:
+    """Return the bytes of an upload, or of an update, but for its header.
+
+    Raises UnknownKindError for a ``codec`` that nobody has registered.
+    """
+    if (bits := OWN_CODECS.get(codec)) is not None:
+        return parameters * bits // 8 + 4 * math.ceil(parameters / _GROUP)
+    from .codecs import CODECS  # torch would take a second of each --help
+
+    return math.ceil(parameters * CODECS[codec].bits / 8)
 
 
-def grace_seconds(parameters: int, bits: int, link: float, *, period: float) -> int:
+def grace_seconds(parameters: int, codec: str, link: float, *, period: float) -> int:
     """Return the grace in which a member whose link sends ``link`` Mbit/s has uploaded.
 
     ``period``: seconds between two closes.
     """
-    sending = _SLACK * 8 * file_bytes(parameters, bits) / (link * 1e6)
+    sending = _SLACK * 8 * file_bytes(parameters, codec) / (link * 1e6)
     return math.ceil(min(_MARGIN, period / 10) + CHECKPOINT * parameters + sending)
 
 
@@ -89,16 +98,16 @@ def amount(count: float) -> str:
     return f"{count / 1e6:,.3g} million" if count < 1e9 else f"{count / 1e9:,.3g} billion"
 
 
-def fitting_period(parameters: int, bits: int, link: float) -> float:
+def fitting_period(parameters: int, codec: str, link: float) -> float:
     """Return the seconds of a period that fits a model, in whole blocks of 12 s.
 
     It is at least three times the grace of a member whose link sends ``link`` Mbit/s.
     """
     row = next(period for most, _, period in _ROWS if parameters <= most)
-    if 3 * grace_seconds(parameters, bits, link, period=row) <= row:
+    if 3 * grace_seconds(parameters, codec, link, period=row) <= row:
         return row
     # With the whole margin, which a longer period has.
-    return 12.0 * math.ceil(3 * grace_seconds(parameters, bits, link, period=math.inf) / 12)
+    return 12.0 * math.ceil(3 * grace_seconds(parameters, codec, link, period=math.inf) / 12)
 
 
 @dataclass(frozen=True)
@@ -107,17 +116,17 @@ class Growth:
 
     members: int
     parameters: int
-    bits: int = 4
+    codec: str = UPDATE_CODEC
     weights_every: int = 8
     keep_uploads: int = 8
 
     @property
     def upload(self) -> int:
-        return file_bytes(self.parameters, self.bits)
+        return file_bytes(self.parameters, self.codec)
 
     @property
     def update(self) -> int:
-        return file_bytes(self.parameters, 4)
+        return file_bytes(self.parameters)
 
     @property
     def state(self) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from distributed_training.protocol.growth import CHECKPOINT, file_bytes
+from distributed_training.protocol.types import UPDATE_CODEC
 
 HEADERS = 1.045  # bytes on the wire for each of a file
 _ACKS = 0.018  # bytes that acknowledge each byte which comes
@@ -59,14 +60,14 @@ def through_store(
     *,
     period: float,
     grace: float,
-    bits: int = 4,
+    codec: str = UPDATE_CODEC,
     slowest: float | None = None,
 ) -> OuterStep:
     """Return an outer step of a network of exchange ``store``.
 
     ``slowest``: Mbit/s up of the slowest member, which the validator waits for; None: this one.
     """
-    upload, update = file_bytes(parameters, bits), file_bytes(parameters, 4)
+    upload, update = file_bytes(parameters, codec), file_bytes(parameters)
     begun = member.step / 2 + _FIRST + CHECKPOINT * parameters
     waits = begun + 8 * upload * HEADERS / ((slowest or member.up) * 1e6)
     seen = min(waits, grace) + _JUDGED + _LOOK_SOON / 2
@@ -96,7 +97,7 @@ def over_hivemind(
     grace: float,
     average_after: float,
     peers: int,
-    bits: int = 4,
+    codec: str = UPDATE_CODEC,
 ) -> OuterStep:
     """Return an outer step of a network of exchange ``hivemind``: a store's, and an all-reduce.
 
@@ -104,7 +105,7 @@ def over_hivemind(
     validator reduces nothing and receives the average too. An all-reduce that does not end in the
     grace costs the average and nothing else: then the update is the merge.
     """
-    outer = through_store(parameters, member, period=period, grace=grace, bits=bits)
+    outer = through_store(parameters, member, period=period, grace=grace, codec=codec)
     shares = (peers - 1) / peers
     sent, received = 2 * parameters * (shares + 1), 2 * parameters * 2 * shares
     transfer = max(member.sending(sent), member.receiving(received))
@@ -114,6 +115,6 @@ def over_hivemind(
         sent=outer.sent + sent * HEADERS + _ACKS * received,
         received=outer.received + received * HEADERS + _ACKS * sent,
         transfer=transfer,
-        late=max(outer.late, ends + member.receiving(file_bytes(parameters, 4))),
+        late=max(outer.late, ends + member.receiving(file_bytes(parameters))),
         averages=average_after + transfer <= grace,
     )

@@ -18,6 +18,10 @@ Schema = Sequence[tuple[str, tuple[int, ...]]]
 Sign = Callable[[bytes], bytes]
 #: Returns whether this is the signature of a message by a hotkey: message, signature, hotkey.
 Verify = Callable[[bytes, bytes, str], bool]
+#: Bits of a value, by the name of a codec of the product; scales come on top (:mod:`~.codecs`).
+OWN_CODECS = {"4-bit": 4, "3-bit": 3, "2-bit": 2}
+UPDATE_CODEC = "4-bit"  # of the validator's update, whatever the uploads have
+SMALLEST = "2-bit"
 
 
 class ExitStatus(enum.IntEnum):

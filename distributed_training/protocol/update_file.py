@@ -1,11 +1,11 @@
 """Write and read the files of a round through the store (protocol page, section 4).
 
 A member's *upload* holds its pseudo-gradient, and the validator's *update* holds what all members
-subtract from their weights. Both are dense, with 4, 3 or 2 bits a value and a scale for each group
-of at most 256 (:mod:`~.quantization`). Both are one safetensors file with a signed header.
+subtract from their weights. Both are dense, with the scales and codes of a codec for each row
+(:mod:`~.codecs`). Both are one safetensors file with a signed header.
 
 *Rows* of a parameter: a matrix, or a tensor of more dimensions, has its first dimension of them,
-each flattened; a vector or a scalar is one row. No group crosses a row. So each rank encodes the
+each flattened; a vector or a scalar is one row. A codec sees whole rows, so each rank encodes the
 rows that it holds and writes them at their place (:func:`write_rows`); rank 0 signs the file when
 all are there (:func:`finish`). The header comes last: a file that a kill left half is none.
 
@@ -22,7 +22,7 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -31,19 +31,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .quantization import (
-    GROUP,
-    SCALE_BYTES,
-    dequantize,
-    pack,
-    packed_bytes,
-    quantize,
-    refuse_scales,
-    unpack,
-)
-from .types import Schema, Sign, Verify
+from .codecs import CODECS
+from .quantization import SCALE_BYTES, refuse_scales
+from .types import OWN_CODECS, Schema, Sign, Verify
 
-BITS = (4, 3, 2)
 MOST_BLOCKS = 10_000  # of a header
 _LENGTH_BYTES = 8
 _SIGNATURE_BYTES = 64
@@ -51,8 +42,6 @@ _MOST_NUMBER = 2**53 - 1  # what any JSON reader keeps exact
 _NAME = re.compile(r"[0-9A-Za-z_.-]{1,64}", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NO_DIGEST, _NO_SIGNATURE = "0" * 64, "0" * 2 * _SIGNATURE_BYTES
-# Values handled at once: copies of them stay in the cache, and do not fill a GPU.
-_SLAB, _CUDA_SLAB = 1 << 19, 1 << 24
 _CHUNK = 1 << 22  # bytes read at once
 
 
@@ -71,7 +60,7 @@ class Header:
     serial: int  # of the close; 0 for updates
     hotkey: str
     start: str
-    bits: int
+    codec: str
     inner_steps: int
     tokens: int
     blocks: tuple[int, ...] = ()
@@ -83,7 +72,7 @@ class Header:
             "run_id": _matches(_NAME, self.run_id),
             "hotkey": _matches(_NAME, self.hotkey),
             "start": _matches(_DIGEST, self.start),
-            "bits": type(self.bits) is int and self.bits in BITS,
+            "codec": _matches(_NAME, self.codec) and self.codec in CODECS,
             "number": all(type(n) is int and 0 <= n <= _MOST_NUMBER for n in numbers),
             "block list": len(self.blocks) <= MOST_BLOCKS,
         }
@@ -120,10 +109,11 @@ class UpdateLayout:
     @classmethod
     def of(cls, schema: Schema, header: Header) -> UpdateLayout:
         shapes = [(name, *rows_and_columns(shape)) for name, shape in schema]
-        scales, codes = 0, sum(SCALE_BYTES * rows * _groups(columns) for _, rows, columns in shapes)
+        row = CODECS[header.codec].row
+        scales, codes = 0, sum(SCALE_BYTES * rows * row(columns)[0] for _, rows, columns in shapes)
         parts = []
         for name, rows, columns in shapes:
-            groups, code_bytes = _groups(columns), packed_bytes(columns, header.bits)
+            groups, code_bytes = row(columns)
             parts.append(_Part(name, rows, columns, scales, codes, groups, code_bytes))
             scales += SCALE_BYTES * rows * groups
             codes += rows * code_bytes
@@ -131,7 +121,7 @@ class UpdateLayout:
 
     def head(self, body: str, signature: str) -> bytes:
         """Return the bytes before the body, with the body's digest and the signature in them."""
-        said = _canonical(asdict(self.header))
+        said = _canonical(_written(self.header))
         table: dict[str, Any] = {
             "__metadata__": {"body": body, "header": said, "signature": signature}
         }
@@ -165,86 +155,36 @@ def rows_and_columns(shape: Sequence[int]) -> tuple[int, int]:
     return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
 
 
-def _groups(columns: int) -> int:
-    return -(-columns // GROUP)
+def _written(header: Header) -> dict[str, Any]:
+    """Return the fields as a file has them: of the product's codecs only the number of bits."""
+    said = asdict(header)
+    if (bits := OWN_CODECS.get(header.codec)) is not None:
+        del said["codec"]
+        said["bits"] = bits
+    return said
 
 
 def _canonical(content: Any) -> str:
     return json.dumps(content, sort_keys=True, separators=(",", ":"))
 
 
-def largest_file(schema: Schema, bits: int) -> int:
+def largest_file(schema: Schema, codec: str) -> int:
     """Return the most bytes of a file for a model with the parameters of ``schema``."""
-    return _largest(schema, bits).size
+    return _largest(schema, codec).size
 
 
-def _largest(schema: Schema, bits: int) -> UpdateLayout:
+def _largest(schema: Schema, codec: str) -> UpdateLayout:
     header = Header(
         kind="upload", run_id="x" * 64, outer_step=_MOST_NUMBER, serial=_MOST_NUMBER,
-        hotkey="x" * 64, start=_NO_DIGEST, bits=bits, inner_steps=_MOST_NUMBER,
+        hotkey="x" * 64, start=_NO_DIGEST, codec=codec, inner_steps=_MOST_NUMBER,
         tokens=_MOST_NUMBER, blocks=(_MOST_NUMBER,) * MOST_BLOCKS,
     )  # fmt: skip
     return UpdateLayout.of(schema, header)
 
 
 @functools.lru_cache(maxsize=4)  # a validator opens many files of one model
-def _longest_head(schema: tuple[tuple[str, tuple[int, ...]], ...]) -> int:
-    return _largest(schema, max(BITS)).body
-
-
-# --- rows -----------------------------------------------------------------------------------------
-
-
-def encode_rows(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Encode ``rows`` (float32 ``(r, c)``, contiguous), on their device.
-
-    Returns scales, float32 ``(r, groups)``, and codes, uint8 ``(r, bytes of a row)``. Values
-    that are not finite give scales that no reader takes.
-    """
-    count, columns = rows.shape
-    scales = rows.new_empty((count, _groups(columns)))
-    codes = rows.new_empty((count, packed_bytes(columns, bits)), dtype=torch.uint8)
-    for slab in _slabs(rows):
-        numbers = torch.empty(rows[slab].shape, dtype=torch.uint8, device=rows.device)
-        for values, scale, number in _groups_of(rows[slab], scales[slab], numbers):
-            # Of a group of zeros it may be -0.0.
-            scale.copy_(quantize(values, number, bits).abs_())
-        codes[slab] = pack(numbers, bits)
-    return scales, codes
-
-
-def decode_rows(scales: Tensor, codes: Tensor, out: Tensor, bits: int) -> None:
-    """Decode what :func:`encode_rows` returned into ``out``: equal to the bit on each device.
-
-    ``out``: float32 ``(r, c)``, contiguous. The scales must have been checked
-    (:class:`UpdateFile` does).
-    """
-    for slab in _slabs(out):
-        numbers = unpack(codes[slab], out.shape[1], bits)
-        for values, scale, number in _groups_of(out[slab], scales[slab], numbers):
-            dequantize(scale, number, values, bits)
-
-
-def _slabs(rows: Tensor) -> list[slice]:
-    count, columns = rows.shape
-    step = max(1, (_SLAB if rows.device.type == "cpu" else _CUDA_SLAB) // max(columns, 1))
-    return [slice(first, first + step) for first in range(0, count, step)] if columns else []
-
-
-def _groups_of(
-    rows: Tensor, scales: Tensor, numbers: Tensor
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield values, scales and numbers of the whole groups, then of those at the rows' ends.
-
-    Values and numbers are ``(r, groups, values)``, scales ``(r, groups)``.
-    """
-    whole, rest = divmod(rows.shape[1], GROUP)
-    at = whole * GROUP
-    if whole:
-        values, number = (each[:, :at].unflatten(1, (whole, GROUP)) for each in (rows, numbers))
-        yield values, scales[:, :whole], number
-    if rest:
-        yield rows[:, at:].unsqueeze(1), scales[:, whole:], numbers[:, at:].unsqueeze(1)
+def _longest_head(schema: tuple[tuple[str, tuple[int, ...]], ...], codecs: tuple[str, ...]) -> int:
+    return max(_largest(schema, codec).body for codec in codecs)
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -259,7 +199,8 @@ def write_rows(path: Path, layout: UpdateLayout, index: int, first_row: int, row
     part = layout.parts[index]
     if rows.shape[1] != part.columns or first_row + len(rows) > part.rows:
         raise ValueError(f"rows of shape {tuple(rows.shape)} are none of {part.name}")
-    scales, codes = (each.cpu() for each in encode_rows(rows.contiguous(), layout.header.bits))
+    encode_rows = CODECS[layout.header.codec].encode_rows
+    scales, codes = (each.cpu() for each in encode_rows(rows.contiguous()))
     try:
         refuse_scales(scales)
     except ValueError:
@@ -350,7 +291,7 @@ class UpdateFile:
         kind: Literal["upload", "update"],
         hotkey: str,
         verify: Verify,
-        bits: int | None = None,
+        codec: str | None = None,
     ) -> UpdateFile:
         """Open and check a file, of foreign bytes too.
 
@@ -368,7 +309,7 @@ class UpdateFile:
                 ("kind", header.kind, kind),
                 ("run", header.run_id, run_id),
                 ("hotkey", header.hotkey, hotkey),
-                ("number of bits", header.bits, bits or header.bits),
+                ("codec", header.codec, codec or header.codec),
             ):
                 if found != wanted:
                     raise ValueError(f"its {name} is {found}, not {wanted}")
@@ -402,7 +343,7 @@ class UpdateFile:
             raise ValueError(f"{part.name} has {part.rows} rows, not {first} to {stop}")
         out = torch.empty((stop - first, part.columns), dtype=torch.float32)
         codes = self._rows(part.codes, part.code_bytes, first, stop)
-        decode_rows(self._scales(part, first, stop), codes, out, self.header.bits)
+        CODECS[self.header.codec].decode_rows(self._scales(part, first, stop), codes, out)
         return out
 
     def decode(self, name: str, shape: Sequence[int]) -> Tensor:
@@ -422,7 +363,7 @@ class UpdateFile:
 
 def _read_head(file: Any, size: int, schema: Schema) -> tuple[UpdateLayout, str, str]:
     """Return layout, digest of the body and signature, of a file that has exactly that layout."""
-    most = _longest_head(tuple((name, tuple(shape)) for name, shape in schema))
+    most = _longest_head(tuple((name, tuple(shape)) for name, shape in schema), tuple(CODECS))
     length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
     if not 2 <= length <= min(most, size) - _LENGTH_BYTES:
         raise ValueError("the length of its header is impossible")
@@ -431,6 +372,8 @@ def _read_head(file: Any, size: int, schema: Schema) -> tuple[UpdateLayout, str,
         metadata = json.loads(text)["__metadata__"]
         body, signature = metadata["body"], metadata["signature"]
         raw = json.loads(metadata["header"])
+        if isinstance(raw, dict) and "bits" in raw:
+            raw["codec"] = f"{raw.pop('bits')}-bit"  # see _written
         known = {field.name for field in fields(Header)}
         if not isinstance(raw, dict) or set(raw) != known or not isinstance(raw["blocks"], list):
             raise ValueError("other names than a header has")

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import SecretStr
 
 from distributed_training import NO_HELP
+from distributed_training.common.kinds import UnknownKindError
 from distributed_training.config.loader import (
     Parser,
     add_wallet,
@@ -46,6 +47,7 @@ from distributed_training.config.loader import (
 )
 from distributed_training.config.types import ConfigError, File, FileName, Hotkey, IpAddress, WebUrl
 from distributed_training.network import FILE, VERSIONS, Network, NetworkFileError, read_text
+from distributed_training.protocol.growth import file_bytes
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry.logs import LineFormatter
 
@@ -373,7 +375,13 @@ def _open_access(config: Config, folder: Path | None, master: str) -> Access:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     signer = Master(config.swarm.run_id, master, verify_signature)
-    return Access(bucket, master=signer, parameters=network.head.parameters)
+    parameters, codec = network.head.parameters, config.miner.codec
+    try:
+        # A later version of the network's file may have any of the product's codecs.
+        largest = max(file_bytes(parameters), file_bytes(parameters, codec))
+    except UnknownKindError as error:
+        raise ConfigError(f"round.codec: {error}") from None
+    return Access(bucket, master=signer, largest_upload=largest)
 
 
 #: The final settings of a new registry, and each one's key in a network's file.

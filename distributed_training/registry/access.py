@@ -25,7 +25,6 @@ from pydantic import Field
 from distributed_training.chain.base import ChainError
 from distributed_training.common.backoff import Throttle
 from distributed_training.protocol import keys
-from distributed_training.protocol.growth import file_bytes
 from distributed_training.protocol.manifest import Master, State
 from distributed_training.store import presigned
 from distributed_training.store.base import ObjectInfo, is_md5, same_etag
@@ -45,7 +44,6 @@ AFTER_SECONDS = 600.0  # beyond close and grace: a slow link may finish its uplo
 _LONGEST_SECONDS = 7 * 86400.0  # that S3 signs for
 _STATE_KEPT = 2.0  # seconds
 _CLOCK_OFF = 5.0  # seconds by which this machine's clock may differ from the store's without a line
-_MOST_BITS = 4  # of a value of an upload
 _HEADER_BYTES = 2**20  # of an upload, at the most
 _NAME = "[A-Za-z0-9_][A-Za-z0-9._-]*"
 # No empty name, dots or escape: the store must look up the very key that was signed.
@@ -65,8 +63,8 @@ class StoreAway(ChainError):
 class Access:
     """Sign URLs for members with the store's own key. Thread-safe. Close it.
 
-    ``store``: the global bucket, opened to write. ``parameters``: of the model, which bound an
-    upload. ``clock``: Unix seconds.
+    ``store``: the global bucket, opened to write. ``largest_upload``: bytes of an
+    upload, but for its header. ``clock``: Unix seconds.
     """
 
     def __init__(
@@ -74,13 +72,12 @@ class Access:
         store: S3ObjectStore,
         *,
         master: Master,
-        parameters: int,
+        largest_upload: int,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
         self._master = master
-        # By the most bits that any version of the network's file may give a value.
-        self._largest = file_bytes(parameters, _MOST_BITS) + _HEADER_BYTES
+        self._largest = largest_upload + _HEADER_BYTES
         self._clock = clock
         self._may_warn = Throttle(60.0)
         self._state: tuple[float, State] | None = None  # and when it was read

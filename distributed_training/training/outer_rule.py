@@ -28,10 +28,11 @@ from distributed_training.common.kinds import Kinds, PluginError, import_plugins
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError, choose_kind
 from distributed_training.network import USUAL
+from distributed_training.protocol.codecs import CODECS
+from distributed_training.protocol.types import UPDATE_CODEC
 
 OUTER_LEARNING_RATE = float(USUAL["training.outer_learning_rate"])
 OUTER_MOMENTUM = float(USUAL["training.outer_momentum"])
-_WITH_ZERO = 4  # bits: with fewer no value of an upload is zero
 
 
 class OuterStepOf(Protocol):
@@ -202,17 +203,17 @@ def find_rule(text: str) -> str:
 
 
 def outer_rule_of(
-    settings: TrainingSettings, exchange: str | None = "store", *, bits: int = _WITH_ZERO
+    settings: TrainingSettings, exchange: str | None = "store", *, codec: str = UPDATE_CODEC
 ) -> OuterRule:
     """Return the network's outer rule, once two steps of a small parameter were as they must be.
 
-    ``exchange``: the network's, hivemind or store; None: it is for no network. ``bits``: of its
+    ``exchange``: the network's, hivemind or store; None: it is for no network. ``codec``: of its
     uploads. Raises ConfigError for an unknown name, for a rule that breaks :class:`OuterRule`, and
     for one that such a network cannot have.
     """
     name = settings.outer_rule
     rule = choose_kind(OUTER_RULES, name, key="training.outer_rule")
-    if not (problem := _refuse_network(rule, exchange, bits)):
+    if not (problem := _refuse_network(rule, exchange, codec)):
         problem = _try_step(rule.step, settings) or _try_select(rule) or _try_merge(rule)
     if problem:
         raise ConfigError(
@@ -222,9 +223,10 @@ def outer_rule_of(
     return rule
 
 
-def _refuse_network(rule: OuterRule, exchange: str | None, bits: int) -> str:
+def _refuse_network(rule: OuterRule, exchange: str | None, codec: str) -> str:
     if exchange is None:
         return ""
+    uploads = choose_kind(CODECS, codec, key="round.codec")
     if rule.groups is not None:
         return (
             "lets members average in groups, so that their weights differ, and all members of a "
@@ -232,8 +234,8 @@ def _refuse_network(rule: OuterRule, exchange: str | None, bits: int) -> str:
         )
     if rule.merge is not None and exchange != "store":
         return "merges the uploads of members, and over hivemind peers average among themselves"
-    if rule.select is not None and bits < _WITH_ZERO:
-        return f"sends zeros, which uploads of {bits} bits have not (round.bits = 4 has)"
+    if rule.select is not None and not uploads.has_zero:
+        return f"sends zeros, which the codec {codec!r} of uploads has not ({UPDATE_CODEC!r} has)"
     return ""
 
 

@@ -129,7 +129,7 @@ class CloseFetcher:
                 if uid not in known | close.fetched:
                     new[uid] = info
         self._attend(close, miners)
-        most = largest_file(self.state.schema, self._judge.bits)
+        most = largest_file(self.state.schema, self._judge.codec)
 
         def refuse_late(uid: int, info: ObjectInfo) -> bool:
             if info.modified > close.ends:

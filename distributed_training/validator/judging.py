@@ -129,13 +129,13 @@ def refusal(uid: int, hotkey: str, digest: str, cause: str, reason: str) -> Refu
 class UploadJudge:
     """Judges uploads from the epoch-start weights of one outer step.
 
-    ``bits``: of each value, by the network's file; ``secret``: chooses the places to compare.
+    ``codec``: of uploads, by the network's file; ``secret``: chooses the places to compare.
     """
 
     evaluator: Evaluator
     schema: Schema
     run_id: str
-    bits: int
+    codec: str
     verify: Verify
     secret: int
 
@@ -176,7 +176,7 @@ class UploadJudge:
                 kind="upload",
                 hotkey=hotkey,
                 verify=self.verify,
-                bits=self.bits,
+                codec=self.codec,
             )
         except ValueError as error:
             raise RefusedError("damaged", str(error)) from None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distributed_training.protocol import keys
+from distributed_training.protocol.types import UPDATE_CODEC
 from distributed_training.protocol.update_file import Header, UpdateLayout
 from distributed_training.training.outer_rule import UploadFacts
 from distributed_training.validator.fetch_close import Close
@@ -21,7 +22,6 @@ from distributed_training.validator.merge import (
 )
 
 _MOST_STEPS_OF_A_BLOCK = 12  # inner steps: one a second is more than any network takes
-_UPDATE_BITS = 4
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class CloseMerger(CloseJudge):
             serial=0,
             hotkey=self._member.hotkey,
             start=self._steps.head.weights,
-            bits=_UPDATE_BITS,
+            codec=UPDATE_CODEC,
             inner_steps=steps,
             tokens=steps * self._contributors(count) * self._rules.config.tokens_of_step,
         )

@@ -306,7 +306,7 @@ def build(
         config = under(config, parts.versions.in_force)
     settings, run = config.validator, Run(folder, EventLog.open(folder).write, stop)
     # A rule that breaks its promises is refused before anything is published.
-    outer_rule_of(config.training, config.exchange, bits=settings.bits)
+    outer_rule_of(config.training, config.exchange, codec=settings.codec)
     master = Master(config.swarm.run_id, config.miner.master_ss58_address, parts.verify)
     steps, state, found = find_state(config, parts, master, folder)
     model = EvaluationModel(
@@ -340,7 +340,7 @@ def build(
             evaluator=Evaluator(model, parts.pages, assigned=not config.data.own),
             schema=state.schema,
             run_id=config.swarm.run_id,
-            bits=settings.bits,
+            codec=settings.codec,
             verify=parts.verify,
             secret=secrets.randbits(62),
         ),

@@ -26,10 +26,11 @@ from safetensors.torch import save_file
 from distributed_training.common.files import atomic_file, sha256_of, write_bytes
 from distributed_training.protocol import keys
 from distributed_training.protocol.average_file import Average
+from distributed_training.protocol.codecs import CODECS
 from distributed_training.protocol.manifest import Manifest, Master, Merged, State
 from distributed_training.protocol.metadata import MAX_CONFIG_BYTES
 from distributed_training.protocol.types import Schema
-from distributed_training.protocol.update_file import BITS, UpdateFile, UpdateLayout, largest_file
+from distributed_training.protocol.update_file import UpdateFile, UpdateLayout, largest_file
 from distributed_training.store.bucket_reader import BucketReader, StateUnavailable
 from distributed_training.store.errors import IntegrityError, ObjectMissingError, StoreError
 from distributed_training.training.outer_rule import UploadFacts
@@ -145,7 +146,7 @@ class Chain:
     def __init__(self, bucket: BucketReader, schema: Schema, folder: Path, master: Master) -> None:
         self._bucket = bucket
         self.schema = schema
-        self._largest = largest_file(schema, BITS[0])
+        self._largest = max(largest_file(schema, codec) for codec in CODECS)
         self._folder = folder
         self.master = master
 

@@ -458,7 +458,7 @@ def test_the_registry_hands_out_urls_by_the_newest_state_that_it_has_seen(
     store: Any = world.store
     store.presign = lambda operation, key, seconds, **more: f"https://{key}"
     master = Master(RUN_ID, MASTER.ss58_address, verify)
-    registry = access.Access(store, master=master, parameters=1000, clock=world.time.store)
+    registry = access.Access(store, master=master, largest_upload=1000, clock=world.time.store)
 
     def grants(outer_step: int, serial: int) -> bool:
         key = keys.upload_key(4, outer_step, serial)

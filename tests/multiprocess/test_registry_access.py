@@ -776,7 +776,7 @@ def test_a_slow_store_holds_up_one_request_and_the_founder_reads_of_a_refused_ke
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     slow = _Slow()
-    grants = access.Access(slow, master=Master("x", "y", lambda *_: True), parameters=9)  # type: ignore[arg-type]
+    grants = access.Access(slow, master=Master("x", "y", lambda *_: True), largest_upload=9)  # type: ignore[arg-type]
 
     def ask() -> None:
         with pytest.raises(access.StoreAway, match="ask the founder, whose registry logs"):

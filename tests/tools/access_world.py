@@ -16,6 +16,7 @@ from distributed_training.config.settings import StoreSettings
 from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.node.buckets import open_by_registry
 from distributed_training.protocol import keys
+from distributed_training.protocol.growth import file_bytes
 from distributed_training.protocol.manifest import Master, State
 from distributed_training.registry.access import Access
 from distributed_training.registry.service import Limits
@@ -66,7 +67,7 @@ class AccessWorld:
         return Access(
             bucket,
             master=Master(RUN_ID, VALIDATOR.ss58, verify_signature),
-            parameters=self.parameters,
+            largest_upload=file_bytes(self.parameters),
             clock=lambda: time.time() + self.late,
         )
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from distributed_training.data.pipeline import DeviceBuffer
-from distributed_training.protocol import update_file
-from distributed_training.protocol.types import Base, Progress, Update
+from distributed_training.protocol.codecs import CODECS
+from distributed_training.protocol.types import OWN_CODECS, Base, Progress, Update
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.model import (
     attention_line,
@@ -264,13 +264,13 @@ def the_gauge_and_the_report_see_the_device(device: torch.device, folder: Path) 
 
 def an_upload_is_encoded_and_decoded_to_the_cpus_bits(device: torch.device, folder: Path) -> None:
     rows = torch.randn(40, 1000, generator=torch.Generator().manual_seed(0)).pow(3)
-    for bits in update_file.BITS:
-        scales, codes = update_file.encode_rows(rows, bits)
-        found = update_file.encode_rows(rows.to(device), bits)
+    for codec in (CODECS[name] for name in OWN_CODECS):
+        scales, codes = codec.encode_rows(rows)
+        found = codec.encode_rows(rows.to(device))
         assert torch.equal(found[0].cpu(), scales) and torch.equal(found[1].cpu(), codes)
         expected, out = torch.empty_like(rows), torch.empty(rows.shape, device=device)
-        update_file.decode_rows(scales, codes, expected, bits)
-        update_file.decode_rows(*found, out, bits)
+        codec.decode_rows(scales, codes, expected)
+        codec.decode_rows(*found, out)
         assert torch.equal(out.cpu(), expected)
 
 

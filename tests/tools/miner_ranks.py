@@ -32,6 +32,7 @@ from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState
 from distributed_training.miner.ranks import join_ranks
 from distributed_training.miner.resume import StartupInfo
+from distributed_training.protocol.update_file import UpdateFile
 from distributed_training.store import folder as folder_store
 from distributed_training.store import room
 from distributed_training.telemetry import read_events
@@ -302,12 +303,13 @@ def starved(folder: Path) -> None:
 
 def toys(folder: Path) -> None:
     """A thing of each kind comes from ``tests/toys``: inner steps, an upload, an outer step."""
-    kinds = ("metric", "optimizer", "outer_rule", "source")
+    kinds = ("codec", "metric", "optimizer", "outer_rule", "source")
     flags = {
         "plugins": " ".join(f"tests.toys.{kind}" for kind in kinds),
         "data.source": "counter",
     }
     rules = {"training.optimizer": "lion", "training.outer_rule": "signed"}
+    rules["round.codec"] = "eight"
 
     def on_step(miner: Miner, step: int) -> None:
         if step == 3:
@@ -321,7 +323,10 @@ def toys(folder: Path) -> None:
 
     miner = Miner(folder, on_step=on_step, on_other=on_other, flags=flags, rules=rules)
     miner.run("toys")
+    leader = miner.leader
+    uploads = (leader.bucket / "uploads").rglob("*.safetensors")
     found = {
+        "codecs": [UpdateFile.reopen(each, leader.schema).header.codec for each in uploads],
         "optimizer": miner.trainer.optimizer.names[0],
         "metrics": (folder / "metrics.prom").read_text(),
     }

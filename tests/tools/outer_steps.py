@@ -72,7 +72,7 @@ def header(kind: str, outer_step: int, *, hotkey: str = MASTER, **changes: objec
         "serial": 0,
         "hotkey": hotkey,
         "start": "0" * 64,
-        "bits": 4,
+        "codec": "4-bit",
         "inner_steps": 30,
         "tokens": 61440,
     }

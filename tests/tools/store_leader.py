@@ -84,7 +84,7 @@ class Leader:
             serial=0,
             hotkey=ALICE.ss58_address,
             start=self.chain[-1].weights,
-            bits=4,
+            codec="4-bit",
             inner_steps=1,
             tokens=1,
         )

@@ -137,7 +137,7 @@ class StoreMiner:
             serial=state.serial,
             hotkey=self.pair.ss58_address,
             start=digest_of(self.start),
-            bits=4,
+            codec=self.world.config.validator.codec,
             inner_steps=4,
             tokens=4 * 16 * LENGTH,
             blocks=tuple(self.blocks),

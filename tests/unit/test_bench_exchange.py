@@ -13,11 +13,11 @@ pytestmark = pytest.mark.timeout(60)
 def test_a_transfer_takes_its_share_of_a_period() -> None:
     period = 100
     up, down = link(period)
-    seconds = 8 * file_bytes(PARAMETERS, 4) / (up * 1e6)
-    of_big = 8 * file_bytes(int(_BIG[0]), 4) / 20e6
+    seconds = 8 * file_bytes(PARAMETERS) / (up * 1e6)
+    of_big = 8 * file_bytes(int(_BIG[0])) / 20e6
     assert seconds / period == pytest.approx(of_big / 4800, rel=0.01)
     assert down == pytest.approx(5 * up)
-    assert grace_seconds(PARAMETERS, 4, up, period=float(period)) <= period / 3
+    assert grace_seconds(PARAMETERS, "4-bit", up, period=float(period)) <= period / 3
 
 
 @pytest.mark.parametrize(

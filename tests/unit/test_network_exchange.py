@@ -29,6 +29,7 @@ from distributed_training.network import (
 )
 from distributed_training.network_command import main
 from distributed_training.protocol.growth import Growth, file_bytes, grace_seconds
+from distributed_training.protocol.types import OWN_CODECS
 from distributed_training.protocol.update_file import largest_file
 from distributed_training.training.model import parameter_schema
 from tests.tools.settings import load_config
@@ -67,7 +68,7 @@ def test_a_store_network_has_no_key_of_a_swarm(tmp_path: Path, kind: str) -> Non
     assert "swarm" not in rules and "compression" not in rules
     config = load(rules, tmp_path, kind)
     of_kind = config.miner if kind == "miner" else config.validator
-    assert config.exchange == of_kind.exchange == "store" and of_kind.bits == 2
+    assert config.exchange == of_kind.exchange == "store" and of_kind.codec == "2-bit"
     assert config.round_period.total_seconds() == 400 * 12
     assert config.miner.grace.total_seconds() == 300
     assert config.store.hosts == ("cdn.example.org:8443",)
@@ -102,7 +103,8 @@ def test_a_key_of_another_exchange_is_refused_by_name(tmp_path: Path) -> None:
     [
         ({"round__grace": None}, "round.grace is missing"),
         ({"round__grace": "1601s"}, "is above a third of the period"),
-        ({"round__bits": 5}, "5 is more than 4"),
+        ({"round__bits": 5}, "round.bits is 5"),
+        ({"round__bits": 4, "round__codec": "4-bit"}, "round.bits is 4"),
         ({"store__endpoint": None}, "store.endpoint is missing"),
         ({"store__endpoint": 5}, "store.endpoint"),
         ({"store__endpoint": "http://s3.example.org"}, "hands out are secrets"),
@@ -147,7 +149,7 @@ def test_a_founder_is_asked_for_nothing_of_a_swarm(
     said = capsys.readouterr().out
     config = read(folder, "validator")
     assert config.network is not None and config.exchange == "store"
-    needed = grace_seconds(config.network.head.parameters, 4, 1.0, period=4800)
+    needed = grace_seconds(config.network.head.parameters, "4-bit", 1.0, period=4800)
     assert config.miner.grace.total_seconds() == needed == 70
     assert "a member sends 1.0 MB within 70s" in said and "with 4 members the store keeps" in said
     assert "a key that reads, writes and deletes objects of the global bucket lab" in said
@@ -179,7 +181,7 @@ def test_a_founder_is_asked_for_nothing_of_a_swarm(
             ("--set", "round.average_after=5s"),
             "average_after has no place with exchange 'store'",
         ),
-        (("--set", "round.bits=x"), "round.bits"),
+        (("--set", "round.codec=x"), "round.codec"),
         (("--store", "http://s3.example.org"), "URLs of it that the registry hands out are secret"),
         (("--set", 'store.hosts=["a/b"]'), "HOST:PORT"),
     ],
@@ -256,29 +258,31 @@ def test_init_takes_a_public_chain_where_each_member_has_a_bucket(
     assert config.exchange == "store" and config.has_bucket and config.store.endpoint_url is None
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
-def test_the_formula_gives_the_bytes_of_a_real_file(bits: int) -> None:
+@pytest.mark.parametrize("codec", OWN_CODECS)
+def test_the_formula_gives_the_bytes_of_a_real_file(codec: str) -> None:
     schema = parameter_schema(named_config("1b"))
     count = sum(math.prod(shape) for _, shape in schema)
-    assert largest_file(schema, bits) == pytest.approx(file_bytes(count, bits), rel=0.005)
+    assert largest_file(schema, codec) == pytest.approx(file_bytes(count, codec), rel=0.005)
 
 
 def test_the_table_of_growth_is_the_documents() -> None:
     network = Network(4 * 10**9, 4800.0, 1000.0, 1000.0, 2 * 100 * 1024, 400.0)
     figure = json.loads((ROOT / "docs" / "figures" / "growth.json").read_text())
-    found = [[row[0].removesuffix(", 4 bits"), *row[1:]] for row in rows(network, 4)]
+    found = [[row[0].removesuffix(", 4-bit"), *row[1:]] for row in rows(network, "4-bit")]
     assert found == figure["rows"]
 
 
 @given(
-    parameters=st.integers(1, 10**12), bits=st.sampled_from([2, 3, 4]), members=st.integers(1, 4096)
+    parameters=st.integers(1, 10**12),
+    codec=st.sampled_from([*OWN_CODECS]),
+    members=st.integers(1, 4096),
 )
-def test_moved_bytes_grow_only_with_the_members(parameters: int, bits: int, members: int) -> None:
-    growth = Growth(members, parameters, bits)
+def test_moved_bytes_grow_only_with_the_members(parameters: int, codec: str, members: int) -> None:
+    growth = Growth(members, parameters, codec)
     assert growth.validator_receives == members * growth.upload
-    assert growth.update == file_bytes(parameters, 4) >= growth.upload
-    assert growth.upload * 8 <= parameters * (bits + 0.125) + 32 + 7
+    assert growth.update == file_bytes(parameters) >= growth.upload
+    assert growth.upload * 8 <= parameters * (OWN_CODECS[codec] + 0.125) + 32 + 7
     assert growth.store_sends == members * (growth.upload + growth.update)
-    slow, fast = (grace_seconds(parameters, bits, link, period=900.0) for link in (1.0, 2.0))
+    slow, fast = (grace_seconds(parameters, codec, link, period=900.0) for link in (1.0, 2.0))
     assert slow >= fast >= 60
-    assert grace_seconds(parameters, bits, 1.0, period=90.0) == pytest.approx(slow - 51, abs=1)
+    assert grace_seconds(parameters, codec, 1.0, period=90.0) == pytest.approx(slow - 51, abs=1)

@@ -83,7 +83,7 @@ def test_a_plan_goes_by_the_networks_file(
     rules = rules_of_a_store("125m") | {
         "round.blocks_per_allreduce": 1200,
         "round.grace": "300s",
-        "round.bits": 2,
+        "round.codec": "2-bit",
     }
     machine = ["--gpu", "4090", "--link", "100/20"]
     found = plan(capsys, "--network", network_file(tmp_path, rules), *machine)
@@ -126,8 +126,12 @@ def test_a_plan_counts_the_data_workers_of_each_gpu(capsys: pytest.CaptureFixtur
     ("words", "why", "what"),
     [
         (["--gpu", "h100x8", "--link", "100/5"], "an upload takes", "a period of"),
-        (["--gpu", "h100x8", "--link", "100/11"], "an upload takes", "round.bits = 2"),
-        (["--gpu", "h100x8", "--link", "100/5", "--model", "4b"], "the update comes", "bits = 2"),
+        (["--gpu", "h100x8", "--link", "100/11"], "an upload takes", 'round.codec = "2-bit"'),
+        (
+            ["--gpu", "h100x8", "--link", "100/5", "--model", "4b"],
+            "the update comes",
+            'codec = "2-bit"',
+        ),
         (["--gpu", "4090", "--link", "100/20"], "does not fit", "x RTX 4090"),
         (["--gpu", "4090x8", "--link", "500/500"], "gathers", "effective_batch"),
         (["--gpu", "h100x8", "--link", "900/50", "--peers", "900"], "validator", "link"),

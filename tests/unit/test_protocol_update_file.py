@@ -25,17 +25,16 @@ from safetensors import safe_open
 from torch import Tensor
 
 from distributed_training.common.files import sha256_of
+from distributed_training.protocol.codecs import CODECS
 from distributed_training.protocol.quantization import GROUP
+from distributed_training.protocol.types import OWN_CODECS
 from distributed_training.protocol.update_file import (
-    BITS,
     MOST_BLOCKS,
     Header,
     UpdateFile,
     UpdateLayout,
-    decode_rows,
     digest_rows,
     digest_weights,
-    encode_rows,
     finish,
     largest_file,
     rows_and_columns,
@@ -58,7 +57,7 @@ Schema = list[tuple[str, tuple[int, ...]]]
 def header(**given: Any) -> Header:
     known: dict[str, Any] = {
         **{"kind": "upload", "run_id": "0123456789ab", "outer_step": 7, "serial": 3},
-        **{"hotkey": ALICE.ss58_address, "start": "ab" * 32, "bits": 4, "inner_steps": 30},
+        **{"hotkey": ALICE.ss58_address, "start": "ab" * 32, "codec": "4-bit", "inner_steps": 30},
         **{"tokens": 9000, "blocks": (11, 12)},
     }
     return Header(**{**known, **given})
@@ -94,7 +93,7 @@ def opened(path: Path, schema: Schema = SCHEMA, **given: Any) -> UpdateFile:
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("sound") / "upload.safetensors"
-    write(path, SCHEMA, header(bits=3), {name: drawn(shape) for name, shape in SCHEMA})
+    write(path, SCHEMA, header(codec="3-bit"), {name: drawn(shape) for name, shape in SCHEMA})
     return path
 
 
@@ -105,20 +104,22 @@ def golden_digests() -> dict[str, str]:
     """Return the digest of the body that is encoded from the vectors' values, by bits."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        for bits in BITS:
+        for bits in OWN_CODECS.values():
             path = Path(folder) / str(bits)
-            write(path, SCHEMA, header(bits=bits), {n: drawn(s, len(n)) for n, s in SCHEMA})
-            layout = UpdateLayout.of(SCHEMA, header(bits=bits))
+            write(
+                path, SCHEMA, header(codec=f"{bits}-bit"), {n: drawn(s, len(n)) for n, s in SCHEMA}
+            )
+            layout = UpdateLayout.of(SCHEMA, header(codec=f"{bits}-bit"))
             found[str(bits)] = hashlib.sha256(path.read_bytes()[layout.body :]).hexdigest()
     return found
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", OWN_CODECS.values())
 def test_golden_files_are_read_to_the_bit(bits: int) -> None:
     path = VECTORS / f"update-{bits}bit.safetensors"
-    file, golden = opened(path, bits=bits), GOLDEN[str(bits)]
+    file, golden = opened(path, codec=f"{bits}-bit"), GOLDEN[str(bits)]
     assert file.digest == golden["digest"] == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert file.header == header(bits=bits)
+    assert file.header == header(codec=f"{bits}-bit")
     for name, shape in SCHEMA:
         values = file.decode(name, shape)
         assert values.shape == shape
@@ -146,12 +147,12 @@ def test_scales_are_rounded_once_at_each_operation(bits: int) -> None:
     """torch's own root is off by a bit on a CPU with MKL, and is not on a GPU."""
     # Halves of equal values: the first addition rounds, those after it double.
     halves = drawn((5000, 2), seed=3)
-    scales, _ = encode_rows(halves.repeat_interleave(128, 1), bits)
+    scales, _ = CODECS[f"{bits}-bit"].encode_rows(halves.repeat_interleave(128, 1))
     root = np.sqrt(np.square(halves.numpy()).sum(1, keepdims=True) / 2)
     assert np.array_equal(scales.numpy(), root * np.float32({3: 0.31, 2: 0.52}[bits]))
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", OWN_CODECS.values())
 def test_the_second_decoder_agrees_on_the_golden_files(bits: int) -> None:
     data = (VECTORS / f"update-{bits}bit.safetensors").read_bytes()
     agree(opened(VECTORS / f"update-{bits}bit.safetensors"), SCHEMA, data)
@@ -180,12 +181,18 @@ schemas = st.lists(shapes, min_size=1, max_size=4).map(
 )
 
 
-@given(schemas, st.sampled_from(BITS), st.integers(1, 5), st.integers(0, 2**32), st.data())
+@given(
+    schemas,
+    st.sampled_from([*OWN_CODECS.values()]),
+    st.integers(1, 5),
+    st.integers(0, 2**32),
+    st.data(),
+)
 def test_several_ranks_write_the_file_of_one(
     schema: Schema, bits: int, ranks: int, seed: int, data: st.DataObject
 ) -> None:
     values = {name: drawn(shape, seed + n) for n, (name, shape) in enumerate(schema)}
-    head = header(bits=bits, blocks=tuple(range(data.draw(st.integers(0, 30)))))
+    head = header(codec=f"{bits}-bit", blocks=tuple(range(data.draw(st.integers(0, 30)))))
     layout = UpdateLayout.of(schema, head)
     parts: list[tuple[int, int, Tensor]] = []
     for index, (name, _) in enumerate(schema):
@@ -207,7 +214,7 @@ def test_several_ranks_write_the_file_of_one(
         # The signatures differ, and so the files: an sr25519 one has a random part.
         assert one.read_bytes()[layout.body :] == several.read_bytes()[layout.body :]
         assert one.stat().st_size == several.stat().st_size == layout.size
-        assert layout.size <= largest_file(schema, bits)
+        assert layout.size <= largest_file(schema, f"{bits}-bit")
         assert opened(one, schema).digest == digest
         for index, (name, shape) in enumerate(schema):
             whole = file.decode(name, shape)
@@ -224,14 +231,15 @@ numbers = st.one_of(
 )
 
 
-@given(st.lists(numbers, min_size=1, max_size=600), st.sampled_from(BITS))
+@given(st.lists(numbers, min_size=1, max_size=600), st.sampled_from([*OWN_CODECS.values()]))
 def test_a_value_is_off_by_at_most_a_scale_or_beyond_the_largest_number(
     some: list[float], bits: int
 ) -> None:
     rows = torch.tensor([some, some[::-1]])
-    scales, codes = encode_rows(rows, bits)
+    codec = CODECS[f"{bits}-bit"]
+    scales, codes = codec.encode_rows(rows)
     out = torch.empty_like(rows)
-    decode_rows(scales, codes, out, bits)
+    codec.decode_rows(scales, codes, out)
     assert not scales.signbit().any()  # no -0.0: one file for one movement
     for group, scale, found in zip(
         rows[0].split(GROUP), scales[0].tolist(), out[0].split(GROUP), strict=True
@@ -250,7 +258,8 @@ def test_error_of_quantized_normal_values(bits: int, most: float) -> None:
     """The best scale for normal values loses 0.118 with 2 bits, and 0.037 with 3."""
     rows = torch.randn(64, 1024, generator=torch.Generator().manual_seed(1))
     out = torch.empty_like(rows)
-    decode_rows(*encode_rows(rows, bits), out, bits)
+    codec = CODECS[f"{bits}-bit"]
+    codec.decode_rows(*codec.encode_rows(rows), out)
     assert float((out - rows).square().mean() / rows.square().mean()) < most
 
 
@@ -272,8 +281,8 @@ def test_a_file_takes_the_bytes_that_its_bits_promise() -> None:
     schema = [("w", (4096, 2048))]
     values = 4096 * 2048
     for bits, most in ((4, 0.516), (3, 0.391), (2, 0.266)):
-        size = largest_file(schema, bits) - 256 * 1024  # of a header with 10,000 blocks
-        assert size < UpdateLayout.of(schema, header(bits=bits)).size < most * values
+        size = largest_file(schema, f"{bits}-bit") - 256 * 1024  # of a header with 10,000 blocks
+        assert size < UpdateLayout.of(schema, header(codec=f"{bits}-bit")).size < most * values
 
 
 @given(st.integers(1, 40), st.integers(1, 20), st.integers(0, 40))
@@ -295,7 +304,7 @@ def test_other_weights_have_another_digest() -> None:
 # --- what cannot be written -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", OWN_CODECS.values())
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), MAX])
 def test_values_that_are_not_finite_are_not_written(
     tmp_path: Path, bits: int, value: float
@@ -303,7 +312,7 @@ def test_values_that_are_not_finite_are_not_written(
     rows = drawn((3, 300))
     rows[1, 299] = value
     with pytest.raises(ValueError, match="a: values that are not finite"):
-        write_rows(tmp_path / "x", UpdateLayout.of(SCHEMA, header(bits=bits)), 0, 0, rows)
+        write_rows(tmp_path / "x", UpdateLayout.of(SCHEMA, header(codec=f"{bits}-bit")), 0, 0, rows)
     assert not (tmp_path / "x").exists()
 
 
@@ -336,7 +345,7 @@ def test_a_file_without_its_rows_or_its_head_is_refused(tmp_path: Path) -> None:
         ({"run_id": "ba9876543210"}, "its run is 0123456789ab, not ba9876543210"),
         ({"kind": "update"}, "its kind is upload, not update"),
         ({"hotkey": Keypair.create_from_uri("//Bob").ss58_address}, "its hotkey is 5Grwva.*, not"),
-        ({"bits": 4}, "its number of bits is 3, not 4"),
+        ({"codec": "4-bit"}, "its codec is 3-bit, not 4-bit"),
         ({"verify": lambda *_: False}, "its signature is not by 5Grwva"),
     ],
 )
@@ -384,7 +393,9 @@ def altered(sound: Path, path: Path, change: Callable[[dict[str, Any]], None]) -
 
 
 def test_a_table_that_is_signed_again_is_read(sound: Path, tmp_path: Path) -> None:
-    assert opened(altered(sound, tmp_path / "x", lambda table: None)).header == header(bits=3)
+    assert opened(altered(sound, tmp_path / "x", lambda table: None)).header == header(
+        codec="3-bit"
+    )
 
 
 FIELDS: list[tuple[str, list[Any], str]] = [
@@ -394,7 +405,9 @@ FIELDS: list[tuple[str, list[Any], str]] = [
     ("serial", [-1, 2**53, 3.0, False, [], None], "number"),
     ("hotkey", ["", "x" * 65, None, {}, "a\n"], "hotkey"),
     ("start", ["", "AB" * 32, "ab" * 31, "ab" * 33, None, 0], "start"),
-    ("bits", [0, 1, 5, 8, -4, 3.0, True, "3", None, [3]], "bits"),
+    ("bits", [0, 1, 5, 8, -4, 3.0, True, None, [3]], "codec"),
+    ("bits", [2, "3"], "canonical"),
+    ("codec", ["3-bit", "toy", None, []], "canonical"),
     ("inner_steps", [-1, 2**53, 0.5, None], "number"),
     ("tokens", [-1, 2**64, 0.5, "x"], "number"),
     ("blocks", [[-1], [2**53], [1.0], [None], [[]], list(range(MOST_BLOCKS + 1))], "number|block"),
@@ -422,7 +435,10 @@ def said(text: str) -> Callable[[dict[str, Any]], None]:
     return lambda table: table["__metadata__"].update(header=text)
 
 
-PLAIN = json.dumps(header(bits=3).__dict__, sort_keys=True, separators=(",", ":"))
+# The product's codecs are written as a number of bits, as files of earlier editions have it.
+FIELDS_WRITTEN = {"bits": 3, **header().__dict__}
+del FIELDS_WRITTEN["codec"]
+PLAIN = json.dumps(FIELDS_WRITTEN, sort_keys=True, separators=(",", ":"))
 TABLES: dict[str, Callable[[dict[str, Any]], None]] = {
     "no metadata": lambda table: table.pop("__metadata__") and None,
     "metadata of another type": lambda table: table.update(__metadata__=[]),
@@ -448,7 +464,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], None]] = {
     "a header with a name twice": said('{"bits":4,' + PLAIN[1:]),
     "a header with one more name": said('{"a":1,' + PLAIN[1:]),
     "a header with one name less": said(PLAIN.replace('"serial":3,', "")),
-    "a header in another order": said(json.dumps(header(bits=3).__dict__, separators=(",", ":"))),
+    "a header in another order": said(json.dumps(FIELDS_WRITTEN, separators=(",", ":"))),
     "another number of the same value": said(PLAIN.replace('"tokens":9000', '"tokens":9e3')),
 }
 
@@ -521,13 +537,13 @@ def test_each_flipped_byte_is_found(sound: Path, tmp_path: Path) -> None:
         data[place] ^= bit
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", OWN_CODECS.values())
 @pytest.mark.parametrize(
     "scale", [float("nan"), float("inf"), -1.0, -TINY, 1e-45, TINY / 2, -1e-45, MAX, MAX / 7]
 )
 def test_a_crafted_scale_is_refused(tmp_path: Path, bits: int, scale: float) -> None:
-    layout, path = UpdateLayout.of(SCHEMA, header(bits=bits)), tmp_path / "x"
-    write(path, SCHEMA, header(bits=bits), {name: drawn(shape) for name, shape in SCHEMA})
+    layout, path = UpdateLayout.of(SCHEMA, header(codec=f"{bits}-bit")), tmp_path / "x"
+    write(path, SCHEMA, header(codec=f"{bits}-bit"), {name: drawn(shape) for name, shape in SCHEMA})
     with path.open("r+b") as file:
         file.seek(layout.body + layout.parts[1].scales + 12)  # the last of two rows
         file.write(torch.tensor([scale]).numpy().tobytes())
@@ -551,9 +567,9 @@ def test_file_of_any_bytes_is_refused_in_one_line(data: bytes) -> None:
 
 if __name__ == "__main__":  # writes the vectors
     record: dict[str, Any] = {}
-    for bits in BITS:
+    for bits in OWN_CODECS.values():
         path = VECTORS / f"update-{bits}bit.safetensors"
-        write(path, SCHEMA, header(bits=bits), {n: drawn(s, len(n)) for n, s in SCHEMA})
+        write(path, SCHEMA, header(codec=f"{bits}-bit"), {n: drawn(s, len(n)) for n, s in SCHEMA})
         file = opened(path)
         record[str(bits)] = {
             "digest": file.digest,

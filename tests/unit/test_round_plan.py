@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from bench.exchange_grid import TITLES, computed
 from distributed_training.protocol.growth import file_bytes
 from distributed_training.protocol.round_plan import Member, over_hivemind, through_store
+from distributed_training.protocol.types import OWN_CODECS
 
 pytestmark = pytest.mark.timeout(60)
 FIGURE = Path(__file__).parents[1] / "vectors" / "exchange-grid.json"
@@ -50,18 +51,18 @@ members = st.builds(
 )
 
 
-@given(members, st.integers(10**6, 10**11), st.floats(100, 1e5), st.integers(2, 4))
+@given(members, st.integers(10**6, 10**11), st.floats(100, 1e5), st.sampled_from([*OWN_CODECS]))
 def test_an_upload_counts_if_it_ends_in_the_grace(
-    member: Member, parameters: int, period: float, bits: int
+    member: Member, parameters: int, period: float, codec: str
 ) -> None:
-    found = through_store(parameters, member, period=period, grace=period / 3, bits=bits)
+    found = through_store(parameters, member, period=period, grace=period / 3, codec=codec)
     assert found.in_time == (found.utilization > 0) or member.held >= period
     assert 0 <= found.utilization <= 1 and found.inner_steps >= 0
     if found.in_time:
-        assert member.sending(file_bytes(parameters, bits)) <= period / 3
-        assert found.sent >= file_bytes(parameters, bits)
+        assert member.sending(file_bytes(parameters, codec)) <= period / 3
+        assert found.sent >= file_bytes(parameters, codec)
     faster = Member(member.step, 10 * member.up, member.down, member.held)
-    better = through_store(parameters, faster, period=period, grace=period / 3, bits=bits)
+    better = through_store(parameters, faster, period=period, grace=period / 3, codec=codec)
     assert better.utilization >= found.utilization and better.late <= found.late
 
 

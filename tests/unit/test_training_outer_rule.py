@@ -125,7 +125,7 @@ def test_an_error_of_a_later_call_is_one_line_too(
     [
         ({"merge": lambda rows, facts: rows[0]}, {"exchange": "hivemind"}, "among themselves"),
         ({"groups": lambda members, step: [range(members)]}, {}, "all members of a network have"),
-        ({"select": halves}, {"bits": 2}, "uploads of 2 bits have not"),
+        ({"select": halves}, {"codec": "2-bit"}, "the codec '2-bit' of uploads has not"),
     ],
 )
 def test_a_rule_that_such_a_network_cannot_have_is_refused(
@@ -134,6 +134,11 @@ def test_a_rule_that_such_a_network_cannot_have_is_refused(
     refuse(monkeypatch, OuterRule(nesterov_sgd, **parts), refused, **network)
     # Without a network there is nothing to refuse.
     assert outer_rule_of(TrainingSettings(outer_rule="odd"), None)
+
+
+def test_a_codec_that_nobody_registered_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"round\.codec: there is no codec of .* '5-bit'"):
+        outer_rule_of(TrainingSettings(), codec="5-bit")
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ FACTORS = [1.0, float(np.float32(0.3)), 1.0]
 
 
 def uploads_in(
-    folder: Path, outer_step: int, bits: int = 4, size: float = 1e-3
+    folder: Path, outer_step: int, codec: str = "4-bit", size: float = 1e-3
 ) -> list[UpdateFile]:
     return [
         write_file(
@@ -169,7 +169,7 @@ def test_nothing_is_lost_by_quantization(bits: int, steps: int, size: float, see
             upload = write_file(
                 folder / f"{step}.0", drawn(seed + step, size), header("upload", step)
             )
-            layout = UpdateLayout.of(SCHEMA, header("update", step, bits=bits))
+            layout = UpdateLayout.of(SCHEMA, header("update", step, codec=f"{bits}-bit"))
             path = folder / f"{step}.update"
             _, state = merge([upload], [1.0], state, RULE, path=path, layout=layout, sign=sign)
             update = open_update(folder, step)

@@ -18,8 +18,10 @@ import pytest
 import torch
 from bittensor.sp_core import verify
 
+from distributed_training.common.kinds import import_plugins
 from distributed_training.config import Config, ConfigError
 from distributed_training.protocol import keys
+from distributed_training.protocol.manifest import Master
 from distributed_training.protocol.scoring import ScoreBoard
 from distributed_training.protocol.update_file import (
     Header,
@@ -38,6 +40,7 @@ from distributed_training.validator.global_state import GlobalStateError
 from distributed_training.validator.judging import UploadJudge, find_copies
 from distributed_training.validator.merge import digest_of
 from distributed_training.validator.outer_steps import AnotherLeadsError, Prepared
+from distributed_training.validator.replay import Chain
 from distributed_training.validator.standings import Standings
 from distributed_training.validator.store_rounds import StoreValidator
 from tests.tools.store_world import GRACE, PERIOD, StoreMiner, StoreWorld, keypair
@@ -60,6 +63,36 @@ def test_rounds_end_with_the_same_weights_everywhere_and_a_lower_loss(world: Sto
             miner.apply()
             assert all(map(torch.equal, miner.start, world.validator.state.weights))
     assert world.validator._rules.mean(world.validator._losses) < first
+
+
+def test_a_codec_from_outside_is_uploaded_judged_merged_and_audited(tmp_path: Path) -> None:
+    import_plugins(["tests.toys.codec"])
+
+    def change(config: Config) -> Config:
+        return replace(config, validator=replace(config.validator, codec="eight"))
+
+    world = StoreWorld(tmp_path, change=change)
+    for n in (1, 2):
+        world.round()
+        assert world.fates(n) == dict.fromkeys(world.uids, "merged")
+        for miner in world.miners.values():
+            miner.apply()
+    master = Master(world.run_id, world.master.ss58_address, verify)
+    (tmp_path / "audit").mkdir()
+    chain = Chain(BucketReader(world.bucket), world.schema, tmp_path / "audit", master)
+    found = chain.audit()
+    assert not found.problems and found.replayed_from == 0
+    uploads = [info for info in world.bucket.list_objects("outer/") if "/uploads/" in info.key]
+    values = sum(math.prod(shape) for _, shape in world.schema)
+    assert len(uploads) == 6 and all(info.size > values for info in uploads)  # a byte for each
+    # An upload of another codec is refused.
+    world.train()
+    world.until_close()
+    for uid, miner in world.miners.items():
+        miner.upload(**({"codec": "4-bit"} if uid == 3 else {}))
+    world.until_late()
+    world.tick()
+    assert world.fates(3)[3] == "damaged"
 
 
 def test_a_members_own_bucket_that_is_away_costs_only_its_owner(
@@ -155,7 +188,7 @@ BAD: dict[str, tuple[str, Callable[[StoreMiner], bytes]]] = {
     "hotkey": ("damaged", lambda m: m.encode(hotkey=keypair("miner-3").ss58_address)),
     "run": ("damaged", lambda m: m.encode(run_id="another")),
     "kind": ("damaged", lambda m: m.encode(kind="update")),
-    "bits": ("damaged", lambda m: m.encode(bits=2)),
+    "bits": ("damaged", lambda m: m.encode(codec="2-bit")),
     "nothing": ("damaged", lambda m: b""),
     "cut": ("damaged", lambda m: m.encode()[:-1]),
     "longer": ("damaged", lambda m: m.encode() + bytes(1)),
@@ -941,7 +974,7 @@ def test_no_honest_upload_is_refused_in_200_rounds(tmp_path: Path) -> None:
     """Also long after there is nothing to learn, on as little text as is ever judged."""
     model, members = Bigrams(), {3: 3, 5: 3, 17: 1}  # inner steps of each
     evaluator = Evaluator(model, lambda uid, block: Bigrams.text(uid * 10_007 + block, 8))  # type: ignore[arg-type]
-    judge = UploadJudge(evaluator, model.schema, "run", 4, verify, secret=11)
+    judge = UploadJudge(evaluator, model.schema, "run", "4-bit", verify, secret=11)
     weights, momentum = torch.zeros(model.WORDS, model.WORDS), None
     judged_count, harmful, nearest = 0, 0, 0.0
     earlier: dict[str, torch.Tensor] = {}
@@ -958,7 +991,7 @@ def test_no_honest_upload_is_refused_in_200_rounds(tmp_path: Path) -> None:
                 serial=n + 1,
                 hotkey=pair.ss58_address,
                 start=start,
-                bits=4,
+                codec="4-bit",
                 inner_steps=steps,
                 tokens=1,
                 blocks=(n,),

@@ -329,7 +329,7 @@ class Store(Walk):
             serial=serial,
             hotkey=ADDRESS,
             start=start,
-            bits=4,
+            codec="4-bit",
             inner_steps=5,
             tokens=9,
             blocks=(7,),
@@ -344,7 +344,7 @@ class Store(Walk):
         found = Comparison((1,), (9, 9, 9), (5.0, 5.0, 5.0), (after, after, after + 0.01))
         answer = Judgement(1, step, random=found, assigned=found)
         evaluator: Any = SimpleNamespace(judge=lambda *_, **__: answer)
-        judge_it = UploadJudge(evaluator, SCHEMA, "run", 4, lambda *_: True, secret=1)
+        judge_it = UploadJudge(evaluator, SCHEMA, "run", "4-bit", lambda *_: True, secret=1)
         judge_it.judge(
             1,
             ADDRESS,
