@@ -275,8 +275,9 @@ def changes(plan: Plan) -> Iterator[Change]:
     if not outer.in_time or plan.refused:
         yield from _to_be_in_time(plan, outer)
     elif rules.exchange == "hivemind" and not outer.averages:
-        why = f"an all-reduce takes {span(outer.transfer)}, and the grace ends before"
-        yield Change(why, "--exchange store", "each update is the merge, as it would be here")
+        yield Change(
+            _too_slow(outer), "--exchange store", "each update is the merge, as it would be here"
+        )
     growth = plan.growth
     seconds = 8 * growth.validator_receives / (_VALIDATORS_LINK * 1e6)
     if seconds > plan.grace:
@@ -336,6 +337,10 @@ def _to_fit(plan: Plan) -> Iterator[Change]:
                 return
 
 
+def _too_slow(outer: OuterStep) -> str:
+    return f"an all-reduce takes {span(outer.transfer)}, and the grace ends before"
+
+
 def _to_be_in_time(plan: Plan, outer: OuterStep) -> Iterator[Change]:
     """Yield changes by which an upload, or a round, ends in time."""
     rules, limit = plan.rules, plan.grace
@@ -345,6 +350,8 @@ def _to_be_in_time(plan: Plan, outer: OuterStep) -> Iterator[Change]:
     why = f"an upload takes {span(sending)}, and {span(limit)} are there"
     if sending < limit and outer.late > rules.period:
         why = f"the update comes {span(outer.late)} after the close, so the next one is missed"
+    elif sending < limit and rules.exchange == "hivemind" and not outer.averages:
+        why = _too_slow(outer)
     if plan.refused:
         why += "; dt-network init refuses that"
     ways = []
