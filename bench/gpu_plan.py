@@ -11,7 +11,7 @@ from typing import Any
 
 from distributed_training.common.gpus import CARDS
 from distributed_training.common.llama import named_config
-from distributed_training.common.memory import Arrangement, ModelShape, Parts
+from distributed_training.common.memory import Arrangement, ModelShape
 from distributed_training.common.paper_step import (
     Machine,
     PaperStep,
@@ -64,18 +64,11 @@ def tables() -> Iterator[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
                 rows.append((str(machine), model, *_cells(best_step(shape_of(model), machine))))
     parts = "compute, memory, reduction, optimizer, not measured"
     yield ("GPUs", "model", "micro-batch", "GB", "step", parts, "bound by", "MFU"), rows
-    titles = ("GPUs", "model", "network", "each", "copied, written", "training loses", "share")
+    titles = ("GPUs", "model", "each", "copied, written", "training loses", "share")
     yield titles, list(_publications())
 
 
-_UPLOAD_STEPS = 60  # over hivemind
 _PERIOD = 4800.0  # seconds between two closes of a network that dt-network makes
-#: A network, and what an upload to it over hivemind holds; None: it is one through the store.
-NETWORKS: tuple[tuple[str, Parts | None], ...] = (
-    ("store", None),
-    ("hivemind", "scored"),
-    ("hivemind, whole model", "all"),
-)
 
 
 def _publications() -> Iterator[tuple[str, ...]]:
@@ -84,19 +77,16 @@ def _publications() -> Iterator[tuple[str, ...]]:
         for model in ("125m", "1b", "4b"):
             step = best_step(shape_of(model), machine)
             assert step is not None
-            for network, upload in NETWORKS:
-                period = _PERIOD if upload is None else _UPLOAD_STEPS * step.seconds
-                found = publication(shape_of(model), machine, step, upload=upload, period=period)
-                causes = (f"{name} {each:.2f} s" for name, each in found.parts.items() if each)
-                yield (
-                    str(machine),
-                    model,
-                    network,
-                    f"{period:.0f} s",
-                    f"{found.copied / 1e9:.1f}, {found.written / 1e9:.1f} GB a GPU",
-                    ", ".join(causes),
-                    f"**{found.share:.1%}**",
-                )
+            found = publication(shape_of(model), machine, step, period=_PERIOD)
+            causes = (f"{name} {each:.2f} s" for name, each in found.parts.items() if each)
+            yield (
+                str(machine),
+                model,
+                f"{_PERIOD:.0f} s",
+                f"{found.copied / 1e9:.1f}, {found.written / 1e9:.1f} GB a GPU",
+                ", ".join(causes),
+                f"**{found.share:.1%}**",
+            )
 
 
 def _cells(step: PaperStep | None) -> tuple[str, ...]:

@@ -189,7 +189,6 @@ class Plan:
             self.rules.shape,
             keep_checkpoints=_CHECKPOINTS,
             moments=self.rules.moments,
-            content="scored",
         )
 
     @property

@@ -1,7 +1,7 @@
 """Compute the device memory, host memory and disk that a miner takes, before it is tried.
 
 The one model of it: the trainer's plan, the doctor, the operator guide and the gate before a
-snapshot all read these functions. Pure arithmetic, but for :func:`host_bytes`; a test compares the
+upload all read these functions. Pure arithmetic, but for :func:`host_bytes`; a test compares the
 disk figures with the files that are really written.
 
 In bytes; with N parameters, W ranks, micro-batch b, sequence length s, L decoder layers; hidden
@@ -60,9 +60,7 @@ _COMPILED = 0.5
 
 LOSS_CHUNK = 1 << 24  # float32 logits alive at once (training.model), at least
 LONGEST_LOSS_CHUNK = 1 << 27
-TOPK = 32  # values published per row (protocol.gradients)
-Parts = Literal["scored", "model", "all"]  # of a snapshot that are uploaded (protocol.keys)
-_VALUE = 6  # bytes of a published value: float32, and an int16 index
+_FILE = 0.52  # bytes of a value in an upload or an update: 4 bits, and its part of a scale
 MOST_WORKERS = 4  # of a rank, that --data.workers auto starts
 #: Host memory of a data worker. Measured: 0.13 GB with a tokenizer of 50,000 words.
 WORKER_BYTES = 200_000_000
@@ -275,27 +273,21 @@ def _pinned(tensors: Iterable[tuple[int, ...]], ranks: int) -> Iterator[int]:
         yield ranks * 4 * 2 ** (rows - 1).bit_length()
 
 
-def disk_space(
-    shape: ModelShape, *, keep_checkpoints: int, moments: float = 2, content: Parts = "all"
-) -> int:
+def disk_space(shape: ModelShape, *, keep_checkpoints: int, moments: float = 2) -> int:
     """Return the most that a miner has on disk at once; ``moments``: as in :class:`Arrangement`.
 
     In bytes a parameter:
 
     *Checkpoints* 24 each: weights, AdamW's two moments, error feedback; 8 of them epoch-start
     weights and outer momentum, written once per outer step and referred to, at most once for each
-    checkpoint. Those kept and the one being written. *Snapshots* 12 each, and the published values:
-    weights and two moments; the one published last and the one being taken or uploaded. Where
-    ``content`` is what is scored: the published values, and 4 once, the weights of a model that
-    the validator asks for. *Global states* 8 each: weights and outer momentum; the one in use, the
-    one before, and the one being fetched.
+    checkpoint. Those kept and the one being written. *Uploads and updates* 0.52 each: the upload of
+    the last close, a newer one, the update in use and the one being fetched. *Global states* 8
+    each: weights and outer momentum; the one in use, the one before, and the one being fetched.
 
     Data cache and events come on top; they have bounds of their own (``--data.cache_gb``, 2 GiB).
     """
     checkpoints = (max(1, keep_checkpoints) + 1) * checkpoint_bytes(shape.tensors, moments)
-    last = snapshot_bytes(shape.tensors, moments, content)
-    largest = snapshot_bytes(shape.tensors, moments, "model" if content == "scored" else content)
-    return checkpoints + last + largest + 3 * 8 * shape.parameters
+    return checkpoints + round((4 * _FILE + 3 * 8) * shape.parameters)
 
 
 def checkpoint_bytes(tensors: Iterable[tuple[int, ...]], moments: float = 2) -> int:
@@ -304,29 +296,6 @@ def checkpoint_bytes(tensors: Iterable[tuple[int, ...]], moments: float = 2) -> 
     With the outer step's start and momentum, which its first checkpoint also writes.
     """
     return round((8 + 4 * moments + 8) * sum(map(math.prod, tensors)))
-
-
-def snapshot_bytes(
-    tensors: Iterable[tuple[int, ...]], moments: float = 2, parts: Parts = "all"
-) -> int:
-    """Return the bytes on disk of one snapshot of a model with these shapes.
-
-    ``gradients.pt`` with the ranks' parts of it that it is put together from; of the ``parts`` that
-    say so, ``model.safetensors`` and the shards of the inner optimizer.
-    """
-    shapes = list(tensors)
-    of_each = {"scored": 0, "model": 4, "all": 4 + 4 * moments}[parts]
-    return round(of_each * sum(map(math.prod, shapes))) + 2 * scored_bytes(shapes)
-
-
-def scored_bytes(tensors: Iterable[tuple[int, ...]]) -> int:
-    """Return the bytes of an upload that holds only the scored pseudo-gradient.
-
-    It holds TOPK values of each chunk of up to 64; a vector is one row of chunks.
-    """
-    return _VALUE * sum(
-        s[0] if len(s) == 1 else math.prod(s[:-1]) * min(TOPK, s[-1]) for s in tensors
-    )
 
 
 def host_bytes(root: Path = Path("/")) -> int | None:

@@ -47,13 +47,10 @@ from distributed_training.common.memory import (
     Arrangement,
     Checkpointing,
     ModelShape,
-    Parts,
     checkpoint_bytes,
     device_memory,
     list_ways,
     loss_chunk,
-    scored_bytes,
-    snapshot_bytes,
 )
 
 GOAL = 0.48  # MFU of what was not measured
@@ -66,8 +63,6 @@ _BETWEEN = 0.8 * 100e9 / 8  # bytes a second from one machine to the others
 _WRITTEN = 0.26e-9  # seconds that training loses for a byte that a rank writes
 _HOST = 10e9  # bytes a second that a rank moves in host memory
 _LARGEST_MICRO_BATCH = 32
-_TRIALS, _PREVIEWED = 14, 32  # evaluations of a preview, sequences of each
-_DIRECTIONS, _TOP_K = 3, 0.2e-9  # of an upload; seconds a parameter and direction
 _CHECKPOINT_SECONDS, _CHECKPOINT_STEPS = 600.0, 25  # between two checkpoints, at least
 _CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "budget", "selective", "full")
 
@@ -271,39 +266,17 @@ class Publication:
 
 
 def publication(
-    shape: ModelShape, machine: Machine, step: PaperStep, *, upload: Parts | None, period: float
+    shape: ModelShape, machine: Machine, step: PaperStep, *, period: float
 ) -> Publication:
-    """Return what an upload each ``period`` seconds costs, with AdamW.
-
-    ``upload``: what one over hivemind holds; None: a store network's, of 4 bits a parameter.
-    """
+    """Return what an upload of 4 bits a parameter each ``period`` seconds costs, with AdamW."""
     card, own = machine.card, shape.parameters / machine.gpus
-    memory = BANDWIDTH * card.bandwidth * 1e12
     late = max(0.0, _copies(own, card, 3) - step.seconds)  # of one checkpoint
     checkpoints = period / max(_CHECKPOINT_STEPS * step.seconds, _CHECKPOINT_SECONDS)
     checkpoint = checkpoint_bytes(shape.tensors) / machine.gpus - 8 * own  # less its start
-    parts = {"copies": 0.0, "writing": 0.0, "encoding": 0.0, "preview": 0.0}
-    if upload is None:
-        # A checkpoint comes with the upload, of the same copies and with the outer step's start.
-        checkpoints = max(1.0, checkpoints)
-        copied, written = 0.0, (0.5 + 4 / 256 + 8) * own
-    else:
-        # Of what is scored the weights, and AdamW's second moment for one of the directions.
-        floats = 3 if upload == "all" else 2
-        copied = 4 * floats * own
-        written = snapshot_bytes(shape.tensors, parts=upload) - scored_bytes(shape.tensors)
-        written /= machine.gpus
-        parts["copies"] = max(0.0, _copies(own, card, floats) - step.seconds)
-        parts["encoding"] = _DIRECTIONS * _TOP_K * own
-        # Forward is a third of a step's work; a step has other gathers and sums besides.
-        work = step.parts["compute"] + step.parts["memory"] + step.parts.get("not measured", 0.0)
-        previewed = math.ceil(_PREVIEWED / machine.all_gpus) * machine.all_gpus
-        forward = work / 3 * previewed * step.how.sequence_length / step.tokens
-        gather = 14 * shape.parameters / memory
-        gather += 2 * (shape.parameters - own) / (card.link * 1e9)
-        kernels = (shape.layers + 1) * _HOOKS + shape.layers * _KERNELS / 3 * _KERNEL
-        trial = max(forward + gather, kernels)
-        parts["preview"] = _TRIALS * trial + 16 * own / memory + 4 * own / _HOST
+    parts = {"copies": 0.0, "writing": 0.0}
+    # A checkpoint comes with the upload, of the same copies and with the outer step's start.
+    checkpoints = max(1.0, checkpoints)
+    copied, written = 0.0, (0.5 + 4 / 256 + 8) * own
     copied += checkpoints * 12 * own
     written += checkpoints * checkpoint
     parts["copies"] += checkpoints * late

@@ -448,14 +448,14 @@ def check_room(examination: Examination) -> Check:
     folder = config.run_folder.absolute()
     if shape is not None:
         keep, moments = config.miner.keep_checkpoints, count_moments(config.training, shape)
-        most = disk_space(shape, keep_checkpoints=keep, moments=moments, content="scored")
+        most = disk_space(shape, keep_checkpoints=keep, moments=moments)
         if given is None:  # a small model writes little else too
             needed = min(needed, most)
         needed = max(needed, DISK_RESERVE)
         # What is there is part of the need: counted twice, a restart on a disk of the documented
         # size would be refused.
         needed += max(0, most - bytes_under(folder))
-    # A download and a snapshot wait for room as long as the reserve is not left free.
+    # A download and an upload wait for room as long as the reserve is not left free.
     needed = max(needed, DISK_RESERVE)
     place = _existing(folder)
     try:

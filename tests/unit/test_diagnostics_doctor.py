@@ -209,7 +209,7 @@ def test_a_line_is_judged_by_the_time_an_upload_really_has(
     class SlowStore(MemoryObjectStore):
         def put(self, key: str, data: bytes | Section) -> str:
             nonlocal now
-            now += seconds * len(data) / file_bytes(shape.parameters, 4)
+            now += seconds * len(data) / file_bytes(shape.parameters)
             return super().put(key, data)
 
     clock = SimpleNamespace(perf_counter=lambda: now)
