@@ -399,11 +399,11 @@ def open_connections(
     if not has_versions(config) or config.data.own:
         require_data(config)
     member = join_network(config, folder, stack, wanted)
-    describe_member(config, member)
+    own = miner_bucket(config.store.global_model_name, member.uid) if config.has_bucket else ""
+    describe_member(config, member, own)
     store = uploads = open_as_member(config, member.chain)
     commitment = ""
-    if config.has_bucket:
-        own = miner_bucket(config.store.global_model_name, member.uid)
+    if own:
         commitment = check_own_bucket(config, member, own)
         uploads = open_own(config.store, own)
     stack.callback(uploads.close)

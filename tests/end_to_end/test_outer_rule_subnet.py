@@ -92,7 +92,7 @@ def test_sparse_uploads_are_merged_and_replayed_though_a_miner_is_killed(tmp_pat
     ("rule", "exchange", "refused"),
     [
         ("pairs.py", "store", "all members of a network have the same"),
-        ("sparse_uploads.py", "hivemind", "over hivemind peers average whole pseudo-gradients"),
+        ("by_gain.py", "hivemind", "over hivemind peers average among themselves"),
     ],
 )
 def test_a_rule_that_no_such_subnet_can_have_starts_nothing(

@@ -18,6 +18,11 @@ pytestmark = pytest.mark.timeout(60)
 
 OF_0_2 = Path(__file__).parents[1] / "vectors" / "flags-0.2.0.toml"
 FLAGS: dict[str, list[str]] = tomllib.loads(OF_0_2.read_text(encoding="utf-8"))
+#: Rules of the network that ended: every other network has other ones.
+OF_ITS_NETWORK = {
+    f"neuron.{name}"
+    for name in ("global_model_name", "global_tokenizer_name", "master_ss58_address", "run_id")
+}
 
 
 def load(*argv: str) -> Config:
@@ -33,10 +38,11 @@ def refused(*argv: str) -> str:
 
 def test_a_file_of_version_0_2_0_with_every_default_is_taken_over(tmp_path: Path) -> None:
     file = tmp_path / "miner.toml"
-    file.write_text("".join(f'"{n}" = "{text}"\n' for n, (text, _) in FLAGS.items() if text))
+    kept = {name: texts for name, texts in FLAGS.items() if name not in OF_ITS_NETWORK}
+    file.write_text("".join(f'"{n}" = "{text}"\n' for n, (text, _) in kept.items() if text))
     config = load("--config", str(file))
     (line,) = (line for line in config.warnings if "can be taken out" in line)
-    for name, (text, _) in FLAGS.items():
+    for name, (text, _) in kept.items():
         gone = bool(text) and schema("validator").get(name) is None
         assert (f" {name} in {file}" in line) is gone
     assert list(tmp_path.iterdir()) == [file]
@@ -46,12 +52,14 @@ def test_a_file_of_version_0_2_0_with_every_default_is_taken_over(tmp_path: Path
 def test_another_value_is_taken_over_or_refused_by_name_and_place(
     name: str, tmp_path: Path
 ) -> None:
-    file, value = tmp_path / "miner.toml", FLAGS[name][1]
+    file, value = tmp_path / "miner.toml", FLAGS[name][0 if name in OF_ITS_NETWORK else 1]
     file.write_text(f'"{name}" = "{value}"\n')
     known = schema("validator").get(name)
-    if name in ("netuid", "neuron.upload_steps", "neuron.local_batch_size_train_effective"):
+    if name in ("netuid", "neuron.local_batch_size_train_effective"):
         (line,) = load("--config", str(file)).warnings
         assert line.startswith(f"{name} in {file} {value} has no effect")
+    elif name == "r2.endpoint_url":  # the network names no store of its own
+        assert "store.endpoint" in refused("--config", str(file))
     elif known is not None and name not in ("config", "network"):
         assert load("--config", str(file)).sources[known.name] == f"{name} in {file}"
     elif name in NO_EFFECT:
@@ -66,7 +74,8 @@ def test_another_value_is_taken_over_or_refused_by_name_and_place(
 
 def test_removed_flags_of_any_spelling_are_one_line(tmp_path: Path) -> None:
     toml = tmp_path / "miner.toml"
-    rules = {name: schema("validator").settings[key].default for name, key in RULES.items()}
+    settings = schema("validator").settings
+    rules = {n: settings[key].default for n, key in RULES.items() if n not in OF_ITS_NETWORK}
     values = {name: show(value) for name, value in rules.items()} | FIXED
     for name in sorted({*NO_EFFECT, *values} - {"neuron.influxdb_token"}):
         value = values.get(name, "7")

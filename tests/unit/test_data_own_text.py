@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import hashlib
 import json
+import logging
 import random
 import shutil
 import tracemalloc
@@ -162,7 +163,7 @@ def test_a_bad_file_is_one_line_at_the_start(
     # Of a folder the rest is read, and the line is a warning.
     (tmp_path / "good").write_text("some text\n")
     require_own_text(data(tmp_path))
-    (line,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    (line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert line.startswith("Own text: 1 files, 0.0 MB; 1 left out, first ") and str(bad) in line
     (tmp_path / "good").unlink()
     with pytest.raises(ConfigError, match=f"no file of {tmp_path} holds text"):

@@ -143,7 +143,7 @@ CASES: list[tuple[Facts, dict[str, Any], Verdict, str, bool]] = [
     # --- a registry's, which pays nobody
     (MEMBER, {}, V.COUNTS, "the upload of outer step 6 was merged", False),
     (MEMBER, fate("refused", "worse: 3.4, not 3.0"), V.REFUSED, "lower the learning rate", True),
-    (MEMBER, fate("refused", "spoiler: with it 3.4"), V.REFUSED, "text of this miner", True),
+    (MEMBER, fate("refused", "spoiler: with it 3.4"), V.REFUSED, "text that this miner", True),
     (MEMBER, fate("refused", "copy: of uid 3"), V.REFUSED, "hotkey and a --neuron.run", True),
     (MEMBER, fate("refused", "the network went back to outer step 3"), V.REFUSED, "back", False),
     (MEMBER, fate("kept", "late: it came 3 s after"), V.NOT_MERGED, "free this machine's", True),

@@ -164,7 +164,7 @@ def test_a_round_of_real_files_leads_to_the_weights_of_its_manifest(
         residual=residual,
         merged=(merged(UID, upload.digest),),
     )
-    miner.rounds._largest_update = largest_file(SCHEMA, 4)
+    miner.rounds._largest_update = largest_file(SCHEMA, "4-bit")
     update = miner.pass_time(10)[-1]
     assert isinstance(update, Update) and update.base is Base.MERGED
     found = UpdateFile.open(
