@@ -22,15 +22,10 @@ launches    5 us a kernel, 45 kernels a layer; 200 us a group in FSDP's hooks.
 machines    100 Gbit/s between them, of which 0.8; only gradients pass.
 holds       an update over the bus and in host memory, where a rank moves 10 GB/s; of the copies
             that are written what lasts longer than a step, since the next optimizer step waits for
-            them (training/snapshot.py).
-writing     0.26 ns for each byte that a rank writes during training. Measured: 1.04 s for the 30
-            bytes a parameter of a snapshot and a checkpoint of the 125M. This was before copies
-            to the GPU were pinned and threads that write gave way, so it is an upper bound.
-preview     14 forward passes of 32 sequences in all, each with its gather, and the start of the
-            outer step brought to the device: scale 1, four scales of each direction, and one more.
-            The first two of a start run 29 and 19.
-encoding    0.2 ns a parameter and direction on the GPU: the 0.06 s of *gradient codec*. A store
-            network's upload is encoded by the host's cores.
+            them (training/copies.py).
+writing     0.26 ns for each byte that a rank writes during training. Measured: 1.04 s for 30 bytes
+            a parameter of the 125M. This was before copies to the GPU were pinned and threads that
+            write gave way, so it is an upper bound. The host's cores encode an upload.
 ==========  =====================================================================================
 """
 

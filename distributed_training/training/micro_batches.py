@@ -320,7 +320,7 @@ def _compiler_errors(compiled: bool) -> tuple[type[Exception], ...]:
     return (TorchDynamoException,)
 
 
-# Of the memory that is free; the rest is for what comes later: the codes of a snapshot, a preview.
+# Of the memory that is free; the rest is for what comes later: the codes of an upload.
 _MARGIN = 0.85
 
 
@@ -345,8 +345,7 @@ class DeviceBudget:
 
 
 # At 1024 tokens this number of sequences fills any GPU. A block of data has about 300: larger
-# micro-batches lose more of its end, leave none to hold back for previews, and one larger than a
-# block would train on nothing.
+# micro-batches lose more of its end, and one larger than a block would train on nothing.
 AUTO_AT_MOST = 32
 _CPU_AT_MOST = 16
 _BLOCK_LENGTH = 1024  # tokens of a sequence; of longer ones a block has fewer
