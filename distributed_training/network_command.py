@@ -399,7 +399,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PluginError as error:
         return exit_with(ConfigError(f"--plugins: {error}"))
     except UnknownKindError as error:
-        return exit_with(ConfigError(f"round.codec: {error}"))
+        return exit_with(
+            ConfigError(f"round.codec: {error}, so nothing was written: give one of these")
+        )
     except NetworkFileError as error:
         return exit_with(ConfigError(f"{error}, so nothing was signed: {error.remedy}"))
     except KeyboardInterrupt:

@@ -675,7 +675,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return exit_with(error)
     except UnknownKindError as error:
-        return exit_with(ConfigError(f"round.codec: {error}"))
+        return exit_with(
+            ConfigError(f"round.codec: {error}, so nothing was planned: give one of these")
+        )
     down, up = options.link
     tokens = options.tokens or float(TOKENS_A_PARAMETER * rules.shape.parameters)
     plan = Plan(rules, options.gpu, down, up, options.peers, options.price, tokens)

@@ -380,7 +380,9 @@ def _open_access(config: Config, folder: Path | None, master: str) -> Access:
         # A later version of the network's file may have any of the product's codecs.
         largest = max(file_bytes(parameters), file_bytes(parameters, codec))
     except UnknownKindError as error:
-        raise ConfigError(f"round.codec: {error}") from None
+        raise ConfigError(
+            f"round.codec: {error}, so nothing was started: give one of these"
+        ) from None
     return Access(bucket, master=signer, largest_upload=largest)
 
 
