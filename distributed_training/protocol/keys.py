@@ -6,11 +6,7 @@ The global bucket holds ``state.json``, a folder ``outer/N/`` for each outer ste
 
 from __future__ import annotations
 
-import ipaddress
 import re
-from typing import TypeGuard
-
-import base58
 
 NETWORK = "network.json"  # whose the global bucket is
 VERSION = "network/{}.toml"  # each version of the network's file
@@ -52,60 +48,6 @@ def r2_endpoint(account_id: str) -> str:
     if not _ACCOUNT_ID.fullmatch(account_id.lower()):
         raise ValueError("an R2 account id is 32 hexadecimal digits")
     return f"https://{account_id.lower()}.r2.cloudflarestorage.com"
-
-
-LONGEST_PEER_ID = 53  # characters, of a secp256k1 key; Ed25519 has 52, a hash of a longer key 46
-_PEER_ID = re.compile(rf"[1-9A-HJ-NP-Za-km-z]{{40,{LONGEST_PEER_ID}}}")
-_SHA2_256, _IDENTITY = 0x12, 0x00  # multihash codes of the two kinds of peer id
-
-
-def is_peer_id(value: object) -> TypeGuard[str]:
-    """Return whether ``value`` is a libp2p peer id: a multihash of a public key, in base58.
-
-    The format: https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
-    """
-    # First: base58 takes the square of the length, which others choose.
-    if not isinstance(value, str) or not _PEER_ID.fullmatch(value):
-        return False
-    data = base58.b58decode(value)
-    return data[0] in (_SHA2_256, _IDENTITY) and data[1] == len(data) - 2
-
-
-LONGEST_ADDRESS = 200  # characters of a full address; without peer id and port a name has 131
-_HOST = r"ip4/[0-9.]+|ip6/[0-9A-Fa-f:.]+|dns[46]?/[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?"
-_ADDRESS = re.compile(rf"/(?P<host>{_HOST})/tcp/(?P<port>[1-9][0-9]{{0,4}})/p2p/(?P<peer>\w+)")
-
-
-def addressed_peer(value: object) -> str | None:
-    """Return the peer id at the end of a full address of the swarm; None if it is none.
-
-    Such is ``/ip4|ip6|dns|dns4|dns6/<host>/tcp/<port>/p2p/<peer id>``: the swarm's peers listen on
-    TCP. The format: https://github.com/multiformats/multiaddr
-    """
-    if not isinstance(value, str) or len(value) > LONGEST_ADDRESS:
-        return None
-    match = _ADDRESS.fullmatch(value)
-    if match is None or int(match["port"]) > 65535 or not is_peer_id(match["peer"]):
-        return None
-    kind, host = match["host"].split("/")
-    try:
-        if kind in ("ip4", "ip6") and ipaddress.ip_address(host).version != int(kind[-1]):
-            return None
-    except ValueError:
-        return None
-    return match["peer"]
-
-
-def distance(address: str) -> int:
-    """Return from how far a full address can be reached: 0 everywhere, 2 on its own machine only.
-
-    1 is a private network's. Names count as public.
-    """
-    _, kind, host, *_ = address.split("/")
-    if kind.startswith("dns"):
-        return 0
-    ip = ipaddress.ip_address(host)
-    return 0 if ip.is_global else 2 if ip.is_loopback else 1
 
 
 def epoch_folder(outer_step: int) -> str:

@@ -441,13 +441,6 @@ def fill_device(pairs: Sequence[Piece]) -> None:
             tensor.copy_(taken)
 
 
-def to_device(rows: Tensor, device: torch.device) -> Tensor:
-    """Copy float32 host ``rows`` to a new tensor of ``device``, on the current stream."""
-    made = torch.empty(rows.shape, dtype=torch.float32, device=device)
-    fill_device([(rows, made)])
-    return made
-
-
 def queued(device: torch.device) -> torch.cuda.Event | None:
     """Return the event of all that is queued on ``device`` now; None: nothing ever is."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -130,26 +130,6 @@ class ShardedModel:
             module.reshard()
         for parameter in root.parameters():
             parameter.grad = None
-
-    @contextmanager
-    def gradients_aside(self) -> Iterator[None]:
-        """Keep the gradients of a step under way aside, and put them back afterwards.
-
-        Only for forward passes: a backward would add to nothing.
-        """
-        kept = [
-            (holder, name, gradient)
-            for holder, name in _gradient_places(self.modules)
-            if (gradient := getattr(holder, name)) is not None
-        ]
-        self.discard_gradients()
-        try:
-            yield
-        finally:
-            self.discard_gradients()
-            for holder, name, gradient in kept:
-                if getattr(holder, name) is not gradient:
-                    setattr(holder, name, gradient)
 
     def uncompile(self) -> None:
         """Run blocks and loss eagerly from here."""
