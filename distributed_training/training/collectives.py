@@ -203,28 +203,6 @@ class RowStream:
         parts = [flat.split(counts) for flat, counts in found]
         return [torch.cat(each) for each in zip(*parts, strict=True)]
 
-    def scatter(self, shape: Sequence[int], source: Tensor | None, rows: Tensor | None) -> None:
-        """Rank 0's whole ``source`` -> each rank's contiguous host ``rows``.
-
-        Rank 0 may give None and use its rows of ``source`` where they are.
-        """
-        shards = self.layout.shards
-        if self.rank == 0:
-            assert source is not None
-            start, stop = row_range(shape[0], shards, 0)
-            if rows is None:
-                rows = source[start:stop]
-            else:
-                rows.copy_(source[start:stop])
-            for rank in range(1, shards):
-                start, stop = row_range(shape[0], shards, rank)
-                if stop > start:
-                    dist.send(source[start:stop].contiguous(), group=self.group, group_dst=rank)
-        assert rows is not None
-        if 0 < self.rank < shards and rows.numel():
-            dist.recv(rows, group=self.group, group_src=0)
-        self.replicate(rows)
-
     def replicate(self, rows: Tensor) -> None:
         """Copy the contiguous host ``rows`` of the first copy into those of the others."""
         if self._peers is not None and rows.numel():

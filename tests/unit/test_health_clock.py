@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from email.utils import formatdate
 from types import SimpleNamespace
@@ -19,10 +18,9 @@ from distributed_training.chain.base import Chain
 from distributed_training.chain.registry import RegistryChain
 from distributed_training.config import load_config
 from distributed_training.health import clock, outside
-from distributed_training.health.clock import LIMIT, WARN, ClockWatch, Offset
+from distributed_training.health.clock import LIMIT, WARN, Offset
 from distributed_training.health.machine import Examination
 from distributed_training.protocol.types import Check
-from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
 CONFIG = load_config(
@@ -152,63 +150,3 @@ def test_a_store_that_tells_no_time_is_no_fault_of_the_clock(
     monkeypatch.setattr(httpx.Client, "head", head)
     check = check_clock()
     assert check.status == "skip" and words in check.finding
-
-
-@pytest.fixture
-def watch() -> Iterator[Callable[[list[Offset | None]], ClockWatch]]:
-    made: list[ClockWatch] = []
-
-    def start(answers: list[Offset | None]) -> ClockWatch:
-        # The last answer stays.
-        def measure() -> Offset | None:
-            return answers.pop(0) if len(answers) > 1 else answers[0]
-
-        made.append(ClockWatch(measure, interval=timedelta(milliseconds=5)))
-        return made[-1]
-
-    yield start
-    for one in made:
-        one.close()
-
-
-def test_a_clock_that_goes_wrong_and_right_is_one_line_each(
-    watch: Callable[[list[Offset | None]], ClockWatch], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    right, wrong = Offset(0.1, 0.1, "the store's"), Offset(-5.0, 0.1, "the store's")
-    running = watch([right, wrong, None, wrong, wrong, right])
-    wait_for(lambda: "right again" in caplog.text)
-    assert caplog.text.count("5.0 s behind the store's: from 3 s on") == 1
-    assert caplog.text.count("timedatectl") == 1
-    assert running.fault() == ""
-
-
-def test_a_clock_at_the_limit_is_one_line_however_it_is_read(
-    watch: Callable[[list[Offset | None]], ClockWatch], caplog: pytest.LogCaptureFixture
-) -> None:
-    """The store's clock has whole seconds, so its offset varies by one from minute to minute."""
-    caplog.set_level(logging.INFO)
-    readings = [Offset(seconds, 0.1, "the store's") for seconds in (2.0, 1.1) * 5]
-    left: list[Offset | None] = [*readings, Offset(0.1, 0.1, "the store's")]
-    watch(left)
-    wait_for(lambda: len(left) == 1 and "right again" in caplog.text)
-    assert len(caplog.messages) == 2
-
-
-def test_a_clock_that_is_set_is_known_before_it_is_measured_again(
-    watch: Callable[[list[Offset | None]], ClockWatch], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    running = watch([Offset(0.2, 0.1, "the store's"), None])
-    wait_for(lambda: running.offset() is not None)
-    assert running.fault() == ""
-    set_clock(monkeypatch, lambda: time.time() + 60)
-    assert "60.2 s ahead of the store's" in running.fault() and "timedatectl" in running.fault()
-    seconds = running.seconds()
-    assert seconds is not None and round(seconds, 1) == 60.2
-
-
-def test_unmeasured_clock_is_no_fault_and_no_figure(
-    watch: Callable[[list[Offset | None]], ClockWatch],
-) -> None:
-    running = watch([None])
-    assert running.offset() is None and running.seconds() is None and running.fault() == ""
