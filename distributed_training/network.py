@@ -380,22 +380,8 @@ def parse(text: str, *, place: str, keys: Collection[str], nearby: Callable[[str
         NetworkFileError: Not TOML, an unknown or missing key, another format, unsigned, altered.
     """
     flat = flatten(tree_of(text))
-    format_ = flat.get("format")
-    if format_ is not True and (
-        format_ == 1 or (format_ == 2 and flat.get("exchange") == "hivemind")
-    ):
-        over = "" if format_ == 1 else " with exchange 'hivemind'"
-        raise NetworkFileError(
-            f"its format is {format_}{over}, of the protocol of subnet 38, which no program speaks "
-            f"any more after commit {LAST_OF_SUBNET_38}",
-            "use that commit, or join another network with dt-join",
-        )
-    if type(format_) is not int or format_ not in FORMATS:
-        raise NetworkFileError(
-            f"its format is {format_!r} and this program reads {' and '.join(map(str, FORMATS))}",
-            "update the miner, or ask the founder for a file of such a format",
-        )
-    later = NEWEST if format_ == 2 else frozenset()
+    _refuse_format(flat)
+    later = NEWEST if flat["format"] == 2 else frozenset()
     # Strictly: a program that ignored a key would train by other rules than its peers.
     known = {*keys, *HEAD_KEYS, _BITS} - later
     for key in flat:
@@ -458,14 +444,7 @@ def parse(text: str, *, place: str, keys: Collection[str], nearby: Callable[[str
                 "fetch it again from the founder",
             )
     values = {key: value for key, value in flat.items() if key in keys}
-    if _BITS in flat:
-        codec = f"{flat[_BITS]}-bit"
-        if codec not in OWN_CODECS or "round.codec" in flat:
-            raise NetworkFileError(
-                f"{_BITS} is {flat[_BITS]!r:.100}, and round.codec takes its place",
-                f"remove {_BITS}, and set round.codec to one of {', '.join(OWN_CODECS)}",
-            )
-        values["round.codec"] = codec
+    values |= _codec_of(flat)
     # Peers of two runs use other DHT keys and cannot meet.
     identity = {key: value for key, value in flat.items() if is_identity(key)}
     values.setdefault("run_id", digest_of(identity)[:_RUN_ID_DIGITS])
@@ -473,6 +452,38 @@ def parse(text: str, *, place: str, keys: Collection[str], nearby: Callable[[str
     if head.averages:
         values.setdefault("store.access", "own")
     return Network(place, head, digest, built_in, values, files)
+
+
+def _refuse_format(flat: Mapping[str, Any]) -> None:
+    """Refuse a file of a format that this program does not read. Raises NetworkFileError."""
+    format_ = flat.get("format")
+    if format_ is not True and (
+        format_ == 1 or (format_ == 2 and flat.get("exchange") == "hivemind")
+    ):
+        over = "" if format_ == 1 else " with exchange 'hivemind'"
+        raise NetworkFileError(
+            f"its format is {format_}{over}, of the protocol of subnet 38, which no program speaks "
+            f"any more after commit {LAST_OF_SUBNET_38}",
+            "use that commit, or join another network with dt-join",
+        )
+    if type(format_) is not int or format_ not in FORMATS:
+        raise NetworkFileError(
+            f"its format is {format_!r} and this program reads {' and '.join(map(str, FORMATS))}",
+            "update the miner, or ask the founder for a file of such a format",
+        )
+
+
+def _codec_of(flat: Mapping[str, Any]) -> dict[str, str]:
+    """Return the codec that an earlier file names by its bits. Raises NetworkFileError."""
+    if _BITS not in flat:
+        return {}
+    codec = f"{flat[_BITS]}-bit"
+    if codec not in OWN_CODECS or "round.codec" in flat:
+        raise NetworkFileError(
+            f"{_BITS} is {flat[_BITS]!r:.100}, and round.codec takes its place",
+            f"remove {_BITS}, and set round.codec to one of {', '.join(OWN_CODECS)}",
+        )
+    return {"round.codec": codec}
 
 
 def _refuse_data(flat: Mapping[str, Any]) -> None:

@@ -52,6 +52,7 @@ from distributed_training.config.types import (
     GlobalBucket,
     NetworkName,
     Text,
+    no_such_kind,
     show,
 )
 from distributed_training.config.versions import describe, parse_version
@@ -399,9 +400,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PluginError as error:
         return exit_with(ConfigError(f"--plugins: {error}"))
     except UnknownKindError as error:
-        return exit_with(
-            ConfigError(f"round.codec: {error}, so nothing was written: give one of these")
-        )
+        return exit_with(no_such_kind(error, key="round.codec", done="written"))
     except NetworkFileError as error:
         return exit_with(ConfigError(f"{error}, so nothing was signed: {error.remedy}"))
     except KeyboardInterrupt:

@@ -43,7 +43,7 @@ from distributed_training.common.paper_step import (
 from distributed_training.config import ConfigError, exit_with, load_config
 from distributed_training.config.loader import Parser, argument, ranged
 from distributed_training.config.settings import DataSettings, MinerSettings, TrainingSettings
-from distributed_training.config.types import Text
+from distributed_training.config.types import Text, no_such_kind
 from distributed_training.health.machine import count_moments
 from distributed_training.network import USUAL
 from distributed_training.protocol.growth import (
@@ -675,9 +675,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return exit_with(error)
     except UnknownKindError as error:
-        return exit_with(
-            ConfigError(f"round.codec: {error}, so nothing was planned: give one of these")
-        )
+        return exit_with(no_such_kind(error, key="round.codec", done="planned"))
     down, up = options.link
     tokens = options.tokens or float(TOKENS_A_PARAMETER * rules.shape.parameters)
     plan = Plan(rules, options.gpu, down, up, options.peers, options.price, tokens)

@@ -57,7 +57,12 @@ def choose_kind(kinds: Kinds[Made], name: str, *, key: str) -> Made:
     try:
         return kinds[name]
     except UnknownKindError as error:
-        raise ConfigError(f"{key}: {error}, so nothing was started: give one of these") from None
+        raise no_such_kind(error, key=key) from None
+
+
+def no_such_kind(error: UnknownKindError, *, key: str, done: str = "started") -> ConfigError:
+    """Return the line for a kind that nobody registered. ``done``: what was not done for it."""
+    return ConfigError(f"{key}: {error}, so nothing was {done}: give one of these")
 
 
 def load_optional(module: str, *, wanted_by: str) -> ModuleType:

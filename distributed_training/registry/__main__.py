@@ -45,7 +45,15 @@ from distributed_training.config.loader import (
     ranged,
     read_dotenv,
 )
-from distributed_training.config.types import ConfigError, File, FileName, Hotkey, IpAddress, WebUrl
+from distributed_training.config.types import (
+    ConfigError,
+    File,
+    FileName,
+    Hotkey,
+    IpAddress,
+    WebUrl,
+    no_such_kind,
+)
 from distributed_training.network import FILE, VERSIONS, Network, NetworkFileError, read_text
 from distributed_training.protocol.growth import file_bytes
 from distributed_training.protocol.types import ExitStatus
@@ -380,9 +388,7 @@ def _open_access(config: Config, folder: Path | None, master: str) -> Access:
         # A later version of the network's file may have any of the product's codecs.
         largest = max(file_bytes(parameters), file_bytes(parameters, codec))
     except UnknownKindError as error:
-        raise ConfigError(
-            f"round.codec: {error}, so nothing was started: give one of these"
-        ) from None
+        raise no_such_kind(error, key="round.codec") from None
     return Access(bucket, master=signer, largest_upload=largest)
 
 

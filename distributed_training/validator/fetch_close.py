@@ -49,7 +49,7 @@ _ALL_AWAITED = 8  # closes: at each such one nobody's absence counts
 
 @dataclass
 class Lack:
-    """What an upload cannot be judged without: ``since`` and ``again`` by the store's clock."""
+    """A text or file that an upload lacks: ``since`` and ``again`` by the store's clock."""
 
     since: float
     again: float = 0.0  # the next try
