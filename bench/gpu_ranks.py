@@ -162,7 +162,7 @@ def overhead(bench: Bench) -> None:
     ranks = torch.cuda.device_count() if bench.cuda else _ON_CPU
     with tempfile.TemporaryDirectory() as folder:
         disk = shutil.disk_usage(folder).free
-        # Its snapshot and checkpoint are 40 GB, and lie in host memory meanwhile.
+        # Its copy and checkpoint are 40 GB, and lie in host memory meanwhile.
         room = bench.total > 50e9 and disk > 50e9 and (host_bytes() or 0) > 90e9
         model = "1b" if room else "125m"
         micro_batch = 2 if bench.quick else 16

@@ -292,7 +292,7 @@ GROWTH = {
     "processes": (1, 0),
     "threads": (1, 8),  # those of a publication or a fetch come and go
     "descriptors": (1, 30),
-    "files": (1.3, 40),  # blocks kept, snapshots, checkpoints
+    "files": (1.3, 40),  # blocks kept, uploads, checkpoints
     "megabytes": (1.25, 100),  # a page that n processes share counts 1/n in each
 }
 

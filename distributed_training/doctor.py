@@ -216,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return report([try_webhook(config)], as_json=options.json)
         mark, ports = mark_of(config.run_folder), set()
         processes = mark.processes() if mark is not None else []
-        # Of a running miner, all: another process has each port; p2pd has the swarm's.
+        # Of a running miner, all: another process has each port; p2pd has the DHT peer's.
         for process in processes:
             with contextlib.suppress(psutil.Error):
                 for connection in process.net_connections("tcp"):

@@ -1,7 +1,7 @@
 """Tokenize a source once into shards that train at memory speed.
 
-    python scripts/pretokenize.py SOURCE OUT [--tokenizer NAME] [--sequence-length 1024]
-    python scripts/pretokenize.py SOURCE OUT --check
+    python scripts/pretokenize.py SOURCE OUT --tokenizer NAME [--sequence-length 1024]
+    python scripts/pretokenize.py SOURCE OUT --tokenizer NAME --check
 
 SOURCE is as for --data.source: parquet:DIR, jsonl:DIR, text:DIR or stdlib. Then train with
 --data.source shards:OUT. The same command continues a run that was interrupted; --check
@@ -64,8 +64,8 @@ def build_parser() -> Parser:
     add, text, data = parser.add_argument, argument(str), DataSettings()
     add("source", type=text, help="parquet:DIR, jsonl:DIR, text:DIR or stdlib")
     add("out", type=argument(File), help="folder for the shards; train with shards:OUT")
-    about = "Hugging Face name or folder; 'bytes' as the local subnet (default %(default)s)"
-    add("--tokenizer", type=text, default="dstrbtd/llama-1b", help=about)
+    about = "Hugging Face name or folder; 'bytes' as the local subnet"
+    add("--tokenizer", type=text, required=True, help=about)
     add("--text-column", type=text, default=data.text_column, metavar="NAME")
 
     def number(flag: str, low: int, high: int, default: int | None, about: str = "") -> None:

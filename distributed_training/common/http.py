@@ -39,7 +39,7 @@ def run_to_end(work: Coroutine[Any, Any, Found], runner: asyncio.Runner | None =
     pool = ThreadPoolExecutor(1, "loop")
     try:
         return pool.submit(run, known()).result()
-    except BaseException:
+    except BaseException:  # Ctrl-C in this thread, too: the work in the other one must end
         for loop, task in begun:
             with suppress(RuntimeError):  # it has ended, with this error
                 loop.call_soon_threadsafe(task.cancel if task is not None else loop.stop)

@@ -278,7 +278,8 @@ def disk_space(shape: ModelShape, *, keep_checkpoints: int, moments: float = 2) 
 
     In bytes a parameter:
 
-    *Checkpoints* 24 each: weights, AdamW's two moments, error feedback; 8 of them epoch-start
+    *Checkpoints* 24 each: weights, AdamW's two moments, the residual of uploads; 8 of
+    them epoch-start
     weights and outer momentum, written once per outer step and referred to, at most once for each
     checkpoint. Those kept and the one being written. *Uploads and updates* 0.52 each: the upload of
     the last close, a newer one, the update in use and the one being fetched. *Global states* 8

@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"model of outer step {step}: {folder}\nwhat it writes: {text}")
         except ExportError as error:
             print(f"no sample: {error}", file=sys.stderr)
-        # Buckets, checkpoints and snapshots; logs, events and metrics are files next to these.
+        # Buckets, checkpoints and uploads; logs, events and metrics are files next to these.
         bulk = [subnet.folder / STORE_FOLDER]
         for neuron in subnet.neurons:
             bulk += [path for path in neuron.plan.folder.iterdir() if path.is_dir()]

@@ -43,9 +43,7 @@ def event_line(event: Mapping[str, Any], *, of_validator: bool) -> str:
         case {"kind": "publication", "ok": True, "revision": tag}:
             return f"published {tag} ({event.get('bytes_sent', 0) / 1e6:.1f} MB)"
         case {"kind": "publication", "revision": tag, "reason": reason}:
-            # Nothing failed then: a newer snapshot took its place.
-            superseded = str(reason).startswith("superseded")
-            return "" if superseded else f"publication of {tag} failed: {reason}"
+            return f"publication of {tag} failed: {reason}"
         case {"kind": "round", "ok": False, "fault": fault}:
             return f"ROUND FAILED: {fault} {event.get('detail') or ''}".rstrip()
         case {"kind": "round", "participants": uids, "seconds": seconds} if of_validator:
@@ -113,7 +111,7 @@ class View:
 _LEGEND = (
     "scored: uploads the validator judged and merged, of those it judged.\n"
     "random: rating of the uploads on text that all miners share. assigned: how often the miner's\n"
-    "own pages improved more. total: the share of the reward these come to."
+    "own pages improved more. total: the score that these come to."
 )
 
 

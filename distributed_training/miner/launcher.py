@@ -4,7 +4,7 @@
       the outside refuses (disk, port, store, chain) -> a line, tried again with growing pauses
       strays of an earlier launcher of this folder   -> ended first
       the page                                       -> a process of its own, until the end
-      ranks, forked from one warm process            -> swarm process -> p2pd ...
+      ranks, forked from one warm process            -> peer process -> p2pd ...
       SIGINT, SIGTERM, SIGHUP                        -> SIGTERM only to rank 0, which decides
       --neuron.stop_timeout over                     -> SIGTERM, then SIGKILL to the whole tree
       a rank fails                                   -> the others end, and all start again

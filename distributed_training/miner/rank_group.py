@@ -73,7 +73,7 @@ def rank_environment_defaults(*, ranks: int) -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         # Large tensors in huge pages where the kernel gives them on request: copies of the whole
-        # model (checkpoints, snapshots, the outer step) mostly wait for first touches of pages.
+        # model (checkpoints, uploads, the outer step) mostly wait for first touches of pages.
         "THP_MEM_ALLOC_ENABLE": "1",
     }
     if not os.environ.get("PYTORCH_ALLOC_CONF"):  # torch's newer name of the same

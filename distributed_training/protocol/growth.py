@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from .types import OWN_CODECS, UPDATE_CODEC
 
 _GROUP = 256  # as in quantization.py, whose module imports torch
-_MARGIN = 60.0  # seconds: until an inner step ends, the snapshot, retries; less in a short period
+_MARGIN = 60.0  # seconds: until an inner step ends, the copy, retries; less in a short period
 CHECKPOINT = 20 / 400e6  # seconds a parameter: it lies on a plain disk before anything is sent
 _SLACK = 1.2  # of the bytes: requests, and a link that is not always as fast
 GB_MONTH = 0.015  # dollars at R2, where traffic is free: developers.cloudflare.com/r2/pricing

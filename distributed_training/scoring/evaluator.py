@@ -61,7 +61,8 @@ class EvaluationModel:
     Examples:
         ```python
         model = EvaluationModel(model_config=config, device=torch.device("cpu"))
-        before = model.loss_of(weights, sequences)  # nats per predicted token
+        model.load(weights)
+        before = model.loss(sequences)  # nats per predicted token
         model.subtract("lm_head.weight", delta, factor=0.35)
         print(before - model.loss(sequences))
         ```
@@ -164,16 +165,6 @@ class EvaluationModel:
         tokens = self.tokens(sequences)
         pairs = zip(self.losses(sequences), tokens, strict=True)
         return sum(loss * n for loss, n in pairs) / sum(tokens)
-
-    def loss_of(self, weights: Sequence[Tensor], sequences: Tensor) -> float:
-        """Load weights, which stay loaded, and return the model's loss with them.
-
-        Args:
-            weights: One tensor of each parameter, in the order of ``schema``.
-            sequences: int64 ``(n, length)``, on any device.
-        """
-        self.load(weights)
-        return self.loss(sequences)
 
 
 # Of the decoded gradient times the outer learning rate (protocol page, section 5).
@@ -308,8 +299,8 @@ class Judgement:
     Examples:
         >>> better = Comparison((5120,), (100, 100), (2.0, 2.1), (1.9, 2.0))
         >>> judgement = Judgement(uid=17, outer_step=3, random=better, assigned=better)
-        >>> judgement.ok, judgement.assigned_wins
-        (True, False)
+        >>> judgement.ok, round(judgement.chance, 3)
+        (True, 0.5)
     """
 
     uid: int
@@ -337,15 +328,8 @@ class Judgement:
         return cls(uid, outer_step, cause=cause, reason=reason)
 
     @property
-    def assigned_wins(self) -> bool | None:
-        """True if assigned text gained more than random text, in nats per token."""
-        if self.random is None or self.assigned is None:
-            return None
-        return self.assigned.absolute > self.random.absolute
-
-    @property
     def chance(self) -> float | None:
-        """The chance that a validator finds ``assigned_wins`` of other text.
+        """The chance that assigned text gains more than random text, on other text of both.
 
         None for a reset upload or too little text.
         """
@@ -373,7 +357,7 @@ class Evaluator:
         evaluator = Evaluator(model, PageReader.from_settings(config, tokenizer_path, eos_id=0))
         upload = Upload(uid, file.header.blocks, file)
         judgement = evaluator.judge(upload, judged, random_blocks=[5140])
-        print(judgement.random.relative, judgement.assigned_wins)
+        print(judgement.random.relative, judgement.chance)
         ```
     """
 

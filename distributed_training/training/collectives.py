@@ -8,7 +8,7 @@ and from rank 0.
 On several machines ranks are numbered machine by machine. Each machine holds one whole copy of the
 model, sharded over its own ranks (HSDP): weights are gathered inside a machine, and only gradients
 travel between machines, each rank's with its peers of the same shard. All copies go through the
-same steps, so a snapshot or a checkpoint of one machine is one of all.
+same steps, so a copy or a checkpoint of one machine is one of all.
 
 Copies from a GPU use two pinned buffers in turn: the bus fills one on a stream of its own while all
 cores empty the other. A plain ``.to("cpu")`` goes through a small buffer of the driver's, and one
@@ -441,7 +441,7 @@ def enter_thread(device: torch.device, *, background: bool = False) -> None:
     if device.type == "cuda":
         # A thread starts on GPU 0. Leaving a stream of another GPU returns to the stream before,
         # which is GPU 0's, and with that makes a CUDA context there: half a gigabyte of rank 0's
-        # memory for every other rank, from the first snapshot on.
+        # memory for every other rank, from the first copy on.
         torch.cuda.set_device(device)
         # Not the main thread, which trains, and writes itself where no thread can be started.
         if background and threading.current_thread() is not threading.main_thread():

@@ -3,7 +3,7 @@
 Any ``torch.optim.Optimizer`` will do. A network names one, and its factory in :data:`OPTIMIZERS`
 makes it. What it keeps of a parameter is found out by a step of a small one (:func:`find_state`):
 tensors of the parameter's shape, which are sharded, copied, offloaded and uploaded as row blocks,
-and counts. Neither snapshot, checkpoint nor memory plan know more of it. Matrices of decoder layers
+and counts. Neither copies, checkpoint nor memory plan know more of it. Matrices of decoder layers
 come to a factory as :class:`~.muon.MatrixRows`, and may be kept and stepped in a way of their own.
 
 The learning rate rises linearly during the warm-up and then follows a cosine; shape and constants
@@ -486,7 +486,7 @@ class InnerOptimizer:
                 with self._leaving.after(computing, bucket, bucket):
                     for host, place in self._moments(bucket):
                         host.copy_(place, non_blocking=True)
-            # The host copies must be whole before a snapshot or the next step reads them.
+            # The host copies must be whole before a copy or the next step reads them.
             self._leaving.finish()
         self.step_count += 1
         # A reference kept here would hold the gradients' memory through the next forward.

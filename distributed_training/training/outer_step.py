@@ -439,7 +439,7 @@ def _write_upload(state: _UploadState, handle: UploadHandle) -> None:
             finish(parts / path.name, state.file, state.sign)
             os.replace(parts / path.name, path)
             sync_folder(path.parent)
-    except BaseException as error:
+    except BaseException as error:  # rank 0 waits for this rank's word
         with contextlib.suppress(OSError):
             why = f"{type(error).__name__}: {error}"
             write_json(ready_file(parts, layout.shard), {"error": why})

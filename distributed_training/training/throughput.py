@@ -1,8 +1,8 @@
 """Measure the speed of training: a step's time and MFU, and a profiler trace on request.
 
 A step's time is wall time: from the end of the step before to its own end. It includes whatever
-happens between two micro-batches (commands of rank 0, waiting for data, a snapshot's copy, a
-gradient check, a checkpoint): an hour has no more steps than that. Only pauses of a round are left
+happens between two micro-batches (commands of rank 0, waiting for data, an upload's copy, a
+checkpoint): an hour has no more steps than that. Only pauses of a round are left
 out (:meth:`StepMeter.pause`), since then there is nothing to train.
 
 Model FLOPs utilization, as PaLM defines it (Chowdhery et al. 2022, appendix B):

@@ -46,7 +46,8 @@ def noise(miner: StoreMiner, times: float = 1.0) -> Moved:
 def gain(miner: StoreMiner, moved: Moved) -> float:
     """Return by how much an upload lowers the loss, on text of the attacker's own."""
     world, text = miner.world, sequences(20_000_000 + miner.outer_step * 97 + miner.uid, 64)
-    before = miner.model.loss_of(miner.start, text)
+    miner.model.load(miner.start)
+    before = miner.model.loss(text)
     for (name, _), delta in zip(world.schema, moved, strict=True):
         rate = world.validator._outer_rule.learning_rate
         miner.model.subtract(name, delta, APPLIED_FRACTION * rate)

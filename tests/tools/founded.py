@@ -1,6 +1,6 @@
 """A network that somebody founds and others join, by the commands that the programs print.
 
-Each program has a home of its own and, with :func:`..namespaces.sites`, a machine of its own.
+Each program has a home of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,8 +23,6 @@ from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.network import built_in_rules, flatten, toml_value
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.telemetry import read_events
-from tests.tools.namespaces import Machine
-from tests.tools.store_shim import make_certificate
 from tests.tools.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -36,8 +34,6 @@ MODULES = {
     "dt-miner": "distributed_training.miner",
     "dt-export": "distributed_training.scoring.export",
     "dt-status": "distributed_training.status_command",
-    "front": "tests.tools.front",
-    "stranger": "tests.tools.stranger_peer",
 }
 #: The rules of a network that this machine runs in minutes.
 RULES = [
@@ -47,7 +43,6 @@ RULES = [
     for word in ("--set", f"{key}={toml_value(value)}")
 ]
 PATIENCE = 300.0  # seconds for a command, or a first line: a busy machine imports slowly
-STORE_PORT, REGISTRY_PORT = 9000, 8443  # of the founder, where machines have addresses
 
 
 @dataclass
@@ -58,11 +53,10 @@ class Program:
     environ: Mapping[str, str]
     place: Path
     log: Path
-    machine: Machine | None
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        with self.log.open("ab") as log, at(self.machine):
+        with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self.command, cwd=self.place, env=self.environ, stdout=log, stderr=log
             )
@@ -98,32 +92,21 @@ class Program:
                 self.process.wait(10)
 
 
-def at(machine: Machine | None) -> AbstractContextManager[None]:
-    return machine.inside() if machine is not None else nullcontext()
-
-
 class Founded:
-    """Programs with a home each. ``machines``: by home, all that have one of their own."""
+    """Programs with a home each."""
 
-    def __init__(
-        self, folder: Path, store: ObjectStoreServer, machines: Mapping[str, Machine]
-    ) -> None:
+    def __init__(self, folder: Path, store: ObjectStoreServer) -> None:
         self.folder = folder
         self.store = store
-        self.machines = machines
         self.running: list[Program] = []
-        self.more: dict[str, str] = {}  # for every program's environment
         self.join_line = self.mine_line = ""  # once it is founded
-        founder = machines.get("founder")
         self.keys = dict(store.keys)
-        if founder:
-            self.keys["R2_ENDPOINT_URL"] = f"http://{founder.address}:{STORE_PORT}"
 
     def environ(self, home: Path) -> dict[str, str]:
         home.mkdir(exist_ok=True)
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("R2_", "DT_", "BT_"))}
         ours = {"HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        return {**kept, **ours, **self.more}
+        return {**kept, **ours}
 
     def command(self, line: str, *more: str) -> list[str]:
         program, *words = shlex.split(line)
@@ -132,15 +115,14 @@ class Founded:
     def call(self, line: str, *more: str, home: str = "founder", status: int | None = 0) -> str:
         """Run a command to its end; what it printed. ``status`` None: any."""
         place = self.folder / home
-        with at(self.machines.get(home)):
-            done = subprocess.run(
-                self.command(line, *more),
-                cwd=place if place.exists() else self.folder,
-                env=self.environ(place),
-                capture_output=True,
-                text=True,
-                timeout=PATIENCE,
-            )
+        done = subprocess.run(
+            self.command(line, *more),
+            cwd=place if place.exists() else self.folder,
+            env=self.environ(place),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
         assert status in (None, done.returncode), done.stdout + done.stderr
         return done.stdout + done.stderr
 
@@ -151,7 +133,6 @@ class Founded:
             self.environ(place),
             place,
             place / f"{len(self.running)}.log",
-            self.machines.get(home),
         )
         program.start()
         self.running.append(program)
@@ -211,19 +192,6 @@ class Founded:
 
     # --- what the founder has ---------------------------------------------------------------------
 
-    def open_front(self, registry_port: int) -> tuple[str, Program]:
-        """Serve the store, and the registry by TLS, at the founder's address. Returns its URL."""
-        founder = self.machines["founder"]
-        certificate = make_certificate(self.folder, f"IP:{founder.address}")
-        self.more = {"SSL_CERT_FILE": str(certificate)}
-        ways = [
-            f"{founder.address}:{STORE_PORT}={self.store.port}",
-            f"{founder.address}:{REGISTRY_PORT}={registry_port}",
-        ]
-        front = self.start(shlex.join(["front", str(certificate), *ways]), home="founder")
-        front.wait_for("READY")
-        return f"https://{founder.address}:{REGISTRY_PORT}", front
-
     def stop(self) -> list[int]:
         """Stop all, the newest first, as Ctrl-C does; their exit statuses."""
         for program in reversed(self.running):
@@ -238,10 +206,7 @@ class Founded:
             write_access_key_id=SecretStr(self.keys["R2_WRITE_ACCESS_KEY_ID"]),
             write_secret_access_key=SecretStr(self.keys["R2_WRITE_SECRET_ACCESS_KEY"]),
         )
-        with (
-            at(self.machines.get("founder")),
-            closing(S3ObjectStore.from_settings(settings, bucket=name, write=True)) as bucket,
-        ):
+        with closing(S3ObjectStore.from_settings(settings, bucket=name, write=True)) as bucket:
             bucket.create_bucket()
 
     def write_keys(self, home: str, **more: str) -> None:
@@ -257,14 +222,12 @@ class Founded:
 
 
 @contextmanager
-def founded(folder: Path, machines: Mapping[str, Machine] | None = None) -> Iterator[Founded]:
-    """A network's programs; the store runs at the founder's."""
-    machines = machines or {}
+def founded(folder: Path) -> Iterator[Founded]:
+    """A network's programs, and its store."""
     store = ObjectStoreServer(folder=folder / "store")
-    with at(machines.get("founder")):
-        store.start()
+    store.start()
     try:
-        network = Founded(folder, store, machines)
+        network = Founded(folder, store)
         try:
             yield network
         except BaseException:

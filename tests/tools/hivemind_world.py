@@ -10,7 +10,6 @@ from typing import Any
 
 from hivemind.p2p import P2P, PeerID
 
-from distributed_training.chain.base import find
 from distributed_training.chain.identity import identity_file
 from distributed_training.config import Config
 from distributed_training.exchange.hivemind import (
@@ -179,7 +178,3 @@ def _averaging(config: Config) -> Config:
     fields["miner"] = dataclasses.replace(config.miner, grace=grace, average_after=after)
     fields["validator"] = dataclasses.replace(config.validator, grace=grace, average_after=after)
     return AveragingConfig(**{**fields, "swarm": swarm})
-
-
-def neuron_of(world: HivemindWorld, uid: int) -> Any:
-    return find(world.chain.neurons(), keypair(f"miner-{uid}").ss58_address)

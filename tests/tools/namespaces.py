@@ -1,8 +1,4 @@
-"""Machines of one test: network namespaces joined by a bridge, each with one address.
-
-:func:`machines` are next to each other. :func:`sites` are founder, joiners and an outsider of one
-network, each at a place of another kind.
-"""
+"""Machines of one test: network namespaces joined by a bridge, each with one address."""
 
 from __future__ import annotations
 
@@ -66,77 +62,6 @@ def machines(
         for machine in made:
             subprocess.run(["ip", "netns", "del", machine.name], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", f"{tag}v"], capture_output=True, check=False)
-
-
-#: Of a router that hides who is behind it: ports that were announced lead inside, nothing else.
-_NAT = """
-table ip nat {{
-    chain pre {{ type nat hook prerouting priority -100; {announced} }}
-    chain post {{ type nat hook postrouting priority 100; oifname "eth0" masquerade; }}
-}}
-table ip filter {{
-    chain forward {{
-        type filter hook forward priority 0; policy drop;
-        ct state established,related accept
-        iifname "eth1" accept
-        ct status dnat accept
-    }}
-    chain input {{
-        type filter hook input priority 0; policy drop;
-        ct state established,related accept
-        iifname {{ "lo", "eth1" }} accept
-    }}
-}}
-"""
-PLACES = ("founder", "direct", "slow", "natted", "stranger")
-
-
-@contextmanager
-def sites(*, announced: dict[int, int]) -> Iterator[dict[str, Machine]]:
-    """Machines at the :data:`PLACES` of one internet.
-
-    ``natted`` is behind a router: its ``address`` is the router's, where the ``announced`` ports
-    lead to ports of its own. ``slow`` sends and receives 50 Mbit/s. Nothing of it is outside
-    of the namespaces. Skips the test, with the reason, where they cannot be made.
-    """
-    tag = f"dt{os.getpid() % 100000}"
-    made = {place: Machine(f"{tag}{place}", f"10.214.0.{i + 1}") for i, place in enumerate(PLACES)}
-    internet, router = f"{tag}internet", f"{tag}router"
-    outside = {m.name if place != "natted" else router: m.address for place, m in made.items()}
-    names = [internet, router, *(machine.name for machine in made.values())]
-    try:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-            join("port", outside, switch=internet)
-            for namespace, device in (
-                (made["slow"].name, "eth0"),
-                (internet, f"port{PLACES.index('slow')}"),
-            ):
-                shape(namespace, device, 50)
-            _hide(made["natted"].name, router, announced)
-        except (OSError, subprocess.CalledProcessError) as error:
-            said = getattr(error, "stderr", "") or error
-            pytest.skip(f"namespaces with a router (ip, tc, nft) cannot be made here: {said}")
-        yield made
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-
-
-def _hide(name: str, router: str, announced: dict[int, int]) -> None:
-    """Give a namespace its line to a router, which lets only ``announced`` ports through."""
-    here, there = "192.168.77.2", "192.168.77.1"
-    ip("-n", router, "link", "add", "eth1", "type", "veth", "peer", "name", "eth0", "netns", name)
-    for namespace, device, address in ((router, "eth1", there), (name, "eth0", here)):
-        ip("-n", namespace, "addr", "add", f"{address}/24", "dev", device)
-        for each in ("lo", device):
-            ip("-n", namespace, "link", "set", each, "up")
-    ip("-n", name, "route", "add", "default", "via", there)
-    at_router = ["ip", "netns", "exec", router]
-    run(*at_router, "sysctl", "-qw", "net.ipv4.ip_forward=1")
-    rules = (f'iifname "eth0" tcp dport {o} dnat to {here}:{i};' for o, i in announced.items())
-    run(*at_router, "nft", _NAT.format(announced=" ".join(rules)))
 
 
 def join(bridge: str, addresses: Mapping[str, str], *, switch: str | None = None) -> None:

@@ -24,7 +24,7 @@ SCRIPTS = {
     "abort_multipart_uploads": ("scripts.abort_multipart_uploads", ("llama-4b-ws-4-007",)),
     "diagnose": ("distributed_training.doctor", ()),
     "localnet": ("distributed_training.localnet.command", ()),
-    "pretokenize": ("extras.pretokenize", ("stdlib", "/tmp/shards")),
+    "pretokenize": ("extras.pretokenize", ("stdlib", "/tmp/shards", "--tokenizer", "bytes")),
     "score": ("distributed_training.scoring.command", ()),
 }
 # These take the miner's flags and nothing else, or no arguments at all.
@@ -106,12 +106,12 @@ def test_every_positional_with_every_hostile_value(script: str, capfd) -> None:
         (("diagnose", "--neuron.local_batch_size_train_effective", "0"), "effective"),
         (("localnet", "--miner-flags", "'"), "--miner-flags"),
         (("diagnose", "--probe", "nowhere:"), "--probe"),
-        (("pretokenize", "hf"), "out"),
-        (("pretokenize", "hf", "out"), "hf"),
-        (("pretokenize", "shards:.", "out"), "shards"),
-        (("pretokenize", "text:nowhere", "out"), "nowhere"),
-        (("pretokenize", "stdlib", "/proc/x"), "out /proc/x"),
-        (("pretokenize", "stdlib", "/dev/null"), "out /dev/null"),
+        (("pretokenize", "hf", "out"), "--tokenizer"),
+        (("pretokenize", "hf", "out", "--tokenizer", "bytes"), "hf"),
+        (("pretokenize", "shards:.", "out", "--tokenizer", "bytes"), "shards"),
+        (("pretokenize", "text:nowhere", "out", "--tokenizer", "bytes"), "nowhere"),
+        (("pretokenize", "stdlib", "/proc/x", "--tokenizer", "bytes"), "out /proc/x"),
+        (("pretokenize", "stdlib", "/dev/null", "--tokenizer", "bytes"), "out /dev/null"),
         (("score", "--subnet", "nowhere"), "--subnet nowhere"),
     ],
 )

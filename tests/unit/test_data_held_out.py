@@ -276,7 +276,8 @@ def test_a_network_on_any_text_takes_its_first_outer_step(
         ),
     )
     model = world.validator._judge.evaluator.model
-    before = model.loss_of(world.validator.state.weights, python)
+    model.load(world.validator.state.weights)
+    before = model.loss(python)
     world.until_close()
     for miner in world.miners.values():
         miner.train(steps=40)
@@ -287,7 +288,8 @@ def test_a_network_on_any_text_takes_its_first_outer_step(
     first, second = world.events.of("held_out")
     assert step["outer_step"] == 1 and second["after"] < first["after"] - 0.5
     assert second["text"] == "8 pages of the data"
-    after = model.loss_of(world.validator.state.weights, python)
+    model.load(world.validator.state.weights)
+    after = model.loss(python)
     print("own text", first["after"], second["after"], "Python's", before, after)
     assert after > config.loss_limit(before), "on Python's text the gate would have refused it"
 

@@ -310,10 +310,6 @@ class TestView:
                 *2 * ["publication of 5.0.4 failed: no bucket"],
             ),
             (
-                {"kind": "publication", "revision": "5.0.4", "reason": "superseded by 5.0.9"},
-                *2 * [""],
-            ),
-            (
                 {"kind": "outer_step", "outer_step": 3},
                 "outer step 3 taken",
                 "global state of outer step 3 published",

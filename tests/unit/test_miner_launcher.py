@@ -126,7 +126,6 @@ def argv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         "neuron.run_folder": str(tmp_path / "run"),
         "neuron.page_port": "off",
         "neuron.device": "cpu",
-        "axon.port": "0",
         "dht.port": "0",
     }
     return [word for name, value in flags.items() for word in (f"--{name}", value)]

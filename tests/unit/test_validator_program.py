@@ -172,7 +172,7 @@ def test_a_wallet_whose_disk_is_late_leaves_the_start_to_pm2(
     monkeypatch.chdir(tmp_path)
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
-    flags = ["--preset", "local", "--axon.port", "0", "--dht.port", "0"]
+    flags = ["--preset", "local", "--dht.port", "0"]
     where = ["--wallet.path", str(tmp_path / "late"), "--neuron.run_folder", str(tmp_path / "run")]
     assert main([*flags, *where]) == 1
     assert "no hotkey at" in capfd.readouterr().out
