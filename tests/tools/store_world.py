@@ -295,14 +295,22 @@ class StoreWorld:
             self.validator._looked = -fetch_close.LOOK  # it looks again at once
             self.validator.tick()
 
-    def round(self) -> Manifest:
-        """Let all train and upload, and the validator end the round; return the head's manifest."""
+    def send(self, *uids: int) -> None:
+        """Let all train and wait for the close; ``uids`` (none: all) upload."""
         self.train()
         self.until_close()
-        for miner in self.miners.values():
-            miner.upload()
+        for uid in uids or self.miners:
+            self.miners[uid].upload()
+
+    def end(self, ticks: int = 1) -> None:
+        """Let the validator end the round, once no upload can come any more."""
         self.until_late()
-        self.tick()
+        self.tick(ticks)
+
+    def round(self) -> Manifest:
+        """Let all train and upload, and the validator end the round; return the head's manifest."""
+        self.send()
+        self.end()
         return self.manifest(self.state.outer_step)
 
     def fates(self, outer_step: int) -> dict[int, str]:

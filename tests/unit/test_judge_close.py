@@ -1,0 +1,371 @@
+"""What becomes of the uploads of a close: refused with its cause, called a copy, scored."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bittensor.sp_core import verify
+
+from distributed_training.protocol import keys
+from distributed_training.protocol.scoring import ScoreBoard
+from distributed_training.protocol.update_file import (
+    Header,
+    UpdateFile,
+    UpdateLayout,
+    finish,
+    write_rows,
+)
+from distributed_training.scoring.evaluator import Evaluator
+from distributed_training.scoring.upload import DataUnavailable, Judged
+from distributed_training.store.bucket_reader import BucketReader
+from distributed_training.store.errors import IntegrityError
+from distributed_training.training.outer_rule import nesterov_sgd
+from distributed_training.validator import judging
+from distributed_training.validator.judging import UploadJudge, find_copies
+from distributed_training.validator.merge import digest_of
+from tests.tools.store_world import StoreMiner, StoreWorld, keypair
+from tests.tools.validator_world import VOCABULARY, one_thread  # noqa: F401
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> StoreWorld:
+    return StoreWorld(tmp_path)
+
+
+def _nan(miner: StoreMiner) -> bytes:
+    """An upload whose first scale is NaN, signed as it is."""
+    layout = UpdateLayout.of(miner.world.schema, miner.header())
+    path = miner.world.folder / "nan.safetensors"
+    path.write_bytes(miner.encode())
+    with path.open("r+b") as file:
+        file.seek(layout.body)
+        file.write(struct.pack("<f", math.nan))
+    finish(path, layout, miner.pair.sign)
+    return path.read_bytes()
+
+
+BAD: dict[str, tuple[str, Callable[[StoreMiner], bytes]]] = {
+    "signature": ("damaged", lambda m: m.encode(pair=keypair("another"))),
+    "hotkey": ("damaged", lambda m: m.encode(hotkey=keypair("miner-3").ss58_address)),
+    "run": ("damaged", lambda m: m.encode(run_id="another")),
+    "kind": ("damaged", lambda m: m.encode(kind="update")),
+    "bits": ("damaged", lambda m: m.encode(codec="2-bit")),
+    "nothing": ("damaged", lambda m: b""),
+    "cut": ("damaged", lambda m: m.encode()[:-1]),
+    "longer": ("damaged", lambda m: m.encode() + bytes(1)),
+    "larger": ("damaged", lambda m: m.encode() + bytes(1 << 22)),
+    "flipped": ("damaged", lambda m: m.encode()[:-9] + b"another 9"),
+    "nan": ("damaged", _nan),
+    "serial": ("other-close", lambda m: m.encode(serial=m.world.state.serial + 1)),
+    "outer step": ("other-close", lambda m: m.encode(outer_step=7)),
+    "start": ("other-start", lambda m: m.encode(start="ab" * 32)),
+    "zeros": ("empty", lambda m: m.encode(moved=[torch.zeros_like(t) for t in m.moved])),
+    "sign": ("worse", lambda m: m.encode(moved=[-t for t in m.moved])),
+    "hundredfold": ("worse", lambda m: m.encode(moved=[100 * t for t in m.moved])),
+}
+
+
+#: Faults that come about while the validator fetches or opens an upload, by its sender's uid.
+WHILE_READ = {98: IntegrityError("it was replaced again and again"), 99: ZeroDivisionError("odd")}
+
+
+def test_bad_uploads_cost_only_their_senders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = dict(enumerate(BAD, 40))
+    world = StoreWorld(tmp_path, uids=(3, 5, *bad, *WHILE_READ))
+    world.send(3, 5, *WHILE_READ)
+    sent = {uid: BAD[name][1](world.miners[uid]) for uid, name in bad.items()}
+    for uid, data in sent.items():
+        world.miners[uid].upload(data)
+    replaced, odd = (world.miners[uid] for uid in WHILE_READ)
+    download, reopen = BucketReader.download, judging.UpdateFile.open
+
+    def replaced_meanwhile(self: BucketReader, name: str, path: Path, **how: Any) -> Any:
+        if name == replaced.key:
+            raise WHILE_READ[replaced.uid]
+        return download(self, name, path, **how)
+
+    def oddly(path: Path, *args: Any, hotkey: str, **more: Any) -> Any:
+        if hotkey == odd.pair.ss58_address:
+            raise WHILE_READ[odd.uid]
+        return reopen(path, *args, hotkey=hotkey, **more)
+
+    monkeypatch.setattr(BucketReader, "download", replaced_meanwhile)
+    monkeypatch.setattr(judging.UpdateFile, "open", oddly)
+    world.end()
+    causes = {uid: BAD[name][0] for uid, name in bad.items()}
+    causes |= dict.fromkeys(WHILE_READ, "damaged")
+    assert world.fates(1) == {3: "merged", 5: "merged"} | causes
+    scores, refused = world.validator.standings.entries, world.manifest(1).refused
+    events = {e["uid"]: e for e in world.events.of("upload_scored")}
+    for one in refused:
+        assert one.hotkey == world.miners[one.uid].pair.ss58_address and one.reason
+        assert scores[one.uid].published == 0 < scores[3].published
+        assert not events[one.uid]["ok"] and events[one.uid]["reason"] == one.reason
+        if one.uid in sent:
+            # The larger one is not even fetched.
+            found = "" if bad[one.uid] == "larger" else hashlib.sha256(sent[one.uid]).hexdigest()
+            assert one.digest == found, bad[one.uid]
+
+
+def test_an_upload_with_huge_rows_of_unused_tokens_costs_only_its_sender(
+    world: StoreWorld,
+) -> None:
+    pages = world.pages
+    world.pages = lambda uid, block: pages(uid, block).clamp(max=VOCABULARY - 2)
+    world.send(3, 5)
+    moved = [torch.zeros_like(t) for t in world.miners[17].moved]
+    names = [name for name, _ in world.schema]
+    moved[names.index("model.embed_tokens.weight")][-1] = 1e20
+    world.miners[17].upload(moved=moved)
+    world.end()
+    assert world.fates(1) == {3: "merged", 5: "merged", 17: "worse"}
+    assert "its norm" in world.manifest(1).refused[0].reason
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1, 0.3])
+def test_of_an_upload_and_its_copy_the_later_is_refused(world: StoreWorld, noise: float) -> None:
+    world.train()
+    world.until_close()
+    generator = torch.Generator().manual_seed(7)
+    original = world.miners[5].moved
+    copy = [
+        t + noise * t.pow(2).mean().sqrt() * torch.randn(t.shape, generator=generator)
+        for t in original
+    ]
+    world.miners[5].upload()
+    world.clock.ahead += 1
+    world.miners[3].upload(moved=copy)
+    world.miners[17].upload()
+    world.end()
+    assert world.fates(1) == {3: "copy", 5: "merged", 17: "merged"}
+    assert "that of uid 5, whose own text gained more" in world.manifest(1).refused[0].reason
+    # What everybody can read by then is refused in the next outer step too.
+    world.train()
+    world.until_close()
+    world.miners[3].upload(moved=original)
+    world.miners[17].upload()
+    world.end()
+    assert world.fates(2)[3] in ("copy", "worse")
+
+
+def test_whoever_imitates_another_costs_it_no_close(tmp_path: Path) -> None:
+    """It trains on its victim's pages, an inner step less, and uploads first."""
+    honest, shadow = (1, 2, 3, 4, 5), 40
+    world = StoreWorld(tmp_path, uids=(*honest, shadow))
+    for n in range(1, 5):
+        world.train(*honest)
+        miner = world.miners[shadow]
+        miner.apply()
+        miner.uid = honest[0]
+        miner.train(steps=3)
+        miner.uid = shadow
+        world.until_close()
+        miner.upload()
+        world.clock.ahead += 1
+        for uid in honest:
+            world.miners[uid].upload()
+        world.end()
+        fates = world.fates(n)
+        assert {uid: fates[uid] for uid in honest} == dict.fromkeys(honest, "merged")
+        assert fates[shadow] in ("copy", "carried")
+
+
+def test_what_all_can_read_is_a_copy_also_after_a_restart(world: StoreWorld) -> None:
+    world.round()
+    world.round()
+    path = world.folder / "read"
+    path.write_bytes(world.bucket.objects[keys.merged_key(1, 5)][0])
+    file = UpdateFile.reopen(path, world.schema)
+    world.restarted()
+    world.send(3, 5)
+    old = [file.decode(name, shape) for name, shape in world.schema]
+    world.miners[17].upload(moved=old)
+    world.end()
+    assert world.fates(3) == {3: "merged", 5: "merged", 17: "copy"}
+    assert "that of uid 5 of outer step 1" in world.manifest(3).refused[0].reason
+
+
+def test_twice_the_text_is_read_where_fewer_than_half_of_the_uploads_help(
+    world: StoreWorld,
+) -> None:
+    for n in range(1, 3):
+        world.train()
+        world.until_close()
+        for miner in world.miners.values():
+            generator = torch.Generator().manual_seed(miner.uid + n)
+            miner.upload(
+                moved=[1e-6 * torch.randn(t.shape, generator=generator) for t in miner.moved]
+            )
+        world.end()
+        assert world.fates(n) == dict.fromkeys(world.uids, "merged")
+        assert world.validator._texts == 2**n
+    world.round()
+    assert world.fates(3) == dict.fromkeys(world.uids, "merged")
+    assert world.validator._texts == 2
+
+
+def test_text_that_cannot_be_had_is_no_fault_of_an_upload(world: StoreWorld) -> None:
+    world.send()
+    pages = world.pages
+
+    def away(uid: int, block: int) -> torch.Tensor:
+        raise DataUnavailable("the source does not answer")
+
+    world.pages = away
+    world.end(2)
+    assert world.state.outer_step == 0
+    world.pages = pages
+    world.clock.ahead += 10  # between two tries
+    world.tick()
+    assert set(world.fates(1).values()) == {"merged"}
+
+
+def test_an_upload_whose_text_nobody_has_is_not_waited_for(world: StoreWorld) -> None:
+    world.send()
+    pages = world.pages
+
+    def without(uid: int, block: int) -> torch.Tensor:
+        if uid == 17:
+            raise DataUnavailable("no such page")
+        return pages(uid, block)
+
+    world.pages = without
+    world.end()
+    assert world.fates(1) == {3: "merged", 5: "merged", 17: "not-judged"}
+    board = world.validator.standings.board
+    assert board.rating(17) == ScoreBoard([17]).rating(17) != board.rating(3)
+
+
+def test_merged_upload_that_is_no_better_scores_zero(world: StoreWorld) -> None:
+    world.train()
+    generator = torch.Generator().manual_seed(3)
+    # So small that no text tells it from nothing.
+    noise = [1e-5 * torch.randn(t.shape, generator=generator) for t in world.miners[17].moved]
+    world.until_close()
+    world.miners[3].upload()
+    world.miners[5].upload()
+    world.miners[17].upload(moved=noise)
+    world.end()
+    assert world.fates(1) == {3: "merged", 5: "merged", 17: "carried"}
+    merged = {one.uid: one for one in world.manifest(1).merged}
+    scores = world.manifest(1).scores
+    assert scores[3] > 0 and scores[5] > 0
+    assert (scores[17] > 0) == (merged[17].improvement > 0)
+    world.validator._weights_at = -10_000
+    world.tick()
+    assert set(world.events.of("weights")[-1]["weights"]) >= {"3", "5"}
+
+
+class Bigrams:
+    """A table of logits in the place of the model: as fast as honest members by the hundred need.
+
+    The same interface as :class:`EvaluationModel`.
+    """
+
+    WORDS = 24
+
+    def __init__(self) -> None:
+        self.schema = (("table", (self.WORDS, self.WORDS)),)
+        self.table = torch.zeros(self.WORDS, self.WORDS)
+
+    def load(self, weights: Sequence[torch.Tensor]) -> None:
+        self.table = weights[0].clone()
+
+    def subtract(self, name: str, delta: torch.Tensor, factor: float) -> None:
+        self.table -= factor * delta
+
+    def tokens(self, text: torch.Tensor) -> tuple[int, ...]:
+        return (text.shape[1] - 1,) * len(text)
+
+    def losses(self, text: torch.Tensor) -> tuple[float, ...]:
+        chosen = self.table.log_softmax(1)[text[:, :-1], text[:, 1:]]
+        return tuple((-chosen.mean(1)).tolist())
+
+    @staticmethod
+    def text(seed: int, count: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        words = torch.randint(Bigrams.WORDS, (count, 65), generator=generator)
+        for t in range(1, words.shape[1]):
+            ruled = (words[:, t - 1] * 5 + 3) % Bigrams.WORDS
+            noisy = torch.rand(count, generator=generator) < 0.4
+            words[:, t] = torch.where(noisy, words[:, t], ruled)
+        return words
+
+    def trained(self, start: torch.Tensor, seed: int, steps: int) -> torch.Tensor:
+        table = start.clone().requires_grad_(True)
+        optimizer = torch.optim.AdamW([table], lr=0.03)
+        for step in range(steps):
+            text = self.text(seed * 1000 + step, 8)
+            logits = table.log_softmax(1)[text[:, :-1], text[:, 1:]]
+            optimizer.zero_grad()
+            (-logits.mean()).backward()
+            optimizer.step()
+        return start - table.detach()
+
+
+@pytest.mark.timeout(600)
+def test_no_honest_upload_is_refused_in_200_rounds(tmp_path: Path) -> None:
+    """Also long after there is nothing to learn, on as little text as is ever judged."""
+    model, members = Bigrams(), {3: 3, 5: 3, 17: 1}  # inner steps of each
+    evaluator = Evaluator(model, lambda uid, block: Bigrams.text(uid * 10_007 + block, 8))  # type: ignore[arg-type]
+    judge = UploadJudge(evaluator, model.schema, "run", "4-bit", verify, secret=11)
+    weights, momentum = torch.zeros(model.WORDS, model.WORDS), None
+    judged_count, harmful, nearest = 0, 0, 0.0
+    earlier: dict[str, torch.Tensor] = {}
+    for n in range(200):
+        start = digest_of([weights])
+        accepted = []
+        for uid, steps in members.items():
+            moved = model.trained(weights, uid * 1_000_000 + n, steps)
+            pair = keypair(f"miner-{uid}")
+            header = Header(
+                kind="upload",
+                run_id="run",
+                outer_step=n,
+                serial=n + 1,
+                hotkey=pair.ss58_address,
+                start=start,
+                codec="4-bit",
+                inner_steps=steps,
+                tokens=1,
+                blocks=(n,),
+            )
+            path = tmp_path / f"{uid}.safetensors"
+            path.unlink(missing_ok=True)
+            layout = UpdateLayout.of(model.schema, header)
+            write_rows(path, layout, 0, 0, moved)
+            finish(path, layout, pair.sign)
+            found = judge.judge(
+                uid,
+                pair.ss58_address,
+                path,
+                Judged(n, 60, n, model.schema, [weights], 0.9),
+                serial=n + 1,
+                start=start,
+                modified=float(uid),
+                random_blocks=[10_000 + n],
+            )
+            accepted.append(found)
+        judged_count += len(accepted)
+        harmful += sum(one.improvement < 0 for one in accepted)
+        assert find_copies(accepted, earlier) == {}
+        nearest = max(
+            nearest, *(judging._cosine(a.sample, b.sample) for a, b in combinations(accepted, 2))
+        )
+        earlier = {f"that of uid {one.uid}": one.sample for one in accepted}
+        mean = torch.stack([one.file.decode("table", model.schema[0][1]) for one in accepted])
+        weights, momentum = nesterov_sgd(weights, mean.mean(0), momentum, lr=0.7, mu=0.9)
+    print(f"{judged_count} honest uploads, {harmful} of them harmful, nearest cosine {nearest:.3f}")
+    assert judged_count == 600 and harmful > 100  # far beyond where they still gain
