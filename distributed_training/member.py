@@ -539,19 +539,19 @@ def _assemble(
 ) -> Net:
     """Build a rank. Raises ConfigError, NetworkFailure, OSError, ValueError."""
     events, called, connections = SimpleQueue[ev.Event](), [time.perf_counter()], None
+
+    def post(event: ev.Event) -> None:
+        events.put(event)
+        silent = time.perf_counter() - called[0]
+        if isinstance(event, ev.CloseReached) and silent > _SILENT:
+            log.warning(
+                "net.step() was not called for %.0f s, and uploads of outer step %d are taken "
+                "now: this script sends none until it calls it",
+                silent,
+                event.close.outer_step,
+            )
+
     if ranks.rank == 0:
-
-        def post(event: ev.Event) -> None:
-            events.put(event)
-            silent = time.perf_counter() - called[0]
-            if isinstance(event, ev.CloseReached) and silent > _SILENT:
-                log.warning(
-                    "net.step() was not called for %.0f s, and uploads of outer step %d are taken "
-                    "now: this script sends none until it calls it",
-                    silent,
-                    event.close.outer_step,
-                )
-
         try:
             connections, info = _open(config, stack, post)
         except BaseException as error:  # the other ranks wait for this word
@@ -592,9 +592,9 @@ def _assemble(
         if first_block:
             data.request(first_block)
     held = Held(weights, checkpointer, data, kept, first_block)
-    rank_zero, exchange = build.build_exchange(context, info, connections, held)
+    rank_zero, round_rank = build.build_exchange(context, info, connections, held)
     if rank_zero is not None:
-        rank_zero.go_live()
+        rank_zero.go_live(post)
         report_running(folder)
     return Net(
         optimizer=optimizers[0],
@@ -604,7 +604,7 @@ def _assemble(
         weights=weights,
         data=data,
         checkpointer=checkpointer,
-        exchange=exchange,
+        round_rank=round_rank,
     )
 
 

@@ -1,18 +1,20 @@
-"""Define the events that rounds through the store post to the loop from a thread of rank 0.
+"""What an exchange is to a miner: four methods, and the events that it posts.
 
 A round has two moments. At the *close* of outer step E the loop writes its upload; later comes the
-*update* that leads to outer step E + 1. :class:`~.store_rounds.StoreRounds` posts an
-:class:`~distributed_training.protocol.types.Update` or one of the classes below whenever one is
-known. None of them holds a tensor or an open file, and the loop may read one late: each names the
-outer step for which it holds.
+*update* that leads to outer step E + 1. An exchange follows the network in threads of its own and
+posts an event whenever it knows of one. No event holds a tensor or an open file, and the loop may
+read one late: each names the outer step for which it holds.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
-from distributed_training.protocol.types import Event, Update
+from distributed_training.protocol.types import Event, ExitStatus, Schema, Update
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,14 @@ class Close:
 
 
 @dataclass(frozen=True)
+class CloseReached(Event):
+    """An outer step's uploads are taken now."""
+
+    close: Close
+    until: float = math.inf  # seconds of the steady clock: a later upload is late
+
+
+@dataclass(frozen=True)
 class UploadEnded(Event):
     """The upload for a close is in the store, or, with a cause, is not sent any more."""
 
@@ -45,7 +55,15 @@ class UploadEnded(Event):
 
 
 @dataclass(frozen=True)
-class HeadSeen:
+class UpdateReady(Event):
+    """The next outer step's update is on the disk, or whole weights in place of many."""
+
+    update: Update
+    at: float  # seconds of the steady clock
+
+
+@dataclass(frozen=True)
+class HeadSeen(Event):
     """The network has a new newest outer step."""
 
     outer_step: int
@@ -59,11 +77,42 @@ class ChainForked(Event):
 
 
 @dataclass(frozen=True)
-class NetworkFinished:
-    """The master has finished the network."""
+class StopRequested(Event):
+    """The miner is to stop: by a signal, or for a reason found by this program."""
 
-    cause: str
+    reason: str
+    exit_status: int = ExitStatus.STOPPED
 
 
-Fact = Close | Update | UploadEnded | HeadSeen | ChainForked | NetworkFinished
-Post = Callable[[Fact], None]
+Post = Callable[[Event], None]  # from any thread; returns at once
+
+
+class Exchange(Protocol):
+    """Where updates come from, as the loop sees it. No method waits for a network."""
+
+    def start(self, post: Post, *, outer_step: int, schema: Schema) -> None:
+        """Begin to follow the network, and to post what happens there.
+
+        ``outer_step``: the one whose epoch-start weights are held; ``schema``: the model's.
+        """
+
+    def send(self, close: Close, path: Path) -> None:
+        """Send the upload at ``path`` (:func:`upload_path`); UploadEnded answers.
+
+        Called when a checkpoint that has the upload in its state is complete.
+        """
+
+    def applied(self, outer_step: int, *, wants_weights: bool = False) -> None:
+        """Take note of the outer step whose epoch-start weights are held now.
+
+        Called also after an update that was not applied, to get it again, and after a roll-back.
+        ``wants_weights``: the newest whole weights are to come next, even older ones.
+        """
+
+    def stop(self) -> None:
+        """End transfers under way; wait a few seconds for a request in flight."""
+
+
+def upload_path(folder: Path, close: Close) -> Path:
+    """Return where the upload for ``close`` lies. ``folder``: of this member's uploads."""
+    return folder / f"{close.outer_step}.{close.serial}.safetensors"

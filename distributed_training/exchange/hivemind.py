@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from distributed_training.chain.base import ChainError, Neuron
@@ -29,7 +30,7 @@ from distributed_training.protocol import lines
 from distributed_training.protocol.manifest import Manifest
 from distributed_training.protocol.types import Schema
 
-from .base import Close
+from .base import Close, Post
 from .store_rounds import StoreRounds
 
 log = logging.getLogger(__name__)
@@ -216,23 +217,42 @@ class Membership:
 class HivemindRounds(StoreRounds):
     """Follow the network, and take part in the all-reduce of each close that we upload for.
 
-    ``average_after``: seconds from a close to its all-reduce.
+    Args:
+        membership: Finds the others.
+        average_after: Seconds from a close to its all-reduce.
+        settings: Returns those of the peer process, for the model's schema.
+        ready: Called each time that the peer process listens.
     """
 
     def __init__(
-        self, *given: Any, membership: Membership, average_after: float, **named: Any
+        self,
+        *given: Any,
+        membership: Membership,
+        average_after: float,
+        settings: Callable[[Schema], Settings],
+        ready: Callable[[Ready], None],
+        **named: Any,
     ) -> None:
         super().__init__(*given, **named)
         self._membership, self._average_after = membership, average_after
+        self._settings, self._ready = settings, ready
         self._peer: PeerProcess | None = None
 
-    def open_peer(self, settings: Settings, ready: Callable[[Ready], None]) -> None:
-        """Start the peer process. Raises OSError."""
-        self._peer = PeerProcess(settings, ready=ready, answered=self._on_answer)
+    def start(self, post: Post, *, outer_step: int, schema: Schema) -> None:
+        """Start the peer process too. Raises OSError."""
+        self._peer = PeerProcess(
+            self._settings(schema), ready=self._ready, answered=self._on_answer
+        )
         self._peer.start()
+        super().start(post, outer_step=outer_step, schema=schema)
 
-    def send(self, close: Close) -> None:
-        super().send(close)
+    def send(self, close: Close, path: Path) -> None:
+        super().send(close, path)
+        if close.serial:
+            self._order(close, path)
+
+    def _order(self, close: Close, path: Path) -> None:
+        """Order the all-reduce of the values that the upload at ``path`` decodes to."""
         manifest, who = self.manifest(close.outer_step), self._membership
         usual = usual_norm(manifest)
         if self._peer is None or manifest is None or usual is None:
@@ -255,7 +275,7 @@ class HivemindRounds(StoreRounds):
             members=find_partners(neurons, manifest, own=who.hotkey),
             witnesses=tuple(one.peer for one in neurons if one.hotkey == who.master),
             usual=usual,
-            upload=str(self.upload_path(close).absolute()),
+            upload=str(path.absolute()),
         )
         log.info("%s", lines.AVERAGING_START)
         log.info("%s: %d other peers are known", lines.ALL_REDUCE_START, len(order.members))

@@ -30,7 +30,7 @@ from distributed_training.store.journal import JOURNAL, Journal
 from distributed_training.store.transfer import Retry, Sender
 from distributed_training.store.uplink import Section, Uplink
 
-from .base import Close, UploadEnded
+from .base import Close, UploadEnded, upload_path
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class OwnUploads:
 
     def path(self, outer_step: int, serial: int) -> Path:
         """Return where the upload for that close is to be written."""
-        return self._folder / f"{outer_step}.{serial}.safetensors"
+        return upload_path(self._folder, Close(outer_step, serial, 0.0, 0.0))
 
     def begun(self, close: Close) -> bool:
         """Return whether something was sent for ``close``, or may have been."""

@@ -1,6 +1,6 @@
 """Follow a network whose rounds go through the store: rank 0's thread of a miner.
 
-The thread looks at ``state.json``. At its close it posts :class:`~.base.Close`, and the loop
+The thread looks at ``state.json``. At its close it posts CloseReached (:mod:`.base`), and the loop
 answers with an upload, which another thread sends (:mod:`.own_uploads`). Where the network is
 ahead, it checks the signed manifests up to the head (:mod:`.chain_copy`), fetches the update that
 follows ours, and posts it; the next one follows when that is applied. A member that has missed much
@@ -29,7 +29,8 @@ from distributed_training.common.files import sync_folder
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Manifest, Master, State
 from distributed_training.protocol.metadata import MAX_CONFIG_BYTES
-from distributed_training.protocol.types import Base, Update
+from distributed_training.protocol.types import UPDATE_CODEC, Base, ExitStatus, Schema, Update
+from distributed_training.protocol.update_file import largest_file
 from distributed_training.store.base import ObjectStore
 from distributed_training.store.bucket_reader import MOST_BYTES, BucketReader, StateUnavailable
 from distributed_training.store.errors import (
@@ -42,7 +43,16 @@ from distributed_training.store.errors import (
 )
 from distributed_training.store.uplink import Uplink
 
-from .base import ChainForked, Close, HeadSeen, NetworkFinished, Post, UploadEnded
+from .base import (
+    ChainForked,
+    Close,
+    CloseReached,
+    HeadSeen,
+    Post,
+    StopRequested,
+    UpdateReady,
+    UploadEnded,
+)
 from .chain_copy import ChainCopy, ForkError, OlderStateError
 from .own_uploads import Fate, OwnUploads, forget_files
 
@@ -65,7 +75,7 @@ _SLOW = 15.0  # seconds after which an answer to a look at the state is overdue
 
 
 class StoreRounds:
-    """Follow the network in a thread of its own; ``post`` gets each event (:mod:`.base`).
+    """Follow the network in a thread of its own: an :class:`~.base.Exchange`.
 
     Only this object writes ``folder``: our copy of the chain, updates, weights. ``longest``: the
     most time that a transfer may take. ``at_head``: called in this thread at each new outer step.
@@ -75,7 +85,6 @@ class StoreRounds:
         self,
         store: ObjectStore,
         folder: Path,
-        post: Post,
         *,
         master: Master,
         uploads: OwnUploads,
@@ -85,7 +94,7 @@ class StoreRounds:
     ) -> None:
         self._store = store
         self._folder = folder
-        self._post = post
+        self._post: Post = lambda event: None  # until the start
         self._at_head = at_head
         self._clocks = clocks
         self._reader = BucketReader(store, large=longest)
@@ -110,7 +119,7 @@ class StoreRounds:
         self._sent: Close | None = None  # the close of the last sending that was begun
         # How often the loop has reported its outer step, and the last report that an update
         # answered: a fetch for an earlier report is of no use.
-        self._said, self._answered = 1, 0
+        self._reports, self._answered = 1, 0
         self._wants_weights = False
         self._waits = Backoff(first=_FIRST_WAIT, longest=_LONGEST_WAIT)
         self._not_before = -math.inf  # the next fetch
@@ -137,51 +146,30 @@ class StoreRounds:
         found = [path for path in (self._folder / "weights").glob("*") if path.name.isdigit()]
         return max(found, key=lambda path: int(path.name), default=None)
 
-    def start(self, outer_step: int, *, largest_update: int) -> None:
-        """Begin to follow: ``outer_step`` is the one whose epoch-start weights are held.
-
-        ``largest_update``: bytes that an update has at most.
-        """
-        self._held, self._largest_update = outer_step, largest_update
+    def start(self, post: Post, *, outer_step: int, schema: Schema) -> None:
+        self._post, self._held = post, outer_step
+        self._largest_update = largest_file(schema, UPDATE_CODEC)
         self._thread.start()
 
     # --- for the loop: each only leaves a note for the thread ------------------------------------
 
-    def upload_path(self, close: Close) -> Path:
-        """Return where the upload for ``close`` is to be written."""
-        return self._uploads.path(close.outer_step, close.serial)
+    def send(self, close: Close, path: Path) -> None:
+        """Send the upload for ``close``, or progress, whose sending ends where one for a close is.
 
-    def send(self, close: Close) -> None:
-        """Send the upload that lies at its path; UploadEnded answers.
-
-        Call it when a checkpoint that has the upload in its state is complete. A second call for
-        one close sends the same file again or none.
+        A second call for one close sends the same file again or none; one for progress comes after
+        the answer to the first.
         """
-        self._to_send.append(close)
-        self._wake.set()
-
-    def send_progress(self, outer_step: int) -> None:
-        """Send the upload of no close that lies at its path; UploadEnded answers.
-
-        It ends where the upload for a close is to be sent. Call it again only after the answer.
-        """
-        close, self._progress = Close(outer_step, 0, 0.0, 0.0), Uplink()
+        if close.serial:
+            self._to_send.append(close)
+            self._wake.set()
+            return
+        self._progress = Uplink()
         args = close, self._progress
         threading.Thread(target=self._send, args=args, name="progress", daemon=True).start()
 
-    def applied(self, outer_step: int) -> None:
-        """Take note that the epoch-start weights of ``outer_step`` are held now.
-
-        Call it also after an update that was not applied, to get it again, and after a roll-back.
-        """
-        self._held, self._wants_weights = outer_step, False
-        self._said += 1
-        self._wake.set()
-
-    def fetch_weights(self) -> None:
-        """Have the newest whole weights fetched, even older ones than ours; an Update answers."""
-        self._wants_weights = True
-        self._said += 1
+    def applied(self, outer_step: int, *, wants_weights: bool = False) -> None:
+        self._held, self._wants_weights = outer_step, wants_weights
+        self._reports += 1
         self._wake.set()
 
     def forget(self, before: int) -> None:
@@ -309,7 +297,8 @@ class StoreRounds:
                 self._post(HeadSeen(state.outer_step))
                 self._at_head()
             if state.finished and (before is None or not before.finished):
-                self._post(NetworkFinished(state.finished))
+                why = f"the network is finished: {state.finished}"
+                self._post(StopRequested(why, ExitStatus.FINISHED))
         finally:
             self._asked = None
         if (close := self.next_close) is not None:
@@ -397,18 +386,18 @@ class StoreRounds:
         """Send one upload, in a thread of its own, so that the state is read meanwhile."""
         try:
             if close.serial:
-                fact = self._uploads.send(close, close.ends_at - self.now(), uplink)
+                ended = self._uploads.send(close, close.ends_at - self.now(), uplink)
             else:
-                fact = self._uploads.send_progress(close, _LONGEST_PROGRESS, uplink)
+                ended = self._uploads.send_progress(close, _LONGEST_PROGRESS, uplink)
         except StoppedError:
             if self._closed.is_set():
                 return
             why = _VOID if close.serial else _OVERTAKEN
-            fact = UploadEnded(close.outer_step, close.serial, why)
+            ended = UploadEnded(close.outer_step, close.serial, why)
         except Exception as error:  # the loop would wait for its end
             log.exception("Unexpected error while sending an upload; please report it")
-            fact = UploadEnded(close.outer_step, close.serial, repr(error))
-        self._post(fact)
+            ended = UploadEnded(close.outer_step, close.serial, repr(error))
+        self._post(ended)
         self._wake.set()
 
     def _post_close(self) -> None:
@@ -421,18 +410,19 @@ class StoreRounds:
         self._posted = close
         # An earlier process began it: there is no second upload for a close.
         if not self._uploads.begun(close):
-            self._post(close)
+            left = close.ends_at - self.now()
+            self._post(CloseReached(close, self._clocks.steady() + left))
 
     def _fetch_next(self) -> None:
         """Fetch the updates or weights from our outer step to the head, and post them."""
         state, steady = self._state, self._clocks.steady
-        said = self._said
-        if state is None or self._answered == said or steady() < self._not_before:
+        reports = self._reports
+        if state is None or self._answered == reports or steady() < self._not_before:
             return
         if state.outer_step == self._held and not (self._wants_weights and state.weights_at):
             return
         try:
-            fact = self._next(state)
+            update = self._next(state)
         except StoppedError:
             raise
         except ForkError:
@@ -445,9 +435,9 @@ class StoreRounds:
             return
         self._waits.succeeded()
         self._settle("fetch", "Outer steps are taken over again")
-        if self._said == said:  # else the next turn fetches the step that follows now
-            self._answered = said
-            self._post(fact)
+        if self._reports == reports:  # else the next turn fetches the step that follows now
+            self._answered = reports
+            self._post(UpdateReady(update, steady()))
 
     def _next(self, state: State) -> Update:
         """Return the update or weights that the loop applies next. Raises StoreError, OSError.

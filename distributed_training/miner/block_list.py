@@ -271,7 +271,7 @@ class BlockList:
                 self._uploaded = 0
                 # Of the step under way: the outer step has replaced its weights.
                 self._since_step.clear()
-            case ev.UploadTaken():
+            case ev.UploadBegun(close=close) if close.serial:
                 # Until it is merged its blocks are in the list: the close may move.
                 self._uploaded = self._steps
             case ev.RolledBack(progress=Progress(), kept=kept):

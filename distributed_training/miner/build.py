@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from bittensor_core import verify
 
 from distributed_training import __version__
 from distributed_training.chain.base import Chain
@@ -40,8 +38,7 @@ from distributed_training.config.versions import Versions, has_versions, under
 from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.data.own_text import require_one_sequence
 from distributed_training.data.pipeline import DataPipeline
-from distributed_training.exchange.base import Close
-from distributed_training.exchange.own_uploads import OwnUploads
+from distributed_training.exchange.opening import open_exchange, uploads_folder
 from distributed_training.exchange.store_rounds import StoreRounds
 from distributed_training.network import FILE
 from distributed_training.node.buckets import open_as_member, open_own
@@ -51,9 +48,8 @@ from distributed_training.node.start import NetworkFailure, fetch_tokenizer, req
 from distributed_training.protocol import lines
 from distributed_training.protocol.codecs import CODECS
 from distributed_training.protocol.keys import miner_bucket
-from distributed_training.protocol.manifest import Master
-from distributed_training.protocol.types import UPDATE_CODEC, ExitStatus
-from distributed_training.protocol.update_file import MOST_BLOCKS, Header, largest_file
+from distributed_training.protocol.types import ExitStatus
+from distributed_training.protocol.update_file import Header, largest_file
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.errors import StoreError
 from distributed_training.store.room import describe_full_disk
@@ -85,7 +81,7 @@ from .ranks import Ranks
 from .registration import join_network
 from .reporter import Record, Reporter
 from .resume import StartupInfo, first_outer_step, refuse_old_checkpoints, resume_training
-from .store_round import StoreRank, StoreTasks, UploadWatch, event_of
+from .rounds import RoundRank, UploadWatch
 
 log = logging.getLogger(__name__)
 
@@ -410,13 +406,12 @@ def open_connections(
     reader = BucketReader(store, large=config.round_period)
     bucket = GlobalBucket(reader)
     watch = None if config.network is None else NetworkWatch(bucket, config.network, None, post)
-    rounds = _kind_of_rounds(config, member)(
-        store,
-        folder / "exchange",
-        lambda fact: post(event_of(fact)),
-        master=Master(config.swarm.run_id, config.miner.master_ss58_address, verify),
-        uploads=OwnUploads(uploads, folder / "exchange" / "uploads", member.uid),
-        longest=config.round_period,
+    rounds = open_exchange(
+        config,
+        member,
+        folder,
+        store=store,
+        uploads=uploads,
         at_head=lambda: None if watch is None else watch.look(),
     )
     stack.callback(rounds.stop)
@@ -440,21 +435,6 @@ def open_connections(
         rules=versions.in_force.files[FILE] if versions else "",
     )
     return Connections(member, rounds, global_folder, versions, commitment), info
-
-
-def _kind_of_rounds(config: Config, member: Member) -> Callable[..., StoreRounds]:
-    if not config.averages:
-        return StoreRounds
-    # Here: a member of a store network has nothing of hivemind in its memory.
-    from distributed_training.exchange.hivemind import HivemindRounds, Membership
-
-    return partial(
-        HivemindRounds,
-        membership=Membership(
-            member.chain.neurons, member.hotkey, config.miner.master_ss58_address
-        ),
-        average_after=config.miner.average_after.total_seconds(),
-    )
 
 
 def first_weights(
@@ -506,7 +486,8 @@ class RankZero:
             ),
             events=context.events,
             blocks=self.blocks,
-            start_task=StoreTasks(connections.rounds).start,
+            exchange=connections.rounds,
+            uploads=uploads_folder(context.folder),
             versions=connections.versions,
             global_outer_step=info.global_outer_step,
         )
@@ -567,10 +548,10 @@ class RankZero:
             joined=lambda: income.joined,
         )
         uploads = UploadWatch(
-            connections.rounds,
             inner_step=lambda: trainer.inner_step,
             minimum=config.store.minimum_valid_inner_step,
             disk_problem=lambda: describe_full_disk(folder, needed),
+            forget=connections.rounds.forget,
             keep=config.miner.keep_checkpoints,
             joined=lambda: income.joined,
             every=config.store.upload_steps if config.has_bucket else 0,
@@ -580,23 +561,8 @@ class RankZero:
             follow: Subscriber = subscriber.on_event
             self.controller.subscribe(_forgiving(follow) if self._context.guest else follow)
 
-    def header(self, close: Close, block_list: Sequence[int]) -> Header:
-        """Return the header of the upload for ``close``; the trainer fills in the rest."""
-        return Header(
-            kind="upload",
-            run_id=self._context.config.swarm.run_id,
-            outer_step=close.outer_step,
-            serial=close.serial,
-            hotkey=self._info.hotkey,
-            start=_NO_DIGEST,
-            codec=self._context.config.miner.codec,
-            inner_steps=0,
-            tokens=0,
-            blocks=tuple(block_list)[-MOST_BLOCKS:],
-        )
-
-    def go_live(self) -> None:
-        """Begin to follow the network. Returns at once."""
+    def go_live(self, post: Callable[[ev.Event], None]) -> None:
+        """Begin to follow the network. Returns at once. ``post``: queues an event."""
         trainer, context = self._training.trainer, self._context
         config, member = context.config, self._connections.member
         ours = {"commitment": text} if (text := self._connections.commitment) else {}
@@ -623,15 +589,7 @@ class RankZero:
         if text:
             commit(member, text)
         rounds = self._connections.rounds
-        if config.averages:
-            from distributed_training.exchange.hivemind import HivemindRounds
-            from distributed_training.node.peer import announcer, peer_settings
-
-            assert isinstance(rounds, HivemindRounds)
-            settings = peer_settings(config, trainer.schema, context.folder)
-            rounds.open_peer(settings, announcer(config, member))
-        largest = largest_file(trainer.schema, UPDATE_CODEC)
-        rounds.start(trainer.outer_step, largest_update=largest)
+        rounds.start(post, outer_step=trainer.outer_step, schema=trainer.schema)
         self.record(
             "start",
             uid=self._info.uid,
@@ -663,18 +621,28 @@ def _forgiving(subscriber: Subscriber) -> Subscriber:
 
 def build_exchange(
     context: RankContext, info: StartupInfo, connections: Connections | None, training: Held
-) -> tuple[RankZero | None, StoreRank]:
+) -> tuple[RankZero | None, RoundRank]:
     """Build rank 0's own part, and this rank's part of rounds.
 
     ``connections``: rank 0's, else None. Raises ConfigError.
     """
     if connections is None:
-        return None, StoreRank(training.trainer, context.ranks)
-    rank_zero = RankZero(context, info, connections, training)
-    return rank_zero, StoreRank(
+        return None, RoundRank(training.trainer, context.ranks)
+    return RankZero(context, info, connections, training), RoundRank(
         training.trainer,
         context.ranks,
-        rounds=connections.rounds,
-        header=rank_zero.header,
+        uploads=uploads_folder(context.folder),
+        header=Header(  # but for the close and the blocks; the trainer fills in the rest
+            kind="upload",
+            run_id=context.config.swarm.run_id,
+            outer_step=0,
+            serial=0,
+            hotkey=info.hotkey,
+            start=_NO_DIGEST,
+            codec=context.config.miner.codec,
+            inner_steps=0,
+            tokens=0,
+            blocks=(),
+        ),
         sign=connections.member.wallet.hotkey.sign,
     )

@@ -3,9 +3,9 @@
 Threads of rank 0 (the exchange, signals) only ever post events; so does the loop with the result of
 each command. At each boundary the controller drains the queue. Every event first goes to the
 subscribers, who may answer with events that follow at once (an upload is wanted at the step that
-just ended); then :func:`~.state_machine.decide` returns commands and tasks. Tasks start here; the
-exchange works in threads of its own, so the loop never waits for a network. Commands wait for
-their boundary.
+just ended); then :func:`~.rounds.decide` returns commands and tasks. Tasks go to the exchange,
+which works in threads of its own, so the loop never waits for a network. Commands wait for their
+boundary.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 
 from distributed_training.common.backoff import Throttle
 from distributed_training.config.versions import Versions, restart_keys
-from distributed_training.exchange.base import Close
+from distributed_training.exchange.base import Close, Exchange, upload_path
 from distributed_training.network import FILE, Network
 from distributed_training.protocol.types import ExitStatus
 
 from . import events as ev
 from .block_list import BlockList
 from .events import Action, Command, DataPart, LocalPart, MinerState, Mode, Rules, Task
-from .state_machine import decide
+from .rounds import decide
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +43,7 @@ IDLE_WAIT = 0.2  # seconds
 class Controller:
     """Decides what all ranks do next.
 
-    ``start_task``: starts one of rank 0's background tasks, by the state that asks for it.
-    ``versions``: of the network's file, None where it has none.
+    ``uploads``: the folder of uploads. ``versions``: of the network's file, None where it has none.
     """
 
     def __init__(
@@ -53,7 +53,8 @@ class Controller:
         rules: Rules,
         events: queue.SimpleQueue[ev.Event],
         blocks: BlockList,
-        start_task: Callable[[Task, MinerState], None],
+        exchange: Exchange,
+        uploads: Path,
         versions: Versions | None = None,
         global_outer_step: int = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -62,7 +63,8 @@ class Controller:
         self._rules = rules
         self._events = events
         self._blocks = blocks
-        self._start_task = start_task
+        self._exchange = exchange
+        self._uploads = uploads
         self._versions = versions
         #: By which all ranks train.
         self.in_force = None if versions is None else versions.in_force
@@ -173,21 +175,29 @@ class Controller:
         return True
 
     def _handle_event(self, event: ev.Event) -> None:
-        if isinstance(event, ev.GlobalEpochSeen):
+        if isinstance(event, ev.HeadSeen):
             self._global_outer_step = event.outer_step
         for subscriber in self._subscribers:
             # Before the event itself is decided on: an upload belongs to the boundary of its step,
             # and the checkpoint of that boundary shares its copies.
             for follows in subscriber(event, self.state) or ():
                 self._handle_event(follows)
-        before = self.state.mode
         self.state, actions = decide(self.state, event, self._rules)
-        if self.state.mode is not before:
-            self._handle_event(ev.ModeChanged(before, self.state.mode))
         for action in actions:
             if isinstance(action, Task):
-                self._start_task(action, self.state)
+                self._start_task(action)
                 continue
             if action is Action.STOP:
                 self._pending.clear()  # nothing that was wanted before matters now
             self._pending.append(action)
+
+    def _start_task(self, task: Task) -> None:
+        state, close = self.state, Close(self.state.outer_step, 0, 0.0, 0.0)
+        match task:
+            case Task.SEND_UPLOAD | Task.SEND_PROGRESS:
+                if task is Task.SEND_UPLOAD and state.upload is not None:
+                    close = state.upload.close
+                self._exchange.send(close, upload_path(self._uploads, close))
+            case Task.REPORT_APPLIED | Task.FETCH_WEIGHTS:
+                wanted = task is Task.FETCH_WEIGHTS
+                self._exchange.applied(state.outer_step, wants_weights=wanted)

@@ -2,8 +2,8 @@
 
 An *event* is anything that happened: the result of a command, a close, an update that is ready.
 From it follow *actions*, which reach all ranks as a *command* at a micro-batch boundary, and
-*tasks*, which rank 0 starts next to the loop. :mod:`.state_machine` and :mod:`.store_round` decide
-which.
+*tasks*, which rank 0 gives to its exchange. :func:`.rounds.decide` decides which. Events of an
+exchange are in :mod:`distributed_training.exchange.base`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distributed_training.exchange.base import ChainForked as ChainForked
 from distributed_training.exchange.base import Close
+from distributed_training.exchange.base import CloseReached as CloseReached
+from distributed_training.exchange.base import HeadSeen as HeadSeen
+from distributed_training.exchange.base import StopRequested as StopRequested
+from distributed_training.exchange.base import UpdateReady as UpdateReady
 from distributed_training.exchange.base import UploadEnded as UploadEnded
-from distributed_training.protocol.types import (
-    Event,
-    Progress,
-    StepReport,
-    Update,
-)
+from distributed_training.protocol.types import Event, Progress, StepReport, Update
 
 if TYPE_CHECKING:
     from distributed_training.training.outer_step import UploadHandle
@@ -44,25 +43,21 @@ class Action(enum.IntEnum):
 
 
 class Task(enum.Enum):
-    """The background tasks that only rank 0 starts, next to the loop."""
+    """The calls of the exchange, which works in threads of its own."""
 
     SEND_UPLOAD = "send the upload of the close"
     SEND_PROGRESS = "send the progress upload"
-    SHOW_APPLIED = "tell the exchange which outer step all ranks are at"
+    REPORT_APPLIED = "report which outer step all ranks are at"
     FETCH_WEIGHTS = "fetch whole weights, in place of an update that could not be applied"
 
 
 class DataPart(NamedTuple):
-    """A boundary's part about data; 0 where there is none.
+    """A boundary's part about data; 0 where there is none."""
 
-    ``request``: a block to prefetch. ``begin``: the block to train on from here, cut to
-    ``sequences`` on every rank, of which the first ``start`` were trained on before a restart.
-    """
-
-    request: int = 0
-    begin: int = 0
-    sequences: int = 0
-    start: int = 0
+    request: int = 0  # a block to prefetch
+    begin: int = 0  # the block to train on from here
+    sequences: int = 0  # to which it is cut on every rank
+    start: int = 0  # of which this many were trained on before a restart
 
 
 class LocalPart(NamedTuple):
@@ -93,27 +88,10 @@ class Command:
     @classmethod
     def from_integers(cls, integers: Sequence[int]) -> Command:
         action, outer_step, steps, exit_status, *data = integers
-        return cls(
-            Action(action),
-            outer_step=outer_step,
-            inner_steps=steps,
-            exit_status=exit_status,
-            data=DataPart(*data),
-        )
+        return cls(Action(action), outer_step, steps, exit_status, DataPart(*data))
 
 
 COMMAND_INTEGERS = len(Command(Action.TRAIN).to_integers())
-
-
-class Mode(enum.Enum):
-    """The modes of the miner; the values are those of the ``state`` events.
-
-    The docstring of :mod:`.state_machine` explains each.
-    """
-
-    TRAINING = "training"
-    AWAITING_GLOBAL = "awaiting_global"
-    STOPPING = "stopping"
 
 
 # --- results of commands -------------------------------------------------------------------------
@@ -131,32 +109,47 @@ class BlockUsedUp(Event):
 
 @dataclass(frozen=True)
 class InnerStepDone(Event):
-    """``diverged``: too many steps in a row had no finite loss, so a checkpoint must be loaded."""
+    """The optimizer has stepped on all ranks."""
 
     report: StepReport
-    diverged: bool = False
+    diverged: bool = False  # many steps in a row had no finite loss: a checkpoint must be loaded
 
 
 @dataclass(frozen=True)
 class OuterStepEnded(Event):
-    """``outer_step``: after it. ``detail``: why a rank voted against it.
-
-    ``seconds``: how long training was held. ``dropped``: which training is lost, in words.
-    """
+    """An update was applied on all ranks, or on none."""
 
     committed: bool
-    outer_step: int
-    detail: str = ""
-    seconds: float = 0.0
-    dropped: str = ""
+    outer_step: int  # after it
+    detail: str = ""  # why a rank voted against it
+    seconds: float = 0.0  # for which training was held
+    dropped: str = ""  # which training is lost, in words
 
 
 @dataclass(frozen=True)
 class RolledBack(Event):
-    """``progress`` of the loaded checkpoint, None without one; ``kept``: rank 0's values in it."""
+    """All ranks have loaded the last good checkpoint."""
 
-    progress: Progress | None
-    kept: Mapping[str, Any] = field(default_factory=dict)
+    progress: Progress | None  # of the loaded checkpoint; None: there was none
+    kept: Mapping[str, Any] = field(default_factory=dict)  # rank 0's values in it
+
+
+@dataclass(frozen=True)
+class CheckpointBegun(Event):
+    """A checkpoint of this boundary is being written."""
+
+    outer_step: int
+    saved: Callable[[], bool | None]  # whether it is complete on all ranks; None: not known yet
+    seconds: float = 0.0  # for which training was held
+
+
+@dataclass(frozen=True)
+class UploadBegun(Event):
+    """The upload for ``close`` is being written; one of serial 0 is progress, for no close."""
+
+    close: Close
+    handle: UploadHandle  # tells when all its rows are there
+    progress: Progress
 
 
 @dataclass(frozen=True)
@@ -166,109 +159,29 @@ class Stopped(Event):
     exit_status: int
 
 
-@dataclass(frozen=True)
-class CheckpointBegun(Event):
-    """A checkpoint of this boundary is being written.
-
-    ``saved`` tells whether it is complete on all ranks; None: not known yet. ``seconds``: how long
-    training was held.
-    """
-
-    outer_step: int
-    saved: Callable[[], bool | None]
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class UploadTaken(Event):
-    """The upload of ``close`` is being written; ``handle`` tells when all its rows are there."""
-
-    close: Close
-    handle: UploadHandle
-    progress: Progress
-
-
-@dataclass(frozen=True)
-class ProgressTaken(Event):
-    """A progress upload is being written, of a close with the serial 0."""
-
-    close: Close
-    handle: UploadHandle
-
-
-# --- from rank 0's threads and processes ----------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class GlobalEpochSeen(Event):
-    """The global bucket stands at this outer step."""
-
-    outer_step: int
-    at: float
+# --- what rank 0 finds ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class NetworkCompared(Event):
-    """The network's file of the global bucket differs from ours by ``problem``; empty: not now.
+    """The network's file of the bucket was compared with ours. Posted when the result changes."""
 
-    Posted when that changes. ``outdated``: ours is the older one.
-    """
-
-    problem: str
-    outdated: bool = False
-
-
-@dataclass(frozen=True)
-class StopRequested(Event):
-    """A signal, or a reason found by this program, asks for a stop."""
-
-    reason: str
-    exit_status: int = 0
-
-
-@dataclass(frozen=True)
-class CloseReached(Event):
-    """An outer step's uploads are taken now."""
-
-    close: Close
-
-
-@dataclass(frozen=True)
-class UpdateReady(Event):
-    """The next outer step's update is on the disk, or whole weights in place of many."""
-
-    update: Update
-    at: float
-
-
-# --- what follows from others ---------------------------------------------------------------------
+    problem: str  # how it differs; empty: it does not
+    outdated: bool = False  # ours is the older one
 
 
 @dataclass(frozen=True)
 class Tick(Event):
     """A tick about once a second, at which deadlines are compared."""
 
-    at: float
-
-
-@dataclass(frozen=True)
-class ModeChanged(Event):
-    """The state machine went to another mode."""
-
-    before: Mode
-    after: Mode
+    at: float  # seconds of the steady clock
 
 
 @dataclass(frozen=True)
 class UploadWanted(Event):
-    """The weights of this boundary are to be uploaded for ``close``."""
+    """The weights of this boundary are to be uploaded for ``close``; serial 0: for no close."""
 
     close: Close
-
-
-@dataclass(frozen=True)
-class ProgressWanted(Event):
-    """The weights of this boundary are to be uploaded, for no close."""
 
 
 @dataclass(frozen=True)
@@ -283,13 +196,21 @@ class UploadWritten(Event):
 
 @dataclass(frozen=True)
 class UploadSkipped(Event):
-    """No upload is written for a close, as ``problem`` says.
+    """No upload is written for a close."""
 
-    ``kind``: "disk", which has no room for it, or "steps", of which there are too few.
-    """
+    problem: str  # why, in a line
+    kind: str  # "disk", which has no room for it, or "steps", of which there are too few
 
-    problem: str
-    kind: str
+
+# --- the state ------------------------------------------------------------------------------------
+
+
+class Mode(enum.Enum):
+    """The modes of the miner; the values are those of the ``state`` events."""
+
+    TRAINING = "training"  # inner steps
+    AWAITING_GLOBAL = "awaiting_global"  # the same; an update that failed is asked for again later
+    STOPPING = "stopping"  # the last command was STOP
 
 
 class Stage(enum.IntEnum):
@@ -310,10 +231,10 @@ class Upload:
 
 @dataclass(frozen=True)
 class MinerState:
-    """``outer_step`` is this miner's. Times are ``time.monotonic()``."""
+    """Rank 0's state. Times are seconds of the steady clock."""
 
     mode: Mode
-    outer_step: int
+    outer_step: int  # this miner's
     # a round
     upload: Upload | None = None  # of this outer step; None: there is none
     update: Update | None = None  # that all ranks apply next
@@ -341,15 +262,11 @@ class MinerState:
 
 @dataclass(frozen=True)
 class Rules:
-    """The durations by which the state machine decides.
+    """The numbers by which the miner decides."""
 
-    ``checkpoint_steps``, ``checkpoint_seconds``: inner steps and seconds of training between two
-    checkpoints; both must have passed. ``tick_seconds``: between two looks at deadlines.
-    """
-
-    checkpoint_steps: int
-    checkpoint_seconds: float = 0.0
-    tick_seconds: float = 1.0
+    checkpoint_steps: int  # inner steps between two checkpoints, and
+    checkpoint_seconds: float = 0.0  # seconds of training between them; both must have passed
+    tick_seconds: float = 1.0  # between two ticks
 
 
 Decision = tuple[MinerState, tuple[Action | Task, ...]]

@@ -39,7 +39,7 @@ from distributed_training.telemetry.verdict import (
 )
 
 from . import events as ev
-from .events import MinerState
+from .events import MinerState, Mode
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class Income:
         self._heard = -1  # the outer step of the last close that it could answer
         self._silent = ""  # who did not answer since the last outer step
         self._step: tuple[int, float] | None = None
-        self._mode_since = self._began
+        self._mode, self._mode_since = Mode.TRAINING, self._began
         self._place: tuple[Place, float] | None = None
         self._other_version = Fact("", 0.0)
         self._behind_since: float | None = None
@@ -134,13 +134,13 @@ class Income:
 
     def on_event(self, event: ev.Event, state: MinerState) -> None:
         now = self._clocks.steady()
+        if state.mode is not self._mode:
+            self._mode, self._mode_since = state.mode, now
         match event:
             case ev.InnerStepDone(report=report):
                 self._step = report.inner_step, now
                 self._facts = replace(self._facts, step_seconds=report.seconds)
-            case ev.ModeChanged():
-                self._mode_since = now
-            case ev.GlobalEpochSeen(outer_step=seen):
+            case ev.HeadSeen(outer_step=seen):
                 known = self._place[0] if self._place else None
                 self._place = known if known and known.outer_step == seen else Place(seen), now
                 # The state is that before the event: right after a round ours may be ahead.

@@ -1,9 +1,9 @@
 """The loop every rank runs: take the boundary's command, carry it out, report its result.
 
 One iteration is one micro-batch boundary. All ranks construct the loop alike, but only
-rank 0 has the controller, which gives commands and takes events. The loop knows no exchange: the
-ranks' part of a round is in :class:`RankRound`. No network call happens here: long operations
-(averaging, uploads, downloads) run in threads and processes of rank 0 and come back as events.
+rank 0 has the controller, which gives commands and takes events. The loop knows no exchange: each
+rank's part of a round is in :class:`~.rounds.RoundRank`. No network call happens here, because
+uploads and downloads run in threads of rank 0 and come back as events.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from distributed_training.protocol.types import Progress
 
@@ -21,6 +21,7 @@ from . import events as ev
 from .controller import Controller
 from .events import Action, Command, DataPart, LocalPart
 from .ranks import Ranks
+from .rounds import RoundRank
 
 if TYPE_CHECKING:  # heavy; a start that cannot succeed must say so before
     from distributed_training.data.pipeline import DataPipeline
@@ -67,20 +68,10 @@ class Garbage:
             gc.collect()
 
 
-class RankRound(Protocol):
-    """One rank's part of rounds and uploads, by the network's exchange."""
-
-    def carry_out(self, command: Command, progress: Progress, last_loss: float) -> ev.Event | None:
-        """Carry out this boundary's part. Collective."""
-
-    def give_up(self) -> None:
-        """End the writing of an upload under way."""
-
-
 class RankLoop(ABC):
     """One rank's boundaries, whoever trains between them.
 
-    ``data``: None where that is not this program's. ``exchange`` carries out what is of a round.
+    ``data``: None where that is not this program's. ``round_rank`` carries out what is of a round.
     ``controller`` is None on all ranks but 0. ``alive``: called at each boundary.
     """
 
@@ -91,7 +82,7 @@ class RankLoop(ABC):
         weights: HeldWeights,
         data: DataPipeline | None,
         checkpointer: Checkpointer,
-        exchange: RankRound,
+        round_rank: RoundRank,
         controller: Controller | None,
         alive: Callable[[], None] = lambda: None,
     ) -> None:
@@ -99,11 +90,10 @@ class RankLoop(ABC):
         self._weights = weights
         self._data = data
         self._checkpointer = checkpointer
-        self._exchange = exchange
+        self._round_rank = round_rank
         self._controller = controller
         self._alive = alive
         self._requested: set[int] = set()  # blocks this rank has not reported as ready
-        self._last_loss = 0.0
 
     def boundary(self) -> Command:
         """Take the boundary's command, carry it out, and report what it came to."""
@@ -144,12 +134,12 @@ class RankLoop(ABC):
                 return ev.CheckpointBegun(self._weights.outer_step, saved, held)
             case Action.STOP:
                 # First: the checkpoint waits for the copies it holds.
-                self._exchange.give_up()
+                self._round_rank.give_up()
                 self._save_last(command.local)
                 # A thread writes it, and threads do not outlive the process.
                 self._checkpointer.wait()
                 return ev.Stopped(command.exit_status)
-        return self._exchange.carry_out(command, self._progress(command.local), self._last_loss)
+        return self._round_rank.carry_out(command, self._progress(command.local))
 
     @abstractmethod
     def _micro_batch(self) -> ev.Event | None:
@@ -250,5 +240,4 @@ class MinerLoop(RankLoop):
         report = self._trainer.add_micro_batch(batch, data_wait_seconds=self._text.wait_seconds)
         if report is None:
             return ev.MicroBatchTrained()
-        self._last_loss = report.loss
         return ev.InnerStepDone(report, diverged=self._trainer.wants_roll_back)

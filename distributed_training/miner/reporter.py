@@ -22,7 +22,7 @@ from distributed_training.protocol.types import (
 )
 
 from . import events as ev
-from .events import MinerState
+from .events import MinerState, Mode
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +59,16 @@ class Reporter:
         self._bucket = bucket
         self._clock = clock
         self._no_room = Repeats(_SAY_AGAIN, clock=clock)
+        self._mode = Mode.TRAINING
         self._round_began: float | None = None
         self.round_seconds: float | None = None  # of the last round
         self.step_level = logging.INFO  # of the lines of a step
 
     def on_event(self, event: ev.Event, state: MinerState) -> None:
         """Report an event; ``state`` is the state it found, before any decision on it."""
+        if state.mode is not self._mode:
+            self._record("state", before=self._mode.value, after=state.mode.value)
+            self._mode = state.mode
         match event:
             case ev.InnerStepDone(report=report):
                 log.log(self.step_level, "%s", lines.step_line(report))
@@ -81,12 +85,10 @@ class Reporter:
             case ev.RolledBack(progress=Progress(outer_step=outer, inner_step=inner)):
                 log.warning("Training continues at outer step %d, inner step %d", outer, inner)
                 self._record("roll_back", outer_step=outer, inner_step=inner)
-            case ev.ModeChanged(before=before, after=after):
-                self._record("state", before=before.value, after=after.value)
             case ev.CloseReached(close=close):
                 self._round_began = self._clock()
                 self._record("close", outer_step=close.outer_step, serial=close.serial)
-            case ev.UploadTaken(close=close, handle=handle, progress=progress):
+            case ev.UploadBegun(close=close, handle=handle, progress=progress) if close.serial:
                 log.info(lines.SAVING_STATE, close.outer_step)
                 held = handle.hold_seconds
                 log.info("%s", lines.FULL_STATE)

@@ -200,7 +200,7 @@ class Rank:
         if self.rank_zero is None:
             self.loop.run()
             return ExitStatus.STOPPED, ""
-        self.rank_zero.go_live()
+        self.rank_zero.go_live(self.rank_zero.controller.post)
         report_running(self.folder)
         status = self.loop.run()
         controller = self.rank_zero.controller
@@ -218,7 +218,7 @@ def build_rank(context: RankContext, info: StartupInfo, connections: Connections
     # After the model, whose shapes it needs.
     if connections:
         report_stage(context.folder, 5, "joining the network")
-    rank_zero, exchange = build.build_exchange(context, info, connections, training)
+    rank_zero, round_rank = build.build_exchange(context, info, connections, training)
 
     def follow_rules(text: str) -> None:
         assert context.config.network is not None
@@ -236,7 +236,7 @@ def build_rank(context: RankContext, info: StartupInfo, connections: Connections
         trainer=training.trainer,
         data=training.data,
         checkpointer=training.checkpointer,
-        exchange=exchange,
+        round_rank=round_rank,
         controller=rank_zero.controller if rank_zero else None,
         alive=alive,
         follow_rules=follow_rules,

@@ -29,10 +29,10 @@ from distributed_training.config import Config, ConfigError
 from distributed_training.config.versions import Versions, has_versions, restart_keys, under
 from distributed_training.data.held_out import held_out_batches
 from distributed_training.data.page_source import PageUnavailable
+from distributed_training.exchange.peer import announcer, peer_settings
 from distributed_training.network import LARGEST_FILE, VERSIONS, Network, save_copy
 from distributed_training.node.buckets import PeerBuckets, check_own, open_own, own_commitment
 from distributed_training.node.identity import Member, commit, join_subnet
-from distributed_training.node.peer import announcer, peer_settings
 from distributed_training.node.published import fetch_published, publish
 from distributed_training.node.start import (
     NetworkFailure,

@@ -112,7 +112,7 @@ class Miner:
     def everything_else(self) -> None:
         """One of each of the other events that leave a figure behind."""
         see = self.metrics.on_event
-        see(ev.GlobalEpochSeen(3, 1.0), TRAINING)
+        see(ev.HeadSeen(3), TRAINING)
         update = Update(4, Path("update"), Base.MERGED, None, "ab")
         see(ev.OuterStepEnded(True, 5), replace(TRAINING, update=update))
         self.round_seconds = 2.5

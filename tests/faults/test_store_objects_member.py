@@ -20,7 +20,7 @@ import pytest
 from bittensor.sp_core import Keypair
 from bittensor_core import verify
 
-from distributed_training.exchange.base import ChainForked, Close, NetworkFinished
+from distributed_training.exchange.base import ChainForked, Close, StopRequested
 from distributed_training.miner.network_watch import GlobalBucket, NetworkWatch
 from distributed_training.network import Shown
 from distributed_training.node.start import WrongNetwork
@@ -92,7 +92,7 @@ class World:
                     continue
                 self.held = self.miner.rounds._held = found.outer_step
             for fact in self.miner.pass_time(min(15.0, until - self.time.passed)):
-                assert not isinstance(fact, (ChainForked, NetworkFinished)), fact
+                assert not isinstance(fact, (ChainForked, StopRequested)), fact
                 if isinstance(fact, Update):
                     assert fact.path.exists() and fact.outer_step > self.held
                     self.applied.append(fact)
@@ -103,7 +103,7 @@ class World:
                     assert fact.serial > last[1], "no serial goes back, nor an outer step"
                     assert fact.outer_step >= last[0] and fact.outer_step == self.held
                     self.miner.write_upload(fact)
-                    self.miner.rounds.send(fact)
+                    self.miner.send(fact)
                     self.sent.append((fact.outer_step, fact.serial))
 
 
@@ -268,7 +268,7 @@ def test_members_continue_after_a_recovery(
         world.follow(PERIOD)
     else:
         facts = world.miner.pass_time(PERIOD)
-        assert not [fact for fact in facts if isinstance(fact, (Update, NetworkFinished))]
+        assert not [fact for fact in facts if isinstance(fact, (Update, StopRequested))]
     # There are two manifests of one number only if somebody took outer steps again.
     accused = [fact for fact in facts if isinstance(fact, ChainForked)]
     assert not accused or forked or (left == "nothing" and others != "nobody")

@@ -58,7 +58,7 @@ def test_a_member_without_a_key_takes_part_in_rounds(world: AccessWorld, tmp_pat
 
         assert [fact for fact in look() if isinstance(fact, Close)] == [close]
         digest = miner.write_upload(close, b"of outer step %d" % outer_step)
-        miner.rounds.send(close)
+        miner.send(close)
         miner.turn()
         [sent] = miner.take_facts()
         assert isinstance(sent, UploadEnded) and not sent.cause
@@ -79,7 +79,7 @@ def test_a_member_without_a_key_takes_part_in_rounds(world: AccessWorld, tmp_pat
     fresh.turn()
     assert leader.close in fresh.take_facts()
     fresh.write_upload(leader.close, b"another")
-    fresh.rounds.send(leader.close)
+    fresh.send(leader.close)
     fresh.turn()
     [failed] = fresh.take_facts()
     assert isinstance(failed, UploadEnded) and "the first counts" in failed.cause
@@ -91,7 +91,7 @@ def test_the_thread_follows_by_itself_and_ends_at_once(world: AccessWorld, tmp_p
     leader = Leader(world.owner, clock, VALIDATOR.hotkey)
     leader.take_outer_step()
     miner = Miner(world.member(PEER), tmp_path / "rounds", clock)
-    miner.rounds.start(0, largest_update=10**6)
+    miner.rounds.start(miner.on_event, outer_step=0, schema=[("w", (1000, 1000))])
     try:
         wait_for(lambda: any(isinstance(fact, Update) for fact in miner.facts), "the update")
     finally:

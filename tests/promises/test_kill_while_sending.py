@@ -173,7 +173,7 @@ def test_a_sending_that_a_kill_ended_is_gone_on_with(tmp_path: Path, life: Life)
     # And a third one, which finds that it was sent, neither sends nor asks for another.
     third = Miner(store, tmp_path / "rounds", time)
     assert not [fact for fact in third.pass_time(5) if isinstance(fact, (Close, UploadEnded))]
-    third.rounds.send(close)
+    third.send(close)
     third.turn()
     [sent] = third.take_facts()
     assert isinstance(sent, UploadEnded) and not sent.cause and sent.seconds == 0

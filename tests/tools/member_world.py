@@ -24,7 +24,6 @@ from distributed_training.exchange.store_rounds import StoreRounds
 from distributed_training.miner import build
 from distributed_training.miner import events as ev
 from distributed_training.miner.resume import StartupInfo
-from distributed_training.miner.store_round import event_of
 from distributed_training.node.identity import Member
 from distributed_training.protocol.manifest import Master
 from distributed_training.store.folder import FolderStore
@@ -51,7 +50,6 @@ def open_played(
     rounds = StoreRounds(
         store,
         folder / "exchange",
-        lambda fact: post(event_of(fact)),
         master=Master(config.swarm.run_id, ALICE.ss58_address, verify),
         uploads=OwnUploads(store, folder / "exchange" / "uploads", UID),
     )

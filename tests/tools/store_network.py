@@ -13,7 +13,7 @@ from bittensor.sp_core import Keypair
 from bittensor_core import verify
 
 from distributed_training.common.backoff import Clocks
-from distributed_training.exchange.base import Close, Fact
+from distributed_training.exchange.base import Close, CloseReached, UpdateReady, upload_path
 from distributed_training.exchange.own_uploads import OwnUploads
 from distributed_training.exchange.store_rounds import StoreRounds
 from distributed_training.protocol import keys
@@ -211,17 +211,18 @@ class Miner:
     """Stand for the loop next to real StoreRounds, turn by turn in the test's own thread."""
 
     def __init__(self, store: Any, folder: Path, time: Time, held: int = 0) -> None:
-        self.facts: list[Fact] = []
-        self.time = time
+        #: Events that were posted; of CloseReached and UpdateReady what they hold.
+        self.facts: list[Any] = []
+        self.time, self.folder = time, folder
         self.rounds = StoreRounds(
             store,
             folder,
-            self.facts.append,
             master=Master(RUN_ID, MASTER.ss58_address, verify),
             uploads=OwnUploads(store, folder / "uploads", UID),
             clocks=Clocks(time.steady, time.unix),
         )
         # As start() does, but for the thread: the turns are the test's.
+        self.rounds._post = self.on_event
         self.rounds._held, self.rounds._largest_update = held, 2 * UPDATE_BYTES
 
     def turn(self) -> float:
@@ -232,12 +233,28 @@ class Miner:
             assert not sending[2].is_alive()
         return wait
 
-    def take_facts(self) -> list[Fact]:
+    def on_event(self, event: Any) -> None:
+        match event:
+            case CloseReached(close=close, until=until):
+                left = until - self.time.steady()
+                assert abs(left - (close.ends_at - self.rounds.now())) < 1.0
+                event = close
+            case UpdateReady(update=update):
+                event = update
+        self.facts.append(event)
+
+    def send(self, close: Close) -> None:
+        self.rounds.send(close, self.upload_path(close))
+
+    def upload_path(self, close: Close) -> Path:
+        return upload_path(self.folder / "uploads", close)
+
+    def take_facts(self) -> list[Any]:
         found = list(self.facts)
         self.facts.clear()
         return found
 
-    def pass_time(self, seconds: float) -> list[Fact]:
+    def pass_time(self, seconds: float) -> list[Any]:
         """Return what is posted in that time: turns come when they are due."""
         until = self.time.passed + seconds
         while (due := self.time.passed + self.turn()) <= until:
@@ -246,6 +263,5 @@ class Miner:
         return self.take_facts()
 
     def write_upload(self, close: Close, data: bytes = b"our upload") -> str:
-        path = self.rounds.upload_path(close)
-        path.write_bytes(data)
+        self.upload_path(close).write_bytes(data)
         return sha256(data)

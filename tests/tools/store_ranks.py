@@ -37,7 +37,6 @@ from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState
 from distributed_training.miner.ranks import join_ranks
 from distributed_training.miner.resume import StartupInfo
-from distributed_training.miner.store_round import event_of
 from distributed_training.node.identity import Member
 from distributed_training.protocol.manifest import Master
 from distributed_training.store.folder import FolderStore
@@ -82,7 +81,7 @@ def kill() -> None:
 
 def killed_at(moment: str, event: ev.Event) -> bool:
     match event:
-        case ev.UploadTaken():
+        case ev.UploadBegun():
             return moment == "taken"
         case ev.UploadWritten():
             return moment == "written"
@@ -105,7 +104,6 @@ def run(moment: str, until: int, folder: Path, bucket: Path) -> None:
         rounds = StoreRounds(
             store,
             folder / "exchange",
-            lambda fact: events.put(event_of(fact)),
             master=Master(config.swarm.run_id, ALICE.ss58_address, verify),
             uploads=OwnUploads(store, folder / "exchange" / "uploads", UID),
         )

@@ -107,7 +107,7 @@ class BlockListMachine(RuleBasedStateMachine):
         """Write one for a close, which may have moved: the list stays until a merge."""
         self.uploaded = self.steps
         handle: Any = None
-        taken = ev.UploadTaken(Close(1, 0, 0.0, 0.0), handle, Progress(1))
+        taken = ev.UploadBegun(Close(1, 1, 0.0, 0.0), handle, Progress(1))
         self.feed.on_event(taken, TRAINING)
 
     @rule(base=st.sampled_from(Base))

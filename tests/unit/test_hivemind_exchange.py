@@ -13,6 +13,7 @@ from bittensor_core import verify
 
 from distributed_training.chain.base import ChainUnavailable, Neuron
 from distributed_training.common.backoff import Clocks
+from distributed_training.exchange.base import upload_path
 from distributed_training.exchange.hivemind import (
     Answer,
     HivemindRounds,
@@ -59,13 +60,15 @@ class World:
         self.rounds = HivemindRounds(
             self.store,
             folder,
-            lambda fact: None,
             master=Master(RUN_ID, MASTER.ss58_address, verify),
             uploads=OwnUploads(self.store, folder / "uploads", UID),
             clocks=Clocks(self.time.steady, self.time.unix),
             membership=Membership(lambda: self.neurons, MEMBER, "B"),
             average_after=10.0,
+            settings=lambda schema: pytest.fail("it starts no peer"),
+            ready=lambda ready: None,
         )
+        self.folder = folder
         self.rounds._peer = self.peer  # type: ignore[assignment]
 
     def send(self) -> list[Order]:
@@ -75,7 +78,8 @@ class World:
         state = self.rounds._state
         assert state is not None
         self.rounds._chain.link(self.rounds._held, state)
-        self.rounds.send(self.leader.close)
+        close = self.leader.close
+        self.rounds.send(close, upload_path(self.folder, close))
         return self.peer.orders
 
 
@@ -138,7 +142,7 @@ def test_a_participants_upload_counts_as_merged_after_an_average(
     leader, miner = Leader(store, time), Miner(store, tmp_path, time)
     close = leader.close
     miner.write_upload(close)
-    miner.rounds.send(close)
+    miner.send(close)
     time.passed += 601
     miner.turn()
     averaging = Averaging(source, "", participants)

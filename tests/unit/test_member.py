@@ -26,7 +26,7 @@ from distributed_training.common.files import sha256_of
 from distributed_training.data.tokenizer import BYTE_VOCABULARY
 from distributed_training.member import Net
 from distributed_training.miner import events as ev
-from distributed_training.miner import store_round
+from distributed_training.miner import rounds
 from distributed_training.miner.controller import Controller
 from distributed_training.miner.events import Action, Command
 from distributed_training.miner.reporter import Reporter
@@ -193,7 +193,7 @@ def test_a_script_that_starts_again_continues_from_its_state(script: Script) -> 
 
 KILLS = {
     "trained": lambda event: isinstance(event, ev.InnerStepDone),
-    "taken": lambda event: isinstance(event, ev.UploadTaken),
+    "taken": lambda event: isinstance(event, ev.UploadBegun),
     "saved": lambda event: isinstance(event, ev.CheckpointBegun),
     "written": lambda event: isinstance(event, ev.UploadWritten),
     "sent": lambda event: isinstance(event, ev.UploadEnded),
@@ -304,7 +304,7 @@ def test_an_error_of_our_own_is_a_warning_and_tried_again(
     script.train(2)
     with (
         mock.patch.object(owner, name, once),
-        mock.patch.object(store_round, "_AGAIN", store_round._AGAIN / 600),
+        mock.patch.object(rounds, "_AGAIN", rounds._AGAIN / 600),
         caplog.at_level(logging.WARNING),
     ):
         if place == "upload":  # of this close there is none, and of the next

@@ -20,7 +20,7 @@ from tests.tools.miner_parts import step_report
 pytestmark = pytest.mark.timeout(30)
 MODE = MinerState(mode=Mode.TRAINING, outer_step=1)
 HANDLE: Any = None
-TAKEN = ev.UploadTaken(Close(1, 0, 0.0, 0.0), HANDLE, Progress(1, 1))
+TAKEN = ev.UploadBegun(Close(1, 1, 0.0, 0.0), HANDLE, Progress(1, 1))
 
 
 def take_outer_step(feed: BlockList, base: Base = Base.MERGED) -> None:

@@ -16,7 +16,6 @@ from distributed_training.exchange.base import Close
 from distributed_training.miner import events as ev
 from distributed_training.miner.controller import Controller
 from distributed_training.miner.events import Action, Command, DataPart, MinerState, Mode, Rules
-from distributed_training.miner.store_round import StoreTasks
 from distributed_training.protocol.types import Base, ExitStatus, Progress, Update
 from tests.tools.miner_parts import step_report
 
@@ -62,7 +61,7 @@ class Rig:
         versions: Any = None,
     ) -> None:
         self.now = 1000.0
-        self.rounds = Mock()
+        self.exchange = Mock()
         self.blocks: Any = Blocks()
         self.seen: list[ev.Event] = []
         events: queue.SimpleQueue[ev.Event] = queue.SimpleQueue()
@@ -71,7 +70,8 @@ class Rig:
             rules=RULES,
             events=events,
             blocks=self.blocks,
-            start_task=StoreTasks(self.rounds).start,
+            exchange=self.exchange,
+            uploads=Path("uploads"),
             versions=versions,
             clock=lambda: self.now,
         )
@@ -114,12 +114,12 @@ def test_a_whole_round() -> None:
     assert command.local.blocks == [554]
     assert rig.action() is Action.CHECKPOINT
     assert rig.action(ev.UploadWritten(CLOSE)) is Action.TRAIN  # it is sent by its own thread
-    rig.rounds.send.assert_called_once_with(CLOSE)
+    rig.exchange.send.assert_called_once_with(CLOSE, Path("uploads/4.1.safetensors"))
     assert rig.action(ev.UploadEnded(4, 1)) is Action.TRAIN
     assert rig.action(ev.UpdateReady(UPDATE, 1000.0)) is Action.OUTER_STEP
     command = rig.command(ev.OuterStepEnded(True, 5))
     assert command == Command(Action.FOLLOW_SCHEDULE, outer_step=5, inner_steps=500)
-    rig.rounds.applied.assert_called_once_with(5)
+    rig.exchange.applied.assert_called_once_with(5, wants_weights=False)
     assert rig.action() is Action.TRAIN
     assert rig.controller.state.outer_step == 5
 
@@ -163,16 +163,13 @@ def test_deadlines_are_looked_at_once_per_tick() -> None:
     rig = Rig(Mode.AWAITING_GLOBAL)
     rig.action()
     assert rig.controller.state.mode is Mode.TRAINING
-    rig.rounds.applied.assert_called_once_with(4)
+    rig.exchange.applied.assert_called_once_with(4, wants_weights=False)
     for _ in range(3):
         rig.action()
-    assert rig.seen == [
-        ev.Tick(1000.0),
-        ev.ModeChanged(Mode.AWAITING_GLOBAL, Mode.TRAINING),
-    ]
+    assert rig.seen == [ev.Tick(1000.0)]
     rig.now += 1
     rig.action()
-    assert rig.seen[2:] == [ev.Tick(1001.0)]
+    assert rig.seen[1:] == [ev.Tick(1001.0)]
 
 
 def test_consequence_of_an_event_is_decided_before_other_events() -> None:
@@ -211,7 +208,7 @@ def test_another_version_is_followed_at_its_outer_step_or_by_a_restart(
         return
     assert (command.action, command.exit_status) == (Action.STOP, ExitStatus.FAULT)
     behind = Rig(versions=SimpleNamespace(in_force=second, at=versions.at))
-    behind.controller.post(ev.GlobalEpochSeen(outer_step=5, at=0.0))
+    behind.controller.post(ev.HeadSeen(5))
     assert behind.command().action is not Action.STOP, "the next start would be in the same place"
     assert "takes a restart (data.rows)" in rig.controller.state.stop_reason
 
@@ -220,4 +217,5 @@ def test_an_update_that_a_roll_back_has_overtaken_is_not_applied() -> None:
     rig = Rig()
     rig.controller.post(ev.UpdateReady(UPDATE, 1000.0))
     assert rig.action(ev.RolledBack(Progress(outer_step=3))) is Action.IDLE
-    rig.rounds.applied.assert_called_once_with(3)  # it comes again, after that of outer step 4
+    # It comes again, after that of outer step 4.
+    rig.exchange.applied.assert_called_once_with(3, wants_weights=False)

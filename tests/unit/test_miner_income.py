@@ -256,7 +256,7 @@ def test_a_change_is_logged_at_once_and_the_rest_once_an_hour(
         return {name: measure() for name, measure in income.gauges().items()}
 
     assert measured()["earning"] is None and measured().keys() <= set(METRICS)
-    income.on_event(ev.GlobalEpochSeen(7, 0.0), state)
+    income.on_event(ev.HeadSeen(7), state)
     income.on_event(ev.UploadEnded(7, 0, size=10, seconds=9.0), state)
     income.on_event(ev.OuterStepEnded(True, 8), state)
     with caplog.at_level(logging.INFO):
@@ -264,7 +264,7 @@ def test_a_change_is_logged_at_once_and_the_rest_once_an_hour(
             now[0] = float(second)
             # Two hours without another manifest, at a chain that stands still.
             if second % 60 == 0:
-                income.on_event(ev.GlobalEpochSeen(7, now[0]), state)
+                income.on_event(ev.HeadSeen(7), state)
             income.on_event(ev.Tick(now[0]), state)
     # By number: hivemind, once imported, gives levels other names.
     lines = [(r.levelno, r.message.split(":")[1].strip()) for r in caplog.records]
@@ -276,7 +276,7 @@ def test_a_change_is_logged_at_once_and_the_rest_once_an_hour(
     assert measured()["incentive"] == 0.2
     facts = Facts.from_json((tmp_path / FACTS_FILE).read_bytes())
     assert judge(facts, NOW + now[0]).verdict is Verdict.NOT_JUDGED_YET
-    income.on_event(ev.GlobalEpochSeen(8, now[0]), state)
+    income.on_event(ev.HeadSeen(8), state)
     now[0] = 9000.0
     income.on_event(ev.Tick(now[0]), state)
     assert written[-1]["verdict"] == "behind"

@@ -104,12 +104,6 @@ def test_trackers_get_each_step_once_by_its_number(rig: Rig, tmp_path: Path) -> 
     ("event", "line", "kind", "fields"),
     [
         (
-            ev.ModeChanged(Mode.TRAINING, Mode.AWAITING_GLOBAL),
-            "",
-            "state",
-            {"before": "training", "after": "awaiting_global"},
-        ),
-        (
             ev.RolledBack(Progress(3, 25)),
             "! Training continues at outer step 3, inner step 25",
             "roll_back",
@@ -129,7 +123,10 @@ def test_the_rest(event: ev.Event, line: str, kind: str, fields: dict[str, Any],
 def test_a_stop_is_recorded_and_its_line_left_to_the_launcher(rig: Rig) -> None:
     state = MinerState(mode=Mode.STOPPING, outer_step=3, stop_reason="deregistered")
     assert rig.on_event(ev.Stopped(3), state) == []
-    assert rig.records == [("stop", {"reason": "deregistered", "exit_status": 3})]
+    assert rig.records == [
+        ("state", {"before": "training", "after": "stopping"}),
+        ("stop", {"reason": "deregistered", "exit_status": 3}),
+    ]
 
 
 def test_the_metrics_are_written_where_no_step_ends(rig: Rig) -> None:

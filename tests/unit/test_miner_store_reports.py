@@ -55,7 +55,7 @@ def test_a_round_is_logged_in_the_promised_lines(caplog: pytest.LogCaptureFixtur
     told, handle = Told(), Mock(hold_seconds=0.5)
     for event in (
         ev.CloseReached(CLOSE),
-        ev.UploadTaken(CLOSE, handle, Progress(12, 30)),
+        ev.UploadBegun(CLOSE, handle, Progress(12, 30)),
         ev.CheckpointBegun(12, lambda: True, 0.125),
         ev.UploadWritten(CLOSE),
         ev.UploadEnded(12, 3, size=2_500_000, seconds=3.0),
@@ -150,7 +150,7 @@ def test_the_verdict_follows_from_the_manifests(tmp_path: Path) -> None:
     assert judged.after(APPLIED, state(Base.KEPT, "late: by 3 s")) == ("not merged", True)
     assert judged.after(APPLIED, state(Base.REFUSED, "copy: of uid 4")) == ("refused", True)
     assert judged.after(APPLIED, state(Base.MERGED)) == ("not yet paid", False)
-    behind = ev.GlobalEpochSeen(14, 0.0)
+    behind = ev.HeadSeen(14)
     assert judged.after(behind, TRAINING) == ("not yet paid", False)
     assert judged.after(ev.CloseReached(CLOSE), TRAINING, 600.0) == ("behind", True)
     assert judged.after(ev.ChainForked("two"), TRAINING) == ("other version", True)
@@ -238,7 +238,7 @@ def test_blocks_of_an_upload_that_was_not_merged_are_in_the_next_one(
         blocks.on_event(ev.UploadWanted(close), TRAINING)
         assert blocks.blocks() == list(range(101, block)), "the close moved: all of them again"
         handle: Any = Mock()
-        blocks.on_event(ev.UploadTaken(close, handle, Progress(12, block)), TRAINING)
+        blocks.on_event(ev.UploadBegun(close, handle, Progress(12, block)), TRAINING)
         train(block)
     if restarted:
         kept = blocks.state_dict()

@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 
 from distributed_training.config import ConfigError, load_config
-from distributed_training.exchange.base import NetworkFinished
 from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState, Mode, Rules
 from distributed_training.miner.network_watch import NetworkWatch
-from distributed_training.miner.state_machine import decide
-from distributed_training.miner.store_round import event_of
+from distributed_training.miner.rounds import decide
 from distributed_training.network import Shown
 from distributed_training.protocol.types import FINAL, ExitStatus
 from distributed_training.store.errors import StoreError
@@ -160,8 +158,7 @@ def test_a_miner_ends_with_a_checkpoint_once_its_network_is_finished(mode: Mode)
     assert look() == "" and look(finished=None) == ""
     assert look(finished=why, run_id="bb", version=2) == "", "that of another file"
     assert look(finished=why) == why
-    stop: Any = event_of(NetworkFinished(why))
-    assert why in stop.reason and stop.exit_status is ExitStatus.FINISHED
+    stop = ev.StopRequested(why, ExitStatus.FINISHED)
     state, actions = decide(MinerState(mode, 4), stop, Rules(25))
     assert state.exit_status == 4 and actions[-1] is ev.Action.STOP
 

@@ -19,11 +19,11 @@ from distributed_training.exchange.base import (
     ChainForked,
     Close,
     HeadSeen,
-    NetworkFinished,
+    StopRequested,
     UploadEnded,
 )
 from distributed_training.protocol import keys
-from distributed_training.protocol.types import Base, Update
+from distributed_training.protocol.types import Base, ExitStatus, Update
 from distributed_training.protocol.update_file import UpdateFile, UpdateLayout, largest_file
 from distributed_training.store import errors
 from distributed_training.store.opening import open_store
@@ -100,7 +100,7 @@ def test_rounds_follow_each_other(any_store: FaultyStore, time: Time, tmp_path: 
         close = leader.close
         assert miner.pass_time(2) == [close]
         digest = miner.write_upload(close)
-        miner.rounds.send(close)
+        miner.send(close)
         miner.turn()
         [sent] = miner.take_facts()
         assert isinstance(sent, UploadEnded) and sent.size == len(b"our upload")
@@ -112,7 +112,7 @@ def test_rounds_follow_each_other(any_store: FaultyStore, time: Time, tmp_path: 
         assert seen == HeadSeen(outer_step + 1)
         assert isinstance(update, Update) and update.outer_step == outer_step + 1
         assert (update.base, update.cause) == (Base.MERGED, "")
-        assert update.own_upload == miner.rounds.upload_path(close)
+        assert update.own_upload == miner.upload_path(close)
         assert update.weights == manifest.weights and update.inner_steps == 30 * (outer_step + 1)
         assert update.path.read_bytes().startswith(b"update %06d" % (outer_step + 1))
         miner.rounds.applied(outer_step + 1)
@@ -126,8 +126,8 @@ def test_a_round_of_real_files_leads_to_the_weights_of_its_manifest(
     close = leader.close
     assert miner.pass_time(PERIOD) == [close]
     head = header("upload", 0, run_id=RUN_ID, hotkey=hotkey_of(UID), serial=close.serial)
-    upload = write_file(miner.rounds.upload_path(close), drawn(1, 1e-3), head)
-    miner.rounds.send(close)
+    upload = write_file(miner.upload_path(close), drawn(1, 1e-3), head)
+    miner.send(close)
     miner.turn()
 
     place = tmp_path / "validator"
@@ -315,16 +315,16 @@ def test_a_close_that_moved_voids_its_upload_and_is_followed_by_another(
     first = leader.close
     assert miner.pass_time(PERIOD + 1) == [first]
     digest = miner.write_upload(first)
-    miner.rounds.send(first)
+    miner.send(first)
     miner.turn()
     assert isinstance(miner.take_facts()[0], UploadEnded)
     leader.move_close()
     second = leader.close
     assert second.serial == first.serial + 1
     assert miner.pass_time(PERIOD + 10) == [second]
-    assert miner.rounds.upload_path(second) != miner.rounds.upload_path(first)
+    assert miner.upload_path(second) != miner.upload_path(first)
     # It is too late for the first one.
-    miner.rounds.send(first)
+    miner.send(first)
     miner.turn()
     [failed] = miner.take_facts()
     assert isinstance(failed, UploadEnded) and failed.cause.startswith("void")
@@ -339,14 +339,14 @@ def test_weights_that_skip_our_upload_carry_its_fate(leader: Leader, miner: Mine
     close = leader.close
     miner.pass_time(PERIOD)
     digest = miner.write_upload(close)
-    miner.rounds.send(close)
+    miner.send(close)
     miner.turn()
     for outer_step in range(1, 11):
         ours = (merged(UID, digest),) if outer_step == 1 else (merged(0, "f" * 64),)
         leader.take_outer_step(whole=outer_step == 10, merged=ours)
     weights = miner.pass_time(60)[-1]
     assert isinstance(weights, Update) and weights.whole and weights.outer_step == 10
-    assert (weights.base, weights.own_upload) == (Base.MERGED, miner.rounds.upload_path(close))
+    assert (weights.base, weights.own_upload) == (Base.MERGED, miner.upload_path(close))
 
 
 def test_another_file_for_a_close_is_not_taken_for_the_upload_that_was_merged(
@@ -356,9 +356,9 @@ def test_another_file_for_a_close_is_not_taken_for_the_upload_that_was_merged(
     close = leader.close
     miner.pass_time(PERIOD)
     digest = miner.write_upload(close)
-    miner.rounds.send(close)
+    miner.send(close)
     miner.turn()
-    path = miner.rounds.upload_path(close)
+    path = miner.upload_path(close)
     path.write_bytes(path.read_bytes() + b"another")
     leader.take_outer_step(merged=(merged(UID, digest),))
     update = miner.pass_time(10)[-1]
@@ -372,11 +372,11 @@ def test_weights_that_were_asked_for_are_fetched(leader: Leader, miner: Miner, n
     close = leader.close
     miner.pass_time(PERIOD)
     digest = miner.write_upload(close)
-    miner.rounds.send(close)
+    miner.send(close)
     miner.turn()
     leader.take_outer_step(whole=newer, merged=(merged(UID, digest),))
     assert isinstance(miner.pass_time(10)[-1], Update)
-    miner.rounds.fetch_weights()
+    miner.rounds.applied(0, wants_weights=True)
     miner.turn()
     [weights] = miner.take_facts()
     assert isinstance(weights, Update) and weights.whole and weights.outer_step == int(newer)
@@ -395,7 +395,7 @@ def test_an_upload_is_counted_once_where_older_weights_were_taken(
         close = leader.close
         miner.pass_time(PERIOD)
         digest = miner.write_upload(close, b"%d" % outer_step)
-        miner.rounds.send(close)
+        miner.send(close)
         miner.turn()
         leader.take_outer_step(merged=(merged(UID, digest),))
         [*_, update] = miner.pass_time(10)
@@ -403,7 +403,7 @@ def test_an_upload_is_counted_once_where_older_weights_were_taken(
         if not outer_step:
             miner.rounds.applied(1)
     # The second update was not applied twice.
-    miner.rounds.fetch_weights()
+    miner.rounds.applied(1, wants_weights=True)
     miner.turn()
     [weights] = miner.take_facts()
     assert isinstance(weights, Update) and weights.whole
@@ -432,7 +432,7 @@ def test_the_manifest_shows_the_fate_of_our_upload(
     close = leader.close
     miner.pass_time(PERIOD)
     digest = miner.write_upload(close)
-    miner.rounds.send(close)
+    miner.send(close)
     miner.turn()
     if {"late", "not-judged"} & {*verdict}:
         digest = ""  # nobody has read it
@@ -441,7 +441,7 @@ def test_the_manifest_shows_the_fate_of_our_upload(
     update = miner.pass_time(10)[-1]
     assert isinstance(update, Update)
     assert update.base is base and update.cause.startswith(cause)
-    own = miner.rounds.upload_path(close) if base is Base.REFUSED else None
+    own = miner.upload_path(close) if base is Base.REFUSED else None
     assert update.own_upload == own
 
 
@@ -640,7 +640,7 @@ def test_an_upload_that_was_written_too_late_is_not_sent(
     close = leader.close
     miner.pass_time(PERIOD + GRACE + 1)
     miner.write_upload(close)
-    miner.rounds.send(close)
+    miner.send(close)
     miner.turn()
     [fact] = miner.take_facts()
     assert isinstance(fact, UploadEnded) and fact.cause.startswith("late")
@@ -657,7 +657,7 @@ def test_files_that_no_checkpoint_needs_are_deleted(
     given_up = tmp_path / "rounds" / "updates" / ".1.safetensors.part"
     given_up.parent.mkdir()
     given_up.touch()
-    miner.rounds.send(close)
+    miner.send(close)
     miner.turn()
     leader.take_outer_step(merged=(merged(UID, digest),))
     [*_, first] = miner.pass_time(10)
@@ -698,7 +698,7 @@ def test_an_upload_that_is_refused_is_sent_until_the_grace_ends(
     digest = miner.write_upload(close)
     key = keys.upload_key(UID, 0, close.serial)
     store.faults["head", key] = store.faults["put", key] = away(kind)
-    miner.rounds.send(close)
+    miner.send(close)
     miner.turn()
     [fact] = miner.take_facts()
     assert isinstance(fact, UploadEnded) and bool(fact.cause) != returns
@@ -730,7 +730,7 @@ def test_progress_is_sent_in_place_of_the_last_and_ends_for_a_close(
 
     def send_progress(data: bytes) -> UploadEnded:
         miner.write_upload(Close(0, 0, 0.0, 0.0), data)
-        miner.rounds.send_progress(0)
+        miner.send(Close(0, 0, 0.0, 0.0))
         wait_for(lambda: miner.facts, "the end of a progress upload")
         [fact] = miner.take_facts()
         assert isinstance(fact, UploadEnded) and (fact.outer_step, fact.serial) == (0, 0)
@@ -748,11 +748,11 @@ def test_progress_is_sent_in_place_of_the_last_and_ends_for_a_close(
     any_store.faults["put", key] = away(errors.TransientError)
     any_store.faults["put", key].first = True  # type: ignore[attr-defined]
     miner.write_upload(Close(0, 0, 0.0, 0.0), b"of 180 steps")
-    miner.rounds.send_progress(0)
+    miner.send(Close(0, 0, 0.0, 0.0))
     [close] = miner.pass_time(PERIOD + 1)
     assert close == leader.close
     miner.write_upload(leader.close)
-    miner.rounds.send(leader.close)
+    miner.send(leader.close)
     miner.turn()
     wait_for(lambda: len(miner.facts) == 2, "the end of both")
     ended = {fact.serial: fact.cause for fact in miner.facts if isinstance(fact, UploadEnded)}
@@ -850,7 +850,7 @@ def test_two_valid_manifests_of_one_step_stop_everything_and_both_are_shown(
     both = {(folder / name).read_bytes() for name in ("1.json", "1.other.json")}
     assert len(both) == 2 and ours.to_bytes(leader.master.sign)[:60] in {b[:60] for b in both}
     # What is written is not sent, and the loop, which waits for its end, learns of it.
-    miner.rounds.send(Close(1, 3, 0.0, 60.0))
+    miner.send(Close(1, 3, 0.0, 60.0))
     miner.turn()
     assert miner.take_facts() == [UploadEnded(1, 3, forked.cause)]
     # Also after a restart, until the operator has asked.
@@ -929,8 +929,9 @@ def test_a_finished_network_says_so_once_and_asks_for_no_upload(
 ) -> None:
     leader.serial += 1
     leader.put_state(finished="12 outer steps")
-    assert miner.pass_time(5 * PERIOD) == [NetworkFinished("12 outer steps")]
+    finished = StopRequested("the network is finished: 12 outer steps", ExitStatus.FINISHED)
+    assert miner.pass_time(5 * PERIOD) == [finished]
     assert warnings(caplog) == []
     # Whoever starts later learns it too.
     late = Miner(store, tmp_path / "late", miner.time)
-    assert late.pass_time(60) == [HeadSeen(0), NetworkFinished("12 outer steps")]
+    assert late.pass_time(60) == [HeadSeen(0), finished]

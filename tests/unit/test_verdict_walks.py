@@ -291,7 +291,7 @@ class Store(Walk):
 
     def show_head(self) -> None:
         if self.store_up:
-            self.tell(ev.GlobalEpochSeen(self.head, self.now))
+            self.tell(ev.HeadSeen(self.head))
         if self.rng.random() < 0.005:
             self.tell(ev.ChainForked("two manifests"))
 

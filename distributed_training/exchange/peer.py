@@ -9,10 +9,10 @@ from pathlib import Path
 
 from distributed_training.chain.identity import AddressUnknown, identity_file
 from distributed_training.config import Config
-from distributed_training.exchange.hivemind import Ready, Settings
+from distributed_training.node.identity import Member, announce, public_address
 from distributed_training.protocol.types import Schema
 
-from .identity import Member, announce, public_address
+from .hivemind import Ready, Settings
 
 log = logging.getLogger(__name__)
 

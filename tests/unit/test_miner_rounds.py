@@ -1,4 +1,4 @@
-"""A miner's rounds through the store, decided: no process, no clock, no network."""
+"""What follows from each event of a miner, as a table: no process, no clock, no network."""
 
 from __future__ import annotations
 
@@ -12,12 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distributed_training.exchange.base import (
-    Close,
-    HeadSeen,
-    NetworkFinished,
-    UploadEnded,
-)
+from distributed_training.exchange.base import Close
 from distributed_training.miner import events as ev
 from distributed_training.miner.events import (
     Action,
@@ -28,9 +23,8 @@ from distributed_training.miner.events import (
     Task,
     Upload,
 )
-from distributed_training.miner.state_machine import decide
-from distributed_training.miner.store_round import StoreTasks, UploadWatch, event_of
-from distributed_training.protocol.types import Base, ExitStatus, Progress, Update
+from distributed_training.miner.rounds import UploadWatch, decide
+from distributed_training.protocol.types import Base, Progress, Update
 from tests.tools.miner_parts import step_report
 
 pytestmark = pytest.mark.timeout(60)
@@ -41,9 +35,11 @@ TRAINING = MinerState(mode=Mode.TRAINING, outer_step=12)
 UPLOAD = Upload(CLOSE)
 
 
-def clock_at(seconds: float) -> Any:
-    """The thread that follows the store, at that time by the store's clock."""
-    return Mock(now=Mock(return_value=seconds))
+def watch_of(**changes: Any) -> UploadWatch:
+    """A watch of a miner whose next inner step may be uploaded."""
+    measured: dict[str, Any] = {"inner_step": lambda: 5, "disk_problem": lambda: None}
+    measured |= {"forget": lambda before: None, "clock": lambda: 0.0}
+    return UploadWatch(**{"minimum": 5, "keep": 2} | measured | changes)
 
 
 def update(outer_step: int = 13, base: Base = Base.MERGED) -> Update:
@@ -67,11 +63,33 @@ SENT = replace(TRAINING, upload=replace(UPLOAD, stage=Stage.SENT))
 OVER = replace(TRAINING, upload=replace(UPLOAD, stage=Stage.ENDED))
 APPLIES = replace(TRAINING, update=update())
 NINE = {"unsaved_steps": 9}
+SAVES, PLACED = replace(TRAINING, **NINE), replace(TRAINING, place=(12, 900))
+STOPPING = replace(TRAINING, mode=Mode.STOPPING)
 DIVERGED = replace(step(skipped=True), diverged=True)
 WAITS = replace(TRAINING, mode=Mode.AWAITING_GLOBAL, again_at=5060.0, update_failures=1)
 
 # fmt: off
 TABLE: list[tuple[str, MinerState, ev.Event, tuple[Action | Task, ...]]] = [
+    ("an ordinary step", TRAINING, step(3), ()),
+    ("a step with a checkpoint", SAVES, step(20), (Action.CHECKPOINT,)),
+    ("a checkpoint is not of a skipped step", SAVES, step(skipped=True), ()),
+    ("steps count while an update is awaited", replace(SAVES, mode=Mode.AWAITING_GLOBAL),
+     step(20), (Action.CHECKPOINT,)),
+    ("losses are not finite", TRAINING, DIVERGED, (Action.ROLL_BACK,)),
+    ("losses are not finite while an update waits", APPLIES, DIVERGED, ()),
+    ("no checkpoint in a round", replace(APPLIES, unsaved_steps=9), step(20), ()),
+    ("there is nothing to roll back to", TRAINING, ev.RolledBack(None), ()),
+    ("a roll-back within the outer step", TRAINING, ev.RolledBack(Progress(12)), ()),
+    ("a roll-back within it follows the schedule", PLACED,
+     ev.RolledBack(Progress(12)), (Action.FOLLOW_SCHEDULE,)),
+    ("a roll-back, and the place is of another outer step", replace(TRAINING, place=(11, 800)),
+     ev.RolledBack(Progress(12)), ()),
+    ("a roll-back to the outer step before, whose update is asked for", PLACED,
+     ev.RolledBack(Progress(11)), (Task.REPORT_APPLIED,)),
+    ("ticks mean nothing while it trains", TRAINING, ev.Tick(9e9), ()),
+    ("a stop while training", TRAINING, ev.StopRequested("SIGTERM"), (Action.STOP,)),
+    ("one stop is enough", STOPPING, ev.StopRequested("SIGTERM"), ()),
+    ("a step after the stop", STOPPING, step(20), ()),
     ("the close: upload, then a checkpoint that knows of it",
         TRAINING, WANTED, (Action.WRITE_UPLOAD, Action.CHECKPOINT)),
     ("of an outer step that is not ours", TRAINING, ev.UploadWanted(Close(11, 3, 0, 0)), ()),
@@ -97,16 +115,16 @@ TABLE: list[tuple[str, MinerState, ev.Event, tuple[Action | Task, ...]]] = [
     ("whole weights, also older ones", TRAINING,
         ev.UpdateReady(weights(3), 1.0), (Action.OUTER_STEP,)),
     ("committed: no checkpoint is needed, and the next one is awaited", APPLIES,
-        ev.OuterStepEnded(True, 13), (Action.FOLLOW_SCHEDULE, Task.SHOW_APPLIED)),
+        ev.OuterStepEnded(True, 13), (Action.FOLLOW_SCHEDULE, Task.REPORT_APPLIED)),
     ("not committed", APPLIES, ev.OuterStepEnded(False, 12, "memory"), ()),
     ("asked for again, not at once", WAITS, ev.Tick(5059.0), ()),
-    ("but after a minute", WAITS, ev.Tick(5060.0), (Task.SHOW_APPLIED,)),
+    ("but after a minute", WAITS, ev.Tick(5060.0), (Task.REPORT_APPLIED,)),
     ("the second time whole weights",
         replace(WAITS, update_failures=2), ev.Tick(5060.0), (Task.FETCH_WEIGHTS,)),
     ("no roll-back below an update that is about to be applied", APPLIES, DIVERGED, ()),
     ("but without one", TRAINING, DIVERGED, (Action.ROLL_BACK,)),
     ("rolled back to an earlier outer step: its updates are asked for again",
-        SENT, ev.RolledBack(Progress(11)), (Task.SHOW_APPLIED,)),
+        SENT, ev.RolledBack(Progress(11)), (Task.REPORT_APPLIED,)),
     ("stop", SENT, ev.StopRequested("SIGTERM"), (Action.STOP,)),
 ]
 # fmt: on
@@ -119,35 +137,25 @@ def test_table(before: MinerState, event: ev.Event, actions: tuple[Action | Task
     assert decide(before, event, RULES)[1] == actions
 
 
+@pytest.mark.parametrize(("seconds", "expected"), [(0.5, 1200), (3.0, 200), (24.0, 25), (60.0, 25)])
+def test_checkpoints_are_steps_and_time_apart(seconds: float, expected: int) -> None:
+    """They are at least 25 steps and 10 minutes apart for every length of an inner step."""
+    rules = Rules(checkpoint_steps=25, checkpoint_seconds=600)
+    now, at = replace(TRAINING, unsaved_steps=20, unsaved_seconds=599.0), list[int]()
+    now, actions = decide(now, DIVERGED, rules)  # a roll-back: nothing is left to save
+    assert actions == (Action.ROLL_BACK,)
+    for number in range(1, 2 * expected + 1):
+        now, actions = decide(now, step(number, seconds=seconds), rules)
+        at += [number] if actions == (Action.CHECKPOINT,) else []
+    assert at == [expected, 2 * expected]
+
+
 def test_a_roll_back_forgets_an_upload_that_was_not_sent_and_no_other() -> None:
     back = ev.RolledBack(Progress(12))
     assert decide(replace(TRAINING, upload=UPLOAD), back, RULES)[0].upload is None
     assert decide(SENT, back, RULES)[0] == SENT
     elsewhere, _ = decide(replace(SENT, update=update()), ev.RolledBack(Progress(11)), RULES)
     assert (elsewhere.upload, elsewhere.update, elsewhere.outer_step) == (None, None, 11)
-
-
-def test_facts_of_the_store_become_events() -> None:
-    assert event_of(CLOSE) == ev.CloseReached(CLOSE)
-    ended = UploadEnded(12, 3, "late")
-    assert event_of(ended) is ended
-    assert isinstance(event_of(HeadSeen(14)), ev.GlobalEpochSeen)
-    finished = event_of(NetworkFinished("outer step 20"))
-    assert finished == ev.StopRequested(
-        "the network is finished: outer step 20", ExitStatus.FINISHED
-    )
-    for fact in (update(), weights()):
-        assert event_of(fact).update is fact  # type: ignore[union-attr, attr-defined]
-
-
-def test_tasks_reach_the_thread_that_follows_the_store() -> None:
-    rounds = Mock()
-    tasks = StoreTasks(rounds)
-    for task in (Task.SEND_UPLOAD, Task.SHOW_APPLIED, Task.FETCH_WEIGHTS):
-        tasks.start(task, SENT)
-    assert [each[0] for each in rounds.method_calls] == ["send", "applied", "fetch_weights"]
-    rounds.send.assert_called_once_with(CLOSE)
-    rounds.applied.assert_called_once_with(12)
 
 
 # --- everything at any moment ---------------------------------------------------------------------
@@ -182,9 +190,7 @@ class World:
     writes: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.watch = UploadWatch(
-            clock_at(0.0), inner_step=lambda: 5, minimum=5, disk_problem=lambda: None, keep=2
-        )
+        self.watch = watch_of()
 
     def handle_event(self, event: ev.Event) -> None:
         for follows in self.watch.on_event(event, self.state):
@@ -215,7 +221,7 @@ class World:
                 self.writes.append((close.outer_step, close.serial))
                 assert close.outer_step == self.held
                 taken: Any = self.handle
-                self.handle_event(ev.UploadTaken(close, taken, Progress(self.held)))
+                self.handle_event(ev.UploadBegun(close, taken, Progress(self.held)))
             case Action.CHECKPOINT:
                 number, knows = len(self.saved), (self.held, self.written)
                 self.saved.append(None)
@@ -338,12 +344,12 @@ def test_the_first_inner_step_that_counts_is_uploaded_until_the_grace_is_over(
     at: float, wanted: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also by a miner that starts within the grace, at its first inner step."""
-    rounds, inner_step = clock_at(1000.0), Mock(return_value=4)
-    watch = UploadWatch(rounds, inner_step=inner_step, minimum=5, disk_problem=lambda: None, keep=2)
-    assert watch.on_event(ev.CloseReached(CLOSE), TRAINING) == []
+    clock, inner_step = Mock(return_value=1000.0), Mock(return_value=4)
+    watch = watch_of(inner_step=inner_step, clock=clock)
+    assert watch.on_event(ev.CloseReached(CLOSE, 1060.0), TRAINING) == []
     assert caplog.text.count("UPLOAD BLOCKED: inner_step (4) < minimum (5)") == 1
     assert watch.on_event(step(4), TRAINING) == []
-    inner_step.return_value, rounds.now.return_value = 5, at
+    inner_step.return_value, clock.return_value = 5, at
     assert watch.on_event(step(5), TRAINING) == [ev.UploadWanted(CLOSE)][:wanted]
     assert watch.on_event(step(6), TRAINING) == [], "once"
 
@@ -353,20 +359,13 @@ def test_a_close_that_is_missed_for_few_steps_is_told_and_a_newcomers_is_a_note(
     joined: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    rounds = clock_at(1000.0)
-    watch = UploadWatch(
-        rounds,
-        inner_step=lambda: 4,
-        minimum=5,
-        disk_problem=lambda: None,
-        keep=2,
-        joined=lambda: joined,
-    )
-    watch.on_event(ev.CloseReached(CLOSE), TRAINING)
+    clock = Mock(return_value=1000.0)
+    watch = watch_of(inner_step=lambda: 4, joined=lambda: joined, clock=clock)
+    watch.on_event(ev.CloseReached(CLOSE, 1060.0), TRAINING)
     (record,) = caplog.records
     assert "UPLOAD BLOCKED" in record.getMessage()
     assert record.levelno == (logging.WARNING if joined else logging.INFO)
-    rounds.now.return_value = 1060.0
+    clock.return_value = 1060.0
     (missed,) = watch.on_event(ev.Tick(1.0), TRAINING)
     assert isinstance(missed, ev.UploadSkipped) and missed.kind == "steps"
     assert missed.problem.startswith("blocked: 4 inner steps when the close was over, and 5 are")
@@ -378,9 +377,9 @@ def test_progress_is_written_each_so_many_steps_after_the_gate(
 ) -> None:
     caplog.set_level(logging.INFO)
     inner_step, full = Mock(return_value=0), Mock(return_value=None)
-    watch = UploadWatch(
-        clock_at(900.0), inner_step=inner_step, minimum=5, disk_problem=full, keep=2, every=3
-    )
+    watch = watch_of(inner_step=inner_step, disk_problem=full, every=3)
+    none = Close(TRAINING.outer_step, 0, 0.0, 0.0)
+    wanted_now = ev.UploadWanted(none)
 
     def train(first: int, last: int) -> list[int]:
         """Return the inner steps after which progress is wanted."""
@@ -388,7 +387,7 @@ def test_progress_is_written_each_so_many_steps_after_the_gate(
         for number in range(first, last + 1):
             inner_step.return_value = number
             follows = watch.on_event(step(number), TRAINING)
-            assert follows in ([], [ev.ProgressWanted()])
+            assert follows in ([], [wanted_now])
             wanted += [number] * len(follows)
         return wanted
 
@@ -396,9 +395,8 @@ def test_progress_is_written_each_so_many_steps_after_the_gate(
     assert caplog.text.count("UPLOAD BLOCKED: inner_step (3) < minimum (5)") == 1
     assert train(5, 12) == [5, 8, 11] and caplog.text.count("UPLOAD BLOCKED") == 1
     # The next one waits until this one is written and sent.
-    none = Close(TRAINING.outer_step, 0, 0.0, 0.0)
     handle: Any = Handle()
-    watch.on_event(ev.ProgressTaken(none, handle), TRAINING)
+    watch.on_event(ev.UploadBegun(none, handle, Progress(12)), TRAINING)
     assert train(13, 16) == []
     handle.ended = True
     assert watch.on_event(ev.Tick(1.0), TRAINING) == [ev.UploadWritten(none)]
@@ -407,33 +405,27 @@ def test_progress_is_written_each_so_many_steps_after_the_gate(
     watch.on_event(ev.UploadEnded(none.outer_step, 0), TRAINING)
     assert train(19, 19) == [19]
     # A round goes first, and a full disk is no place for it.
-    assert decide(TRAINING, ev.ProgressWanted(), RULES) == (TRAINING, (Action.WRITE_PROGRESS,))
+    assert decide(TRAINING, wanted_now, RULES) == (TRAINING, (Action.WRITE_PROGRESS,))
     busy = replace(TRAINING, upload=Upload(CLOSE))
-    assert decide(busy, ev.ProgressWanted(), RULES) == (busy, ())
+    assert decide(busy, wanted_now, RULES) == (busy, ())
     full.return_value = "it is full"
     assert train(20, 24) == []
 
 
 def test_a_full_disk_is_named_and_nothing_is_written() -> None:
-    watch = UploadWatch(
-        clock_at(1000.0),
-        inner_step=lambda: 9,
-        minimum=5,
-        disk_problem=lambda: "it is full",
-        keep=2,
-    )
+    watch = watch_of(disk_problem=lambda: "it is full")
     assert watch.on_event(ev.CloseReached(CLOSE), TRAINING) == [
         ev.UploadSkipped("it is full", "disk")
     ]
 
 
 def test_uploads_are_forgotten_when_no_checkpoint_needs_them() -> None:
-    rounds, ended = Mock(), list[bool | None]()
-    watch = UploadWatch(rounds, inner_step=lambda: 9, minimum=5, disk_problem=lambda: None, keep=2)
+    forgotten, ended = list[int](), list[bool | None]()
+    watch = watch_of(forget=forgotten.append)
     for number, outer_step in enumerate((12, 12, 13, 14)):
         ended.append(None)
         watch.on_event(ev.CheckpointBegun(outer_step, lambda n=number: ended[n]), TRAINING)
         watch.on_event(ev.Tick(1.0), TRAINING)
         ended[number] = outer_step != 13  # that one was not written
         watch.on_event(ev.Tick(2.0), TRAINING)
-    assert [each.args for each in rounds.forget.call_args_list] == [(12,), (12,)]
+    assert forgotten == [12, 12]
