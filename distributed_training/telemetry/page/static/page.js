@@ -532,10 +532,17 @@ function follow() {
   });
   source.addEventListener("open", async () => {
     loaded = false;
-    const answer = await fetch("history");
-    const differs = Date.now() - Date.parse(answer.headers.get("Date"));
-    ahead = Math.abs(differs) > 5000 ? differs : 0;  // the header counts whole seconds
-    begin(await answer.json());
+    try {
+      const answer = await fetch("history");
+      const differs = Date.now() - Date.parse(answer.headers.get("Date"));
+      ahead = Math.abs(differs) > 5000 ? differs : 0;  // the header counts whole seconds
+      begin(await answer.json());
+    } catch (problem) {  // the server ended between the two answers: the stream alone shows no past
+      source.close();
+      lost = true; connection(); soon();
+      setTimeout(follow, 1000);
+      return;
+    }
     waiting.forEach(take); waiting = []; loaded = true;
     heard = Date.now(); lost = false;
     draw();
