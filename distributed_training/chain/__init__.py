@@ -4,9 +4,7 @@ The chain: ``base`` (its small types, and its last known state), ``registry`` an
 chains that pass one contract test). ``registration`` (deregistered, moved to another uid, a second
 miner with this hotkey), ``identity`` (the wallet, and the endpoint for validators).
 
-Calls: ``server`` (their meaning), ``auth`` (who is calling, why one is refused, replays, the file
-for the next start). ``http_server`` (bounds on a caller's bytes and connections),
-``client`` (calling others).
+``auth``: who signed a call, why one is refused, replays.
 
 Nothing is imported here: bittensor takes half a second.
 """

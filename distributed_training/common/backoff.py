@@ -10,6 +10,8 @@ from collections.abc import Callable, Hashable
 from datetime import timedelta
 from typing import NamedTuple
 
+BURST_SECONDS = 6.0  # a bucket holds as many tokens as its rate allows in this time
+
 
 class Clocks(NamedTuple):
     """Seconds that only grow, and this machine's Unix time."""
@@ -103,3 +105,43 @@ class Repeats:
         held = self._held.pop(key, 0)
         times = "time" if held == 1 else "times"
         return f" ({held} more {times} since the last such line)" if held else ""
+
+
+class Buckets:
+    """Token buckets by key, the least recently used forgotten beyond ``capacity``.
+
+    Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        *,
+        rate: float,
+        burst: float | None = None,
+        capacity: int = 4096,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._rate = rate
+        self._burst = max(1.0, rate * BURST_SECONDS if burst is None else burst)
+        self._capacity = capacity
+        self._clock = clock
+        self._levels: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
+
+    def _level(self, key: Hashable, now: float) -> float:
+        level, then = self._levels.get(key, (self._burst, now))
+        return min(self._burst, level + (now - then) * self._rate)
+
+    def empty(self, key: Hashable) -> bool:
+        return self._level(key, self._clock()) < 1.0
+
+    def draw(self, key: Hashable) -> bool:
+        """Draw one token; return False when there is none."""
+        now = self._clock()
+        level = self._level(key, now)
+        enough = level >= 1.0
+        # Also when refused: a key that went out of memory would have a full bucket again.
+        self._levels[key] = (level - 1.0 if enough else level, now)
+        self._levels.move_to_end(key)
+        if len(self._levels) > self._capacity:
+            self._levels.popitem(last=False)
+        return enough

@@ -1,4 +1,4 @@
-"""Answer a registry's callers over HTTP, all of it bounded (:mod:`..chain.http_server`).
+"""Answer a registry's callers: starlette on uvicorn, bounded by :mod:`..common.connections`.
 
 Reads are open and come from an immutable view; a poller that names the ETag of what it has gets 304
 and the block. Writes are checked cheapest first: path, size, rates, receiver, freshness,
@@ -16,31 +16,31 @@ import asyncio
 import json
 import logging
 import socket
+import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import uvicorn
 from pydantic import ValidationError, validate_call
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from distributed_training.chain import auth
-from distributed_training.chain.auth import Refusal, Refused
+from distributed_training.chain.auth import HOTKEY, Refusal, Refused
 from distributed_training.chain.base import ChainError, find
-from distributed_training.chain.http_server import (
-    Admission,
-    BoundedServer,
-    Buckets,
-    Head,
-    Reply,
-    normalize,
-    parse_fields,
-    whole_reply,
-)
 from distributed_training.common.addresses import Reach, reach
-from distributed_training.common.backoff import Throttle
+from distributed_training.common.backoff import Buckets, Throttle
+from distributed_training.common.connections import BoundedConnection, Bounds, normalize
 
 from .access import Access, StoreAway
 from .ledger import Address, PeerId, Port
@@ -54,12 +54,15 @@ _REGISTRATIONS_PER_SECOND, _REGISTRATIONS_BURST = 1 / 60, 32.0  # of one address
 _GRANTS_PER_SECOND, _GRANTS_BURST = 1.0, 64.0  # of one hotkey, of those that ask the store
 _MOST_GRANTS = 256  # that wait for a thread
 _PAGE_KEPT = 1.0  # seconds; one of 4096 uids takes 50 ms
+_KEEP_INTERVAL = 2.0  # seconds between two looks at what else is to be written
+_STOPS_WITHIN = 2  # seconds that a stop gives requests
+_LOG_INTERVAL = 60.0  # seconds between two lines about one caller
+_LOG_LINES = 20  # per interval, all callers together
+_PIECE = 64 * 1024  # bytes
 _FOUNDERS = frozenset(
     {"/enroll", "/expel", "/invite", "/invitations", "/revoke", "/allow", "/report"}
 )
 
-_JSON = "application/json"
-_PAGE_TYPE = "text/html; charset=utf-8"
 # Hotkeys and addresses come from others: no script runs, even where an escape were forgotten.
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
@@ -89,14 +92,12 @@ class Limits:
     private: bool = False
 
 
-class Service(BoundedServer):
+class Service:
     """Serve ``registry`` on ``sock``, a listener, from :meth:`start` until :meth:`close`.
 
     The registry stays open. ``access``: of members to the global bucket; None: by other ways.
     ``follow``: reads what it serves again, called every few seconds.
     """
-
-    NO_STRIKE = frozenset({Refusal.RATE, Refusal.NO_PERMIT})
 
     def __init__(
         self,
@@ -108,6 +109,7 @@ class Service(BoundedServer):
         follow: Callable[[], None] = lambda: None,
     ) -> None:
         self.registry = registry
+        self._sock = sock
         self._follow = follow
         self._names = {"127.0.0.1", "localhost", "[::1]", *map(str.lower, limits.host_names)}
         self._private = limits.private
@@ -145,116 +147,190 @@ class Service(BoundedServer):
             window=timedelta(seconds=auth.BTAUTH_MAX_AGE + CLOCK_SKEW),
         )
         self._granter = ThreadPoolExecutor(8, thread_name_prefix="registry-access")
-        self._reads: dict[str, Callable[[Head], bytes]] = {
+        self._reads: dict[str, Callable[[Request], Response]] = {
             "/state": self._state,
-            "/health": lambda _: _json(
-                200,
-                {
-                    "registry": registry.charter.identity,
-                    "block": registry.height,
-                    "store_keys": registry.object_store is not None,
-                },
+            "/health": self._health,
+            "/metrics": lambda _: _Pieces(
+                figures(registry, self.counters()), media_type="text/plain"
             ),
-            "/metrics": lambda _: _text(200, figures(registry, self.counters())),
             "/": self._page,
         }
-        self._made = (float("-inf"), b"")  # when, and the page
+        self._made = (float("-inf"), Response())  # when, and the page
         self._may_warn = Throttle(60.0)
+        self._may_log = Throttle(_LOG_INTERVAL, most=_LOG_LINES)
+        self._counts: Counter[str] = Counter()
         # One: a slow disk holds up only writes, while the event loop answers reads.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="registry-writer")
-        behind = limits.proxy is not None
-        admission = Admission(
-            # Or the bad requests of one of its callers would shut out everybody behind the proxy.
-            trusted=frozenset(map(normalize, [limits.proxy] if limits.proxy is not None else [])),
-            max_connections=limits.max_connections,
-            max_connections_per_address=(
-                2 * limits.max_connections if behind else limits.max_connections_per_address
-            ),
-            # Behind a proxy all come from its address; _addresses bounds those that it names.
-            requests_per_address=1e6 if behind else limits.requests_per_address,
-            # All pollers are untrusted clients, and thousands return together after an outage.
-            newcomers=(5000.0, 10000),
+        self.bounds = Bounds(
+            most=limits.max_connections,
+            of_client=limits.max_connections_per_address,
+            patience=limits.read_timeout.total_seconds(),
+            proxy=self._proxy,
         )
-        super().__init__(
-            sock=sock,
-            admission=admission,
-            read_timeout=limits.read_timeout,
-            max_body=MAX_BODY,
-            idle=limits.idle_timeout,
+        self._server = uvicorn.Server(self._configuration(limits))
+        self._stopping = threading.Event()
+        self._threads = [
+            threading.Thread(target=run, name=name, daemon=True)
+            for name, run in (("registry", self._serve), ("registry-files", self._write_regularly))
+        ]
+
+    def _configuration(self, limits: Limits) -> uvicorn.Config:
+        class Connection(BoundedConnection):
+            bounds = self.bounds
+
+        app = Starlette(
+            routes=[
+                *(Route(path, self._read) for path in self._reads),
+                *(Route(path, self._write, methods=["POST"]) for path in self._writes),
+                Route("/{file:path}", self._read),
+            ],
+            exception_handlers={
+                Refused: self._refuse,
+                HTTPException: self._refuse,
+                ClientDisconnect: self._refuse,
+                Exception: self._fail,
+            },
         )
+        return uvicorn.Config(
+            app,
+            http=Connection,
+            loop="asyncio",  # the same, whatever else is installed
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",  # its warnings are one for each malformed request of anybody
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=round(limits.idle_timeout.total_seconds()),
+            timeout_graceful_shutdown=_STOPS_WITHIN,
+        )
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         """Close; accepted writes are stored. Idempotent."""
+        self._server.should_exit = True
+        self._stopping.set()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(10)
+        self._sock.close()
         # In this order: no new calls, then the accepted writes are stored.
-        super().close()
         self._writer.shutdown()
         self._granter.shutdown(cancel_futures=True)  # they ask again
 
-    def write_files(self) -> None:
-        self.registry.reserve_blocks()
-        self._follow()
-        try:
-            self.registry.let_into_store()
-        except ChainError as error:
-            if self._may_warn("members"):
-                log.warning("%s: free its disk, or correct its permissions", error)
+    def _serve(self) -> None:
+        self._server.run(sockets=[self._sock])
 
-    def refused(self, refusal: Refusal, head: Head | None, address: str) -> None:
-        if refusal is Refusal.SILENT:  # a browser opens more connections than it uses
-            self._counts[f"refused.{refusal.reason}"] += 1
-            return
-        super().refused(refusal, head, address)
+    def _write_regularly(self) -> None:
+        # Not in the event loop: an fsync on a disk that is busy takes long.
+        while not self._stopping.wait(_KEEP_INTERVAL):
+            self.registry.reserve_blocks()
+            self._follow()
+            try:
+                self.registry.let_into_store()
+            except ChainError as error:
+                if self._may_warn("members"):
+                    log.warning("%s: free its disk, or correct its permissions", error)
+
+    def counters(self) -> dict[str, int]:
+        """Return the counters, which only grow, ``refused.<reason>`` among them."""
+        refused = {f"refused.{reason}": n for reason, n in dict(self.bounds.refused).items()}
+        return Counter(dict(self._counts)) + Counter(refused)
+
+    # refusals
+
+    async def _refuse(self, request: Request, error: Exception) -> Response:
+        """Count and (rarely) log a refusal; return it."""
+        if isinstance(error, ClientDisconnect):
+            return Response(status_code=408)  # nobody reads it
+        if isinstance(error, HTTPException):
+            error = Refused(Refusal.METHOD if error.status_code == 405 else Refusal.ROUTE)
+        assert isinstance(error, Refused)
+        refusal = error.refusal
+        self._counts[f"refused.{refusal.reason}"] += 1
+        named, address = request.headers.get("x-bittensor-hotkey", ""), self._caller(request)
+        claimed = HOTKEY.fullmatch(named)
+        if self._may_log(named if claimed else address):
+            caller = f"{named} at {address}" if claimed else address
+            log.warning("Refused a call from %s: %s [%s]", caller, refusal.message, refusal.reason)
+        return JSONResponse(error.fields, refusal.status, {"connection": "close"})
+
+    async def _fail(self, request: Request, error: Exception) -> Response:
+        # uvicorn, to which Starlette raises it again, is silent.
+        if self._may_warn("defect"):
+            why = f"{type(error).__name__}: {error}"
+            log.warning("A call of %.80r was not answered (%.200s)", request.url.path, why)
+        return JSONResponse({"message": "a defect: the registry's log has it"}, 500)
 
     # checks
 
-    def check_head(self, head: Head) -> auth.Claim | None:
-        """Check a request's head; return its claim, None for a read. Raises Refused."""
-        address = self._caller(head)
-        if not self._addresses.draw(address):
-            raise Refused(Refusal.RATE)
-        if head.method == "GET":
-            return None
-        if head.path not in self._writes:
-            raise Refused(Refusal.ROUTE)
-        if head.method != "POST":
-            raise Refused(Refusal.METHOD)
-        claim = auth.read_claim(head.headers)
+    def _check_head(self, request: Request) -> auth.Claim:
+        """Check the head of a write; return its claim. Raises Refused."""
+        self._draw(request)
+        if int(request.headers.get("content-length", "0")) > MAX_BODY:
+            raise Refused(Refusal.TOO_LARGE)
+        signed = [name for name, _ in request.headers.raw if name.startswith(b"x-bittensor-")]
+        # A head with two values of one deceives a program that reads the other value.
+        if len(signed) > len(set(signed)):
+            raise Refused(Refusal.MALFORMED)
+        claim = auth.read_claim(request.headers)
         if claim.receiver != self.registry.charter.identity:
             raise Refused(Refusal.RECEIVER)
         # Only looked at. A token is taken with the proof, or anybody could use up a hotkey's rate.
         if self._hotkeys.empty(claim.hotkey):
             raise Refused(Refusal.RATE)
         _check_fresh(claim, time.time_ns())
-        if head.path in _FOUNDERS and claim.hotkey != self.registry.charter.master:
+        if request.url.path in _FOUNDERS and claim.hotkey != self.registry.charter.master:
             raise Refused(Refusal.NO_PERMIT, message="only the founder's hotkey may do this")
         return claim
 
-    def _caller(self, head: Head) -> str:
-        """Return the address of the caller; behind the proxy, the one that the proxy names."""
-        if head.address != self._proxy:
-            return head.address
-        # The last one: the proxy adds it, and any caller may write the others.
-        return normalize(head.headers.get("x-forwarded-for", "").rpartition(",")[2].strip())
+    def _draw(self, request: Request) -> None:
+        if not self._addresses.draw(self._caller(request)):
+            raise Refused(Refusal.RATE)
 
-    def answer(self, head: Head, claim: auth.Claim | None, body: bytes) -> Reply | Awaitable[Reply]:
-        if claim is not None:
-            return self._write(head, claim, body)
-        file = self.registry.files.get(head.path[1:])
-        if head.path not in self._reads and file is None:
-            raise Refused(Refusal.ROUTE, message="there is nothing here")
-        self._counts[f"read{head.path}"] += 1
-        # A web site whose name was pointed at this address must not have a browser read it here.
-        named = head.headers.get("host", "").lower()
-        host = named if named.endswith("]") else named.rpartition(":")[0] or named
-        if head.path in ("/", "/metrics") and host not in self._names:
-            return _text(403, "this name is not the registry's: see --host-name\n")
-        if head.path not in self._reads:
-            return _text(200, file or "")
-        return self._reads[head.path](head)
+    def _caller(self, request: Request) -> str:
+        """Return the address of the caller; behind the proxy, the one that the proxy names."""
+        address = normalize(request.client.host if request.client is not None else "")
+        if address != self._proxy:
+            return address
+        # The last one: the proxy adds it, and any caller may write the others.
+        named = ",".join(request.headers.getlist("x-forwarded-for"))
+        return normalize(named.rpartition(",")[2].strip())
 
     # reads
 
-    def _state(self, head: Head) -> bytes:
+    async def _read(self, request: Request) -> Response:
+        self._draw(request)
+        path = request.url.path
+        file = self.registry.files.get(path[1:])
+        if path not in self._reads and file is None:
+            raise Refused(Refusal.ROUTE, message="there is nothing here")
+        self._counts[f"read{path}"] += 1
+        # A web site whose name was pointed at this address must not have a browser read it here.
+        named = request.headers.get("host", "").lower()
+        host = named if named.endswith("]") else named.rpartition(":")[0] or named
+        if path in ("/", "/metrics") and host not in self._names:
+            return PlainTextResponse("this name is not the registry's: see --host-name\n", 403)
+        if path not in self._reads:
+            return PlainTextResponse(file or "")
+        return self._reads[path](request)
+
+    def _health(self, request: Request) -> Response:
+        registry = self.registry
+        has_keys = registry.object_store is not None
+        return JSONResponse(
+            {
+                "registry": registry.charter.identity,
+                "block": registry.height,
+                "store_keys": has_keys,
+            }
+        )
+
+    def _state(self, request: Request) -> Response:
         registry, view = self.registry, self.registry.view
         # Before any body, so that they are there without one too.
         now = {
@@ -264,10 +340,10 @@ class Service(BoundedServer):
             "x-version": str(view.version),
         }
         headers = {"cache-control": "no-cache", "etag": view.etag, **now}
-        if head.headers.get("if-none-match") == view.etag:
-            return whole_reply(304, b"", _JSON, headers)
+        if request.headers.get("if-none-match") == view.etag:
+            return Response(status_code=304, headers=headers)
         # Clients of 0.2.0 name a version instead, and take an answer without rows for no news.
-        known = f"/state?since={view.version}&start={registry.start}" == head.target
+        known = f"since={view.version}&start={registry.start}" == request.url.query
         fields = {
             "registry": registry.charter.identity,
             "start": registry.start,
@@ -281,40 +357,47 @@ class Service(BoundedServer):
         content = json.dumps(fields).encode()
         if not known:
             content = content[:-1] + b", " + view.content + b"}"
-        return whole_reply(200, content, _JSON, headers)
+        return _Pieces(content, headers=headers, media_type="application/json")
 
-    def _page(self, head: Head) -> bytes:
+    def _metrics(self, request: Request) -> Response:
+        return _Pieces(figures(self.registry, self.counters()), media_type="text/plain")
+
+    def _page(self, request: Request) -> Response:
         # Whoever reloads it for ever costs no more than one page a second.
         if time.monotonic() - self._made[0] > _PAGE_KEPT:
-            content = draw_page(self.registry).encode()
-            self._made = time.monotonic(), whole_reply(200, content, _PAGE_TYPE, _PAGE_HEADERS)
+            page = _Pieces(draw_page(self.registry), headers=_PAGE_HEADERS, media_type="text/html")
+            self._made = time.monotonic(), page
         return self._made[1]
 
     # writes
 
-    def _write(self, head: Head, claim: auth.Claim, body: bytes) -> Awaitable[bytes]:
+    async def _write(self, request: Request) -> Response:
         """Verify the call and hand it to the writer. Raises Refused."""
+        claim, path = self._check_head(request), request.url.path
+        body = await request.body()
         registry = self.registry
-        receiver = registry.charter.identity
-        auth.proven(claim, head.headers, body, path=head.target, own=receiver)
+        # As it was sent, which is what the caller signed.
+        query = request.scope["query_string"]
+        target = (request.scope["raw_path"] + (b"?" + query if query else b"")).decode()
+        auth.proven(claim, request.headers, body, path=target, own=registry.charter.identity)
         self._hotkeys.draw(claim.hotkey)
         # By address: with open admission anybody makes new hotkeys for nothing.
-        if head.path == "/register" and not self._registrations.draw(self._caller(head)):
+        if path == "/register" and not self._registrations.draw(self._caller(request)):
             raise Refused(Refusal.RATE)
-        fields = parse_fields(body)
-        if head.path == "/access":
-            return self._grant(claim, fields)
+        fields = _parse_fields(body)
+        if path == "/access":
+            return await self._grant(claim, fields)
         # A neuron writes for itself; the founder writes for the hotkey that the fields name.
-        own: tuple[Any, ...] = () if head.path in _FOUNDERS else (claim.hotkey,)
-        if head.path == "/serve":
-            found = narrowest(self._listens_at, self._caller(head))
+        own: tuple[Any, ...] = () if path in _FOUNDERS else (claim.hotkey,)
+        if path == "/serve":
+            found = narrowest(self._listens_at, self._caller(request))
             own = claim.hotkey, max(found, Reach.NETWORK) if self._private else found
-        action = partial(self._writes[head.path], *own, **fields)
+        action = partial(self._writes[path], *own, **fields)
         write = partial(registry.write, claim.hotkey, claim.nonce, action)
         loop = asyncio.get_running_loop()
-        return loop.run_in_executor(self._writer, self._answer, head.path, write)
+        return await loop.run_in_executor(self._writer, self._answer, path, write)
 
-    async def _grant(self, claim: auth.Claim, fields: dict[str, Any]) -> bytes:
+    async def _grant(self, claim: auth.Claim, fields: dict[str, Any]) -> Response:
         """Answer a member's request for access to the store. Raises Refused."""
         asks_store = fields.get("do") != "read"
         view = self.registry.view
@@ -323,7 +406,7 @@ class Service(BoundedServer):
             expelled = " was expelled" if claim.hotkey in view.expelled else " has no uid"
             self._counts["refused/access"] += 1
             reason = f"access: hotkey {claim.hotkey}{expelled}, so nothing is granted"
-            return _json(400, {"message": reason})
+            return JSONResponse({"message": reason}, 400)
         # The store may be slow, and members many.
         if self._granting >= _MOST_GRANTS or (asks_store and not self._grants.draw(claim.hotkey)):
             raise Refused(Refusal.RATE)
@@ -337,16 +420,16 @@ class Service(BoundedServer):
         finally:
             self._granting -= 1
 
-    def _answer(self, path: str, action: Callable[[], Any]) -> bytes:
+    def _answer(self, path: str, action: Callable[[], Any]) -> Response:
         """Run the request on a thread; return the answer, or a refusal with its reason."""
         try:
             done = action()
         except Replayed as error:
             self._counts["refused.replay"] += 1
-            return _json(401, {"message": str(error)})
+            return JSONResponse({"message": str(error)}, 401)
         except (StoreAway, CannotStore) as error:
             self._counts[f"refused{path}"] += 1
-            return _json(503, {"message": str(error)})
+            return JSONResponse({"message": str(error)}, 503)
         except (ChainError, ValueError, TypeError) as error:
             self._counts[f"refused{path}"] += 1
             reason = str(error) if isinstance(error, ChainError) else "malformed request"
@@ -354,9 +437,9 @@ class Service(BoundedServer):
                 # Nothing of the input, which may hold a secret.
                 first = error.errors(include_url=False, include_input=False)[0]
                 reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-            return _json(400, {"message": reason})
+            return JSONResponse({"message": reason}, 400)
         self._counts[f"written{path}"] += 1
-        return _json(200, {"result": done})
+        return JSONResponse({"result": done})
 
     def _write_endpoint(
         self, hotkey: str, allowed: Reach, ip: Address, port: Port, peer: PeerId = ""
@@ -401,9 +484,33 @@ def _check_fresh(claim: auth.Claim, now: int) -> None:
         raise Refused(refused.refusal, message=message) from None
 
 
-def _json(status: int, fields: dict[str, Any]) -> bytes:
-    return whole_reply(status, json.dumps(fields).encode(), _JSON, {})
+class _Pieces(Response):
+    """An answer of which a client that reads slowly holds no more than a piece in memory."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
+        for at in range(0, len(self.body) or 1, _PIECE):
+            more = at + _PIECE < len(self.body)
+            piece = self.body[at : at + _PIECE]
+            await send({"type": "http.response.body", "body": piece, "more_body": more})
 
 
-def _text(status: int, text: str) -> bytes:
-    return whole_reply(status, text.encode(), "text/plain; charset=utf-8", {})
+def _parse_fields(body: bytes) -> dict[str, Any]:
+    """Return the JSON object of a body; an empty body is an empty object. Raises Refused."""
+
+    def refuse(_: str) -> float:
+        raise ValueError("not finite")
+
+    try:
+        fields = json.loads(body or b"{}", parse_constant=refuse)
+    except (ValueError, RecursionError):
+        raise Refused(Refusal.MALFORMED) from None
+    if not isinstance(fields, dict):
+        raise Refused(Refusal.MALFORMED)
+    return fields

@@ -6,35 +6,7 @@ import itertools
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
-
-from distributed_training.chain.identity import Wallet
-from tests.tools.chain_world import CALL, PEER, World, sign
-
-
-def connect(made: World, source: str = "127.0.0.1", timeout: float = 30.0) -> socket.socket:
-    return socket.create_connection(
-        ("127.0.0.1", made.server.port), timeout=timeout, source_address=(source, 0)
-    )
-
-
-def send(made: World, raw: bytes, source: str = "127.0.0.1", timeout: float = 30.0) -> bytes:
-    """Everything the server says before it closes; nothing when it does not let us in: resets the
-    connection."""
-    try:
-        sock = connect(made, source, timeout)
-    except (ConnectionResetError, TimeoutError):
-        return b""
-    sock.settimeout(30)
-    with closing(sock):
-        with suppress(OSError):
-            sock.sendall(raw)
-            sock.shutdown(socket.SHUT_WR)
-        answer = b""
-        with suppress(ConnectionResetError):
-            while chunk := sock.recv(65536):
-                answer += chunk
-        return answer
+from contextlib import contextmanager, suppress
 
 
 def request(path: str, headers: dict[str, str], body: bytes = b"", method: str = "POST") -> bytes:
@@ -43,16 +15,8 @@ def request(path: str, headers: dict[str, str], body: bytes = b"", method: str =
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
-def call(wallet: Wallet = PEER) -> bytes:
-    return request(CALL, sign(wallet, b"{}"), b"{}")
-
-
 def status(answer: bytes) -> int:
     return int(answer.split(b" ", 2)[1]) if answer else 0
-
-
-def still_answers(made: World) -> None:
-    assert status(send(made, call())) == 200
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from distributed_training.chain import auth
 from distributed_training.chain.auth import NonceMemory
-from distributed_training.chain.http_server import normalize
 
 pytestmark = pytest.mark.timeout(60)
 NS = 10**9
@@ -98,8 +97,3 @@ def test_a_clock_that_was_ahead_while_running_shuts_nobody_out_later(ahead: int)
         clocks.pass_(901)
         assert memory.use("a", clocks.wall)
         assert not any(memory.use("a", nonce) for nonce in accepted)
-
-
-def test_an_address_is_one_client() -> None:
-    assert normalize("::ffff:1.2.3.4") == "1.2.3.4"
-    assert normalize("2001:db8:1:2::4") == "2001:db8:1:2::/64" != normalize("2001:db8:1:3::4")

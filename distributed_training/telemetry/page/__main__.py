@@ -41,8 +41,8 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from distributed_training.common.connections import BoundedConnection, Bounds
 from distributed_training.common.ports import listen
 from distributed_training.common.processes import ChildLog, ParentConnection, limit_resources
 from distributed_training.protocol.types import ExitStatus
@@ -306,74 +306,18 @@ def application(neurons: Sequence[NeuronState], *, token: str = "") -> ASGIApp:
     return Guard(pages, token=token)
 
 
-class Connection(H11Protocol):
-    """A connection whose client asks within :data:`_PATIENCE`, and reads on; else it is cut.
-
-    uvicorn waits for a request, and for room to send in, without an end: clients that say nothing,
-    or stopped reading (a laptop that sleeps), would take all connections, one after the other.
-    Where too many wait to ask, a new one takes the place of the one that has waited longest: who
-    sends a whole request at once is answered, however many send slow ones.
-    """
-
-    _deadline: asyncio.TimerHandle | None = None
-    _since = 0.0  # of the loop's clock: when it began to wait for a request
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._since = self.loop.time()
-        if len(self.connections) >= _CONNECTIONS:
-            waiting = [one for one in self.connections if isinstance(one, Connection) and one.waits]
-            longest = min(waiting, key=lambda one: one._since)  # this one, if no other waits
-            # At once: uvicorn answers 503 while as many are counted.
-            self.connections.discard(longest)
-            longest.transport.abort()
-        self._expect()
-
-    @property
-    def waits(self) -> bool:
-        """No request of it is being answered, nor an answer on its way."""
-        answered = self.cycle is None or self.cycle.response_complete
-        return answered and not self.transport.get_write_buffer_size()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._since = self.loop.time()
-        self._expect()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._expect()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        if self._deadline is not None:
-            self._deadline.cancel()
-
-    def _expect(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-        unread = self.transport.get_write_buffer_size()
-        self._deadline = self.loop.call_later(_PATIENCE, self._late, unread)
-
-    def _late(self, before: int) -> None:
-        """Cut the connection unless its client reads, or a request of it is being answered."""
-        unread = self.transport.get_write_buffer_size()
-        # An answer counts as complete while megabytes of it are still on their way.
-        if 0 < unread < before:
-            self._expect()
-        elif self.flow.write_paused or self.cycle is None or self.cycle.response_complete:
-            self.transport.abort()
-
-
 def server(neurons: Sequence[NeuronState], *, token: str = "") -> uvicorn.Server:
     """Return the server of the page over ``neurons``; see the module."""
+
+    class Connection(BoundedConnection):
+        bounds = Bounds(most=_CONNECTIONS, of_client=_CONNECTIONS, patience=_PATIENCE)
+
     config = uvicorn.Config(
         application(neurons, token=token),
         http=Connection,
         log_level="critical",  # its warnings are one for each malformed request of anybody
         access_log=False,
         ws="none",
-        limit_concurrency=_CONNECTIONS,
         timeout_graceful_shutdown=1,
     )
     return uvicorn.Server(config)
