@@ -133,13 +133,13 @@ def join(options: argparse.Namespace, words: Sequence[str]) -> int:
     config.run_folder.mkdir(parents=True, exist_ok=True)
     save_copy(config.network, config.run_folder)
     if not OPERATORS_FILE.exists():
-        write_bytes(OPERATORS_FILE, toml_of(given, config.exchange).encode())
+        write_bytes(OPERATORS_FILE, toml_of(given, ports=config.takes_ports).encode())
     with atomic_file(DOTENV, private=True) as file:
         file.write(dotenv_with(variables | keys).encode())
     here = Path.cwd()
     secrets = "keys" if config.has_bucket else "invitation"
     print(f"{config.network.line}\nsettings {here / OPERATORS_FILE}, {secrets} {here / DOTENV}")
-    if not config.averages:
+    if not config.takes_ports:
         print(
             "a script of yours joins here too: distributed_training.model_config() is the model's "
             "config.json (docs/join-a-script.md)"

@@ -50,14 +50,14 @@ from distributed_training.config.schema import schema
 from distributed_training.config.versions import parse_version, under
 from distributed_training.miner import build
 from distributed_training.miner import events as ev
-from distributed_training.miner.build import Held, RankContext, open_data
+from distributed_training.miner.build import RankContext, open_data
 from distributed_training.miner.controller import IDLE_WAIT
 from distributed_training.miner.events import Action, Command, LocalPart
 from distributed_training.miner.init_command import argv_of
 from distributed_training.miner.launcher import occupied
 from distributed_training.miner.loop import RankLoop
 from distributed_training.miner.ranks import Ranks
-from distributed_training.miner.resume import StartupInfo, resume_training
+from distributed_training.miner.resume import StartupInfo
 from distributed_training.miner.run_folder import INSTANCE, forget_ranks, write_instance
 from distributed_training.miner.start import CONTROL_TIMEOUT
 from distributed_training.node.start import NetworkFailure, make_run_folder
@@ -70,7 +70,6 @@ from distributed_training.telemetry.run_state import (
     report_stage,
 )
 from distributed_training.telemetry.verdict import SCRIPT
-from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import Layout, open_stream
 from distributed_training.training.script_weights import (
     STREAM_TIMEOUT,
@@ -510,11 +509,6 @@ def _config_of(network: str | os.PathLike[str] | None, settings: dict[str, Any])
     argv = argv_of(given)
     config = load_config("miner", argv, environ=environ, file=OPERATORS_FILE, check=False)
     config = replace(config, of_script=True)
-    if config.exchange != "store":
-        raise ConfigError(
-            f"{config.general.network} averages over hivemind, which takes ports and a bucket of "
-            "its own, so a script cannot join it: run dt-miner there"
-        )
     for problem in problems(config):
         raise ConfigError(problem)
     return config
@@ -581,17 +575,8 @@ def _assemble(
     )
     stack.callback(weights.steps.close)
     context = RankContext(config, folder, weights.device, ranks, events, stack, guest=True)
-    keep = config.miner.keep_checkpoints
-    checkpointer = Checkpointer(trainer=weights, folder=folder / "checkpoints", keep=keep)
     data = open_data(context, info, weights.micro_batch_size) if config.reads_text else None
-    start = connections.global_folder if connections else None
-    kept = resume_training(weights, checkpointer, info, start)
-    first_block = 0 if kept else info.first_block
-    if data is not None:
-        data.load_state_dict(kept.get("data", {}))
-        if first_block:
-            data.request(first_block)
-    held = Held(weights, checkpointer, data, kept, first_block)
+    held = build.resume(context, info, weights, data, connections)
     rank_zero, round_rank = build.build_exchange(context, info, connections, held)
     if rank_zero is not None:
         rank_zero.go_live(post)
@@ -603,7 +588,7 @@ def _assemble(
         ranks=ranks,
         weights=weights,
         data=data,
-        checkpointer=checkpointer,
+        checkpointer=held.checkpointer,
         round_rank=round_rank,
     )
 

@@ -253,6 +253,11 @@ class Config(AllSettings):
         return self.exchange == "hivemind"
 
     @property
+    def takes_ports(self) -> bool:
+        """True where the members of this network connect to each other's machines."""
+        return self.averages
+
+    @property
     def round_period(self) -> timedelta:
         """The time from one close to the next."""
         return timedelta(seconds=self.miner.blocks_per_allreduce * self.chain.seconds_per_block)
@@ -310,7 +315,7 @@ def extras_of_network(config: Config) -> dict[str, str]:
     wanted = {}
     if config.chain.kind == "bittensor":
         wanted["bittensor"] = "a network on a Bittensor chain"
-    if config.averages:
+    if config.averages and not config.of_script:
         wanted["hivemind"] = "a network over hivemind"
     return wanted
 
@@ -419,6 +424,11 @@ def check_schedule(config: Config) -> Iterator[str]:
 
 
 def check_exchange(config: Config) -> Iterator[str]:
+    if config.of_script and config.takes_ports:
+        yield (
+            f"{config.general.network} averages over hivemind, which takes ports and a bucket of "
+            "its own, so a script cannot join it: run dt-miner there"
+        )
     grace, period = config.miner.grace, config.round_period
     if grace > period / 3:
         yield (
@@ -518,10 +528,10 @@ def key_faults(config: Config) -> Iterator[str]:
 
 # A start shows only the first problem, so a problem that makes others pointless stands first.
 CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
+    check_exchange,
     check_values,
     check_own_text,
     check_schedule,
-    check_exchange,
     check_exports,
     check_addresses,
     check_keys,

@@ -1,7 +1,7 @@
 """Build what a rank of the miner is made of, for either exchange.
 
 open_connections   wallet, registry, the network's bucket, its newest weights: rank 0's
-build_training     model and data of every rank, and what they continue from
+resume             what the weights and data of every rank continue from
 build_exchange     rank 0's rounds, controller and telemetry; each rank's part of rounds
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -57,15 +57,13 @@ from distributed_training.telemetry import EventLog, MetricsFile, unix_time
 from distributed_training.telemetry.trackers import open_trackers
 from distributed_training.telemetry.verdict import Facts
 from distributed_training.training.checkpoint import Checkpointer
-from distributed_training.training.collectives import Layout
 from distributed_training.training.held_weights import HeldWeights
-from distributed_training.training.trainer import Trainer
 from distributed_training.training.weights import read_model_config
 
 from . import events as ev
 from .block_list import BlockList, NoBlocks
 from .controller import Controller, Subscriber
-from .device import expects_gpu, utilization_of
+from .device import expects_gpu
 from .events import MinerState, Mode, Rules
 from .income import Income, standing, with_uploads
 from .metrics import MachineGauges, Metrics
@@ -91,21 +89,16 @@ _SAY_AGAIN = 600.0  # seconds between two lines of one cause
 
 @dataclass(frozen=True)
 class RankContext:
-    """The surroundings in which a rank is built.
-
-    Its settings, folder, device and fellow ranks, rank 0's queue of events, and the stack that
-    closes what was opened. ``tick``: of the controller. ``guest``: the process is a script's, in
-    which nothing here may end it or change its log.
-    """
+    """The surroundings in which a rank is built."""
 
     config: Config
     folder: Path
     device: torch.device
     ranks: Ranks
-    events: queue.SimpleQueue[ev.Event]
-    stack: ExitStack
-    tick: timedelta = timedelta(seconds=1)
-    guest: bool = False
+    events: queue.SimpleQueue[ev.Event]  # rank 0's
+    stack: ExitStack  # closes what was opened
+    tick: timedelta = timedelta(seconds=1)  # of the controller
+    guest: bool = False  # in a script's process, which nothing here may end, nor change its log
 
 
 def describe_size(model: Mapping[str, Any], config: Config) -> str:
@@ -200,56 +193,40 @@ def open_versions(
     return config, versions
 
 
+Weights = TypeVar("Weights", bound=HeldWeights)
+
+
 @dataclass(frozen=True)
-class Held:
-    """The objects that every rank holds, whoever trains. ``data``: None where they are a script's.
+class Held(Generic[Weights]):
+    """The objects that every rank holds, whoever trains."""
 
-    ``kept``: this rank's part of its checkpoint, empty after a fresh start; ``first_block``: the
-    block that a fresh start trains on first, else 0.
-    """
-
-    trainer: HeldWeights
+    trainer: Weights
     checkpointer: Checkpointer
-    data: DataPipeline | None
-    kept: Mapping[str, Any]
-    first_block: int
+    data: DataPipeline | None  # None where they are a script's
+    kept: Mapping[str, Any]  # this rank's part of its checkpoint; empty after a fresh start
+    first_block: int  # that a fresh start trains on first, else 0
 
 
-@dataclass(frozen=True)
-class Training(Held):
-    """The objects that every rank trains with."""
-
-    trainer: Trainer
-    data: DataPipeline
-
-
-def build_training(
-    context: RankContext, info: StartupInfo, global_folder: Path | None, alive: Callable[[], None]
-) -> Training:
-    """Build model and data, and continue from the last checkpoint or the network's weights."""
-    config, ranks, folder = context.config, context.ranks, context.folder
-    trainer = Trainer(
-        settings=config.training,
-        model_config=info.model_config,
-        device=context.device,
-        layout=Layout(ranks.rank, ranks.world_size, ranks.local_world_size),
-        utilization=utilization_of(context.device),
-        run_folder=folder,
-    )
+def resume(
+    context: RankContext,
+    info: StartupInfo,
+    trainer: Weights,
+    data: DataPipeline | None,
+    connections: Connections | None,
+) -> Held[Weights]:
+    """Continue from the last checkpoint or from the network's weights. Collective."""
+    folder, config = context.folder, context.config
     checkpointer = Checkpointer(
-        trainer=trainer,
-        folder=folder / "checkpoints",
-        keep=config.miner.keep_checkpoints,
+        trainer=trainer, folder=folder / "checkpoints", keep=config.miner.keep_checkpoints
     )
-    alive()
-    data = open_data(context, info, trainer.micro_batch_size)
-    kept = resume_training(trainer, checkpointer, info, global_folder)
-    data.load_state_dict(kept.get("data", {}))
+    weights = connections.global_folder if connections else None
+    kept = resume_training(trainer, checkpointer, info, weights)
     first_block = 0 if kept else info.first_block
-    if first_block:
-        data.request(first_block)  # prepared while the network is joined
-    alive()
-    return Training(trainer, checkpointer, data, kept, first_block)
+    if data is not None:
+        data.load_state_dict(kept.get("data", {}))
+        if first_block:
+            data.request(first_block)  # prepared while the network is joined
+    return Held(trainer, checkpointer, data, kept, first_block)
 
 
 def open_data(context: RankContext, info: StartupInfo, micro_batch_size: int) -> DataPipeline:
@@ -287,7 +264,7 @@ def rules_of(config: Config, uid: int) -> Facts:
 
 def open_block_list(
     context: RankContext,
-    training: Held,
+    training: Held[Any],
     chain: Chain,
     *,
     uid: int,
@@ -315,7 +292,7 @@ def open_block_list(
 
 def open_metrics(
     context: RankContext,
-    training: Held,
+    training: Held[Any],
     blocks: BlockList,
     chain: Chain,
     *,
@@ -364,17 +341,13 @@ def open_metrics(
 
 @dataclass(frozen=True)
 class Connections:
-    """The connections that rank 0 opens before there is a model.
-
-    ``global_folder``: files of the weights that a fresh start begins with. ``versions``: of the
-    network's file, None where it has none. ``commitment``: the read key of our own bucket.
-    """
+    """The connections that rank 0 opens before there is a model."""
 
     member: Member
     rounds: StoreRounds
-    global_folder: Path
-    versions: Versions | None = None
-    commitment: str = ""
+    global_folder: Path  # files of the weights that a fresh start begins with
+    versions: Versions | None = None  # of the network's file; None: it has none
+    commitment: str = ""  # the read key of our own bucket
 
 
 def open_connections(
@@ -467,7 +440,7 @@ class RankZero:
         context: RankContext,
         info: StartupInfo,
         connections: Connections,
-        training: Held,
+        training: Held[Any],
     ) -> None:
         self._context, self._info = context, info
         self._connections, self._training = connections, training
@@ -620,7 +593,7 @@ def _forgiving(subscriber: Subscriber) -> Subscriber:
 
 
 def build_exchange(
-    context: RankContext, info: StartupInfo, connections: Connections | None, training: Held
+    context: RankContext, info: StartupInfo, connections: Connections | None, training: Held[Any]
 ) -> tuple[RankZero | None, RoundRank]:
     """Build rank 0's own part, and this rank's part of rounds.
 

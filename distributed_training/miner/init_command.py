@@ -40,7 +40,6 @@ from distributed_training.config.model import (
     key_faults,
 )
 from distributed_training.config.schema import schema
-from distributed_training.config.settings import Exchange
 from distributed_training.config.types import NoNetworkNamed
 from distributed_training.network import BUILT_IN
 from distributed_training.protocol.types import ExitStatus
@@ -134,7 +133,7 @@ def _write_both_files(options: argparse.Namespace, given: dict[str, str]) -> int
     }
     if not options.yes:
         for name, question in QUESTIONS:
-            if name not in given and (config.exchange == "hivemind" or "port" not in name):
+            if name not in given and (config.takes_ports or "port" not in name):
                 # With all answers before: two ports that are right may be the same.
                 _ask(name, question, given, others=given)
         # The keys that neither the environment nor .env has, or that a start would refuse.
@@ -146,7 +145,7 @@ def _write_both_files(options: argparse.Namespace, given: dict[str, str]) -> int
     if OPERATORS_FILE.exists():
         old = OPERATORS_FILE.with_name(f"{OPERATORS_FILE.name}.{time.strftime('%Y%m%d-%H%M%S')}")
         OPERATORS_FILE.rename(old)
-    write_bytes(OPERATORS_FILE, toml_of(given, config.exchange).encode())
+    write_bytes(OPERATORS_FILE, toml_of(given, ports=config.takes_ports).encode())
     print(f"wrote {OPERATORS_FILE}" + (f"; the old one is {old}" if old else ""))
     # Only for its owner from the first byte on: a chmod afterwards leaves a moment.
     with atomic_file(DOTENV, private=True) as file:
@@ -230,13 +229,14 @@ def _default_of(name: str) -> str:
     return "" if default is None else str(default)
 
 
-def toml_of(given: Mapping[str, str], exchange: Exchange) -> str:
+def toml_of(given: Mapping[str, str], *, ports: bool) -> str:
     """Return the text of a ``--config`` file with the flags ``given``.
 
-    Settings that an operator looks for are there too, in the order of the help.
+    Settings that an operator looks for are there too, in the order of the help. ``ports``: other
+    members connect to this machine.
     """
     shown = ["wallet.name", "wallet.hotkey"]
-    shown += ["dht.port"] if exchange == "hivemind" else []
+    shown += ["dht.port"] if ports else []
     found = {name: _default_of(name) for name in shown} | dict(given)
     # By section, those without one first; an older spelling before the rest of its section.
     places = {setting.name: place for place, setting in enumerate(schema("miner"))}

@@ -38,11 +38,12 @@ from distributed_training.protocol import lines
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.store.transfer import followed
 from distributed_training.telemetry.run_state import report_running, report_stage
-from distributed_training.training.collectives import COLLECTIVE_TIMEOUT
+from distributed_training.training.collectives import COLLECTIVE_TIMEOUT, Layout
+from distributed_training.training.trainer import Trainer
 
 from . import build
-from .build import Connections, RankContext, RankZero, Training, build_training
-from .device import cuda_failure, rank_device, report_device
+from .build import Connections, Held, RankContext, RankZero
+from .device import cuda_failure, rank_device, report_device, utilization_of
 from .loop import MinerLoop
 from .network_watch import StopBeforeStart
 from .nodes import Nodes, open_tcp_store, under_torchrun
@@ -187,7 +188,7 @@ class Rank:
     """One rank, ready to run. ``rank_zero``: rank 0's own part, else None."""
 
     folder: Path
-    training: Training
+    training: Held[Trainer]
     rank_zero: RankZero | None
     loop: MinerLoop
 
@@ -213,8 +214,19 @@ def build_rank(context: RankContext, info: StartupInfo, connections: Connections
     alive = Heartbeat(context.folder, context.ranks.local_rank)
     if connections:
         report_stage(context.folder, 4, "building the model")
-    global_folder = connections.global_folder if connections else None
-    training = build_training(context, info, global_folder, alive)
+    ranks = context.ranks
+    trainer = Trainer(
+        settings=context.config.training,
+        model_config=info.model_config,
+        device=context.device,
+        layout=Layout(ranks.rank, ranks.world_size, ranks.local_world_size),
+        utilization=utilization_of(context.device),
+        run_folder=context.folder,
+    )
+    alive()
+    data = build.open_data(context, info, trainer.micro_batch_size)
+    training = build.resume(context, info, trainer, data, connections)
+    alive()
     # After the model, whose shapes it needs.
     if connections:
         report_stage(context.folder, 5, "joining the network")
@@ -223,18 +235,18 @@ def build_rank(context: RankContext, info: StartupInfo, connections: Connections
     def follow_rules(text: str) -> None:
         assert context.config.network is not None
         network = parse_version(text, context.config.network)
-        training.trainer.follow_rules(under(context.config, network).training)
+        trainer.follow_rules(under(context.config, network).training)
         if rank_zero is not None:
             log.info(
                 "Outer step %d is trained by version %d of the network's file",
-                training.trainer.outer_step,
+                trainer.outer_step,
                 network.head.version,
             )
 
     loop = MinerLoop(
         ranks=context.ranks,
-        trainer=training.trainer,
-        data=training.data,
+        trainer=trainer,
+        data=data,
         checkpointer=training.checkpointer,
         round_rank=round_rank,
         controller=rank_zero.controller if rank_zero else None,
@@ -245,7 +257,7 @@ def build_rank(context: RankContext, info: StartupInfo, connections: Connections
         report_device(
             context.config,
             context.device,
-            micro_batch=training.trainer.micro_batch_size,
+            micro_batch=trainer.micro_batch_size,
             world_size=context.ranks.world_size,
         )
     return Rank(context.folder, training, rank_zero, loop)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from distributed_training.common.kinds import Kinds, PluginError, import_plugins
+from distributed_training.config import Config
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError, choose_kind
 from distributed_training.network import USUAL
@@ -221,6 +222,11 @@ def outer_rule_of(
             "choose another training.outer_rule"
         )
     return rule
+
+
+def rule_of_network(config: Config) -> OuterRule:
+    """Return the outer rule of a network, as :func:`outer_rule_of`. Raises ConfigError."""
+    return outer_rule_of(config.training, config.exchange, codec=config.validator.codec)
 
 
 def _refuse_network(rule: OuterRule, exchange: str | None, codec: str) -> str:

@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 
 from distributed_training.chain.base import Neuron
 from distributed_training.common.files import sha256_of
+from distributed_training.config import Config
 from distributed_training.exchange.hivemind import (
     NO_FAULT,
     Answer,
@@ -30,10 +32,13 @@ from distributed_training.exchange.hivemind import (
     find_partners,
     usual_norm,
 )
+from distributed_training.exchange.peer import announcer, peer_settings
+from distributed_training.node.identity import Member
 from distributed_training.protocol import keys, lines
 from distributed_training.protocol.average_file import Average
 from distributed_training.protocol.manifest import Averaging, Manifest
 from distributed_training.protocol.network_report import printable
+from distributed_training.protocol.types import Schema
 from distributed_training.protocol.update_file import rows_and_columns
 from distributed_training.training.outer_rule import OUTER_RULES
 from distributed_training.training.weights import GlobalState
@@ -51,6 +56,22 @@ log = logging.getLogger(__name__)
 
 _LONGEST = 2.0  # times the usual norm of an upload
 _ALIKE = 0.01  # norm of the difference from the merge, as a part of the merge's
+
+
+def kind_of_validator(
+    config: Config, member: Member, schema: Schema, folder: Path, stack: ExitStack
+) -> Callable[..., StoreValidator]:
+    """Return what builds the validator of this network, and opens what it needs."""
+    if not config.averages:
+        return StoreValidator
+
+    def open_averaging(**given: Any) -> AveragingValidator:
+        settings = peer_settings(config, schema, folder, witness=True)
+        validator = AveragingValidator(settings=settings, ready=announcer(config, member), **given)
+        validator.open_peer(stack)
+        return validator
+
+    return open_averaging
 
 
 class _NoAverage(Exception):
@@ -80,12 +101,10 @@ class AveragingValidator(StoreValidator):
         self._averaging: Averaging | None = None
         self._sampled: frozenset[str] | None = None  # hotkeys; None: all
 
-    def open_peer(self) -> None:
-        """Start the peer process. Raises OSError."""
+    def open_peer(self, stack: ExitStack) -> None:
+        """Start the peer process, which ``stack`` ends. Raises OSError."""
         self._peer.start()
-
-    def close_peer(self) -> None:
-        self._peer.close()
+        stack.callback(self._peer.close)
 
     # --- the all-reduce ---------------------------------------------------------------------------
 

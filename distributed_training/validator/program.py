@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from distributed_training.config import Config, ConfigError
 from distributed_training.config.versions import Versions, has_versions, restart_keys, under
 from distributed_training.data.held_out import held_out_batches
 from distributed_training.data.page_source import PageUnavailable
-from distributed_training.exchange.peer import announcer, peer_settings
 from distributed_training.network import LARGEST_FILE, VERSIONS, Network, save_copy
 from distributed_training.node.buckets import PeerBuckets, check_own, open_own, own_commitment
 from distributed_training.node.identity import Member, commit, join_subnet
@@ -65,10 +63,10 @@ from distributed_training.store.errors import StoreError
 from distributed_training.telemetry import EventLog
 from distributed_training.telemetry.trackers import open_trackers
 from distributed_training.training.model import UnfitModelError, parameter_schema, without_extras
-from distributed_training.training.outer_rule import outer_rule_of
+from distributed_training.training.outer_rule import rule_of_network
 from distributed_training.training.pretrained import WeightsError, digest_weights, read_weights
 from distributed_training.training.weights import GlobalState
-from distributed_training.validator.average import AveragingValidator
+from distributed_training.validator.average import kind_of_validator
 from distributed_training.validator.exports import Exports
 from distributed_training.validator.global_state import (
     GlobalStateError,
@@ -306,7 +304,7 @@ def build(
         config = under(config, parts.versions.in_force)
     settings, run = config.validator, Run(folder, EventLog.open(folder).write, stop)
     # A rule that breaks its promises is refused before anything is published.
-    outer_rule_of(config.training, config.exchange, codec=settings.codec)
+    rule_of_network(config)
     master = Master(config.swarm.run_id, config.miner.master_ss58_address, parts.verify)
     steps, state, found = find_state(config, parts, master, folder)
     model = EvaluationModel(
@@ -320,14 +318,7 @@ def build(
         model.load(weights)
         return {name: model.loss(text) for name, text in parts.held_out.items()}
 
-    kind: Callable[..., StoreValidator] = StoreValidator
-    if config.averages:
-        kind = partial(
-            AveragingValidator,
-            settings=peer_settings(config, state.schema, folder, witness=True),
-            ready=announcer(config, parts.member),
-        )
-    validator = kind(
+    validator = kind_of_validator(config, parts.member, state.schema, folder, stack)(
         rules=ValidatorRules(
             config=config,
             losses=losses,
@@ -356,9 +347,6 @@ def build(
         after_step=open_exports(config, folder, state, run.record, stack).after,
         of_member=parts.open_bucket if config.has_bucket else None,
     )
-    if isinstance(validator, AveragingValidator):
-        validator.open_peer()
-        stack.callback(validator.close_peer)
     return validator, state, found
 
 

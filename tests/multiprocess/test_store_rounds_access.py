@@ -57,9 +57,7 @@ def test_a_member_without_a_key_takes_part_in_rounds(world: AccessWorld, tmp_pat
             return miner.take_facts()
 
         assert [fact for fact in look() if isinstance(fact, Close)] == [close]
-        digest = miner.write_upload(close, b"of outer step %d" % outer_step)
-        miner.send(close)
-        miner.turn()
+        digest = miner.upload(close, b"of outer step %d" % outer_step)
         [sent] = miner.take_facts()
         assert isinstance(sent, UploadEnded) and not sent.cause
         key = keys.upload_key(1, outer_step, close.serial)
@@ -78,9 +76,7 @@ def test_a_member_without_a_key_takes_part_in_rounds(world: AccessWorld, tmp_pat
     fresh = Miner(store, tmp_path / "fresh", clock, held=2)
     fresh.turn()
     assert leader.close in fresh.take_facts()
-    fresh.write_upload(leader.close, b"another")
-    fresh.send(leader.close)
-    fresh.turn()
+    fresh.upload(leader.close, b"another")
     [failed] = fresh.take_facts()
     assert isinstance(failed, UploadEnded) and "the first counts" in failed.cause
     assert "\n" not in failed.cause

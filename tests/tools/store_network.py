@@ -243,6 +243,13 @@ class Miner:
                 event = update
         self.facts.append(event)
 
+    def upload(self, close: Close, data: bytes = b"our upload") -> str:
+        """Write an upload and let it be sent, in a turn; return its digest."""
+        digest = self.write_upload(close, data)
+        self.send(close)
+        self.turn()
+        return digest
+
     def send(self, close: Close) -> None:
         self.rounds.send(close, self.upload_path(close))
 

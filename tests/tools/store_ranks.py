@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 from contextlib import ExitStack
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
@@ -23,24 +24,15 @@ from typing import Any
 import psutil
 import torch
 from bittensor.sp_core import Keypair
-from bittensor_core import verify
 
-from distributed_training.chain.identity import Wallet
 from distributed_training.common.processes import leave
 from distributed_training.config import Config
-from distributed_training.data.tokenizer import build_tokenizer
 from distributed_training.exchange import store_rounds
-from distributed_training.exchange.own_uploads import OwnUploads
-from distributed_training.exchange.store_rounds import StoreRounds
 from distributed_training.miner import build, start
 from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState
 from distributed_training.miner.ranks import join_ranks
 from distributed_training.miner.resume import StartupInfo
-from distributed_training.node.identity import Member
-from distributed_training.protocol.manifest import Master
-from distributed_training.store.folder import FolderStore
-from distributed_training.training.weights import read_model_config
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.miner_parts import config_of
 from tests.tools.network import ALICE
@@ -93,38 +85,25 @@ def killed_at(moment: str, event: ev.Event) -> bool:
 
 
 def run(moment: str, until: int, folder: Path, bucket: Path) -> None:
+    # There: that module takes the played chain from here.
+    from tests.tools.member_world import open_played
+
     store_rounds._INTERVAL, store_rounds._SOON = 0.2, 0.1
     config = store_config()
     ranks = join_ranks(environ=os.environ, timeout=timedelta(seconds=60), backend="gloo")
     events: SimpleQueue[ev.Event] = SimpleQueue()
-    connections, chain, store = None, Chain(), FolderStore(bucket, writes=True)
-    tokenizer, eos = build_tokenizer("bytes", folder / f"tokenizer-{RANK}")
-    info = StartupInfo(UID, {}, str(tokenizer), eos, hotkey=MINER.ss58_address)
+    connections, stack = None, ExitStack()
     if RANK == 0:
-        rounds = StoreRounds(
-            store,
-            folder / "exchange",
-            master=Master(config.swarm.run_id, ALICE.ss58_address, verify),
-            uploads=OwnUploads(store, folder / "exchange" / "uploads", UID),
-        )
-        resumes = any((folder / "checkpoints").glob("checkpoint-*"))
-        outer_step, place, steps = build.first_weights(rounds, lambda: True, resumes=resumes)
-        model = {**read_model_config(place), "total_inner_steps": steps}
-        shared: dict[str, Any] = {"model_config": model, "global_outer_step": outer_step}
-        ranks.share("info", shared)
-        member: Any = Member(Wallet(MINER, None), chain, UID)
-        connections = build.Connections(member, rounds, place)
+        connections, info = open_played(bucket, config, folder, stack, lambda: True, events.put)
+        ranks.share("info", asdict(info))
     else:
-        shared = ranks.share("info", None)
-    info = StartupInfo(**{**vars(info), **shared})
+        info = StartupInfo(**ranks.share("info", None))
     files = set[str]()
 
     def profile(frame: FrameType, event: str, argument: object) -> None:
         files.add(frame.f_code.co_filename)
 
-    with ExitStack() as stack:
-        if connections is not None:
-            stack.callback(connections.rounds.stop)
+    with stack:
         context = build.RankContext(
             config, folder, torch.device("cpu"), ranks, events, stack, timedelta(milliseconds=1)
         )
@@ -136,7 +115,8 @@ def run(moment: str, until: int, folder: Path, bucket: Path) -> None:
             rank_zero.controller.subscribe(lambda event, state: follow(event, state))
 
         def follow(event: ev.Event, state: MinerState) -> None:
-            assert rank_zero is not None
+            assert rank_zero is not None and connections is not None
+            chain: Any = connections.member.chain
             chain.requested = rank_zero.blocks._last_requested
             if moment == "traced" and isinstance(event, ev.InnerStepDone):
                 sys.setprofile(profile)

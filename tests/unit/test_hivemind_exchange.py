@@ -141,8 +141,7 @@ def test_a_participants_upload_counts_as_merged_after_an_average(
     store = MemoryObjectStore("global", clock=time.store)
     leader, miner = Leader(store, time), Miner(store, tmp_path, time)
     close = leader.close
-    miner.write_upload(close)
-    miner.send(close)
+    miner.upload(close)
     time.passed += 601
     miner.turn()
     averaging = Averaging(source, "", participants)

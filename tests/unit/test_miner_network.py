@@ -8,59 +8,36 @@ import pytest
 
 from distributed_training.chain.base import ChainUnavailable
 from distributed_training.miner import own_bucket
-from distributed_training.miner.own_bucket import check_own_bucket
 from distributed_training.node.identity import Member
 from distributed_training.node.start import NetworkFailure
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_world import MINER
 from tests.tools.miner_parts import config_of
 
-pytestmark = pytest.mark.timeout(30)
+OURS = "our read keys"
 
 
-class Outage:
-    """A registered miner, and no store that answers."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.ledger = MemoryLedger()
-        uid = self.ledger.register(MINER.ss58)
-        self.member = Member(MINER, MemoryChain(hotkey=MINER.ss58, ledger=self.ledger), uid)
-        self.config = config_of()
-
-        def away(*_: object, **named: object) -> None:
-            raise NetworkFailure("the store is away")
-
-        monkeypatch.setattr(own_bucket.buckets, "open_own", away)
-        monkeypatch.setattr(own_bucket.buckets, "commitment_text", lambda _: "our read keys")
-
-    def check(self) -> str:
-        return check_own_bucket(self.config, self.member, "mine")
-
-
-@pytest.fixture
-def outage(monkeypatch: pytest.MonkeyPatch) -> Outage:
-    return Outage(monkeypatch)
-
-
-def test_a_start_in_an_outage_uses_the_keys_that_the_chain_shows(
-    outage: Outage, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("shown", [OURS, None, "other read keys", ChainUnavailable("not yet")])
+def test_a_start_in_an_outage_uses_the_keys_that_the_chain_shows_and_no_others(
+    shown: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    outage.ledger.commit(MINER.ss58, "our read keys")
-    assert outage.check() == "our read keys"
-    assert "Bucket mine does not answer (the store is away)" in caplog.text
+    chain = MemoryChain(hotkey=MINER.ss58, ledger=(ledger := MemoryLedger()))
+    member = Member(MINER, chain, ledger.register(MINER.ss58))
 
+    def away(*given: object, **named: object) -> Any:
+        raise NetworkFailure("the store is away")
 
-@pytest.mark.parametrize("committed", [None, "other read keys", "not read yet"])
-def test_unchecked_keys_are_not_used_offline(
-    committed: str | None, outage: Outage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if committed == "not read yet":
+    def commitment(hotkey: str) -> Any:
+        if isinstance(shown, Exception):
+            raise shown
+        return shown
 
-        def not_read(_: str) -> Any:
-            raise ChainUnavailable("the commitments of the subnet could not be read yet")
-
-        monkeypatch.setattr(outage.member.chain, "commitment", not_read)
-    elif committed is not None:
-        outage.ledger.commit(MINER.ss58, committed)
-    with pytest.raises(NetworkFailure, match="the store is away"):
-        outage.check()
+    monkeypatch.setattr(own_bucket.buckets, "open_own", away)
+    monkeypatch.setattr(own_bucket.buckets, "commitment_text", lambda settings: OURS)
+    monkeypatch.setattr(chain, "commitment", commitment)
+    if shown == OURS:
+        assert own_bucket.check_own_bucket(config_of(), member, "mine") == OURS
+        assert "Bucket mine does not answer (the store is away)" in caplog.text
+    else:
+        with pytest.raises(NetworkFailure, match="the store is away"):
+            own_bucket.check_own_bucket(config_of(), member, "mine")

@@ -71,13 +71,11 @@ WAITS = replace(TRAINING, mode=Mode.AWAITING_GLOBAL, again_at=5060.0, update_fai
 # fmt: off
 TABLE: list[tuple[str, MinerState, ev.Event, tuple[Action | Task, ...]]] = [
     ("an ordinary step", TRAINING, step(3), ()),
-    ("a step with a checkpoint", SAVES, step(20), (Action.CHECKPOINT,)),
     ("a checkpoint is not of a skipped step", SAVES, step(skipped=True), ()),
     ("steps count while an update is awaited", replace(SAVES, mode=Mode.AWAITING_GLOBAL),
      step(20), (Action.CHECKPOINT,)),
     ("losses are not finite", TRAINING, DIVERGED, (Action.ROLL_BACK,)),
     ("losses are not finite while an update waits", APPLIES, DIVERGED, ()),
-    ("no checkpoint in a round", replace(APPLIES, unsaved_steps=9), step(20), ()),
     ("there is nothing to roll back to", TRAINING, ev.RolledBack(None), ()),
     ("a roll-back within the outer step", TRAINING, ev.RolledBack(Progress(12)), ()),
     ("a roll-back within it follows the schedule", PLACED,
@@ -121,8 +119,6 @@ TABLE: list[tuple[str, MinerState, ev.Event, tuple[Action | Task, ...]]] = [
     ("but after a minute", WAITS, ev.Tick(5060.0), (Task.REPORT_APPLIED,)),
     ("the second time whole weights",
         replace(WAITS, update_failures=2), ev.Tick(5060.0), (Task.FETCH_WEIGHTS,)),
-    ("no roll-back below an update that is about to be applied", APPLIES, DIVERGED, ()),
-    ("but without one", TRAINING, DIVERGED, (Action.ROLL_BACK,)),
     ("rolled back to an earlier outer step: its updates are asked for again",
         SENT, ev.RolledBack(Progress(11)), (Task.REPORT_APPLIED,)),
     ("stop", SENT, ev.StopRequested("SIGTERM"), (Action.STOP,)),

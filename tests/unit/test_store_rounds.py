@@ -99,9 +99,7 @@ def test_rounds_follow_each_other(any_store: FaultyStore, time: Time, tmp_path: 
     for outer_step in range(3):
         close = leader.close
         assert miner.pass_time(2) == [close]
-        digest = miner.write_upload(close)
-        miner.send(close)
-        miner.turn()
+        digest = miner.upload(close)
         [sent] = miner.take_facts()
         assert isinstance(sent, UploadEnded) and sent.size == len(b"our upload")
         key = keys.upload_key(UID, outer_step, close.serial)
@@ -314,9 +312,7 @@ def test_a_close_that_moved_voids_its_upload_and_is_followed_by_another(
 ) -> None:
     first = leader.close
     assert miner.pass_time(PERIOD + 1) == [first]
-    digest = miner.write_upload(first)
-    miner.send(first)
-    miner.turn()
+    digest = miner.upload(first)
     assert isinstance(miner.take_facts()[0], UploadEnded)
     leader.move_close()
     second = leader.close
@@ -338,9 +334,7 @@ def test_weights_that_skip_our_upload_carry_its_fate(leader: Leader, miner: Mine
     """Else merged movement would be carried into the next upload too."""
     close = leader.close
     miner.pass_time(PERIOD)
-    digest = miner.write_upload(close)
-    miner.send(close)
-    miner.turn()
+    digest = miner.upload(close)
     for outer_step in range(1, 11):
         ours = (merged(UID, digest),) if outer_step == 1 else (merged(0, "f" * 64),)
         leader.take_outer_step(whole=outer_step == 10, merged=ours)
@@ -355,9 +349,7 @@ def test_another_file_for_a_close_is_not_taken_for_the_upload_that_was_merged(
     """A miner that lost its newest checkpoint continues from one that knows no upload."""
     close = leader.close
     miner.pass_time(PERIOD)
-    digest = miner.write_upload(close)
-    miner.send(close)
-    miner.turn()
+    digest = miner.upload(close)
     path = miner.upload_path(close)
     path.write_bytes(path.read_bytes() + b"another")
     leader.take_outer_step(merged=(merged(UID, digest),))
@@ -371,9 +363,7 @@ def test_weights_that_were_asked_for_are_fetched(leader: Leader, miner: Miner, n
     """An update was not applied twice: our weights are not those of its outer step."""
     close = leader.close
     miner.pass_time(PERIOD)
-    digest = miner.write_upload(close)
-    miner.send(close)
-    miner.turn()
+    digest = miner.upload(close)
     leader.take_outer_step(whole=newer, merged=(merged(UID, digest),))
     assert isinstance(miner.pass_time(10)[-1], Update)
     miner.rounds.applied(0, wants_weights=True)
@@ -394,9 +384,7 @@ def test_an_upload_is_counted_once_where_older_weights_were_taken(
     for outer_step in range(2):
         close = leader.close
         miner.pass_time(PERIOD)
-        digest = miner.write_upload(close, b"%d" % outer_step)
-        miner.send(close)
-        miner.turn()
+        digest = miner.upload(close, b"%d" % outer_step)
         leader.take_outer_step(merged=(merged(UID, digest),))
         [*_, update] = miner.pass_time(10)
         assert isinstance(update, Update) and update.base is Base.MERGED
@@ -431,9 +419,7 @@ def test_the_manifest_shows_the_fate_of_our_upload(
 ) -> None:
     close = leader.close
     miner.pass_time(PERIOD)
-    digest = miner.write_upload(close)
-    miner.send(close)
-    miner.turn()
+    digest = miner.upload(close)
     if {"late", "not-judged"} & {*verdict}:
         digest = ""  # nobody has read it
     others = (refused("late", "", uid=UID + 1), *(refused(each, digest) for each in verdict))
@@ -639,9 +625,7 @@ def test_an_upload_that_was_written_too_late_is_not_sent(
 ) -> None:
     close = leader.close
     miner.pass_time(PERIOD + GRACE + 1)
-    miner.write_upload(close)
-    miner.send(close)
-    miner.turn()
+    miner.upload(close)
     [fact] = miner.take_facts()
     assert isinstance(fact, UploadEnded) and fact.cause.startswith("late")
     assert store.get(keys.upload_key(UID, 0, close.serial), limit=99) is None
@@ -751,9 +735,7 @@ def test_progress_is_sent_in_place_of_the_last_and_ends_for_a_close(
     miner.send(Close(0, 0, 0.0, 0.0))
     [close] = miner.pass_time(PERIOD + 1)
     assert close == leader.close
-    miner.write_upload(leader.close)
-    miner.send(leader.close)
-    miner.turn()
+    miner.upload(leader.close)
     wait_for(lambda: len(miner.facts) == 2, "the end of both")
     ended = {fact.serial: fact.cause for fact in miner.facts if isinstance(fact, UploadEnded)}
     overtaken = "the upload for a close comes first, and holds the same training"
