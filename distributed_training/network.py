@@ -520,12 +520,6 @@ def _refuse_exchange(flat: Mapping[str, Any]) -> frozenset[str]:
         raise NetworkFileError(
             "round.grace is missing, so nobody would know when an upload is late", "add it"
         )
-    if exchange == "hivemind" and flat.get("chain.kind") == "bittensor":
-        raise NetworkFileError(
-            "exchange is hivemind and chain.kind 'bittensor', where nobody would find the members' "
-            "DHT peers",
-            'use chain.kind = "registry", or exchange = "store"',
-        )
     if flat.get("store.access", "own" if exchange == "hivemind" else "registry") == "own":
         return needless
     if flat.get("chain.kind") != "registry":

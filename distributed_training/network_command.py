@@ -562,13 +562,7 @@ def _host_of(options: argparse.Namespace) -> str:
 
 def _refuse_options(options: argparse.Namespace) -> None:
     """Raise ConfigError for options that are missing, or do not fit this exchange."""
-    if options.exchange == "hivemind":
-        if options.registry is None:
-            raise ConfigError(
-                "--exchange hivemind without --registry, so nobody would find the members' DHT "
-                "peers and no network was created: give the URL of a registry"
-            )
-    elif options.dht_port is not None:
+    if options.exchange != "hivemind" and options.dht_port is not None:
         raise ConfigError(
             "--dht-port is of --exchange hivemind, so no network was created: leave it out, no "
             "peer of this one listens"

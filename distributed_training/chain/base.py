@@ -100,19 +100,31 @@ class ChainState:
 
 
 class Chain(abc.ABC):
-    """One subnet of a chain, seen by one hotkey: the last known state, and writes.
+    """One network's members, seen by one hotkey: the last known state, and writes.
 
     Reads answer at once from the last known state and never touch the network; :meth:`age` returns
     how old that state is. They raise :class:`ChainUnavailable` as long as there is none. Writes
     block until the chain has accepted or refused them or their deadline has passed, and raise
     :class:`ChainError`; call them from a thread that may wait. A thread of the subclass brings the
-    state up to date: one thread at a time calls ``_saw_...``. ``monotonic`` is the clock of ages.
+    state up to date by :meth:`_saw`.
+
+    ``own``: our hotkey. ``master``: a hotkey that every true list of the members has; None: not
+    known. ``belief``: how long our registration is believed that the chain does not show any more.
+    ``monotonic``: the clock of ages, in seconds.
     """
 
-    #: The owner of :meth:`clock`, and the seconds by which it may be behind.
-    CLOCK, CLOCK_LAG = "the chain's newest block", 15.0
-
-    def __init__(self, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        *,
+        own: str = "",
+        master: str | None = None,
+        belief: timedelta = timedelta(0),
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._own = own
+        self._expected = master if master != own else None  # it registers itself
+        self._belief = belief.total_seconds()
+        self._missing_since: float | None = None  # since when the chain does not show us
         self._monotonic = monotonic
         self._ready = threading.Event()
         self._counts: Counter[str] = Counter()
@@ -122,36 +134,63 @@ class Chain(abc.ABC):
         self._neurons: tuple[Neuron, ...] = ()
         self._by_hotkey: dict[str, Neuron] = {}
         self._commitments: dict[str, str] | None = None
-        self._answered_by = ""
         #: The reason why it cannot be used now; empty if it can, was not asked yet or is not known.
         self.trouble = ""
+        #: Called after each read, in the thread that read. It must not wait.
+        self.on_read: Callable[[], None] = lambda: None
 
-    def _saw_neurons(self, neurons: tuple[Neuron, ...]) -> None:
-        self._show_neurons(neurons)
+    def _saw(
+        self,
+        neurons: tuple[Neuron, ...],
+        commitments: dict[str, str] | None,
+        *,
+        block: int = 0,
+        seconds: float | None = None,
+    ) -> None:
+        """Replace the state by one read of the chain.
+
+        ``neurons``: by uid. ``commitments``: the texts by hotkey; None: they could not be read.
+        ``block``: the newest one's number; ``seconds``: the chain's clock, since the epoch. Raises
+        ChainError for a list that cannot be the network's; the state then stays.
+        """
+        if self._expected is not None and find(neurons, self._expected) is None:
+            raise ChainError(f"its list of members lacks the master hotkey {self._expected}")
+        self._show(self._believed(neurons))
+        if commitments is not None:
+            self._commitments = commitments
+        self._block = max(self._block, block)
+        self._read_at = self._monotonic()
+        if seconds is not None:
+            self._ahead_of_monotonic = seconds - self._read_at
         self._counts["reads"] += 1
+        self._ready.set()
+        self.on_read()
 
-    def _show_neurons(self, neurons: tuple[Neuron, ...]) -> None:
+    def _show(self, neurons: tuple[Neuron, ...]) -> None:
         # The same object means no news to readers, which keep their results from it.
         if neurons != self._neurons:
             self._by_hotkey = {n.hotkey: n for n in neurons}
             self._neurons = neurons
 
-    def _saw_commitments(self, commitments: dict[str, str]) -> None:
-        """Replace the texts by hotkey."""
-        self._commitments = commitments
-
-    def _saw_block(self, block: int) -> None:
-        """Advance the block clock. Once neurons are known too there is something to read."""
-        # A reorganization or a node that lags must not turn the clock back.
-        self._counts["went_back"] += block < self._block
-        self._block = max(self._block, block)
-        self._read_at = self._monotonic()
-        if self._counts["reads"]:
-            self._ready.set()
-
-    def _saw_time(self, seconds: float) -> None:
-        """Take the time of the newest block, in seconds since the epoch."""
-        self._ahead_of_monotonic = seconds - self._monotonic()
+    def _believed(self, neurons: tuple[Neuron, ...]) -> tuple[Neuron, ...]:
+        """Return ``neurons`` with ours as last seen, for as long as that is believed."""
+        ours = self._by_hotkey.get(self._own)
+        if ours is None or not self._belief or find(neurons, self._own) is not None:
+            self._missing_since = None
+            return neurons
+        if self._missing_since is None:
+            self._missing_since = self._monotonic()
+            log.warning(
+                "The chain does not show hotkey %s any more: its node may be behind, so training "
+                "continues, and stops if this lasts %.0f minutes; see whether it is registered, or "
+                "give another node with --subtensor.chain_endpoint",
+                self._own,
+                self._belief / 60,
+            )
+        if self._monotonic() - self._missing_since >= self._belief:
+            return neurons
+        others = (n for n in neurons if n.uid != ours.uid)
+        return tuple(sorted((ours, *others), key=lambda n: n.uid))
 
     def state(self, chain: str) -> ChainState | None:
         """Return the state for a later start; None before all of it was read."""
@@ -162,16 +201,14 @@ class Chain(abc.ABC):
         return ChainState(chain, at, self._block, self._neurons, dict(self._commitments))
 
     def recall(self, state: ChainState) -> None:
-        """Use the saved ``state`` until an endpoint answers."""
+        """Use the saved ``state`` until the chain answers."""
         if self._ready.is_set():
             return
         # The wall clock counts once, here: it may be set while the miner runs.
         self._read_at = self._monotonic() - (time.time() - state.at)
-        self._block = max(self._block, state.block)
-        if not self._counts["reads"]:
-            self._show_neurons(state.neurons)
-        if self._commitments is None:
-            self._commitments = dict(state.commitments)
+        self._block = state.block
+        self._commitments = dict(state.commitments)
+        self._show(state.neurons)
         self._ready.set()
 
     @contextmanager
@@ -192,10 +229,7 @@ class Chain(abc.ABC):
             raise ChainUnavailable("the chain has not answered yet")
 
     def block(self) -> int:
-        """Return the number of the current block.
-
-        It never decreases, even when the chain reorganizes.
-        """
+        """Return the number of the newest block; it never decreases."""
         self._check()
         return self._block
 
@@ -229,41 +263,15 @@ class Chain(abc.ABC):
             raise ChainUnavailable("the commitments of the subnet could not be read yet")
         return self._commitments.get(hotkey)
 
-    def reads(self) -> int:
-        """Count the reads of neurons since the start, also when nothing had changed.
-
-        Two passes between which it did not grow saw the same answer of the chain.
-        """
-        return self._counts["reads"]
-
-    def answered_by(self) -> str:
-        """Return the endpoint that gave the last answer which :meth:`reads` counts."""
-        return self._answered_by
-
-    def endpoints(self) -> int:
-        """Count the known endpoints, answering or not."""
-        return 1
-
-    def ask_another(self) -> None:  # noqa: B027 - a chain with one endpoint has nobody else to ask
-        """Read neurons and commitments again soon, from the next endpoint. Returns at once."""
-
     def counters(self) -> Mapping[str, int]:
         """Return the counters, which only grow, by name; one that is still 0 may be left out.
 
-        ``reads``; ``failures`` (of an endpoint, a connection lost or an answer that did not come);
-        ``connections`` (made, so one more than reconnects); ``went_back`` (passes that showed a
-        lower block than before: a reorganization or an endpoint behind); ``neurons_failed`` and
-        ``commitments_failed`` (reads of one of the two); ``commitments_skipped`` (entries, at each
-        read, that are not of the network's form); ``writes`` and ``writes_failed``.
+        ``reads`` and ``failures`` (reads that failed); ``writes`` and ``writes_failed``.
         """
         return dict(self._counts)
 
     def clock(self) -> float | None:
-        """Return the time on the chain's clock, in seconds since the epoch; None: not known.
-
-        It is the time of the newest block and the seconds since that was read, so it is behind by
-        up to a block's time.
-        """
+        """Return the time on the chain's clock, in seconds since the epoch; None: not known."""
         ahead = self._ahead_of_monotonic
         return None if ahead is None else ahead + self._monotonic()
 

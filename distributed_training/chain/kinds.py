@@ -67,7 +67,7 @@ def _open_registry(settings: ChainSettings, wallet: Wallet | None, master: str |
 def _open_subtensor(settings: ChainSettings, wallet: Wallet | None, master: str | None) -> Chain:
     from .subtensor import BittensorChain
 
-    return BittensorChain(settings=settings, wallet=wallet)
+    return BittensorChain(settings=settings, wallet=wallet, master=master)
 
 
 CHAINS.register(

@@ -166,8 +166,6 @@ class RegistryChain(Chain):
     are in one private network, so an invitation may be sent over http.
     """
 
-    CLOCK, CLOCK_LAG = "the registry's", 1.0
-
     def __init__(
         self,
         *,
@@ -180,7 +178,7 @@ class RegistryChain(Chain):
         private: bool = False,
     ) -> None:
         super().__init__()
-        self._url = self._answered_by = url.rstrip("/")
+        self._url = url.rstrip("/")
         self._wallet = wallet
         self._master = master
         self._invitation = invitation
@@ -505,15 +503,14 @@ class RegistryChain(Chain):
         found = {uid: (neuron, text) for uid, neuron, text in state.rows if neuron is not None}
         rows = [found[uid] for uid in sorted(found)]
         self.all_expelled = frozenset(state.expelled)
-        self._saw_neurons(tuple(neuron for neuron, _ in rows))
-        self._saw_commitments({n.hotkey: text for n, text in rows if text is not None})
+        texts = {n.hotkey: text for n, text in rows if text is not None}
         self._seen = state
         self._interval = max(
             min(SHORTEST_INTERVAL, self._longest),
             min(self._longest, timedelta(seconds=min(state.seconds_per_block / 2, 3600))),
         )
-        self._saw_time(state.time)
-        self._saw_block(state.block)
+        neurons = tuple(neuron for neuron, _ in rows)
+        self._saw(neurons, texts, block=state.block, seconds=state.time)
 
     def _ask(self) -> State:
         """Ask for the state. Raises httpx.HTTPError, Unusable."""

@@ -103,7 +103,6 @@ class ChainSettings:
     """chain to use: finney, test, local, or a ws:// or wss:// URL"""
     chain_endpoint: NodeUrl | None = flag("subtensor.chain_endpoint", None)
     """URL of the chain node, used in place of the file's chain.endpoint."""
-    fallback_endpoints: tuple[str, ...] = ()  # tried after the first; of the SDK if empty
     private: bool = rule("private", False)
     """true: all machines are in one private network (LAN, VPN, cluster), so private addresses are
     allowed, and a registry may be asked over http://"""
@@ -114,10 +113,9 @@ class ChainSettings:
     """The founder's invitation, for which the registry gives this hotkey a uid."""
     seconds_per_block: float = rule("round.seconds_per_block", ge=0.01, le=3600)
     """seconds from one block of the chain to the next"""
-    poll_interval: timedelta = 6 * SECOND  # between two looks at the current block
-    neurons_interval: timedelta = 120 * SECOND  # between two reads of neurons and commitments
-    call_timeout: timedelta = 45 * SECOND  # of connecting, and of one read
-    write_timeout: timedelta = 120 * SECOND  # of one write, inclusion in a block included
+    poll_interval: timedelta = 6 * SECOND  # between two reads of a registry
+    neurons_interval: timedelta = 60 * SECOND  # between two reads of a Bittensor chain
+    call_timeout: timedelta = 120 * SECOND  # of one read or write there, with its connection
     start_timeout: Duration = flag("chain.start_timeout", 120 * SECOND, ge=SECOND / 10, le=DAY)
     """How long the start waits for the chain's first answer."""
 

@@ -82,9 +82,9 @@ def store_offset(config: Config) -> Offset:
 
 
 def chain_offset(chain: Chain) -> Offset | None:
-    """Compare this machine's clock with the chain's; None if that is not known now."""
+    """Compare this machine's clock with a registry's; None if that is not known now."""
     theirs = chain.clock()
     if theirs is None or chain.age() > _OLDEST:
         return None
-    error = chain.CLOCK_LAG / 2
-    return Offset(time.time() - theirs - error, error, chain.CLOCK)
+    error = 0.5  # seconds that an answer of a registry may take
+    return Offset(time.time() - theirs - error, error, "the registry's")

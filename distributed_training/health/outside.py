@@ -14,7 +14,7 @@ from pathlib import Path
 from distributed_training.chain.base import Chain, ChainError
 from distributed_training.chain.identity import AddressUnknown, load_wallet
 from distributed_training.chain.kinds import how_to_register
-from distributed_training.chain.subtensor import endpoints_of
+from distributed_training.chain.subtensor import chain_endpoint
 from distributed_training.common.memory import ModelShape
 from distributed_training.common.proxies import HUB, VARIABLES, proxy_for, unusable, variable
 from distributed_training.config import Config, ConfigError
@@ -83,7 +83,7 @@ def check_proxies(examination: Examination) -> list[Check]:
     if chain.registry_url:
         places = {"registry": [chain.registry_url]}
     else:
-        places = {"chain": endpoints_of(chain)}
+        places = {"chain": [chain_endpoint(chain)]}
     with suppress(ValueError):  # no account yet
         places["store"] = [endpoint_of(config.store)]
     of_kind = {"hf": data.rows_url, "hub": HUB}

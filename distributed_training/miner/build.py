@@ -21,15 +21,6 @@ import torch
 
 from distributed_training import __version__
 from distributed_training.chain.base import Chain
-from distributed_training.chain.kinds import how_to_register
-from distributed_training.chain.registration import (
-    INTERVAL,
-    MISSING_FOR,
-    Belief,
-    RegistrationEvent,
-    RegistrationWatcher,
-    WatcherCallbacks,
-)
 from distributed_training.common.backoff import Repeats
 from distributed_training.common.memory import DISK_RESERVE, ModelShape, checkpoint_bytes
 from distributed_training.config import Config
@@ -42,7 +33,7 @@ from distributed_training.exchange.opening import open_exchange, uploads_folder
 from distributed_training.exchange.store_rounds import StoreRounds
 from distributed_training.network import FILE
 from distributed_training.node.buckets import open_as_member, open_own
-from distributed_training.node.identity import Member, commit, keep_state
+from distributed_training.node.identity import Member, commit
 from distributed_training.node.published import fetch_published
 from distributed_training.node.start import NetworkFailure, fetch_tokenizer, require_data
 from distributed_training.protocol import lines
@@ -76,7 +67,7 @@ from .network_watch import (
 )
 from .own_bucket import check_own_bucket
 from .ranks import Ranks
-from .registration import join_network
+from .registration import follow_registration, join_network
 from .reporter import Record, Reporter
 from .resume import StartupInfo, first_outer_step, refuse_old_checkpoints, resume_training
 from .rounds import RoundRank, UploadWatch
@@ -138,17 +129,6 @@ def describe_member(config: Config, member: Member, bucket: str = "") -> None:
         f", bucket {bucket}" if bucket else "",
         f", {found.words}" if found else "",
     )
-
-
-def registration_terms(config: Config) -> tuple[Belief, timedelta]:
-    """Return when a lost registration is believed, and the time between two looks at it."""
-    local = config.preset == "local"  # where a minute is a long time
-    belief = Belief(
-        config.miner.master_ss58_address,
-        timedelta(seconds=5) if local else MISSING_FOR,
-        how_to_register(config.chain),
-    )
-    return belief, timedelta(seconds=1) if local else INTERVAL
 
 
 def open_versions(
@@ -538,28 +518,13 @@ class RankZero:
         """Begin to follow the network. Returns at once. ``post``: queues an event."""
         trainer, context = self._training.trainer, self._context
         config, member = context.config, self._connections.member
-        ours = {"commitment": text} if (text := self._connections.commitment) else {}
-        belief, interval = registration_terms(config)
-
-        def changed(event: RegistrationEvent) -> None:
-            context.events.put(ev.StopRequested(event.line, ExitStatus.FAULT))
-
-        watcher = RegistrationWatcher(
-            chain=member.chain,
-            hotkey=member.hotkey,
-            uid=member.uid,
-            ours=ours,  # nobody calls this miner
-            callbacks=WatcherCallbacks(
-                changed,
-                on_lost=lambda _: commit(member, text),
-                on_read=lambda: keep_state(member.chain, config.chain, context.folder),
-            ),
-            belief=belief,
-            interval=interval,
+        follow_registration(
+            config,
+            context.folder,
+            member,
+            lambda line: context.events.put(ev.StopRequested(line, ExitStatus.FAULT)),
         )
-        context.stack.callback(watcher.close)
-        watcher.start()
-        if text:
+        if text := self._connections.commitment:
             commit(member, text)
         rounds = self._connections.rounds
         rounds.start(post, outer_step=trainer.outer_step, schema=trainer.schema)

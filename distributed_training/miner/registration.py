@@ -6,15 +6,19 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from distributed_training.chain.base import Chain
 from distributed_training.chain.kinds import how_to_register
-from distributed_training.chain.registration import RegistrationRecord, believable
 from distributed_training.common.backoff import Throttle
+from distributed_training.common.files import read_state, write_state
 from distributed_training.config import Config
-from distributed_training.node.identity import Member, join_subnet, require_network
+from distributed_training.node.identity import Member, join_subnet, keep_state
 from distributed_training.node.start import Deregistered, NotRegistered
 from distributed_training.telemetry import MetricsFile
 from distributed_training.telemetry.run_state import report_stage
@@ -25,11 +29,79 @@ from .network_watch import pause_start
 log = logging.getLogger(__name__)
 
 REGISTRATION_FILE = "registration.json"  # in the run folder
-#: While a start waits for the registration: between two questions to another chain endpoint, and
-#: two writes of how long it has waited; between two lines in the log.
-ASK_ANOTHER, SAY_AGAIN = timedelta(minutes=5), timedelta(minutes=30)
-#: Neurons that were not read for this long, beyond the interval, say nothing about us.
+#: While a start waits for the registration: between two writes of how long it has waited; between
+#: two lines in the log.
+SAVE_AGAIN, SAY_AGAIN = timedelta(minutes=5), timedelta(minutes=30)
+#: A list of members that was not read for this long, beyond the interval, says nothing about us.
 SILENT = timedelta(minutes=10)
+KEEP_AGAIN = 60.0  # seconds between two writes of the chain's state
+
+
+@dataclass
+class RegistrationRecord:
+    """The uid this run folder's miner had, and how long it has waited to be registered again.
+
+    ``waited``: seconds in which the chain answered and did not show the hotkey. They are counted,
+    not computed from two dates, since a machine may start with a wrong clock.
+    """
+
+    hotkey: str = ""
+    uid: int = -1
+    waited: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+
+    @classmethod
+    def load(cls, path: Path) -> RegistrationRecord:
+        """Read ``path``; a file that is missing or damaged gives the record of no hotkey."""
+        lost = "a miner that lost its registration would not wait for it at this start"
+        return read_state(path, cls, lost=lost) or cls()
+
+    def save(self, path: Path) -> None:
+        """Write ``path``. A failure is logged: a later start would wait from the beginning."""
+        lost = (
+            "the next start does not know how long a lost registration was waited for; free the "
+            "disk of --neuron.run_folder"
+        )
+        write_state(path, self, lost=lost)
+
+
+def follow_registration(
+    config: Config, folder: Path, member: Member, end: Callable[[str], None]
+) -> None:
+    """Keep the chain's state after its reads; call ``end`` once if the uid is ours no longer.
+
+    ``end`` gets the line for the operator, in the chain's thread.
+    """
+    chain, hotkey, uid = member.chain, member.hotkey, member.uid
+    keep, reported = Throttle(KEEP_AGAIN), False
+
+    def on_read() -> None:
+        nonlocal reported
+        if keep():
+            keep_state(chain, config.chain, folder)
+        found = chain.uid(hotkey)
+        if found == uid or reported:
+            return
+        reported = True
+        if found is not None:
+            line = (
+                f"hotkey {hotkey} is uid {found} now, no longer {uid}: it uploads to another "
+                "bucket from here on, so the miner starts again"
+            )
+        elif chain.expelled(hotkey):
+            line = (
+                f"the founder expelled hotkey {hotkey} from this network, so nothing of it counts "
+                "and training stops; its weights are kept: ask the founder, who can let it in "
+                "again with `dt-registry expel --again`"
+            )
+        else:
+            line = (
+                f"hotkey {hotkey} is no longer registered, so nothing of it counts and training "
+                f"stops; its weights are kept: register it again with "
+                f"`{how_to_register(config.chain)}`, and the miner continues by itself"
+            )
+        end(line)
+
+    chain.on_read = on_read
 
 
 def join_network(
@@ -48,11 +120,7 @@ def join_network(
             raise problem
         return wait_for_registration(config, chain, record, folder, wanted)
 
-    def belongs(chain: Chain) -> None:
-        if config.is_public:  # the local subnet's master may be registered after its miners
-            require_network(config, chain)
-
-    member = join_subnet(config, stack, folder=folder, belongs=belongs, absent=absent)
+    member = join_subnet(config, stack, folder=folder, absent=absent)
     # From here on a lost uid is waited for, over restarts too.
     RegistrationRecord(member.hotkey, member.uid).save(path)
     return member
@@ -73,23 +141,16 @@ def wait_for_registration(
     longest = config.miner.deregistered_wait.total_seconds()
     metrics = MetricsFile(folder / "metrics.prom", every=60.0)
     metrics.registry.set("registered", 0)
-    say, ask = (
+    say, save = (
         Throttle(every.total_seconds(), clock=lambda: time.monotonic())
-        for every in (SAY_AGAIN, ASK_ANOTHER)
+        for every in (SAY_AGAIN, SAVE_AGAIN)
     )
-    silent = (config.chain.neurons_interval + SILENT).total_seconds()
-    before = read_at = time.monotonic()
-    reads = chain.reads()
+    before = time.monotonic()
     try:
         while (uid := chain.uid(record.hotkey)) is None:
             now = time.monotonic()
-            # The list has no date of its own: while the chain is away it is an old one.
-            if reads != chain.reads():
-                reads, read_at = chain.reads(), now
-            if now - read_at < silent and believable(
-                chain.neurons(), config.miner.master_ss58_address
-            ):
-                # Only while a list that can be true says so: an outage uses up none of the wait.
+            # Only while the chain says so: an outage uses up none of the wait.
+            if chain.age() < config.chain.neurons_interval + SILENT:
                 record.waited += now - before
             before = now
             if record.waited >= longest:
@@ -117,8 +178,7 @@ def wait_for_registration(
                     how_to_register(config.chain),
                     (longest - record.waited) / 3600,
                 )
-            if ask():
-                chain.ask_another()
+            if save():
                 record.save(folder / REGISTRATION_FILE)
             # The loop, which writes them later, is not there yet, and an alert waits for this one.
             metrics.write(lambda: None)

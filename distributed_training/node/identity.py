@@ -1,9 +1,8 @@
 """This node on the subnet: its wallet, its uid, its entries, and whether the network is its own.
 
 It writes two things: the *commitment*, the read credentials of its bucket, through which others
-find its uploads; and the *endpoint* it is called at. Chains are slow and refuse now and then, and a
-reorganization may take a write back. So a thread writes both, retries until the chain shows them,
-and writes them again when they vanish.
+find its uploads; and the *endpoint* of its DHT peer. Chains are slow and refuse now and then, so a
+thread writes both and retries until the chain shows them.
 """
 
 from __future__ import annotations
@@ -20,15 +19,11 @@ from pathlib import Path
 from distributed_training.chain.base import Chain, ChainError, ChainState, Neuron, find
 from distributed_training.chain.identity import Wallet, external_ip, load_wallet
 from distributed_training.chain.kinds import chain_kind, how_to_register
-from distributed_training.chain.registration import (
-    believable,
-)
-from distributed_training.chain.subtensor import minutes_behind
 from distributed_training.common.backoff import doubling
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.settings import ChainSettings
 from distributed_training.node.buckets import NoBucket, PeerBuckets
-from distributed_training.node.start import NetworkFailure, NotRegistered, WrongNetwork
+from distributed_training.node.start import NetworkFailure, NotRegistered
 from distributed_training.protocol import keys, lines
 from distributed_training.protocol.types import Check
 from distributed_training.store.errors import StoreError
@@ -36,7 +31,7 @@ from distributed_training.store.errors import StoreError
 log = logging.getLogger(__name__)
 
 STATE_FILE = "chain.json"  # in the run folder
-SOON = timedelta(seconds=30)  # for an endpoint to answer, where a kept state would do
+SOON = timedelta(seconds=30)  # for the chain to answer, where a kept state would do
 
 _UNREGISTERED = {
     "miner": "so nobody would score or pay this miner",
@@ -85,8 +80,8 @@ def follow_chain(
 
     Raises NetworkFailure.
 
-    ``master``: hotkey that must have created the registry. ``kept``: used if no endpoint answers
-    soon; the chain is asked on in the background.
+    ``master``: hotkey that must have created the registry, or be on a public chain's list.
+    ``kept``: used if the chain does not answer soon; it is asked on in the background.
     """
     chain = chain_kind(settings).open(settings, wallet, master)
     stack.callback(chain.close)
@@ -94,17 +89,17 @@ def follow_chain(
     if kept is not None and not chain.wait_ready(min(settings.start_timeout, SOON)):
         chain.recall(kept)
         log.warning(
-            "No chain endpoint answers: starting with what the chain showed %.0f minutes ago "
-            "(block %d); it is asked again in the background. If it lasts, name a node with "
+            "The chain does not answer: starting with what it showed %.0f minutes ago; it is asked "
+            "again in the background. If it lasts, give another node with "
             "--subtensor.chain_endpoint",
             chain.age().total_seconds() / 60,
-            kept.block,
         )
     if not chain.wait_ready(settings.start_timeout):
         raise NetworkFailure(
-            f"the chain did not answer within {settings.start_timeout.total_seconds():.0f} s, so "
-            "it is not known who is registered and nothing can begin: check the network, or name "
-            "another node with --subtensor.chain_endpoint"
+            f"the chain did not answer within {settings.start_timeout.total_seconds():.0f} s "
+            f"({chain.trouble or 'no answer'}), so it is not known who is registered and nothing "
+            "can begin: check the network and chain.master_hotkey of its file, or give another "
+            "node with --subtensor.chain_endpoint"
         )
     return chain
 
@@ -114,17 +109,15 @@ def join_subnet(
     stack: ExitStack,
     *,
     folder: Path | None = None,
-    belongs: Callable[[Chain], None] | None = None,
     absent: Callable[[Chain, str, NotRegistered], int] | None = None,
 ) -> Member:
     """Load the wallet, connect the chain (``stack`` closes it) and find the hotkey's uid.
 
     Raises ConfigError, NetworkFailure.
 
-    ``belongs``: raises the error that ends the start if the chain shows another network.
     ``absent``: returns the uid of a hotkey that is not registered; it may wait, or raise the error
     that it gets.
-    ``folder``: a run folder, whose kept state of the chain serves while no endpoint answers.
+    ``folder``: a run folder, whose kept state of the chain serves while the chain is away.
     """
     # Before any network: a wrong name or a locked file is reported at once.
     wallet = load_wallet(config.chain)
@@ -132,12 +125,10 @@ def join_subnet(
     if folder is not None:
         name = chain_name(config.chain)
         kept = ChainState.load(folder / STATE_FILE, chain=name, hotkey=wallet.ss58)
+    # A list without the master is never shown: nobody is to pay for a uid on another's subnet.
     master = config.miner.master_ss58_address
     chain = follow_chain(config.chain, stack, wallet, kept=kept, master=master)
-    # Before the uid is missed: nobody is to pay for one on another network's subnet.
-    if belongs is not None and chain.reads():  # no endpoint may answer: then by what was kept
-        belongs(chain)
-    uid = _uid(chain, wallet.ss58, config.chain, master)
+    uid = chain.uid(wallet.ss58)
     expelled = uid is None and chain.expelled(wallet.ss58)
     if uid is None and not expelled:
         # If it is refused the start ends below, with the line that names the hotkey.
@@ -165,51 +156,6 @@ def join_subnet(
             "ask the founder for a file with a larger number, or for a lower uid"
         )
     return Member(wallet, chain, uid)
-
-
-def _uid(chain: Chain, hotkey: str, settings: ChainSettings, master: str) -> int | None:
-    """Return a hotkey's uid; None if two reads of the chain agree that it has none.
-
-    The second is another endpoint's, where there is one.
-
-    Raises NetworkFailure when the chain cannot be read a second time, shows no list that may be the
-    subnet's (``master`` is not on it), or only old blocks: the registration may be younger.
-    """
-    uid, reads = chain.uid(hotkey), chain.reads()
-    if uid is not None:
-        return uid
-    # One read may be of an endpoint that is behind or broken, or of a reorganization.
-    chain.ask_another()
-    # The master itself is on no list before it is registered.
-    expected = master if master != hotkey else None
-    patience = settings.neurons_interval + settings.call_timeout
-    log.warning(
-        "The chain does not show hotkey %s on subnet %d; it is asked once more (at most %.0f s)",
-        hotkey,
-        settings.netuid,
-        patience.total_seconds(),
-    )
-    deadline = time.monotonic() + patience.total_seconds()
-    while chain.uid(hotkey) is None and (
-        chain.reads() == reads or not believable(chain.neurons(), expected)
-    ):
-        if time.monotonic() > deadline:
-            seen = "was read once and then no more"
-            if chain.reads() != reads:
-                seen = f"shows no neurons, or not the master hotkey {master}"
-            raise NetworkFailure(
-                f"the chain {seen}, so it is not known whether hotkey {hotkey} is registered: see "
-                "--subtensor.chain_endpoint if this comes again"
-            )
-        time.sleep(0.1)
-    uid, behind = chain.uid(hotkey), minutes_behind(chain)
-    if uid is None and behind is not None:
-        raise NetworkFailure(
-            f"the chain as this node reads it is {behind:.0f} minutes behind the clock, so it is "
-            f"not known whether hotkey {hotkey} is registered: see whether timedatectl says "
-            "'synchronized: yes', or name another node with --subtensor.chain_endpoint"
-        )
-    return uid
 
 
 #: With a permit and more stake than this a uid is a validator, and not judged.
@@ -307,45 +253,6 @@ def _in_background(
 # --- whether the chain is this network's ----------------------------------------------------------
 
 NEWEST_STATE = timedelta(days=1)  # older than this: the network's rounds have stopped
-
-
-def require_network(config: Config, chain: Chain) -> None:
-    """Return once a read of the chain shows the master hotkey.
-
-    Raises WrongNetwork when reads of two endpoints, where two are known, do not show it, and
-    NetworkFailure when these reads fail: an outage is no other network.
-    """
-    settings, master = config.chain, config.miner.master_ss58_address
-    # Two reads, each of which may hang for the whole timeout of a call.
-    patience = 2 * (settings.neurons_interval + settings.call_timeout)
-    deadline = time.monotonic() + patience.total_seconds()
-    answered: set[str] = set()
-    reads = seen = 0
-    while True:
-        if reads != (reads := chain.reads()):
-            check = check_network(chain.neurons(), netuid=settings.netuid, master=master)
-            if find(chain.neurons(), master) is not None:
-                if check.status != "ok":  # a permit may come back
-                    log.warning("%s", check.line)
-                return
-            # An empty list, or one of old blocks, is no evidence of another network.
-            if chain.neurons() and minutes_behind(chain) is None:
-                seen += 1
-                answered.add(chain.answered_by())
-            # With only one known endpoint, two reads of it have to do.
-            if seen >= 2 and len(answered) >= min(2, chain.endpoints()):
-                name = "the public network"
-                if config.network is not None:
-                    name = f"the network {config.network.head.name}"
-                raise WrongNetwork(f"this is not {name}: {check.line}")
-            chain.ask_another()
-        if time.monotonic() > deadline:
-            raise NetworkFailure(
-                f"the chain shows no neurons, or not the master hotkey {master}, and no second "
-                "endpoint confirms it, so it is not known whether this is the network: see "
-                "--subtensor.chain_endpoint if this comes again"
-            )
-        time.sleep(0.1)
 
 
 def check_network(neurons: Sequence[Neuron], *, netuid: int, master: str) -> Check:

@@ -170,13 +170,8 @@ for _name, _about in {
 
 #: Counts of the chain package since the process started; each is absent until the first.
 CHAIN_COUNTS: Mapping[str, str] = {
-    "chain_reads_total": "reads of the neurons; if it stands still, the chain does not answer",
-    "chain_failures_total": "endpoints that failed, so the next was asked",
-    "chain_connections_total": "connections to endpoints; if it keeps rising, they break",
-    "chain_went_back_total": "reads that showed a lower block than before",
-    "chain_neurons_failed_total": "failed reads of the neurons",
-    "chain_commitments_failed_total": "failed reads of the commitments",
-    "chain_commitments_skipped_total": "commitments of another form; nothing needs to be done",
+    "chain_reads_total": "reads of the members; if it stands still, the chain does not answer",
+    "chain_failures_total": "failed reads; grep 'The chain at' in the log for the cause",
     "chain_writes_total": "tried writes; if it rises, check that no second miner has the hotkey",
     "chain_writes_failed_total": "failed writes; grep -E 'not (written|set)' in the log",
 }

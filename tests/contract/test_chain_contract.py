@@ -28,7 +28,8 @@ from tests.toys import chain as toy
 
 pytestmark = pytest.mark.timeout(60)
 LONG = timedelta(seconds=10)
-SETTINGS = replace(QUICK_READS, call_timeout=LONG, write_timeout=LONG)
+SETTINGS = replace(QUICK_READS, call_timeout=LONG)
+PEER = "12D3KooWJ9mZ8yWcS1zbPvH3YyTAnx5nGcQBUd4MR9S3Mm1kE2rT"
 
 
 @dataclass
@@ -84,9 +85,7 @@ def made(request, tmp_path: Path, monkeypatch) -> Iterator[Setup]:
             chains.append(chain_kind(settings).open(settings, wallet, None))
         else:
             substrate = LedgerSubstrate(ledger, SETTINGS.netuid)
-            chains.append(
-                BittensorChain(settings=SETTINGS, wallet=wallet, substrate=lambda _, s=substrate: s)
-            )
+            chains.append(BittensorChain(settings=SETTINGS, wallet=wallet, substrate=substrate))
     if request.param == "memory":
         # Its blocks pass when told; each look is one.
         block = chains[0].block
@@ -144,9 +143,10 @@ def test_the_neurons_are_one_object_until_something_changes(setup: Setup) -> Non
 
 
 def test_reads_are_counted_also_when_nothing_changes(setup: Setup) -> None:
-    before = setup.chain.reads()
-    wait_for(lambda: (setup.chain.block(), setup.chain.reads() > before + 2)[1])
-    assert setup.chain.counters()["reads"] >= before
+    seen: list[int] = []
+    setup.chain.on_read = lambda: seen.append(setup.chain.counters()["reads"])
+    wait_for(lambda: (setup.chain.block(), len(seen) > 2)[1])
+    assert seen == sorted(set(seen))
     counted = {f"chain_{name}_total" for name in setup.chain.counters()}
     assert counted <= CHAIN_COUNTS.keys(), "each says in the metrics what it means"
 
@@ -163,12 +163,13 @@ def test_commitments(setup: Setup) -> None:
 
 
 @pytest.mark.parametrize("ip", ["10.1.2.3", "2001:db8::7"])
-def test_endpoints(setup: Setup, ip: str) -> None:
-    setup.other_chain.serve(ip, 8091)
+@pytest.mark.parametrize("peer", ["", PEER])
+def test_addresses_of_peers(setup: Setup, ip: str, peer: str) -> None:
+    setup.other_chain.serve(ip, 8091, peer)
 
     def seen() -> bool:
         found = find(setup.chain.neurons(), setup.other.ss58)
-        return found is not None and (found.ip, found.port) == (ip, 8091)
+        return found is not None and (found.ip, found.port, found.peer) == (ip, 8091, peer)
 
     wait_for(seen)
 
@@ -219,7 +220,7 @@ def test_a_chain_that_never_answers(tmp_path: Path) -> None:
     chains: list[Chain] = [
         dead,
         MemoryChain(hotkey="", ledger=ledger),
-        BittensorChain(settings=SETTINGS, wallet=None, substrate=lambda _: substrate),
+        BittensorChain(settings=SETTINGS, wallet=None, substrate=substrate),
     ]
     for chain in chains:
         assert not chain.wait_ready(timedelta(milliseconds=100))

@@ -22,7 +22,6 @@ import httpx
 import pytest
 import yaml
 
-from distributed_training.chain.registration import RegistrationRecord
 from distributed_training.common.ports import free_ports
 from distributed_training.miner import events as ev
 from distributed_training.miner import registration
@@ -232,7 +231,7 @@ def test_a_miner_that_waits_for_its_registration_fires_one_alert_until_it_is_bac
     config = load_config("miner", [], environ={}, dotenv=None, check=False)
     config = replace(config, miner=replace(config.miner, master_ss58_address=VALIDATOR.ss58))
     monkeypatch.setattr(registration, "pause_start", lambda wanted: time.sleep(0.05))
-    record = RegistrationRecord(MINER.ss58, 7)
+    record = registration.RegistrationRecord(MINER.ss58, 7)
     waits = (config, chain, record, tmp_path, lambda: True)
     said: list[str] = []
     with ThreadPoolExecutor(1) as pool, ExitStack() as stack:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from types import MappingProxyType
+from typing import Any
 
 from distributed_training.chain.base import Chain, ChainError, Neuron
 from distributed_training.protocol.network_report import NetworkReport
@@ -61,18 +63,19 @@ class MemoryLedger(Ledger):
 class MemoryChain(Chain):
     """A chain whose state is a :class:`MemoryLedger`, which each question reads."""
 
-    def __init__(self, *, hotkey: str, ledger: MemoryLedger | None = None) -> None:
-        super().__init__()
+    def __init__(self, *, hotkey: str, ledger: MemoryLedger | None = None, **terms: Any) -> None:
+        super().__init__(own=hotkey, **terms)
         self.hotkey = hotkey
+        self._reading = False
         self.ledger = ledger if ledger is not None else MemoryLedger()
-        self._answered_by = "memory"
 
     def _read(self) -> None:
         ledger = self.ledger
-        if ledger.up:
-            self._saw_neurons(ledger.neurons)
-            self._saw_commitments(dict(ledger.commitments))
-            self._saw_block(ledger.height)
+        if ledger.up and not self._reading:  # a reader may ask in on_read
+            self._reading = True
+            with suppress(ChainError):  # a list without the master
+                self._saw(ledger.neurons, dict(ledger.commitments), block=ledger.height)
+            self._reading = False
 
     def _check(self) -> None:
         self._read()

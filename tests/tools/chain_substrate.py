@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import time
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -22,38 +21,31 @@ from distributed_training.config.settings import ChainSettings
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 
 RAO = 10**9
-FIRST, SECOND = "ws://127.0.0.1:1", "ws://127.0.0.1:2"
 QUICK = timedelta(milliseconds=20)
-#: Two endpoints that are read again and again.
+#: An endpoint that is read again and again.
 QUICK_READS = replace(
-    ChainSettings(),
-    chain_endpoint=FIRST,
-    fallback_endpoints=(SECOND,),
-    poll_interval=QUICK,
-    neurons_interval=QUICK,
+    ChainSettings(), chain_endpoint="ws://127.0.0.1:1", poll_interval=QUICK, neurons_interval=QUICK
 )
 
 
 class LedgerSubstrate:
-    """``silent``: accepts calls and never answers them, as a hung node does. ``newest_block_age``:
-    seconds. ``committed``: more entries of the map of commitments, by hotkey, as the
-    SDK's decoder returns them; an exception is what it raises. ``broken``: what reading a storage
-    item or calling a runtime API raises, by name. ``asked``: their names.
+    """``silent``: accepts calls and never answers them, as a hung node does. ``committed`` and
+    ``certified``: more entries of the maps of commitments and certificates, by hotkey, as the SDK's
+    decoder returns them. ``broken``: what reading a storage item or calling a runtime API raises,
+    by name.
     """
 
     def __init__(self, ledger: MemoryLedger, netuid: int) -> None:
         self.ledger = ledger
         self.netuid = netuid
         self.silent = False
-        self.newest_block_age = 0.0
-        self.connections = 0
+        self.connections = self.closed = 0
         self.signers: list[str] = []
         self.committed: dict[str, Any] = {}
+        self.certified: dict[str, Any] = {}
         self.broken: dict[str, BaseException] = {}
-        self.asked: set[str] = set()
 
     async def _answer(self, name: str = "") -> None:
-        self.asked.add(name)
         if name in self.broken:
             raise self.broken[name]
         if self.silent:
@@ -66,7 +58,7 @@ class LedgerSubstrate:
         self.connections += 1
 
     async def close(self) -> None:
-        return None
+        self.closed += 1
 
     async def block_number(self) -> int:
         await self._answer()
@@ -77,12 +69,9 @@ class LedgerSubstrate:
 
     async def query(self, module: str, item: str, params: Any = None, **_: Any) -> Any:
         await self._answer(item)
-        if item == "CommitmentOf":
-            return _decoded(self._entries().get(params[1]))
         if item == "Uids":
             return next((n.uid for n in self._neurons() if n.hotkey == params[1]), None)
         defaults = {
-            "Now": round(1000 * (time.time() - self.newest_block_age)),
             "ValidatorPermit": [n.validator_permit for n in self._neurons()],
             "MaxWeightsLimit": 65535,
             "MinAllowedWeights": 0,
@@ -95,17 +84,15 @@ class LedgerSubstrate:
     def _neurons(self) -> tuple[Any, ...]:
         return self.ledger.neurons
 
-    def _entries(self) -> dict[str, Any]:
-        texts = self.ledger.commitments.items()
-        ours = {hotkey: commitment_entry(text.encode()) for hotkey, text in texts}
-        return {**ours, **self.committed}
-
     async def query_map(self, module: str, item: str, params: Any = None, **_: Any) -> Any:
         await self._answer(item)
         if item == "CommitmentOf":
-            return [(hotkey, _decoded(entry)) for hotkey, entry in self._entries().items()]
-        if item == "Uids":
-            return [(n.hotkey, n.uid) for n in self._neurons()]
+            texts = self.ledger.commitments.items()
+            ours = {hotkey: commitment_entry(text.encode()) for hotkey, text in texts}
+            return list({**ours, **self.committed}.items())
+        if item == "NeuronCertificates":
+            peers = {n.hotkey: {"public_key": n.peer, "algorithm": 0} for n in self._neurons()}
+            return list({**peers, **self.certified}.items())
         return []
 
     async def runtime_call(self, api: str, method: str, params: list[Any], **_: Any) -> Any:
@@ -160,9 +147,11 @@ class LedgerSubstrate:
                 if len(raw) > 128:  # there is no such kind
                     raise ChainError("commit: more than 128 bytes")
                 pallet.commit(bytes(raw).decode())
-            elif call.function == "serve_axon":
+            elif call.function in ("serve_axon", "serve_axon_tls"):
                 assert call.params["netuid"] == self.netuid
-                pallet.serve(str(ipaddress.ip_address(call.params["ip"])), call.params["port"])
+                peer = bytes(call.params.get("certificate", b""))[1:].decode()
+                ip = str(ipaddress.ip_address(call.params["ip"]))
+                pallet.serve(ip, call.params["port"], peer)
             elif call.function == "set_mechanism_weights":
                 pallet.set_weights(
                     dict(zip(call.params["dests"], call.params["weights"], strict=True))
@@ -178,12 +167,6 @@ def commitment_entry(raw: bytes) -> dict[str, Any]:
     """Return the entry of one field of raw bytes as the SDK's decoder does."""
     fields = [{f"Raw{len(raw)}": "0x" + raw.hex()}]
     return {"block": 5, "deposit": 0, "info": {"fields": fields}}
-
-
-def _decoded(entry: Any) -> Any:
-    if isinstance(entry, BaseException):
-        raise entry
-    return entry
 
 
 class _Composed:

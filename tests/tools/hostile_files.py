@@ -29,10 +29,10 @@ import torch
 
 from distributed_training.chain import registry
 from distributed_training.chain.base import ChainState
-from distributed_training.chain.registration import RegistrationRecord
 from distributed_training.data.page_source import Counts
 from distributed_training.data.parquet import FolderSource, ParquetSource
 from distributed_training.miner import run_folder
+from distributed_training.miner.registration import RegistrationRecord
 from distributed_training.network import Shown
 from distributed_training.protocol.metadata import parse_commitment
 from distributed_training.protocol.update_file import (

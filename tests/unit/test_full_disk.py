@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from distributed_training.chain.base import ChainState
-from distributed_training.chain.registration import RegistrationRecord
 from distributed_training.common import files
 from distributed_training.common.backoff import Repeats
 from distributed_training.common.files import atomic_file
+from distributed_training.miner.registration import RegistrationRecord
 from distributed_training.store.journal import Journal, UploadRecord
 from distributed_training.telemetry import EventLog, MetricsFile, events
 

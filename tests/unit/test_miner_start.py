@@ -6,7 +6,6 @@ import errno
 import logging
 import shutil
 import tarfile
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,7 +19,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from distributed_training.chain.registration import RegistrationRecord
 from distributed_training.config import ConfigError
 from distributed_training.miner import build, device, network_watch, registration, run_folder, start
 from distributed_training.miner.resume import (
@@ -30,6 +28,7 @@ from distributed_training.miner.resume import (
 )
 from distributed_training.miner.run_folder import INSTANCE
 from distributed_training.node import identity as node_chain
+from distributed_training.node.identity import Member
 from distributed_training.node.start import Deregistered, NetworkFailure, OldRunFolder
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import ExitStatus, Progress
@@ -304,7 +303,12 @@ class Lost:
         self.ledger = MemoryLedger()
         self.ledger.register(VALIDATOR.ss58)
         self.uid = self.ledger.register(MINER.ss58)
-        self.chain = MemoryChain(hotkey=MINER.ss58, ledger=self.ledger)
+        self.chain = MemoryChain(
+            hotkey=MINER.ss58,
+            ledger=self.ledger,
+            master=VALIDATOR.ss58,
+            monotonic=lambda: self.now,
+        )
         config = config_of("--neuron.deregistered_wait", "6h")
         miner = replace(config.miner, master_ss58_address=VALIDATOR.ss58)
         self.config = replace(config, miner=miner)
@@ -387,7 +391,7 @@ def test_the_wait_for_a_registration_ends_with_status_3_also_over_restarts(
     status, (told, reason, outside) = rank_ends(lost.join)
     assert status == told == ExitStatus.DEREGISTERED and not outside
     assert "--neuron.deregistered_wait (6.0 h)" in reason and "weights are kept" in reason
-    assert lost.now == pytest.approx(21_600 + 5_540 + 4_000 - 720, abs=300)
+    assert lost.now == pytest.approx(21_600 + 5_540 + 4_000 - 2 * 660, abs=300)
     # Whoever starts it by hand may register it afterwards.
     lost.at[lost.now + 20_000] = lambda: lost.ledger.register(MINER.ss58)
     assert lost.join() == (ExitStatus.STOPPED, "uid 1")
@@ -398,51 +402,63 @@ def test_a_hotkey_that_never_ran_here_is_refused_and_tried_again(
     before: str, lost: Lost, rank_ends: Callable[..., Any]
 ) -> None:
     if before != "nobody":
-        RegistrationRecord("5Another", 3).save(lost.folder / registration.REGISTRATION_FILE)
+        registration.RegistrationRecord("5Another", 3).save(
+            lost.folder / registration.REGISTRATION_FILE
+        )
     lost.ledger.deregister(MINER.ss58)
     status, (told, reason, outside) = rank_ends(lost.join)
     assert status == told == ExitStatus.FAULT and outside and lost.now == 0
     assert "is not registered on subnet 38" in reason and "btcli" in reason
 
 
-@pytest.mark.parametrize("permit", [False, True])
-def test_a_subnet_of_another_network_ends_a_start_with_status_2(
-    permit: bool, lost: Lost, rank_ends: Callable[..., Any]
+@pytest.mark.parametrize("shown", ["nobody", "others, without the master hotkey"])
+def test_a_list_that_cannot_be_the_networks_is_not_used(
+    shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank_ends: Callable[..., Any]
 ) -> None:
-    """It would wait there for ever; a registration there is paid for and earns nothing."""
-    lost.join()
-    lost.ledger.deregister(VALIDATOR.ss58)
-    if permit:  # of another network's validator
-        lost.ledger.register("5Another")
-    status, (told, reason, outside) = rank_ends(lost.join)
-    assert status == told == ExitStatus.BAD_CONFIGURATION and not outside
-    name = lost.config.network.head.name if lost.config.network else ""
-    assert f"this is not the network {name}:" in reason and "on subnet 38" in reason
-    assert "register no hotkey and pay nothing" in reason and "btcli" not in reason
+    """Nobody is to pay for a uid on another network's subnet; a node may also be damaged."""
+    ledger = MemoryLedger()
+    if shown != "nobody":
+        ledger.register(MINER.ss58)
+    chain = MemoryChain(hotkey=MINER.ss58, ledger=ledger, master=VALIDATOR.ss58)
+    monkeypatch.setattr(node_chain, "load_wallet", lambda _: MINER)
+    monkeypatch.setattr(node_chain, "chain_kind", lambda _: SimpleNamespace(open=lambda *_: chain))
+    config = config_of("--chain.start_timeout", "0.1")
 
+    def join(*_: object) -> tuple[int, str]:
+        with ExitStack() as stack:
+            registration.join_network(config, tmp_path, stack, lambda: True)
+            pytest.fail("it has begun")
 
-@pytest.mark.parametrize("shown", ["nobody", "one endpoint of two", "old blocks"])
-def test_an_outage_is_no_other_network(
-    shown: str, lost: Lost, monkeypatch: pytest.MonkeyPatch, rank_ends: Callable[..., Any]
-) -> None:
-    now = time.time()
-    config = config_of()
-    quick = replace(
-        config.chain,
-        neurons_interval=timedelta(milliseconds=10),
-        call_timeout=timedelta(seconds=0.1),
-    )
-    lost.config = replace(config, chain=quick)
-    assert lost.chain.wait_ready(timedelta(0))
-    if shown == "nobody":
-        lost.ledger.clear()
-    elif shown == "old blocks":
-        monkeypatch.setattr(lost.chain, "clock", lambda: now - 7200)
-    else:
-        monkeypatch.setattr(lost.chain, "endpoints", lambda: 2)
-    status, (told, reason, outside) = rank_ends(lost.join)
+    status, (told, reason, outside) = rank_ends(join)
     assert status == told == ExitStatus.FAULT and outside
-    assert "not known whether this is the network" in reason
+    assert "did not answer" in reason and "chain.master_hotkey of its file" in reason
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda lost: lost.ledger.register(MINER.ss58, uid=41), "is uid 41 now, no longer 1"),
+        (lambda lost: lost.ledger.deregister(MINER.ss58), "`btcli subnet register --netuid 38`"),
+        (None, "the founder expelled hotkey"),
+    ],
+)
+def test_a_changed_registration_ends_this_run_once(
+    change: Callable[[Lost], object] | None, words: str, lost: Lost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member, ended = Member(MINER, lost.chain, lost.uid), list[str]()
+    registration.follow_registration(lost.config, lost.folder, member, ended.append)
+    lost.chain.wait_ready(timedelta(0))
+    kept = lost.folder / node_chain.STATE_FILE
+    assert ended == [] and MINER.ss58 in kept.read_text()
+    if change is None:
+        lost.ledger.deregister(MINER.ss58)
+        monkeypatch.setattr(lost.chain, "expelled", lambda hotkey: hotkey == MINER.ss58)
+    else:
+        change(lost)
+    for _ in range(3):
+        lost.chain.wait_ready(timedelta(0))
+    (line,) = ended
+    assert words in line and MINER.ss58 in line
 
 
 def test_no_room_for_a_ranks_first_file_is_a_line(

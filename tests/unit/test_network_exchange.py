@@ -75,12 +75,19 @@ def test_a_store_network_has_no_key_of_a_swarm(tmp_path: Path, kind: str) -> Non
     assert not config.has_bucket and config.miner.keep_uploads == 8
 
 
+@pytest.mark.parametrize("exchange", ["store", "hivemind"])
 @pytest.mark.parametrize("kind", ["miner", "validator"])
-def test_buckets_of_their_own_need_no_registry_and_a_key_each(tmp_path: Path, kind: str) -> None:
+def test_buckets_of_their_own_need_no_registry_and_a_key_each(
+    tmp_path: Path, kind: str, exchange: str
+) -> None:
+    """A public chain has the members' buckets, and where their DHT peers are."""
     chain = {"kind": "bittensor", "endpoint": "finney", "netuid": 5}
     chain["master_hotkey"] = EXAMPLE["chain"]["master_hotkey"]
-    rules = store_rules(store__access="own", store__endpoint=None, chain=chain)
+    rules = store_rules(store__access="own", store__endpoint=None, chain=chain, exchange=exchange)
+    if exchange == "hivemind":
+        rules["round"]["average_after"] = "100s"
     config = load(rules, tmp_path, kind)
+    assert config.averages == (exchange == "hivemind")
     assert config.has_bucket and config.key_variables == KEY_VARIABLES
     assert any("R2_READ_ACCESS_KEY_ID" in line for line in loader.problems(config))
 

@@ -204,8 +204,8 @@ def test_the_metrics_file_is_whole_and_not_written_too_often(
     damaged = tmp_path / "damaged"
     damaged.write_bytes(b'# TYPE dt_a gauge\ndt_a{kind=, ="x"} 1.0} "x\ndt_b 2\n')
     assert read_metrics(tmp_path / "missing") == read_metrics(damaged) == {}
-    file.registry.totals("chain", {"went_back": 1})
-    assert f"# HELP dt_chain_went_back_total {CHAIN_COUNTS['chain_went_back_total']}" in (
+    file.registry.totals("chain", {"failures": 1})
+    assert f"# HELP dt_chain_failures_total {CHAIN_COUNTS['chain_failures_total']}" in (
         file.registry.text()
     )
     path.unlink()
