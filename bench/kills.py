@@ -6,7 +6,7 @@
     python -m bench.kills --phases upload --kinds rank --ranks 1         one of them
 
 Every ``--every`` seconds (give or take half of it) a process of a random kind of a random miner
-gets ``kill -9``: its ranks, launcher, fork server, DHT peer, data workers, page. A
+gets ``kill -9``: its ranks, launcher, fork server, DHT peer, p2pd, data workers, page. A
 launcher that ends is started again, as pm2 would. Then the killing stops. The run is good when
 everybody takes the next outer step, whose weights each rank compares with the manifest's digest,
 and the stop leaves nothing. Memory, threads, descriptors and files must be what they were after the
@@ -72,13 +72,14 @@ TOLD = {
     "fork server": "process it was forked from ended|ranks cannot be started",
     "rank": "(ended with|was killed by) SIGKILL",
     "DHT peer": "The DHT peer (ended|did not start)",
+    "p2pd": "The DHT peer (ended|did not start)",
     "data worker": "A data worker ended",
     "page": "The page ended",
     "resource tracker": "The resource tracker ended",
 }
 #: Those whose death ends the ranks, so that they start again.
 ENDS_RANKS = ("launcher", "fork server", "rank")
-KINDS = (*ENDS_RANKS, "DHT peer", "data worker", "page", "resource tracker")
+KINDS = (*ENDS_RANKS, "DHT peer", "p2pd", "data worker", "page", "resource tracker")
 PHASES = ("training", "upload", "commit")
 BLOCKS = 40  # between two rounds, a second each: a start on a busy machine is to come in between
 TURN = timedelta(seconds=240)  # the longest until every miner came to its phase
@@ -110,11 +111,6 @@ def processes_in(folder: Path) -> dict[str, list[psutil.Process]]:
                 kind = "rank" if process.pid in ranks else kinds[0] if kinds else ""
                 if kind == "fork server" and process.ppid() != launcher:
                     continue  # a rank that does not listen yet
-                if (
-                    kind == "DHT peer"
-                    and psutil.Process(process.ppid()).cmdline() == process.cmdline()
-                ):
-                    continue  # its fork, at whose end only averages fail
                 if kind:
                     found.setdefault(kind, []).append(process)
     return found

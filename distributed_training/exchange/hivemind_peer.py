@@ -20,7 +20,6 @@ import contextlib
 import logging
 import mmap
 import os
-import queue
 import signal
 import threading
 import time
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any, AsyncIterator  # noqa: UP035 - hivemind knows streams by this name only
 
 import hivemind
+import psutil
 import torch
 from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging.allreduce import AllreduceException, AllReduceRunner
@@ -42,7 +42,11 @@ from hivemind.utils import MPFuture
 from hivemind.utils.multiaddr import Multiaddr
 from torch import Tensor
 
-from distributed_training.common.processes import ParentConnection, write_stacks_on_signal
+from distributed_training.common.processes import (
+    ParentConnection,
+    is_running,
+    write_stacks_on_signal,
+)
 from distributed_training.exchange.hivemind import (
     Addresses,
     Answer,
@@ -60,32 +64,33 @@ _MEET = 10.0  # seconds for connecting to all members
 _LAST_WORD = 5.0  # seconds in which a follower hears that its group begins
 _WITNESS = 1e-6  # weight of the validator, which sends zeros
 _CHUNK = 1 << 22  # values decoded at once
+_LOOK = 0.5  # seconds between two looks at processes whose end ends all
 
 # Of the averager's process: who may take part in this round, and who of them reduces nothing.
 _members: set[PeerID] = set()
 _witnesses: set[PeerID] = set()
-_life: tuple[int, int] = (-1, -1)  # a pipe of which only the first process holds the writing end
+_first = psutil.Process()  # of this module's; the others are its forks and p2pd
 
 
-def _end_with_first() -> None:
-    """End this process and its group when the first process has ended. Starts a thread.
+def _end_with(processes: Sequence[psutil.Process]) -> None:
+    """End this process and its group when one of ``processes`` has ended. Starts a thread.
 
     PR_SET_PDEATHSIG reaches no grandchild, and p2pd knows nothing of us.
     """
-    os.close(_life[1])
 
     def watch() -> None:
-        os.read(_life[0], 1)
+        while all(map(is_running, processes)):
+            time.sleep(_LOOK)
         os.killpg(0, signal.SIGKILL)
 
-    threading.Thread(target=watch, name="first-watch", daemon=True).start()
+    threading.Thread(target=watch, name="end-watch", daemon=True).start()
 
 
 class Node(hivemind.DHT):
     """hivemind's DHT, in a process that ends with the first one."""
 
     def run(self) -> None:
-        _end_with_first()
+        _end_with([_first])
         super().run()
 
 
@@ -169,7 +174,7 @@ class Averager(DecentralizedAverager):
         super().__init__(*given, **named)
 
     def run(self) -> None:
-        _end_with_first()
+        _end_with([_first])
         super().run()
 
     def begin_round(self, **order: Any) -> None:
@@ -369,14 +374,10 @@ class Peer:
                     else:
                         part.copy_(file.rows(index, first, first + len(part)).mul_(scale))
 
-    def close(self) -> None:
-        self._averager.shutdown()
-        self._dht.shutdown()
-
 
 def main(peer_class: type[Peer] = Peer) -> None:
-    """Carry out the parent's orders until it hangs up; ``peer_class``: another one in tests."""
-    global _life
+    """Carry out the parent's orders until a process ends; ``peer_class``: another one in tests."""
+    parent_process = _first.parent()
     with contextlib.suppress(OSError):  # it leads a session already
         os.setpgid(0, 0)
     write_stacks_on_signal()
@@ -384,24 +385,13 @@ def main(peer_class: type[Peer] = Peer) -> None:
     parent.forward_log()
     log.setLevel(logging.INFO)
     torch.set_num_threads(1)
-    _life = os.pipe()
-    orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
-    peer = peer_class(parent.receive())
-
-    def receive() -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while (order := parent.receive()) is not None:
-                orders.put(order)
-            orders.put(None)
-            return
-        os.killpg(0, signal.SIGKILL)  # the parent is gone: all descendants, p2pd too
-
-    threading.Thread(target=receive, name="orders", daemon=True).start()
+    peer = peer_class(parent.receive())  # or the parent is gone
+    assert parent_process is not None
+    # Without its DHT or p2pd an averager only fails. The parent starts all of them again.
+    _end_with([parent_process, *_first.children(recursive=True)])
     parent.send(Ready(peer.peer_id, tuple(peer.addresses)))
-    while (order := orders.get()) is not None:
-        parent.send(peer.average(order))
-    peer.close()
-    os.killpg(0, signal.SIGKILL)
+    while True:
+        parent.send(peer.average(parent.receive()))
 
 
 if __name__ == "__main__":

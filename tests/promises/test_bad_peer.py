@@ -58,6 +58,13 @@ def _kill_peer(world: HivemindWorld, _: int) -> None:
         os.kill(world.peers[BAD].process.pid, signal.SIGKILL)
 
 
+def _kill_p2pd(world: HivemindWorld, _: int) -> None:
+    with suppress(psutil.NoSuchProcess):  # as above
+        for process in psutil.Process(world.peers[BAD].process.pid).children(recursive=True):
+            if process.name() == "p2pd":
+                process.kill()
+
+
 def _kill_all_peers(world: HivemindWorld, n: int) -> None:
     """Kill every peer before the third round; they are back for the fifth."""
     if n == 3:
@@ -80,6 +87,7 @@ DISTURBANCES = {
     "late by a minute": Disturbance("late", why="differs by"),
     "two groups": Disturbance(silent=(3,), why="differs by"),
     "peer killed": Disturbance(during=_kill_peer, sources=("merge", "average")),
+    "p2pd killed": Disturbance(during=_kill_p2pd, sources=("merge", "average")),
     "all peers lost": Disturbance(during=_kill_all_peers, sources=("merge", "average")),
 }
 CORE = ("nothing", "lies to the validator", "poison in the all-reduce")
@@ -187,13 +195,21 @@ def test_a_validator_killed_after_the_average_and_one_on_an_empty_disk_take_the_
     assert not audit.problems and audit.replayed_from == 0
 
 
-def test_every_process_of_a_peer_ends_with_it(world_of: Callable[..., HivemindWorld]) -> None:
-    world = world_of(uids=(3,))
-    process = psutil.Process(world.peers[3].process.pid)
-    tree = process.children(recursive=True)
-    assert len(tree) >= 3  # DHT, p2pd, averager
-    process.kill()
-    wait_for(lambda: not any(map(is_running, tree)), "the end of all descendants", 30)
+def test_all_processes_of_a_peer_end_with_any_of_them_and_start_again(
+    world_of: Callable[..., HivemindWorld], caplog: pytest.LogCaptureFixture
+) -> None:
+    peer = world_of(uids=(3,)).peers[3]
+    for killed in ("peer process", "fork", "p2pd"):
+        first, starts = psutil.Process(peer.process.pid), len(peer.readies)
+        tree = [first, *first.children(recursive=True)]
+        assert len(tree) >= 4  # itself, DHT, p2pd, averager
+        by_kind = {"peer process": first, "fork": first.children()[0]}
+        by_kind |= {process.name(): process for process in tree if process.name() == "p2pd"}
+        by_kind[killed].kill()
+        wait_for(lambda gone=tree: not any(map(is_running, gone)), f"all end with {killed}", 30)
+        wait_for(lambda n=starts: len(peer.readies) > n, f"a start after the end of {killed}", 60)
+    line = "The DHT peer ended (it was killed by SIGKILL): starting it again"
+    assert caplog.text.count(line) == 3, caplog.text
 
 
 def _note_fetch(fetched: set[int], uid: int, operation: str, _: str) -> None:
