@@ -117,7 +117,7 @@ class Ours:
         for i, peer in enumerate(self.peers):
             others = tuple(each for j, each in enumerate(found) if j != i)
             upload = str(self.upload)
-            peer.order(Order(1, self.serial, at, at + 300, others, (), usual, upload))
+            peer.order(Order(self.serial, at, at + 300, others, (), usual, upload))
         while len(self.answers) < len(self.peers):
             time.sleep(0.05)
         if failed := [answer.failed for answer in self.answers.values() if answer.failed]:

@@ -27,7 +27,7 @@ from typing import Any
 from distributed_training.chain.base import ChainError, Neuron
 from distributed_training.common.processes import ChildProcess
 from distributed_training.protocol import lines
-from distributed_training.protocol.manifest import Manifest
+from distributed_training.protocol.manifest import Manifest, State
 from distributed_training.protocol.types import Schema
 
 from .base import Close, Post
@@ -61,7 +61,6 @@ class Settings:
     gather: float = 6.0
     chunk: float = 20.0
     longest: float = 600.0
-    start_timeout: float = 30.0
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,6 @@ class Order:
     empty: zeros. ``average``: file to write the average into; empty: it is not kept.
     """
 
-    outer_step: int
     serial: int
     at: float
     ends: float
@@ -99,11 +97,9 @@ class Order:
 class Answer:
     """How an order ended. ``shares``: peer id and reduced values of each peer, in their order."""
 
-    outer_step: int
     serial: int
     shares: tuple[tuple[str, int], ...] = ()
     failed: str = ""  # why there is no average
-    silent: tuple[str, ...] = ()  # peer ids of members that did not answer
     seconds: float = 0.0
 
 
@@ -114,20 +110,59 @@ def usual_norm(manifest: Manifest | None) -> float | None:
     return statistics.median_low(merged) if merged else None
 
 
+def left_out(manifest: Manifest) -> set[str]:
+    """Return the hotkeys whose uploads the manifest has refused: they sit the next one out."""
+    return {one.hotkey for one in manifest.refused if one.cause not in NO_FAULT}
+
+
 def find_partners(neurons: Sequence[Neuron], manifest: Manifest, *, own: str) -> Addresses:
     """Return who may take part in an all-reduce, as the chain has it, without the hotkey ``own``.
 
-    A member whose upload the last manifest refused is left out.
+    A member whose upload the last manifest has refused is left out.
     """
-    refused = {one.hotkey for one in manifest.refused if one.cause not in NO_FAULT} | {own}
+    without = left_out(manifest) | {own}
     return tuple(
         (one.peer, (f"/ip{6 if ':' in one.ip else 4}/{one.ip}/tcp/{one.port}/p2p/{one.peer}",))
         for one in neurons
-        if one.peer and one.port and one.hotkey not in refused
+        if one.peer and one.port and one.hotkey not in without
     )
 
 
-class PeerProcess:
+@dataclass(frozen=True)
+class Membership:
+    """Who averages when: ``average_after`` seconds after a close, the members as last read.
+
+    ``hotkey``: ours; ``master``: the validator's.
+    """
+
+    neurons: Callable[[], Sequence[Neuron]]
+    hotkey: str
+    master: str
+    average_after: float
+
+    def build_order(
+        self, close: Close | State, now: float, manifest: Manifest | None, **file: str
+    ) -> Order | None:
+        """Return the order for a close; None: the network has merged nothing to go by yet.
+
+        ``now``: by the store's clock. ``file``: ``upload`` or ``average``. Raises ChainError.
+        """
+        usual = usual_norm(manifest)
+        if manifest is None or usual is None:
+            return None
+        neurons, closed_at = self.neurons(), close.closes_at + time.time() - now
+        return Order(
+            serial=close.serial,
+            at=closed_at + self.average_after,
+            ends=closed_at + close.grace,
+            members=find_partners(neurons, manifest, own=self.hotkey),
+            witnesses=tuple(one.peer for one in neurons if one.hotkey == self.master),
+            usual=usual,
+            **file,
+        )
+
+
+class PeerProcess(ChildProcess):
     """Keeps a peer process running, and passes orders to it.
 
     ``ready`` is called after each start, ``answered`` once for each order, from threads.
@@ -141,59 +176,45 @@ class PeerProcess:
         answered: Callable[[Answer], None],
         module: str = "distributed_training.exchange.hivemind_peer",
     ) -> None:
-        self._settings = settings
-        self._ready, self._answered = ready, answered
-        self._order: Order | None = None  # until it is answered
-        self._failures = 0
-        self._child = ChildProcess(
+        super().__init__(
             "The DHT peer",
             module,
             effect="rounds go on without its average, and uploads count as before",
-            begin=self._begin,
-            receive=self._receive,
+            begin=self._on_start,
+            receive=self._on_message,
         )
-
-    def start(self) -> None:
-        """Start it. Raises OSError."""
-        self._child.start()
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
+        self._settings, self._ready, self._answered = settings, ready, answered
+        self._order: Order | None = None  # until it is answered
+        self._failures = 0
 
     def order(self, order: Order) -> None:
         """Have the values of an upload averaged; an order that is not answered yet has failed."""
-        self._end(self._order, "another close has come")
-        with self._child.lock:
+        self._fail(self._order, "another close has come")
+        with self.lock:
             self._order = order
-            self._child.send(order)
-        watch = threading.Timer(
-            max(0.0, order.ends - time.time()) + _HANGS, self._end, (order, "it hangs")
-        )
+            self.send(order)
+        left = max(0.0, order.ends - time.time()) + _HANGS
+        watch = threading.Timer(left, self._fail, (order, "it hangs"))
         watch.daemon = True
         watch.start()
 
-    def close(self) -> None:
-        self._order = None
-        self._child.close()
+    def _on_start(self) -> None:
+        self.send(self._settings)
+        self._fail(self._order, "the DHT peer ended", kill=False)
 
-    def _begin(self) -> None:
-        self._child.send(self._settings)
-        self._end(self._order, "the DHT peer ended", kill=False)
-
-    def _end(self, order: Order | None, why: str, *, kill: bool = True) -> None:
+    def _fail(self, order: Order | None, why: str, *, kill: bool = True) -> None:
         """Answer an order that the process leaves unanswered, and start the process again."""
-        if order is None or self._order is not order:
+        if order is None or self._order is not order or self._closing.is_set():
             return
-        self._receive(Answer(order.outer_step, order.serial, failed=why))
+        self._on_message(Answer(order.serial, failed=why))
         if kill:
             self._kill()
 
     def _kill(self) -> None:
         with suppress(ProcessLookupError):
-            os.kill(self._child.pid, signal.SIGKILL)
+            os.kill(self.pid, signal.SIGKILL)
 
-    def _receive(self, message: Any) -> None:
+    def _on_message(self, message: Any) -> None:
         if isinstance(message, Ready):
             self._ready(message)
         elif self._order and message.serial == self._order.serial:
@@ -205,21 +226,11 @@ class PeerProcess:
                 self._kill()
 
 
-@dataclass(frozen=True)
-class Membership:
-    """The way to find members. ``neurons``: as last read; ``hotkey``: ours; ``master``: theirs."""
-
-    neurons: Callable[[], Sequence[Neuron]]
-    hotkey: str
-    master: str
-
-
 class HivemindRounds(StoreRounds):
     """Follow the network, and take part in the all-reduce of each close that we upload for.
 
     Args:
         membership: Finds the others.
-        average_after: Seconds from a close to its all-reduce.
         settings: Returns those of the peer process, for the model's schema.
         ready: Called each time that the peer process listens.
     """
@@ -228,14 +239,12 @@ class HivemindRounds(StoreRounds):
         self,
         *given: Any,
         membership: Membership,
-        average_after: float,
         settings: Callable[[Schema], Settings],
         ready: Callable[[Ready], None],
         **named: Any,
     ) -> None:
         super().__init__(*given, **named)
-        self._membership, self._average_after = membership, average_after
-        self._settings, self._ready = settings, ready
+        self._membership, self._settings, self._ready = membership, settings, ready
         self._peer: PeerProcess | None = None
 
     def start(self, post: Post, *, outer_step: int, schema: Schema) -> None:
@@ -247,36 +256,22 @@ class HivemindRounds(StoreRounds):
         super().start(post, outer_step=outer_step, schema=schema)
 
     def send(self, close: Close, path: Path) -> None:
+        """Send the upload, and order the all-reduce of the values that it decodes to."""
         super().send(close, path)
-        if close.serial:
-            self._order(close, path)
-
-    def _order(self, close: Close, path: Path) -> None:
-        """Order the all-reduce of the values that the upload at ``path`` decodes to."""
-        manifest, who = self.manifest(close.outer_step), self._membership
-        usual = usual_norm(manifest)
-        if self._peer is None or manifest is None or usual is None:
-            log.info("No all-reduce at this close: the network has merged nothing to go by yet")
+        if not close.serial:  # it is for no close
             return
-        if any(one.hotkey == who.hotkey for one in manifest.refused if one.cause not in NO_FAULT):
+        manifest, who = self.manifest(close.outer_step), self._membership
+        if manifest is not None and who.hotkey in left_out(manifest):
             log.warning("No all-reduce at this close: the last upload of this miner was refused")
             return
         try:
-            neurons = who.neurons()
+            order = who.build_order(close, self.now(), manifest, upload=str(path.absolute()))
         except ChainError as error:
             log.warning("No all-reduce at this close: %s", error)
             return
-        ahead = time.time() - self.now()  # of our clock
-        order = Order(
-            outer_step=close.outer_step,
-            serial=close.serial,
-            at=close.closes_at + self._average_after + ahead,
-            ends=close.ends_at + ahead,
-            members=find_partners(neurons, manifest, own=who.hotkey),
-            witnesses=tuple(one.peer for one in neurons if one.hotkey == who.master),
-            usual=usual,
-            upload=str(path.absolute()),
-        )
+        if self._peer is None or order is None:
+            log.info("No all-reduce at this close: the network has merged nothing to go by yet")
+            return
         log.info("%s", lines.AVERAGING_START)
         log.info("%s: %d other peers are known", lines.ALL_REDUCE_START, len(order.members))
         self._peer.order(order)

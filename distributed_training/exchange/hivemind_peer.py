@@ -39,6 +39,7 @@ from hivemind.compression import Float16Compression
 from hivemind.p2p import P2PContext, P2PHandlerError, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture
+from hivemind.utils.asyncio import as_aiter, azip, enter_asynchronously
 from hivemind.utils.multiaddr import Multiaddr
 from torch import Tensor
 
@@ -47,15 +48,9 @@ from distributed_training.common.processes import (
     is_running,
     write_stacks_on_signal,
 )
-from distributed_training.exchange.hivemind import (
-    Addresses,
-    Answer,
-    Order,
-    Ready,
-    Settings,
-)
+from distributed_training.exchange.hivemind import Addresses, Answer, Order, Ready, Settings
 from distributed_training.protocol.average_file import write_average
-from distributed_training.protocol.update_file import UpdateFile, rows_and_columns
+from distributed_training.protocol.update_file import UpdateFile, row_chunks, rows_and_columns
 
 log = logging.getLogger(__name__)
 
@@ -63,12 +58,9 @@ LONGEST = 10.0  # times the usual norm of an upload: a longer part is refused
 _MEET = 10.0  # seconds for connecting to all members
 _LAST_WORD = 5.0  # seconds in which a follower hears that its group begins
 _WITNESS = 1e-6  # weight of the validator, which sends zeros
-_CHUNK = 1 << 22  # values decoded at once
 _LOOK = 0.5  # seconds between two looks at processes whose end ends all
 
-# Of the averager's process: who may take part in this round, and who of them reduces nothing.
-_members: set[PeerID] = set()
-_witnesses: set[PeerID] = set()
+_members: set[PeerID] = set()  # of the averager's process: who may take part in this round
 _first = psutil.Process()  # of this module's; the others are its forks and p2pd
 
 
@@ -131,11 +123,7 @@ class Reducer(TensorPartReducer):
             log.warning(
                 "What %s sent in the all-reduce is refused: its part %d has norm %.3g (limit %.3g) "
                 "and weight %.3g",
-                self._senders[sender_index],
-                part_index,
-                norm,
-                self._limit,
-                weight,
+                *(self._senders[sender_index], part_index, norm, self._limit, weight),
             )
             raise BannedException(f"sender {sender_index}")  # the runner leaves it out from here on
         return await super().accumulate_part(sender_index, part_index, tensor_part, weight)
@@ -170,32 +158,23 @@ class Averager(DecentralizedAverager):
     runner_class = Runner
 
     def __init__(self, *given: Any, keeps: bool, **named: Any) -> None:
-        self._keeps, self._limit, self._sizes = keeps, 0.0, list[int]()
+        self._keeps, self._limit, self._witnesses = keeps, 0.0, tuple[str, ...]()
         super().__init__(*given, **named)
 
-    def run(self) -> None:
-        _end_with([_first])
-        super().run()
+    def begin_round(self, order: Order, limit: float) -> None:
+        """Let a round begin, among the members of an order and under its own group key.
 
-    def begin_round(self, **order: Any) -> None:
-        """Let a round begin: with these ``members`` and ``witnesses``, under its own group key."""
+        ``limit``: norm above which a part is refused.
+        """
         future = MPFuture()
-        self._outer_pipe.send(("_begin_round", [], {"future": future, **order}))
+        self._outer_pipe.send(("_begin_round", [future, order, limit], {}))
         future.result()
 
-    async def _begin_round(
-        self,
-        future: Any,
-        members: Sequence[str],
-        witnesses: Sequence[str],
-        serial: int,
-        limit: float,
-    ) -> None:
-        for found, given in ((_members, members), (_witnesses, witnesses)):
-            found.clear()
-            found.update(map(PeerID.from_base58, given))
-        self._limit = limit
-        self._matchmaking.group_key_manager.group_bits = f"{serial:b}"
+    async def _begin_round(self, future: Any, order: Order, limit: float) -> None:
+        self._witnesses, self._limit = order.witnesses, limit
+        _members.clear()
+        _members.update([self.peer_id, *(PeerID.from_base58(peer) for peer, _ in order.members)])
+        self._matchmaking.group_key_manager.group_bits = f"{order.serial:b}"
         future.set_result(None)
 
     @classmethod
@@ -223,47 +202,37 @@ class Averager(DecentralizedAverager):
         async for message in super().rpc_aggregate_part(stream, context):
             yield message
 
-    async def _aggregate_with_group(self, group_info: GroupInfo, **given: Any) -> Any:
-        if strangers := set(group_info.peer_ids) - _members:
+    async def _aggregate_with_group(
+        self, group_info: GroupInfo, min_vector_size: int, **given: Any
+    ) -> Any:
+        peers = group_info.peer_ids
+        if strangers := set(peers) - _members:
             raise AllreduceException(f"its leader named {len(strangers)} who are no members")
-        # hivemind balances by the bandwidth that each peer gives, which it may forge as its mode,
-        # and by a solver that SciPy has no longer. So all members reduce the same share.
-        none = self.serializer.dumps(None)
-        gathered = tuple(
-            self.serializer.dumps([0.0 if peer in _witnesses else None, self.mode.value, none])
-            for peer in group_info.peer_ids
-        )
-        group = GroupInfo(group_info.group_id, group_info.peer_ids, gathered)
-        await super()._aggregate_with_group(group, **given)
-        return [[str(peer), size] for peer, size in zip(group.peer_ids, self._sizes, strict=True)]
-
-    async def _run_allreduce_inplace_(
-        self, tensors: Sequence[Tensor], group_info: GroupInfo, group_id: Any = None, **given: Any
-    ) -> None:
-        runner = self.runner_class(
-            limit=self._limit,
-            keeps=self._keeps,
-            p2p=self._p2p,
-            servicer_type=type(self),
-            prefix=self.prefix,
-            tensors=tensors,
-            group_id=group_info.group_id,
-            ordered_peer_ids=group_info.peer_ids,
-            **given,
-        )
-        self._sizes = runner.sizes
-        self._running_groups[group_info.group_id].set_result(runner)
-        rest = iter(tensors)
-        async for difference in runner:
-            tensor = next(rest)
-            if self._keeps:
+        async with enter_asynchronously(self.get_tensors()) as tensors:
+            runner = self.runner_class(
+                limit=self._limit,
+                keeps=self._keeps,
+                p2p=self._p2p,
+                servicer_type=type(self),
+                prefix=self.prefix,
+                tensors=tensors,
+                group_id=group_info.group_id,
+                ordered_peer_ids=peers,
+                # hivemind balances by the bandwidth and mode that each peer gives, which it may
+                # forge, and by a solver that SciPy has no longer. So all members reduce as much.
+                peer_fractions=[float(str(peer) not in self._witnesses) for peer in peers],
+                **given,
+            )
+            self._running_groups[group_info.group_id].set_result(runner)
+            async for tensor, difference in azip(as_aiter(*tensors), runner):
                 tensor.add_(difference)
         if lost := runner.tensor_part_container.failed_size:
             raise AllreduceException(f"{lost / self.total_size:.1%} of the values have no average")
+        return [[str(peer), size] for peer, size in zip(peers, runner.sizes, strict=True)]
 
 
-async def _meet(_: Any, node: Any, members: Addresses) -> list[str]:
-    """Connect to all ``members`` at once; return the peer ids of those that do not answer."""
+async def _meet(_: Any, node: Any, members: Addresses) -> None:
+    """Connect to all ``members`` at once, and wait for none longer than for another."""
     connected = {str(info.peer_id) for info in await node.p2p.list_peers()}
 
     async def meet(peer: str, addresses: Sequence[str]) -> None:
@@ -273,8 +242,7 @@ async def _meet(_: Any, node: Any, members: Addresses) -> list[str]:
                 await node.p2p._client.connect(PeerID.from_base58(peer), places)
             await node.protocol.call_ping(PeerID.from_base58(peer))
 
-    found = await asyncio.gather(*(meet(*each) for each in members), return_exceptions=True)
-    return [peer for (peer, _), one in zip(members, found, strict=True) if one is not None]
+    await asyncio.gather(*(meet(*each) for each in members), return_exceptions=True)
 
 
 class Peer:
@@ -291,12 +259,12 @@ class Peer:
             announce_maddrs=[settings.address] if settings.address else None,
             identity_path=settings.identity,
             use_relay=False,
-            use_auto_relay=False,
             nat_port_map=False,
             auto_nat=False,
-            startup_timeout=settings.start_timeout,
+            startup_timeout=30,
         )
         self.peer_id = str(self._dht.peer_id)
+        self.addresses = tuple(map(str, self._dht.get_visible_maddrs()))
         self._averager = self.averager_class(
             self._tensors,
             self._dht,
@@ -306,35 +274,20 @@ class Peer:
             client_mode=False,  # server mode
             allow_state_sharing=False,
             compression=Float16Compression(),
-            min_group_size=2,
-            target_group_size=None,
             min_matchmaking_time=settings.gather,
             request_timeout=settings.gather / 4,
             next_chunk_timeout=settings.chunk,
             allreduce_timeout=settings.longest,
         )
 
-    @property
-    def addresses(self) -> list[str]:
-        return [str(address) for address in self._dht.get_visible_maddrs()]
-
     def average(self, order: Order) -> Answer:
         """Carry out an order: average once, or return why there is no average."""
         began = time.monotonic()
-        answer, silent = partial(Answer, order.outer_step, order.serial), list[str]()
         try:
             scale = order.scale(sum(tensor.numel() for tensor in self._tensors))
             self._fill(order, scale)
-            silent = self._dht.run_coroutine(partial(_meet, members=order.members))
-            self._averager.begin_round(
-                members=[*(peer for peer, _ in order.members), self.peer_id],
-                witnesses=order.witnesses,
-                serial=order.serial,
-                limit=LONGEST * order.usual * scale,
-            )
-            norms = [torch.linalg.vector_norm(tensor) for tensor in self._tensors]
-            if not float(torch.stack(norms).norm()) <= LONGEST * order.usual * scale:
-                raise AllreduceException("the upload is longer than any that others would take")
+            self._dht.run_coroutine(partial(_meet, members=order.members))
+            self._averager.begin_round(order, LONGEST * order.usual * scale)
             gather, now = self._settings.gather, time.time()
             if now > order.at + gather:
                 raise AllreduceException(f"its order came {now - order.at:.0f} s too late")
@@ -350,29 +303,22 @@ class Peer:
                 with self._averager.get_tensors() as tensors:
                     write_average(Path(order.average), names, tensors, scale)
             shares = tuple((peer, size) for peer, size in group)
-            return answer(shares, silent=tuple(silent), seconds=time.monotonic() - began)
+            return Answer(order.serial, shares, seconds=time.monotonic() - began)
         except Exception as error:  # noqa: BLE001 - of hivemind, peers' bytes, a disk
-            why = str(error) or type(error).__name__
-            seconds = time.monotonic() - began
-            return answer(failed=why[:300], silent=tuple(silent), seconds=seconds)
+            return Answer(order.serial, failed=(str(error) or type(error).__name__)[:300])
 
     def _fill(self, order: Order, scale: float) -> None:
         """Copy what the upload decodes to into the tensors, times ``scale``; zeros without one."""
-        file = (
-            UpdateFile.reopen(Path(order.upload), self._settings.schema) if order.upload else None
-        )
+        schema = self._settings.schema
+        file = UpdateFile.reopen(Path(order.upload), schema) if order.upload else None
         with self._averager.get_tensors() as tensors:
-            for index, ((_, shape), tensor) in enumerate(
-                zip(self._settings.schema, tensors, strict=True)
-            ):
-                count, columns = rows_and_columns(shape)
-                rows, step = tensor.view(count, columns), max(1, _CHUNK // max(1, columns))
-                for first in range(0, count, step):
-                    part = rows[first : first + step]
+            for index, tensor in enumerate(tensors):
+                rows = tensor.view(rows_and_columns(tensor.shape))
+                for first, stop in row_chunks(*rows.shape):
                     if file is None:
-                        part.zero_()
+                        rows[first:stop].zero_()
                     else:
-                        part.copy_(file.rows(index, first, first + len(part)).mul_(scale))
+                        rows[first:stop].copy_(file.rows(index, first, stop).mul_(scale))
 
 
 def main(peer_class: type[Peer] = Peer) -> None:
@@ -389,7 +335,7 @@ def main(peer_class: type[Peer] = Peer) -> None:
     assert parent_process is not None
     # Without its DHT or p2pd an averager only fails. The parent starts all of them again.
     _end_with([parent_process, *_first.children(recursive=True)])
-    parent.send(Ready(peer.peer_id, tuple(peer.addresses)))
+    parent.send(Ready(peer.peer_id, peer.addresses))
     while True:
         parent.send(peer.average(parent.receive()))
 

@@ -42,11 +42,10 @@ def open_exchange(
         from .hivemind import HivemindRounds, Membership
         from .peer import announcer, peer_settings
 
-        master = config.miner.master_ss58_address
+        master, after = config.miner.master_ss58_address, config.miner.average_after.total_seconds()
         kind = partial(
             HivemindRounds,
-            membership=Membership(member.chain.neurons, member.hotkey, master),
-            average_after=config.miner.average_after.total_seconds(),
+            membership=Membership(member.chain.neurons, member.hotkey, master, after),
             settings=lambda schema: peer_settings(config, schema, folder),
             ready=announcer(config, member),
         )

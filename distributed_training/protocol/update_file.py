@@ -22,7 +22,7 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -43,6 +43,7 @@ _NAME = re.compile(r"[0-9A-Za-z_.-]{1,64}", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NO_DIGEST, _NO_SIGNATURE = "0" * 64, "0" * 2 * _SIGNATURE_BYTES
 _CHUNK = 1 << 22  # bytes read at once
+_VALUES = 1 << 22  # decoded at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +154,15 @@ class UpdateLayout:
 def rows_and_columns(shape: Sequence[int]) -> tuple[int, int]:
     """Return how many rows a parameter of ``shape`` has, and values in each."""
     return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
+
+
+def row_chunks(rows: int, columns: int, files: int = 1) -> Iterator[tuple[int, int]]:
+    """Yield ranges of a parameter's rows, first and after the last, each handled at once.
+
+    ``files``: whose rows of a range are in memory together.
+    """
+    step = max(1, _VALUES // max(1, columns * files))
+    return ((first, min(first + step, rows)) for first in range(0, rows, step))
 
 
 def _written(header: Header) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,12 +24,10 @@ from distributed_training.config import Config
 from distributed_training.exchange.hivemind import (
     NO_FAULT,
     Answer,
-    Order,
+    Membership,
     PeerProcess,
     Ready,
     Settings,
-    find_partners,
-    usual_norm,
 )
 from distributed_training.exchange.peer import announcer, peer_settings
 from distributed_training.node.identity import Member
@@ -39,16 +36,12 @@ from distributed_training.protocol.average_file import Average
 from distributed_training.protocol.manifest import Averaging, Manifest
 from distributed_training.protocol.network_report import printable
 from distributed_training.protocol.types import Schema
-from distributed_training.protocol.update_file import rows_and_columns
+from distributed_training.protocol.update_file import row_chunks, rows_and_columns
 from distributed_training.training.outer_rule import OUTER_RULES
 from distributed_training.training.weights import GlobalState
 from distributed_training.validator.fetch_close import Close
 from distributed_training.validator.judging import Accepted
-from distributed_training.validator.merge import (
-    OuterState,
-    clip_factor,
-    longest_norm,
-)
+from distributed_training.validator.merge import OuterState, clip_factor, longest_norm
 from distributed_training.validator.merge_close import MergedSome
 from distributed_training.validator.store_rounds import StoreValidator
 
@@ -68,7 +61,8 @@ def kind_of_validator(
     def open_averaging(**given: Any) -> AveragingValidator:
         settings = peer_settings(config, schema, folder, witness=True)
         validator = AveragingValidator(settings=settings, ready=announcer(config, member), **given)
-        validator.open_peer(stack)
+        validator.peer.start()
+        stack.callback(validator.peer.close)
         return validator
 
     return open_averaging
@@ -96,15 +90,10 @@ class AveragingValidator(StoreValidator):
 
     def __init__(self, *, settings: Settings, ready: Callable[[Ready], None], **given: Any) -> None:
         super().__init__(**given)
-        self._peer = PeerProcess(settings, ready=ready, answered=self._on_answer)
+        self.peer = PeerProcess(settings, ready=ready, answered=self._on_answer)
         self._round: _Round | None = None
         self._averaging: Averaging | None = None
         self._sampled: frozenset[str] | None = None  # hotkeys; None: all
-
-    def open_peer(self, stack: ExitStack) -> None:
-        """Start the peer process, which ``stack`` ends. Raises OSError."""
-        self._peer.start()
-        stack.callback(self._peer.close)
 
     # --- the all-reduce ---------------------------------------------------------------------------
 
@@ -115,36 +104,20 @@ class AveragingValidator(StoreValidator):
         super()._take(close, judged, block, now)
 
     def _order(self, close: Close, now: float) -> None:
-        state, steps, hotkey = close.state, self._steps, self._member.hotkey
+        state, own = close.state, self._member.hotkey
+        after = self._rules.settings.average_after.total_seconds()
+        path = self._steps.place(state.outer_step + 1) / keys.AVERAGE
+        membership = Membership(self._chain.neurons, own, own, after)
+        order = membership.build_order(state, now, self._steps.head, average=str(path.absolute()))
         neurons = self._chain.neurons()
-        usual = usual_norm(steps.head)
-        path = steps.place(state.outer_step + 1) / keys.AVERAGE
-        self._round = found = _Round(
-            state.serial,
-            {one.peer: one.uid for one in neurons if one.peer and one.hotkey != hotkey},
-            usual or 0.0,
-            path,
-        )
-        none = Answer(state.outer_step, state.serial, failed="nothing was merged before")
-        if usual is None:
-            found.answer = none
+        uids = {one.peer: one.uid for one in neurons if one.peer and one.hotkey != own}
+        self._round = _Round(state.serial, uids, order.usual if order else 0.0, path)
+        if order is None:
+            self._round.answer = Answer(state.serial, failed="nothing was merged before")
             return
         path.unlink(missing_ok=True)
-        ahead = time.time() - now  # of our clock
-        after = self._rules.settings.average_after.total_seconds()
-        self._peer.order(
-            Order(
-                outer_step=state.outer_step,
-                serial=state.serial,
-                at=state.closes_at + after + ahead,
-                ends=state.closes_at + state.grace + ahead,
-                members=find_partners(neurons, steps.head, own=hotkey),
-                witnesses=tuple(one.peer for one in neurons if one.hotkey == hotkey),
-                usual=usual,
-                average=str(path.absolute()),
-            )
-        )
         log.info("%s", lines.ALL_REDUCE_START)
+        self.peer.order(order)
 
     def _on_answer(self, answer: Answer) -> None:
         found = self._round
@@ -242,10 +215,7 @@ class AveragingValidator(StoreValidator):
         differs, lengths = torch.zeros(len(ends)).double(), torch.zeros(len(ends)).double()
         square, place = 0.0, 0
         for index, (_, shape) in enumerate(self.state.schema):
-            count, columns = rows_and_columns(shape)
-            step = max(1, (1 << 22) // max(1, columns))
-            for first in range(0, count, step):
-                stop = min(count, first + step)
+            for first, stop in row_chunks(*rows_and_columns(shape)):
                 rows = average.rows(index, first, stop)
                 square += float(rows.double().square().sum())
                 mean = torch.zeros_like(rows)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -37,6 +37,7 @@ from distributed_training.protocol.update_file import (
     digest_rows_of,
     digest_weights,
     finish,
+    row_chunks,
     rows_and_columns,
     write_rows,
 )
@@ -48,7 +49,6 @@ HISTORY = 10
 _CLIP = 2.0  # times the usual norm
 _FEEBLE = 3.0  # times less than the usual gain
 _LEAP = 4.0  # by which the inner steps of a second may grow or fall from one close to the next
-_CHUNK = 1 << 22  # values handled at once, of one upload
 
 
 class Values(Protocol):
@@ -99,8 +99,8 @@ def digest_of(tensors: Sequence[Tensor]) -> str:
 
 def norm_of(upload: UpdateFile) -> float:
     """Return the Euclidean norm of all values of an upload."""
-    parts = range(len(upload.layout.parts))
-    found = (upload.rows(i, a, b) for i in parts for a, b in _chunks(upload.layout, i))
+    parts = enumerate(upload.layout.parts)
+    found = (upload.rows(i, a, b) for i, p in parts for a, b in row_chunks(p.rows, p.columns))
     return math.sqrt(sum(float(rows.double().square_().sum()) for rows in found))
 
 
@@ -298,7 +298,7 @@ def merge(
             for tensors in (before.momentum, before.residual)
         )
         # Such a rule gets the rows of all members at once, so they are fewer: memory is bounded.
-        for a, b in _chunks(layout, index, len(counted) if own is not None else 1):
+        for a, b in row_chunks(*shape, len(counted) if own is not None else 1):
             clipped = (upload.rows(index, a, b).mul_(factor) for upload, factor in counted)
             if own is not None:
                 mean = own.merge_rows(torch.stack([*clipped]), facts)
@@ -343,18 +343,8 @@ def subtract(weights: Sequence[Tensor], update: UpdateFile) -> list[Tensor]:
 def _subtract(tensors: Sequence[Tensor], update: UpdateFile) -> None:
     for index, (tensor, part) in enumerate(zip(tensors, update.layout.parts, strict=True)):
         rows = tensor.view(part.rows, part.columns)
-        for a, b in _chunks(update.layout, index):
+        for a, b in row_chunks(part.rows, part.columns):
             rows[a:b].sub_(update.rows(index, a, b))
-
-
-def _chunks(layout: UpdateLayout, index: int, members: int = 1) -> Iterator[tuple[int, int]]:
-    """Yield ranges of a parameter's rows, first and after the last, each handled at once.
-
-    ``members``: whose rows of a range are in memory together.
-    """
-    part = layout.parts[index]
-    step = max(1, _CHUNK // max(1, part.columns * members))
-    return ((first, min(first + step, part.rows)) for first in range(0, part.rows, step))
 
 
 def find_spoilers(count: int, passes: Callable[[Sequence[int]], bool]) -> tuple[int, ...] | None:

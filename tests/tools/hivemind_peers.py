@@ -12,7 +12,6 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, AsyncIterator  # noqa: UP035 - hivemind knows streams by this name only
 
@@ -68,17 +67,11 @@ class Runner(hivemind_peer.Runner):
 class Averager(hivemind_peer.Averager):  # its name is part of its RPCs' names
     runner_class = Runner
 
-    async def _begin_round(
-        self,
-        future: Any,
-        members: Sequence[str],
-        witnesses: Sequence[str],
-        serial: int,
-        limit: float,
-    ) -> None:
+    async def _begin_round(self, future: Any, order: Order, limit: float) -> None:
         # The validator's is the only one whose average counts.
-        _victim[:] = members[:1] if kind == "lie-to-a-member" else list(witnesses)[:1]
-        await super()._begin_round(future, members, witnesses, serial, limit)
+        members = [peer for peer, _ in order.members if peer not in order.witnesses]
+        _victim[:] = members[:1] if kind == "lie-to-a-member" else order.witnesses[:1]
+        await super()._begin_round(future, order, limit)
 
 
 class Peer(hivemind_peer.Peer):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,11 @@ from distributed_training.chain.identity import identity_file
 from distributed_training.config import Config
 from distributed_training.exchange.hivemind import (
     Answer,
-    Order,
+    Membership,
     PeerProcess,
     Ready,
     Settings,
-    find_partners,
-    usual_norm,
+    left_out,
 )
 from distributed_training.protocol.manifest import Manifest
 from distributed_training.validator.average import AveragingValidator
@@ -27,7 +25,6 @@ from tests.tools.store_world import StoreMiner, StoreWorld, keypair
 from tests.tools.waiting import wait_for
 
 AFTER, GATHER, LONGEST = 2.0, 3.0, 30.0  # seconds
-MASTER_UID = 200
 
 
 class AveragingConfig(Config):
@@ -70,25 +67,12 @@ class MemberPeer:
         """Order the all-reduce of the present close, as :class:`HivemindRounds` does."""
         world, state = self.world, self.world.state
         manifest = world.manifest(state.outer_step)
-        usual = usual_norm(manifest)
         own = keypair(f"miner-{self.uid}").ss58_address
-        if usual is None or own in {one.hotkey for one in manifest.refused}:
-            return
-        path = world.folder / f"upload-{self.uid}.safetensors"
-        neurons = world.chain.neurons()
-        ahead = time.time() - world.clock()
-        self.process.order(
-            Order(
-                outer_step=state.outer_step,
-                serial=state.serial,
-                at=state.closes_at + AFTER + ahead,
-                ends=state.closes_at + LONGEST + ahead,
-                members=find_partners(neurons, manifest, own=own),
-                witnesses=tuple(n.peer for n in neurons if n.uid == MASTER_UID),
-                usual=usual,
-                upload=str(path),
-            )
-        )
+        upload = str(world.folder / f"upload-{self.uid}.safetensors")
+        members = Membership(world.chain.neurons, own, world.master.ss58_address, AFTER)
+        order = members.build_order(state, world.clock(), manifest, upload=upload)
+        if order is not None and own not in left_out(manifest):
+            self.process.order(order)
 
 
 class HivemindWorld(StoreWorld):

@@ -75,7 +75,7 @@ class InstantPeer:
         schema = world.validator.state.schema
         scale = order.scale(sum(torch.Size(shape).numel() for _, shape in schema))
         for uid in world.uids:
-            key = keys.upload_key(uid, order.outer_step, order.serial)
+            key = keys.upload_key(uid, world.state.outer_step, order.serial)
             path = world.folder / "averaged.safetensors"
             path.write_bytes(world.own[uid].objects[key][0])
             file = UpdateFile.reopen(path, schema)
@@ -87,9 +87,7 @@ class InstantPeer:
         count = sum(tensor.numel() for tensor in average)
         share = [count // len(senders)] * len(senders)
         share[0] += count - sum(share)
-        self._answered(
-            Answer(order.outer_step, order.serial, tuple(zip(senders, share, strict=True)))
-        )
+        self._answered(Answer(order.serial, tuple(zip(senders, share, strict=True))))
 
 
 class InstantWorld(HivemindWorld):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import socket
+import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,12 +17,14 @@ from bittensor_core import verify
 
 from distributed_training.chain.base import ChainUnavailable, Neuron
 from distributed_training.common.backoff import Clocks
+from distributed_training.exchange import peer
 from distributed_training.exchange.base import upload_path
 from distributed_training.exchange.hivemind import (
     Answer,
     HivemindRounds,
     Membership,
     Order,
+    Ready,
     find_partners,
     usual_norm,
 )
@@ -63,8 +69,7 @@ class World:
             master=Master(RUN_ID, MASTER.ss58_address, verify),
             uploads=OwnUploads(self.store, folder / "uploads", UID),
             clocks=Clocks(self.time.steady, self.time.unix),
-            membership=Membership(lambda: self.neurons, MEMBER, "B"),
-            average_after=10.0,
+            membership=Membership(lambda: self.neurons, MEMBER, "B", 10.0),
             settings=lambda schema: pytest.fail("it starts no peer"),
             ready=lambda ready: None,
         )
@@ -92,7 +97,7 @@ def test_the_first_close_has_no_norm_to_go_by_and_no_all_reduce(world: World) ->
     assert not world.send()
     world.leader.take_outer_step()
     (order,) = world.send()
-    assert (order.outer_step, order.usual) == (1, usual_norm(world.leader.chain[1]))
+    assert order.usual == usual_norm(world.leader.chain[1])
     assert dict(order.members) == {
         PEERS["a"]: (f"/ip4/192.0.2.1/tcp/8009/p2p/{PEERS['a']}",),
         PEERS["b"]: (f"/ip6/2001:db8::1/tcp/8010/p2p/{PEERS['b']}",),
@@ -122,7 +127,7 @@ def test_a_chain_that_does_not_answer_costs_one_average(world: World) -> None:
 
 
 def test_a_failed_all_reduce_is_a_line(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    world.rounds._on_answer(Answer(1, 2, failed="could not find a group"))
+    world.rounds._on_answer(Answer(2, failed="could not find a group"))
     assert "All Reduce Failed At Checkpoint 2: could not find a group" in caplog.text
 
 
@@ -172,7 +177,44 @@ def test_an_average_is_read_as_it_was_written_and_nothing_else(tmp_path: Path) -
 
 @pytest.mark.parametrize("usual", [1e-9, 3e-5, 1.0, 7e6])
 def test_values_of_the_usual_size_fill_float16(usual: float) -> None:
-    order = Order(1, 1, 0.0, 1.0, (), (), usual)
+    order = Order(1, 0.0, 1.0, (), (), usual)
     values = 1_000_000
     size = usual / math.sqrt(values) * order.scale(values)
     assert 0.5 < size < 2 and math.log2(order.scale(values)).is_integer()
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_port_that_cannot_be_reached_is_named_at_the_start(
+    is_open: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    announced: list[Any] = []
+    monkeypatch.setattr(peer, "announce", lambda member, *place: announced.append(place))
+    config: Any = SimpleNamespace(swarm=SimpleNamespace(dht_ip="127.0.0.1", dht_external_port=0))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        if not is_open:
+            server.close()
+        ready = Ready(PEERS["a"], (f"/ip4/0.0.0.0/tcp/{port}/p2p/{PEERS['a']}",))
+        peer.announcer(config, cast(Any, None))(ready)
+    assert announced == [("127.0.0.1", port, PEERS["a"])]  # its uploads count, and others try it
+    assert (f"open TCP port {port}" in caplog.text) is not is_open
+
+
+def test_addresses_that_do_not_answer_are_tried_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from distributed_training.exchange import hivemind_peer
+
+    async def connected() -> list[Any]:
+        return []
+
+    async def connect(*place: Any) -> None:
+        tried.append(place)
+        await asyncio.sleep(3600)
+
+    tried: list[Any] = []
+    client = SimpleNamespace(connect=connect)
+    node = SimpleNamespace(p2p=SimpleNamespace(list_peers=connected, _client=client))
+    members = [(PEERS["a"], (f"/ip4/192.0.2.1/tcp/{n}/p2p/{PEERS['a']}",)) for n in range(1, 51)]
+    monkeypatch.setattr(hivemind_peer, "_MEET", 0.2)
+    began = time.monotonic()
+    asyncio.run(hivemind_peer._meet(None, node, tuple(members)))
+    assert len(tried) == 50 and time.monotonic() - began < 5

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from distributed_training.protocol import update_file
 from distributed_training.protocol.update_file import UpdateFile, UpdateLayout, rows_and_columns
 from distributed_training.training.outer_rule import (
     OUTER_RULES,
@@ -29,7 +30,6 @@ from distributed_training.training.outer_rule import (
     UploadFacts,
     nesterov_sgd,
 )
-from distributed_training.validator import merge as module
 from distributed_training.validator.merge import (
     Measured,
     OuterState,
@@ -140,7 +140,7 @@ def test_the_bits_do_not_depend_on_the_processor(capability: str, tmp_path: Path
 
 def test_chunks_do_not_change_the_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = digests(tmp_path)
-    monkeypatch.setattr(module, "_CHUNK", 300)
+    monkeypatch.setattr(update_file, "_VALUES", 300)
     (tmp_path / "again").mkdir()
     assert digests(tmp_path / "again") == whole
 
@@ -249,7 +249,7 @@ def test_a_rule_merges_the_members_rows(
             ]
         )
         assert torch.equal(found.momentum[index], own(rows, FACTS).view(shape)), name
-    monkeypatch.setattr(module, "_CHUNK", 900)
+    monkeypatch.setattr(update_file, "_VALUES", 900)
     largest = 0
     assert once(tmp_path / "blocks").digests == found.digests
     assert largest <= 900
