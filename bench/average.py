@@ -4,7 +4,8 @@
 
 Members average the values of an upload over loopback in float16, without the validator. The two
 ways take turns. Transfer is from the found group to the last value, the median of all members and
-rounds. Memory is the largest that the processes of one member have together, p2pd included.
+rounds. Memory is the largest that the processes of one member have together, p2pd included; what
+each value takes of it follows from a round of twice as many.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -25,6 +28,7 @@ from hivemind.p2p import P2P
 
 from bench.common import parser, table
 from distributed_training.exchange.hivemind import Answer, Order, PeerProcess, Ready, Settings
+from distributed_training.protocol.types import Schema
 from distributed_training.protocol.update_file import Header, UpdateLayout, finish, write_rows
 
 TENSORS, COLUMNS, SIZE, GATHER = 30, 1000, 1e-5, 3.0
@@ -58,7 +62,7 @@ for _ in sys.stdin:
 """
 
 
-def write_upload(path: Path, schema: tuple[tuple[str, tuple[int, int]], ...]) -> None:
+def write_upload(path: Path, schema: Schema) -> None:
     """Write an upload of random values, 4 bits each."""
     header = Header(
         kind="upload", run_id="bench", outer_step=1, serial=1, hotkey="x" * 40, start="0" * 64,
@@ -81,46 +85,75 @@ def memory_of(pid: int) -> int:
     return total
 
 
-class Ours:
-    """The peer processes of ``members``."""
+class Peers:
+    """Peer processes of ``members``; the last of them may be a ``witness``, as a validator's is."""
 
-    def __init__(self, folder: Path, members: int, rows: int) -> None:
-        self.schema = tuple((f"w{i}", (rows, COLUMNS)) for i in range(TENSORS))
-        self.values = TENSORS * rows * COLUMNS
-        self.upload, self.times, self.serial = folder / "upload", folder / "ours", 0
-        write_upload(self.upload, self.schema)
-        os.environ["DT_BENCH_TIMES"] = str(self.times)
-        self.ready: dict[int, Ready] = {}
-        self.answers: dict[int, Answer] = {}
-        self.peers = [self._start(folder / str(i), i) for i in range(members)]
-        while len(self.ready) < members:
+    def __init__(
+        self, folder: Path, schema: Schema, members: int, *, witness: bool = False, **named: Any
+    ) -> None:
+        self.folder, self._schema, self._serial = folder, schema, 0
+        self._ready: dict[int, Ready] = {}
+        self._answers: dict[int, Answer] = {}
+        self._witness = members - 1 if witness else None
+        self.peers = [self._start(folder / str(i), i, **named) for i in range(members)]
+        while len(self._ready) < members:
             time.sleep(0.05)
 
-    def _start(self, folder: Path, i: int) -> PeerProcess:
+    def _start(self, folder: Path, i: int, **named: Any) -> PeerProcess:
         folder.mkdir()
         identity = str(folder / "identity.key")
         P2P.generate_identity(identity)
+        witness = i == self._witness
         peer = PeerProcess(
-            Settings(self.schema, "bench", identity, "127.0.0.1", 0, gather=GATHER),
-            ready=lambda ready: self.ready.update({i: ready}),
-            answered=lambda answer: self.answers.update({i: answer}),
-            module="bench.timed_peer",
+            Settings(
+                self._schema, "bench", identity, "127.0.0.1", 0, witness=witness, gather=GATHER
+            ),
+            ready=lambda ready: self._ready.update({i: ready}),
+            answered=lambda answer: self._answers.update({i: answer}),
+            **named,
         )
         peer.start()
         return peer
 
-    def round(self) -> None:
-        self.answers.clear()
-        self.serial += 1
-        at, usual = time.time() + 10, SIZE * self.values**0.5  # decoded by then
-        found = [(ready.peer_id, ready.addresses) for _, ready in sorted(self.ready.items())]
+    def round(self, uploads: Sequence[Path], usual: float, *, ahead: float) -> list[str]:
+        """Let them average files of ``uploads`` in ``ahead`` seconds; return why it failed.
+
+        The witness writes the file ``average`` of the folder.
+        """
+        self._answers.clear()
+        self._serial += 1
+        at = time.time() + ahead
+        found = [(ready.peer_id, ready.addresses) for _, ready in sorted(self._ready.items())]
+        witnesses = () if self._witness is None else (found[self._witness][0],)
         for i, peer in enumerate(self.peers):
             others = tuple(each for j, each in enumerate(found) if j != i)
-            upload = str(self.upload)
-            peer.order(Order(self.serial, at, at + 300, others, (), usual, upload))
-        while len(self.answers) < len(self.peers):
+            upload, average = (
+                ("", str(self.folder / "average")) if i == self._witness else (str(uploads[i]), "")
+            )
+            peer.order(Order(self._serial, at, at + 300, others, witnesses, usual, upload, average))
+        while len(self._answers) < len(self.peers):
             time.sleep(0.05)
-        if failed := [answer.failed for answer in self.answers.values() if answer.failed]:
+        return [answer.failed for answer in self._answers.values() if answer.failed]
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.close()
+
+
+class Ours:
+    """The peer processes of ``members``, which average a model of ``TENSORS`` tensors."""
+
+    def __init__(self, folder: Path, members: int, rows: int) -> None:
+        schema = tuple((f"w{i}", (rows, COLUMNS)) for i in range(TENSORS))
+        self.values = TENSORS * rows * COLUMNS
+        self._uploads, self.times = [folder / "upload"] * members, folder / "ours"
+        write_upload(self._uploads[0], schema)
+        os.environ["DT_BENCH_TIMES"] = str(self.times)
+        self.peers = Peers(folder, schema, members, module="bench.timed_peer")
+
+    def round(self) -> None:
+        # The files are decoded by then.
+        if failed := self.peers.round(self._uploads, SIZE * self.values**0.5, ahead=10):
             sys.exit(f"our all-reduce failed: {failed[0]}")
 
 
@@ -151,6 +184,23 @@ class Stock:
                 sys.exit("the all-reduce of stock hivemind failed")
 
 
+def most_memory(folder: Path, members: int, rows: int) -> int:
+    """Return the most bytes that the processes of one member have in a round."""
+    folder.mkdir()
+    ours, most, over = Ours(folder, members, rows), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not over.wait(0.2):
+            most = max(most, memory_of(ours.peers.peers[0].pid))
+
+    threading.Thread(target=watch, daemon=True).start()
+    ours.round()
+    over.set()
+    ours.peers.close()
+    return most
+
+
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--members", type=int, default=3)
@@ -159,37 +209,28 @@ def main() -> None:
     given = options.parse_args()
     rows = max(1, given.parameters * 1_000_000 // TENSORS // COLUMNS)
     with tempfile.TemporaryDirectory() as name:
+        # Apart from the timed rounds: to look at a process's memory holds it up.
+        half, whole = (most_memory(Path(name) / str(n), given.members, n * rows) for n in (1, 2))
         ours = Ours(Path(name), given.members, rows)
         stock = Stock(Path(name), given.members, rows)
-        before = most = memory_of(ours.peers[0].pid)
         for _ in range(given.repeats):
             ours.round()
             stock.round()
         medians = [
             statistics.median(map(float, way.times.read_text().split())) for way in (ours, stock)
         ]
-        over = threading.Event()
-
-        def watch() -> None:
-            nonlocal most
-            while not over.wait(0.2):
-                most = max(most, memory_of(ours.peers[0].pid))
-
-        # Apart from the timed rounds: to look at a process's memory holds it up.
-        threading.Thread(target=watch, daemon=True).start()
-        ours.round()
-        over.set()
-        for peer in ours.peers:
-            peer.close()
+        ours.peers.close()
         for process in stock.peers:
+            for each in psutil.Process(process.pid).children(recursive=True):
+                each.kill()
             process.kill()
-    head = ("members", "values", "ours", "stock", "ratio", "memory at rest", "most", "more a value")
+    head = ("members", "values", "ours", "stock", "ratio", "memory", "of twice as many", "a value")
     row = (
         given.members, f"{ours.values / 1e6:.0f} M", f"{medians[0]:.2f} s", f"{medians[1]:.2f} s",
-        f"{medians[0] / medians[1]:.2f}", f"{before / 1e6:.0f} MB", f"{most / 1e6:.0f} MB",
-        f"{(most - before) / ours.values:.1f} bytes",
+        f"{medians[0] / medians[1]:.2f}", f"{half / 1e6:.0f} MB", f"{whole / 1e6:.0f} MB",
+        f"{(whole - half) / ours.values:.1f} bytes",
     )  # fmt: skip
-    table(head, [row])
+    table(head, [row, (*[""] * 4, "<= 1.1", "", "", "<= 9")])
 
 
 if __name__ == "__main__":

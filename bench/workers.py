@@ -35,6 +35,7 @@ from distributed_training.validator.merge import (
     Measured,
     OuterState,
     Rule,
+    Values,
     clip_factor,
     longest_norm,
     merge,
@@ -302,7 +303,7 @@ class Network:
 
     def merge(
         self,
-        uploads: Sequence[UpdateFile],
+        uploads: Sequence[Values],
         factors: Sequence[float],
         divisor: float,
         folder: Path,
