@@ -1,22 +1,24 @@
 """Compare rounds through the store with rounds over hivemind, at links as members have them.
 
-    python -m bench.exchange                      both, 20 minutes
-    python -m bench.exchange --exchange store     one of them
+    python -m bench.exchange                      both, 12 minutes
+    python -m bench.exchange --exchange store --link 20 100 --period 100 --outer-steps 4
 
 Four miners of a local subnet have a machine (a network namespace) and a network link each;
-validator, registry and embedded store share another machine, whose link has no bound. A transfer
-takes as much of a round period as one of 4 billion parameters takes of 80 minutes at 20 Mbit/s up
-and 100 down. The network over hivemind has 4 bits in rounds and uploads what is scored, as
-``dt-network init`` sets it; an upload is due in each eighth of a period.
+validator, registry and store share another machine, whose link has no bound. A transfer takes as
+much of a round period as one of 4 billion parameters takes of 80 minutes at 200 Mbit/s both ways,
+which leave time for an all-reduce. Grace and time of the all-reduce are those that ``dt-network
+init`` computes for these links.
 
-Bytes are what a member's interface counted from one outer step to the next. Utilization is said
-twice. *Inner steps* are compared with a lone miner's, which takes its median step again and again.
-*Not held* is 1 - the time between inner steps / wall, from the events. Inner steps are paced,
-mostly asleep, so that programs on few cores do not measure each other.
+Bytes are what a member's interface counted from one outer step to the next. The validator's are
+those of the store and of its peer. Utilization is said twice. *Inner steps* are compared with a
+lone miner's, which takes its median step again and again. *Not held* is 1 - the time between inner
+steps / wall, from the events. Inner steps are paced, mostly asleep, so that programs on few cores
+do not measure each other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -28,7 +30,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -38,7 +39,9 @@ from bench.common import parser, table
 from distributed_training.common.memory import ModelShape
 from distributed_training.localnet.services import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet, Neuron, SubnetFailure
-from distributed_training.protocol.growth import Growth, grace_seconds
+from distributed_training.protocol import keys
+from distributed_training.protocol.growth import Growth, average_seconds, grace_seconds
+from distributed_training.protocol.manifest import Manifest
 from distributed_training.telemetry import read_events
 from tests.tools.namespaces import Machine, ip, join, run, shape
 
@@ -63,10 +66,14 @@ FIRST = 1  # outer step from which on bytes and time are counted: at the start a
 GOAL_BYTES, GOAL_UTILIZATION = 0.55, 0.945
 _PACED = Path(__file__).parents[1] / "tests" / "tools" / "paced_miner.py"
 _STEP = 2.5  # seconds of a paced inner step
-_UPLOADS = 8  # of a member in a round period over hivemind
-_BIG = 4e9, 4800.0, 20.0, 100.0  # parameters, seconds from close to close, Mbit/s up, down
+_FLAGS = (
+    *("--neuron.local_batch_size_train", "1", "--data.prefetch_blocks", "1"),
+    *("--data.max_prefetch_blocks", "1"),
+)
+_BIG = 4e9, 4800.0  # parameters, seconds from close to close
+_LINK = (200.0, 200.0)  # Mbit/s of its members, up and down
 
-#: Programs find store, registry and first peer at loopback, as in any local subnet.
+#: Programs find store and registry at loopback, as in any local subnet.
 _OF_MEMBER = """
 table ip way {{
     chain out {{
@@ -88,12 +95,17 @@ table ip way {{
         type filter hook output priority 0;
         oifname "lo" tcp dport {store} counter name sent
         oifname "lo" tcp sport {store} counter name received
+        oifname "eth0" tcp sport != {{ {ports} }} counter name sent
+    }}
+    chain peers {{
+        type filter hook input priority 0;
+        iifname "eth0" tcp dport != {{ {ports} }} counter name received
     }}
 }}
 """
 
 
-@contextmanager
+@contextlib.contextmanager
 def machines(links: Sequence[tuple[float, float]]) -> Iterator[list[Machine]]:
     """Yield the founder's machine, and a miner's for each of the ``links``: Mbit/s up and down.
 
@@ -137,21 +149,18 @@ class ApartSubnet(LocalSubnet):
         else:
             place = self._made[1 + self.miners.index(neuron)]
         if self.options.exchange == "hivemind":
-            for flag in ("axon.ip", "dht.listen_ip"):
-                neuron.child.command += [f"--{flag}", "0.0.0.0"]
-            for flag in ("axon.external_ip", "dht.ip"):
-                neuron.child.command += [f"--{flag}", place.address]
+            neuron.child.command += ["--dht.ip", place.address]
         with place.inside():
             super()._start_neuron(neuron)
 
     def _open_ways(self) -> None:
-        """Lead what members send to store, registry and first peer to the founder's machine."""
+        """Lead what members send to store and registry to the founder's machine."""
         assert self.services is not None
         urls = (self.services.store_endpoint, self.services.chain_endpoint)
         served = [url.rpartition(":")[2] for url in urls]
         founder, *others = self._made
-        _filter(founder, _OF_FOUNDER.format(ports=", ".join(served), store=served[0]))
-        ports = ", ".join([*served, str(self.validator.plan.dht_port)])
+        ports = ", ".join(served)
+        _filter(founder, _OF_FOUNDER.format(ports=ports, store=served[0]))
         for machine in others:
             _filter(machine, _OF_MEMBER.format(ports=ports, founder=founder.address))
 
@@ -161,7 +170,7 @@ def _filter(machine: Machine, rules: str) -> None:
 
 
 def validators_bytes(founder: Machine) -> tuple[int, int]:
-    """Return the bytes that the validator has sent to the store, and received from there."""
+    """Return the bytes that the validator has sent to the store and peers, and received."""
     listed = json.loads(run(*founder.prefix, "nft", "-j", "list", "counters").stdout)["nftables"]
     found = {each["counter"]["name"]: each["counter"]["bytes"] for each in listed[1:]}
     return found["sent"], found["received"]
@@ -194,6 +203,7 @@ class Member:
     uploaded: float
     by_steps: float  # utilization
     by_held: float
+    held: float = 0.0  # seconds in an outer step
 
 
 @dataclass
@@ -204,12 +214,13 @@ class Found:
     seconds: float = 0.0  # of an outer step
     validator: tuple[float, ...] = ()  # sent and received, bytes a parameter in an outer step
     losses: list[tuple[int, float]] = field(default_factory=list)  # tokens of all, held-out loss
+    sources: list[str] = field(default_factory=list)  # of the updates from FIRST on
 
 
-def link(period: int) -> tuple[float, float]:
+def link(period: int, of_big: Sequence[float] = _LINK) -> tuple[float, float]:
     """Return the Mbit/s up and down that take as much of ``period`` as the large model's."""
-    share = PARAMETERS / _BIG[0] * _BIG[1] / period
-    return _BIG[2] * share, _BIG[3] * share
+    up, down = (each * PARAMETERS / _BIG[0] * _BIG[1] / period for each in of_big)
+    return up, down
 
 
 def measure(
@@ -218,15 +229,16 @@ def measure(
     period: int,
     last: int,
     *,
+    of_big: Sequence[float] = _LINK,
     rules: Mapping[str, Any] | None = None,
     kill_every: float = math.inf,
 ) -> Found:
     """Run a subnet until all miners have taken outer step ``last``, or time is over.
 
-    ``rules``: more keys of the network's file. ``kill_every``: seconds after which the next miner
-    gets ``kill -9`` and starts again.
+    ``of_big``: link of the large model's members. ``rules``: more keys of the network's file.
+    ``kill_every``: seconds after which the next miner gets ``kill -9`` and starts again.
     """
-    up, down = link(period)
+    up, down = link(period, of_big)
     print(f"{exchange}: links of {up:.2f} Mbit/s up and {down:.2f} down", flush=True)
     (model := folder / "config.json").write_text(json.dumps(MODEL))
     options = SubnetOptions(
@@ -237,9 +249,9 @@ def measure(
         blocks_per_allreduce=period,
         least_miners=MINERS - 1,
         miner_script=_PACED,
-        miner_flags=_flags(exchange, period),
+        miner_flags=_FLAGS,
         validator_flags=("--validator.model_config", str(model)),
-        rules={**_rules(exchange, period, up), **(rules or {})},
+        rules={**_rules(exchange, period, up, down), **(rules or {})},
     )
     os.environ["PACED_STEP"] = str(_STEP)
     with machines([(up, down)] * MINERS) as made, made[0].inside():
@@ -272,19 +284,23 @@ def measure(
                 subnet.wait_until(reached, 1.5 * options.longest, f"outer step {last}")
             except SubnetFailure as failure:
                 print(failure, flush=True)
-        return _found(subnet, counted, by_step)
+            sources = list(_sources(subnet, max(by_step, default=0)))
+        return _found(subnet, counted, by_step, sources)
 
 
-def _flags(exchange: str, period: int) -> tuple[str, ...]:
-    flags = ["--neuron.local_batch_size_train", "1", "--data.prefetch_blocks", "1"]
-    flags += ["--data.max_prefetch_blocks", "1"]
-    if exchange == "hivemind":
-        steps = max(1, round(period / _STEP / _UPLOADS))
-        flags += ["--neuron.upload_steps", str(steps), "--neuron.preview_sequences", "0"]
-    return tuple(flags)
+def _sources(subnet: LocalSubnet, last: int) -> Iterator[str]:
+    """Yield what each update after ``FIRST`` follows from, as its manifest says."""
+    assert subnet.services is not None
+    with contextlib.closing(subnet.services.open_bucket(subnet.validator.plan)) as bucket:
+        for step in range(FIRST + 1, last + 1):
+            data = bucket.get(keys.outer_key(step, keys.MANIFEST), limit=Manifest.most_bytes)
+            averaging = json.loads(data or "{}").get("averaging") or {"source": "merge", "why": ""}
+            print(f"outer step {step}: {averaging['source']} {averaging['why']}", flush=True)
+            yield averaging["source"]
 
 
-def _rules(exchange: str, period: int, up: float) -> dict[str, Any]:
+def _rules(exchange: str, period: int, up: float, down: float) -> dict[str, Any]:
+    grace = grace_seconds(PARAMETERS, "4-bit", up, period=float(period))
     rules: dict[str, Any] = {
         "private": True,
         "model.parameters": PARAMETERS,
@@ -292,24 +308,20 @@ def _rules(exchange: str, period: int, up: float) -> dict[str, Any]:
         "training.effective_batch": 2,
         "data.max_length": 128,  # else the validator judges on more text than all train on
     }
-    if exchange == "store":
-        grace = grace_seconds(PARAMETERS, "4-bit", up, period=float(period))
-        return {**rules, "round.grace": f"{grace}s"}
-    return {
-        **rules,
-        "upload.content": "scored",
-        "round.compression": "4bit",
-        "round.allreduce_timeout": f"{period * 0.6:.0f}s",
-        "round.round_timeout": f"{period * 0.75:.0f}s",
-        "round.reload_timeout": f"{period}s",
-    }
+    if exchange == "hivemind":
+        rules["round.average_after"] = f"{grace // 2}s"
+        grace += average_seconds(PARAMETERS, min(up, down))
+    return {**rules, "round.grace": f"{grace}s"}
 
 
 def _found(
-    subnet: LocalSubnet, counted: dict[str, list[Count]], by_step: dict[int, tuple[int, int]]
+    subnet: LocalSubnet,
+    counted: dict[str, list[Count]],
+    by_step: dict[int, tuple[int, int]],
+    sources: list[str],
 ) -> Found:
     """Return the figures of a subnet that has stopped."""
-    found, lengths = Found(), []
+    found, lengths = Found(sources=sources), []
     trained: list[tuple[int, int]] = []  # outer step, tokens
     for miner in subnet.miners:
         seen = [count for count in counted[miner.plan.name] if count.outer_step >= FIRST]
@@ -337,6 +349,7 @@ def _found(
                 uploaded=sum(sizes) / len(pairs) / PARAMETERS,
                 by_steps=len(steps) * median / wall,
                 by_held=1 - held / wall,
+                held=held / (final.outer_step - first.outer_step),
             )
         )
         sent, received = (
@@ -387,8 +400,7 @@ def rows(results: dict[str, Found]) -> Iterator[tuple[str, ...]]:
     yield row("with them: the round, polls", rest, ".3f")
     received = mean(lambda member: statistics.mean(member.received))
     yield row("received", received, ".3f", bound)
-    rest = [a - update * (kind == "store") for kind, a in zip(results, received, strict=True)]
-    yield row("received besides", rest, ".3f", f"{update:.3f} computed")
+    yield row("received besides the update", [a - update for a in received], ".3f")
     ways: dict[str, Callable[[Member], float]] = {
         "utilization, inner steps": lambda member: member.by_steps,
         "utilization, not held": lambda member: member.by_held,
@@ -396,7 +408,11 @@ def rows(results: dict[str, Found]) -> Iterator[tuple[str, ...]]:
     for name, pick in ways.items():
         yield row(name, mean(pick), ".1%", f">={GOAL_UTILIZATION:.1%}")
         yield row(f"{name}, the least", [min(map(pick, e.members)) for e in kinds], ".1%")
+    held = mean(lambda member: member.held)
+    yield row("seconds held in an outer step", held, ".1f")
     yield row("seconds of an outer step", [each.seconds for each in kinds], ".0f")
+    averages = (f"{each.sources.count('average')} of {len(each.sources)}" for each in kinds)
+    yield ("updates from an average", *averages, "", "")
     if all(each.validator for each in kinds):
         growth = Growth(MINERS, PARAMETERS, weights_every=sys.maxsize)  # without its state
         ways_of = {"sends": growth.validator_sends, "receives": growth.validator_receives}
@@ -412,8 +428,10 @@ def rows(results: dict[str, Found]) -> Iterator[tuple[str, ...]]:
 def main(argv: list[str] | None = None) -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--exchange", choices=KINDS, help="[both]")
-    arguments.add_argument("--period", type=int, default=100, help="seconds [100]")
-    arguments.add_argument("--outer-steps", type=int, default=4, help="[4]")
+    arguments.add_argument("--period", type=int, default=75, help="seconds [75]")
+    arguments.add_argument("--outer-steps", type=int, default=3, help="[3]")
+    what = "Mbit/s up and down of a member with 4 billion parameters [200 200]"
+    arguments.add_argument("--link", type=float, nargs=2, default=_LINK, help=what)
     arguments.add_argument("--folder", type=Path, help="keep the run folders there")
     given = arguments.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nothing is left behind
@@ -422,7 +440,8 @@ def main(argv: list[str] | None = None) -> int:
         folder = given.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         for kind in (given.exchange,) if given.exchange else KINDS:
-            results[kind] = measure(kind, folder.absolute(), given.period, given.outer_steps)
+            last, of_big = given.outer_steps, given.link
+            results[kind] = measure(kind, folder.absolute(), given.period, last, of_big=of_big)
     print(f"{PARAMETERS / 1e6:.1f} M parameters; means over {MINERS} miners, bytes a parameter")
     if not all(each.members for each in results.values()):
         print("no two outer steps were taken, so there is no table")

@@ -253,7 +253,7 @@ def run_subnets(names: Sequence[str]) -> int:
         with tempfile.TemporaryDirectory(prefix="compare-") as folder:
             found = measured.measure(
                 "store", Path(folder), SUBNET_PERIOD, SUBNET_STEPS,
-                rules={"training.outer_rule": name}, kill_every=KILL_EVERY,
+                of_big=(20.0, 100.0), rules={"training.outer_rule": name}, kill_every=KILL_EVERY,
             )  # fmt: skip
         if not (members := found.members):
             continue

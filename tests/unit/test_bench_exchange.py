@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(60)
 
 def test_a_transfer_takes_its_share_of_a_period() -> None:
     period = 100
-    up, down = link(period)
+    up, down = link(period, (20.0, 100.0))
     seconds = 8 * file_bytes(PARAMETERS) / (up * 1e6)
     of_big = 8 * file_bytes(int(_BIG[0])) / 20e6
     assert seconds / period == pytest.approx(of_big / 4800, rel=0.01)
