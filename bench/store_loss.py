@@ -9,13 +9,10 @@
 The byte model of ``bench.workers``, four workers, the same batches in all ways. Uploads and
 update are the product's own files, merged by the validator's own code: 4, 3 or 2 bits a value up
 and 4 down, with error feedback. Where the update is late, workers train on meanwhile, and what they
-did since their snapshot stays: new epoch start + (weights now - snapshot). ``half`` and ``none``
-keep that share of it. ``own first`` is the field's correction (Kale et al. 2025, arXiv 2502.12996):
-at the close a worker applies the outer rule to its own pseudo-gradient, trains on from there, and
-puts the common update in its place when that comes. ``along`` keeps of what was trained late only
-what does not lie along the update, which has that part already. ``one misses``: the last worker's
-upload is in time at each fourth close only. It carries all, half or nothing of its movement over
-each of the others, or what does not lie along their updates.
+did since their snapshot stays: new epoch start + (weights now - snapshot). ``along`` keeps of what
+was trained late only what does not lie along the update, which has that part already. ``one
+misses``: the last worker's upload is in time at each fourth close only. It carries its movement
+over each of the others, or what does not lie along their updates.
 
 With ``--hivemind`` outer steps follow from the members' average instead: real peer processes of the
 workers and of a validator average the files on loopback. The first close, and one whose all-reduce
@@ -55,17 +52,14 @@ RULE = Rule(NESTEROV, 0.8, 0.9)
 
 
 class Way(NamedTuple):
-    """``bits``: of an upload, None for float32 both ways. ``kept``: of what is trained late."""
+    """``bits``: of an upload, None for float32 both ways."""
 
     name: str
     bits: int | None
     late: bool = False
-    kept: float = 1.0
     goal: float | None = None  # above float32
-    own_first: bool = False
     along: bool = False
     misses: int = 0  # closes in a row, the last worker
-    carried: float = 1.0  # over each of them
     averages: bool = False  # over hivemind
 
 
@@ -76,13 +70,8 @@ WAYS = (
     Way("2 bits", 2, goal=0.02),
     Way("float32, late", None, late=True),
     Way("4 bits, late", 4, late=True, goal=0.01),
-    Way("4 bits, late, half", 4, late=True, kept=0.5),
-    Way("4 bits, late, none", 4, late=True, kept=0.0),
-    Way("4 bits, late, own first", 4, late=True, own_first=True),
     Way("4 bits, late, along", 4, late=True, along=True),
-    Way("one misses, carries all", 4, late=True, misses=3),
-    Way("one misses, carries half", 4, late=True, misses=3, carried=0.5),
-    Way("one misses, carries none", 4, late=True, misses=3, carried=0.0),
+    Way("one misses", 4, late=True, misses=3),
     Way("one misses, along", 4, late=True, along=True, misses=3),
 )
 OVER_HIVEMIND = (Way("store", 4), Way("hivemind", 4, goal=0.003, averages=True))
@@ -106,8 +95,6 @@ class LateNetwork(Network):
         own = [each.cpu().clone() for each in weights]
         moved = [s - w for s, w in zip(self.state.weights, own, strict=True)]
         self.start = self.state.weights
-        if self.way.own_first:
-            self._apply_own(weights, moved)
         self.snapshot = [each.clone() for each in weights]
         if self.way.bits is not None:
             self.missed = step % (self.way.misses + 1) > 0
@@ -136,25 +123,13 @@ class LateNetwork(Network):
         parts = zip(weights, self.state.weights, self.snapshot, self.start, strict=True)
         for mine, new, then, start in parts:
             all_of_last = mine[-1] - start.to(mine.device)
-            late = mine.sub_(then).mul_(self.way.kept)
+            late = mine.sub_(then)
             if self.missed:
-                late[-1] = self.way.carried * all_of_last
+                late[-1] = all_of_last
             new = new.to(late.device)
             if self.way.along:
                 _without(late, new - start.to(late.device))
             late.add_(new)
-
-    def _apply_own(self, weights: list[Tensor], moved: list[Tensor]) -> None:
-        """Take the outer step of each worker's own pseudo-gradient, in place."""
-        momenta: Sequence[Tensor | None] = self.state.momentum or [None] * len(moved)
-        for mine, start, own, momentum in zip(
-            weights, self.state.weights, moved, momenta, strict=True
-        ):
-            alike = None if momentum is None else momentum.expand_as(own)
-            new, _ = nesterov_sgd(
-                start.expand_as(own), own, alike, lr=RULE.learning_rate, mu=RULE.mu
-            )
-            mine.copy_(new)
 
 
 def _without(late: Tensor, update: Tensor) -> None:
