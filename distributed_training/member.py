@@ -62,14 +62,13 @@ from distributed_training.miner.run_folder import INSTANCE, forget_ranks, write_
 from distributed_training.miner.start import CONTROL_TIMEOUT
 from distributed_training.node.start import NetworkFailure, make_run_folder
 from distributed_training.protocol.types import StepReport
+from distributed_training.telemetry.facts import SCRIPT, SETTINGS
 from distributed_training.telemetry.logs import LineFormatter, register_secret
 from distributed_training.telemetry.run_state import (
-    SETTINGS,
     LauncherFile,
     report_running,
     report_stage,
 )
-from distributed_training.telemetry.verdict import SCRIPT
 from distributed_training.training.collectives import Layout, open_stream
 from distributed_training.training.script_weights import (
     STREAM_TIMEOUT,
@@ -184,7 +183,7 @@ class Net(RankLoop):
     @property
     def verdict(self) -> str:
         """The verdict on this member in words, as ``dt-status`` has it; empty on other ranks."""
-        return "" if self._rank_zero is None else self._rank_zero.income.verdict
+        return "" if self._rank_zero is None else self._rank_zero.facts.verdict
 
     def step(self, loss: Tensor | float | None = None, tokens: int | None = None) -> None:
         """Record a step of the optimizer, and do what is due: upload, apply an update, save.

@@ -50,9 +50,7 @@ from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry.events import finite, read_events
 from distributed_training.telemetry.neuron_state import NeuronState
 from distributed_training.telemetry.run_state import LAUNCHER_FILE, is_run_folder, observe
-from distributed_training.telemetry.verdict import Upload, Verdict, judge
-
-MUST_ACT, NOT_RUNNING = 1, 3  # exit statuses; 3 as `systemctl status` has it
+from distributed_training.telemetry.verdict import MUST_ACT, NOT_RUNNING, Verdict, judge
 
 _SAME = 1.0  # seconds between a step's event and its fact
 _EVERY = 2.0  # seconds between two looks of --watch
@@ -61,13 +59,13 @@ _PRICE = re.compile(r"\d+(\.\d+)?(e[+-]?\d\d?)?")  # as config.txt shows it
 _HOUR = 3600
 _LAST_TIME = 4e9  # Unix seconds; a later one was written by a clock that was wrong
 _LARGEST = 1e18  # of a figure in an event
-#: Of an hour in which no verdict on the income followed such an event.
+#: Of an hour in which no verdict followed such an event.
 _VERDICTS = {
     "starting": Verdict.STARTING.value,
     "refused": Verdict.CANNOT_START.value,
     "stop": Verdict.STOPPED.value,
 }
-_COLUMNS = ("time", "miner", "verdict", "incentive", "uploads", "rounds", "loss", "tokens")
+_COLUMNS = ("time", "miner", "verdict", "uploads", "rounds", "loss", "tokens")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -155,10 +153,6 @@ def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
     price = settings.get("cost.price_per_hour", "")
     facts = observe(folder, now)
     found = judge(facts, now)
-    runs = not (
-        found.verdict is Verdict.STOPPED
-        or (found.verdict is Verdict.UNKNOWN and facts.launch is None and facts.looked is None)
-    )
     launch, due = facts.launch, facts.expected_round(now)
     upload = facts.uploads[-1] if facts.uploads else None
     # The event is the log's line, and there at once; on a full disk only the facts are written.
@@ -176,8 +170,8 @@ def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
         "cause": found.cause,
         "remedy": found.remedy,
         "bad": found.bad,
-        "earns": found.earns,
-        "status": NOT_RUNNING if not runs else MUST_ACT if found.bad else 0,
+        "counts": found.counts,
+        "status": found.status,
         "state": launch.state if launch else None,
         "state_at": launch.at if launch else None,
         "stage": launch.stage if launch else "",
@@ -193,9 +187,8 @@ def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
         "next_round_at": due,
         "missed_closes": facts.missed_until(now),
         "pays": facts.pays,
-        "standing": asdict(facts.standing.value) if facts.standing else None,
         "disk": asdict(facts.disk.value) if facts.disk else None,
-        "chain_answered_at": facts.block.at if facts.block else None,
+        "chain_answered_at": facts.chain_at,
         "store_silent_since": facts.store_silent_since,
         "restarts": launch.restarts if launch else 0,
         "last_crash": asdict(launch.last_crash) if launch and launch.last_crash.text else None,
@@ -308,7 +301,7 @@ def describe_upload(row: dict[str, Any]) -> str:
     if (upload := row["last_upload"]) is None:
         return ""
     tag = f"{upload['tag']}, " if upload["tag"] else ""
-    fate = f", {Upload(0, 0.0, fate=upload['fate']).word}" if upload["fate"] else ""
+    fate = f", {upload['fate'] or 'not judged yet'}"
     cause = f" ({upload['cause']})" if upload["cause"] else ""
     return (
         f"{tag}of outer step {upload['outer_step']}, {ago(upload['at'], row['time'])}{fate}{cause}"
@@ -372,7 +365,6 @@ class _Hour:
     """Sum up the events of one hour."""
 
     verdict: str = ""
-    incentive: float | None = None
     uploads: int = 0
     rounds: int = 0
     steps: int = 0
@@ -385,9 +377,8 @@ class _Hour:
         self.uploads += kind == "publication" and event.get("ok") is True
         self.rounds += kind == "round" and event.get("ok") is True
         self.tokens += int(_number(event, "tokens") or 0)
-        if kind == "income":
+        if kind == "verdict":
             self.verdict = str(event.get("verdict"))
-            self.incentive = _number(event, "incentive")
         elif kind in _VERDICTS:
             self.verdict = _VERDICTS[kind]
         elif kind == "step" and not event.get("skipped"):
@@ -396,10 +387,8 @@ class _Hour:
                 self.steps, self.loss = self.steps + 1, self.loss + loss
 
     def figures(self) -> tuple[Any, ...]:
-        incentive = "" if self.incentive is None else f"{self.incentive:.6g}"
         loss = f"{self.loss / self.steps:.4f}" if self.steps else ""
-        verdict = printable(self.verdict)
-        return verdict, incentive, self.uploads, self.rounds, loss, self.tokens
+        return printable(self.verdict), self.uploads, self.rounds, loss, self.tokens
 
 
 def _number(event: Mapping[str, Any], name: str) -> float | None:

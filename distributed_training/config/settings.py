@@ -432,7 +432,7 @@ class TelemetrySettings:
     """Webhook of ntfy, Slack, Discord, Telegram (.../sendMessage?chat_id=ID) or your own, for
     alerts and a daily report."""
     price_per_hour: float | None = flag("cost.price_per_hour", None, ge=0, le=1e6)
-    """Price of this machine for an hour. The dashboard compares it with the income."""
+    """Price of this machine for an hour. The dashboard shows the cost of a day."""
     tensorboard_dir: File | None = flag("neuron.tensorboard_dir", None)
     """Folder in which each step's figures are written for TensorBoard."""
     wandb: Literal["off", "online", "offline"] = flag("neuron.wandb", "off")

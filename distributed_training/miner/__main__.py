@@ -109,7 +109,8 @@ def load_settings(argv: Sequence[str]) -> Config:
     try:
         return load_config("miner", argv, file=OPERATORS_FILE)
     except ConfigError as error:
-        from distributed_training.telemetry.run_state import SETTINGS, LauncherFile
+        from distributed_training.telemetry.facts import SETTINGS
+        from distributed_training.telemetry.run_state import LauncherFile
 
         folder = run_folder_of(argv)
         # A first start too, in the folder of a miner. Nothing is made in the place of a mount.

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 import queue
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
@@ -45,8 +46,9 @@ from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.errors import StoreError
 from distributed_training.store.room import describe_full_disk
 from distributed_training.telemetry import EventLog, MetricsFile, unix_time
+from distributed_training.telemetry.facts import Facts
+from distributed_training.telemetry.own_facts import OwnFacts
 from distributed_training.telemetry.trackers import open_trackers
-from distributed_training.telemetry.verdict import Facts
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.held_weights import HeldWeights
 from distributed_training.training.weights import read_model_config
@@ -56,7 +58,6 @@ from .block_list import BlockList, NoBlocks
 from .controller import Controller, Subscriber
 from .device import expects_gpu
 from .events import MinerState, Mode, Rules
-from .income import Income, standing, with_uploads
 from .metrics import MachineGauges, Metrics
 from .network_watch import (
     GlobalBucket,
@@ -67,7 +68,7 @@ from .network_watch import (
 )
 from .own_bucket import check_own_bucket
 from .ranks import Ranks
-from .registration import follow_registration, join_network
+from .registration import chain_facts, follow_registration, join_network
 from .reporter import Record, Reporter
 from .resume import StartupInfo, first_outer_step, refuse_old_checkpoints, resume_training
 from .rounds import RoundRank, UploadWatch
@@ -119,15 +120,13 @@ def prepare_text(config: Config, folder: Path) -> tuple[Path, int]:
 
 def describe_member(config: Config, member: Member, bucket: str = "") -> None:
     """Log who this miner is. ``bucket``: its own, empty where it has none."""
-    found = standing(member.chain.neurons(), member.hotkey)
     log.info(
-        "Miner %s: uid %d, hotkey %s, netuid %d%s%s",
+        "Miner %s: uid %d, hotkey %s, netuid %d%s",
         __version__,
         member.uid,
         member.hotkey,
         config.chain.netuid,
         f", bucket {bucket}" if bucket else "",
-        f", {found.words}" if found else "",
     )
 
 
@@ -235,7 +234,7 @@ def open_data(context: RankContext, info: StartupInfo, micro_batch_size: int) ->
 def rules_of(config: Config, uid: int) -> Facts:
     """Return the facts of a verdict that the settings and the network's file hold."""
     return Facts(
-        pays=config.chain.kind != "registry",
+        pays=config.chain.kind == "bittensor",
         round_seconds=config.miner.blocks_per_allreduce * config.chain.seconds_per_block,
         name=config.miner.name,
         uid=uid,
@@ -451,67 +450,79 @@ class RankZero:
         config, folder = self._context.config, self._context.folder
         trainer, connections = self._training.trainer, self._connections
         log_of = "distributed_training" if self._context.guest else ""
-        self.record: Record = EventLog.open(folder, logger=log_of).write
+        shapes, moments = [shape for _, shape in trainer.schema], trainer.moments
+        needed = largest_file(trainer.schema, config.miner.codec)
+        needed += checkpoint_bytes(shapes, moments)
+        rounds, chain = connections.rounds, connections.member.chain
+
+        def measured() -> dict[str, Any]:
+            close = rounds.next_close
+            return {
+                **chain_facts(chain, self._info.hotkey, time.time()),
+                "store_silent_since": unix_time(rounds.silent_since),
+                "store_trouble": rounds.trouble,
+                "gate": rounds.gate,
+                "network_step": None if close is None else close.outer_step,
+                "next_round": next_close(),
+            }
+
+        def next_close() -> float | None:
+            return None if (close := rounds.next_close) is None else close.closes_at
+
+        self.facts = facts = OwnFacts(
+            rules=replace(
+                rules_of(config, self._info.uid), mode="training", outer_step=trainer.outer_step
+            ),
+            measured=measured,
+            write=EventLog.open(folder, logger=log_of).write,
+            folder=folder,
+            needed=needed + DISK_RESERVE,
+        )
+        self.record: Record = facts.record
+
+        def look(event: ev.Event, state: MinerState) -> None:
+            match event:
+                case ev.NetworkCompared(problem=problem):
+                    facts.compared(problem)
+                case ev.Tick():
+                    facts.look()
+
         reporter = Reporter(
             record=self.record,
             warnings=lambda report: lines.step_warnings(
                 report, expect_gpu=expects_gpu(config, self._context.device)
             ),
             bucket=config.store.global_model_name,
-            joined=lambda: self.income.joined,
+            joined=lambda: facts.joined,
         )
         if self._context.guest:  # the script's output has its own lines for a step
             reporter.step_level = logging.DEBUG
-        shapes, moments = [shape for _, shape in trainer.schema], trainer.moments
-        upload = largest_file(trainer.schema, config.miner.codec)
-        needed = upload + checkpoint_bytes(shapes, moments)
-
-        def next_close() -> float | None:
-            close = connections.rounds.next_close
-            return None if close is None else close.closes_at
-
-        self.income = income = Income(
-            hotkey=self._info.hotkey,
-            chain=connections.member.chain,
-            rules=with_uploads(rules_of(config, self._info.uid), folder),
-            measured=lambda: {
-                "store_silent_since": unix_time(connections.rounds.silent_since),
-                "store_trouble": connections.rounds.trouble,
-                "chain_trouble": connections.member.chain.trouble,
-                "gate": connections.rounds.gate,
-                "next_round": next_close(),
-            },
-            record=self.record,
-            folder=folder,
-            needed=needed + DISK_RESERVE,
-        )
         metrics = open_metrics(
             self._context,
             self._training,
             self.blocks,
-            connections.member.chain,
+            chain,
             uid=self._info.uid,
             needed=needed + DISK_RESERVE,
             gauges={
                 "next_round_timestamp_seconds": next_close,
-                "clock_offset_seconds": connections.rounds.clock_offset,
+                "clock_offset_seconds": rounds.clock_offset,
                 "round_seconds": lambda: reporter.round_seconds,
-                **income.gauges(),
+                "counts": facts.counts,
             },
-            joined=lambda: income.joined,
+            joined=lambda: facts.joined,
         )
         uploads = UploadWatch(
             inner_step=lambda: trainer.inner_step,
             minimum=config.store.minimum_valid_inner_step,
             disk_problem=lambda: describe_full_disk(folder, needed),
-            forget=connections.rounds.forget,
+            forget=rounds.forget,
             keep=config.miner.keep_checkpoints,
-            joined=lambda: income.joined,
+            joined=lambda: facts.joined,
             every=config.store.upload_steps if config.has_bucket else 0,
         )
         # The reporter before the uploads: a step's line stands above what it led to.
-        for subscriber in (income, reporter, metrics, uploads):
-            follow: Subscriber = subscriber.on_event
+        for follow in (reporter.on_event, metrics.on_event, uploads.on_event, look):
             self.controller.subscribe(_forgiving(follow) if self._context.guest else follow)
 
     def go_live(self, post: Callable[[ev.Event], None]) -> None:

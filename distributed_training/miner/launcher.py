@@ -74,12 +74,12 @@ from distributed_training.node.start import (
 )
 from distributed_training.protocol.lines import counted
 from distributed_training.protocol.types import ExitStatus
+from distributed_training.telemetry.facts import SETTINGS
 from distributed_training.telemetry.metrics import Registry
 from distributed_training.telemetry.notify import Notifier
 from distributed_training.telemetry.run_state import (
     FAILURES,
     LOCK_FILE,
-    SETTINGS,
     LauncherFile,
     LauncherState,
     has_started,

@@ -9,11 +9,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from distributed_training.chain.base import Chain
+from distributed_training.chain.base import Chain, ChainUnavailable, find
 from distributed_training.chain.kinds import how_to_register
 from distributed_training.common.backoff import Throttle
 from distributed_training.common.files import read_state, write_state
@@ -21,8 +21,8 @@ from distributed_training.config import Config
 from distributed_training.node.identity import Member, join_subnet, keep_state
 from distributed_training.node.start import Deregistered, NotRegistered
 from distributed_training.telemetry import MetricsFile
+from distributed_training.telemetry.facts import UNREGISTERED, Fact
 from distributed_training.telemetry.run_state import report_stage
-from distributed_training.telemetry.verdict import UNREGISTERED
 
 from .network_watch import pause_start
 
@@ -187,3 +187,18 @@ def wait_for_registration(
         record.save(folder / REGISTRATION_FILE)
     log.info("Hotkey %s is registered again, with uid %d: the miner continues", record.hotkey, uid)
     return uid
+
+
+def chain_facts(chain: Chain, hotkey: str, now: float) -> dict[str, Any]:
+    """Return the facts of a verdict that the chain knows at ``now``, in Unix seconds."""
+    try:
+        me = find(chain.neurons(), hotkey)
+        at = now - chain.age().total_seconds()
+    except ChainUnavailable:  # it has not answered once
+        return {"chain_trouble": chain.trouble}
+    return {
+        "chain_trouble": chain.trouble,
+        "chain_at": at,
+        "registered": Fact(me is not None, at),
+        "incentive": None if me is None else Fact(me.incentive, at),
+    }

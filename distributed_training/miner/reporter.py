@@ -82,6 +82,8 @@ class Reporter:
                 early = kind == "steps" and not self._joined()
                 if (again := self._no_room() if kind == "disk" else "") is not None:
                     log.log(logging.INFO if early else logging.WARNING, "%s%s", problem, again)
+                cause = f"no room: {problem}" if kind == "disk" else problem
+                self._record("skipped", outer_step=state.outer_step, cause=cause)
             case ev.RolledBack(progress=Progress(outer_step=outer, inner_step=inner)):
                 log.warning("Training continues at outer step %d, inner step %d", outer, inner)
                 self._record("roll_back", outer_step=outer, inner_step=inner)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,7 @@ _HISTORY_BYTES = 64 * 2**20  # of events: a day of steps of a second each
 class Day:
     """The figures of a span of time.
 
-    ``rounds``: by outer step, whether this miner took it with a round of its own. ``before``: the
-    incentive that the day began with.
+    ``rounds``: by outer step, whether this miner took it with a round of its own.
     """
 
     steps: int = 0
@@ -28,8 +27,6 @@ class Day:
     starts: int = 0
     rounds: dict[int, bool] = field(default_factory=dict)
     outer_steps: list[int] = field(default_factory=list)  # the first and the last
-    incentive: float | None = None
-    before: float | None = None
 
     def apply(self, event: Mapping[str, Any]) -> None:
         """Apply an event of this day. Raises TypeError, ValueError for a damaged one."""
@@ -45,9 +42,6 @@ class Day:
             # A round that failed may be tried again for the same outer step.
             number = int(event["outer_step"])
             self.rounds[number] = self.rounds.get(number, False) or bool(event.get("ok"))
-        elif kind == "income":
-            incentive = finite(event.get("incentive"))
-            self.incentive = self.incentive if incentive is None else incentive
         if kind in ("step", "start", "load", "outer_step"):
             number = int(event["outer_step"])
             self.outer_steps = [*self.outer_steps[:1], number]
@@ -59,10 +53,6 @@ class Day:
         words = f"Day {number}: {self.steps:,} steps, {self.uploads} uploads"
         words += f" ({self.failed_uploads} failed)" if self.failed_uploads else ""
         words += f", {taken} of {max(len(self.rounds), passed)} rounds"
-        if self.incentive is not None:
-            words += f", incentive {self.incentive:.3g}"
-            if self.before and self.before > 0:
-                words += f" ({100 * (self.incentive / self.before - 1):+.0f} %)"
         restarts = max(0, self.starts - (number == 1))  # the first start is none
         return words + (f", {restarts} restart{'s' * (restarts != 1)}" if restarts else "")
 
@@ -80,23 +70,13 @@ def sum_up(folder: Path, begin: float, end: float) -> Day:
     """Return the figures of the span between two Unix times."""
     day = Day()
     with contextlib.suppress(OSError), contextlib.closing(_events(folder)) as follower:
-        fill(day, follower.history(at_most=_HISTORY_BYTES), begin, end)
+        for event in follower.history(at_most=_HISTORY_BYTES):
+            at = finite(event.get("time"))
+            # Lines of other versions and damaged ones cost themselves.
+            with contextlib.suppress(KeyError, OverflowError, TypeError, ValueError):
+                if at is not None and begin <= at < end:
+                    day.apply(event)
     return day
-
-
-def fill(day: Day, events: Iterable[Mapping[str, Any]], begin: float, end: float) -> None:
-    """Apply the events of the span, and the incentive from before it."""
-    for event in events:
-        at = finite(event.get("time"))
-        if at is None or at >= end:
-            continue
-        # Lines of other versions and damaged ones cost themselves.
-        with contextlib.suppress(KeyError, OverflowError, TypeError, ValueError):
-            if at >= begin:
-                day.apply(event)
-            elif event.get("kind") == "income":
-                before = finite(event.get("incentive"))
-                day.before = day.before if before is None else before
 
 
 def _events(folder: Path) -> EventFollower:

@@ -108,12 +108,7 @@ for _name, _about in {
     ),
     "uploaded_bytes_total": "bytes uploaded",
     "block_list_newest_block": "newest chain block trained on",
-    # income, as the chain shows it
-    "earning": "1 while the miner earns, else 0",
-    "incentive": "share of the pay, 0 to 1",
-    "emission": "tokens of the subnet per tempo",
-    "incentive_rank": "place by incentive; 1 is highest",
-    "weights_block": "block of the last set weights",
+    "counts": "1 while the last upload that was judged counts, else 0",
     # rounds
     "rounds_total": "finished rounds, successful or not",
     "rounds_failed_total": "rounds without our upload or outer step",

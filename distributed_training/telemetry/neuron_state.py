@@ -22,6 +22,7 @@ import psutil
 from distributed_training.config.schema import read_settings
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry.events import EventFollower, finite
+from distributed_training.telemetry.facts import MERGED, TOO_EARLY
 from distributed_training.telemetry.metrics import read_metrics
 
 _HISTORY_BYTES = 64 * 2**20  # of events, about two weeks of inner steps
@@ -44,15 +45,12 @@ Step = namedtuple(
     "mfu gpu_memory_gb gpu_utilization learning_rate grad_norm",
 )
 COLUMNS = Step._fields
-#: What the chain showed of a miner.
-STANDINGS = ("time", "incentive", "emission")
 _MEANS = frozenset(
     {"loss", "seconds", "data_wait_seconds", "between_seconds", "tokens_per_second", "mfu"}
-    | {"incentive", "emission"}
 )
 #: Kinds of events that are kept as they were written.
 _TABLES = (
-    *("round", "publication", "problem", "held_out", "start", "stop", "income"),
+    *("round", "publication", "problem", "held_out", "start", "stop", "verdict"),
     *("finished", "export", "network"),
     *("upload_scored", "starting", "refused"),
 )
@@ -217,7 +215,6 @@ class NeuronState:
             "taken": self._taken,
             "columns": COLUMNS,
             "steps": thinned(list(self.steps)),
-            "standings": thinned(self._standings(), STANDINGS),
             "tables": {kind: list(rows)[-_ROWS:] for kind, rows in self.tables.items()},
             "marks": [{"time": at, "outer_step": n} for n, at in self.outer_steps[-_POINTS:]],
             "scores": {"scores": self.scores} if self.scores else None,
@@ -239,11 +236,6 @@ class NeuronState:
             "life": self.life(),
             "judged": {uid: asdict(judged) for uid, judged in self.judged.items()},
         }
-
-    def _standings(self) -> list[list[float | None]]:
-        """Return the rows of :data:`STANDINGS` that have an incentive, oldest first."""
-        rows = ([finite(event.get(c)) for c in STANDINGS] for event in self.tables["income"])
-        return [row for row in rows if None not in row[:2]]
 
     def tokens_a_day(self, now: float) -> float | None:
         """Return the tokens of the last day; for a younger run, extrapolate from its pace.
@@ -269,7 +261,7 @@ class NeuronState:
             (event, column + (not good(event)))
             for kind, column, good in (("publication", 1, _uploaded), ("round", 3, took_part))
             for event in self.tables[kind]
-            if finite(event.get("time")) is not None and event.get("fate") != "too early"
+            if finite(event.get("time")) is not None and event.get("fate") != TOO_EARLY
         ]
         times = [event["time"] for event, _ in found]
         few = not times or max(times) - min(times) < _FEW_DAYS * _DAY
@@ -309,16 +301,14 @@ class NeuronState:
         return {"last_sign": last, "gone": gone}
 
 
-def thinned(
-    rows: Sequence[Sequence[float | None]], columns: Sequence[str] = COLUMNS
-) -> list[list[float | None]]:
+def thinned(rows: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
     """Return at most ``_POINTS`` rows: means where they make sense, else each bucket's last."""
     size = max(1, math.ceil(len(rows) / _POINTS))
     thin = []
     for start in range(0, len(rows), size):
         bucket = rows[start : start + size]
         row = list(bucket[-1])
-        for i, column in enumerate(columns) if len(bucket) > 1 else ():
+        for i, column in enumerate(COLUMNS) if len(bucket) > 1 else ():
             values = [value for values in bucket if (value := values[i]) is not None]
             if column in _MEANS and values:
                 row[i] = sum(values) / len(values)
@@ -328,7 +318,7 @@ def thinned(
 
 def took_part(event: Mapping[str, Any]) -> bool:
     """Return whether a round's update holds this miner's share of its outer step."""
-    return bool(event.get("ok")) and event.get("base", "merged") == "merged"
+    return bool(event.get("ok")) and event.get("fate") in (None, "", MERGED)
 
 
 def _uploaded(event: Mapping[str, Any]) -> bool:

@@ -17,7 +17,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -30,9 +30,10 @@ from distributed_training.common.files import read_state, write_state
 from distributed_training.common.webhook import Message, NotSent
 from distributed_training.protocol.network_report import span
 from distributed_training.telemetry.day import DAY, find_first_event, sum_up
+from distributed_training.telemetry.facts import FINISHED, Crash, Facts
 from distributed_training.telemetry.logs import mask, register_secret
 from distributed_training.telemetry.run_state import LauncherFile, LauncherState, observe
-from distributed_training.telemetry.verdict import Crash, Facts, Judgement, Verdict, judge
+from distributed_training.telemetry.verdict import Judgement, hides, judge
 
 log = logging.getLogger(__name__)
 
@@ -45,28 +46,17 @@ _LOW, _ENOUGH = 0.1, 0.12  # of the disk: a trouble below the first, over above 
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=30), timedelta(minutes=10)
 _LONGEST_SILENT_WAIT = timedelta(hours=3)  # after a try that may have come, as each that follows
 
-#: By trouble: its title, and how many seconds it lasts before it is reported.
+#: By trouble: its title, and how many seconds it lasts before it is reported. The rows of
+#: :data:`~.verdict.TABLE` name it.
 TROUBLES = {
     "start": ("Cannot start", 60.0),
     "stop": ("Stopped, and nobody asked for it", 60.0),
     "stuck": ("Stuck", 60.0),
-    "earning": ("Not earning for an hour", 3600.0),
     "counts": ("Uploads have not counted for an hour", 3600.0),
     "disk": ("The disk is almost full", 0.0),
-    "offline": ("Offline", 120.0),
-    "silent": ("The network does not answer", 60.0),
+    "silent": ("No connection", 60.0),
     "finished": ("Finished", math.inf),  # reported only at its end
 }
-#: Registry or store do not answer, and it is not this machine's link.
-SILENT = frozenset({Verdict.NETWORK_DOWN, Verdict.REGISTRY_SILENT, Verdict.STORE_SILENT})
-#: With these it is another trouble, or too early to tell, that it does not earn.
-_NOT_ABOUT_PAY = frozenset(
-    {Verdict.STARTING, Verdict.CANNOT_START, Verdict.STOPPED, Verdict.STUCK}
-    | {Verdict.OFFLINE, Verdict.UNKNOWN, Verdict.DISK_FULL}
-    | SILENT
-)
-#: With these it is not known whether it would be offline, or stuck, if it ran.
-_NOT_ABOUT_LINK = _NOT_ABOUT_PAY - {Verdict.STUCK, Verdict.OFFLINE} - SILENT
 
 
 @dataclass
@@ -84,8 +74,7 @@ class Book:
     """The content of ``notify.json``: the reported troubles. Times are Unix seconds.
 
     ``sent``: messages of the UTC day number ``day``. ``summed``: number of the miner's last day
-    that was summed up. ``crash``: time of the last crash that was reported and is over. ``earned``:
-    it has earned once, so that it is worth a message when it no longer does.
+    that was summed up. ``crash``: time of the last crash that was reported and is over.
     """
 
     troubles: dict[str, Trouble] = field(default_factory=dict)
@@ -94,7 +83,6 @@ class Book:
     summed: int = 0
     summary: str = ""  # not sent yet
     crash: float = 0.0
-    earned: bool = False
 
 
 def deliver(url: SecretStr, message: Message) -> None:
@@ -169,6 +157,7 @@ class Notifier:
         if ours and not self._loaded:
             self._load(now)
         facts = observe(self._folder, now) if ours else Facts()
+        facts = replace(facts, launch=self._file.state)
         if facts.uid is not None:
             self._title = f"{self._name}, uid {facts.uid}"
         judgement = judge(facts, now)
@@ -188,39 +177,25 @@ class Notifier:
         self, facts: Facts, judgement: Judgement, now: float
     ) -> Iterator[tuple[str, str | None]]:
         """Yield each trouble with its text, empty where it is not, None where that is not known."""
-        state, book, verdict = self._file.state, self._book, judgement.verdict
-        if state.state == LauncherState.REFUSED:
-            yield "start", state.text or "no cause given"
-        else:
-            # The next attempt may be refused as well.
-            tries = state.state == LauncherState.STARTING and state.attempt
-            yield "start", None if tries else ""
-        ended = self._ended_by_itself()
-        finished = ended and state.stopped_by == "finished"
-        how = ": ".join(filter(None, (state.stopped_by, state.text)))
+        ended, state = self._ended_by_itself(), self._file.state
+        finished = ended and state.stopped_by == FINISHED
         yield "finished", state.text or "the network has ended" if finished else ""
+        how = ": ".join(filter(None, (state.stopped_by, state.text)))
         yield "stop", how if ended and not finished else self._crash(facts, now)
-        book.earned |= judgement.earns is True
-        pay = "earning" if facts.pays else "counts"
-        if verdict in _NOT_ABOUT_PAY or judgement.earns is None:
-            yield pay, None
-        else:
-            lost = not judgement.earns and (judgement.bad or book.earned)
-            yield pay, f"{verdict}: {judgement.words}" if lost else ""
-        for name, its in (
-            ("stuck", {Verdict.STUCK}),
-            ("offline", {Verdict.OFFLINE}),
-            ("silent", SILENT),
-        ):
-            known = book.troubles.get(name)
-            # What the operator knows of is over only where a miner that runs shows it.
-            unsure = verdict in _NOT_ABOUT_LINK and known is not None and known.told
-            yield name, judgement.words if verdict in its else None if unsure else ""
+        for name in ("start", "stuck", "silent", "counts"):
+            known, text = self._book.troubles.get(name), ""
+            if judgement.alert == name:
+                head = f"{judgement.verdict}: " if name == "counts" else ""
+                text = f"{head}{judgement.words}"
+            # What the operator knows of is over only where its rows were asked.
+            unsure = known is not None and known.told and hides(judgement, name)
+            yield name, None if unsure and not text else text
         if facts.disk is not None:
             disk = facts.disk.value
-            limit = _ENOUGH if "disk" in book.troubles else _LOW
+            limit = _ENOUGH if "disk" in self._book.troubles else _LOW
             low = f"{disk.free / 1e9:.1f} of {disk.total / 1e9:.0f} GB are free in {self._folder}"
-            yield "disk", low if disk.free < limit * disk.total else ""
+            full = judgement.alert == "disk" or disk.free < limit * disk.total
+            yield "disk", low if full else ""
 
     def _crash(self, facts: Facts, now: float) -> str:
         """Return why inner steps have ended; empty while there are some."""

@@ -2,7 +2,7 @@
 
     launcher.json   from the launcher: starting, running, refused, stopping or stopped, and why
     stage.json      from rank 0: the stage of its start
-    facts.json      from rank 0 every 15 s: facts on itself and its network (verdict.py)
+    facts.json      from rank 0 every 15 s: facts on itself and its network (facts.py)
 
 The dashboard, ``dt-status``, the webhook and the doctor call :func:`observe`, which adds its
 own observations: whether the processes live, and the room on the disk. So all of them agree.
@@ -16,30 +16,27 @@ import functools
 import json
 import logging
 import os
-import shutil
 import time
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from distributed_training.common.backoff import Repeats
 from distributed_training.common.files import is_full, read_json_object, write_bytes
-from distributed_training.telemetry.events import EventLog, finite
-from distributed_training.telemetry.logs import mask
-from distributed_training.telemetry.neuron_state import NeuronState
-from distributed_training.telemetry.verdict import (
+from distributed_training.telemetry.events import EventLog
+from distributed_training.telemetry.facts import (
     FACTS_FILE,
     TORCHRUN,
     Crash,
-    Disk,
     Fact,
     Facts,
     Launch,
+    measure_disk,
+    parse,
 )
-from distributed_training.telemetry.verdict import (
-    SETTINGS as SETTINGS,
-)
+from distributed_training.telemetry.logs import mask
+from distributed_training.telemetry.neuron_state import NeuronState
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +49,6 @@ _BYTES = 4096  # of a file here: its place stays, so that a full disk takes the 
 _LONGEST = 600  # characters of a text in it
 
 _unwritten = Repeats(600.0)
-_Kind = TypeVar("_Kind")
 
 
 class LauncherState(StrEnum):
@@ -85,7 +81,7 @@ def read_launcher(folder: Path) -> Launch | None:
     if found is None and stage is None:
         return None
     # Without a launcher: under torchrun.
-    launcher = _parse(Launch, found or {"state": LauncherState.STARTING})
+    launcher = parse(Launch, found or {"state": LauncherState.STARTING})
     # The launcher rewrites it before its ranks begin, so the file is of this start.
     if stage is None or launcher.state != LauncherState.STARTING:
         return launcher
@@ -231,7 +227,7 @@ def observe(folder: Path, now: float) -> Facts:
     ``now``: Unix seconds. Nothing is raised for a folder that is missing or cannot be read: then
     little is known.
     """
-    facts, launch = _own_facts(folder), read_launcher(folder)
+    facts, launch = Facts.read(folder), read_launcher(folder)
     life = NeuronState(folder).life()
     gone = bool(life["gone"])
     if launch is not None:
@@ -243,20 +239,9 @@ def observe(folder: Path, now: float) -> Facts:
             by = launch.stopped_by or (killed if launch.pid else TORCHRUN)
             stopped = LauncherState.STOPPED.value
             launch = replace(launch, state=stopped, at=life["last_sign"], stopped_by=by)
-    disk = facts.disk
-    with contextlib.suppress(OSError):
-        usage = shutil.disk_usage(folder)
-        if usage.total:  # some network disks do not tell
-            needed = disk.value.needed if disk else 0.0
-            disk = Fact(Disk(float(usage.free), float(usage.total), needed), now)
+    needed = facts.disk.value.needed if facts.disk else 0.0
+    disk = measure_disk(folder, needed, now) or facts.disk
     return replace(facts, launch=launch, gone=Fact(gone, now), disk=disk)
-
-
-def _own_facts(folder: Path) -> Facts:
-    try:
-        return Facts.from_json((folder / FACTS_FILE).read_bytes())
-    except OSError:
-        return Facts()
 
 
 def _clip(text: str) -> str:
@@ -271,20 +256,4 @@ def has_started(folder: Path) -> bool:
 
 def _stage(folder: Path) -> Stage | None:
     found = read_json_object(folder / STAGE_FILE)
-    return None if found is None else _parse(Stage, found)
-
-
-def _parse(kind: type[_Kind], found: dict[str, Any]) -> _Kind:
-    """Return ``kind`` with the fields of ``found`` that fit; others stay at their defaults."""
-    blank, kept = kind(), dict[str, Any]()
-    for field in fields(kind):  # type: ignore[arg-type]  # a dataclass
-        value, usual = found.get(field.name), getattr(blank, field.name)
-        if is_dataclass(usual):
-            if isinstance(value, dict):
-                kept[field.name] = _parse(type(usual), value)
-        elif isinstance(usual, str):
-            if isinstance(value, str):
-                kept[field.name] = value
-        elif (number := finite(value)) is not None:
-            kept[field.name] = int(number) if isinstance(usual, int) else number
-    return kind(**kept)
+    return None if found is None else parse(Stage, found)

@@ -20,7 +20,7 @@ _SECTIONS = {
     "Does it run?": ("start", "launcher", "last_step", "build", "metrics"),
     "Training": ("train_",),
     "Uploads": ("last_pub", "publication", "upload", "block_list"),
-    "Income": ("earning", "incentive", "emission", "weights_block", "registered"),
+    "Does it count?": ("counts", "registered"),
     "Rounds": ("round", "next_round", "global", "clock"),
     "Machine and GPUs": ("gpu", "rank", "disk", "memory"),
     "A validator's network": ("network_",),

@@ -26,7 +26,6 @@ from distributed_training.common.ports import free_ports
 from distributed_training.miner import events as ev
 from distributed_training.miner import registration
 from distributed_training.miner.events import MinerState, Mode
-from distributed_training.miner.income import Income
 from distributed_training.miner.launcher import Outages
 from distributed_training.miner.metrics import MachineGauges, Metrics
 from distributed_training.miner.run_folder import INSTANCE, write_pid_file
@@ -35,7 +34,6 @@ from distributed_training.telemetry import MetricsFile, unix_time
 from distributed_training.telemetry.metrics import METRICS
 from distributed_training.telemetry.page import PageProcess
 from distributed_training.telemetry.run_state import LauncherFile
-from distributed_training.telemetry.verdict import Facts
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_world import MINER, VALIDATOR
 from tests.tools.settings import load_config
@@ -62,17 +60,6 @@ class Miner:
         self.machine = MachineGauges(folder, needed=10**6, gpus=0)
         for minute in range(60):  # an hour ago, until now
             self.machine._growth.add(time.monotonic() - 3600 + 60 * minute, 1e9 + minute)
-        ledger = MemoryLedger()
-        ledger.register(MINER.ss58)
-        income = Income(
-            hotkey=MINER.ss58,
-            chain=MemoryChain(hotkey=MINER.ss58, ledger=ledger),
-            rules=Facts(),
-            measured=dict,
-            record=lambda kind, **fields: None,
-            folder=folder,
-        )
-        income.on_event(ev.Tick(time.monotonic()), TRAINING)
         self.metrics = Metrics(
             file=MetricsFile(folder / "metrics.prom", every=0.0),
             counts={},
@@ -83,7 +70,7 @@ class Miner:
                 "next_round_timestamp_seconds": lambda: unix_time(time.monotonic() + 600),
                 "clock_offset_seconds": lambda: 0.1,
                 "round_seconds": lambda: self.round_seconds,
-                **income.gauges(),
+                "counts": lambda: 1.0,
                 **self.machine.single(),
             },
             by_rank=self.by_rank,

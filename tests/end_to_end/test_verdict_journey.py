@@ -108,11 +108,11 @@ class Journey:
         row, page = self.doctors_row(), shown["judgement"]
         before = found["verdict"]
         found.update(self.status())
-        told = self.lines("Income: ")[-1:] if found["state"] == "running" else []
+        told = self.lines("Verdict: ")[-1:] if found["state"] == "running" else []
         self.said = page, row, told
         return (
             before == found["verdict"] == page["verdict"]
-            and page["bad"] == found["bad"] == (row["status"] == "warn")
+            and (page["level"] == "bad") == found["bad"] == (row["status"] == "warn")
             and page["remedy"] == found["remedy"] == row["remedy"]
             and row["finding"].startswith(f"{found['verdict']}: ")
             and all(line.startswith(f"{found['verdict']}: ") for line in told)
@@ -212,7 +212,7 @@ def links_down(journey: Journey) -> None:
     for process in away:
         process.send_signal(signal.SIGSTOP)
     try:
-        found = journey.expect("offline", bad=True, says="not answered")
+        found = journey.expect("no connection", bad=True, says="not answered")
         assert found["store_silent_since"] is not None
     finally:
         for process in away:
@@ -258,11 +258,11 @@ def test_members_are_told_of_silence_and_refused_uploads(tmp_path: Path) -> None
             hostile.command = honest
             subnet.restart_miner(1)
             store, chain = (child for child in subnet.services.children[:2])  # type: ignore[union-attr]
-            closes_pass_unused(journey, chain, "registry silent", "the registry has not answered")
-            closes_pass_unused(journey, store, "store silent", "the store has not answered")
+            closes_pass_unused(journey, chain, "the registry has not answered")
+            closes_pass_unused(journey, store, "the store has not answered")
             for child in (store, chain):
                 child.kill_tree()
-            found = journey.expect("network down", bad=True, says="link works")
+            found = journey.expect("no connection", bad=True, says="link works")
             assert "this machine's network" not in found["remedy"]
             for child in (store, chain):
                 child.start()
@@ -320,10 +320,10 @@ def expelled(journey: Journey) -> None:
     journey.expect("counts", bad=False)
 
 
-def closes_pass_unused(journey: Journey, child: Child, verdict: str, says: str) -> None:
+def closes_pass_unused(journey: Journey, child: Child, says: str) -> None:
     """``child`` is killed over at least one close, and comes back."""
     child.kill_tree()
-    found = journey.expect(verdict, bad=True, says=says)
+    found = journey.expect("no connection", bad=True, says=says)
     assert journey.run_status() == 1 and "tell the founder" in found["remedy"]
     wait_for(lambda: journey.status()["missed_closes"] > 0, "a missed close", seconds=180)
     assert "passed without an upload" in journey.status()["cause"]

@@ -21,8 +21,8 @@ from distributed_training.miner import rank_group
 from distributed_training.miner.rank_group import RankGroup
 from distributed_training.miner.run_folder import listening_ranks, mark_of
 from distributed_training.node.start import StopSignals
+from distributed_training.telemetry.facts import Launch
 from distributed_training.telemetry.run_state import read_launcher
-from distributed_training.telemetry.verdict import Launch
 from tests.tools.forked import Program
 from tests.tools.miner_parts import config_of
 from tests.tools.r2_keys import KEYS

@@ -11,21 +11,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from distributed_training.telemetry.run_state import LAUNCHER_FILE
-from distributed_training.telemetry.verdict import (
+from distributed_training.telemetry.facts import (
     FACTS_FILE,
     Crash,
     Disk,
     Fact,
     Facts,
     Launch,
-    Place,
-    Standing,
     Upload,
 )
+from distributed_training.telemetry.run_state import LAUNCHER_FILE
 
 HOTKEY = "5F3sa2TJAWMqDhXG6jhV4N8ko9SxwGy8TpaNS1repo5EYjQX"
-_STANDING = Standing(incentive=0.0121, emission=0.35, rank=4, miners=20, weights_block=4_999_960)
 _KEYS = (
     "https://7d9c.r2.cloudflarestorage.com does not accept these keys "
     "(SignatureDoesNotMatch): correct R2_WRITE_SECRET_ACCESS_KEY in .env"
@@ -33,42 +30,38 @@ _KEYS = (
 
 #: State -> word of the verdict, its colour, and whether the miner's processes live.
 STATES: Mapping[str, tuple[str, str, bool]] = {
-    "earning": ("earning", "good", True),
-    "new": ("joining", "wait", True),
-    "late": ("joining", "bad", True),
+    "counts": ("counts", "good", True),
+    "earning": ("earning", "good", True),  # the only one in a network that pays
+    "new": ("waiting", "wait", True),
+    "late": ("missed a close", "bad", True),
     "stopped": ("stopped", "idle", False),
     "starting": ("starting", "wait", True),
     "refused": ("cannot start", "bad", True),
+    "tried-again": ("cannot start", "bad", True),
+    "setting": ("cannot start", "bad", False),
     "disk-full": ("disk full", "bad", True),
-    "offline": ("offline", "bad", True),
+    "offline": ("no connection", "bad", True),
+    "registry-silent": ("no connection", "bad", True),
+    "store-silent": ("no connection", "bad", True),
+    "network-down": ("no connection", "bad", True),
     "behind": ("behind", "bad", True),
     "killed": ("stopped", "bad", False),
     "stuck": ("stuck", "bad", True),
-    "merged": ("earning", "good", True),
-    "not-merged": ("not merged", "bad", True),
+    "merged": ("counts", "good", True),
+    "not-merged": ("refused", "bad", True),
     "spam": ("refused", "bad", True),
-    # --- of a network that pays nobody
-    "counts": ("counts", "good", True),
     "worse": ("refused", "bad", True),
     "missed": ("missed a close", "bad", True),
-    "not-judged": ("not merged", "wait", True),
-    "joining": ("joining", "wait", True),
-    "registry-silent": ("registry silent", "bad", True),
-    "store-silent": ("store silent", "bad", True),
-    "network-down": ("network down", "bad", True),
-    "tried-again": ("cannot start", "bad", True),
-    "setting": ("cannot start", "bad", False),
+    "not-judged": ("waiting", "wait", True),
 }
-#: Of a network that exchanges through the store, and what became of the last upload.
-STORE = {"merged": "merged", "not-merged": "kept", "spam": "refused"}
-STORE |= dict.fromkeys((*STATES,)[-10:], "merged") | {"worse": "refused", "not-judged": "kept"}
-_WORSE = (
-    "worse: with it the loss on random text rises from 3.0251 to 3.3561, 2.4 times what chance may "
-    "explain"
-)
-_CAUSES = {
-    "worse": _WORSE,
-    "not-judged": "not-judged: pages of uid 17 hold less than two sequences",
+#: By state: what became of the upload before the newest, which waits, and why.
+FATES = {
+    "merged": ("merged", ""),
+    "missed": ("merged", ""),
+    "not-merged": ("not merged", "late: by 3 s"),
+    "spam": ("refused", "a copy of uid 3's"),
+    "worse": ("refused", "worse: with it the loss on random text rises from 3.0251 to 3.3561"),
+    "not-judged": ("not merged", "not-judged: pages of uid 17 hold less than two sequences"),
 }
 _HOTKEY = (
     "no hotkey at /home/ubuntu/.bittensor/wallets/default/hotkeys/default, so nothing was started: "
@@ -84,63 +77,42 @@ def facts_of(state: str, now: float) -> Facts:
     facts = Facts(
         round_seconds=9000.0, name="alpha", uid=17, looked=now, started=now - 86400,
         mode="training", outer_step=9, step=Fact(40, now - 8), step_seconds=15.2, uploads=uploads,
-        block=Fact(5_000_000, now),
-        registered=Fact(True, now), standing=Fact(_STANDING, now),
-        place=Fact(Place(9), now), next_round=now + 2000,
+        chain_at=now, registered=Fact(True, now), network_step=9, next_round=now + 2000,
         disk=disk_at(now, 1e6),
     )  # fmt: skip
-    match state:
-        case "new" | "late":
-            ago = 30_000 if state == "late" else 540
-            return replace(facts, uploads=(), started=now - ago)
-        case "starting" | "refused" | "stopped" | "killed":
-            ago = now - 300
-            return replace(facts, looked=ago, step=Fact(40, ago), block=Fact(4_999_975, ago))
-        case "disk-full":
-            return replace(facts, disk=disk_at(now, 1e15))
-        case "offline":
-            ago = now - 190
-            silent = {"block": Fact(4_999_984, ago), "store_silent_since": ago}
-            return replace(facts, **silent, next_round=now - 64)  # type: ignore[arg-type]
-        case "behind":
-            return replace(facts, behind_since=now - 9060)
-        case "stuck":
-            return replace(facts, step=Fact(40, now - 900))
-        case _ if state in STORE:
-            cause = {"refused": "a copy of uid 3's", "kept": "late: by 3 s"}.get(STORE[state], "")
-            cause = _CAUSES.get(state, cause)
-            upload = Upload(8, now - 1300, "8.0", STORE[state], now - 900, cause)
-            waiting = Upload(9, now - 60, "9.0")
-            facts = replace(facts, uploads=(upload, waiting))
-            return _of_member(state, replace(facts, pays=False), now) if state in MEMBERS else facts
-    return facts
+    if state in FATES:
+        upload, waiting = Upload(8, now - 1300, "8.0"), Upload(9, now - 60, "9.0")
+        word, cause = FATES[state]
+        upload = replace(upload, fate=word, fate_at=now - 900, cause=cause)
+        facts = replace(facts, uploads=(upload, waiting))
+    closed = "read lab/state.json: no answer from https://s3.lab (connection refused)"
+    away = now - 190
+    changed: dict[str, dict[str, Any]] = {
+        "earning": {"pays": True, "incentive": Fact(0.0121, now)},
+        "new": {"uploads": (), "started": now - 540},
+        "late": {"uploads": (), "started": now - 30_000},
+        "disk-full": {"disk": disk_at(now, 1e15)},
+        "offline": {"chain_at": away, "store_silent_since": away, "next_round": now - 64},
+        "registry-silent": {"chain_at": away, "chain_trouble": "connection refused"},
+        "store-silent": {
+            "store_silent_since": away, "store_trouble": closed, "next_round": now - 100
+        },
+        "network-down": {"chain_at": away, "store_silent_since": away, "store_trouble": closed},
+        "behind": {"behind_since": now - 9060},
+        "stuck": {"step": Fact(40, now - 900)},
+        "missed": {
+            "missed": 2,
+            "missed_at": now - 60,
+            "missed_cause": "blocked: 3 inner steps when the close was over, and 50 are needed",
+        },
+    }  # fmt: skip
+    if state in ("starting", "refused", "stopped", "killed", "tried-again", "setting"):
+        ago = now - 300
+        return replace(facts, looked=ago, step=Fact(40, ago), chain_at=ago)
+    return replace(facts, **changed.get(state, {}))
 
 
-MEMBERS = (*STATES,)[-10:]
 _SETTING = "--neuron.nproc_per_node: 'many' is not a number, so nothing was started: give 1 to 1024"
-
-
-def _of_member(state: str, facts: Facts, now: float) -> Facts:
-    """Return the facts of a member of a network that a registry and a store hold together."""
-    ago = {"looked": now, "next_round": now - 100}
-    refused = "read lab/state.json: no answer from https://s3.lab (connection refused)"
-    match state:
-        case "joining":
-            return replace(facts, uploads=(), started=now - 10)
-        case "missed":
-            why = "blocked: 3 inner steps when the close was over, and 50 are needed"
-            return replace(facts, missed=2, missed_at=now - 60, missed_cause=why)
-        case "registry-silent":
-            why = "ConnectError: connection refused"
-            return replace(facts, block=Fact(5_000_000, now - 190), chain_trouble=why)
-        case "store-silent":
-            return replace(facts, store_silent_since=now - 190, store_trouble=refused, **ago)  # type: ignore[arg-type]
-        case "network-down":
-            facts = replace(facts, block=Fact(5_000_000, now - 190), store_trouble=refused)
-            return replace(facts, store_silent_since=now - 190)
-        case "tried-again" | "setting":
-            return replace(facts, looked=now - 300, step=Fact(40, now - 300))
-    return facts
 
 
 def disk_at(now: float, needed: float) -> Fact[Disk]:
@@ -186,22 +158,23 @@ def _weeks(state: str, facts: Facts, uid: int, now: float) -> list[dict[str, Any
     young = not facts.uploads
     for number in range(670, 0, -1) if not young else ():
         if number % 5 == 0:
-            kept = {"base": "merged"}
+            kept = {"base": "merged", "fate": "merged"}
             failed = {"fault": "LOCAL", "detail": "", "seconds": 60.0, "outer_step": 1}
             done = {"ok": True, "fault": "", "seconds": 3.0, "outer_step": 1, **kept}
             add("round", number * 1800, **(done if number % 35 else {"ok": False, **failed}))
             ok = number % 45 > 0
             fields = {"revision": "5.9.40", "seconds": 2.0, "bytes_sent": 5e6}
             add("publication", number * 1800, ok=ok, reason="" if ok else "TIMEOUT", **fields)
-            paid = {**asdict(_STANDING), "incentive": 0.0121 - number / 100000}
-            add("income", number * 1800, verdict="earning", **paid)
+            add("verdict", number * 1800, verdict="counts")
         add("step", number * 1800, **step_fields(7, number, 2.0 + number / 335))
     for number in range(1, 41):
         add("step", 15.2 * (40 - number), **step_fields(9, number, 2.0 + (40 - number) / 400))
     if not young:
-        add("round", 0, ok=True, fault="", base="merged", seconds=3.0, outer_step=8)
-    if state in STORE and facts.uploads:
-        events[-1] |= {"base": STORE[state], "detail": facts.uploads[0].cause}
+        add("round", 0, ok=True, fault="", base="merged", fate="merged", seconds=3.0, outer_step=8)
+    if state in FATES:
+        word, cause = FATES[state]
+        base = "kept" if word == "not merged" else word
+        events[-1] |= {"base": base, "fate": word, "detail": cause}
     if state == "stopped":
         add("stop", 0, reason="asked to stop", exit_status=0)
     return events
@@ -216,7 +189,7 @@ def step_fields(outer_step: int, inner_step: int, loss: float) -> dict[str, Any]
 
 
 def make_miner(place: Path, state: str, uid: int = 17, **gauges: float) -> Path:
-    """Return the run folder of a miner in ``state``: one of STATES, else one that earns."""
+    """Return the run folder of a miner in ``state``: one of STATES, else one that counts."""
     folder = place / state
     folder.mkdir()
     now = time.time()
@@ -233,7 +206,7 @@ def make_miner(place: Path, state: str, uid: int = 17, **gauges: float) -> Path:
         "start_timestamp_seconds": facts.started,
         "next_round_timestamp_seconds": facts.next_round,
         "metrics_written_timestamp_seconds": now,
-        "chain_block": 5_000_000, "weights_block": 4_999_960, **gauges,
+        "chain_block": 5_000_000, **gauges,
     }  # fmt: skip
     lines = (f"# TYPE dt_{name} gauge\ndt_{name} {value}\n" for name, value in figures.items())
     (folder / "metrics.prom").write_text("".join(lines))

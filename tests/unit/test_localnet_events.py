@@ -84,11 +84,11 @@ def test_uploads_and_rounds_are_counted_by_the_hour_and_after_days_by_the_day(
     miner = NeuronState(Path("m"))
     for hour in range(hours):
         at = 1.7e9 + 3600 * hour
-        base = ("merged", "kept", "refused")[hour % 3]
+        fate = ("merged", "not merged", "refused")[hour % 3]
         feed(
             miner,
             {"time": at, "kind": "publication", "ok": hour % 2 > 0},
-            {"time": at, "kind": "round", "ok": True, "base": base},
+            {"time": at, "kind": "round", "ok": True, "fate": fate},
             {"time": "never", "kind": "round", "ok": True},
         )
     counts = miner.counts()

@@ -17,9 +17,10 @@ from distributed_training.miner.network_watch import (
 from distributed_training.network import Shown, other_version
 from distributed_training.protocol import keys
 from distributed_training.store.bucket_reader import BucketReader
-from distributed_training.telemetry.verdict import Fact, judge
+from distributed_training.telemetry.facts import Fact
+from distributed_training.telemetry.verdict import judge
 from tests.tools.memory_store import MemoryObjectStore
-from tests.unit.test_miner_income import NOW, WELL
+from tests.unit.test_verdict import NOW, WELL
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -56,7 +57,7 @@ def test_another_version_of_the_networks_file_is_named(
     assert (words in found) and bool(found) == bool(words)
     judged = judge(replace(WELL, other_version=Fact(found, NOW)), NOW)
     assert (judged.verdict == "other version") == judged.bad == bool(words)
-    assert found in judged.words
+    assert words in judged.words
 
 
 class Bucket:

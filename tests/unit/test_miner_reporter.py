@@ -110,8 +110,18 @@ def test_trackers_get_each_step_once_by_its_number(rig: Rig, tmp_path: Path) -> 
             {"outer_step": 3, "inner_step": 25},
         ),
         (ev.RolledBack(None), "", "", {}),
-        (ev.UploadSkipped("no room", "disk"), "! no room", "", {}),
-        (ev.UploadSkipped("blocked", "steps"), "! blocked", "", {}),
+        (
+            ev.UploadSkipped("3 GB are free", "disk"),
+            "! 3 GB are free",
+            "skipped",
+            {"outer_step": 3, "cause": "no room: 3 GB are free"},
+        ),
+        (
+            ev.UploadSkipped("blocked", "steps"),
+            "! blocked",
+            "skipped",
+            {"outer_step": 3, "cause": "blocked"},
+        ),
         (ev.Tick(1.0), "", "", {}),
     ],
 )

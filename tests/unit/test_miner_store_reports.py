@@ -15,12 +15,14 @@ from distributed_training.exchange.base import Close
 from distributed_training.miner import events as ev
 from distributed_training.miner.block_list import BlockList
 from distributed_training.miner.events import MinerState, Mode
-from distributed_training.miner.income import Income, with_uploads
 from distributed_training.miner.metrics import Metrics
+from distributed_training.miner.registration import chain_facts
 from distributed_training.miner.reporter import Reporter
 from distributed_training.protocol.types import Base, Progress, Update
 from distributed_training.telemetry import MetricsFile
-from distributed_training.telemetry.verdict import Facts
+from distributed_training.telemetry.facts import Facts
+from distributed_training.telemetry.own_facts import OwnFacts
+from distributed_training.telemetry.verdict import judge
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_world import MINER
 from tests.tools.miner_parts import step_report
@@ -116,44 +118,81 @@ def test_failed_or_dropped_upload_is_a_warning(caplog: pytest.LogCaptureFixture)
 
 
 class Judged:
-    def __init__(self, folder: Path, rules: Facts = Facts(round_seconds=600.0)) -> None:
+    """A miner's facts, fed by what its reporter records."""
+
+    def __init__(self, folder: Path) -> None:
         self.now, ledger = 0.0, MemoryLedger()
         ledger.register(MINER.ss58)
-        self.income = Income(
-            hotkey=MINER.ss58,
-            chain=MemoryChain(hotkey=MINER.ss58, ledger=ledger),
-            rules=rules,
-            measured=dict,
-            record=lambda kind, **fields: self.found.append((fields["verdict"], fields["bad"])),
+        clocks = Clocks(lambda: self.now, lambda: 1e9 + self.now)
+        chain = MemoryChain(hotkey=MINER.ss58, ledger=ledger)
+        self.network = 12
+        self.found: list[dict[str, Any]] = []
+        self.facts = OwnFacts(
+            rules=Facts(round_seconds=600.0, outer_step=12),
+            measured=lambda: {
+                **chain_facts(chain, MINER.ss58, 1e9 + self.now),
+                "network_step": self.network,
+            },
+            write=lambda kind, **fields: kind == "verdict" and self.found.append(fields),
             folder=folder,
-            clocks=Clocks(lambda: self.now, lambda: 1e9 + self.now),
+            clocks=clocks,
         )
-        self.found: list[tuple[str, bool]] = []
+        self.reporter = Reporter(
+            record=self.facts.record,
+            warnings=lambda _: [],
+            bucket="",
+            clock=lambda: self.now,
+            joined=lambda: self.facts.joined,
+        )
 
     def after(self, event: ev.Event, before: MinerState, seconds: float = 20.0) -> tuple[str, bool]:
-        self.income.on_event(event, before)
+        self.reporter.on_event(event, before)
         self.now += seconds
-        # In no mode in which inner steps would be missed.
-        self.income.on_event(ev.Tick(self.now), replace(before, mode=Mode.STOPPING))
-        return self.found[-1]
+        self.facts.look()
+        return self.found[-1]["verdict"], self.found[-1]["bad"]
 
 
 def test_the_verdict_follows_from_the_manifests(tmp_path: Path) -> None:
     judged = Judged(tmp_path)
-    assert judged.after(ev.CloseReached(CLOSE), TRAINING) == ("joining", False)
-    assert judged.after(APPLIED, state(Base.KEPT)) == ("joining", False), "none was sent"
-    assert judged.after(ev.CloseReached(CLOSE), TRAINING, 1800.0) == ("joining", True)
-    assert judged.after(ev.UploadEnded(12, 3), TRAINING) == ("not judged yet", True), "hours late"
-    assert judged.after(APPLIED, state(Base.MERGED)) == ("not yet paid", False)
+    assert judged.after(ev.CloseReached(CLOSE), TRAINING) == ("waiting", False)
+    assert judged.after(APPLIED, state(Base.KEPT)) == ("waiting", False), "none was sent"
+    late = judged.after(ev.CloseReached(CLOSE), TRAINING, 1800.0)
+    assert late == ("missed a close", True) and judged.facts.counts() is None
+    assert judged.after(ev.UploadEnded(12, 3), TRAINING) == ("waiting", False), "for the update"
+    assert judged.after(APPLIED, state(Base.MERGED)) == ("counts", False)
+    assert judged.facts.counts() == 1.0
     assert judged.after(APPLIED, state(Base.KEPT)) == ("missed a close", True), "none was sent"
-    assert judged.after(ev.UploadEnded(13, 4), TRAINING) == ("not yet paid", False)
-    assert judged.after(APPLIED, state(Base.KEPT, "late: by 3 s")) == ("not merged", True)
+    assert judged.after(ev.UploadEnded(13, 4), TRAINING) == ("counts", False)
+    assert judged.after(APPLIED, state(Base.KEPT, "late: by 3 s")) == ("refused", True)
     assert judged.after(APPLIED, state(Base.REFUSED, "copy: of uid 4")) == ("refused", True)
-    assert judged.after(APPLIED, state(Base.MERGED)) == ("not yet paid", False)
-    behind = ev.HeadSeen(14)
-    assert judged.after(behind, TRAINING) == ("not yet paid", False)
-    assert judged.after(ev.CloseReached(CLOSE), TRAINING, 600.0) == ("behind", True)
+    assert judged.facts.counts() == 0.0
+    assert judged.after(APPLIED, state(Base.MERGED)) == ("counts", False)
+    judged.network = 14
+    assert judged.after(ev.CloseReached(CLOSE), TRAINING) == ("counts", False)
+    assert judged.after(ev.CloseReached(CLOSE), TRAINING, 620.0) == ("behind", True)
     assert judged.after(ev.ChainForked("two"), TRAINING) == ("other version", True)
+
+
+def test_a_change_is_logged_at_once_and_the_rest_once_an_hour(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    judged = Judged(tmp_path)
+    judged.after(ev.UploadEnded(12, 3), TRAINING)
+    caplog.set_level(logging.INFO)
+    caplog.clear()
+    judged.found.clear()
+    judged.network = 13
+    judged.after(APPLIED, state(Base.MERGED))
+    for _ in range(2 * 3600 // 20):  # without another manifest
+        judged.after(ev.Tick(judged.now), TRAINING)
+    # By number: hivemind, once imported, gives levels other names.
+    lines = [(r.levelno, r.message) for r in caplog.records if r.message.startswith("Verdict: ")]
+    assert lines[0] == (logging.INFO, "Verdict: counts: the upload of outer step 12 was merged")
+    levels = [level for level, _ in lines[1:]]
+    assert levels == [logging.INFO, *[logging.WARNING] * 3], "at a change, and hourly"
+    assert len(judged.found) == pytest.approx(7200 / 300 + 1, abs=2)
+    facts = Facts.read(tmp_path)
+    assert judge(facts, 1e9 + judged.now).words == judged.found[-1]["words"]
 
 
 def test_metrics_count_rounds_by_the_share_that_this_miner_had(tmp_path: Path) -> None:
@@ -198,7 +237,7 @@ def test_a_newcomer_misses_no_close_before_its_first_upload(
 
 def test_missed_closes_and_uploads_are_remembered_by_the_next_process(tmp_path: Path) -> None:
     judged = Judged(tmp_path)
-    assert not judged.income.joined
+    assert not judged.facts.joined
     judged.after(ev.UploadEnded(12, 3), TRAINING)
     judged.after(APPLIED, state(Base.MERGED))
     for step, cause in ((13, "late: by the clock"), (14, "write lab/u: 403")):
@@ -206,12 +245,12 @@ def test_missed_closes_and_uploads_are_remembered_by_the_next_process(tmp_path: 
         # Once for a close, though the manifest shows it again.
         nothing = replace(state(Base.KEPT), outer_step=step)
         judged.after(replace(APPLIED, outer_step=step + 1), nothing)
-    known = with_uploads(Facts(round_seconds=600.0), tmp_path)
+    known = Facts.read(tmp_path)
     assert (known.missed, known.missed_cause) == (2, "not sent: write lab/u: 403")
     assert [upload.fate for upload in known.uploads] == ["merged"]
-    again = Judged(tmp_path, known)
+    again = Judged(tmp_path)
     found = again.after(ev.CloseReached(CLOSE), TRAINING)
-    assert again.income.joined and found == ("missed a close", True), "it is no newcomer"
+    assert again.facts.joined and found == ("missed a close", True), "it is no newcomer"
 
 
 @pytest.mark.parametrize("restarted", [False, True])

@@ -30,11 +30,11 @@ from hypothesis import strategies as st
 
 from distributed_training.common.ports import free_ports, listen
 from distributed_training.telemetry import EventLog
+from distributed_training.telemetry.facts import Launch
 from distributed_training.telemetry.neuron_state import NeuronState
 from distributed_training.telemetry.page import PageProcess
 from distributed_training.telemetry.page import __main__ as served_page
 from distributed_training.telemetry.run_state import LAUNCHER_FILE
-from distributed_training.telemetry.verdict import Launch
 from tests.tools.chain_world import answers
 from tests.tools.page import TOKEN, Page, served
 from tests.tools.waiting import wait_for

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from distributed_training.common.files import read_json_object
 from distributed_training.telemetry import read_events, register_secret, run_state
+from distributed_training.telemetry.facts import Launch
 from distributed_training.telemetry.run_state import (
     LauncherFile,
     LauncherState,
@@ -25,7 +26,7 @@ from distributed_training.telemetry.run_state import (
     report_running,
     report_stage,
 )
-from distributed_training.telemetry.verdict import Launch, Verdict, judge
+from distributed_training.telemetry.verdict import Verdict, judge
 
 
 def launch_of(folder: Path) -> Launch:
@@ -197,7 +198,7 @@ def test_no_content_of_a_file_ends_its_reader(
     now = time.time()
     facts = observe(folder, now)
     judge(facts, now)
-    type(facts).from_json(facts.to_json())
+    type(facts).from_json(facts.to_json().encode())
 
 
 def test_a_folder_that_is_not_there_or_closed_is_no_error(tmp_path: Path) -> None:

@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distributed_training import status_command as status
+from distributed_training.telemetry.facts import FACTS_FILE
 from distributed_training.telemetry.neuron_state import COLUMNS, NeuronState
 from distributed_training.telemetry.page.__main__ import verdict_of
-from distributed_training.telemetry.verdict import FACTS_FILE, Verdict
+from distributed_training.telemetry.verdict import Verdict
 from tests.tools.measured import run_measured
-from tests.tools.miner_states import MEMBERS, STATES, make_miner, step_fields
+from tests.tools.miner_states import STATES, make_miner, step_fields
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -37,10 +38,10 @@ def test_each_state_has_its_verdict_and_exit_status(
     away = not alive and verdict != "cannot start"
     assert code == row["status"] == (3 if away else 1 if level == "bad" else 0)
     page = verdict_of(Path(folder), row["time"])["judgement"]
-    words = ("verdict", "cause", "remedy", "bad", "earns")
+    words = ("verdict", "cause", "remedy", "counts", "status")
     assert [page[word] for word in words] == [row[word] for word in words]
-    assert page["level"] == level
-    if state in MEMBERS:
+    assert page["level"] == level and row["bad"] == (level == "bad")
+    if state != "earning":
         said = f"{row['cause']} {row['remedy']}"
         assert not re.search(r"\b(grep|paid|pays|incentive|earn)", said), said
     text = status.text_of(row)
@@ -76,11 +77,11 @@ def test_step_and_next_times_are_those_of_page_and_log(tmp_path: Path) -> None:
 def test_several_miners_have_a_row_each_and_the_worst_exit_status(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folders = {state: str(make_miner(tmp_path, state)) for state in ("earning", "stopped", "stuck")}
+    folders = {state: str(make_miner(tmp_path, state)) for state in ("counts", "stopped", "stuck")}
     for chosen, code in (
-        (["earning", "stopped"], 3),
-        (["earning", "stopped", "stuck"], 1),
-        (["earning", "earning"], 0),
+        (["counts", "stopped"], 3),
+        (["counts", "stopped", "stuck"], 1),
+        (["counts", "counts"], 0),
     ):
         assert status.main([folders[state] for state in chosen]) == code
         head, *rows = capsys.readouterr().out.splitlines()
@@ -91,14 +92,14 @@ def test_several_miners_have_a_row_each_and_the_worst_exit_status(
 @pytest.mark.slow
 def test_status_takes_less_than_a_second_of_the_processor(tmp_path: Path) -> None:
     """Under any load, because only the command's own processor time counts."""
-    folder = make_miner(tmp_path, "earning")
+    folder = make_miner(tmp_path, "counts")
     with (folder / "events.jsonl").open("a") as file:
         step = {"time": time.time() - 9000, "kind": "step", "loss": 2.0, "note": "x" * 300}
         file.write((json.dumps(step) + "\n") * 20_000)
     words = [sys.executable, "-m", "distributed_training.status_command", str(folder)]
     done, used = run_measured(words)
     print(f"dt-status took {used:.2f} s of the processor")
-    assert done.returncode == 0 and "EARNING" in done.stdout, done.stderr
+    assert done.returncode == 0 and "COUNTS" in done.stdout, done.stderr
     assert used < 1.0
 
 
@@ -109,7 +110,7 @@ def test_status_watch_prints_each_change(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder, looks = make_miner(tmp_path, "earning"), 0
+    folder, looks = make_miner(tmp_path, "counts"), 0
     other = make_miner(tmp_path, "stopped")
 
     def sleep(seconds: float) -> None:
@@ -130,7 +131,7 @@ def test_status_watch_prints_each_change(
         assert out.count("\x1b[H\x1b[2J") == 6
     else:
         first, second = out.splitlines()
-        assert "earning miner: earning: incentive 0.0121" in first
+        assert "counts miner: counts: the upload of outer step 9 was merged" in first
         assert "stopped miner: stopped: it was stopped (signal SIGINT)" in second
 
 
@@ -142,7 +143,7 @@ def test_the_past_is_a_table_by_the_hour(
         {"time": hour + 1, "kind": "step", "loss": 2.0, "tokens": 100},
         {"time": hour + 2, "kind": "step", "loss": 3.0, "tokens": 50},
         {"time": hour + 2, "kind": "step", "loss": None, "tokens": 7, "skipped": True},
-        {"time": hour + 3, "kind": "income", "verdict": "reset", "incentive": 0.01},
+        {"time": hour + 3, "kind": "verdict", "verdict": "refused"},
         {"time": hour + 4, "kind": "publication", "ok": True},
         {"time": hour + 5, "kind": "publication", "ok": False},
         {"time": hour + 6, "kind": "round", "ok": True},
@@ -157,9 +158,9 @@ def test_the_past_is_a_table_by_the_hour(
     assert head == list(status._COLUMNS)
     name = tmp_path.name
     assert [row[1:] for row in rows] == [
-        [name, "stopped", "", "0", "0", "", "0"],
-        [name, "reset", "0.01", "1", "1", "2.5000", "157"],
-        [name, "cannot start", "", "0", "0", "", "0"],
+        [name, "stopped", "0", "0", "", "0"],
+        [name, "refused", "1", "1", "2.5000", "157"],
+        [name, "cannot start", "0", "0", "", "0"],
     ]
     assert rows[1][0].endswith(":00:00+00:00") and rows == sorted(rows)
 
@@ -192,7 +193,7 @@ def test_without_a_folder_the_miners_of_this_machine_are_found(
     (tmp_path / "runs").mkdir()
     make_miner(tmp_path / "two" / "runs", "stopped")
     assert status.main(["--json"]) == 3, "settings that are refused hide no miner"
-    make_miner(tmp_path, "earning").rename(tmp_path / "runs" / "miner-default")
+    make_miner(tmp_path, "counts").rename(tmp_path / "runs" / "miner-default")
     (tmp_path / "miner.toml").write_text('preset = "local"\n')
     capsys.readouterr()
     assert status.main(["--json"]) == 3
@@ -204,9 +205,9 @@ def test_without_a_folder_the_miners_of_this_machine_are_found(
 
 NUMBERS = st.one_of(st.integers(), st.floats(), st.just(10**400), st.booleans())
 VALUES = st.one_of(st.none(), NUMBERS, st.text(max_size=6), st.lists(NUMBERS, max_size=2))
-KINDS = st.sampled_from(["step", "income", "publication", "round", "stop", "refused", "x"])
+KINDS = st.sampled_from(["step", "verdict", "publication", "round", "stop", "refused", "x"])
 FIELDS = st.sampled_from(
-    ["time", "loss", "tokens", "seconds", "tokens_per_second", "incentive", "ok", "outer_step"]
+    ["time", "loss", "tokens", "seconds", "tokens_per_second", "verdict", "ok", "outer_step"]
 )
 EVENTS = st.lists(
     st.one_of(
@@ -218,13 +219,13 @@ EVENTS = st.lists(
     max_size=6,
 )
 NAMES = st.sampled_from(
-    ["uploads", "disk", "block", "step", "launch", "outer_step", "next_round", "name", "standing"]
+    ["uploads", "disk", "chain_at", "step", "launch", "outer_step", "next_round", "name", "missed"]
 )
 
 
 @pytest.fixture(scope="module")
 def miner(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_miner(tmp_path_factory.mktemp("miner"), "earning")
+    return make_miner(tmp_path_factory.mktemp("miner"), "counts")
 
 
 @settings(max_examples=50, deadline=None)
@@ -253,6 +254,6 @@ def test_no_folder_content_and_no_clock_ends_status(
         for shown in (status.text_of(row), status.table_of([row, row]), status.line_of(row)):
             assert all(c.isprintable() or c == "\n" for c in shown)
         for line in status.hours_of(miner):
-            assert len(line) == 8
+            assert len(line) == 7
     finally:
         facts.write_bytes(before)

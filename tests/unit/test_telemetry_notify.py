@@ -19,16 +19,9 @@ from distributed_training.common.webhook import Message, NotSent
 from distributed_training.config.schema import all_settings
 from distributed_training.telemetry import notify
 from distributed_training.telemetry.day import DAY
+from distributed_training.telemetry.facts import FACTS_FILE, Disk, Fact, Facts, Upload
 from distributed_training.telemetry.notify import Notifier
 from distributed_training.telemetry.run_state import LauncherFile, LauncherState
-from distributed_training.telemetry.verdict import (
-    FACTS_FILE,
-    Disk,
-    Fact,
-    Facts,
-    Judgement,
-    Verdict,
-)
 from tests.tools.settings import load_config
 from tests.tools.webhooks import Webhooks, webhooks
 
@@ -36,29 +29,39 @@ pytestmark = pytest.mark.timeout(60)
 
 BEGIN = 1_800_000_000.0 - 1_800_000_000.0 % DAY  # midnight
 HOOK = SecretStr("https://hooks.slack.com/services/T0/B0/secretsecret")
-EARNS = Judgement(Verdict.EARNING, "incentive 0.0120", earns=True)
-LOST = Judgement(Verdict.REFUSED, "validators give it 0", "upload_steps = 5", bad=True)
-OFFLINE = Judgement(Verdict.OFFLINE, "chain and store are silent", bad=True, earns=None)
 
 
 class Miner:
-    """A miner's files, the judge's verdict on it, and the messages to its operator."""
+    """A miner's files, the facts about it, and the messages to its operator."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.now = folder, BEGIN
-        self.judgement, self.disk = EARNS, Disk(50e9, 100e9)
+        self.heal()
         self.reached = True
         self.came: list[str] = []
         self.tries = 0
         monkeypatch.setattr("time.time", lambda: self.now)
         self.file = LauncherFile(folder)
         self.restart()
-        monkeypatch.setattr(notify, "judge", lambda *_: self.judgement)
         monkeypatch.setattr(notify, "observe", self._observe)
         monkeypatch.setattr(notify, "deliver", self._deliver)
 
     def _observe(self, folder: Path, now: float) -> Facts:
-        return Facts(step=self.step, disk=Fact(self.disk, now))
+        return Facts(
+            looked=now,
+            mode="training",
+            step=self.step,
+            step_seconds=1.0 if self.stuck else 1e9,
+            uploads=(Upload(8, now, fate=self.fate, fate_at=now, cause=self.cause),),
+            chain_at=self.chain_at or now,
+            store_silent_since=self.store_silent_since,
+            disk=Fact(self.disk, now),
+        )
+
+    def heal(self) -> None:
+        self.disk, self.stuck = Disk(50e9, 100e9), False
+        self.fate, self.cause = "merged", ""
+        self.chain_at = self.store_silent_since = None
 
     def _deliver(self, url: SecretStr, message: Message) -> None:
         self.tries += 1
@@ -102,11 +105,11 @@ def refuse(miner: Miner) -> None:
 
 
 def lose(miner: Miner) -> None:
-    miner.judgement = LOST
+    miner.fate, miner.cause = "refused", "worse: by 0.3"
 
 
 def stick(miner: Miner) -> None:
-    miner.judgement = Judgement(Verdict.STUCK, "no inner step for 9 min", bad=True)
+    miner.step, miner.stuck = Fact(1, miner.now - 540), True
 
 
 def fill(miner: Miner) -> None:
@@ -114,29 +117,28 @@ def fill(miner: Miner) -> None:
 
 
 def cut(miner: Miner) -> None:
-    miner.judgement = OFFLINE
+    miner.chain_at = miner.store_silent_since = miner.now - 90
 
 
 def silence(miner: Miner) -> None:
-    cause = "the registry has not answered for 3 min; 2 closes have passed"
-    miner.judgement = Judgement(Verdict.REGISTRY_SILENT, cause, "tell the founder", True, None)
+    miner.chain_at = miner.now - 180
 
 
 def heal(miner: Miner) -> None:
-    miner.judgement, miner.disk = EARNS, Disk(50e9, 100e9)
+    miner.heal()
     miner.train()
 
 
 @pytest.mark.parametrize(
     ("begin", "hold", "words"),
-    [(refuse, 60, "Cannot start: no answer from the registry"),
+    [(refuse, 60, "Cannot start: no answer from the registry (attempt 1"),
      (lambda miner: miner.crash("rank 1 was ended by SIGKILL"), 60,
       "Stopped, and nobody asked for it: rank 1 was ended by SIGKILL"),
-     (stick, 60, "Stuck: no inner step for 9 min"),
-     (lose, 3600, "Not earning for an hour: refused: validators give it 0; upload_steps"),
+     (stick, 60, "Stuck: no inner step for 10 min; the end of its log"),
+     (lose, 3600, "Uploads have not counted for an hour: refused: the validator refused the"),
      (fill, 0, "The disk is almost full: 9.0 of 100 GB are free"),
-     (silence, 60, "The network does not answer: the registry has not answered for 3 min; 2 clos"),
-     (cut, 120, "Offline: chain and store are silent")],
+     (silence, 60, "No connection: the registry has not answered for 4 min; no close was"),
+     (cut, 60, "No connection: registry and store have not answered for 2 min: this machine's")],
 )  # fmt: skip
 def test_each_trouble_is_reported_once_and_once_when_it_is_over(
     begin: Callable[[Miner], None], hold: float, words: str, miner: Miner
@@ -170,13 +172,12 @@ def test_passing_trouble_is_a_message_only_where_the_miner_stopped(miner: Miner)
     assert only.startswith("Over after 26 s") and only.endswith("rank 0 was ended by SIGKILL")
 
 
-def test_a_newcomer_gets_no_message_that_it_does_not_earn_yet(miner: Miner) -> None:
-    miner.judgement = Judgement(Verdict.NOT_JUDGED_YET, "wait", bad=False)
+def test_waiting_is_no_trouble(miner: Miner) -> None:
+    miner.fate = ""
     assert miner.passes(7200) == []
-    miner.judgement = EARNS
-    miner.passes(60)
-    miner.judgement = Judgement(Verdict.NOT_YET_PAID, "wait", bad=False)
-    assert len(miner.passes(3700)) == 1  # it had earned
+    heal(miner)
+    miner.fate, miner.cause = "not merged", "not judged: too late"
+    assert miner.passes(7200) == []
 
 
 def test_trouble_while_the_link_was_down_is_one_message_with_the_span(
@@ -194,7 +195,7 @@ def test_trouble_while_the_link_was_down_is_one_message_with_the_span(
     miner.passes(60)
     miner.reached = True
     (only,) = miner.passes(700)
-    assert only.startswith("Over after 94 min (") and "Offline" in only
+    assert only.startswith("Over after 94 min (") and "No connection" in only
 
 
 def test_a_service_that_takes_messages_and_says_nothing_gets_one_again_ever_more_seldom(
@@ -226,21 +227,20 @@ def test_ten_messages_a_day_and_the_tenth_says_so(miner: Miner) -> None:
 
 
 def test_a_start_that_is_refused_again_and_again_is_one_message(miner: Miner) -> None:
-    for _ in range(20):
-        refuse(miner)
+    for attempt in range(1, 21):
+        miner.file.refused("no answer from the registry", attempt=attempt, wait=5.0)
         miner.passes(30)
         miner.file.start()  # the next attempt, which takes some time
         miner.passes(45)
     assert [text.partition(":")[0] for text in miner.came] == ["Cannot start"]
     heal(miner)
     (over,) = miner.passes(60)
-    assert over.startswith("Over after 25 min")
+    assert over.startswith("Over after 23 min"), "from the second refusal on"
 
 
 def test_at_its_end_a_miner_tells_of_that_and_of_nothing_that_has_not_lasted(miner: Miner) -> None:
     lose(miner)
     miner.passes(300)
-    miner.judgement = Judgement(Verdict.STOPPED, "failures", bad=True)
     miner.file.stopped("failures", "the ranks failed 6 times in a row")
     miner.notifier._over.set()
     (only,) = miner.passes(15)
@@ -256,7 +256,7 @@ def test_trouble_begun_just_before_a_stop_has_not_lasted_since(
     miner.file.stopped("signal SIGTERM")
     miner.now += DAY / 2
     miner.restart()
-    miner.judgement = Judgement(Verdict.STARTING, "importing", earns=None)
+    miner.file.enter(LauncherState.STARTING)
     assert miner.passes(30) == []
     heal(miner)
     assert miner.passes(300) == []
@@ -268,7 +268,7 @@ def test_trouble_ended_by_a_restart_has_not_lasted_through_it(
 ) -> None:
     begin(miner)
     miner.passes(30)
-    miner.judgement = Judgement(Verdict.STARTING, "importing", earns=None)
+    miner.file.enter(LauncherState.STARTING)
     miner.passes(2400)
     heal(miner)
     assert miner.passes(60) == []
@@ -278,7 +278,7 @@ def test_offline_is_not_over_because_the_miner_starts_again(miner: Miner) -> Non
     cut(miner)
     assert len(miner.passes(180)) == 1
     miner.restart()
-    miner.judgement = Judgement(Verdict.STARTING, "importing", earns=None)
+    miner.file.enter(LauncherState.STARTING)
     assert miner.passes(180) == []
     cut(miner)
     assert miner.passes(180) == []
@@ -332,7 +332,6 @@ def test_a_day_is_one_line_and_one_message(miner: Miner, caplog: pytest.LogCaptu
     write_events(
         miner.folder,
         {"kind": "start", "outer_step": 7},
-        {"kind": "income", "incentive": 0.01},
         *[{"time": at, "kind": "step", "outer_step": 7}] * 1760,
         *[{"time": at, "kind": "publication", "ok": n > 0} for n in range(92)],
         *[{"time": at, "kind": "round", "outer_step": 7 + n, "ok": n > 0} for n in range(10)],
@@ -340,17 +339,12 @@ def test_a_day_is_one_line_and_one_message(miner: Miner, caplog: pytest.LogCaptu
         {"time": 10**400, "kind": "step", "outer_step": 7},
         {"time": at, "kind": "start", "outer_step": 17},
         {"time": at, "kind": "start", "outer_step": 17},
-        {"time": at, "kind": "income", "incentive": 0.0103},
-        {"time": at, "kind": "income"},
     )
     (first,) = miner.passes(DAY + 600, every=600)
-    assert first.startswith("Day 1: 0 steps, 0 uploads, 0 of 0 rounds, incentive 0.01. Now: ")
+    assert first.startswith("Day 1: 0 steps, 0 uploads, 0 of 0 rounds. Now: ")
     (second,) = miner.passes(DAY, every=600)
-    line = (
-        "Day 2: 1,760 steps, 92 uploads (1 failed), 9 of 10 rounds, incentive 0.0103 (+3 %), "
-        "2 restarts"
-    )
-    assert second == f"{line}. Now: earning"
+    line = "Day 2: 1,760 steps, 92 uploads (1 failed), 9 of 10 rounds, 2 restarts"
+    assert second == f"{line}. Now: counts"
     assert [r.getMessage() for r in caplog.records if "Day 2" in r.getMessage()] == [line]
     miner.restart()
     assert miner.passes(3600) == []
@@ -369,7 +363,7 @@ def test_a_second_launcher_of_the_folder_touches_nothing_of_it(miner: Miner) -> 
     second = Notifier(miner.folder, "guest", HOOK, other)
     for n in range(6):
         second.look(miner.now + 15 * n)
-    assert [text for text in miner.came if "pid 7" in text] == [miner.came[-1]]
+    assert [text for text in miner.came if "(pid 7)" in text] == [miner.came[-1]]
     assert (miner.folder / "notify.json").read_bytes() == before
 
 
@@ -479,7 +473,7 @@ def test_a_service_that_takes_none_is_asked_seldom_and_named_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    monkeypatch.setattr(notify, "judge", lambda *_: EARNS)
+    monkeypatch.setattr(notify, "observe", lambda *_: Facts())
     world.manner, world.extra = manner, {"retry-after": "3600"} if manner == 429 else {}
     file = launcher_of(tmp_path)
     notifier = Notifier(tmp_path, "guest", SecretStr(world.url("Discord")), file)

@@ -8,6 +8,7 @@ verdict leaves open whether it does, both may be true.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import random
 from collections import Counter
@@ -27,25 +28,21 @@ from distributed_training.exchange.base import Close
 from distributed_training.exchange.own_uploads import OwnUploads
 from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState, Mode
-from distributed_training.miner.income import Income
+from distributed_training.miner.registration import chain_facts
+from distributed_training.miner.reporter import Reporter
 from distributed_training.protocol.manifest import Manifest, Merged, Refused
 from distributed_training.protocol.types import Update
 from distributed_training.protocol.update_file import Header, UpdateLayout, finish, write_rows
 from distributed_training.scoring.evaluator import Comparison, Judgement
 from distributed_training.scoring.upload import Judged
 from distributed_training.store.uplink import Uplink
-from distributed_training.telemetry.verdict import (
-    Disk,
-    Fact,
-    Facts,
-    Launch,
-    Verdict,
-    judge,
-)
+from distributed_training.telemetry.facts import Disk, Fact, Facts, Launch
+from distributed_training.telemetry.own_facts import OwnFacts
+from distributed_training.telemetry.verdict import Verdict, judge
 from distributed_training.validator.judging import RefusedError, UploadJudge, refusal
 from tests.tools.memory_store import MemoryObjectStore
 
-ME, PACE, LOOK = "me", 12.0, 15.0
+ME, LOOK = "me", 15.0
 SCHEMA = [("w", (8, 8))]
 START = 1e9  # Unix seconds
 
@@ -68,7 +65,7 @@ def around(facts: Facts, rng: random.Random, now: float) -> Facts:
         {"gone": Fact(True, now)},
         {"disk": Fact(Disk(1e9, 1e12, 1e10), now)},
         {"registered": Fact(False, now)},
-        {"other_version": Fact("at version 2", now), "outdated": rng.random() < 0.5},
+        {"other_version": Fact("at version 2", now)},
         {"looked": now - 400},
     ]
     return replace(facts, **rng.choice(added)) if rng.random() < 0.1 else facts
@@ -78,18 +75,14 @@ class Chain:
     """The chain as the miner sees it; it moves while the link is up."""
 
     def __init__(self) -> None:
-        self.seen, self.at, self.now = 1000, 0.0, 0.0
-        self.paid = 0.0
+        self.at = self.now = self.paid = 0.0
+        self.trouble = ""
 
     def neurons(self) -> tuple[Neuron, ...]:
-        master = Neuron(0, "master", validator_permit=True, last_update=self.seen - 5)
-        return master, Neuron(1, ME, incentive=self.paid), Neuron(2, "other", incentive=0.5)
+        return Neuron(0, "master"), Neuron(1, ME, incentive=self.paid)
 
     def age(self) -> timedelta:
         return timedelta(seconds=self.now - self.at)
-
-    def block(self) -> int:
-        return self.seen
 
 
 class Walk:
@@ -107,26 +100,36 @@ class Walk:
         self.mode, self.outer_step = Mode.TRAINING, 0
         self.alive = True
         self.gate_seen = 0  # closes in a row of whose uploads no half passed, as the state says
-        self.income = self.follower()
+        self.network: int | None = None  # its outer step, as far as the miner knows
+        self.begin()
 
     # --- the miner
 
     def rules(self) -> Facts:
         raise NotImplementedError
 
-    def follower(self) -> Income:
-        return Income(
-            hotkey=ME,
-            chain=self.chain,  # type: ignore[arg-type]
-            rules=self.rules(),
+    def begin(self) -> None:
+        """Begin a process of the miner."""
+        clocks = Clocks(lambda: self.now, lambda: self.unix(self.now))
+        chain: Any = self.chain
+        self.facts = OwnFacts(
+            rules=replace(self.rules(), mode=self.mode.value, outer_step=self.outer_step),
             measured=lambda: {
+                **chain_facts(chain, ME, self.unix(self.now)),
                 "store_silent_since": self.store_silent and self.unix(self.store_silent),
                 "gate": self.gate_seen,
-                "chain_trouble": "" if self.chain_up else "connection refused",
+                "network_step": self.network,
             },
-            record=lambda *_, **__: None,
+            write=lambda *_, **__: None,
             folder=self.folder,
-            clocks=Clocks(lambda: self.now, lambda: self.unix(self.now)),
+            clocks=clocks,
+        )
+        self.reporter = Reporter(
+            record=self.facts.record,
+            warnings=lambda _: [],
+            bucket="",
+            clock=lambda: self.now,
+            joined=lambda: self.facts.joined,
         )
 
     def unix(self, moment: float) -> float:
@@ -134,7 +137,7 @@ class Walk:
 
     def tell(self, event: ev.Event, **state: Any) -> None:
         if self.alive:
-            self.income.on_event(event, MinerState(self.mode, self.outer_step, **state))
+            self.reporter.on_event(event, MinerState(self.mode, self.outer_step, **state))
 
     def later(self, seconds: float, act: Callable[[], None]) -> None:
         self.due.append((self.now + seconds, act))
@@ -169,8 +172,9 @@ class Walk:
         if not self.alive:
             return
         self.chain.now = self.now
+        self.chain.trouble = "" if self.chain_up else "connection refused"
         self.chain.paid = self.rng.choice((0.0, 1e-6, 0.2))
-        facts = self.income.gather(MinerState(self.mode, self.outer_step))
+        facts = self.facts.gather()
         told = self.what_was_told()  # until now: more may come before the verdict
         if self.rng.random() < 0.4:
             self.advance(self.rng.uniform(0, LOOK))
@@ -195,7 +199,8 @@ class Walk:
             elif what < 0.17:
                 self.restart()
             elif what < 0.2:
-                mode, self.mode = self.mode, self.rng.choice(list(Mode))
+                mode = self.mode
+                self.mode = self.rng.choice(list(Mode))
                 self.advance(self.rng.uniform(0, 600))
                 self.mode = mode
             elif what < 0.25:
@@ -208,12 +213,9 @@ class Walk:
 
         def again() -> None:
             self.alive, self.mode = True, Mode.TRAINING
-            self.income = self.follower()
+            self.begin()
 
         self.later(self.rng.uniform(10, 120), again)
-
-
-# --- hivemind -------------------------------------------------------------------------------------
 
 
 # --- a store network ------------------------------------------------------------------------------
@@ -240,11 +242,11 @@ class Store(Walk):
 
     def turn(self) -> None:
         if self.chain_up:
-            self.chain.seen, self.chain.at = 1000 + int(self.now / PACE), self.now
+            self.chain.at = self.now
         self.store_silent = None if self.store_up else self.store_silent or self.now
         if self.alive and self.mode is Mode.TRAINING:
-            report = SimpleNamespace(inner_step=1, seconds=LOOK)
-            self.tell(ev.InnerStepDone(report))  # type: ignore[arg-type]
+            self.facts.record("step", inner_step=1, seconds=LOOK)
+        self.tell(ev.Tick(self.now))
         if self.now >= self.closes_at:
             self.close()
         if self.store_up:
@@ -291,7 +293,7 @@ class Store(Walk):
 
     def show_head(self) -> None:
         if self.store_up:
-            self.tell(ev.HeadSeen(self.head))
+            self.network = self.head
         if self.rng.random() < 0.005:
             self.tell(ev.ChainForked("two manifests"))
 
@@ -404,7 +406,11 @@ def walks(count: int, folder: Path, first: int = 0, moves: int = 12) -> Said:
 
 
 def check(count: int, folder: Path, first: int = 0, moves: int = 12) -> None:
-    said = walks(count, folder, first, moves)
+    logging.disable()  # a line for each upload would take most of the time
+    try:
+        said = walks(count, folder, first, moves)
+    finally:
+        logging.disable(logging.NOTSET)
     total = sum(said[verdict.value] for verdict in Verdict)
     print(f"{count} walks, {total} verdicts, 0 false")
     for name, times in sorted(said.items()):

@@ -155,7 +155,7 @@ def verdict_of(folder: Path, now: float) -> dict[str, Any]:
     known = facts.looked is not None or facts.launch is not None
     return {
         "facts": json.loads(facts.to_json()),
-        "judgement": {**asdict(verdict), "level": verdict.level} if known else None,
+        "judgement": asdict(verdict) if known else None,
         "next_round": facts.expected_round(now),
     }
 

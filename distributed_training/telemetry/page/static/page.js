@@ -7,7 +7,7 @@ const SILENT_MS = 10000;  // the server sends gauges every 2 s
 const FRESH_SECONDS = 60;  // of a figure: an older one says of when it is
 const SOLVED_SECONDS = 600, START_SECONDS = 60;  // of warnings: how long solved ones and those of a start are shown
 const GAP_SECONDS = 120;  // between two points of a curve
-const DAY = 86400, TEMPO_BLOCKS = 360, BLOCK_SECONDS = 12;  // of bittensor, which pays once a tempo
+const DAY = 86400;
 let faults = {};  // name of a failed round's cause -> sentence
 let shown = "", waiting = [], loaded = false, drawSoon = false, heard = Date.now(), lost = false;
 let ahead = 0;  // milliseconds: this computer's clock before the miner's, whose times all events have
@@ -73,10 +73,6 @@ function take(event) {
     if (neuron.steps.length > KEPT_POINTS) neuron.steps = merged(neuron.steps, neuron.columns);
   } else if (event.kind === "outer_step") neuron.marks.push(event);
   else if (event.kind === "scores") neuron.scores = event;
-  if (event.kind === "income" && typeof event.incentive === "number") {
-    neuron.standings.push([event.time, event.incentive, event.emission ?? null]);
-    if (neuron.standings.length > KEPT_POINTS) neuron.standings = merged(neuron.standings, ["time", "incentive", "emission"]);
-  }
   if (neuron.tables[event.kind]) {
     neuron.tables[event.kind].push(event);
     neuron.tables[event.kind].splice(0, neuron.tables[event.kind].length - KEPT_ROWS);
@@ -150,17 +146,6 @@ function card(title, value, small = "", kind = "") {
 
 const gaugeOf = (neuron, name) => neuron.gauges[`dt_${name}`];
 
-// A figure of the network, told at the time `at`: greyed, with its age, where nobody has told it for long.
-function aged(made, at) {
-  const age = at ? present() - at : 0;
-  if (age > FRESH_SECONDS) {
-    made.classList.add("old");
-    made.classList.remove("bad");
-    made.querySelector("small").append(` (as of ${span(age)} ago)`);
-  }
-  return made;
-}
-
 function cards(neuron) {
   const gauge = (name) => gaugeOf(neuron, name), facts = neuron.facts || {};
   const column = (name) => {
@@ -183,7 +168,7 @@ function cards(neuron) {
     if (column("gpu_memory_gb")) made.push(card("GPU memory", `${number(column("gpu_memory_gb"), 1)} GB`,
       column("gpu_utilization") === null ? "" : `utilization ${number(column("gpu_utilization"), 0)} %`));
   }
-  made.push(...moneyCards(neuron), ...uploadCards(neuron, running));
+  made.push(...dayCards(neuron), ...uploadCards(neuron, running));
   const told = facts.next_round ?? gauge("next_round_timestamp_seconds"), next = neuron.next_round ?? told;
   if (next && running) {
     made.push(card("Next close", next > now ? `in ${span(next - now)}` : "due",
@@ -191,7 +176,7 @@ function cards(neuron) {
   }
   const rounds = neuron.tables.round.filter((r) => !early(r)), last = rounds[rounds.length - 1];
   if (last) made.push(card("Last close", tookPart(last) ? "merged" : last.ok ? fateOf(last) : "failed", causeOf(last),
-    tookPart(last) ? "good" : last.base === "kept" && last.ok || !running ? "" : "bad"));
+    tookPart(last) ? "good" : last.ok && last.fate !== "refused" || !running ? "" : "bad"));
   const share = gauge("round_participation_ratio"), taken = rounds.filter(tookPart).length;
   if (rounds.length) made.push(card("Closes merged", `${taken} of ${rounds.length}`,
     share === undefined ? "the last ones" : `${number(100 * share, 0)} % of the subnet's last 20`));
@@ -229,23 +214,17 @@ function startCards(neuron) {  // how far a start has come, and when a refused o
     launcher.stage, "fresh")];
 }
 
-function moneyCards(neuron) {  // what a day trains, brings and costs
+function dayCards(neuron) {  // what a day trains and costs
   const made = [], { price_per_hour: price, tokens_a_day: tokens } = neuron, cost = price === null ? null : 24 * price;
   const costs = cost === null ? "" : `costs ${number(cost)} a day`;
   if (tokens !== null) made.push(card("Tokens a day", amount(tokens),
     cost === null ? "of text trained on, pauses counted" : `${costs}, ${number(cost / (tokens / 1e9))} a billion`));
-  const { value: { emission } = {}, at } = (neuron.facts && neuron.facts.standing) || {};
-  if (!emission || neuron.facts.pays === false) return made;
-  const day = emission * DAY / (TEMPO_BLOCKS * BLOCK_SECONDS);
-  made.push(aged(card("Emission a day", number(day, 4),
-    cost === null ? "in the subnet's coin" : `coins; ${costs}: even at ${number(cost / day)} a coin`), at));
   return made;
 }
 
 function uploadCards(neuron, running) {
   const made = [], newest = ((neuron.facts || {}).uploads || []).at(-1);
-  const fate = { merged: "merged", kept: "not merged", refused: "refused" }[newest && newest.fate] || "not judged yet";
-  if (newest) made.push(card("Uploaded", `${span(present() - newest.at)} ago`, `of outer step ${newest.outer_step}: ${fate}${newest.cause ? `, ${newest.cause}` : ""}`,
+  if (newest) made.push(card("Uploaded", `${span(present() - newest.at)} ago`, `of outer step ${newest.outer_step}: ${newest.fate || "not judged yet"}${newest.cause ? `, ${newest.cause}` : ""}`,
     newest.fate === "refused" && running ? "bad" : ""));
   return made;
 }
@@ -415,7 +394,7 @@ const verdict = (ok, yes, no) => element("span", { class: ok ? "ok" : "not" }, o
 function tables(neuron) {
   const newest = (kind) => [...neuron.tables[kind]].reverse().slice(0, SHOWN_ROWS);
   table("rounds", "Rounds", ["time", "outer step", "result", "miners", "seconds"], newest("round").map((r) => [
-    moment(r.time), r.outer_step + 1, r.ok && !tookPart(r) ? element("span", { class: r.base === "refused" || r.fate === "missed" ? "not" : "" }, fateOf(r))
+    moment(r.time), r.outer_step + 1, r.ok && !tookPart(r) ? element("span", { class: r.fate === "refused" || r.fate === "missed" ? "not" : "" }, fateOf(r))
       : verdict(r.ok, fateOf(r), `failed: ${causeOf(r)}`), (r.participants || []).length || "–", number(r.seconds, 1)]));
   table("publications", "Uploads", ["time", "revision", "result", "MB", "seconds"], newest("publication").map((p) => [
     moment(p.time), p.revision, verdict(p.ok, "uploaded", p.reason || "failed"), number(p.bytes_sent / 1e6, 1), number(p.seconds, 1)]));
@@ -434,14 +413,14 @@ function tables(neuron) {
       p.times > 1 ? ` (${p.times} times)` : "")))] : []));
 }
 
-// Of a member's round "base" is what became of its upload; a validator's names the miners in it.
-const tookPart = (round) => round.ok && (round.base === undefined || round.base === "merged");
+// Of a member's round "fate" is what became of its upload; a validator's names the miners in it.
+const tookPart = (round) => round.ok && (!round.fate || round.fate === "merged");
 // Why a round failed, in a sentence; what became of an upload, as the validator put it.
 function causeOf(round) {
   const sentence = faults[round.fault] || String(round.fault || "").replace(/_/g, " ").toLowerCase();
   return [sentence, String(round.detail || "")].filter(Boolean).join(": ");
 }
-const fateOf = (round) => round.fate || { merged: "merged", kept: "not merged", refused: "refused" }[round.base] || "published";
+const fateOf = (round) => round.fate || "published";
 const early = (round) => round.fate === "too early";  // a close before the first upload, which it could not reach
 
 const RANK_FIGURES = [
@@ -496,8 +475,6 @@ function draw() {
     { column: "between_seconds", name: "before it: rounds, loads", style: "c" }], 2);
   chart("speed", "Tokens per second", "", neuron, [{ column: "tokens_per_second", name: "all ranks", style: "a" }], 0);
   chart("memory", "GPU memory", "GB", neuron, [{ column: "gpu_memory_gb", name: "peak", style: "a" }], 1);
-  chart("incentive", "Incentive", "", neuron, [{ column: "incentive", name: "share of all payments", style: "a" }], 4,
-    neuron.facts && neuron.facts.pays === false ? [] : neuron.standings, ["time", "incentive", "emission"]);
   const every = neuron.counts.seconds === DAY ? "day" : "hour";
   chart("counts", `Uploads and closes, by the ${every}`, "", neuron, [
     { column: "uploads", name: "uploads", style: "a" }, { column: "failed", name: "failed uploads", style: "b" },
@@ -524,7 +501,7 @@ function soon() {
 function follow() {
   const source = new EventSource("stream");
   const kinds = ["step", "outer_step", "scores", "state", "round", "publication", "problem",
-    "held_out", "start", "stop", "income", "network", "gauges"];
+    "held_out", "start", "stop", "verdict", "network", "gauges"];
   for (const kind of kinds) source.addEventListener(kind, (message) => {
     const event = JSON.parse(message.data);
     heard = Date.now();
