@@ -246,7 +246,7 @@ def measure(
         ranks=(1,) * MINERS,
         exchange=exchange,
         outer_steps=last,
-        blocks_per_allreduce=period,
+        period=period,
         least_miners=MINERS - 1,
         miner_script=_PACED,
         miner_flags=_FLAGS,

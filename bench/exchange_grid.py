@@ -76,7 +76,7 @@ def options_of(folder: Path, period: int) -> SubnetOptions:
         ranks=(1,) * len(in_time),
         exchange="store",
         outer_steps=len(UP) + 2,
-        blocks_per_allreduce=period,
+        period=period,
         least_miners=sum(in_time),
         miner_script=bench._PACED,
         miner_flags=tuple(flags),

@@ -384,7 +384,7 @@ def run(
         ranks=ranks,
         least_miners=1,
         restart_miners=True,
-        blocks_per_allreduce=BLOCKS if phases else None,
+        period=BLOCKS if phases else None,
         miner_flags=("--neuron.page_port", "0") if phases else (),
     )
     cells = list(itertools.product(kinds, phases))

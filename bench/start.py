@@ -105,7 +105,7 @@ def main() -> int:
         subnet_options = SubnetOptions(
             folder=Path(folder) / "subnet",
             ranks=parse_ranks(options.ranks, None),
-            blocks_per_allreduce=100_000,  # no round: it would be measured with it
+            period=100_000,  # no round: it would be measured with it
         )
         subnet = LocalSubnet(options=subnet_options)
         with subnet:

@@ -65,6 +65,9 @@ _OF_CLOSES = frozenset(
 )
 _OF_AVERAGE = frozenset({"round.average_after"})
 _BITS = "round.bits"  # what earlier files have in place of round.codec: 4, 3 or 2
+#: What earlier files have in place of round.period: seconds, their number, and a rule that is gone.
+_BLOCKS = ("round.seconds_per_block", "round.blocks_per_allreduce", "round.epoch_length")
+_EARLIER = {_BITS, *_BLOCKS}
 #: Keys that only format 3 has.
 NEWEST = _OF_AVERAGE
 #: Keys that a file may leave out. Each has a default; only keys of the file are in its digest.
@@ -119,9 +122,7 @@ USUAL: Mapping[str, Any] = {
     "training.gradient_clip": 1.0,
     "training.outer_learning_rate": 0.8,
     "training.outer_momentum": 0.9,
-    "round.seconds_per_block": 12.0,
-    "round.blocks_per_allreduce": 400,
-    "round.epoch_length": 160,
+    "round.period": "80m",
     "round.minimum_valid_inner_step": 50,
     "limits.max_uids": 256,
 }
@@ -383,7 +384,7 @@ def parse(text: str, *, place: str, keys: Collection[str], nearby: Callable[[str
     _refuse_format(flat)
     later = NEWEST if flat["format"] == 2 else frozenset()
     # Strictly: a program that ignored a key would train by other rules than its peers.
-    known = {*keys, *HEAD_KEYS, _BITS} - later
+    known = {*keys, *HEAD_KEYS, *_EARLIER} - later
     for key in flat:
         if key in later:
             raise NetworkFileError(f"{key} is a key of format 3", "set format = 3, and sign it")
@@ -392,7 +393,9 @@ def parse(text: str, *, place: str, keys: Collection[str], nearby: Callable[[str
             hint = f"did you mean {near[0]}?" if near else "docs/network-file.md lists all"
             raise NetworkFileError(f"{key!r} is not a key of it", hint)
     needless = _refuse_exchange(flat)
-    missing = sorted(known - set(flat) - _OPTIONAL - LATER - needless - {_BITS})
+    codec_and_period = _codec_of(flat) | _period_of(flat)
+    absent = known - set(flat) - codec_and_period.keys()
+    missing = sorted(absent - _OPTIONAL - LATER - needless - _EARLIER)
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise NetworkFileError(
@@ -444,7 +447,7 @@ def parse(text: str, *, place: str, keys: Collection[str], nearby: Callable[[str
                 "fetch it again from the founder",
             )
     values = {key: value for key, value in flat.items() if key in keys}
-    values |= _codec_of(flat)
+    values |= codec_and_period
     # Peers of two runs use other DHT keys and cannot meet.
     identity = {key: value for key, value in flat.items() if is_identity(key)}
     values.setdefault("run_id", digest_of(identity)[:_RUN_ID_DIGITS])
@@ -484,6 +487,37 @@ def _codec_of(flat: Mapping[str, Any]) -> dict[str, str]:
             f"remove {_BITS}, and set round.codec to one of {', '.join(OWN_CODECS)}",
         )
     return {"round.codec": codec}
+
+
+def _period_of(flat: Mapping[str, Any]) -> dict[str, str]:
+    """Return the period that an earlier file names in blocks. Raises NetworkFileError."""
+    if not flat.keys() & set(_BLOCKS):
+        return {}
+    seconds, blocks = (flat.get(key) for key in _BLOCKS[:2])
+    numbers = isinstance(seconds, int | float) and isinstance(blocks, int)
+    if "round.period" in flat or not numbers or min(seconds or 0, blocks or 0) <= 0:
+        raise NetworkFileError(
+            f"{_BLOCKS[0]} is {seconds!r:.50} and {_BLOCKS[1]} {blocks!r:.50}, and round.period "
+            "takes their place",
+            f'remove {", ".join(_BLOCKS)}, and set round.period to a duration such as "30m"',
+        )
+    return {"round.period": f"{(seconds or 0) * (blocks or 0):g}s"}
+
+
+def without_blocks(text: str) -> str:
+    """Return the text of a file that names its period in blocks with ``round.period`` in place."""
+    period = _period_of(flatten(tree_of(text))).get("round.period")
+    if period is None:
+        return text
+    names = "|".join(key.removeprefix("round.") for key in _BLOCKS)
+    lines = re.compile(rf"(?m)^[ \t]*(round\.)?({names})[ \t]*=.*\n?")
+    first = lines.search(text)
+    if first is not None:
+        line = f'{first[1] or ""}period = "{period}"\n'
+        changed = text[: first.start()] + line + lines.sub("", text[first.end() :])
+        if flatten(tree_of(changed)).get("round.period") == period:
+            return changed
+    return text  # inside of an inline table: it is read as it is
 
 
 def _refuse_data(flat: Mapping[str, Any]) -> None:

@@ -53,6 +53,7 @@ from distributed_training.config.types import (
     NetworkName,
     Text,
     no_such_kind,
+    parse_duration,
     show,
 )
 from distributed_training.config.versions import describe, parse_version
@@ -91,6 +92,7 @@ from distributed_training.network import (
     to_toml,
     toml_value,
     tree_of,
+    without_blocks,
 )
 from distributed_training.protocol.growth import (
     TOKENS_A_PARAMETER,
@@ -116,6 +118,7 @@ _EXCHANGE = "store"  # of a network whose founder names none
 #: Mbit/s up, of a member. An all-reduce sends 4 bytes a parameter, an upload half a byte.
 _SLOWEST_LINK = {"store": 20.0, "hivemind": 500.0}
 _SWARM_PORT = 8009
+_LONGEST_PERIOD = 7 * 86400.0  # seconds
 _HIGHEST_RATE = 0.1  # of AdamW and Muon
 _MANY_WORDS = 32_000  # of a tokenizer; with fewer, less can be learned and lost
 
@@ -611,12 +614,10 @@ def _choose_schedule(rules: dict[str, Any], options: argparse.Namespace) -> None
     if type(words) is int and 1 < words < _MANY_WORDS and "round.held_out_rise" not in given:
         # The same share of all that can be learned, which is the logarithm of the words.
         of_round["held_out_rise"] = round(0.25 * math.log(words) / math.log(_MANY_WORDS), 3)
-    seconds, codec = of_round.get("seconds_per_block"), of_round.get("codec", UPDATE_CODEC)
-    if options.exchange != "store" or "round.blocks_per_allreduce" in given:
-        return
-    if isinstance(seconds, int | float) and seconds > 0:
+    if options.exchange == "store" and "round.period" not in given:
+        codec = of_round.get("codec", UPDATE_CODEC)
         period = fitting_period(parameters, codec, options.slowest_link or _SLOWEST_LINK["store"])
-        of_round["blocks_per_allreduce"] = math.ceil(period / seconds)
+        of_round["period"] = f"{period / 60:g}m"
 
 
 def _choose_grace(rules: dict[str, Any], link: float | None) -> None:
@@ -625,15 +626,10 @@ def _choose_grace(rules: dict[str, Any], link: float | None) -> None:
     Raises ConfigError where it is above a third of the period.
     """
     of_round, parameters = rules["round"], rules["model"]["parameters"]
-    blocks, seconds = (of_round.get(k) for k in ("blocks_per_allreduce", "seconds_per_block"))
-    codec = of_round.get("codec", UPDATE_CODEC)
-    # What is of another type is refused with the whole file.
-    if "grace" in of_round or not all(
-        isinstance(value, int | float) for value in (blocks, seconds)
-    ):
+    codec, period = of_round.get("codec", UPDATE_CODEC), _seconds_of(of_round.get("period"))
+    if "grace" in of_round or period is None:
         return
     link = link or _SLOWEST_LINK[rules["exchange"]]
-    period = float(blocks * seconds)
     grace = grace_seconds(parameters, codec, link, period=period)
     if rules["exchange"] == "hivemind":
         # The all-reduce comes when uploads are written, and sends 2 bytes a value twice.
@@ -646,7 +642,7 @@ def _choose_grace(rules: dict[str, Any], link: float | None) -> None:
             f"an upload of {file_bytes(parameters, codec) / 1e6:.0f} MB with {link:g} Mbit/s, and "
             f"the checkpoint before it, take {grace} s, above a third of the period of "
             f"{period:g} s, so no network was created: --set "
-            f"round.blocks_per_allreduce={math.ceil(3 * most / seconds)}, or a faster "
+            f"round.period={math.ceil(3 * most)}s, or a faster "
             "--slowest-link, or --set round.codec={SMALLEST}"
         )
     of_round["grace"] = f"{grace}s"
@@ -732,6 +728,7 @@ def _no_file_nearby(name: str) -> str:
 
 def _write(path: Path, text: str) -> None:
     """Write a network's file if a miner accepts it. Raises ConfigError and keeps the old file."""
+    _refuse_period(flatten(tree_of(text)))
     # Next to the file: a model's file is looked for in the same folder.
     trial = path.with_name(f".{path.name}")
     write_bytes(trial, text.encode())
@@ -896,6 +893,28 @@ def _next_version(
     }
 
 
+def _seconds_of(value: Any) -> float | None:
+    """Return the seconds of a duration in a file; None for what is refused with the whole file."""
+    try:
+        return parse_duration(str(value)).total_seconds()
+    except ValueError:
+        return None
+
+
+def _refuse_period(flat: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a period that the grace does not fit into, or of over a week."""
+    period, grace = (_seconds_of(flat.get(f"round.{key}")) for key in ("period", "grace"))
+    if period is None or grace is None or 3 * grace <= period <= _LONGEST_PERIOD:
+        return
+    why = f"round.grace {flat['round.grace']} is above a third of the period of {period:g} s"
+    if period > _LONGEST_PERIOD:
+        why = f"round.period {flat['round.period']} is longer than a week"
+    raise ConfigError(
+        f"{why}, so nothing was signed: set round.period to {3 * grace:g}s, the smallest that fits "
+        "round.grace, or to more, and at most to 7d"
+    )
+
+
 def _sign(options: argparse.Namespace, text: str | None = None) -> None:
     """Sign the file, with ``text`` in its place if there is any. Raises ConfigError."""
     from distributed_training.chain.identity import load_wallet
@@ -907,7 +926,7 @@ def _sign(options: argparse.Namespace, text: str | None = None) -> None:
 
     wallets = options.wallets or path.absolute().parent / "wallets"
     master = load_wallet(ChainSettings(wallet_path=str(wallets), wallet_name=MASTER))
-    text = text or read_text(path)
+    text = without_blocks(text or read_text(path))
     flat = flatten(tree_of(text))
     named = flat.get("chain.master_hotkey")
     if named != master.ss58:

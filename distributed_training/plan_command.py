@@ -45,7 +45,6 @@ from distributed_training.config.loader import Parser, argument, ranged
 from distributed_training.config.settings import DataSettings, MinerSettings, TrainingSettings
 from distributed_training.config.types import Text, no_such_kind
 from distributed_training.health.machine import count_moments
-from distributed_training.network import USUAL
 from distributed_training.protocol.growth import (
     TOKENS_A_PARAMETER,
     Growth,
@@ -290,7 +289,7 @@ def changes(plan: Plan) -> Iterator[Change]:
     if outer.in_time and held > _IDLE:
         after = replace(plan, rules=replace(rules, period=2 * rules.period))
         why = f"a round holds training for {held:.0%} of the period"
-        yield _change(plan, after, why, "twice round.blocks_per_allreduce")
+        yield _change(plan, after, why, "twice round.period")
     if outer.in_time and outer.late > _LATE * rules.period:
         yield from _to_be_sooner(plan, outer)
     if step.bound in ("reduction", "launches") or step.parts["reduction"] > 0.1 * step.seconds:
@@ -360,12 +359,12 @@ def _to_be_in_time(plan: Plan, outer: OuterStep) -> Iterator[Change]:
         ways.append(
             ("--exchange store", replace(rules, exchange="store", codec=UPDATE_CODEC, grace=None))
         )
-    blocks = rules.period
-    while blocks < _LONGEST:
-        blocks *= 1.25
-        longer = replace(rules, period=blocks, grace=None)
+    period = rules.period
+    while period < _LONGEST:
+        period *= 1.25
+        longer = replace(rules, period=period, grace=None)
         if _in_time(replace(plan, rules=longer)):
-            words = f"a period of {span(blocks)} (round.blocks_per_allreduce)"
+            words = f"a period of {span(period)} (round.period)"
             ways.append((words, longer))
             break
     for words, changed in ways:
@@ -569,8 +568,7 @@ def rules_of(options: argparse.Namespace) -> Rules:
         training=TrainingSettings(), data=DataSettings(), miner=MinerSettings()
     )
     model, exchange, shape = options.model, options.exchange or "store", None
-    blocks, seconds = USUAL["round.blocks_per_allreduce"], USUAL["round.seconds_per_block"]
-    period = blocks * seconds
+    period = parts.miner.period.total_seconds()
     if not founded:
         words = ["--network", options.network]
         parts = load_config("miner", words, environ={}, dotenv=None, check=False)

@@ -260,7 +260,7 @@ class Config(AllSettings):
     @property
     def round_period(self) -> timedelta:
         """The time from one close to the next."""
-        return timedelta(seconds=self.miner.blocks_per_allreduce * self.chain.seconds_per_block)
+        return self.miner.period
 
     @property
     def tokens_of_step(self) -> int:
@@ -434,7 +434,7 @@ def check_exchange(config: Config) -> Iterator[str]:
         yield (
             f"round.grace ({show(grace)}) is above a third of the period ({show(period)}), so "
             "miners would train most of it on weights that are past: in the network's file lower "
-            "round.grace, or raise round.blocks_per_allreduce"
+            f"round.grace, or raise round.period to {show(3 * grace)} or more"
         )
     if config.averages and config.miner.average_after >= grace:
         yield (

@@ -14,7 +14,8 @@ axon.clock_skew axon.external_ip axon.external_port axon.ip
 axon.legacy_timeout_cap axon.max_connections axon.max_connections_per_address axon.max_workers
 axon.port axon.read_timeout axon.requests_per_address axon.requests_per_hotkey
 blacklist.allow_non_registered blacklist.force_validator_permit blacklist.min_stake
-chain.call_timeout chain.neurons_interval chain.poll_interval chain.write_timeout
+chain.call_timeout chain.neurons_interval chain.poll_interval chain.seconds_per_block
+chain.write_timeout
 clamp.allreduce_timeout clamp.min_group_size clamp.min_matchmaking_time clamp.next_chunk_timeout
 clamp.request_timeout clamp.timeout
 data.connections data.page_deadline data.request_attempts data.request_timeout data.table_age
@@ -23,8 +24,10 @@ diagnostics.expected_step_max diagnostics.expected_step_min diagnostics.low_gpu_
 diagnostics.slow_step
 logging.info logging.logging_dir logging.record_log
 neuron.all_reduce_compression neuron.allow_failed_peers neuron.allreduce_timeout
-neuron.begin_at_peak neuron.block_on_preview neuron.compile_mode neuron.dont_save_events
-neuron.dont_wandb_log neuron.epoch_check_blocks neuron.error_feedback neuron.events_retention_size
+neuron.begin_at_peak neuron.block_on_preview neuron.blocks_per_allreduce neuron.compile_mode
+neuron.dont_save_events
+neuron.dont_wandb_log neuron.epoch_check_blocks neuron.epoch_length neuron.error_feedback
+neuron.events_retention_size
 neuron.fsdp_wrap neuron.global_batch_size_train neuron.gradient_sync neuron.influxdb_bucket
 neuron.influxdb_org neuron.influxdb_token neuron.influxdb_url neuron.initial_peers
 neuron.keep_epochs neuron.keep_unsharded neuron.loss_kernel neuron.max_average_norm_ratio
@@ -75,7 +78,6 @@ MOVED: dict[str, str] = {
 RULES: dict[str, str] = {
     "chain.max_uids": "limits.max_uids",
     "chain.registry_url": "chain.url",
-    "chain.seconds_per_block": "round.seconds_per_block",
     "data.dataset": "data.dataset",
     "data.max_length": "data.max_length",
     "data.pages_per_block": "data.pages_per_block",
@@ -86,8 +88,6 @@ RULES: dict[str, str] = {
     "data.text_column": "data.text_column",
     "neuron.adam_beta1": "training.adam_beta1",
     "neuron.adam_beta2": "training.adam_beta2",
-    "neuron.blocks_per_allreduce": "round.blocks_per_allreduce",
-    "neuron.epoch_length": "round.epoch_length",
     "neuron.global_model_name": "store.global_bucket",
     "neuron.global_tokenizer_name": "tokenizer.name",
     "neuron.gradient_clip": "training.gradient_clip",

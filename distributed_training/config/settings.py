@@ -111,8 +111,6 @@ class ChainSettings:
     instead of a Subtensor"""
     invitation: Secret | None = flag("chain.invitation", None, env="DT_INVITATION")
     """The founder's invitation, for which the registry gives this hotkey a uid."""
-    seconds_per_block: float = rule("round.seconds_per_block", ge=0.01, le=3600)
-    """seconds from one block of the chain to the next"""
     poll_interval: timedelta = 6 * SECOND  # between two reads of a registry
     neurons_interval: timedelta = 60 * SECOND  # between two reads of a Bittensor chain
     call_timeout: timedelta = 120 * SECOND  # of one read or write there, with its connection
@@ -294,10 +292,8 @@ class RoundSettings:
     """outer steps between two sets of weights that are published"""
     keep_uploads: int = rule("store.keep_uploads", 8, ge=1, le=1000)
     """outer steps whose merged uploads are kept"""
-    blocks_per_allreduce: Count = rule("round.blocks_per_allreduce")
-    """blocks between two closes"""
-    epoch_length: Count = rule("round.epoch_length")
-    """read by the validator only: blocks between two times it writes its weights to the chain"""
+    period: Duration = rule("round.period", ge=SECOND, le=7 * DAY)
+    """time from one close to the next, such as "30m"; at least three times round.grace"""
     held_out_rise: float = rule("round.held_out_rise", 0.25, ge=0, le=1000)
     """an outer step is refused when it makes the held-out loss worse by
     more than this, in nats per token"""

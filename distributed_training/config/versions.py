@@ -45,7 +45,6 @@ LIVE = frozenset(
         "training.decay_steps",
         "training.gradient_clip",
         "round.held_out_rise",
-        "round.epoch_length",
         "stop.outer_steps",
         "stop.tokens",
         "stop.loss",

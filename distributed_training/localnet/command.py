@@ -52,10 +52,8 @@ def build_parser() -> Parser:
     about = "run as many outer steps as fit into this many minutes"
     how_long.add_argument("--minutes", type=ranged(1.0, 1e5), help=about)
     add("--folder", type=path, default=Path("runs/localnet"), help="where everything is written")
-    block = ranged(0.01, 60.0)
-    about = "block time (default 1, and more on a busy or slow machine; public: 12)"
-    add("--seconds-per-block", type=block, help=about)
-    add("--blocks-per-allreduce", type=count, help="blocks between rounds (default: the network's)")
+    about = "seconds between rounds (default 60, and more on a busy or slow machine)"
+    add("--period", type=ranged(1.0, 1e5), help=about)
     add("--timeout", type=ranged(1.0, 1e6), help="seconds for it all (default: as its rounds need)")
     add("--keep", action="store_true", help="keep buckets and checkpoints after a good run")
     add("--stay", action="store_true", help="run until Ctrl-C, and print how a miner joins by hand")
@@ -101,8 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             ranks=parse_ranks(arguments.ranks, arguments.miners),
             exchange=arguments.exchange,
             outer_steps=arguments.outer_steps,
-            seconds_per_block=arguments.seconds_per_block,
-            blocks_per_allreduce=arguments.blocks_per_allreduce,
+            period=arguments.period,
+            measures=arguments.period is None,
             miner_flags=arguments.miner_flags,
             validator_flags=arguments.validator_flags,
             rules=rules,
@@ -181,7 +179,7 @@ def _run(
     try:
         subnet.start()
         if arguments.minutes:
-            steps = int(60 * arguments.minutes / (_ROUND * subnet.options.period))
+            steps = int(60 * arguments.minutes / (_ROUND * subnet.options.seconds))
             subnet.options = replace(subnet.options, outer_steps=max(1, steps))
         options = subnet.options
         limit = timedelta(seconds=arguments.timeout) if arguments.timeout else options.longest

@@ -1,9 +1,8 @@
 """Measure how slow or busy this machine is, to choose a local subnet's times.
 
-Rounds of a local subnet come after a number of blocks, and uploads grow old in blocks. With blocks
-of a fixed length a machine that many programs share trains a step or two between two rounds, and
-each upload is too old when it is judged. So as many processes as the subnet has neurons compute for
-a moment what training computes, and blocks last as many times longer as that takes.
+With a fixed period, a machine that many programs share would train a step or two between two
+rounds, and its uploads would come too late. So as many processes as the subnet has neurons compute
+for a moment what training computes, and a period lasts as many times longer as that takes.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from distributed_training.common.processes import without_secrets
 _REFERENCE = 1450.0
 _SECONDS = 1.5
 _SPARED = 1.3  # times as slow: less is noise
-_MOST = 60.0  # times: a block of a minute
+_MOST = 60.0  # times
 _LONGEST = 60.0  # seconds for all processes: beyond this a machine counts as slowest
 _PROGRAM = f"""
 import time, numpy

@@ -25,7 +25,7 @@ from distributed_training.common.kinds import plugin_environment
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import Mark, kill_tree, with_starter
 from distributed_training.config.settings import Exchange
-from distributed_training.config.types import ConfigError
+from distributed_training.config.types import ConfigError, parse_duration
 from distributed_training.network import built_in_rules, of_exchange, signed, to_toml
 from distributed_training.protocol.keys import miner_bucket
 from distributed_training.store.server import store_keys
@@ -58,10 +58,10 @@ class SubnetOptions:
         ranks: World size of each miner, in order.
         exchange: ``hivemind`` or ``store``.
         outer_steps: Outer steps that the run is to take; a summary with fewer names it.
-        seconds_per_block: Block time of the chain; None: one second, and on a machine that is
-            slower than two free cores as many times longer.
+        period: Seconds from one close to the next; None: as ``networks/local.toml`` says, and on a
+            machine that is slower than two free cores as many times longer.
         slowness: How many times slower this machine is; timeouts are as many times longer.
-        blocks_per_allreduce: Blocks between two rounds; None: as ``networks/local.toml`` says.
+        measures: Whether the start measures that.
         least_miners: Fewest uploads of an outer step; None: all miners', so that a slow start
             leaves none out. Lower it to kill miners.
         restart_miners: Start a miner again that ended with a fault, as pm2 would.
@@ -72,19 +72,18 @@ class SubnetOptions:
         validator_script: Another validator's program; None: this package's.
 
     Examples:
-        >>> options = SubnetOptions(Path("runs/trial"), blocks_per_allreduce=60, outer_steps=2)
-        >>> options.period, options.longest
-        (60.0, datetime.timedelta(seconds=300))
+        >>> options = SubnetOptions(Path("runs/trial"), period=60, outer_steps=2)
+        >>> options.longest
+        datetime.timedelta(seconds=300)
     """
 
     folder: Path
     ranks: tuple[int, ...] = (2, 1)
     exchange: Exchange = "store"
     outer_steps: int = 2
-    #: None: a second, and on a machine that is slower than two free cores as many times longer.
-    seconds_per_block: float | None = 1.0
-    slowness: float = 1.0  # of this machine: timeouts are as many times longer
-    blocks_per_allreduce: int | None = None  # None: as networks/local.toml says
+    period: float | None = None
+    slowness: float = 1.0
+    measures: bool = False
     least_miners: int | None = None
     restart_miners: bool = False  # one that ended with a fault is started again, as pm2 would
     miner_flags: tuple[str, ...] = ()
@@ -97,16 +96,14 @@ class SubnetOptions:
     @property
     def longest(self) -> timedelta:
         """The longest time of a run: two minutes, and half as long again as its round periods."""
-        periods = self.outer_steps * self.period
+        periods = self.outer_steps * self.seconds
         return timedelta(seconds=120 * self.slowness + 1.5 * periods)
 
     @property
-    def period(self) -> float:
-        """Seconds between two rounds."""
-        blocks: int = (
-            self.blocks_per_allreduce or built_in_rules("local")["round"]["blocks_per_allreduce"]
-        )
-        return blocks * (self.seconds_per_block or 1.0)
+    def seconds(self) -> float:
+        """The seconds from one close to the next."""
+        usual = parse_duration(built_in_rules("local")["round"]["period"]).total_seconds()
+        return self.period or usual * self.slowness
 
 
 @dataclass(frozen=True)
@@ -421,7 +418,7 @@ class Services:
         founding = {
             "name": "local",
             "master": self.wallet(validator).ss58,
-            "seconds-per-block": str(self.options.seconds_per_block or 1.0),
+            "seconds-per-block": "1.0",
         }
         if self._hands_out:  # URLs of the store, by what the file says and with the store's keys
             founding = {"network": str(self.network), "store": str(self._store.folder.absolute())}
@@ -470,17 +467,15 @@ class Services:
         options, master = self.options, self.wallet(self._validator)
         rules = of_exchange(built_in_rules(), options.exchange)
         rules.pop("run_id")  # it follows from the file
-        changed = {
+        changed: dict[str, Any] = {
             "chain.url": self.chain_endpoint,
             "chain.master_hotkey": master.ss58,
-            "round.seconds_per_block": float(options.seconds_per_block or 1.0),
+            "round.period": f"{options.seconds:g}s",
             "store.endpoint": self.store_endpoint,
         }
-        if options.blocks_per_allreduce is not None:
-            changed["round.blocks_per_allreduce"] = options.blocks_per_allreduce
         rules["private"] = True  # the store speaks plain HTTP, on this machine
         usual = _GRACE if options.exchange == "store" else _GRACE_OF_AVERAGE
-        grace = min(usual * options.slowness, options.period / 3)
+        grace = min(usual * options.slowness, options.seconds / 3)
         changed |= {"round.grace": f"{grace:.1f}s", "round.least": self._least}
         if options.exchange == "hivemind":
             changed["round.average_after"] = f"{grace / 4:.1f}s"

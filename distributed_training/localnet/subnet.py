@@ -193,14 +193,13 @@ class LocalSubnet:
             # Whatever fails below, Ctrl-C too: no process stays.
             undo.callback(self.stop, timedelta(seconds=5))
             self.started_at = time.time()
-            if self.options.seconds_per_block is None:
+            if self.options.measures:
                 slowness = measure_slowness(sum(self.options.ranks) + 1)
-                self.options = replace(self.options, seconds_per_block=slowness, slowness=slowness)
+                self.options = replace(self.options, slowness=slowness)
                 if slowness > 1:
                     self._tell(
                         f"this machine is {slowness:g} times as busy or slow as two free cores: "
-                        f"a block lasts {slowness:g} s, and from round to round it is "
-                        f"{self.options.period / 60:.1f} minutes"
+                        f"from round to round it is {self.options.seconds / 60:.1f} minutes"
                     )
             plans = plan_neurons(self.options, self.folder)
             self.services = Services(

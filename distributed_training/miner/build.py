@@ -235,7 +235,7 @@ def rules_of(config: Config, uid: int) -> Facts:
     """Return the facts of a verdict that the settings and the network's file hold."""
     return Facts(
         pays=config.chain.kind == "bittensor",
-        round_seconds=config.miner.blocks_per_allreduce * config.chain.seconds_per_block,
+        round_seconds=config.round_period.total_seconds(),
         name=config.miner.name,
         uid=uid,
     )
@@ -425,10 +425,7 @@ class RankZero:
         self._connections, self._training = connections, training
         config, trainer, chain = context.config, training.trainer, connections.member.chain
         # --- who decides
-        period = config.miner.blocks_per_allreduce
-        self.blocks = open_block_list(
-            context, training, chain, uid=info.uid, recent=lambda: period // 2
-        )
+        self.blocks = open_block_list(context, training, chain, uid=info.uid, recent=lambda: 200)
         self.controller = Controller(
             state=MinerState(mode=Mode.TRAINING, outer_step=trainer.outer_step),
             rules=Rules(

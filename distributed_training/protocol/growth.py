@@ -99,7 +99,7 @@ def amount(count: float) -> str:
 
 
 def fitting_period(parameters: int, codec: str, link: float) -> float:
-    """Return the seconds of a period that fits a model, in whole blocks of 12 s.
+    """Return the seconds of a period that fits a model, a multiple of 12 s.
 
     It is at least three times the grace of a member whose link sends ``link`` Mbit/s.
     """

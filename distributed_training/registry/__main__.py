@@ -396,7 +396,7 @@ def _open_access(config: Config, folder: Path | None, master: str) -> Access:
 FIXED = {
     "name": "name",
     "master": "chain.master_hotkey",
-    "seconds_per_block": "round.seconds_per_block",
+    "seconds_per_block": "",
     "most_uids": "limits.max_uids",
 }
 

@@ -49,7 +49,6 @@ class Judged:
 
     Args:
         block: The chain's present block.
-        bpa: Blocks between two rounds.
         outer_step: Of the close.
         schema: Names and shapes of the parameters, in state-dict order.
         weights: Global weights of outer step X, float32 on the CPU, in the order of ``schema``.
@@ -59,7 +58,6 @@ class Judged:
         ```python
         judged = Judged(
             block=5120,
-            bpa=750,
             outer_step=state.outer_step,
             schema=state.schema,
             weights=state.weights,
@@ -69,7 +67,6 @@ class Judged:
     """
 
     block: int
-    bpa: int
     outer_step: int
     schema: Schema
     weights: Sequence[Tensor]

@@ -106,7 +106,6 @@ class CloseJudge(CloseFetcher):
     def _judged(self, close: Close, block: int) -> Judged:
         return Judged(
             block=block,
-            bpa=self._rules.settings.blocks_per_allreduce,
             outer_step=close.state.outer_step,
             schema=self.state.schema,
             weights=self.state.weights,

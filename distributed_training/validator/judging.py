@@ -30,7 +30,6 @@ from distributed_training.common.files import read_state, write_bytes, write_sta
 from distributed_training.exchange.own_uploads import forget_files
 from distributed_training.protocol.manifest import Refused
 from distributed_training.protocol.network_report import printable
-from distributed_training.protocol.scoring import RANDOM_BLOCK_AHEAD
 from distributed_training.protocol.types import Schema, Verify
 from distributed_training.protocol.update_file import UpdateFile
 from distributed_training.scoring.evaluator import Evaluator, Judgement
@@ -60,7 +59,6 @@ _SHARPLY, _LEAST_SHARE, _NO_GAIN = 8, 1e-3, 1e-9
 # Norms of uploads that a factor in float32 clips to each other, and no sum of which is too large.
 _LEAST_NORM, _MOST_NORM = 1e-12, 1e12
 _SAMPLE = 1 << 16  # values of an upload that are compared
-_PERIODS = 2  # between two closes, of which the blocks of an upload may be
 _LONGEST = 300  # characters of a reason
 _NOT_JUDGED = Judgement(-1, -1)
 
@@ -215,12 +213,8 @@ class UploadJudge:
         return self._accept(replace(one, factor=factor), judged, random_blocks)
 
     def _accept(self, one: Accepted, judged: Judged, random_blocks: Sequence[int]) -> Accepted:
-        # Else whoever trained on another's pages lists a block whose pages are these.
-        first = judged.block - _PERIODS * judged.bpa
-        within = range(first, judged.block + RANDOM_BLOCK_AHEAD)
-        blocks = tuple(block for block in one.file.header.blocks if block in within)
         # Without a block of its own it is judged on random text twice, which is never better.
-        upload = Upload(one.uid, blocks or tuple(random_blocks[:1]), one.file)
+        upload = Upload(one.uid, one.file.header.blocks or tuple(random_blocks[:1]), one.file)
         as_merged = replace(judged, learning_rate=judged.learning_rate * one.factor)
         judgement = self.evaluator.judge(upload, as_merged, random_blocks=random_blocks)
         if judgement.random is None:

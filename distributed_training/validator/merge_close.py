@@ -21,7 +21,7 @@ from distributed_training.validator.merge import (
     whole_uploads,
 )
 
-_MOST_STEPS_OF_A_BLOCK = 12  # inner steps: one a second is more than any network takes
+_MOST_STEPS_OF_A_SECOND = 1.0  # inner steps: more than any network takes
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class CloseMerger(CloseJudge):
 
     def _steps_of(self, close: Close, chosen: Sequence[Accepted]) -> int:
         """Return by how many inner steps the outer step moves the schedule."""
-        most = _MOST_STEPS_OF_A_BLOCK * self._rules.settings.blocks_per_allreduce
+        most = int(_MOST_STEPS_OF_A_SECOND * self._rules.settings.period.total_seconds())
         claims = [(one.measured, one.file.header.inner_steps) for one in chosen]
         return count_steps(claims, self._steps.history, close.state.closes_at, most)
 

@@ -30,6 +30,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from distributed_training.chain.base import ChainError
+from distributed_training.common.backoff import Throttle
 from distributed_training.node.start import Stopped
 from distributed_training.protocol import keys, lines
 from distributed_training.protocol.manifest import Manifest, Merged
@@ -83,11 +84,11 @@ class StoreValidator(CloseMerger):
         self._after_step = after_step  # returns at once
         self._standings_path = run.folder / LEDGER
         self._losses: dict[str, float]  # of the state on each domain, since the start
-        self._weights_at = -1
         self.finished = ""  # why no round is called any more
         self._finish_shown = ""  # of it, in the bucket
         config = self._rules.config  # none of these changes while it runs
         self._period = config.round_period.total_seconds()
+        self._weights_due = Throttle(self._period / 4)
         self._close: Close | None = None
         self._reached_step: _Reached | None = None
         self._looked = 0.0
@@ -153,19 +154,14 @@ class StoreValidator(CloseMerger):
         # Before all else: the miners have timed their uploads by it.
         if self._lead(block):
             return
-        if weights and block - self._weights_at >= self._rules.settings.epoch_length:
-            # Also if it fails: the chain limits how often weights are set.
-            self._weights_at = block
+        # Counted also if it fails: the chain limits how often weights are set.
+        if weights and self._weights_due():
             try:
                 unless_stopped(partial(self._chain.set_weights, weights), stop=self._stop)
                 by_uid = {str(uid): weight for uid, weight in weights.items()}
                 self._record("weights", block=block, weights=by_uid)
             except ChainError as error:
-                log.warning(
-                    "Weights were not set (%s). Trying again in %d blocks.",
-                    error,
-                    self._rules.settings.epoch_length,
-                )
+                log.warning("Weights were not set (%s). Trying again in a quarter period.", error)
 
     # --- its turn to lead -------------------------------------------------------------------------
 

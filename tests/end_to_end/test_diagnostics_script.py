@@ -62,7 +62,7 @@ def test_memory_that_does_not_fit_is_not_measured_and_disk_has_one_row(tmp_path:
 def test_the_step_time_is_measured(tmp_path: Path) -> None:
     words = ("--json", "--diagnostics.measure", "1", "--model", "tiny")
     # Time enough, however slow this machine is.
-    words += ("--network", network_file(tmp_path, {"round.blocks_per_allreduce": 900}))
+    words += ("--network", network_file(tmp_path, {"round.period": "900s"}))
     done = diagnose(*words, folder=tmp_path)
     checks = {c["name"]: c for c in json.loads(done.stdout)}
     assert done.returncode == 0, done.stdout + done.stderr

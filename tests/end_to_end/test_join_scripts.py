@@ -61,7 +61,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         folder=folder / "subnet",
         exchange="store",
         outer_steps=BEFORE + AFTER,
-        blocks_per_allreduce=40,
+        period=40,
         ranks=(1, 1),
         rules=rules,
         miner_script=SCRIPT,

@@ -31,7 +31,7 @@ def test_a_rank_that_is_stopped_is_replaced(tmp_path: Path) -> None:
         folder=tmp_path / "subnet",
         exchange="hivemind",
         ranks=(2,),
-        blocks_per_allreduce=30,
+        period=30,
         # Also the longest that the fork server's imports may take while other tests run.
         miner_flags=("--neuron.hang_timeout", "30"),
     )
@@ -67,7 +67,7 @@ def test_ranks_start_again_after_a_gpu_is_lost_in_mid_step(
     """On the CPU, rank 1 raises the error of torch for a failed GPU or driver."""
     armed = tmp_path / "armed"
     monkeypatch.setenv("LOST_GPU", str(armed))
-    options = SubnetOptions(folder=tmp_path / "subnet", ranks=(2,), blocks_per_allreduce=30)
+    options = SubnetOptions(folder=tmp_path / "subnet", ranks=(2,), period=30)
     script = Path(subnet_tools.__file__).with_name("lost_gpu_miner.py")
     with LocalSubnet(options=replace(paced(options), miner_script=script)) as subnet:
         (miner,) = subnet.miners

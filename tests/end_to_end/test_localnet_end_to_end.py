@@ -65,7 +65,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         folder=folder,
         exchange="hivemind",
         outer_steps=outer_steps,
-        blocks_per_allreduce=90,  # other tests share the cores with it
+        period=90,  # other tests share the cores with it
         rules={"training.sequence_length": 64},
         miner_flags=("--neuron.stop_timeout", "60"),  # a busy machine takes long for a checkpoint
     )

@@ -36,7 +36,7 @@ def test_a_miner_joins_by_the_printed_command_and_ctrl_c_ends_it_well(tmp_path: 
     subnet = subprocess.Popen(
         [
             *(sys.executable, "scripts/localnet.py", "--stay", "--miners=1", "--ranks=1"),
-            *("--outer-steps=1", "--seconds-per-block=2"),  # a busy machine is slow
+            *("--outer-steps=1", "--period=120"),  # a busy machine is slow
             *("--folder", str(tmp_path / "subnet")),
         ],
         cwd=ROOT,

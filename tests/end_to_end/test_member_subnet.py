@@ -78,7 +78,7 @@ def test_daemon_and_script_begin_ten_outer_steps_with_equal_weights(tmp_path: Pa
         exchange="store",
         ranks=(1,),
         outer_steps=OUTER_STEPS,
-        blocks_per_allreduce=30,
+        period=30,
         least_miners=1,
         rules={"round.grace": "10s"},
         miner_flags=("--neuron.keep_checkpoints", "100", "--neuron.stop_timeout", "60"),

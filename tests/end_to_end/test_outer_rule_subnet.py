@@ -46,7 +46,7 @@ def test_sparse_uploads_are_merged_and_replayed_though_a_miner_is_killed(tmp_pat
         folder=tmp_path / "subnet",
         exchange="store",
         ranks=(2, 1),
-        blocks_per_allreduce=90,  # other tests share the cores with it
+        period=90,  # other tests share the cores with it
         least_miners=1,
         rules={"round.grace": "30s", "training.outer_rule": name},
         miner_flags=("--neuron.stop_timeout", "60"),

@@ -92,8 +92,7 @@ def test_own_text_is_in_nothing_that_leaves_a_miner(
         folder=tmp_path / "subnet",
         ranks=(1, 1),
         outer_steps=1,
-        seconds_per_block=2.0,
-        blocks_per_allreduce=52,
+        period=104,
         rules={"data.own": True, "data.held_out": [f"words={held}#{digest}"]},
         miner_flags=("--neuron.wandb", "offline"),
     )

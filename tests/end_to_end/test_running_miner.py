@@ -27,9 +27,7 @@ WAIT = timedelta(seconds=180)
 @pytest.fixture(scope="module")
 def subnet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSubnet]:
     folder = tmp_path_factory.mktemp("running") / "subnet"
-    options = SubnetOptions(
-        folder=folder, exchange="hivemind", ranks=(1,), blocks_per_allreduce=100_000
-    )
+    options = SubnetOptions(folder=folder, exchange="hivemind", ranks=(1,), period=100_000)
     with LocalSubnet(options=idle(options)) as running:
         (miner,) = running.miners
         running.wait_until(lambda: bool(miner.state.losses), WAIT, "a step")

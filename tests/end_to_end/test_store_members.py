@@ -83,7 +83,7 @@ def found(home: Path, host: str, bits: int) -> str:
     home.mkdir()
     (home / "config.json").write_text(json.dumps(MODEL))
     own = ("training.sequence_length=128", "training.effective_batch=4")
-    own += ("round.blocks_per_allreduce=100", "round.grace=30s", f"round.codec={bits}-bit")
+    own += ("round.period=100", "round.grace=30s", f"round.codec={bits}-bit")
     words = ["init", "lab", "--name", "lab", "--registry", f"http://{host}:{REGISTRY}"]
     words += ["--miners", "2", "--model", "config.json", "--data-source", "stdlib"]
     words += ["--store", "embedded", *RULES]

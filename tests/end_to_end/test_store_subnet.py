@@ -67,7 +67,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         exchange="store",
         ranks=(2, 1, 1, 1),
         outer_steps=outer_steps,
-        blocks_per_allreduce=90,  # other tests share the cores with it
+        period=90,  # other tests share the cores with it
         rules={"round.grace": "30s", "training.sequence_length": 64},
         miner_flags=("--neuron.stop_timeout", "60"),
     )
@@ -217,7 +217,7 @@ def test_members_with_a_bucket_each(tmp_path: Path) -> None:
         exchange="store",
         ranks=(1, 1),
         outer_steps=2,
-        blocks_per_allreduce=60,
+        period=60,
         rules={"round.grace": "20s", "store.access": "own", "training.sequence_length": 64},
     )
     with steps_of(1.0), LocalSubnet(options=paced(options, samples=4)) as subnet:

@@ -45,7 +45,7 @@ RULES = {"training.sequence_length": 64, "round.grace": f"{GRACE}s"}
 
 
 def options_of(folder: Path, **more: object) -> SubnetOptions:
-    given: dict[str, object] = {"blocks_per_allreduce": PERIOD, "least_miners": 1, **more}
+    given: dict[str, object] = {"period": PERIOD, "least_miners": 1, **more}
     return idle(
         SubnetOptions(
             folder=folder,
@@ -208,9 +208,7 @@ def pace_of(miner: Neuron, since: float, until: float) -> float:
 
 def lone_pace(folder: Path) -> float:
     """Return the inner steps a second of a single miner, up to its first close."""
-    with LocalSubnet(
-        options=options_of(folder, ranks=(1,), blocks_per_allreduce=SOAK_PERIOD)
-    ) as subnet:
+    with LocalSubnet(options=options_of(folder, ranks=(1,), period=SOAK_PERIOD)) as subnet:
         (miner,) = subnet.miners
         subnet.wait_until(lambda: bool(times_of(miner, "close")), 2 * ROUND, "a close")
         first, *_, last = times_of(miner, "step")
@@ -218,7 +216,7 @@ def lone_pace(folder: Path) -> float:
 
 
 def test_members_in_trouble_cost_themselves(tmp_path: Path) -> None:
-    given = {"ranks": (1,) * 5, "blocks_per_allreduce": SOAK_PERIOD}
+    given = {"ranks": (1,) * 5, "period": SOAK_PERIOD}
     options = options_of(tmp_path / "subnet", **given)
     with steps_of(STEP):
         lone = lone_pace(tmp_path / "lone")

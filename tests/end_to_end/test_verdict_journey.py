@@ -138,7 +138,7 @@ def test_log_dashboard_status_and_doctor_never_contradict_each_other(tmp_path: P
         folder=tmp_path / "subnet",
         exchange="hivemind",  # each member has a bucket, and keys for it
         ranks=(1,),
-        blocks_per_allreduce=3000,  # no round comes between
+        period=3000,  # no round comes between
         miner_flags=("--neuron.run_folder", str(folder)),
     )
     with (
@@ -229,7 +229,7 @@ def members(folder: Path, period: int = 60) -> SubnetOptions:
         folder=folder,
         exchange="store",
         ranks=(1, 1),
-        blocks_per_allreduce=period,
+        period=period,
         least_miners=1,
         rules={"training.sequence_length": 64, "round.grace": "20s"},
     )

@@ -27,7 +27,7 @@ def test_running_miners_and_validator_switch_at_the_step_that_the_version_names(
     options = SubnetOptions(
         folder=tmp_path / "subnet",
         ranks=(2, 1, 1),
-        blocks_per_allreduce=90,
+        period=90,
         least_miners=2,
         rules={"training.schedule": "constant", "training.effective_batch": 4},
         miner_script=CUT_OFF,

@@ -47,7 +47,7 @@ def mark_of(folder: Path) -> Mark:
 
 def command_line(folder: Path, behaviour: str, *more: str) -> list[str]:
     flags = ["--folder", str(folder), "--miner-flags", f"--fake {behaviour}"]
-    flags += ["--seconds-per-block", "1"]  # else the machine is measured first
+    flags += ["--period", "60"]  # else the machine is measured first
     scripts = ["--miner-script", str(FAKE), "--validator-script", str(FAKE)]
     return [*flags, *scripts, *more]
 
@@ -69,9 +69,10 @@ class TestPlan:
         assert "\n" not in str(error.value) and "--" in str(error.value)
 
     def test_a_run_may_take_as_long_as_its_rounds_need(self, tmp_path: Path) -> None:
-        by_preset = SubnetOptions(tmp_path, outer_steps=4, seconds_per_block=3.0)
-        assert by_preset.longest == timedelta(seconds=120 + 1.5 * 4 * 60 * 3)
-        assert replace(by_preset, blocks_per_allreduce=900).longest == timedelta(seconds=16_320)
+        by_preset = SubnetOptions(tmp_path, outer_steps=4, slowness=3.0)
+        assert by_preset.longest == timedelta(seconds=3 * 120 + 1.5 * 4 * 60 * 3)
+        by_hand = replace(by_preset, period=2700, slowness=1.0)
+        assert by_hand.longest == timedelta(seconds=16_320)
 
     def test_no_two_miners_share_data(self, tmp_path: Path) -> None:
         """Pages follow from uid + rank, so these sums must all differ."""
@@ -113,13 +114,13 @@ class TestSubnet:
             monkeypatch.setenv(name, "http://127.0.0.1:9")
             monkeypatch.setenv(name.upper(), "http://127.0.0.1:9")
         monkeypatch.setattr(localnet_subnet, "measure_slowness", lambda processes: float(processes))
-        wanted = replace(options(tmp_path / "run"), seconds_per_block=None)
+        wanted = replace(options(tmp_path / "run"), measures=True)
         told: list[str] = []
         with LocalSubnet(options=wanted, tell=told.append) as subnet:
             subnet.wait_for_outer_steps(1, LONG)
             rules = tomllib.loads((tmp_path / "run" / "network.toml").read_text())["round"]
-        # Of four neurons' processes: blocks and timeouts are four times as long, and it is said.
-        assert (rules["seconds_per_block"], rules["grace"]) == (4.0, "60.0s")
+        # Of four neurons' processes: period and timeouts are four times as long, and it is said.
+        assert (rules["period"], rules["grace"]) == ("240s", "60.0s")
         assert "4 times as busy or slow as two free cores" in told[0]
         assert subnet.options.longest == timedelta(seconds=4 * 120 + 1.5 * 2 * 60 * 4)
 
@@ -170,7 +171,7 @@ class TestFolder:
             (["--folder", f"{__file__}/new"], "cannot be used"),
             (["--resume"], "unrecognized arguments: --resume"),
             (["--outer-steps", "0"], "--outer-steps"),
-            (["--seconds-per-block", "0"], "--seconds-per-block"),
+            (["--period", "0"], "--period"),
             (["--ranks", "x"], "--ranks"),
         ],
     )

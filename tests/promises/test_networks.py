@@ -64,7 +64,7 @@ def network(
         exchange=exchange,
         ranks=(2, 1) if exchange == "store" else (1, 1),
         outer_steps=2,
-        blocks_per_allreduce=54,
+        period=54,
         least_miners=1,
         rules={"training.sequence_length": 64},
         # A machine without a GPU is told so, in the block that operators send to the founder.

@@ -43,7 +43,7 @@ UID, MINER = 7, Keypair.create_from_uri("//Bob")
 STORE_RULES = RULES | {
     "exchange": "store",
     "chain.url": "https://registry.example.org",
-    "round.blocks_per_allreduce": 1000,
+    "round.period": "1000s",
     "round.minimum_valid_inner_step": 1,
 }
 

@@ -50,7 +50,7 @@ from tests.tools.validator_world import (
     settings,
 )
 
-PERIOD, GRACE = 600.0, 120.0  # seconds; the network's block takes PERIOD / 60
+PERIOD, GRACE = 600.0, 120.0  # seconds
 _PATIENCE = timedelta(seconds=1)
 
 
@@ -211,11 +211,11 @@ class StoreWorld:
         base = config_of(folder, settings(**changes))
         self.master = keypair("master")
         rules = {"exchange": "store", "master_ss58_address": self.master.ss58_address}
+        rules |= {"period": timedelta(seconds=PERIOD)}
         config = replace(
             base,
             miner=replace(base.miner, **rules),
             store=replace(base.store, access="own" if own else "registry"),
-            chain=replace(base.chain, seconds_per_block=PERIOD / base.miner.blocks_per_allreduce),
         )
         self.config = change(config)
         self.held_out = held_out or {self.config.domains[0].name: sequences(999_999_999, 16)}

@@ -93,8 +93,7 @@ def config_of(
 
 def settings(**changes: Any) -> ValidatorSettings:
     small = ValidatorSettings(
-        blocks_per_allreduce=60,
-        epoch_length=10,
+        period=timedelta(minutes=1),
         tick=timedelta(milliseconds=10),
         seed=1,
     )

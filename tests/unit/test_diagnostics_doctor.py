@@ -567,7 +567,7 @@ def test_an_inner_step_is_judged_by_the_steps_of_a_period(
     said: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rules = {"blocks_per_allreduce": 1800, "minimum_valid_inner_step": least}
+    rules = {"period": "30m", "minimum_valid_inner_step": least}
     found = speed(monkeypatch, step, **rules)
     assert tuple(status([*found.values()]).values()) == verdicts
     assert said in found["inner steps"].finding

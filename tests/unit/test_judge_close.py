@@ -263,7 +263,7 @@ def test_merged_upload_that_is_no_better_scores_zero(world: StoreWorld) -> None:
     scores = world.manifest(1).scores
     assert scores[3] > 0 and scores[5] > 0
     assert (scores[17] > 0) == (merged[17].improvement > 0)
-    world.validator._weights_at = -10_000
+    world.validator._weights_due = lambda: True
     world.tick()
     assert set(world.events.of("weights")[-1]["weights"]) >= {"3", "5"}
 
@@ -351,7 +351,7 @@ def test_no_honest_upload_is_refused_in_200_rounds(tmp_path: Path) -> None:
                 uid,
                 pair.ss58_address,
                 path,
-                Judged(n, 60, n, model.schema, [weights], 0.9),
+                Judged(n, n, model.schema, [weights], 0.9),
                 serial=n + 1,
                 start=start,
                 modified=float(uid),

@@ -10,7 +10,9 @@ import re
 import runpy
 import shlex
 import subprocess
+import tomllib
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +33,7 @@ from distributed_training.data.held_out import held_out_batches
 from distributed_training.data.tokenizer import build_tokenizer, byte_tokenizer
 from distributed_training.founder import MASTER
 from distributed_training.health import machine
+from distributed_training.network import signed
 from distributed_training.network_command import main
 from distributed_training.node.buckets import commitment_text
 from distributed_training.node.start import fetch_tokenizer
@@ -60,13 +63,11 @@ def read(folder: Path):
 
 def test_a_miner_joins_a_network_that_the_command_created(tmp_path: Path, capsys) -> None:
     folder = tmp_path / "lab"
-    assert (
-        found(folder, "--set", "round.blocks_per_allreduce=60", "--set", "data.source=stdlib") == 0
-    )
+    assert found(folder, "--set", "round.period=60", "--set", "data.source=stdlib") == 0
     config = read(folder)
     values = config.network.values
     assert values["chain.url"] == "https://registry.example.org"
-    assert values["round.blocks_per_allreduce"] == 60
+    assert values["round.period"] == 60
     assert (config.store.global_model_name, config.data.source) == ("lab", "stdlib")
     assert config.averages and config.has_bucket
     assert config.miner.average_after < config.miner.grace
@@ -228,9 +229,7 @@ def test_the_table_of_the_guide_is_what_init_writes_and_dt_plan_prints(
             assert values[f"training.{key}"] == float(cell)
             assert re.search(rf" {float(cell):g}[,; ]", said)
         period = next(cell for name, cell in cells.items() if name.endswith(": the period"))
-        seconds, blocks = re.findall(r"\d+", period)[:2]
-        assert values["round.seconds_per_block"] == int(seconds)
-        assert values["round.blocks_per_allreduce"] == int(blocks)
+        assert values["round.period"] == period
         assert values["round.grace"] == cells["grace that `init` writes"].replace(" ", "")
         down_up = cells["its link, Mbit/s down/up"]
         given = ["--model", model, "--gpu", gpu, "--link", down_up, "--peers", "4"]
@@ -570,6 +569,65 @@ def test_a_store_network_of_format_2_is_signed_as_the_next_version_in_format_3(
     assert "the protocol of subnet 38" in capsys.readouterr().err and file.read_text() == over
 
 
+OLD_PERIOD = (
+    "seconds_per_block = 12.0  # of the chain\nblocks_per_allreduce = 150\nepoch_length = 160"
+)
+
+
+def test_a_period_in_blocks_is_read_and_signed_as_a_duration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A network that runs keeps its file; the next version says the same period in seconds."""
+    folder = tmp_path / "lab"
+    assert found(folder) == 0
+    wallet = load_wallet(ChainSettings(wallet_path=str(folder / "wallets"), wallet_name=MASTER))
+    file = folder / "network.toml"
+    text = re.sub(r"(?m)^period = .*$", OLD_PERIOD, file.read_text())
+    file.write_text(signed(text, wallet.hotkey, nearby=str))
+    (folder / "versions" / "1.toml").write_text(file.read_text())
+    first = read(folder)
+    assert first.round_period == timedelta(minutes=30)
+    capsys.readouterr()
+    assert main(["sign", str(file)]) == 0, capsys.readouterr().err
+    written = tomllib.loads(file.read_text())["round"]
+    assert written["period"] == "1800s" and "epoch_length" not in written
+    assert not {"seconds_per_block", "blocks_per_allreduce"} & written.keys()
+    assert read(folder).network.values == first.network.values, "no rule has changed"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('period = "89s"', "above a third of the period of 89 s"),
+        ('period = "8d"', "round.period 8d is longer than a week"),
+        (
+            "seconds_per_block = 1.0\nblocks_per_allreduce = 60",
+            "above a third of the period of 60 s",
+        ),
+        (
+            "seconds_per_block = 1.0",
+            "round.blocks_per_allreduce None, and round.period takes their",
+        ),
+        (f'period = "90s"\n{OLD_PERIOD}', "and round.period takes their place"),
+    ],
+)
+def test_a_period_that_does_not_fit_is_refused_with_the_smallest_that_does(
+    line: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "lab"
+    assert found(folder, "--set", "round.grace=30s", "--set", "round.average_after=5s") == 0
+    file = folder / "network.toml"
+    bad = re.sub(r"(?m)^period = .*$", line, file.read_text())
+    file.write_text(bad)
+    capsys.readouterr()
+    assert main(["sign", str(file)]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert words in said and file.read_text() == bad
+    assert "set round.period to 90s, the smallest that fits" in said or "takes their" in said
+    file.write_text(bad.replace(line, 'period = "90s"'))
+    assert main(["sign", str(file)]) == 0
+
+
 def test_no_version_has_a_value_that_the_registry_would_refuse(tmp_path: Path, capsys) -> None:
     assert found(tmp_path / "lab") == 0
     file = tmp_path / "lab" / "network.toml"
@@ -600,7 +658,7 @@ def test_no_version_has_data_that_nobody_would_publish(tmp_path: Path, capsys, o
     [
         (("--tokenizer", "gpt2"), "give --model"),
         (("--model", "/no/such/config.json"), "give --model"),
-        (("--set", "round.blocks_per_alreduce=60"), "did you mean round.blocks_per_allreduce"),
+        (("--set", "round.periodd=60"), "did you mean round.period"),
         (("--set", "training.sequence_length=-4"), "sequence_length"),
         (("--set", "model.parameters=5"), "model.parameters"),
         (("--set", "limits.max_uids=1"), "limits.max_uids"),

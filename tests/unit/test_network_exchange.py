@@ -176,14 +176,14 @@ def test_a_founder_is_asked_for_nothing_of_a_swarm(
     [
         (("--dht-port", "8009"), "--dht-port is of --exchange hivemind"),
         (
-            ("--slowest-link", "0.005", "--set", "round.blocks_per_allreduce=400"),
+            ("--slowest-link", "0.005", "--set", "round.period=4800"),
             "above a third of the period of 4800 s",
         ),
         (
-            ("--slowest-link", "0.1", "--set", "round.blocks_per_allreduce=20"),
-            "--set round.blocks_per_allreduce=39",
+            ("--slowest-link", "0.1", "--set", "round.period=240"),
+            "--set round.period=4",
         ),
-        (("--set", "round.grace=2000s"), "is above a third of the period"),
+        (("--set", "round.grace=2000s"), "is above a third of the period of 720 s"),
         (
             ("--set", "round.average_after=5s"),
             "average_after has no place with exchange 'store'",

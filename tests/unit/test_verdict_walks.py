@@ -351,7 +351,7 @@ class Store(Walk):
             1,
             ADDRESS,
             path,
-            Judged(1000, 60, step, SCHEMA, (), 0.7),
+            Judged(1000, step, SCHEMA, (), 0.7),
             serial=serial,
             start="a" * 64,
             modified=0.0,
