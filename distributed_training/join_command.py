@@ -212,7 +212,7 @@ def _settings(place: str, given: dict[str, str]) -> tuple[Config, Mapping[str, s
     wallet = (chain.wallet_path, chain.wallet_name, chain.wallet_hotkey)
     given |= dict(zip(WALLET, wallet, strict=True))
     _refuse([*check_installed(config), *check_addresses(config), *check_values(config)])
-    # Before a uid is taken: a machine that cannot hold the model earns nothing by it.
+    # Before a uid is taken: a machine that cannot hold the model gains nothing by it.
     refuse_model(config, ranks=config.miner.nproc_per_node or visible_gpu_count() or 1)
     return config, given
 

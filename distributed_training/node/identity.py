@@ -266,7 +266,7 @@ def check_network(neurons: Sequence[Neuron], *, netuid: int, master: str) -> Che
         "fail",
         f"the validator that leads this network's rounds ({master}) {wrong} on subnet {netuid} "
         f"({len(neurons)} neurons there), so subnet and miner do not belong together: no round is "
-        "called, nothing is earned",
+        "taken and nothing counts",
         "register no hotkey and pay nothing there; a whole network on this machine needs neither: "
         "make run",
     )
@@ -296,6 +296,6 @@ def check_global_state(config: Config, chain: Chain) -> Check:
     return Check(
         name,
         "warn",
-        f"{finding}, so this network's rounds have stopped and training earns nothing now",
+        f"{finding}, so this network's rounds have stopped and nothing that it trains counts now",
         "ask who runs the network before you rent a GPU or register",
     )

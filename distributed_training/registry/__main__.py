@@ -539,7 +539,7 @@ def status(given: argparse.Namespace) -> None:
         for n in chain.neurons():
             where = f"{n.ip}:{n.port}" if n.port is not None else "no endpoint"
             role = f"validator, stake {n.stake:g}" if n.validator_permit else "miner"
-            print(f"{n.uid:4} {n.hotkey}  {role}, {where}, incentive {n.incentive:.4f}")
+            print(f"{n.uid:4} {n.hotkey}  {role}, {where}, share {n.incentive:.4f}")
         for hotkey in sorted(chain.all_expelled):
             print(f"   - {hotkey}  expelled")
 

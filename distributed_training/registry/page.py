@@ -67,7 +67,7 @@ def draw_page(registry: Registry) -> str:
     told: dict[int, MemberReport] = {}
     if report is not None:
         told = {member.uid: member for member in report.members}
-    heads = ("uid", "member", "state", "uploaded (UTC)", "score", "incentive", "a day's mean")
+    heads = ("uid", "member", "state", "uploaded (UTC)", "score", "share")
     rows = (_member(member, told.get(member.neuron.uid), received) for member in view.members)
     members = _table("Members", (*heads, "joined (UTC)", "endpoint"), rows)
     parts.append(members.replace("<div", '<div class="all"', 1))
@@ -207,7 +207,6 @@ def _member(member: Member, told: MemberReport | None, received: float) -> tuple
         uploaded,
         score,
         f"{neuron.incentive:.4f}",
-        f"{member.earned_by(time.time()):.4f}",
         moment(member.since)[:16],
         escape(f"{ip}:{neuron.port}") if neuron.port is not None else "-",
     )

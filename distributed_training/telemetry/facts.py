@@ -12,7 +12,7 @@ import json
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_type_hints
 
@@ -204,11 +204,6 @@ class Facts:
         )
         return replace(self, uploads=tuple(uploads), **changed)
 
-    def to_json(self) -> str:
-        """Return one JSON object, without numbers that are not finite."""
-        known = {name: value for name, value in asdict(self).items() if value is not None}
-        return json.dumps(_finite(known), allow_nan=False)
-
     @classmethod
     def read(cls, folder: Path) -> Facts:
         """Return the facts of a run folder: none where there is no file, or a damaged one."""
@@ -219,7 +214,7 @@ class Facts:
 
     @classmethod
     def from_json(cls, text: bytes) -> Facts:
-        """Read :meth:`to_json`'s text; leave out fields that are unknown or of another type."""
+        """Read the JSON object; leave out fields that are unknown or of another type."""
         return parse(cls, json_line(text) or {})
 
 
@@ -247,11 +242,3 @@ def _whole(digits: str) -> int:
     if len(digits) > 18:  # beyond any figure of ours, and beyond exact floats
         raise ValueError("no figure of a miner")
     return int(digits)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

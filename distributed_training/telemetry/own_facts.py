@@ -184,7 +184,7 @@ class OwnFacts:
             level = logging.WARNING if found.bad else logging.INFO
             log.log(level, "Verdict: %s", self.verdict)
         if self._record_again() or changed:
-            paid = {} if facts.incentive is None else {"incentive": facts.incentive.value}
+            paid = {"incentive": facts.incentive.value} if facts.pays and facts.incentive else {}
             verdict = found.verdict.value
             self._write("verdict", verdict=verdict, words=found.words, bad=found.bad, **paid)
 

@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ def test_the_page_shows_training_and_survives_a_restart(
         assert "merged" in card(browser, "Last close")
         assert verdict(browser) == ["training", "", "good"]
         facts = facts_of("counts", time.time())
-        (folder / FACTS_FILE).write_text(facts.to_json())
+        (folder / FACTS_FILE).write_text(json.dumps(asdict(facts)))
         events.write("start", uid=17)
         wait_for(lambda: verdict(browser)[0] == "counts", "that it counts")
         text = browser.find_element("tag name", "body").text

@@ -200,7 +200,9 @@ def make_miner(place: Path, state: str, uid: int = 17, **gauges: float) -> Path:
             launcher = replace(launcher, pid=gone.pid)
     name = f"--neuron.name {state} miner\n  --cost.price_per_hour 2.5   (miner.toml)\n"
     (folder / "config.txt").write_text(f"  {name}")
-    (folder / FACTS_FILE).write_text(replace(facts, name=f"{state} miner", uid=uid).to_json())
+    (folder / FACTS_FILE).write_text(
+        json.dumps(asdict(replace(facts, name=f"{state} miner", uid=uid)))
+    )
     (folder / LAUNCHER_FILE).write_text(json.dumps(asdict(launcher)))
     figures: dict[str, Any] = {
         "start_timestamp_seconds": facts.started,

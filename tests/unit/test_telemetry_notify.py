@@ -429,7 +429,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Webhooks]:
 
 
 def launcher_of(folder: Path) -> LauncherFile:
-    (folder / FACTS_FILE).write_text(Facts(looked=time.time()).to_json())
+    (folder / FACTS_FILE).write_text(json.dumps({"looked": time.time()}))
     file = LauncherFile(folder)
     file.owned = True
     file.enter(LauncherState.RUNNING)

@@ -154,7 +154,7 @@ def verdict_of(folder: Path, now: float) -> dict[str, Any]:
     verdict = judge(facts, now)
     known = facts.looked is not None or facts.launch is not None
     return {
-        "facts": json.loads(facts.to_json()),
+        "facts": asdict(facts),
         "judgement": asdict(verdict) if known else None,
         "next_round": facts.expected_round(now),
     }
