@@ -1,7 +1,8 @@
 """Hostile members of a store network: each way of harming it, compared with the honest members.
 
 The real validator and real training, of a model with 4.6e4 parameters. ``make test`` takes two
-outer steps of each way; the long test takes ten, and prints the table of the protocol's page.
+outer steps of the ways that were found hardest to bound; the long test takes ten of each way, and
+prints the table of the protocol's page.
 """
 
 from __future__ import annotations
@@ -109,6 +110,9 @@ WAYS: dict[str, Callable[[StoreMiner], Moved]] = {
     "shadow": shadow,
 }
 
+#: One way for each defence: judged as worse, clipped, as chance, a copy, a copy in disguise.
+CORE = ("sign flipped", "x1000", "training under noise", "copy", "copy under noise", "shadow")
+
 
 def run(
     way: str, honest: int, hostile: int, steps: int, judged_on: int = 64
@@ -150,7 +154,7 @@ def alone(honest: int, steps: int, judged_on: int = 64) -> float:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", CORE)
 def test_three_hostile_members_of_seven_cost_at_most_two_percent(way: str) -> None:
     losses, fates = run(way, 4, 3, 2, 32)
     assert losses[-1] <= 1.02 * alone(4, 2, 32), (losses, fates)

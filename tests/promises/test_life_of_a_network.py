@@ -53,10 +53,13 @@ class OverHivemind(HivemindWorld):
 World = OverStore | OverHivemind
 
 
-@pytest.fixture(params=[OverStore, OverHivemind], ids=["store", "hivemind"])
-def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
+@pytest.fixture(scope="module", params=[OverStore, OverHivemind], ids=["store", "hivemind"])
+def world(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[World]:
+    """One network of each exchange for all tests; each of them continues where it stands."""
     make: Callable[[Path], World] = request.param
-    made = make(tmp_path / "world")
+    made = make(tmp_path_factory.mktemp("world"))
     yield made
     made.close()
 
@@ -74,41 +77,42 @@ def audited(world: World, folder: Path) -> Chain:
 
 
 def test_an_audit_a_rewind_and_a_validator_on_an_empty_disk(world: World, tmp_path: Path) -> None:
+    back = world.state.outer_step + 1
     for _ in range(3):
         world.take_step()
+    head = back + 2
     chain = audited(world, tmp_path)
-    before = world.validator.state.weights
+    before = digest_of(world.validator.state.weights)
     world.restarted(folder=tmp_path / "moved")
-    assert (
-        digest_of(world.validator.state.weights) == digest_of(before) == world.manifest(3).weights
-    )
+    assert digest_of(world.validator.state.weights) == before == world.manifest(head).weights
     steps = OuterSteps(
         world.bucket, tmp_path / "founder", master_of(world), world.master.sign, keep_uploads=4
     )
     assert steps.load()
     config = world.validator.state.model_config
-    go_back(steps, chain, 1, config=config, period=1000.0, grace=100.0)
+    go_back(steps, chain, back, config=config, period=1000.0, grace=100.0)
     world.restarted(folder=tmp_path / "after")
-    assert world.manifest(4).rewound_to == 1
-    assert digest_of(world.validator.state.weights) == world.manifest(1).weights
+    assert world.manifest(head + 1).rewound_to == back
+    assert digest_of(world.validator.state.weights) == world.manifest(back).weights
     for miner in world.miners.values():  # members fetch the weights of a rewind whole
-        miner.start, miner.outer_step = [*world.validator.state.weights], 4
+        miner.start, miner.outer_step = [*world.validator.state.weights], head + 1
     if isinstance(world, OverHivemind):
         world.await_peers()
-    assert world.take_step().outer_step == 5
+    assert world.take_step().outer_step == head + 2
     audited(world, tmp_path / "again")
 
 
 def test_a_newcomer_is_merged_at_its_first_close(world: World) -> None:
-    world.take_step()
+    step = world.take_step().outer_step
     world.ledger.register(keypair(f"miner-{NEWCOMER}").ss58_address, uid=NEWCOMER)
     world.own[NEWCOMER] = type(world.own[EXPELLED])(world.clock)
     world.uids = (*world.uids, NEWCOMER)
     newcomer = StoreMiner(world, NEWCOMER)
-    newcomer.start, newcomer.outer_step = [*world.validator.state.weights], 1
+    newcomer.outer_step = step
     world.miners[NEWCOMER] = newcomer
     manifest = world.take_step()
-    assert manifest.outer_step == 2 and {one.uid for one in manifest.merged} == set(world.uids)
+    assert manifest.outer_step == step + 1
+    assert {one.uid for one in manifest.merged} == set(world.uids)
     for miner in world.miners.values():
         miner.apply()  # asserts the digest of the weights
     assert set(manifest.scores) == set(world.uids)

@@ -2,7 +2,8 @@
 
     python -m tests.tools.hivemind_peers DESCRIPTOR
 
-The word in the file ``kind`` next to the peer's key says how this one misbehaves; no file: not.
+The word in the file ``kind`` next to the peer's key says how this one misbehaves, from its next
+order on; no file: not.
 """
 
 from __future__ import annotations
@@ -23,8 +24,13 @@ from hivemind.proto import averaging_pb2
 from distributed_training.exchange import hivemind_peer
 from distributed_training.exchange.hivemind import Answer, Order, Settings
 
-kind = ""
+kind, _place = "", Path()
 _victim: list[str] = []  # peer id of the only one who is lied to
+
+
+def _read_kind() -> None:
+    global kind
+    kind = _place.read_text() if _place.exists() else ""
 
 
 class Runner(hivemind_peer.Runner):
@@ -68,6 +74,7 @@ class Averager(hivemind_peer.Averager):  # its name is part of its RPCs' names
     runner_class = Runner
 
     async def _begin_round(self, future: Any, order: Order, limit: float) -> None:
+        _read_kind()  # in the averager's process
         # The validator's is the only one whose average counts.
         members = [peer for peer, _ in order.members if peer not in order.witnesses]
         _victim[:] = members[:1] if kind == "lie-to-a-member" else order.witnesses[:1]
@@ -78,9 +85,8 @@ class Peer(hivemind_peer.Peer):
     averager_class = Averager
 
     def __init__(self, settings: Settings) -> None:
-        global kind
-        place = Path(settings.identity).parent / "kind"
-        kind = place.read_text() if place.exists() else ""
+        global _place
+        _place = Path(settings.identity).parent / "kind"
         super().__init__(settings)
 
     def _fill(self, order: Order, scale: float) -> None:
@@ -93,6 +99,7 @@ class Peer(hivemind_peer.Peer):
                     tensor.neg_()
 
     def average(self, order: Order) -> Answer:
+        _read_kind()
         if kind == "dies":
             os._exit(1)
         if kind == "hangs":

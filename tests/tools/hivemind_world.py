@@ -37,14 +37,14 @@ class MemberPeer:
     """A member's peer process. ``kind``: how it misbehaves (:mod:`tests.tools.hivemind_peers`)."""
 
     def __init__(self, world: HivemindWorld, uid: int, kind: str = "") -> None:
-        self.world, self.uid, self.kind = world, uid, kind
+        self.world, self.uid = world, uid
         folder = world.folder / f"peer-{uid}"
         identity = identity_file(folder)
         identity.parent.mkdir(parents=True)
         P2P.generate_identity(str(identity))
         self.id = str(PeerID.from_identity(identity.read_bytes()))
-        if kind:
-            (identity.parent / "kind").write_text(kind)
+        self._kind = identity.parent / "kind"
+        self.behave(kind)
         settings = world.peer_settings(identity)
         self.readies: list[Ready] = []
         self.answers: list[Answer] = []
@@ -55,6 +55,10 @@ class MemberPeer:
             module="tests.tools.hivemind_peers",
         )
         self.process.start()
+
+    def behave(self, kind: str) -> None:
+        """Misbehave as ``kind`` says from the next order on; "": not at all."""
+        self._kind.write_text(kind)
 
     def _on_ready(self, ready: Ready) -> None:
         port = int(ready.addresses[0].split("/")[4])

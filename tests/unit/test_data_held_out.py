@@ -282,8 +282,7 @@ def test_a_network_on_any_text_takes_its_first_outer_step(
     for miner in world.miners.values():
         miner.train(steps=40)
         miner.upload()
-    world.until_late()
-    world.tick()
+    world.end()
     (step,) = world.events.of("outer_step")
     first, second = world.events.of("held_out")
     assert step["outer_step"] == 1 and second["after"] < first["after"] - 0.5

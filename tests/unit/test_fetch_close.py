@@ -57,12 +57,8 @@ def test_recent_progress_is_a_valid_upload_where_none_was_judged(tmp_path: Path)
     assert valid == [1, 0, 1, 0], valid
     shared = StoreWorld(tmp_path / "shared")
     shared.bucket.put(key, b"nobody reads it")
-    shared.train()
-    shared.until_close()
-    for uid in (3, 5):
-        shared.miners[uid].upload()
-    shared.until_late()
-    shared.tick()
+    shared.send(3, 5)
+    shared.end()
     assert shared.validator.standings.entries[17].repo_valid == 0
 
 

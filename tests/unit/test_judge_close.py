@@ -15,7 +15,6 @@ import torch
 from bittensor.sp_core import verify
 
 from distributed_training.protocol import keys
-from distributed_training.protocol.scoring import ScoreBoard
 from distributed_training.protocol.update_file import (
     Header,
     UpdateFile,
@@ -230,22 +229,6 @@ def test_text_that_cannot_be_had_is_no_fault_of_an_upload(world: StoreWorld) -> 
     world.clock.ahead += 10  # between two tries
     world.tick()
     assert set(world.fates(1).values()) == {"merged"}
-
-
-def test_an_upload_whose_text_nobody_has_is_not_waited_for(world: StoreWorld) -> None:
-    world.send()
-    pages = world.pages
-
-    def without(uid: int, block: int) -> torch.Tensor:
-        if uid == 17:
-            raise DataUnavailable("no such page")
-        return pages(uid, block)
-
-    world.pages = without
-    world.end()
-    assert world.fates(1) == {3: "merged", 5: "merged", 17: "not-judged"}
-    board = world.validator.standings.board
-    assert board.rating(17) == ScoreBoard([17]).rating(17) != board.rating(3)
 
 
 def test_merged_upload_that_is_no_better_scores_zero(world: StoreWorld) -> None:
