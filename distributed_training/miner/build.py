@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
@@ -37,7 +38,6 @@ from distributed_training.node.buckets import open_as_member, open_own
 from distributed_training.node.identity import Member, commit
 from distributed_training.node.published import fetch_published
 from distributed_training.node.start import NetworkFailure, fetch_tokenizer, require_data
-from distributed_training.protocol import lines
 from distributed_training.protocol.codecs import CODECS
 from distributed_training.protocol.keys import miner_bucket
 from distributed_training.protocol.types import ExitStatus
@@ -486,9 +486,7 @@ class RankZero:
 
         reporter = Reporter(
             record=self.record,
-            warnings=lambda report: lines.step_warnings(
-                report, expect_gpu=expects_gpu(config, self._context.device)
-            ),
+            expect_gpu=expects_gpu(config, self._context.device),
             bucket=config.store.global_model_name,
             joined=lambda: facts.joined,
         )
@@ -510,9 +508,9 @@ class RankZero:
             joined=lambda: facts.joined,
         )
         uploads = UploadWatch(
-            inner_step=lambda: trainer.inner_step,
+            weights=trainer,
             minimum=config.store.minimum_valid_inner_step,
-            disk_problem=lambda: describe_full_disk(folder, needed),
+            disk_problem=partial(describe_full_disk, folder, needed),
             forget=rounds.forget,
             keep=config.miner.keep_checkpoints,
             joined=lambda: facts.joined,

@@ -17,7 +17,6 @@ from distributed_training.protocol import lines
 from distributed_training.protocol.types import (
     Base,
     Progress,
-    StepReport,
     Update,
 )
 
@@ -40,22 +39,22 @@ Record = Callable[..., None]  # (kind, **fields): writes an event
 class Reporter:
     """Rank 0's; subscribes to the event stream. A round is from a close to the outer step.
 
-    ``warnings``: the step's, of diagnostics. ``bucket``: that uploads go to. ``joined``: whether an
-    upload was ever begun; a close that comes before is too early, and no fault.
+    ``expect_gpu``: a step that used no GPU is worth a warning. ``bucket``: that uploads go to.
+    ``joined``: whether an upload was ever begun; a close before that is too early, and no fault.
     """
 
     def __init__(
         self,
         *,
         record: Record,
-        warnings: Callable[[StepReport], list[str]],
+        expect_gpu: bool,
         bucket: str,
         clock: Callable[[], float] = time.monotonic,
         joined: Callable[[], bool] = lambda: True,
     ) -> None:
         self._joined = joined
         self._record = record
-        self._warnings = warnings
+        self._expect_gpu = expect_gpu
         self._bucket = bucket
         self._clock = clock
         self._no_room = Repeats(_SAY_AGAIN, clock=clock)
@@ -73,7 +72,7 @@ class Reporter:
             case ev.InnerStepDone(report=report):
                 log.log(self.step_level, "%s", lines.step_line(report))
                 log.log(self.step_level, "%s", lines.throughput_line(report))
-                for line in self._warnings(report):
+                for line in lines.step_warnings(report, expect_gpu=self._expect_gpu):
                     log.warning("%s", line)
                 tokens_per_second = report.tokens_per_second
                 self._record("step", **asdict(report), tokens_per_second=tokens_per_second)

@@ -170,7 +170,7 @@ class UploadWatch:
     Subscribes to the event stream, and returns the events that follow from what it measures.
 
     Args:
-        inner_step: Returns the inner steps done in this outer step.
+        weights: Knows the inner steps done in this outer step.
         minimum: Inner steps of an outer step before its first upload.
         disk_problem: Returns why an upload would not fit on the disk, or None.
         forget: Deletes what only checkpoints of outer steps before its argument would need.
@@ -183,7 +183,7 @@ class UploadWatch:
     def __init__(
         self,
         *,
-        inner_step: Callable[[], int],
+        weights: HeldWeights,
         minimum: int,
         disk_problem: Callable[[], str | None],
         forget: Callable[[int], None],
@@ -192,7 +192,7 @@ class UploadWatch:
         every: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._inner_step = inner_step
+        self._weights = weights
         self._minimum = minimum
         self._disk_problem = disk_problem
         self._forget = forget
@@ -214,7 +214,7 @@ class UploadWatch:
         """Follow an upload from its close to the moment at which it may be sent."""
         match event:
             case ev.CloseReached(close=close) if uploads_for(state, close):
-                if (steps := self._inner_step()) < self._minimum:
+                if (steps := self._weights.inner_step) < self._minimum:
                     level = logging.WARNING if self._joined() else logging.INFO
                     log.log(level, "%s", lines.upload_blocked(steps, self._minimum))
                 self._reached = event
@@ -255,7 +255,7 @@ class UploadWatch:
         waits = self._sends or self._reached is not None or state.in_round
         if not self._every or self._since < self._every or waits:
             return []
-        if (steps := self._inner_step()) < self._minimum:
+        if (steps := self._weights.inner_step) < self._minimum:
             if self._logged != state.outer_step:
                 self._logged = state.outer_step
                 log.info("%s", lines.upload_blocked(steps, self._minimum))
@@ -268,7 +268,7 @@ class UploadWatch:
         """Ask for an upload at the first inner step that counts, until the grace is over."""
         if (reached := self._reached) is None:
             return []
-        steps = self._inner_step()
+        steps = self._weights.inner_step
         if self._clock() >= reached.until or not uploads_for(state, reached.close):
             self._reached = None
             missed = (

@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 import threading
+from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import timedelta
@@ -38,6 +39,8 @@ from tests.tools.miner_parts import config_of
 from tests.tools.network import ALICE
 from tests.tools.small_miner import FLAGS, RULES
 
+#: Threads that follow the network, by what they are traced as.
+FETCHES = dict.fromkeys(("store-rounds", "manifests", "download"), "round")
 RANK = int(os.environ.get("RANK", "0"))
 UID, MINER = 7, Keypair.create_from_uri("//Bob")
 STORE_RULES = RULES | {
@@ -98,10 +101,13 @@ def run(moment: str, until: int, folder: Path, bucket: Path) -> None:
         ranks.share("info", asdict(info))
     else:
         info = StartupInfo(**ranks.share("info", None))
-    files = set[str]()
+    files, phase = defaultdict[str, set[str]](set), ["inner step"]
 
     def profile(frame: FrameType, event: str, argument: object) -> None:
-        files.add(frame.f_code.co_filename)
+        name = threading.current_thread().name.partition("_")[0]
+        # Other threads are of no path that a page names.
+        if (where := {"MainThread": phase[0], "upload": "upload"} | FETCHES).get(name):
+            files[where[name]].add(frame.f_code.co_filename)
 
     with stack:
         context = build.RankContext(
@@ -118,8 +124,6 @@ def run(moment: str, until: int, folder: Path, bucket: Path) -> None:
             assert rank_zero is not None and connections is not None
             chain: Any = connections.member.chain
             chain.requested = rank_zero.blocks._last_requested
-            if moment == "traced" and isinstance(event, ev.InnerStepDone):
-                sys.setprofile(profile)
             if killed_at(moment, event):
                 kill()
             if isinstance(event, ev.InnerStepDone) and trainer.outer_step >= until:
@@ -127,8 +131,21 @@ def run(moment: str, until: int, folder: Path, bucket: Path) -> None:
             if moment == "stopped" and isinstance(event, ev.UploadEnded):
                 events.put(ev.StopRequested("the test is over"))
 
+        def trace(event: ev.Event, state: MinerState) -> None:
+            match event:
+                case ev.InnerStepDone():
+                    sys.setprofile(profile)
+                case ev.CloseReached():
+                    phase[0] = "upload"
+                case ev.UpdateReady():
+                    phase[0] = "round"
+                case ev.StopRequested():
+                    phase[0] = "stop"
+
         if moment == "traced":
             threading.setprofile(profile)
+            if rank_zero is not None:
+                rank_zero.controller._subscribers.insert(0, trace)
         ended = rank.run()
         sys.setprofile(None)
         assert ended == (0, "the test is over" if RANK == 0 else "")
@@ -150,7 +167,10 @@ def run(moment: str, until: int, folder: Path, bucket: Path) -> None:
             seen = {
                 "modules": [n for n in sys.modules if "hivemind" in n],
                 "listens": listens,
-                "files": sorted(n.removeprefix(product) for n in files if n.startswith(product)),
+                "files": {
+                    where: sorted(n.removeprefix(product) for n in found if n.startswith(product))
+                    for where, found in files.items()
+                },
             }
             (folder / "seen.json").write_text(json.dumps(seen | {"outer_step": trainer.outer_step}))
     ranks.close()

@@ -36,12 +36,11 @@ class Rig:
     def __init__(self, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
         self.now, self.caplog, self.file = 1000.0, caplog, folder / "metrics.prom"
         self.records: list[tuple[str, dict[str, Any]]] = []
-        self.warnings: list[str] = []
         self.joined = True
         caplog.set_level(logging.INFO)
         self.reporter = Reporter(
             record=lambda kind, **fields: self.records.append((kind, fields)),
-            warnings=lambda report: self.warnings,
+            expect_gpu=True,
             bucket="mine",
             clock=lambda: self.now,
             joined=lambda: self.joined,
@@ -68,9 +67,9 @@ def rig(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Rig:
 
 
 def test_a_step(rig: Rig) -> None:
-    rig.warnings = ["the GPU sleeps"]
     step, throughput, warning = rig.on_event(ev.InnerStepDone(REPORT))
-    assert (step, warning) == (lines.step_line(REPORT), "! the GPU sleeps")
+    (wanted,) = lines.step_warnings(REPORT, expect_gpu=True)
+    assert (step, warning) == (lines.step_line(REPORT), f"! {wanted}")
     assert throughput == lines.throughput_line(REPORT)
     ((kind, fields),) = rig.records
     assert kind == "step"

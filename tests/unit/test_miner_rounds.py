@@ -37,7 +37,7 @@ UPLOAD = Upload(CLOSE)
 
 def watch_of(**changes: Any) -> UploadWatch:
     """A watch of a miner whose next inner step may be uploaded."""
-    measured: dict[str, Any] = {"inner_step": lambda: 5, "disk_problem": lambda: None}
+    measured: dict[str, Any] = {"weights": Mock(inner_step=5), "disk_problem": lambda: None}
     measured |= {"forget": lambda before: None, "clock": lambda: 0.0}
     return UploadWatch(**{"minimum": 5, "keep": 2} | measured | changes)
 
@@ -46,7 +46,7 @@ def update(outer_step: int = 13, base: Base = Base.MERGED) -> Update:
     return Update(outer_step, Path("u"), base, None, "ab", 500)
 
 
-def weights(outer_step: int = 20) -> Update:
+def whole(outer_step: int = 20) -> Update:
     return Update(outer_step, Path("w"), Base.KEPT, None, "cd", 900, whole="fewer bytes")
 
 
@@ -111,7 +111,7 @@ TABLE: list[tuple[str, MinerState, ev.Event, tuple[Action | Task, ...]]] = [
     ("that is applied already", TRAINING, ready(12), ()),
     ("twice", APPLIES, ready(), ()),
     ("whole weights, also older ones", TRAINING,
-        ev.UpdateReady(weights(3), 1.0), (Action.OUTER_STEP,)),
+        ev.UpdateReady(whole(3), 1.0), (Action.OUTER_STEP,)),
     ("committed: no checkpoint is needed, and the next one is awaited", APPLIES,
         ev.OuterStepEnded(True, 13), (Action.FOLLOW_SCHEDULE, Task.REPORT_APPLIED)),
     ("not committed", APPLIES, ev.OuterStepEnded(False, 12, "memory"), ()),
@@ -263,7 +263,7 @@ def test_uploads_are_sent_once_and_known_and_steps_continue_in_any_order_of_even
                 world.handle_event(ready(outer + 1))
             case "weights":
                 serial += 1
-                world.handle_event(ev.UpdateReady(weights(outer + 5), at))
+                world.handle_event(ev.UpdateReady(whole(outer + 5), at))
             case "written" | "failed" if world.handle is not None:
                 world.handle.ended = True
                 world.handle.error = OSError("disk") if moment == "failed" else None
@@ -340,12 +340,12 @@ def test_the_first_inner_step_that_counts_is_uploaded_until_the_grace_is_over(
     at: float, wanted: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also by a miner that starts within the grace, at its first inner step."""
-    clock, inner_step = Mock(return_value=1000.0), Mock(return_value=4)
-    watch = watch_of(inner_step=inner_step, clock=clock)
+    clock, weights = Mock(return_value=1000.0), Mock(inner_step=4)
+    watch = watch_of(weights=weights, clock=clock)
     assert watch.on_event(ev.CloseReached(CLOSE, 1060.0), TRAINING) == []
     assert caplog.text.count("UPLOAD BLOCKED: inner_step (4) < minimum (5)") == 1
     assert watch.on_event(step(4), TRAINING) == []
-    inner_step.return_value, clock.return_value = 5, at
+    weights.inner_step, clock.return_value = 5, at
     assert watch.on_event(step(5), TRAINING) == [ev.UploadWanted(CLOSE)][:wanted]
     assert watch.on_event(step(6), TRAINING) == [], "once"
 
@@ -356,7 +356,7 @@ def test_a_close_that_is_missed_for_few_steps_is_told_and_a_newcomers_is_a_note(
 ) -> None:
     caplog.set_level(logging.INFO)
     clock = Mock(return_value=1000.0)
-    watch = watch_of(inner_step=lambda: 4, joined=lambda: joined, clock=clock)
+    watch = watch_of(weights=Mock(inner_step=4), joined=lambda: joined, clock=clock)
     watch.on_event(ev.CloseReached(CLOSE, 1060.0), TRAINING)
     (record,) = caplog.records
     assert "UPLOAD BLOCKED" in record.getMessage()
@@ -372,8 +372,8 @@ def test_progress_is_written_each_so_many_steps_after_the_gate(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    inner_step, full = Mock(return_value=0), Mock(return_value=None)
-    watch = watch_of(inner_step=inner_step, disk_problem=full, every=3)
+    weights, full = Mock(inner_step=0), Mock(return_value=None)
+    watch = watch_of(weights=weights, disk_problem=full, every=3)
     none = Close(TRAINING.outer_step, 0, 0.0, 0.0)
     wanted_now = ev.UploadWanted(none)
 
@@ -381,7 +381,7 @@ def test_progress_is_written_each_so_many_steps_after_the_gate(
         """Return the inner steps after which progress is wanted."""
         wanted = []
         for number in range(first, last + 1):
-            inner_step.return_value = number
+            weights.inner_step = number
             follows = watch.on_event(step(number), TRAINING)
             assert follows in ([], [wanted_now])
             wanted += [number] * len(follows)

@@ -42,7 +42,7 @@ class Told:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.reporter = Reporter(
             record=lambda kind, **fields: self.events.append((kind, fields)),
-            warnings=lambda report: [],
+            expect_gpu=False,
             bucket="lab",
             clock=lambda: 5.0,
         )
@@ -139,7 +139,7 @@ class Judged:
         )
         self.reporter = Reporter(
             record=self.facts.record,
-            warnings=lambda _: [],
+            expect_gpu=False,
             bucket="",
             clock=lambda: self.now,
             joined=lambda: self.facts.joined,

@@ -767,43 +767,6 @@ def test_old_bytes_behind_a_new_etag_are_asked_for_again(
     assert miner.pass_time(30)[0] == HeadSeen(1)
 
 
-@pytest.mark.parametrize(
-    "spoil, words",
-    [
-        (lambda data: data[:-1], "instead of 994, twice"),
-        (lambda data: b"x" + data[1:], "has the digest"),
-    ],
-)
-def test_an_update_of_other_bytes_is_refused_and_fetched_again(
-    store: FaultyStore,
-    leader: Leader,
-    miner: Miner,
-    caplog: pytest.LogCaptureFixture,
-    spoil: Callable[[bytes], bytes],
-    words: str,
-) -> None:
-    key = keys.outer_key(1, keys.UPDATE)
-    leader.take_outer_step()
-    store.faults["get_range", key] = spoil
-    assert miner.pass_time(900) == [HeadSeen(1)]
-    assert store.asked["get_range", key] < 40
-    [line] = warnings(caplog)
-    assert words in line and key in line
-    store.faults.clear()
-    assert [type(fact) for fact in miner.pass_time(300)] == [Update]
-
-
-def test_an_update_that_is_too_large_is_not_fetched(
-    store: FaultyStore, leader: Leader, miner: Miner, caplog: pytest.LogCaptureFixture
-) -> None:
-    leader.take_outer_step()
-    key = keys.outer_key(1, keys.UPDATE)
-    leader.store.put(key, bytes(10_000))
-    assert miner.pass_time(300) == [HeadSeen(1)]
-    assert store.asked["get_range", key] == 0
-    assert len(warnings(caplog)) == 1 and "more than the 2000 allowed" in warnings(caplog)[0]
-
-
 @pytest.mark.parametrize("known", [True, False])
 def test_two_valid_manifests_of_one_step_stop_everything_and_both_are_shown(
     store: FaultyStore,

@@ -126,7 +126,7 @@ class Walk:
         )
         self.reporter = Reporter(
             record=self.facts.record,
-            warnings=lambda _: [],
+            expect_gpu=False,
             bucket="",
             clock=lambda: self.now,
             joined=lambda: self.facts.joined,
