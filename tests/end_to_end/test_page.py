@@ -93,26 +93,6 @@ def test_the_page_shows_training_and_survives_a_restart(
     assert all("ERR_" in e["message"] for e in problems), problems
 
 
-@pytest.mark.parametrize(
-    ("base", "detail", "shown"),
-    [("merged", "", "merged"), ("kept", "late: by 3 s", "not merged"), ("refused", "copy", "")],
-)
-def test_a_round_through_the_store_shows_the_fate_of_the_upload(
-    browser: Any, run_folder: tuple[Path, EventLog], base: str, detail: str, shown: str
-) -> None:
-    """An update that was applied is no share in it."""
-    folder, events = run_folder
-    row = "not merged" if base == "kept" else base
-    fields = {"fault": "", "detail": detail, "base": base, "fate": row, "seconds": 0.2}
-    events.write("round", outer_step=3, ok=True, **fields)
-    with served(folder) as page:
-        browser.get(page.url)
-        wait_for(lambda: (shown or base) in card(browser, "Last close"), "the round")
-        assert detail in card(browser, "Last close")
-        assert f"{1 + (base == 'merged')} of 2" in card(browser, "Closes merged")
-        assert row in browser.find_element("id", "rounds").text
-
-
 def test_a_computer_whose_clock_is_an_hour_ahead_shows_the_same(
     browser: Any, run_folder: tuple[Path, EventLog]
 ) -> None:
@@ -214,7 +194,7 @@ def test_the_verdict_of_each_state_is_on_top(browser: Any, tmp_path: Path) -> No
                     if uid % 2 == at:  # each colour comes at both
                         assert browser.execute_script(CHECKS) == []
                     assert browser.execute_script(ABOVE_THE_FOLD), "verdict and score"
-            assert [SAYS.get(name, {}).get(c, "") in card(browser, c) for c in CARDS] == [True] * 5
+            assert [SAYS.get(name, {}).get(c, "") in card(browser, c) for c in CARDS] == [True] * 6
             grey = "old" in browser.find_element("id", "now").get_attribute("class").split()
             assert grey == (not alive or name in ("starting", "refused", "tried-again"))
         assert table(browser, "Rounds")[0].split()[1] == "9"
@@ -261,16 +241,20 @@ def test_solved_and_repeated_warnings_are_forgotten_and_downtime_is_a_gap(
         assert browser.execute_script(lines) == 2
 
 
-CARDS = ("Uploaded", "Start", "Next try", "Restarts", "Last close")
+CARDS = ("Uploaded", "Start", "Next try", "Restarts", "Last close", "Closes merged")
 #: What cards say in some of the states.
 SAYS = {
     "counts": {"Uploaded": "of outer step 9: merged"},
     "starting": {"Start": "min left"},
     "refused": {"Next try": "attempt 7"},
     "behind": {"Restarts": "rank 1 was killed by SIGKILL"},
-    "merged": {"Last close": "merged", "Uploaded": "of outer step 9: not judged yet"},
-    "not-merged": {"Last close": "late: by 3 s"},
-    "spam": {"Last close": "a copy of uid 3's"},
+    "merged": {
+        "Last close": "merged",
+        "Closes merged": "43 of 50",
+        "Uploaded": "of outer step 9: not judged yet",
+    },
+    "not-merged": {"Last close": "late: by 3 s", "Closes merged": "42 of 50"},
+    "spam": {"Last close": "a copy of uid 3's", "Closes merged": "42 of 50"},
 }
 
 

@@ -8,13 +8,9 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from distributed_training.common.files import read_json_object
 from distributed_training.telemetry import read_events, register_secret, run_state
@@ -169,37 +165,6 @@ def test_a_second_launcher_of_the_folder_leaves_the_state_of_the_first(tmp_path:
         first.wait(30)
     second.refused("the disk is full", attempt=2, wait=1.0)
     assert launch_of(tmp_path).state == "refused"
-
-
-NUMBERS = st.one_of(st.integers(), st.floats(), st.just(10**400), st.booleans())
-VALUES = st.recursive(
-    st.one_of(st.none(), NUMBERS, st.text(max_size=8)),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=8), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-NAMES = st.one_of(st.sampled_from([*Launch.__dataclass_fields__, "eta_seconds"]), st.text())
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    launcher=st.one_of(st.dictionaries(NAMES, VALUES), VALUES, st.binary(max_size=40)),
-    stage=st.one_of(st.dictionaries(NAMES, VALUES), st.binary(max_size=40)),
-    cut=st.integers(0, 60),
-)
-def test_no_content_of_a_file_ends_its_reader(
-    tmp_path_factory: pytest.TempPathFactory, launcher: Any, stage: Any, cut: int
-) -> None:
-    folder = tmp_path_factory.getbasetemp() / "hostile"
-    folder.mkdir(exist_ok=True)
-    for name, content in (("launcher.json", launcher), ("stage.json", stage)):
-        whole = content if isinstance(content, bytes) else json.dumps(content).encode()
-        (folder / name).write_bytes(whole[: len(whole) - cut // 20])
-    now = time.time()
-    facts = observe(folder, now)
-    judge(facts, now)
-    type(facts).from_json(json.dumps(asdict(facts)).encode())
 
 
 def test_a_folder_that_is_not_there_or_closed_is_no_error(tmp_path: Path) -> None:

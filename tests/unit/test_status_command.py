@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distributed_training import status_command as status
-from distributed_training.telemetry.facts import FACTS_FILE
+from distributed_training.telemetry.facts import FACTS_FILE, Facts, Launch
 from distributed_training.telemetry.neuron_state import COLUMNS, NeuronState
 from distributed_training.telemetry.page.__main__ import verdict_of
 from distributed_training.telemetry.verdict import Verdict
@@ -204,7 +204,14 @@ def test_without_a_folder_the_miners_of_this_machine_are_found(
 
 
 NUMBERS = st.one_of(st.integers(), st.floats(), st.just(10**400), st.booleans())
-VALUES = st.one_of(st.none(), NUMBERS, st.text(max_size=6), st.lists(NUMBERS, max_size=2))
+VALUES = st.recursive(
+    st.one_of(st.none(), NUMBERS, st.text(max_size=8)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.sampled_from(["value", "at", "state", "fate", "x"]), inner, max_size=3),
+    ),
+    max_leaves=6,
+)
 KINDS = st.sampled_from(["step", "verdict", "publication", "round", "stop", "refused", "x"])
 FIELDS = st.sampled_from(
     ["time", "loss", "tokens", "seconds", "tokens_per_second", "verdict", "ok", "outer_step"]
@@ -218,8 +225,8 @@ EVENTS = st.lists(
     ),
     max_size=6,
 )
-NAMES = st.sampled_from(
-    ["uploads", "disk", "chain_at", "step", "launch", "outer_step", "next_round", "name", "missed"]
+LAUNCHES = st.one_of(
+    st.dictionaries(st.sampled_from([*vars(Launch()), "new"]), VALUES), VALUES, st.binary()
 )
 
 
@@ -228,22 +235,27 @@ def miner(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_miner(tmp_path_factory.mktemp("miner"), "counts")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     events=EVENTS,
-    changed=st.dictionaries(NAMES, VALUES, max_size=3),
-    text=st.text(max_size=8),
+    changed=st.dictionaries(st.sampled_from([*vars(Facts()), "new"]), VALUES, max_size=3),
+    launcher=st.none() | LAUNCHES,
+    stage=st.none() | LAUNCHES,
     cut=st.integers(0, 40),
     jump=st.sampled_from([0.0, -1e5, 3600.0, 1e8, -1.7e9]),
 )
-def test_no_folder_content_and_no_clock_ends_status(
-    miner: Path, events: list[Any], changed: dict[str, Any], text: str, cut: int, jump: float
-) -> None:
-    facts = miner / FACTS_FILE
-    before = facts.read_bytes()
+def test_no_folder_content_and_no_clock_ends_a_reader(
+    miner: Path, events: list[Any], changed: dict[str, Any], launcher: Any, stage: Any, cut: int,
+    jump: float,
+) -> None:  # fmt: skip
+    files = [miner / name for name in (FACTS_FILE, "launcher.json", "stage.json")]
+    before = [path.read_bytes() if path.exists() else None for path in files]
+    changed = {**json.loads(before[0] or b""), **changed}
     try:
-        content = json.dumps({**json.loads(before), "name": text, **changed}).encode()
-        facts.write_bytes(content[: len(content) - max(0, cut - 30)])
+        for path, content in zip(files, (changed, launcher, stage), strict=True):
+            if content is not None:
+                data = content if isinstance(content, bytes) else json.dumps(content).encode()
+                path.write_bytes(data[: len(data) - max(0, cut - 30)])
         written = "".join(json.dumps(event) + "\n" for event in events).encode()
         (miner / "events.jsonl").write_bytes(written[: len(written) - cut])
         neuron = NeuronState(miner).catch_up(at_most=2**20)
@@ -256,4 +268,7 @@ def test_no_folder_content_and_no_clock_ends_status(
         for line in status.hours_of(miner):
             assert len(line) == 7
     finally:
-        facts.write_bytes(before)
+        for path, content in zip(files, before, strict=True):
+            path.unlink(missing_ok=True)
+            if content is not None:
+                path.write_bytes(content)

@@ -248,30 +248,20 @@ def test_at_its_end_a_miner_tells_of_that_and_of_nothing_that_has_not_lasted(min
 
 
 @pytest.mark.parametrize("begin", [refuse, lose, stick, cut])
-def test_trouble_begun_just_before_a_stop_has_not_lasted_since(
-    begin: Callable[[Miner], None], miner: Miner
+@pytest.mark.parametrize("stopped", [0.0, DAY / 2])
+def test_trouble_before_a_restart_has_not_lasted_through_it(
+    begin: Callable[[Miner], None], stopped: float, miner: Miner
 ) -> None:
     begin(miner)
     assert miner.passes(30) == []
-    miner.file.stopped("signal SIGTERM")
-    miner.now += DAY / 2
-    miner.restart()
+    if stopped:
+        miner.file.stopped("signal SIGTERM")
+        miner.now += stopped
+        miner.restart()
     miner.file.enter(LauncherState.STARTING)
-    assert miner.passes(30) == []
+    assert miner.passes(2400) == []
     heal(miner)
     assert miner.passes(300) == []
-
-
-@pytest.mark.parametrize("begin", [stick, cut])
-def test_trouble_ended_by_a_restart_has_not_lasted_through_it(
-    begin: Callable[[Miner], None], miner: Miner
-) -> None:
-    begin(miner)
-    miner.passes(30)
-    miner.file.enter(LauncherState.STARTING)
-    miner.passes(2400)
-    heal(miner)
-    assert miner.passes(60) == []
 
 
 def test_offline_is_not_over_because_the_miner_starts_again(miner: Miner) -> None:

@@ -8,8 +8,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from distributed_training.telemetry import notify
 from distributed_training.telemetry.facts import Disk, Fact, Facts, Launch, Upload
@@ -178,20 +176,3 @@ def test_trouble_of_a_later_row_may_last() -> None:
     for name in ("stuck", "silent", "counts"):
         assert hides(starts, name) and not hides(well, name)
     assert hides(judge(replace(WELL, **silent(94.0)), NOW), "counts")
-
-
-_FACTS = st.recursive(
-    st.none() | st.booleans() | st.integers(-10, 10**12) | st.floats() | st.text(max_size=9),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["value", "at", "state", "outer_step", "x"]), inner)
-    ),
-    max_leaves=9,
-)
-
-
-@settings(max_examples=60)
-@given(st.dictionaries(st.sampled_from([*vars(BLANK), "new"]), _FACTS), st.floats(0, 2e9))
-def test_facts_file_of_any_content_leads_to_a_verdict(content: dict[str, Any], now: float) -> None:
-    judge(Facts.from_json(json.dumps(content).encode()), now)
-    judge(Facts.from_json(json.dumps(content)[:-1].encode()), now)

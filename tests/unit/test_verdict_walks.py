@@ -86,9 +86,10 @@ class Chain:
 
 
 class Walk:
-    """A walk: time, clocks, the link, the miner's state and its follower."""
+    """A walk: time, clocks, the link, the miner, and a validator that takes uploads at closes."""
 
-    kind = ""
+    PERIOD, GRACE = 600.0, 60.0
+    applied: Manifest | None = None  # the last one that says something of an upload of ours
 
     def __init__(self, seed: int, folder: Path, said: Said) -> None:
         self.rng, self.said, self.folder = random.Random(seed), said, folder
@@ -101,19 +102,26 @@ class Walk:
         self.alive = True
         self.gate_seen = 0  # closes in a row of whose uploads no half passed, as the state says
         self.network: int | None = None  # its outer step, as far as the miner knows
+        self.uploads = OwnUploads(MemoryObjectStore(), folder / "uploads", 1)
+        self.closes_at, self.serial, self.head = self.PERIOD, 1, 0
+        self.manifests: dict[int, Manifest] = {}
+        self.gate, self.pays = 0, seed % 4 != 0
+        self.follows = 0.005 if seed % 10 == 0 else 0.5  # how often it looks for updates
         self.begin()
 
     # --- the miner
-
-    def rules(self) -> Facts:
-        raise NotImplementedError
 
     def begin(self) -> None:
         """Begin a process of the miner."""
         clocks = Clocks(lambda: self.now, lambda: self.unix(self.now))
         chain: Any = self.chain
         self.facts = OwnFacts(
-            rules=replace(self.rules(), mode=self.mode.value, outer_step=self.outer_step),
+            rules=Facts(
+                pays=self.pays,
+                round_seconds=self.PERIOD,
+                mode=self.mode.value,
+                outer_step=self.outer_step,
+            ),
             measured=lambda: {
                 **chain_facts(chain, ME, self.unix(self.now)),
                 "store_silent_since": self.store_silent and self.unix(self.store_silent),
@@ -155,9 +163,6 @@ class Walk:
                 act()
             self.turn()
 
-    def turn(self) -> None:
-        raise NotImplementedError
-
     def outage(self) -> None:
         chain, store = self.rng.choice([(False, True), (True, False), (False, False)])
         self.chain_up, self.store_up = chain, store
@@ -175,19 +180,13 @@ class Walk:
         self.chain.trouble = "" if self.chain_up else "connection refused"
         self.chain.paid = self.rng.choice((0.0, 1e-6, 0.2))
         facts = self.facts.gather()
-        told = self.what_was_told()  # until now: more may come before the verdict
+        told = self.applied  # until now: more may come before the verdict
         if self.rng.random() < 0.4:
             self.advance(self.rng.uniform(0, LOOK))
         if self.rng.random() < 0.1:  # between the look and its reader
             self.offset += self.rng.choice((-1, 1)) * self.rng.choice((3, 30, 3000))
         now = self.unix(self.now)
         self.compare(self.said.judge(around(facts, self.rng, now), now), told)
-
-    def what_was_told(self) -> Any:
-        raise NotImplementedError
-
-    def compare(self, said: bool | None, told: Any) -> None:
-        raise NotImplementedError
 
     def walk(self, moves: int) -> None:
         for _ in range(moves):
@@ -209,7 +208,7 @@ class Walk:
             self.look()
 
     def restart(self) -> None:
-        self.alive = False
+        self.alive, self.applied = False, None
 
         def again() -> None:
             self.alive, self.mode = True, Mode.TRAINING
@@ -217,28 +216,7 @@ class Walk:
 
         self.later(self.rng.uniform(10, 120), again)
 
-
-# --- a store network ------------------------------------------------------------------------------
-
-
-class Store(Walk):
-    """A validator that takes uploads at closes, judges and merges them."""
-
-    PERIOD, GRACE = 600.0, 60.0
-
-    def __init__(self, seed: int, folder: Path, said: Said) -> None:
-        self.uploads = OwnUploads(MemoryObjectStore(), folder / "uploads", 1)
-        self.closes_at, self.serial, self.head = self.PERIOD, 1, 0
-        self.manifests: dict[int, Manifest] = {}
-        self.forked, self.gate, self.pays = False, 0, seed % 4 != 0
-        self.follows = 0.005 if seed % 10 == 0 else 0.5  # how often it looks for updates
-        super().__init__(seed, folder, said)
-
-    def rules(self) -> Facts:
-        return Facts(
-            pays=self.pays,
-            round_seconds=self.PERIOD,
-        )
+    # --- the validator
 
     def turn(self) -> None:
         if self.chain_up:
@@ -316,12 +294,6 @@ class Store(Walk):
         self.applied = manifest if (fate.cause or fate.path) else self.applied
         self.outer_step = manifest.outer_step
 
-    applied: Manifest | None = None  # the last one that says something of an upload of ours
-
-    def restart(self) -> None:
-        self.applied = None
-        super().restart()
-
     def write(self, path: Path, outer_step: int, serial: int, fault: str) -> None:
         start = "b" * 64 if fault == "start" else "a" * 64
         header = Header(
@@ -357,9 +329,6 @@ class Store(Walk):
             modified=0.0,
             random_blocks=[3],
         )
-
-    def what_was_told(self) -> Manifest | None:
-        return self.applied
 
     def compare(self, said: bool | None, told: Manifest | None) -> None:
         """Compare the upload that the last manifest that reached the miner names."""
@@ -399,7 +368,7 @@ def walks(count: int, folder: Path, first: int = 0, moves: int = 12) -> Said:
     said = Said()
     for seed in range(first, first + count):
         try:
-            Store(seed, folder / str(seed), said).walk(moves)
+            Walk(seed, folder / str(seed), said).walk(moves)
         except AssertionError as error:
             raise AssertionError(f"walk {seed}: {error}") from None
     return said
