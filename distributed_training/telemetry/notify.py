@@ -157,7 +157,7 @@ class Notifier:
         if ours and not self._loaded:
             self._load(now)
         facts = observe(self._folder, now) if ours else Facts()
-        facts = replace(facts, launch=self._file.state)
+        facts = replace(facts, launch=facts.launch or self._file.state)
         if facts.uid is not None:
             self._title = f"{self._name}, uid {facts.uid}"
         judgement = judge(facts, now)
@@ -187,8 +187,10 @@ class Notifier:
             if judgement.alert == name:
                 head = f"{judgement.verdict}: " if name == "counts" else ""
                 text = f"{head}{judgement.words}"
-            # What the operator knows of is over only where its rows were asked.
-            unsure = known is not None and known.told and hides(judgement, name)
+            # What the operator knows of is over only where its rows were asked. What he does not
+            # know of yet lasts through another trouble, and through no restart.
+            runs = state.state == LauncherState.RUNNING
+            unsure = known is not None and (known.told or runs) and hides(judgement, name)
             yield name, None if unsure and not text else text
         if facts.disk is not None:
             disk = facts.disk.value

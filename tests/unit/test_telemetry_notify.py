@@ -19,9 +19,14 @@ from distributed_training.common.webhook import Message, NotSent
 from distributed_training.config.schema import all_settings
 from distributed_training.telemetry import notify
 from distributed_training.telemetry.day import DAY
-from distributed_training.telemetry.facts import FACTS_FILE, Disk, Fact, Facts, Upload
+from distributed_training.telemetry.facts import FACTS_FILE, Disk, Fact, Facts, Launch, Upload
 from distributed_training.telemetry.notify import Notifier
-from distributed_training.telemetry.run_state import LauncherFile, LauncherState
+from distributed_training.telemetry.run_state import (
+    LauncherFile,
+    LauncherState,
+    read_launcher,
+    report_stage,
+)
 from tests.tools.settings import load_config
 from tests.tools.webhooks import Webhooks, webhooks
 
@@ -56,10 +61,12 @@ class Miner:
             chain_at=self.chain_at or now,
             store_silent_since=self.store_silent_since,
             disk=Fact(self.disk, now),
+            launch=self.launch,
         )
 
     def heal(self) -> None:
         self.disk, self.stuck = Disk(50e9, 100e9), False
+        self.launch: Launch | None = None
         self.fate, self.cause = "merged", ""
         self.chain_at = self.store_silent_since = None
 
@@ -170,6 +177,24 @@ def test_passing_trouble_is_a_message_only_where_the_miner_stopped(miner: Miner)
     heal(miner)
     (only,) = miner.passes(60)
     assert only.startswith("Over after 26 s") and only.endswith("rank 0 was ended by SIGKILL")
+
+
+def test_another_trouble_does_not_end_the_hour_of_uploads_that_do_not_count(miner: Miner) -> None:
+    lose(miner)
+    miner.passes(1800)
+    cut(miner)
+    assert len(miner.passes(180)) == 1, "no connection"
+    miner.chain_at = miner.store_silent_since = None
+    told = miner.passes(1800)
+    assert [text.partition(" ")[0] for text in told] == ["Over", "Uploads"]
+
+
+def test_a_start_that_waits_for_its_registration_is_told_of(miner: Miner, tmp_path: Path) -> None:
+    miner.file.start()
+    report_stage(tmp_path, 2, "not registered: the founder expelled it: ask the founder")
+    miner.launch = read_launcher(tmp_path)
+    (told,) = miner.passes(3700)
+    assert told.endswith("not registered: the founder expelled it; ask the founder")
 
 
 def test_waiting_is_no_trouble(miner: Miner) -> None:
