@@ -157,18 +157,7 @@ function cards(neuron) {
   const made = [], score = judged(neuron), steps = neuron.steps.length > 0;
   if (score) made.push(card("Score", ...score));
   made.push(card("State", stateOf(neuron)), ...startCards(neuron));
-  if (steps) {
-    made.push(card("Step", `${column("outer_step")} . ${column("inner_step")}`,
-      `outer . inner, ${span(now - column("time"))} ago`, wordOf(neuron) === "stuck" ? "bad" : ""));
-    made.push(card("Loss", number(column("loss"), 3), `learning rate ${(column("learning_rate") || 0).toExponential(2)}`));
-    const wait = column("data_wait_seconds");
-    made.push(card("Step time", `${number(column("seconds"), 1)} s`, `of it ${number(wait, 1)} s without data`));
-    made.push(card("Tokens per second", number(column("tokens_per_second"), 0),
-      column("mfu") === null ? "" : `MFU ${number(100 * column("mfu"), 1)} %`));
-    if (column("gpu_memory_gb")) made.push(card("GPU memory", `${number(column("gpu_memory_gb"), 1)} GB`,
-      column("gpu_utilization") === null ? "" : `utilization ${number(column("gpu_utilization"), 0)} %`));
-  }
-  made.push(...dayCards(neuron), ...uploadCards(neuron, running));
+  made.push(...uploadCards(neuron, running));  // whether it counts comes before how it trains
   const told = facts.next_round ?? gauge("next_round_timestamp_seconds"), next = neuron.next_round ?? told;
   if (next && running) {
     made.push(card("Next close", next > now ? `in ${span(next - now)}` : "due",
@@ -180,6 +169,18 @@ function cards(neuron) {
   const share = gauge("round_participation_ratio"), taken = rounds.filter(tookPart).length;
   if (rounds.length) made.push(card("Closes merged", `${taken} of ${rounds.length}`,
     share === undefined ? "the last ones" : `${number(100 * share, 0)} % of the subnet's last 20`));
+  if (steps) {
+    made.push(card("Step", `${column("outer_step")} . ${column("inner_step")}`,
+      `outer . inner, ${span(now - column("time"))} ago`, wordOf(neuron) === "stuck" ? "bad" : ""));
+    made.push(card("Loss", number(column("loss"), 3), `learning rate ${(column("learning_rate") || 0).toExponential(2)}`));
+    const wait = column("data_wait_seconds");
+    made.push(card("Step time", `${number(column("seconds"), 1)} s`, `of it ${number(wait, 1)} s without data`));
+    made.push(card("Tokens per second", number(column("tokens_per_second"), 0),
+      column("mfu") === null ? "" : `MFU ${number(100 * column("mfu"), 1)} %`));
+    if (column("gpu_memory_gb")) made.push(card("GPU memory", `${number(column("gpu_memory_gb"), 1)} GB`,
+      column("gpu_utilization") === null ? "" : `utilization ${number(column("gpu_utilization"), 0)} %`));
+  }
+  made.push(...dayCards(neuron));
   const looked = newestOf(neuron, "export");
   if (looked) made.push(card("Evaluation", looked.ok ? Object.entries(looked.results).slice(0, 3).map(([name, value]) => `${name} ${number(value, 3)}`).join("; ") || "exported" : "failed",
     looked.ok ? `outer step ${looked.outer_step}, ${looked.folder}` : looked.reason, looked.ok ? "" : "bad"));
