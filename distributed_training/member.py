@@ -426,14 +426,6 @@ class Net(RankLoop):
 
     def _carry_out(self, command: Command) -> ev.Event | None:
         action, skipped = command.action, ev.CheckpointBegun(self.outer_step, lambda: False)
-        if action is Action.FOLLOW_RULES:  # those that change nothing but rates, or the validator
-            if self._controller is not None:
-                log.info(
-                    "Version %d of the network's file holds from here on: where it changes the "
-                    "learning rate, that of the script is yours to change",
-                    command.outer_step,
-                )
-            return None
         if action is Action.CHECKPOINT and self._may_be_bad():
             if (again := self._repeats("loss")) is not None:
                 log.warning(

@@ -4,8 +4,8 @@ The versions of a file form a chain: each is signed by the master, names the dig
 the one before and the outer step from which it holds. All peers that know the same chain have the
 same rules at the same outer step. The validator takes a new version from the folder ``versions``
 next to its file, into which ``dt-network sign`` writes it, and publishes it in the global bucket.
-Miners look for it there. A program continues with the new rules if only keys of :data:`LIVE` have
-changed; for others it starts again by itself at that outer step.
+Miners look for it there. No program changes its rules while it runs: at that outer step miners and
+validator end and start again by themselves. Only a script continues (:func:`for_script`).
 """
 
 from __future__ import annotations
@@ -34,22 +34,9 @@ from .schema import schema
 
 log = logging.getLogger(__name__)
 
-#: Keys that a running program can change. Of all others processes or buffers are made at the start.
-LIVE = frozenset(
-    {
-        "training.learning_rate",
-        "training.warmup_steps",
-        "training.total_steps",
-        "training.schedule",
-        "training.decay_from",
-        "training.decay_steps",
-        "training.gradient_clip",
-        "round.held_out_rise",
-        "stop.outer_steps",
-        "stop.tokens",
-        "stop.loss",
-    }
-)
+#: Keys of the exchange, by which a script continues: it uploads by them, the signed state names the
+#: close, and the rest is the validator's.
+_OF_EXCHANGE = ("round.", "stop.", "training.outer_")
 _MOST = 1000  # versions looked for at once
 
 
@@ -57,11 +44,6 @@ def changed_keys(before: Network, after: Network) -> list[str]:
     """Return the keys of settings whose values differ."""
     keys = before.values.keys() | after.values.keys()
     return sorted(key for key in keys if before.values.get(key) != after.values.get(key))
-
-
-def restart_keys(before: Network, after: Network) -> list[str]:
-    """Return the changed keys that no running program can apply."""
-    return [key for key in changed_keys(before, after) if key not in LIVE]
 
 
 def has_versions(config: Config) -> bool:
@@ -198,11 +180,26 @@ class Versions:
 
 
 def describe(before: Network, after: Network) -> str:
-    """Return the line that announces a version: what changes, when, and what restarts."""
-    line = (
+    """Return the line that announces a version: what changes, and when."""
+    changed = ", ".join(changed_keys(before, after)) or "-"
+    return (
         f"Version {after.head.version} of the network's file holds from outer step "
-        f"{after.head.from_outer_step}: it changes {', '.join(changed_keys(before, after)) or '-'}"
+        f"{after.head.from_outer_step}: it changes {changed}; "
+        "programs start again by themselves then, and a script says what takes its restart"
     )
-    if restart := restart_keys(before, after):
-        line += f"; {', '.join(restart)} takes a restart then, which this program does by itself"
+
+
+def for_script(before: Network, after: Network) -> str:
+    """Return the line for a script: what it follows, what is its own, and what takes a restart."""
+    changed = changed_keys(before, after)
+    followed = [key for key in changed if key.startswith(_OF_EXCHANGE)]
+    own = [key for key in changed if key.startswith("training.") and key not in followed]
+    restart = [key for key in changed if key not in (*followed, *own)]
+    line = f"Version {after.head.version} of the network's file holds from here on"
+    for keys, words in (
+        (followed, "this script follows it in {}"),
+        (own, "yours to change in the script: {}"),
+        (restart, "start the script again for {}"),
+    ):
+        line += "; " + words.format(", ".join(keys)) if keys else ""
     return line

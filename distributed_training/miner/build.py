@@ -27,13 +27,13 @@ from distributed_training.common.backoff import Repeats
 from distributed_training.common.memory import DISK_RESERVE, ModelShape, checkpoint_bytes
 from distributed_training.config import Config
 from distributed_training.config.types import choose_kind
-from distributed_training.config.versions import Versions, has_versions, under
+from distributed_training.config.versions import Versions, for_script, has_versions, under
 from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.data.own_text import require_one_sequence
 from distributed_training.data.pipeline import DataPipeline
 from distributed_training.exchange.opening import open_exchange, uploads_folder
 from distributed_training.exchange.store_rounds import StoreRounds
-from distributed_training.network import FILE
+from distributed_training.network import FILE, Network
 from distributed_training.node.buckets import open_as_member, open_own
 from distributed_training.node.identity import Member, commit
 from distributed_training.node.published import fetch_published
@@ -438,7 +438,6 @@ class RankZero:
             exchange=connections.rounds,
             uploads=uploads_folder(context.folder),
             versions=connections.versions,
-            global_outer_step=info.global_outer_step,
         )
         self._subscribe()
 
@@ -507,7 +506,7 @@ class RankZero:
             },
             joined=lambda: facts.joined,
         )
-        uploads = UploadWatch(
+        self.uploads = uploads = UploadWatch(
             weights=trainer,
             minimum=config.store.minimum_valid_inner_step,
             disk_problem=partial(describe_full_disk, folder, needed),
@@ -572,7 +571,8 @@ def build_exchange(
     """
     if connections is None:
         return None, RoundRank(training.trainer, context.ranks)
-    return RankZero(context, info, connections, training), RoundRank(
+    rank_zero = RankZero(context, info, connections, training)
+    round_rank = RoundRank(
         training.trainer,
         context.ranks,
         uploads=uploads_folder(context.folder),
@@ -590,3 +590,14 @@ def build_exchange(
         ),
         sign=connections.member.wallet.hotkey.sign,
     )
+
+    def adopt(before: Network, now: Network) -> None:
+        config = under(context.config, now)
+        choose_kind(CODECS, config.miner.codec, key="round.codec")
+        round_rank.adopt(config.miner.codec)
+        rank_zero.uploads.minimum = config.store.minimum_valid_inner_step
+        log.warning("%s", for_script(before, now))
+
+    if context.guest:
+        rank_zero.controller.adopt = adopt
+    return rank_zero, round_rank

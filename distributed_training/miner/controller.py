@@ -19,9 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from distributed_training.common.backoff import Throttle
-from distributed_training.config.versions import Versions, restart_keys
+from distributed_training.config.versions import Versions
 from distributed_training.exchange.base import Close, Exchange, upload_path
-from distributed_training.network import FILE, Network
+from distributed_training.network import Network
 from distributed_training.protocol.types import ExitStatus
 
 from . import events as ev
@@ -56,7 +56,6 @@ class Controller:
         exchange: Exchange,
         uploads: Path,
         versions: Versions | None = None,
-        global_outer_step: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state = state
@@ -66,9 +65,8 @@ class Controller:
         self._exchange = exchange
         self._uploads = uploads
         self._versions = versions
-        #: By which all ranks train.
-        self.in_force = None if versions is None else versions.in_force
-        self._global_outer_step = global_outer_step
+        #: Of a script, which continues: gets the version before, and the one that holds now.
+        self.adopt: Callable[[Network, Network], None] | None = None
         self._clock = clock
         self.idle_wait = IDLE_WAIT  # seconds
         self._tick_due = Throttle(rules.tick_seconds, clock=clock)
@@ -90,9 +88,7 @@ class Controller:
         self.drain()
         if self._tick_due():
             self._handle_event(ev.Tick(self._clock()))
-        if (network := self._other_rules()) is not None:
-            local = LocalPart(rules=network.files[FILE])
-            return Command(Action.FOLLOW_RULES, outer_step=network.head.version, local=local)
+        self._look_for_rules()
         may_train = self.state.mode is not Mode.STOPPING and (
             not self._pending or self._ends_step_first()
         )
@@ -135,30 +131,26 @@ class Controller:
         """
         return self._pending[0] is Action.OUTER_STEP and self._blocks.in_step
 
-    def _other_rules(self) -> Network | None:
-        """Return the version to follow from here on, where that is not the one in force.
+    def _look_for_rules(self) -> None:
+        """Order a stop where a newer version of the network's file holds at this outer step.
 
-        One that takes a restart ends the ranks; the launcher starts them again in its rules.
+        The launcher then starts the ranks again, in its rules. A script continues instead.
         """
-        if self._versions is None or self.in_force is None:
-            return None
-        if self._pending or self.state.mode is Mode.STOPPING:
-            return None
-        wanted = self._versions.at(self.state.outer_step)
-        if wanted.digest == self.in_force.digest:
-            return None
-        if keys := restart_keys(self.in_force, wanted):
-            # Behind the network none helps: the next start would take the rules of the network's
-            # outer step again, and end again.
-            if self.state.outer_step < self._global_outer_step:
-                return None
-            why = f"version {wanted.head.version} of the network's file takes a restart"
-            self._handle_event(
-                ev.StopRequested(f"{why} ({', '.join(keys)})", exit_status=ExitStatus.FAULT)
-            )
-            return None
-        self.in_force = wanted
-        return wanted
+        if self._versions is None or self._pending or self.state.mode is Mode.STOPPING:
+            return
+        before, wanted = self._versions.in_force, self._versions.at(self.state.outer_step)
+        # An older one holds where a checkpoint is behind the network, by whose step a start goes.
+        if wanted.head.version <= before.head.version:
+            return
+        if self.adopt is not None:
+            self._versions.in_force = wanted
+            self.adopt(before, wanted)
+            return
+        why = (
+            f"version {wanted.head.version} of the network's file holds from outer step "
+            f"{wanted.head.from_outer_step}, so the miner starts again with it"
+        )
+        self._handle_event(ev.StopRequested(why, exit_status=ExitStatus.AGAIN))
 
     def drain(self) -> None:
         """Handle every event that was posted until now."""
@@ -175,8 +167,6 @@ class Controller:
         return True
 
     def _handle_event(self, event: ev.Event) -> None:
-        if isinstance(event, ev.HeadSeen):
-            self._global_outer_step = event.outer_step
         for subscriber in self._subscribers:
             # Before the event itself is decided on: an upload belongs to the boundary of its step,
             # and the checkpoint of that boundary shares its copies.

@@ -38,7 +38,6 @@ class Action(enum.IntEnum):
     ROLL_BACK = 6  # to the last good checkpoint
     STOP = 7  # checkpoint and leave the loop
     FOLLOW_SCHEDULE = 8  # go to the network's place in the learning rate's schedule
-    FOLLOW_RULES = 9  # of another version of the network's file
     WRITE_PROGRESS = 10  # an upload for no close
 
 
@@ -66,7 +65,6 @@ class LocalPart(NamedTuple):
     close: Close | None = None  # WRITE_UPLOAD, WRITE_PROGRESS
     update: Update | None = None  # OUTER_STEP
     blocks: Sequence[int] = ()  # of uploads, CHECKPOINT, STOP: trained on since the last upload
-    rules: str = ""  # FOLLOW_RULES: text of the network's file
     kept: Mapping[str, Any] = {}  # CHECKPOINT, STOP: more for rank 0's checkpoint, JSON-able
 
 
@@ -75,7 +73,7 @@ class Command:
     """One boundary: the action with what it needs, the part about data, and rank 0's own part."""
 
     action: Action
-    outer_step: int = 0  # FOLLOW_SCHEDULE: of the place; FOLLOW_RULES: number of the version
+    outer_step: int = 0  # FOLLOW_SCHEDULE: of the place
     inner_steps: int = 0  # FOLLOW_SCHEDULE: of the network before that outer step
     exit_status: int = 0  # STOP: of the miner
     data: DataPart = field(default=DataPart())

@@ -105,6 +105,7 @@ _LEVELS = {
     ExitStatus.STOPPED: logging.INFO,
     ExitStatus.FINISHED: logging.INFO,
     ExitStatus.FAULT: logging.WARNING,
+    ExitStatus.AGAIN: logging.INFO,
 }
 
 #: Of ``launcher.json``: what ended a miner that no signal ended.
@@ -370,27 +371,33 @@ class _Supervisor:
 
     def run(self) -> ExitStatus:
         """Run until no start is to follow."""
-        backoff = Backoff(first=FIRST_WAIT, longest=LONGEST_WAIT)
+        backoff, again = Backoff(first=FIRST_WAIT, longest=LONGEST_WAIT), False
         try:
             while True:
-                began = time.monotonic()
+                began, again_before = time.monotonic(), again
                 ending = self._run_once()
                 self._outages.reason = ending.reason
-                if self._steady(began):
+                again = ending.status is ExitStatus.AGAIN
+                if steady := self._steady(began):
                     backoff.succeeded()
                 if self._signals.stop.is_set():
                     # One that came when no rank ran any more is a stop of the wait below.
                     late = not self._is(Phase.STOPPING) and ending.status is ExitStatus.FAULT
-                    return ExitStatus.STOPPED if ending.outside or late else ending.status
+                    stopped = ending.outside or late or again
+                    return ExitStatus.STOPPED if stopped else ending.status
                 if ending.outside:
                     if self._outages.wait(ending.reason):
                         return ExitStatus.STOPPED
                     continue
-                if ending.status is not ExitStatus.FAULT:
+                if again and (steady or not again_before):
+                    self._outages.file.start()
+                    continue  # with another version of the network's file
+                # Twice in a row soon: a start that cannot keep the version must not spin.
+                if ending.status is not ExitStatus.FAULT and not again:
                     return ending.status
                 if backoff.failures >= RESTARTS:
                     log.error("The ranks failed %d times in a row: giving up", 1 + RESTARTS)
-                    return ending.status
+                    return ExitStatus.FAULT
                 told = "; ".join(self._failures or self._group.endings)
                 self._outages.file.crashed(told or ending.reason)
                 self._outages.file.start()

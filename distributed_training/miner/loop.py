@@ -180,23 +180,11 @@ class RankLoop(ABC):
 
 
 class MinerLoop(RankLoop):
-    """Run boundaries until STOP, and train in them.
+    """Run boundaries until STOP, and train in them. For the arguments see :class:`RankLoop`."""
 
-    ``follow_rules``: gets the text of another version of the network's file. For the rest see
-    :class:`RankLoop`.
-    """
-
-    def __init__(
-        self,
-        *,
-        trainer: Trainer,
-        data: DataPipeline,
-        follow_rules: Callable[[str], None] = lambda text: None,
-        **given: Any,
-    ) -> None:
+    def __init__(self, *, trainer: Trainer, data: DataPipeline, **given: Any) -> None:
         super().__init__(weights=trainer, data=data, **given)
         self._trainer, self._text = trainer, data
-        self._follow_rules = follow_rules
 
     def run(self) -> int:
         """Run until STOP; return the exit status, the same on all ranks."""
@@ -208,14 +196,8 @@ class MinerLoop(RankLoop):
                 return command.exit_status
 
     def _carry_out(self, command: Command) -> ev.Event | None:
-        match command.action:
-            case Action.FOLLOW_RULES:
-                rules = {"text": command.local.rules} if self._controller else None
-                shared = self._ranks.share(f"rules-{command.outer_step}", rules)
-                self._follow_rules(shared["text"])
-                return None
-            case Action.ROLL_BACK:
-                return ev.RolledBack(*(self._checkpointer.roll_back() or (None,)))
+        if command.action is Action.ROLL_BACK:
+            return ev.RolledBack(*(self._checkpointer.roll_back() or (None,)))
         return super()._carry_out(command)
 
     def _save_last(self, local: LocalPart) -> None:

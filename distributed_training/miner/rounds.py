@@ -193,7 +193,7 @@ class UploadWatch:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._weights = weights
-        self._minimum = minimum
+        self.minimum = minimum
         self._disk_problem = disk_problem
         self._forget = forget
         self._joined = joined
@@ -214,9 +214,9 @@ class UploadWatch:
         """Follow an upload from its close to the moment at which it may be sent."""
         match event:
             case ev.CloseReached(close=close) if uploads_for(state, close):
-                if (steps := self._weights.inner_step) < self._minimum:
+                if (steps := self._weights.inner_step) < self.minimum:
                     level = logging.WARNING if self._joined() else logging.INFO
-                    log.log(level, "%s", lines.upload_blocked(steps, self._minimum))
+                    log.log(level, "%s", lines.upload_blocked(steps, self.minimum))
                 self._reached = event
                 return self._answer_close(state)
             case ev.UploadBegun(close=Close(serial=0)):
@@ -255,10 +255,10 @@ class UploadWatch:
         waits = self._sends or self._reached is not None or state.in_round
         if not self._every or self._since < self._every or waits:
             return []
-        if (steps := self._weights.inner_step) < self._minimum:
+        if (steps := self._weights.inner_step) < self.minimum:
             if self._logged != state.outer_step:
                 self._logged = state.outer_step
-                log.info("%s", lines.upload_blocked(steps, self._minimum))
+                log.info("%s", lines.upload_blocked(steps, self.minimum))
             return []
         self._since = 0
         wanted = ev.UploadWanted(Close(state.outer_step, 0, 0.0, 0.0))
@@ -273,10 +273,10 @@ class UploadWatch:
             self._reached = None
             missed = (
                 f"blocked: {lines.counted(steps, 'inner step')} when the close was over, and "
-                f"{self._minimum} are needed, so nothing was sent for it; the next upload holds it"
+                f"{self.minimum} are needed, so nothing was sent for it; the next upload holds it"
             )
-            return [ev.UploadSkipped(missed, "steps")] if steps < self._minimum else []
-        if steps < self._minimum:
+            return [ev.UploadSkipped(missed, "steps")] if steps < self.minimum else []
+        if steps < self.minimum:
             return []
         self._answered, self._reached = reached, None
         if (problem := self._disk_problem()) is not None:
@@ -335,6 +335,11 @@ class RoundRank:
         if command.action is Action.OUTER_STEP:
             return self._apply_update(command.local)
         return self._write_upload(command.local, progress)
+
+    def adopt(self, codec: str) -> None:
+        """Write uploads by ``codec`` from here on."""
+        if self._header is not None:
+            self._header = replace(self._header, codec=codec)
 
     def give_up(self) -> None:
         """End the writing of an upload under way: its copies are needed."""

@@ -232,17 +232,6 @@ def build_rank(context: RankContext, info: StartupInfo, connections: Connections
         report_stage(context.folder, 5, "joining the network")
     rank_zero, round_rank = build.build_exchange(context, info, connections, training)
 
-    def follow_rules(text: str) -> None:
-        assert context.config.network is not None
-        network = parse_version(text, context.config.network)
-        trainer.follow_rules(under(context.config, network).training)
-        if rank_zero is not None:
-            log.info(
-                "Outer step %d is trained by version %d of the network's file",
-                trainer.outer_step,
-                network.head.version,
-            )
-
     loop = MinerLoop(
         ranks=context.ranks,
         trainer=trainer,
@@ -251,7 +240,6 @@ def build_rank(context: RankContext, info: StartupInfo, connections: Connections
         round_rank=round_rank,
         controller=rank_zero.controller if rank_zero else None,
         alive=alive,
-        follow_rules=follow_rules,
     )
     if rank_zero is not None:
         report_device(

@@ -79,6 +79,10 @@ class OldRunFolder(ConfigError):
     """The run folder is of subnet 38's kind of network. Exit status 2."""
 
 
+class OtherRules(NetworkFailure):
+    """Another version of the network's file holds now: a start goes by it. Exit status 5."""
+
+
 class Deregistered(NotRegistered):
     """The hotkey lost its uid and was not registered again in time. Exit status 3."""
 
@@ -87,6 +91,8 @@ def exit_status_of(error: Exception) -> ExitStatus:
     """Return the exit status of a start that ``error`` ended after the settings were checked."""
     if isinstance(error, WrongNetwork | WrongData | OldRunFolder):
         return ExitStatus.BAD_CONFIGURATION
+    if isinstance(error, OtherRules):
+        return ExitStatus.AGAIN
     # The rest may pass. After 2 or 3 pm2 and systemd leave a miner down for good.
     lost = isinstance(error, Deregistered)
     return ExitStatus.DEREGISTERED if lost else ExitStatus.FAULT

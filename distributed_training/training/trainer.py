@@ -428,17 +428,6 @@ class Trainer(HeldWeights):
                 2 * end,
             )
 
-    def follow_rules(self, settings: TrainingSettings) -> None:
-        """Train with another schedule and another clip, from the next step on.
-
-        Args:
-            settings: The settings of the new version of the network's file.
-        """
-        slowed = self.schedule.state_dict()
-        self.settings, self.schedule = settings, Schedule.of(settings)
-        self.schedule.load_state_dict(slowed)
-        self._warned_of_the_end = False
-
     @property
     def wants_roll_back(self) -> bool:
         """True after :data:`NAN_LIMIT` skipped inner steps in a row: load the last checkpoint."""

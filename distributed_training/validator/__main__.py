@@ -8,6 +8,7 @@ Exit status: 0 stopped as asked, 1 a fault (a start may help), 2 the settings ar
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -24,9 +25,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         refuse_model(config, ranks=1)
     except ConfigError as error:  # reported before torch is imported, which takes seconds
         return exit_with(error, of_service=True)
+    from distributed_training.protocol.types import ExitStatus
     from distributed_training.validator.program import run_validator
 
-    return run_validator(config)
+    status = run_validator(config)
+    if status == ExitStatus.AGAIN and argv is None:
+        # In the place of this process: to its supervisor it has neither ended nor failed.
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    return status
 
 
 if __name__ == "__main__":

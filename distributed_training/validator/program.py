@@ -25,7 +25,7 @@ from torch import Tensor
 from distributed_training.chain.base import ChainError
 from distributed_training.common.files import write_json
 from distributed_training.config import Config, ConfigError
-from distributed_training.config.versions import Versions, has_versions, restart_keys, under
+from distributed_training.config.versions import Versions, has_versions, under
 from distributed_training.data.held_out import held_out_batches
 from distributed_training.data.page_source import PageUnavailable
 from distributed_training.network import LARGEST_FILE, VERSIONS, Network, save_copy
@@ -34,6 +34,7 @@ from distributed_training.node.identity import Member, commit, join_subnet
 from distributed_training.node.published import fetch_published, publish
 from distributed_training.node.start import (
     NetworkFailure,
+    OtherRules,
     Stopped,
     StopSignals,
     WrongNetwork,
@@ -196,22 +197,24 @@ def open_versions(config: Config, network: Network, folder: Path, store: ObjectS
             f"global bucket, so nothing was started: put the folder {VERSIONS} next to it"
         )
     versions.in_force = versions.at(outer_step)
+    if versions.in_force is not network:
+        number = versions.in_force.head.version
+        log.info("Outer step %d is trained by version %d of the network's file", outer_step, number)
     return versions
 
 
-def follow_rules(config: Config, parts: Parts) -> Callable[[int, str], Config | None]:
-    """Return what looks for versions, and gives the rules of an outer step if they are others.
+def follow_rules(config: Config, parts: Parts) -> Callable[[int, str], None]:
+    """Return what publishes new versions, and raises OtherRules at the outer step of one.
 
-    Its second argument says why the network is finished, and the bucket then keeps saying so. It
-    raises NetworkFailure for rules that need a restart.
+    Its second argument says why the network is finished, and the bucket then keeps saying so.
     """
     versions, problem = parts.versions, ""
     published, due = versions.newest if versions is not None else None, 0.0
 
-    def look(outer_step: int, finished: str) -> Config | None:
+    def look(outer_step: int, finished: str) -> None:
         nonlocal problem, published, due
         if versions is None or config.network is None:
-            return None
+            return
         found = versions.look_beside(config.network.place)
         if found != problem and found:
             log.warning("%s", found)
@@ -232,16 +235,11 @@ def follow_rules(config: Config, parts: Parts) -> Callable[[int, str], Config | 
                 if newest is not published:
                     log.warning("The new version of the network's file is not published: %s", error)
         wanted = versions.at(outer_step)
-        if wanted is versions.in_force:
-            return None
-        if keys := restart_keys(versions.in_force, wanted):
-            raise NetworkFailure(
-                f"version {wanted.head.version} of the network's file, which holds from outer step "
-                f"{wanted.head.from_outer_step}, takes a restart ({', '.join(keys)}): starting "
-                "again does it"
+        if wanted is not versions.in_force:
+            raise OtherRules(
+                f"version {wanted.head.version} of the network's file holds from outer step "
+                f"{wanted.head.from_outer_step}, so the validator starts again with it"
             )
-        versions.in_force = wanted
-        return under(config, wanted)
 
     return look
 
@@ -250,6 +248,8 @@ def run_validator(
     config: Config, *, connect: Callable[[Config, Path, ExitStack], Parts] = connect
 ) -> int:
     """Return the exit status: 0 stopped as asked, 1 a fault, after which pm2 starts it again.
+
+    5: to be started again at once.
 
     Call it in the main thread: it handles SIGINT, SIGTERM and SIGHUP.
     """
@@ -285,7 +285,7 @@ def run_validator(
         ChainError,
         OSError,
     ) as error:
-        log.error("%s", error)
+        log.log(logging.INFO if isinstance(error, OtherRules) else logging.ERROR, "%s", error)
         # The model is its own network's; of two validators the one started last continues.
         if isinstance(error, UnfitModelError | AnotherLeadsError):
             return ExitStatus.BAD_CONFIGURATION

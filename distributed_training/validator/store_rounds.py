@@ -140,9 +140,9 @@ class StoreValidator(CloseMerger):
     def tick(self) -> None:
         """Do what is due now: a round, or else weights on the chain.
 
-        Raises ChainError, Stopped, and AnotherLeadsError where another process leads.
+        Raises ChainError, Stopped, OtherRules, and AnotherLeadsError where another process leads.
         """
-        self._adopt_rules()
+        self._rules.follow(self.state.outer_step, self.finished)
         if self.finished != self._finish_shown:
             with suppress(StoreError):  # asked again at the next tick
                 show = partial(self._rules.show_finished, self.finished)
@@ -581,7 +581,7 @@ class StoreValidator(CloseMerger):
         )
         self._after_step(following)
         # First: a version that holds from here on may have put the end off.
-        self._adopt_rules()
+        self._rules.follow(self.state.outer_step, self.finished)
         self._look_for_end()
 
     def _remember_round(self, past: PastRound) -> None:
@@ -619,21 +619,6 @@ class StoreValidator(CloseMerger):
         named = self._steps.state
         reporter.closes_at = None if self.finished or named is None else named.closes_at
         reporter.report()
-
-    def _adopt_rules(self) -> None:
-        """Go by the rules that hold at this outer step. Raises NetworkFailure: by a restart."""
-        if (config := self._rules.follow(self.state.outer_step, self.finished)) is None:
-            return
-        self._rules = replace(self._rules, config=config)
-        assert config.network is not None
-        log.info(
-            "Outer step %d is trained by version %d of the network's file",
-            self.state.outer_step,
-            config.network.head.version,
-        )
-        if self.finished:
-            self.finished = ""
-            self._look_for_end()
 
     def _look_for_end(self) -> None:
         """Call no round any more, and say so, once a [stop] of the network's file is reached."""

@@ -82,14 +82,13 @@ class ValidatorRules:
     """The network's file that the validator goes by, and what is done by it.
 
     ``losses``: of a model with the given weights on each held-out domain, in nats per token.
-    ``follow``: gives the rules of an outer step if they are others, by why the network is finished;
-    raises NetworkFailure for rules that take a restart. ``show_finished``: tells all miners why;
-    raises StoreError.
+    ``follow``: gets the outer step, and why the network is finished; raises OtherRules where
+    another version holds. ``show_finished``: tells all miners why; raises StoreError.
     """
 
     config: Config
     losses: Callable[[Sequence[Tensor]], dict[str, float]]
-    follow: Callable[[int, str], Config | None]
+    follow: Callable[[int, str], None]
     show_finished: Callable[[str], None]
 
     @property

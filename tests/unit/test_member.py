@@ -23,13 +23,14 @@ from torch import nn
 import distributed_training
 from distributed_training import member
 from distributed_training.common.files import sha256_of
+from distributed_training.config.versions import Versions
 from distributed_training.data.tokenizer import BYTE_VOCABULARY
 from distributed_training.member import Net
 from distributed_training.miner import events as ev
 from distributed_training.miner import rounds
 from distributed_training.miner.controller import Controller
-from distributed_training.miner.events import Action, Command
 from distributed_training.miner.reporter import Reporter
+from distributed_training.network import signed
 from distributed_training.node.start import sole_user
 from distributed_training.protocol.update_file import UpdateFile
 from distributed_training.store.folder import FolderStore
@@ -39,6 +40,7 @@ from distributed_training.telemetry.verdict import Verdict, judge
 from distributed_training.training.outer_step import OuterStep
 from distributed_training.training.script_weights import ScriptWeights, Steps
 from tests.tools.member_world import MemberWorld, played, script_model, train_step
+from tests.tools.network import ALICE
 from tests.tools.store_leader import Leader
 from tests.tools.store_ranks import UID
 from tests.tools.training_world import tiny
@@ -457,15 +459,40 @@ def test_what_a_script_does_wrong_or_the_end_raises_is_a_line(
     net.step(tokens=wrong)
     assert "net.step() failed" in caplog.text and net.inner_step == 0
     caplog.clear()
-    rules = mock.Mock(return_value=Command(Action.FOLLOW_RULES, outer_step=2))
-    with mock.patch.object(net._controller, "next_command", rules):
-        rules.side_effect = [rules.return_value, Command(Action.IDLE)]
-        with warnings.catch_warnings(action="error"):
-            net.step(loss=torch.ones((), requires_grad=True))
+    with warnings.catch_warnings(action="error"):
+        net.step(loss=torch.ones((), requires_grad=True))
     assert net.inner_step == 1 and "failed" not in caplog.text
     net._stack.callback(mock.Mock(side_effect=OSError("away")))
     net.close()
     assert "net.close() failed" in caplog.text
+
+
+def test_a_script_continues_by_another_version_of_the_file(
+    script: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It uploads by the new codec, and one line says what takes a restart of it."""
+    network = member._config_of(script.world.network, {}).network
+    assert network is not None
+    text = Path(script.world.network).read_text()
+    for table, more in (("round", 'codec = "2-bit"'), ("stop", "outer_steps = 90")):
+        there = f"[{table}]\n"
+        text = text.replace(there, there + more + "\n") if there in text else text + there + more
+    text = text.replace("rows_per_page = ", "rows_per_page = 1")
+    head = {"version": 2, "previous": f"sha256:{network.digest}", "from_outer_step": 1}
+    versions = Versions(network, script.world.folder / "run")
+    versions.add(signed(text, ALICE, nearby=str, head=head))
+    script.net._controller._versions = versions
+
+    def codec(path: Path) -> str:
+        return UpdateFile.reopen(path, script.world.leader.schema).header.codec
+
+    assert codec(script.upload()) == "4-bit"
+    script.world.leader.take_outer_step(UID)
+    script.follow()
+    assert codec(script.upload()) == "2-bit"
+    (line,) = [m for m in caplog.messages if m.startswith("Version 2 of the network's file")]
+    assert "this script follows it in round.codec, stop.outer_steps" in line
+    assert line.endswith("start the script again for data.rows_per_page")
 
 
 def test_a_fork_of_a_script_leaves_its_membership(script: Script) -> None:

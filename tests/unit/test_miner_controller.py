@@ -184,33 +184,28 @@ def test_consequence_of_an_event_is_decided_before_other_events() -> None:
     assert actions == [Action.WRITE_UPLOAD, Action.CHECKPOINT, Action.OUTER_STEP]
 
 
-@pytest.mark.parametrize(("key", "live"), [("training.learning_rate", True), ("data.rows", False)])
-def test_another_version_is_followed_at_its_outer_step_or_by_a_restart(
-    key: str, live: bool
-) -> None:
-    def network(number: int) -> Any:
-        head = SimpleNamespace(version=number)
-        text = {"network.toml": f"text {number}"}
-        return SimpleNamespace(head=head, digest=str(number), values={key: number}, files=text)
+@pytest.mark.parametrize("script", [False, True])
+def test_a_newer_version_ends_a_miner_at_its_outer_step_and_no_script(script: bool) -> None:
+    def network(number: int, step: int) -> Any:
+        return SimpleNamespace(head=SimpleNamespace(version=number, from_outer_step=step))
 
-    first, second = network(1), network(2)
+    first, second = network(1, 0), network(2, 5)
     versions = SimpleNamespace(in_force=first, at=lambda step: second if step >= 5 else first)
-    rig = Rig(versions=versions)
-    assert rig.command().action is not Action.FOLLOW_RULES
+    rig, adopted = Rig(versions=versions), list[Any]()
+    if script:
+        rig.controller.adopt = lambda before, now: adopted.append((before, now))
+    assert rig.command().action is not Action.STOP
     rig.controller.state = replace(rig.controller.state, outer_step=5)
     command = rig.command()
-    if live:
-        assert (command.action, command.outer_step) == (Action.FOLLOW_RULES, 2)
-        assert command.local.rules == "text 2"
-        assert rig.command().action is not Action.FOLLOW_RULES
-        rig.controller.state = replace(rig.controller.state, outer_step=4)  # rolled back
-        assert rig.command().local.rules == "text 1"
+    if script:
+        assert command.action is not Action.STOP and rig.command().action is not Action.STOP
+        assert adopted == [(first, second)]
         return
-    assert (command.action, command.exit_status) == (Action.STOP, ExitStatus.FAULT)
+    assert (command.action, command.exit_status) == (Action.STOP, ExitStatus.AGAIN)
+    assert "version 2" in rig.controller.state.stop_reason
+    # A checkpoint from before that outer step: the next start would be in the same place.
     behind = Rig(versions=SimpleNamespace(in_force=second, at=versions.at))
-    behind.controller.post(ev.HeadSeen(5))
-    assert behind.command().action is not Action.STOP, "the next start would be in the same place"
-    assert "takes a restart (data.rows)" in rig.controller.state.stop_reason
+    assert behind.command().action is not Action.STOP
 
 
 def test_an_update_that_a_roll_back_has_overtaken_is_not_applied() -> None:

@@ -266,6 +266,34 @@ def test_ranks_that_fail_by_themselves_are_given_up_after_six_times(
     assert "failed 6 times in a row: giving up" in error.getMessage()
 
 
+def test_another_version_of_the_file_starts_the_ranks_again_at_once(
+    argv: list[str], ranks: Played, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    again = ExitStatus.AGAIN
+    ranks.left = [(30, again), (LONG, again), (0, STOPPED)]
+    assert launch(argv) == STOPPED and not ranks.left
+    assert "Stopped with status 5: as told" in caplog.text and "Starting the" not in caplog.text
+    launch_file = read_launcher(run_folder(argv))
+    assert launch_file is not None and launch_file.restarts == 0
+    # A start that can keep no version must not spin.
+    ranks.left = [(0, again)] * (3 + launcher.RESTARTS)
+    assert launch(argv) == FAULT and len(ranks.left) == 1
+    assert "giving up" in caplog.text
+
+
+def test_a_stop_while_the_ranks_end_for_another_version_is_a_stop(
+    argv: list[str], ranks: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sweep(supervisor: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert supervisor._signals.stop.wait(20)
+
+    monkeypatch.setattr(launcher._Supervisor, "_sweep", sweep)
+    ranks.left = [(0, ExitStatus.AGAIN), (0, FAULT)]
+    assert launch(argv) == STOPPED and ranks.left == [(0, FAULT)]
+
+
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_stop_between_ranks_that_failed_and_their_next_start_is_a_stop(
     waits: bool, argv: list[str], ranks: Played, monkeypatch: pytest.MonkeyPatch

@@ -465,9 +465,7 @@ def test_a_change_is_the_next_version_of_the_same_run_once_it_is_signed(
     assert main(["show", str(file)]) == 0
     second, out = read(folder).network, capsys.readouterr().out
     assert "version 2" in out and first.values["run_id"] in out
-    restarts = (
-        "from outer step 0: it changes training.outer_momentum; training.outer_momentum takes"
-    )
+    restarts = "from outer step 0: it changes training.outer_momentum; programs start again"
     assert restarts in out
     assert (second.head.previous, second.head.from_outer_step) == (f"sha256:{first.digest}", 0)
     assert second.rules_id != first.rules_id

@@ -18,6 +18,7 @@ from distributed_training.miner.events import MinerState, Mode, Rules
 from distributed_training.miner.network_watch import NetworkWatch
 from distributed_training.miner.rounds import decide
 from distributed_training.network import Shown
+from distributed_training.node.start import OtherRules, exit_status_of
 from distributed_training.protocol.types import FINAL, ExitStatus
 from distributed_training.store.errors import StoreError
 from distributed_training.telemetry import EventLog
@@ -92,23 +93,19 @@ def change_rules(world: StoreWorld, *, show: Callable[[str], None], **more: Any)
 
 
 def test_a_version_from_the_last_outer_step_on_delays_the_end(tmp_path: Path) -> None:
+    """The validator starts again with it, and has told nobody of an end."""
     world = founded(tmp_path, {"stop.outer_steps": 1})
-    later = replace(world.config.validator, stop_outer_steps=2)
-    rules = {step: replace(world.config, validator=later) for step in (1,)}
     shown: list[str] = []
-    follow = lambda step, finished: rules.pop(step, None)
+
+    def follow(step: int, finished: str) -> None:
+        if step == 1:
+            raise OtherRules("version 2 holds")
+
     change_rules(world, show=shown.append, follow=follow)
-    for step in (1, 2):
+    with pytest.raises(OtherRules):
         world.round()
-        assert world.validator.state.outer_step == step
-        assert bool(world.validator.finished) == (step == 2) == bool(world.events.of("finished"))
-    world.tick()
-    assert shown == [world.validator.finished]
-    # One that comes after the end, too: miners may continue then.
-    later = replace(later, stop_outer_steps=3)
-    rules[2] = replace(world.config, validator=later)
-    world.tick()
-    assert not world.validator.finished and shown[1:] == [""]
+    assert world.validator.state.outer_step == 1 and exit_status_of(OtherRules()) == 5
+    assert not world.validator.finished and not shown and not world.events.of("finished")
 
 
 def test_a_network_without_a_stop_is_never_finished(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from bittensor_core import Keypair
 
 from distributed_training.config import Config, ConfigError, load_config
-from distributed_training.config.versions import Versions, restart_keys, under
+from distributed_training.config.versions import Versions, for_script, under
 from distributed_training.miner.network_watch import GlobalBucket
 from distributed_training.miner.resume import first_outer_step
 from distributed_training.network import NetworkFileError, flatten, signed, tree_of
@@ -177,9 +177,15 @@ def test_a_version_replaces_only_the_rules_of_the_file(tmp_path: Path) -> None:
     assert config.training.learning_rate != 0.5
     assert Schedule.of(later.training).rate(100) == 0.5
     assert under(later, config.network) == config
-    assert restart_keys(config.network, versions.newest) == []
-    text = next_version(later, text, 4, ("rows_per_page = ", "rows_per_page = 1"))
-    assert restart_keys(versions.newest, versions.add(text)) == ["data.rows_per_page"]
+    before = versions.newest
+    steps = ("minimum_valid_inner_step = ", "minimum_valid_inner_step = 1")
+    text = next_version(later, text, 4, ("rows_per_page = ", "rows_per_page = 1"), steps)
+    line = for_script(before, versions.add(text))
+    assert "Version 3 of" in line and "follows it in round.minimum_valid_inner_step" in line
+    assert line.endswith("start the script again for data.rows_per_page") and "yours" not in line
+    assert "yours to change in the script: training.decay_from" in for_script(
+        config.network, before
+    )
 
 
 def test_published_files_are_read_where_they_lie_by_the_rules_of_every_version(
