@@ -35,8 +35,8 @@ class ChainUnavailable(ChainError):
 class Neuron:
     """One uid of the subnet, as last read.
 
-    ``stake`` is in units of the subnet's token (not rao); incentive, trust, consensus are 0..1;
-    ``emission`` is per tempo, in the subnet's token; ``last_update`` is a block number.
+    ``stake`` is in units of the subnet's token (not rao); ``incentive``, the share of what the
+    chain pays, is 0..1; ``last_update`` is a block number.
     """
 
     uid: int
@@ -46,9 +46,6 @@ class Neuron:
     stake: float = 0.0
     validator_permit: bool = False
     incentive: float = 0.0
-    trust: float = 0.0
-    consensus: float = 0.0
-    emission: float = 0.0
     last_update: int = 0
     peer: str = ""  # its DHT peer's id, reached at ip and port; empty: it has none, or the chain
 

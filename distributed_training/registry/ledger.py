@@ -226,7 +226,6 @@ class Ledger:
                 stake=stake,
                 validator_permit=bool(permit),
                 incentive=incentive,
-                consensus=incentive,
                 last_update=updated,
                 peer=peers.get(hotkey, ""),
             )

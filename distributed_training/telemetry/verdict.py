@@ -241,8 +241,12 @@ class _Seen:
         self.store_away = (looked or 0.0) - silent if known and silent is not None else 0.0
         self.both = min(self.chain_away, self.store_away)
         self.silence = _Seconds(self.quiet + self.both)
+        self.gate = counted(facts.gate, "close")
+        self.trains = facts.mode == "training"
+        self.has_trained = self.trains and facts.step is not None
         self.late = self._since(facts.started) > _LATE_ROUNDS * self.period
         self.last = self._last_named()
+        self.passed = MERGED if self.last.fate == MERGED else "accepted"
 
     def _value(self, fact: Fact[_T] | None, life: float) -> _T | None:
         """Return a fact's value, or None if it is older than its life, or of the future."""
@@ -309,10 +313,6 @@ class _Seen:
         return f"{free:.1f} GB are free; upload, checkpoint and reserve take {needed:.1f} GB"
 
     @property
-    def has_trained(self) -> bool:
-        return self.facts.mode == "training" and self.facts.step is not None
-
-    @property
     def still(self) -> _Seconds:
         """Return how long there was no inner step, since training began or continued."""
         step = None if self.facts.step is None else self.facts.step.at
@@ -322,11 +322,8 @@ class _Seen:
     @property
     def step_limit(self) -> float:
         # Rounds and loads hold the loop: what comes after them has its own time.
-        return _FIRST_STEP if self.facts.step is None else max(120.0, 5 * self.step_seconds)
-
-    @property
-    def step_seconds(self) -> float:
-        return self.facts.step_seconds or 0.0
+        usual = self.facts.step_seconds or 0.0
+        return _FIRST_STEP if self.facts.step is None else max(120.0, 5 * usual)
 
     # --- its link
 
@@ -361,10 +358,6 @@ class _Seen:
         cause, remedy = split(other or "")
         return (cause, remedy or "ask the founder which one holds") if other else None
 
-    @property
-    def gate(self) -> str:
-        return counted(self.facts.gate, "close")
-
     # --- its uploads
 
     @property
@@ -379,10 +372,6 @@ class _Seen:
     @property
     def of(self) -> str:
         return f"outer step {self.last.outer_step}{_because(self.last.cause)}"
-
-    @property
-    def passed(self) -> str:
-        return MERGED if self.last.fate == MERGED else "accepted"
 
     @property
     def remedy(self) -> str:
@@ -459,7 +448,7 @@ TABLE: tuple[Row, ...] = (
         "the miner has written nothing for {s.quiet}, as while it compiles or loads weights"),
     _bad(V.STUCK, lambda s: s.quiet > LOOK_LIFE, "the miner has written nothing for {s.quiet}",
          "the end of its log tells why", alert="stuck"),
-    _bad(V.STUCK, lambda s: s.facts.mode == "training" and s.still > s.step_limit,
+    _bad(V.STUCK, lambda s: s.trains and s.still > s.step_limit,
          "no inner step for {s.still}", "the end of its log tells why", alert="stuck"),
     # --- its link
     _bad(V.NO_CONNECTION, lambda s: s.both > OFFLINE_AFTER and s.their_fault,
