@@ -26,7 +26,7 @@ from bittensor_core import verify
 from distributed_training.chain.identity import load_wallet
 from distributed_training.config import OPERATORS_FILE, Config, ConfigError, load_config
 from distributed_training.config.versions import Versions, under
-from distributed_training.founder import Plan, own_store
+from distributed_training.founder import Plan
 from distributed_training.node.buckets import open_own
 from distributed_training.node.start import sole_user
 from distributed_training.protocol import keys
@@ -188,7 +188,6 @@ def _leading(config: Config, folder: Path) -> Iterator[tuple[OuterSteps, Chain, 
         stack.enter_context(
             sole_user(config.run_folder, "validator.lock", "validator", instead=instead)
         )
-        stack.enter_context(own_store(folder))
         store = open_own(config.store, config.store.global_model_name)
         stack.enter_context(closing(store))
         keep = config.validator.keep_uploads

@@ -1,11 +1,11 @@
 """Start the programs that a network needs on its founder's machine, and keep them running.
 
-    dt-network run FOLDER           registry, the object store that comes with it, validator
+    dt-network run FOLDER           registry and validator
     dt-network run FOLDER --print   the commands that it starts, for a machine of their own each
 
 What each is started with follows from the network's file in FOLDER. ``run.toml`` next to it adds
 flags, by program. The children's lines are printed after the program's name. One that ends is
-started again. A store or registry that ends with a status that no start helps (2, 3) ends all. The
+started again. A registry that ends with a status that no start helps (2, 3) ends all. The
 validator never does: without it members train on, and it is tried again after growing pauses.
 """
 
@@ -21,13 +21,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from distributed_training.common.backoff import Backoff
 from distributed_training.common.files import atomic_file, parse_toml
@@ -47,7 +47,6 @@ from distributed_training.network import (
     tree_of,
 )
 from distributed_training.protocol.types import FINAL, ExitStatus
-from distributed_training.store import server
 
 if TYPE_CHECKING:
     from distributed_training.node.start import StopSignals
@@ -55,28 +54,22 @@ if TYPE_CHECKING:
 MASTER = "master"  # name of the wallet
 RUN_FILE = "run.toml"
 INVITATION = "invitation.txt"  # to the rules as they are
-REGISTRY_PORT, STORE_PORT = 8100, 9000  # behind a proxy, or where no other is named
+REGISTRY_PORT = 8100  # behind a proxy, or where no other is named
 MARK = "DT_FOUNDED"  # environment variable; its value is the folder
-_STORE, _REGISTRY, _VALIDATOR = "store", "registry", "validator"
-OWN_STORE = "the store of --store embedded"
+STORE = "store"  # name of the folder that the registry serves where --store is embedded
+_REGISTRY, _VALIDATOR = "registry", "validator"
 _PROGRAMS = {
-    _STORE: ("python -m distributed_training.store.server", "distributed_training.store.server"),
     _REGISTRY: ("dt-registry serve", "distributed_training.registry serve"),
     _VALIDATOR: ("dt-validator", "distributed_training.validator"),
 }
 _EFFECT = {
-    _STORE: "uploads wait until then",
     _REGISTRY: "nobody can join until then; miners continue with the state they know",
     _VALIDATOR: "no outer step is taken until then",
 }
-_READY = timedelta(minutes=3)  # of store and registry, on a busy machine
+_READY = timedelta(minutes=3)  # of the registry, on a busy machine
 _SERVICES_STOP = timedelta(seconds=20)
 _VALIDATOR_STOPS = timedelta(seconds=540)  # what it publishes; pm2 and others wait 600 s for all
 _FIRST_PAUSE, _LONGEST_PAUSE = timedelta(minutes=1), timedelta(hours=1)  # after a final status
-_TRIAL = (
-    "this store is made for a laboratory or a trial: one copy of each object, one process; keep "
-    "backups of what you need (docs/found-a-network.md)"
-)
 
 
 @dataclass(frozen=True)
@@ -102,30 +95,28 @@ class Plan:
         more = read_more(folder / RUN_FILE)
         given = ["--network", str(file)]
         config = load_config("validator", given, environ={}, dotenv=None, check=False)
-        words, keys = {}, {}
-        if (folder / _STORE / server.CREDENTIALS).exists():
-            place = _place(config.store.endpoint_url or "", STORE_PORT)
-            words[_STORE] = ["--folder", str(folder / _STORE), *_listening(place)]
-            found = server.store_keys(folder / _STORE)
-            keys = {name: key for name, key in found.items() if "ACCESS_KEY" in name}
+        words: dict[str, list[str]] = {}
+        store = _own_store(folder, config)
         if (url := config.chain.registry_url) is not None:
             words[_REGISTRY] = [*given, "--folder", str(folder / _REGISTRY)]
             # Without a proxy of the founder's in front, its members ask it itself.
-            place = _place(url if config.chain.private else "", REGISTRY_PORT)
+            place = _place(url if config.chain.private else "")
             if urlsplit(url).scheme == "https":
                 place = "127.0.0.1", REGISTRY_PORT
                 words[_REGISTRY] += ["--proxy", "127.0.0.1"]
             words[_REGISTRY] += _listening(place)
             if (host := urlsplit(url).hostname) and host != place[0]:
                 words[_REGISTRY] += ["--host-name", host]
-            if _STORE in words:
-                words[_REGISTRY] += ["--store", str(folder / _STORE)]
+            if store is not None:
+                words[_REGISTRY] += ["--store", str(store)]
         words[_VALIDATOR] = [
             *given,
             *("--neuron.run_folder", str(folder / _VALIDATOR)),
             *("--wallet.path", str(folder / "wallets"), "--wallet.name", MASTER),
             *("--neuron.name", _VALIDATOR),
         ]
+        if store is not None:
+            words[_VALIDATOR] += ["--r2.endpoint_url", f"folder://{quote(str(store.absolute()))}"]
         for program, flags in more.items():
             if program not in words:
                 raise ConfigError(
@@ -144,8 +135,8 @@ class Plan:
                 f"{folder / RUN_FILE} has a port that is no number, so nothing was started: correct"
                 " it"
             ) from None
-        signs = frozenset(() if config.has_bucket else config.key_variables)
-        return cls(folder, file, words, places, {**environ, **keys}, signs)
+        signs = frozenset(() if config.has_bucket or store else config.key_variables)
+        return cls(folder, file, words, places, environ, signs)
 
     def line(self, program: str) -> str:
         """Return the command of a program, as a shell takes it."""
@@ -186,11 +177,25 @@ def read_more(path: Path) -> dict[str, list[str]]:
     return found
 
 
-def _place(url: str, port: int) -> tuple[str, int]:
+def _own_store(folder: Path, config: Config) -> Path | None:
+    """Return the folder that the registry serves; None: the network's store is another.
+
+    Raises ConfigError for one of the edition before, or where it is not there.
+    """
+    from distributed_training.registry.__main__ import refuse_old_store
+
+    store, endpoint = folder / STORE, config.store.endpoint_url
+    own = endpoint is not None and endpoint == config.chain.registry_url
+    if own or store.exists():
+        refuse_old_store(store)
+    return store if own else None
+
+
+def _place(url: str) -> tuple[str, int]:
     """Return address and port at which to listen for ``url``; behind a proxy loopback's."""
     parts = urlsplit(url)
     if parts.scheme != "http":
-        return "127.0.0.1", port
+        return "127.0.0.1", REGISTRY_PORT
     host = parts.hostname or ""
     with suppress(ValueError):
         return str(ipaddress.ip_address(host)), parts.port or 80
@@ -222,8 +227,7 @@ def check(plan: Plan) -> Config:
     from distributed_training.health.machine import refuse_model, refuse_unknown_kinds
     from distributed_training.registry.__main__ import parser
 
-    store = {"local": OWN_STORE} if _STORE in plan.words else {}
-    require(validator="a validator", **store)
+    require(validator="a validator")
     if _REGISTRY in plan.words:
         parser().parse_args(["serve", *plan.words[_REGISTRY]])  # ends with status 2 and its line
     config = load_config("validator", plan.words[_VALIDATOR], environ=plan.environ)
@@ -235,8 +239,6 @@ def check(plan: Plan) -> Config:
             f"the wallet in {plan.folder / 'wallets'} is {hotkey} and {plan.file} names the master "
             f"{master}, so nothing was started: put that wallet there"
         )
-    if _STORE in plan.words:
-        refuse_place(plan.folder / _STORE)
     places = dict(plan.places)
     if config.averages:
         places["swarm"] = config.swarm.dht_listen_ip, config.swarm.dht_port
@@ -247,24 +249,11 @@ def check(plan: Plan) -> Config:
             # An address may come late after a boot: pm2 and systemd are to try again.
             late = error.errno == errno.EADDRNOTAVAIL
             place = f"give the {program} another in {plan.folder / RUN_FILE}"
-            if program == _STORE:  # members find it by the network's file
-                place = f"change store.endpoint in {plan.file} and run dt-network sign {plan.file}"
             raise (ConfigAway if late else ConfigError)(
                 f"the {program} cannot listen on {_bracketed(host)}:{port} ({error.strerror}), so "
                 f"nothing was started: stop what uses the port, or {place}"
             ) from None
     return config
-
-
-def refuse_place(folder: Path) -> None:
-    """Raise ConfigError unless a store can run here and keep its objects in ``folder``."""
-    try:
-        os.setxattr(folder, "user.dt", b"1")
-    except (OSError, AttributeError) as error:
-        raise ConfigError(
-            f"the disk of {folder} keeps no extended attributes ({error}), which the object store "
-            "needs, so nothing was started: take a folder on another disk (ext4 or xfs of Linux)"
-        ) from None
 
 
 # --- the run --------------------------------------------------------------------------------------
@@ -320,7 +309,7 @@ class _Running:
         """Wait for the stop; return the exit status.
 
         The validator may end for good, by another that leads or by a setting, and is started again
-        after a pause. Registry and store stay, since members need them.
+        after a pause. The registry stays, since members need it.
         """
         pauses, again = Backoff(first=_FIRST_PAUSE, longest=_LONGEST_PAUSE), 0.0
         while not self.signals.stop.wait(0.2):
@@ -382,34 +371,9 @@ def run(folder: Path, *, take_over: bool = False) -> int:
         for name in plan.words:
             if not running.start(name):
                 return _why_not(running, name)
-            if name == _STORE:
-                say(_TRIAL, _STORE)
-                _make_global_bucket(config)
             if name == _REGISTRY and config.network is not None:
                 _invite(plan, config.network)
         return running.follow()
-
-
-@contextmanager
-def own_store(folder: Path) -> Iterator[None]:
-    """Run the store that comes with the network of ``folder`` meanwhile, unless it runs.
-
-    A network with another store needs nothing. Raises ConfigError.
-    """
-    from distributed_training.node.start import StopSignals
-
-    plan = Plan.of(folder)
-    with ExitStack() as stack:
-        if _STORE in plan.words:
-            # Signals that nobody handles: whoever asks for a stop ends the command at once.
-            running = stack.enter_context(_sole_runner(plan, StopSignals()))
-            # One that was started by hand answers already.
-            if _is_free(*plan.places[_STORE]) and not running.start(_STORE):
-                raise ConfigError(
-                    "the network's store did not start, for the reason above, so nothing was "
-                    "changed: see that dt-network run starts it"
-                )
-        yield
 
 
 @contextmanager
@@ -427,14 +391,6 @@ def _sole_runner(plan: Plan, signals: StopSignals) -> Iterator[_Running]:
             running.end()
 
 
-def _is_free(host: str, port: int) -> bool:
-    try:
-        listen(host, port).close()
-    except OSError:
-        return False
-    return True
-
-
 def _why_not(running: _Running, name: str) -> int:
     if running.signals.stop.is_set():
         return ExitStatus.STOPPED
@@ -442,14 +398,6 @@ def _why_not(running: _Running, name: str) -> int:
         return status
     say(f"the {name} did not answer within {_READY.total_seconds():.0f} s, so all is ended")
     return ExitStatus.FAULT
-
-
-def _make_global_bucket(config: Config) -> None:
-    from distributed_training.store.s3 import S3ObjectStore
-
-    name = config.store.global_model_name
-    with closing(S3ObjectStore.from_settings(config.store, bucket=name, write=True)) as bucket:
-        bucket.create_bucket()
 
 
 def _invite(plan: Plan, network: Network) -> None:

@@ -25,7 +25,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import SecretStr
 
@@ -122,20 +121,19 @@ def join(options: argparse.Namespace, words: Sequence[str]) -> int:
         variables = {name: os.environ.get(name, "") for name in config.key_variables}
         secret = {INVITATION: token} if token else {}
         dotenv_with(variables | secret)  # it may refuse one
-        uid, keys, admitted = _register(config, undo)
+        uid, admitted = _register(config, undo)
         undo.pop_all()
     if admitted:  # any other secret nobody has checked
         variables |= secret
     elif secret:
         print("this hotkey was a member already, so the invitation was neither used nor kept")
-    config = _with_keys(config, keys)
     assert config.network is not None  # it was named
     config.run_folder.mkdir(parents=True, exist_ok=True)
     save_copy(config.network, config.run_folder)
     if not OPERATORS_FILE.exists():
         write_bytes(OPERATORS_FILE, toml_of(given, ports=config.takes_ports).encode())
     with atomic_file(DOTENV, private=True) as file:
-        file.write(dotenv_with(variables | keys).encode())
+        file.write(dotenv_with(variables).encode())
     here = Path.cwd()
     secrets = "keys" if config.has_bucket else "invitation"
     print(f"{config.network.line}\nsettings {here / OPERATORS_FILE}, {secrets} {here / DOTENV}")
@@ -217,12 +215,11 @@ def _settings(place: str, given: dict[str, str]) -> tuple[Config, Mapping[str, s
     return config, given
 
 
-def _register(config: Config, undo: ExitStack) -> tuple[int | None, dict[str, str], bool]:
+def _register(config: Config, undo: ExitStack) -> tuple[int | None, bool]:
     """Make the hotkey if it is not there, and register it.
 
-    Returns its uid, None where no registry gives one, the variables of the store's keys that the
-    registry hands out, and whether the registry has admitted it just now. Raises ConfigError,
-    ChainError, _Unfinished. ``undo`` removes a hotkey that was made.
+    Returns its uid, None where no registry gives one, and whether the registry has admitted it just
+    now. Raises ConfigError, ChainError, _Unfinished. ``undo`` removes a hotkey that was made.
     """
     from distributed_training.chain.identity import create_wallet, hotkey_file, load_wallet
 
@@ -247,7 +244,7 @@ def _register(config: Config, undo: ExitStack) -> tuple[int | None, dict[str, st
     if settings.kind != "registry":
         _refuse(check_keys(config))
         print(f"{hotkey.ss58} gets its uid by: {how_to_register(settings)}")
-        return None, {}, False
+        return None, False
     from distributed_training.chain.registry import RefusedWrite, answering
 
     with answering(
@@ -271,18 +268,9 @@ def _register(config: Config, undo: ExitStack) -> tuple[int | None, dict[str, st
                 f"the hotkey {path} is there already and {who}, {_NOTHING}: give --wallet.name "
                 f"{other}, or name this one if you mean it"
             )
-        # Where URLs of the registry take their place, none are asked for.
-        handed = bool(config.key_variables) and config.any_key and chain.hands_out_keys()
-        if not handed:
-            _refuse(check_keys(config))
+        _refuse(check_keys(config))
         admitted = uid is None
         if uid is None:
-            for variable in config.key_variables if handed else ():
-                if getattr(config.store, variable.removeprefix("R2_").lower()):
-                    raise ConfigError(
-                        f"{variable} is set and this network's registry gives its members keys, "
-                        f"{_NOTHING}: take the keys out of .env, or give --folder"
-                    )
             # From here on the hotkey may have the uid, whatever answer comes or does not: without
             # it both are lost, and the invitation with them.
             made = undo.pop_all()
@@ -293,33 +281,13 @@ def _register(config: Config, undo: ExitStack) -> tuple[int | None, dict[str, st
                 raise
             except ChainError as error:
                 raise _Unfinished(f"{error}, so the hotkey {path} may have a uid") from None
-        try:
-            keys = (chain.store_keys() if handed else None) or {}
-        except ChainError as error:
-            raise _Unfinished(f"{error}, so uid {uid} has no keys yet") from None
     print(f"hotkey {hotkey.ss58} with uid {uid}, {path}{': keep a copy of it' if is_new else ''}")
-    return uid, keys, admitted
+    return uid, admitted
 
 
 def _refuse(lines: Iterable[str]) -> None:
     for line in lines:
         raise ConfigError(line)
-
-
-def _with_keys(config: Config, keys: Mapping[str, str]) -> Config:
-    """Return the configuration with the store's keys. Raises ConfigError where others are given."""
-    fields: dict[str, Any] = {}
-    for variable, value in keys.items():
-        field = variable.removeprefix("R2_").lower()
-        held = getattr(config.store, field)
-        text = held.get_secret_value() if isinstance(held, SecretStr) else held
-        if text not in (None, "", value):
-            raise ConfigError(
-                f"{variable} is not the one that this network's registry gave, {_NOTHING}: take "
-                "it out of .env, or give --folder"
-            )
-        fields[field] = SecretStr(value)
-    return replace(config, store=replace(config.store, **fields))
 
 
 def _make_bucket(config: Config, bucket: str) -> None:

@@ -60,10 +60,8 @@ from distributed_training.config.versions import describe, parse_version
 from distributed_training.founder import (
     INVITATION,
     MASTER,
-    OWN_STORE,
     RUN_FILE,
-    STORE_PORT,
-    refuse_place,
+    STORE,
 )
 from distributed_training.founding import (
     check_model,
@@ -109,7 +107,6 @@ from distributed_training.protocol.metadata import LONGEST_KEY, parse_config
 from distributed_training.protocol.types import UPDATE_CODEC, ExitStatus
 from distributed_training.registry.__main__ import FIXED
 from distributed_training.store.errors import StoreError
-from distributed_training.store.server import store_keys
 
 _CARRIED = ("data", "training", "round", "limits", "stop")
 _SAMPLE = "sample/100BT"  # of the usual dataset, which has its texts several times
@@ -157,8 +154,8 @@ def _add_exchange(init: argparse.ArgumentParser) -> None:
     add(
         "--host",
         type=text,
-        help="address of this machine, where peers over hivemind find the validator, or members "
-        "the embedded store [the registry's; hivemind needs it]",
+        help="address of this machine, where peers over hivemind find the validator [the "
+        "registry's; hivemind needs it]",
     )
     add(
         "--dht-port",
@@ -232,8 +229,8 @@ def _add_store(init: argparse.ArgumentParser) -> None:
         "--store",
         type=lambda word: word if word == _EMBEDDED else argument(EndpointUrl)(word),
         metavar="URL|embedded",
-        help="S3 endpoint of the network's store; 'embedded' is one that dt-network run starts, "
-        "for a laboratory or a trial [hivemind: R2, an account for each member]",
+        help="S3 endpoint of the network's store; 'embedded' is a folder on this machine, which "
+        "the registry serves [hivemind: R2, an account for each member]",
     )
     add(
         "--miners",
@@ -430,7 +427,7 @@ def _init(options: argparse.Namespace) -> None:
     options.exchange = options.exchange or _EXCHANGE
     _refuse_options(options)
     wanted = {"hivemind": "a network over hivemind"} if options.exchange == "hivemind" else {}
-    require(**wanted | ({"local": OWN_STORE} if options.store == _EMBEDDED else {}))
+    require(**wanted)
     rules = _rules(options)
     # Before the folder is made: the source of the data may be away.
     if rules["data"].get("own") is not True:  # else nobody reads them
@@ -480,9 +477,7 @@ def _init(options: argparse.Namespace) -> None:
         _write(folder / FILE, signed(text, master.hotkey, nearby=_no_file_nearby))
         write_bytes(folder / RUN_FILE, _run_file(options).encode())
         if options.store == _EMBEDDED:
-            (folder / "store").mkdir()
-            refuse_place(folder / "store")
-            store_keys(folder / "store")
+            (folder / STORE / rules["store"]["global_bucket"]).mkdir(parents=True)
         stack.pop_all()
     _show(argparse.Namespace(place=str(folder / FILE)), rules=False)
     print(_describe_training(folder / FILE, options.miners))
@@ -586,7 +581,8 @@ def _refuse_options(options: argparse.Namespace) -> None:
 
 
 def _own_buckets(options: argparse.Namespace) -> bool:
-    default = "own" if options.exchange == "hivemind" else "registry"
+    embedded = options.store == _EMBEDDED
+    default = "own" if options.exchange == "hivemind" and not embedded else "registry"
     return bool(dict(options.more).get("store.access", default) == "own")
 
 
@@ -667,9 +663,7 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
     rules["data"]["source"] = options.data_source or "hub"
     rules["store"] = {"global_bucket": options.bucket or options.name}
     if options.store == _EMBEDDED:
-        host = _host_of(options)
-        host = f"[{host}]" if ":" in host else host
-        rules["store"]["endpoint"] = f"http://{host}:{STORE_PORT}"
+        rules["store"] |= {"endpoint": options.registry, "access": "registry"}
     elif options.store:
         rules["store"]["endpoint"] = options.store
     rules["training"]["weight_decay_on"] = "matrices"
@@ -690,22 +684,13 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
     if options.store == _EMBEDDED:
         if options.registry is None:
             raise ConfigError(
-                "--store embedded with --netuid, so nobody would hand out its keys and no network "
-                "was created: give --registry, or --store the URL of another"
+                "--store embedded with --netuid, so nobody would serve it and no network was "
+                "created: give --registry, or --store the URL of another"
             )
-        if _own_buckets(options) and "/" in str(rules["store"]["global_bucket"]):
+        if _own_buckets(options):
             raise ConfigError(
-                "--store embedded with members in prefixes of one bucket, whose keys are of a "
-                "bucket each, so no network was created: give --bucket a name without '/'"
-            )
-        # Its keys are not sent, and what is stored travels as it is.
-        plain = not str(rules["store"]["endpoint"]).startswith("https://")
-        if plain and rules.get("private") is not True:
-            raise ConfigError(
-                f"--store embedded speaks plain HTTP and {_host_of(options)} is a public "
-                "address, so no network was created: give --host the address in a private network, "
-                "or, with a TLS server in front of port "
-                f"{STORE_PORT}, --set store.endpoint=https://..."
+                "--store embedded with store.access=own, and the registry serves one bucket, so no "
+                "network was created: leave store.access out, or give --store the URL of another"
             )
     data = rules["data"]
     as_built_in = data["source"] == "hub" and data["dataset"] == USUAL["data.dataset"]

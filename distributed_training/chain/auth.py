@@ -35,13 +35,8 @@ class Refusal(enum.Enum):
     """The reasons to refuse a request: name of the counter, HTTP status, text for the caller."""
 
     TOO_LARGE = ("too_large", 413, "request too large")
-    HEADERS = ("headers_too_large", 431, "headers too large")
-    LENGTH = ("no_length", 411, "send Content-Length, not Transfer-Encoding")
-    TIMEOUT = ("timeout", 408, "request not received in time")
-    SILENT = ("silent", 408, "nothing was sent")
     MALFORMED = ("malformed", 400, "malformed request")
     ROUTE = ("unknown_route", 404, "there is nothing here")
-    METHOD = ("method", 405, "only POST is answered")
     UNSIGNED = ("unsigned", 401, "signature headers are missing or of a scheme not accepted here")
     RATE = ("rate", 429, "too many requests")
     STALE = ("stale", 401, "nonce is too old")

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import httpx
 from pydantic import (
@@ -33,7 +33,6 @@ from pydantic import (
 from distributed_training.common import http
 from distributed_training.common.addresses import keeps_secrets
 from distributed_training.common.backoff import Backoff
-from distributed_training.common.files import json_line
 from distributed_training.common.transports import AsyncTransport
 from distributed_training.config.types import ConfigError
 from distributed_training.network import NetworkFileError, certificates
@@ -104,13 +103,6 @@ class State:
 
 
 _STATE = TypeAdapter(State)
-#: The form of a value that may become a line of ``.env``.
-_Key = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[!-&(-~]+$")]
-_KeyName = Literal[
-    "R2_READ_ACCESS_KEY_ID", "R2_READ_SECRET_ACCESS_KEY",
-    "R2_WRITE_ACCESS_KEY_ID", "R2_WRITE_SECRET_ACCESS_KEY",
-]  # fmt: skip
-_STORE_KEYS: TypeAdapter[Any] = TypeAdapter(dict[_KeyName, _Key] | None)
 _NO_SUCH_PATH, _TOO_MANY = 404, 429
 
 
@@ -127,10 +119,6 @@ class RefusedWrite(ChainError):
 
     After any other failure the registry may have done it.
     """
-
-
-class _NoSuchPath(RefusedWrite):
-    """The registry is of a version without this write."""
 
 
 class Busy(RefusedWrite):
@@ -224,24 +212,6 @@ class RegistryChain(Chain):
             return None
         log.info("The registry gave this hotkey uid %d", uid)
         return uid
-
-    def hands_out_keys(self) -> bool:
-        """Return whether members get keys of the registry's own store. Raises ChainError."""
-        return (json_line(self.file("health").encode()) or {}).get("store_keys") is True
-
-    def store_keys(self) -> dict[str, str] | None:
-        """Ask for our keys of the registry's object store; None where it has none.
-
-        By the names of their variables. Raises ChainError.
-        """
-        self._refuse_plain("store_keys")
-        try:
-            keys: dict[str, str] | None = _STORE_KEYS.validate_python(self._write("store_keys", {}))
-            return keys
-        except _NoSuchPath:  # of a version without such stores
-            return None
-        except ValidationError:
-            raise ChainError("store_keys: the answer has no keys of a store") from None
 
     def access(self, request: Mapping[str, Any]) -> Any:
         """Ask for URLs of the global bucket, as :mod:`..registry.access` grants them.
@@ -353,7 +323,7 @@ class RegistryChain(Chain):
             content = json.loads(answer.body)
             given = content["result" if answer.status == 200 else "message"]
         if answer.status == _NO_SUCH_PATH:
-            raise _NoSuchPath(f"{kind}: this registry does not know it")
+            raise RefusedWrite(f"{kind}: this registry does not know it")
         if answer.status != 200:
             message = str(given)[:300]
             apart = time.time() - (self.clock() or time.time())

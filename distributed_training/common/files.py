@@ -104,7 +104,7 @@ def atomic_file(
                 # Before the rename, or a power loss may leave the new name on an empty file.
                 os.fsync(handle.fileno())
         if new:
-            _name(temporary, path)
+            name_new(temporary, path)
         else:
             os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
@@ -123,7 +123,7 @@ def atomic_file(
         sync_folder(path.parent)
 
 
-def _name(temporary: Path, path: Path) -> None:
+def name_new(temporary: Path, path: Path) -> None:
     """Give a file its name, and replace nothing, whoever else writes at this moment."""
     try:
         os.link(temporary, path)

@@ -19,7 +19,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "bittensor": ("bittensor",),
     "hivemind": ("hivemind", "cryptography"),
     "validator": ("openskill",),
-    "local": ("swift", "eventlet"),
+    "local": ("matplotlib",),
     "wandb": ("wandb",),
     "tensorboard": ("tensorboard",),
 }

@@ -537,6 +537,7 @@ def _with_rules(
             if setting.name in given
             and (setting.is_rule or (setting.fixed and not network.built_in))
             and ours.get(setting.name) != shared.get(setting.name)
+            and not (setting.name == "r2.endpoint_url" and ours.in_folder)
         ]
     )
     return at_published(ours)

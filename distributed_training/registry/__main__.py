@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from distributed_training.chain.registry import RegistryChain
     from distributed_training.config.model import Config
     from distributed_training.registry.access import Access
+    from distributed_training.registry.files import ServedFolder
     from distributed_training.registry.store import Registry
 
 log = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ def parser() -> Parser:
         "--store",
         type=argument(File),
         metavar="FOLDER",
-        help="of the object store that dt-network run starts, whose keys or URLs members get",
+        help="serve the network's bucket from this folder, in place of an S3 store",
     )
     command.add_argument("--port", type=ranged(0, 65535), default=8100, help="[8100] 0: a free one")
     command.add_argument(
@@ -193,10 +194,6 @@ def serve(given: argparse.Namespace) -> None:
     with closing(_registry(given)) as registry:
         follow = _Followed(given.network, registry).look
         follow()
-        # Otherwise a member with a key could read the others' uploads before they are merged.
-        if given.store is not None and given.access is None:
-            registry.object_store = given.store, given.global_bucket
-            registry.let_into_store()
         host = f"[{given.host}]" if ":" in given.host else given.host
         try:
             sock = listen(given.host.strip("[]"), given.port, backlog=1024)
@@ -214,10 +211,14 @@ def serve(given: argparse.Namespace) -> None:
             host_names=(host, *given.host_name),
             private=given.private,
         )
-        access = given.access and closing(given.access(registry.charter.master))
+        access, files = None, None
+        if given.access is not None:
+            access, files = given.access(registry.charter.master)
         with (
-            access or nullcontext() as granting,
-            closing(Service(registry, sock, limits, access=granting, follow=follow)) as service,
+            closing(access) if access is not None else nullcontext(),
+            closing(
+                Service(registry, sock, limits, access=access, files=files, follow=follow)
+            ) as service,
         ):
             service.start()
             port, charter = sock.getsockname()[1], registry.charter
@@ -279,30 +280,27 @@ def _registry(given: argparse.Namespace) -> Registry:
     """Open the registry of ``--folder``, or create it. Raises ConfigError, StoreFault."""
     from distributed_training.common.files import FSTAB, late_mount
     from distributed_training.registry import store
-    from distributed_training.store.server import CREDENTIALS
 
     # Read again at every start: its values are compared with the registry's own.
-    in_file, given.global_bucket, given.private = [], "", False
-    given.access = None
+    in_file, given.private, given.access = [], False, None
     if given.store is not None and given.network is None:
         raise ConfigError(
             "--store without --network, so the buckets of the members would have no name and "
             "nothing was started: give --network too"
         )
-    # Keys made here would be none of the store's.
-    if given.store is not None and not (given.store / CREDENTIALS).is_file():
-        raise ConfigError(
-            f"there is no {CREDENTIALS} in {given.store}, so it is no object store's folder and "
-            "nothing was started: correct --store"
-        )
     if given.network is not None:
         config = load_config("validator", ["--network", given.network], check=False)
         network = config.network
-        given.global_bucket = config.store.global_model_name
         assert network is not None  # it was named
         given.private = config.chain.private
         if not config.has_bucket:
-            given.access = partial(_open_access, config, given.store)
+            given.access = partial(_open_access, config, given)
+        elif given.store is not None:
+            raise ConfigError(
+                f"--store, and in {given.network} each member has a bucket of its own "
+                "(store.access), so the registry would serve the folder to nobody and nothing was "
+                "started: leave it out"
+            )
         in_network = {**network.values, "name": network.head.name}
         in_file = [field for field in FIXED if getattr(given, field) is None]
         for field in in_file:
@@ -349,39 +347,39 @@ def _registry(given: argparse.Namespace) -> Registry:
     return store.Registry.at(given.folder, charter)
 
 
-def _open_access(config: Config, folder: Path | None, master: str) -> Access:
+def _open_access(
+    config: Config, given: argparse.Namespace, master: str
+) -> tuple[Access, ServedFolder | None]:
     """Open the global bucket, whose URLs the registry signs for members.
 
-    By the keys of the object store in ``folder``, or R2_WRITE_... of .env. Raises ConfigError.
+    It is in the folder of ``--store``, or at a store whose key R2_WRITE_... of .env is. Raises
+    ConfigError, OSError.
     """
     from distributed_training.chain.auth import verify_signature
     from distributed_training.protocol.manifest import Master
     from distributed_training.registry.access import Access
+    from distributed_training.registry.files import ServedFolder, read_secret
     from distributed_training.store.s3 import S3ObjectStore
-    from distributed_training.store.server import store_keys
 
-    # Whoever waited longer would ask again, while the first request still holds a thread.
-    settings = replace(
-        config.store,
-        connect_timeout=timedelta(seconds=5),
-        read_timeout=timedelta(seconds=10),
-    )
-    if folder is not None:
-        own = store_keys(folder)
-        key, secret = (own[f"R2_WRITE_{name}"] for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"))
-        settings = replace(
-            settings,
-            write_access_key_id=SecretStr(key),
-            write_secret_access_key=SecretStr(secret),
-        )
-    network = config.network
+    network, name = config.network, config.store.global_model_name
     assert network is not None  # it was named
-    try:
-        bucket = S3ObjectStore.from_settings(
-            settings, bucket=settings.global_model_name, write=True
+    bucket: S3ObjectStore | ServedFolder
+    files = None
+    if given.store is not None:
+        refuse_old_store(given.store)
+        url, secret = config.store.endpoint_url or "", read_secret(given.folder)
+        bucket = files = ServedFolder(given.store / name, url=url, secret=secret)
+    else:
+        # Whoever waited longer would ask again, while the first request still holds a thread.
+        settings = replace(
+            config.store,
+            connect_timeout=timedelta(seconds=5),
+            read_timeout=timedelta(seconds=10),
         )
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+        try:
+            bucket = S3ObjectStore.from_settings(settings, bucket=name, write=True)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
     signer = Master(config.swarm.run_id, master, verify_signature)
     parameters, codec = network.head.parameters, config.miner.codec
     try:
@@ -389,7 +387,23 @@ def _open_access(config: Config, folder: Path | None, master: str) -> Access:
         largest = max(file_bytes(parameters), file_bytes(parameters, codec))
     except UnknownKindError as error:
         raise no_such_kind(error, key="round.codec") from None
-    return Access(bucket, master=signer, largest_upload=largest)
+    return Access(bucket, master=signer, largest_upload=largest), files
+
+
+def refuse_old_store(folder: Path) -> None:
+    """Raise ConfigError unless ``folder`` is one of buckets, which the validator writes too."""
+    if (folder / "swift.conf").exists() or (folder / "credentials.json").exists():
+        raise ConfigError(
+            f"{folder} is an object store of the edition before (OpenStack Swift), which this one "
+            "does not read, so nothing was started: copy its bucket with that edition (aws s3 "
+            f"sync s3://BUCKET NEW/BUCKET), put NEW in the place of {folder}, and sign the "
+            "network's file with store.endpoint = the URL of its registry"
+        )
+    if not folder.is_dir():
+        raise ConfigError(
+            f"there is no {folder}, which holds what members read, so nothing was started: "
+            "mount its disk, or correct --store"
+        )
 
 
 #: The final settings of a new registry, and each one's key in a network's file.

@@ -37,6 +37,8 @@ from distributed_training.store.errors import (
 from distributed_training.store.presigned import MOST_PARTS, UPLOADS, Do, Grant
 from distributed_training.store.s3 import S3ObjectStore, base64_md5
 
+from .files import ServedFolder
+
 log = logging.getLogger(__name__)
 
 READ_SECONDS = 3600.0
@@ -63,13 +65,13 @@ class StoreAway(ChainError):
 class Access:
     """Sign URLs for members with the store's own key. Thread-safe. Close it.
 
-    ``store``: the global bucket, opened to write. ``largest_upload``: bytes of an
+    ``store``: the global bucket, opened to write, or its folder. ``largest_upload``: bytes of an
     upload, but for its header. ``clock``: Unix seconds.
     """
 
     def __init__(
         self,
-        store: S3ObjectStore,
+        store: S3ObjectStore | ServedFolder,
         *,
         master: Master,
         largest_upload: int,

@@ -4,8 +4,9 @@ Reads are open and come from an immutable view; a poller that names the ETag of 
 and the block. Writes are checked cheapest first: path, size, rates, receiver, freshness,
 signature; then a thread stores them, one after the other, while reads continue.
 
-``GET /state``, ``/health``, ``/metrics``, ``/network.toml`` and ``/``, the page.
-``POST /register``, ``/store_keys``, ``/access``, ``/deregister``, ``/commit``, ``/serve``,
+``GET /state``, ``/health``, ``/metrics``, ``/network.toml`` and ``/``, the page; ``/store/``
+(:mod:`.files`).
+``POST /register``, ``/access``, ``/deregister``, ``/commit``, ``/serve``,
 ``/weights``; for the founder also ``/enroll``, ``/expel``, ``/invite``, ``/invitations``,
 ``/revoke``, ``/allow``, ``/report``.
 """
@@ -43,6 +44,7 @@ from distributed_training.common.backoff import Buckets, Throttle
 from distributed_training.common.connections import BoundedConnection, Bounds, normalize
 
 from .access import Access, StoreAway
+from .files import PREFIX, ServedFolder
 from .ledger import Address, PeerId, Port
 from .page import draw_page, figures
 from .store import CLOCK_SKEW, CannotStore, Registry, Replayed
@@ -96,6 +98,7 @@ class Service:
     """Serve ``registry`` on ``sock``, a listener, from :meth:`start` until :meth:`close`.
 
     The registry stays open. ``access``: of members to the global bucket; None: by other ways.
+    ``files``: the folder in which that bucket is, if it is no S3 store's.
     ``follow``: reads what it serves again, called every few seconds.
     """
 
@@ -106,11 +109,12 @@ class Service:
         limits: Limits,
         *,
         access: Access | None = None,
+        files: ServedFolder | None = None,
         follow: Callable[[], None] = lambda: None,
     ) -> None:
         self.registry = registry
         self._sock = sock
-        self._follow = follow
+        self._follow, self._files = follow, files
         self._names = {"127.0.0.1", "localhost", "[::1]", *map(str.lower, limits.host_names)}
         self._private = limits.private
         self._proxy = normalize(limits.proxy) if limits.proxy is not None else None
@@ -123,7 +127,6 @@ class Service:
         )
         writes: dict[str, Callable[..., Any]] = {
             "/register": registry.join,
-            "/store_keys": registry.store_keys,
             "/deregister": registry.remove,
             "/commit": registry.commit,
             "/serve": self._write_endpoint,
@@ -182,6 +185,7 @@ class Service:
             routes=[
                 *(Route(path, self._read) for path in self._reads),
                 *(Route(path, self._write, methods=["POST"]) for path in self._writes),
+                Route(PREFIX + "{key:path}", self._store, methods=["GET", "PUT"]),
                 Route("/{file:path}", self._read),
             ],
             exception_handlers={
@@ -230,11 +234,6 @@ class Service:
         while not self._stopping.wait(_KEEP_INTERVAL):
             self.registry.reserve_blocks()
             self._follow()
-            try:
-                self.registry.let_into_store()
-            except ChainError as error:
-                if self._may_warn("members"):
-                    log.warning("%s: free its disk, or correct its permissions", error)
 
     def counters(self) -> dict[str, int]:
         """Return the counters, which only grow, ``refused.<reason>`` among them."""
@@ -248,7 +247,7 @@ class Service:
         if isinstance(error, ClientDisconnect):
             return Response(status_code=408)  # nobody reads it
         if isinstance(error, HTTPException):
-            error = Refused(Refusal.METHOD if error.status_code == 405 else Refusal.ROUTE)
+            error = Refused(Refusal.ROUTE)
         assert isinstance(error, Refused)
         refusal = error.refusal
         self._counts[f"refused.{refusal.reason}"] += 1
@@ -319,16 +318,15 @@ class Service:
             return PlainTextResponse(file or "")
         return self._reads[path](request)
 
+    async def _store(self, request: Request) -> Response:
+        if self._files is None:
+            return await self._read(request)
+        self._counts[f"store/{request.method}"] += 1
+        return await self._files.answer(request, partial(self._draw, request))
+
     def _health(self, request: Request) -> Response:
         registry = self.registry
-        has_keys = registry.object_store is not None
-        return JSONResponse(
-            {
-                "registry": registry.charter.identity,
-                "block": registry.height,
-                "store_keys": has_keys,
-            }
-        )
+        return JSONResponse({"registry": registry.charter.identity, "block": registry.height})
 
     def _state(self, request: Request) -> Response:
         registry, view = self.registry, self.registry.view

@@ -39,8 +39,6 @@ from distributed_training.chain.base import ChainError
 from distributed_training.common.backoff import Throttle
 from distributed_training.common.files import sync_folder
 from distributed_training.config.types import ConfigError, Hotkey
-from distributed_training.protocol.keys import miner_bucket
-from distributed_training.store.server import member_keys, write_members
 
 from .ledger import FIRST_BLOCK, TABLES, Amount, Ledger, Uid
 
@@ -160,9 +158,6 @@ class Registry(Ledger):
         #: By name: the network's file and its earlier versions, for new members.
         self.files: Mapping[str, str] = {}
         self.file_version: int | None = None  # of the network's file
-        #: Folder of the object store next to this registry, if there is one, and the global bucket.
-        self.object_store: tuple[Path, str] | None = None
-        self._let_in: dict[str, str] | None = None  # by hotkey, the bucket that the store knows of
         # Blocks are tried every 2 s and writes come from anybody: the log shares the full disk.
         self._may_warn = Throttle(60.0)
         with ExitStack() as failed:
@@ -393,37 +388,6 @@ class Registry(Ledger):
             raise ChainError(f"register: the invitation {why}: ask the founder for another one")
         self._db.execute("UPDATE invitations SET uses = uses - 1 WHERE hash = ?", (hashed,))
         self._db.execute("INSERT OR REPLACE INTO joined VALUES (?, ?)", (hotkey, hashed))
-
-    def store_keys(self, hotkey: str) -> dict[str, str] | None:
-        """Return a member's keys of the object store next to this registry; None without one."""
-        uid = self._own("store_keys", hotkey)
-        if self.object_store is None:
-            return None
-        folder, global_bucket = self.object_store
-        self.let_into_store()
-        try:
-            return member_keys(folder, hotkey, miner_bucket(global_bucket, uid))
-        except (OSError, ValueError) as error:
-            raise ChainError(f"store_keys: the keys in {folder} cannot be read ({error})") from None
-
-    def let_into_store(self) -> None:
-        """Tell the object store next to this registry who is a member, if that has changed.
-
-        Raises ChainError.
-        """
-        if self.object_store is None:
-            return
-        folder, bucket = self.object_store
-        members = {n.hotkey: miner_bucket(bucket, n.uid) for n in self.view.neurons}
-        if members == self._let_in:
-            return
-        try:
-            write_members(folder, members)
-        except OSError as error:
-            raise ChainError(
-                f"the members of the object store could not be written to {folder} ({error})"
-            ) from None
-        self._let_in = members
 
     # writes of the founder
 

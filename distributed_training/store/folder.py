@@ -92,7 +92,7 @@ class FolderStore:
             else:
                 file.write(data)
         with self._errors(key):
-            return _info(key, path.stat()).etag
+            return info_of(key, path.stat()).etag
 
     def delete(self, key: str) -> None:
         with contextlib.suppress(ObjectMissingError), self._errors(key):
@@ -109,7 +109,7 @@ class FolderStore:
                 with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                     status = path.lstat()
                     if S_ISREG(status.st_mode):
-                        found.append(_info(key, status))
+                        found.append(info_of(key, status))
                 if len(found) > most:
                     raise StoreError(f"{self.bucket}/{prefix} lists more than {most} objects")
         return sorted(found, key=lambda info: info.key)
@@ -135,7 +135,7 @@ class FolderStore:
             status = os.fstat(file.fileno())
             if not S_ISREG(status.st_mode):
                 raise FileNotFoundError
-            yield file, _info(key, status)
+            yield file, info_of(key, status)
 
     @contextlib.contextmanager
     def _errors(self, key: str) -> Iterator[None]:
@@ -162,7 +162,7 @@ class FolderStore:
             raise TransientError(f"{self.bucket}/{key}: {error.strerror or error}") from None
 
 
-def _info(key: str, status: os.stat_result) -> ObjectInfo:
+def info_of(key: str, status: os.stat_result) -> ObjectInfo:
     # Of the object, as long as it is the same: a file system gives an inode again at once.
     etag = f"{status.st_ino}-{status.st_size}-{status.st_mtime_ns}"
     modified = status.st_mtime

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -58,7 +59,6 @@ from tests.tools.access_world import AccessWorld
 from tests.tools.chain_world import PEER
 from tests.tools.measured import open_below
 from tests.tools.memory_store import MemoryObjectStore
-from tests.tools.seaweedfs import SeaweedFS, aws_like_keys
 from tests.tools.support_store import (
     assert_published,
     new_bucket,
@@ -75,23 +75,21 @@ MIB = 1024 * 1024
 
 
 @pytest.fixture(scope="session")
-def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
-    with SeaweedFS(tmp_path_factory.mktemp("seaweedfs")) as running:
-        yield running
-
-
-@pytest.fixture(scope="session")
-def swift_with_short_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStoreServer]:
-    """Swift, whose key ids are "account:user"."""
-    folder = tmp_path_factory.mktemp("short-keys")
-    (folder / "credentials.json").write_text(json.dumps(aws_like_keys("dt0123:u")))
+def short_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStoreServer]:
+    """A store whose keys are those of AWS, of 20 and 40 characters, without an account."""
+    folder, keys = tmp_path_factory.mktemp("short-keys"), {}
+    for kind in ("READ", "WRITE"):
+        keys[f"R2_{kind}_ACCESS_KEY_ID"] = "AKIA" + secrets.token_hex(8).upper()
+        keys[f"R2_{kind}_SECRET_ACCESS_KEY"] = "/+" + secrets.token_hex(19)
+    (folder / "keys.json").write_text(json.dumps(keys))
     with ObjectStoreServer(folder=folder) as running:
         yield running
 
 
-@pytest.fixture(params=["server", "swift_with_short_keys", "seaweedfs"])
-def any_server(request: pytest.FixtureRequest) -> ObjectStoreServer | SeaweedFS:
-    return request.getfixturevalue(request.param)
+@pytest.fixture(params=["server", "short_keys"])
+def any_server(request: pytest.FixtureRequest) -> ObjectStoreServer:
+    found: ObjectStoreServer = request.getfixturevalue(request.param)
+    return found
 
 
 #: Of others in the same bucket: their names begin as ours does, or are ours to whoever forgets it.
@@ -105,7 +103,7 @@ def prefixed(kind: str, request: pytest.FixtureRequest) -> ObjectStore:
         (place / "bucket").mkdir()
         settings, name = StoreSettings(endpoint_url=f"folder://{place}"), "bucket"
     else:
-        server = request.getfixturevalue("server" if kind == "s3" else kind)
+        server = request.getfixturevalue("server")
         settings = settings_for(server)
         name = new_bucket(server, settings).bucket
     others = [open_store(settings, f"{name}/{other}", write=True) for other in NEIGHBOURS]
@@ -135,9 +133,9 @@ OURS = ("a/b", "a/c", "d", "big", "epoch-1/metadata.json", "epoch-1/model.safete
 def read_as_member(kind: str, request: pytest.FixtureRequest) -> ObjectStore:
     """The store as a member reads it by a registry's URLs; the owner does the forbidden calls."""
     world = AccessWorld(
-        request.getfixturevalue("server"),
-        request.getfixturevalue("tmp_path"),
-        prefix=kind.partition(" ")[2] and "lab",
+        None if "folder" in kind else request.getfixturevalue("server"),
+        request.getfixturevalue("tmp_path") / "registry",
+        prefix="lab" if kind.endswith(" prefix") else "",
     )
     request.addfinalizer(lambda: world.__exit__())
     world.__enter__()
@@ -154,8 +152,8 @@ def made(kind: str, request: pytest.FixtureRequest) -> ObjectStore:
         return prefixed(kind.removesuffix(" prefix"), request)
     if kind == "twin":
         return MemoryObjectStore()
-    if kind in ("s3", "seaweedfs"):
-        server = request.getfixturevalue("server" if kind == "s3" else kind)
+    if kind == "s3":
+        server = request.getfixturevalue("server")
         return new_bucket(server, settings_for(server))
     place = request.getfixturevalue("tmp_path")
     (place / "bucket").mkdir()
@@ -163,10 +161,11 @@ def made(kind: str, request: pytest.FixtureRequest) -> ObjectStore:
     return open_store(StoreSettings(endpoint_url=place), "bucket", write=True)
 
 
-PREFIXED = ["s3 prefix", "seaweedfs prefix"]
+PREFIXED = ["s3 prefix"]
 
 
-KINDS = ["s3", "seaweedfs", "twin", "folder", "memory", "folder prefix", "access", "access prefix"]
+KINDS = ["s3", "twin", "folder", "memory", "folder prefix", "access", "access prefix"]
+KINDS += ["access folder", "access folder prefix"]
 
 
 @pytest.fixture(params=[*KINDS, *PREFIXED])
@@ -175,7 +174,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[ObjectStore]:
     toys.BUCKETS.clear()
 
 
-@pytest.fixture(params=["s3", "seaweedfs", "twin", *PREFIXED])
+@pytest.fixture(params=["s3", "twin", *PREFIXED])
 def in_parts(request: pytest.FixtureRequest) -> MultipartStore:
     found = made(request.param, request).multipart()
     assert found is not None
@@ -229,7 +228,7 @@ def test_an_object_that_nobody_may_replace(store: ObjectStore, tmp_path: Path) -
         assert [o.key for o in store.list_objects()] == ["a/b"], "and no temporary file is left"
 
 
-@pytest.mark.parametrize("kind", ["s3", "seaweedfs", "folder"])
+@pytest.mark.parametrize("kind", ["s3", "folder"])
 def test_the_store_itself_refuses_a_second_writer(
     kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,7 +296,7 @@ def test_multipart(in_parts: MultipartStore, tmp_path: Path) -> None:
         store.complete_multipart("big", other, parts[:1])
 
 
-@pytest.mark.parametrize("in_parts", ["s3", "twin"], indirect=True)  # with the codes of AWS
+@pytest.mark.parametrize("in_parts", ["twin"], indirect=True)  # with the codes of AWS
 def test_parts_that_cannot_be_put_together_are_refused(in_parts: MultipartStore) -> None:
     """Complete refuses, and the upload stays; only its last part may be smaller than 5 MiB."""
     store = in_parts
@@ -320,9 +319,7 @@ def test_parts_that_cannot_be_put_together_are_refused(in_parts: MultipartStore)
     assert store.get("big", limit=len(least) + 1) == least + last
 
 
-@pytest.mark.parametrize(
-    "kind", ["s3", "seaweedfs", "folder", "memory", "folder prefix", *PREFIXED]
-)
+@pytest.mark.parametrize("kind", ["s3", "folder", "memory", "folder prefix", *PREFIXED])
 def test_files_are_uploaded_to_any_kind(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

@@ -70,7 +70,6 @@ def test_the_step_time_is_measured(tmp_path: Path) -> None:
 
 
 def test_the_bucket_is_tried_with_both_keys(tmp_path: Path) -> None:
-    pytest.importorskip("swift")
     from distributed_training.localnet.services import ObjectStoreServer
     from distributed_training.store.s3 import S3ObjectStore
     from tests.tools.support_store import settings_for

@@ -62,12 +62,11 @@ def test_from_nothing_to_a_member_that_uploads(tmp_path: Path) -> None:
     founder, member = tmp_path / "founder", tmp_path / "member"
     founder.mkdir()
     member.mkdir()
-    dht, registry, store, member_dht = map(str, free_ports(4))
+    dht, registry, member_dht = map(str, free_ports(3))
     words = ("--host", "127.0.0.1", "--registry", f"http://127.0.0.1:{registry}", "--dht-port", dht)
     more = ("--miners", "1", "--data-source", "stdlib", "--store", "embedded", *RULES)
     more += ("--exchange", "hivemind")
-    where = ("--set", f"store.endpoint=http://127.0.0.1:{store}")
-    printed = call(founder, "dt-network", "init", "lab", "--name", "lab", *words, *more, *where)
+    printed = call(founder, "dt-network", "init", "lab", "--name", "lab", *words, *more)
     (line,) = re.findall(r"^  dt-network (run lab)$", printed, re.M)
     with (founder / "lab" / "run.toml").open("a") as file:
         file.write('preset = "local"\n')
@@ -87,7 +86,7 @@ def test_from_nothing_to_a_member_that_uploads(tmp_path: Path) -> None:
         wait_for(lambda: said("Global state"), "a model", PATIENCE)
         ours = ("--preset", "local", "--dht.port", member_dht)
         call(member, "dt-join", token[1], *ours, status=(0, 1, 2))
-        assert "R2_WRITE_SECRET_ACCESS_KEY" in (member / ".env").read_text()
+        assert "R2_" not in (member / ".env").read_text()
         miner, miners_log = start(member, "dt-miner")
 
         def judged() -> bool:
@@ -116,7 +115,7 @@ def test_from_nothing_to_a_member_that_uploads(tmp_path: Path) -> None:
         running, log = start(founder, "dt-network", *line.split())
         before = invitation.read_bytes()
         count = log.read_text().count("READY")
-        wait_for(lambda: log.read_text().count("READY") >= count + 2, "both services", PATIENCE)
+        wait_for(lambda: log.read_text().count("READY") > count, "the registry", PATIENCE)
         running.kill()  # and whoever is killed leaves nobody
         running.wait()
         wait_for(lambda: not mark.processes(), "the end of its programs", 120, every=0.5)

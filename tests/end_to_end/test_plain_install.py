@@ -91,11 +91,10 @@ class Home:
 def founded(folder: Path) -> Iterator[str]:
     """A store network of one member, who is not there yet. Yields the invitation."""
     folder.mkdir()
-    registry, store = map(str, free_ports(2))
+    (registry,) = free_ports(1)
     words = ("--name", "lab", "--exchange", "store", "--registry", f"http://127.0.0.1:{registry}")
     more = ("--miners", "1", "--data-source", "stdlib", "--store", "embedded", *RULES)
-    where = ("--set", f"store.endpoint=http://127.0.0.1:{store}")
-    call(folder, "dt-network", "init", "lab", *words, *more, *where)
+    call(folder, "dt-network", "init", "lab", *words, *more)
     with (folder / "lab" / "run.toml").open("a") as file:
         file.write('preset = "local"\n')
     mark = Mark(MARK, str((folder / "lab").resolve()))

@@ -88,7 +88,7 @@ def found(home: Path, host: str, bits: int) -> str:
     words += ["--miners", "2", "--model", "config.json", "--data-source", "stdlib"]
     words += ["--store", "embedded", *RULES]
     words += [w for rule in own for w in ("--set", rule)]
-    printed = call(home, "dt-network", *words, "--set", f"store.endpoint=http://{host}:{STORE}")
+    printed = call(home, "dt-network", *words)
     with (home / "lab" / "run.toml").open("a") as file:
         file.write('preset = "local"\n')
     (line,) = re.findall(r"^  dt-network (run lab)$", printed, re.M)

@@ -191,7 +191,7 @@ def disk_full(journey: Journey) -> None:
 
 
 def links_down(journey: Journey) -> None:
-    servers = ("store.server", "distributed_training.registry")
+    servers = ("weed server", "distributed_training.registry")
     away = [
         process
         for process in journey.subnet.mark.processes()

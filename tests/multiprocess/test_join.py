@@ -9,7 +9,6 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,9 +23,7 @@ from distributed_training.common.ports import free_ports
 from distributed_training.config import load_config
 from distributed_training.config.loader import read_dotenv
 from distributed_training.localnet.services import ObjectStoreServer
-from distributed_training.node.buckets import check_own, open_own
 from distributed_training.registry import __main__ as registry
-from distributed_training.store.errors import StoreError
 from tests.tools.chain_program import serve_command, url_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -385,44 +382,3 @@ def test_the_doctor_runs_for_real(lab: Lab, home: Path, invitation: str) -> None
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"✓ ok +bucket +lab-\d{3}: R2_WRITE writes, R2_READ only reads", done.stdout)
     assert done.stdout.splitlines()[-1] == "the start: dt-miner"
-
-
-def test_keys_that_the_registry_hands_out_are_in_the_env_file(
-    lab: Lab,
-    home: Path,
-    invitation: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    here = home / "here"
-    lab.stop()
-    lab.serve("--store", str(lab.folder / "store"))
-    write_keys(lab, here)
-    before = everything(home)
-    assert join_command.main([invitation]) == 2, "before a uid is taken"
-    assert "take the keys out of .env" in capsys.readouterr().err and everything(home) == before
-    (here / ".env").unlink()
-
-    def fail(chain: RegistryChain) -> None:
-        raise ChainError("store_keys: ReadTimeout")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RegistryChain, "store_keys", fail)
-        assert join_command.main([invitation]) == 1
-    assert "run the same command again" in capsys.readouterr().err
-    for _ in range(2):  # the second time they are there
-        assert join_command.main([invitation]) == 0
-        bucket = f"lab-{uid_in(capsys.readouterr().out):03d}"
-        config = load_config("miner", [], environ={}, file=here / "miner.toml")
-        assert (here / ".env").stat().st_mode & 0o777 == 0o600
-        with closing(open_own(config.store, bucket)) as own:
-            check_own(own)
-        with closing(open_own(config.store, "lab")) as other:
-            with pytest.raises(StoreError):
-                other.put("metadata", b"x")
-    held = (here / ".env").read_text()
-    (here / ".env").write_text(re.sub("(WRITE_SECRET_ACCESS_KEY=)", r"\1x", held))
-    before = everything(home)
-    assert join_command.main([invitation]) == 2
-    assert "is not the one that this network's registry gave" in capsys.readouterr().err
-    assert everything(home) == before

@@ -38,15 +38,16 @@ from distributed_training.common.ports import free_ports
 from distributed_training.protocol.network_report import NetworkReport
 from distributed_training.registry import __main__ as program
 from distributed_training.registry import store
+from distributed_training.registry.files import SECRET
 from distributed_training.registry.page import draw_page
 from distributed_training.registry.service import Limits
 from distributed_training.registry.store import Registry, hash_of
-from distributed_training.store.server import MEMBERS, member_keys
 from tests.tools import tls_proxy
 from tests.tools.chain_program import chain_program, serve_command, url_of
 from tests.tools.chain_raw import trickle
 from tests.tools.chain_server_thread import FAST, RegistryServer
 from tests.tools.chain_world import MINER, PEER, STRANGER, VALIDATOR, answers
+from tests.tools.network import network_file
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(240)
@@ -318,43 +319,25 @@ class TestAdmission:
             chain.register()
 
 
-def test_a_member_gets_the_keys_of_its_own_bucket(tmp_path: Path) -> None:
-    """The keys are for the object store that the registry runs, and only for a present member."""
-    with RegistryServer(tmp_path / "registry") as server:
-        with chain_of(server.url, MINER) as chain:
-            with pytest.raises(ChainError, match="not registered"):
-                chain.store_keys()
-            uid = chain.register()
-            assert chain.store_keys() is None, "there is no such store"
-            server.registry.object_store = tmp_path, "lab"
-            keys = chain.store_keys()
-            assert keys == member_keys(tmp_path, MINER.ss58, f"lab-{uid:03d}")
-        members = json.loads((tmp_path / MEMBERS).read_bytes())
-        assert members[MINER.ss58] == f"lab-{uid:03d}"
-        with chain_of(server.url, VALIDATOR) as founder:
-            founder.expel(MINER.ss58)
-        wait_for(lambda: MINER.ss58 not in json.loads((tmp_path / MEMBERS).read_bytes()))
-        with chain_of(server.url, MINER) as chain, pytest.raises(ChainError, match="expelled"):
-            chain.store_keys()
-
-
-def test_a_folder_without_a_store_hands_out_no_keys(tmp_path: Path, capsys) -> None:
-    words = ["serve", "--folder", str(tmp_path / "registry"), "--name", "lab", "--network", "local"]
-    assert program.main([*words, "--store", str(tmp_path)]) == 2
-    assert "is no object store's folder" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-def test_keys_of_a_store_travel_encrypted_only_and_are_not_believed() -> None:
-    chain = RegistryChain(url="http://203.0.113.7", wallet=MINER)
-    with closing(chain), pytest.raises(ChainError, match="keys are a secret"):
-        chain.store_keys()
-    chain = RegistryChain(url="http://127.0.0.1:1", wallet=MINER)
-    with closing(chain):
-        for answer in ({"R2_WRITE_ACCESS_KEY_ID": "a\nHF_TOKEN=x"}, {"HF_TOKEN": "x"}, "x"):
-            chain._write = lambda *_, answer=answer: answer
-            with pytest.raises(ChainError, match="has no keys of a store"):
-                chain.store_keys()
+@pytest.mark.parametrize(
+    ("left", "said"),
+    [("swift.conf", "OpenStack Swift"), (None, "mount its disk")],
+)
+def test_a_folder_that_is_no_bucket_s_starts_nothing(
+    left: str | None, said: str, tmp_path: Path, capsys
+) -> None:
+    if left is not None:
+        (tmp_path / "store").mkdir()
+        (tmp_path / "store" / left).write_text("")
+    url = "http://127.0.0.1:8100"
+    file = network_file(
+        tmp_path, {"exchange": "store", "store.endpoint": url, "chain.url": url, "private": True}
+    )
+    words = ["serve", "--folder", str(tmp_path / "registry"), "--network", file]
+    assert program.main([*words, "--store", str(tmp_path / "store")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line and "so nothing was started: " in line
+    assert not (tmp_path / "registry" / SECRET).exists()
 
 
 def test_a_write_after_the_end_is_a_refused_write(server: RegistryServer) -> None:
@@ -950,10 +933,7 @@ class TestLimits:
     "front",
     [
         tls_proxy.python,
-        pytest.param(
-            tls_proxy.caddy,
-            marks=pytest.mark.skipif(not shutil.which("caddy"), reason="needs caddy"),
-        ),
+        tls_proxy.caddy,
     ],
 )
 def test_behind_tls_limits_count_the_true_callers(

