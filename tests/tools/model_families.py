@@ -80,8 +80,10 @@ def init(folder: Path, config: dict[str, Any]) -> tuple[int, str]:
     return status, told.getvalue()
 
 
-def differences(config: dict[str, Any]) -> list[list[float]]:
+def differences(config: dict[str, Any], *, cpu: bool = True) -> list[list[float]]:
     """Return the differences at both lengths on the CPU's path, then on a GPU's, on this CPU.
+
+    ``cpu``: False leaves the CPU's out, which ``init`` compares itself.
 
     A GPU's path: traced blocks, and the form of the loss that is compiled.
     """
@@ -95,7 +97,7 @@ def differences(config: dict[str, Any]) -> list[list[float]]:
     copy = small_copy(config)
     return [
         [difference(copy, length, **how) for length in LENGTHS]
-        for how in ({}, {"prepare": as_on_a_gpu})
+        for how in [{}, {"prepare": as_on_a_gpu}][not cpu :]
     ]
 
 

@@ -20,6 +20,7 @@ def test_outer_rules_of_files_are_compared_with_the_network_s_own(tmp_path: Path
     rules = [EXAMPLES / "rules" / f"{name}.py" for name in ("sparse_uploads", "pairs", "by_gain")]
     picture = tmp_path / "compare.png"
     words = ["nesterov", TOY, *rules, "--seeds", "1", "--rounds", "1", "--steps", "1"]
+    words += ["--context", "16", "--batch", "2"]
     done = forked.run(
         EXAMPLES / "compare.py", *map(str, words), "--picture", str(picture),
         environ={}, folder=tmp_path,
