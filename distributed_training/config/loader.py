@@ -56,7 +56,7 @@ from .types import ConfigAway, ConfigError, NoNetworkNamed, hide_user, show
 _LONGEST_TEXT = 4096  # characters of one value
 _BATCH, _MICRO = "neuron.local_batch_size_train_effective", "neuron.local_batch_size_train"
 #: Flags of operators' guides, in whose place a rule of the network's file holds.
-_YIELD = ("netuid", _BATCH)
+_YIELD = ("netuid", "chain.endpoint", _BATCH)
 #: The name by which ``--network`` knew subnet 38, whose file came with the program.
 _SUBNET_38 = "sn38"
 
@@ -531,8 +531,6 @@ def _with_rules(
             f"{setting.network} in {place} says "
             f"({show(shared.get(setting.name))}), so no peer of this network would have the same "
             "rules and nothing was started: leave it out"
-            # The chain is the network's affair, and a node of it the operator's.
-            + (", or give --subtensor.chain_endpoint" if setting.name == "chain.endpoint" else "")
             for setting in known
             if setting.name in given
             and (setting.is_rule or (setting.fixed and not network.built_in))
@@ -562,7 +560,10 @@ def _yielding(wanted: Config, shared: Config, given: dict[str, Given]) -> Iterat
         why["neuron.upload_steps"] = "because members of this network upload once for each close"
     for name in why.keys() & given.keys():
         entry = given.pop(name)
-        yield f"{entry.source} {entry.text} has no effect, {why[name]}: leave it out"
+        # The chain is the network's affair, and a node of it the operator's.
+        more = ", or give --subtensor.chain_endpoint" if name == "chain.endpoint" else ""
+        given_as = show(wanted.get(name))  # without a password of the URL
+        yield f"{entry.source} {given_as} has no effect, {why[name]}: leave it out{more}"
     most, size = (wanted if _BATCH in given else shared).get(_BATCH), wanted.get(_MICRO)
     if isinstance(size, int) and size > most:
         source = given[_MICRO].source if _MICRO in given else f"preset {wanted.preset}"

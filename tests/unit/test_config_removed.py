@@ -62,6 +62,8 @@ def test_another_value_is_taken_over_or_refused_by_name_and_place(
         assert "store.endpoint" in refused("--config", str(file))
     elif known is not None and name not in ("config", "network"):
         assert load("--config", str(file)).sources[known.name] == f"{name} in {file}"
+    elif name == "subtensor.network":  # the guides name it
+        assert "has no effect" in load("--config", str(file)).warnings[-1]
     elif name in NO_EFFECT:
         assert name in load("--config", str(file)).warnings[0]
     elif known is None:
@@ -88,8 +90,11 @@ def test_removed_flags_of_any_spelling_are_one_line(tmp_path: Path) -> None:
         if name in FIXED:
             assert f"it is always {value} now" in refused(f"--{name}", "another")
     assert load("--no_prompt", "--strict").warnings[0].endswith(": --no_prompt, --strict")
-    line = refused("--subtensor.network", "ws://me:word@10.0.0.5:9944")
-    assert "--subtensor.chain_endpoint" in line and "word" not in line
+    line = load("--subtensor.network", "ws://me:word@10.0.0.5:9944").warnings[-1]
+    assert "--subtensor.chain_endpoint" in line and "word" not in line and "no effect" in line
+    for name in ("archive_endpoints", "retry_forever", "websocket_shutdown_timer"):
+        line = refused(f"--subtensor.{name}", "5")
+        assert line.endswith("nothing was started: did you mean --subtensor.chain_endpoint?")
     for name in MOVED:
         assert MOVED[name] in refused(f"--{name}", "another")
     assert not [n for n in REMOVED if f"--{n} " in parser_of(schema("miner")).format_help()]

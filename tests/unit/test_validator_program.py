@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import ExitStack
@@ -188,3 +190,35 @@ def test_a_second_validator_of_one_run_folder_is_refused_and_changes_nothing(
         assert run(world, _config(tmp_path)) == ExitStatus.FAULT
     assert f"a validator (pid ?) is running in {folder}" in capfd.readouterr().out
     assert not world.bucket.objects and not (folder / "ledger.json").exists()
+
+
+AGAIN = """
+import os, sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+from distributed_training.validator import __main__
+
+marks = Path(sys.argv[1])
+def run_validator(config):
+    with marks.open("a") as file:
+        print(os.getpid(), file=file)
+    return 5 if len(marks.read_text().split()) < 3 else 0
+
+program = SimpleNamespace(run_validator=run_validator)
+checks = SimpleNamespace(refuse_model=mock.Mock(), refuse_unknown_kinds=mock.Mock())
+sys.modules["distributed_training.validator.program"] = program
+sys.modules["distributed_training.health.machine"] = checks
+with mock.patch("distributed_training.config.load_config"):
+    sys.exit(__main__.main())
+"""
+
+
+def test_a_validator_starts_again_in_the_place_of_its_process(tmp_path: Path) -> None:
+    """To pm2, systemd and dt-network run it has neither ended nor failed."""
+    program, marks = tmp_path / "again.py", tmp_path / "marks"
+    program.write_text(AGAIN)
+    words = [sys.executable, str(program), str(marks)]
+    with subprocess.Popen(words, cwd=Path(__file__).parents[2]) as process:
+        assert process.wait(60) == 0
+    assert marks.read_text().split() == [str(process.pid)] * 3
