@@ -46,11 +46,6 @@ def changed_keys(before: Network, after: Network) -> list[str]:
     return sorted(key for key in keys if before.values.get(key) != after.values.get(key))
 
 
-def has_versions(config: Config) -> bool:
-    """Return whether the network's file, which may have other versions, is read."""
-    return config.network is not None
-
-
 def parse_version(text: str, known: Network) -> Network:
     """Return the network of ``text``, another version of a known one. Raises NetworkFileError."""
 

@@ -27,7 +27,7 @@ from distributed_training.common.backoff import Repeats
 from distributed_training.common.memory import DISK_RESERVE, ModelShape, checkpoint_bytes
 from distributed_training.config import Config
 from distributed_training.config.types import choose_kind
-from distributed_training.config.versions import Versions, for_script, has_versions, under
+from distributed_training.config.versions import Versions, for_script, under
 from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.data.own_text import require_one_sequence
 from distributed_training.data.pipeline import DataPipeline
@@ -143,7 +143,7 @@ def open_versions(
     ConfigError, and NetworkFailure where an older version than the file's holds and nobody has it.
     """
     network = config.network
-    if network is None or not has_versions(config):
+    if network is None:
         return config, None
     versions = Versions(network, folder)
     try:
@@ -344,7 +344,7 @@ def open_connections(
     checkpoints = folder / "checkpoints"
     refuse_old_checkpoints(checkpoints)
     choose_kind(CODECS, config.miner.codec, key="round.codec")
-    if not has_versions(config) or config.data.own:
+    if config.network is None or config.data.own:
         require_data(config)
     member = join_network(config, folder, stack, wanted)
     own = miner_bucket(config.store.global_model_name, member.uid) if config.has_bucket else ""

@@ -120,23 +120,22 @@ class NetworkWatch:
         """
         try:
             shown, rules, refused = self._bucket.network(), self._network, ""
-            if self._network.head.format > 1:
-                if shown is None or not shown.counts_for(self._network):
-                    return ""
-                if shown.version < self._version:
-                    return ""
-                self._version = shown.version
-            if self.versions is not None and shown is not None:
+            if shown is None or not shown.counts_for(self._network):
+                return ""
+            if shown.version < self._version:
+                return ""
+            self._version = shown.version
+            if self.versions is not None:
                 if shown.version > self.versions.newest.head.version:
                     refused = self._bucket.learn(self.versions)
                 rules = self.versions.newest
         except GlobalUnavailableError:  # no reason to call ours old
             return ""
-        problem = "" if shown is None else other_version(shown, rules)
+        problem = other_version(shown, rules)
         if problem and refused:
             problem = f"{problem}; {refused}"
         if problem != self._other_version:
             self._other_version = problem
-            outdated = shown is not None and shown.version > rules.head.version
+            outdated = shown.version > rules.head.version
             self._post(ev.NetworkCompared(problem, outdated=outdated))
-        return "" if shown is None or problem else shown.finished or ""
+        return "" if problem else shown.finished or ""

@@ -25,7 +25,7 @@ from torch import Tensor
 from distributed_training.chain.base import ChainError
 from distributed_training.common.files import write_json
 from distributed_training.config import Config, ConfigError
-from distributed_training.config.versions import Versions, has_versions, under
+from distributed_training.config.versions import Versions, under
 from distributed_training.data.held_out import held_out_batches
 from distributed_training.data.page_source import PageUnavailable
 from distributed_training.network import LARGEST_FILE, VERSIONS, Network, save_copy
@@ -114,26 +114,20 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
     """
     from tokenizers import Tokenizer
 
-    if not has_versions(config):
-        require_data(config)
+    assert config.network is not None  # load_config names one
     settings, member = config.validator, join_subnet(config, stack)
     store = open_own(config.store, config.store.global_model_name)
     check_own(store)
-    versions = None
-    if config.network is not None and has_versions(config):
-        versions = open_versions(config, config.network, folder, store)
-        config = under(config, versions.in_force)
-        claim_global_bucket(store, versions.newest, versions=versions, member=member)
-    elif config.network is not None:
-        claim_global_bucket(store, config.network, member=member)
+    versions = open_versions(config, config.network, folder, store)
+    config = under(config, versions.in_force)
+    claim_global_bucket(store, versions.newest, versions=versions, member=member)
     # After the claim: a commitment sends everybody to this bucket. Where the registry hands out
     # URLs it would show them what others have uploaded, before it is merged.
     if config.has_bucket:
         commit(member, own_commitment(config.store, store.bucket))
-    if has_versions(config):
-        fetch_published(config, lambda: BucketReader(store))
-        publish(config, store, folder / "published.json")
-        require_data(config)
+    fetch_published(config, lambda: BucketReader(store))
+    publish(config, store, folder / "published.json")
+    require_data(config)
     tokenizer_path, eos_id = fetch_tokenizer(config, folder)
     try:
         held_out = held_out_batches(
@@ -147,13 +141,10 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
         ) from None
 
     def show(reason: str) -> None:
-        if config.network is None:
-            return
-        newest = versions.newest if versions else config.network
+        newest = versions.newest
         try:
             claim_global_bucket(store, newest, finished=reason, versions=versions, member=member)
-            if has_versions(config):
-                publish(config, store, folder / "published.json")
+            publish(config, store, folder / "published.json")
         except (WrongNetwork, OSError) as error:  # training continues without it
             log.warning("The network's files are not written again: %s", error)
 

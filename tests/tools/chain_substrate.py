@@ -40,7 +40,6 @@ class LedgerSubstrate:
         self.netuid = netuid
         self.silent = False
         self.connections = self.closed = 0
-        self.signers: list[str] = []
         self.committed: dict[str, Any] = {}
         self.certified: dict[str, Any] = {}
         self.broken: dict[str, BaseException] = {}
@@ -74,10 +73,6 @@ class LedgerSubstrate:
         defaults = {
             "ValidatorPermit": [n.validator_permit for n in self._neurons()],
             "MaxWeightsLimit": 65535,
-            "MinAllowedWeights": 0,
-            "Tempo": 360,
-            "NetworksAdded": True,
-            "SubnetworkN": len(self.ledger.neurons),
         }
         return defaults.get(item, 0)
 
@@ -126,9 +121,6 @@ class LedgerSubstrate:
             ],
         }
 
-    async def block_time(self) -> float:
-        return 12.0
-
     async def compose(self, call: Any) -> Any:
         return _Composed(*call) if not isinstance(call, _Composed) else call
 
@@ -138,7 +130,6 @@ class LedgerSubstrate:
     async def submit(self, call: Any, keypair: Any, **_: Any) -> ExtrinsicResult:
         """Applies the call as the pallet does and answers as the SDK: failures are returned."""
         await self._answer()
-        self.signers.append(keypair.ss58_address)
         pallet = MemoryChain(hotkey=keypair.ss58_address, ledger=self.ledger)
         try:
             if call.function == "set_commitment":

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,27 +133,14 @@ def test_a_stop_that_means_nothing_is_refused(
     assert words in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-class Bucket:
-    """A global bucket whose ``network.json`` is ``content``."""
-
-    content: dict[str, Any] = {}
-
-    def network(self) -> Shown:
-        return Shown.parse(json.dumps(self.content).encode())
-
-
 @pytest.mark.parametrize("mode", [Mode.TRAINING, Mode.AWAITING_GLOBAL])
 def test_a_miner_ends_with_a_checkpoint_once_its_network_is_finished(mode: Mode) -> None:
-    bucket: Any = Bucket()
-    watch = NetworkWatch(bucket, network(), None, lambda event: None)
-
     def look(**content: Any) -> str:
-        named = {"name": "lab", "version": 1, "master": "5Master", "run_id": "aa"}
-        bucket.content = named | content
-        return watch.look()
+        bucket: Any = SimpleNamespace(network=lambda: replace(word, **content))
+        return NetworkWatch(bucket, network(), None, lambda event: None).look()
 
-    why = "outer step 4 of stop.outer_steps 4"
-    assert look() == "" and look(finished=None) == ""
+    why, word = "outer step 4 of stop.outer_steps 4", Shown("lab", 1, "5Master", "aa", None, "aa")
+    assert look() == "" and look(finished=why, network=None) == "", "nobody has signed it"
     assert look(finished=why, run_id="bb", version=2) == "", "that of another file"
     assert look(finished=why) == why
     stop = ev.StopRequested(why, ExitStatus.FINISHED)
