@@ -29,7 +29,7 @@ from tests.tools.network import network_file
 from tests.tools.store_ranks import STORE_RULES
 from tests.tools.waiting import wait_for
 
-pytestmark = [pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "tools" / "node_program.py"
@@ -186,19 +186,6 @@ def _straight(folder: Path, *, ranks: int, steps: int) -> dict[int, float]:
     return one.losses()
 
 
-@pytest.mark.slow
-def test_a_stop_of_one_node_saves_on_both(pair: Pair) -> None:
-    _start(pair, steps=4000, past=2, again=False)
-    pair[1].stop()
-    assert [node.wait() for node in pair] == [1, 1]  # torchrun's, whatever its ranks ended with
-    assert "Another node was asked to stop: saved" in pair[0].output
-    names = [{p.name for p in (n.folder / "checkpoints").glob("checkpoint-*")} for n in pair]
-    assert max(names[0]) in names[1], "a stop saves on both"
-    first, second = (torch.load(n.folder / "rows-0.pt", weights_only=True) for n in pair)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-@pytest.mark.long
 @pytest.mark.timeout(480)
 def test_nodes_that_differ_say_so_and_a_stop_of_one_saves_on_both(
     pair: Pair, tmp_path: Path
@@ -236,7 +223,6 @@ def _listening(machine: Machine) -> set[str]:
     return {line.split()[3] for line in shown.splitlines()}
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("lost", "how"), [(1, "killed"), (0, "killed"), (1, "unplugged")])
 def test_a_lost_node_comes_back_and_all_go_on_from_the_last_checkpoint(
     two: tuple[Pair, list[Machine]], lost: int, how: str

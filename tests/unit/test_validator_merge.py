@@ -47,6 +47,7 @@ from distributed_training.validator.merge import (
 )
 from tests.tools.outer_steps import SCHEMA, drawn, header, hotkey_of, sign, write_file
 from tests.toys.merges import MERGES, Merge
+from tests.unit.test_protocol_update_file import GOLDEN, golden_digests
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -123,7 +124,7 @@ def digests(folder: Path) -> str:
 
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_the_bits_do_not_depend_on_the_processor(capability: str, tmp_path: Path) -> None:
-    """Each is what torch would choose on another machine; here it takes the best there is."""
+    """Neither those of a merge nor those of a file: each is torch's choice on another machine."""
     (tmp_path / "here").mkdir()
     found = subprocess.run(
         [sys.executable, "-m", "tests.unit.test_validator_merge", str(tmp_path)],
@@ -133,7 +134,9 @@ def test_the_bits_do_not_depend_on_the_processor(capability: str, tmp_path: Path
         check=True,
         timeout=250,
     )
-    assert found.stdout.split(" ", 1)[1].strip() == digests(tmp_path / "here")
+    of_merge, of_files = found.stdout.split(" ", 1)[1].splitlines()
+    assert of_merge == digests(tmp_path / "here")
+    assert of_files == str({bits: GOLDEN[bits]["body"] for bits in ("4", "3", "2")})
     if capability == "default":
         assert found.stdout.startswith("DEFAULT ")
 
@@ -539,3 +542,4 @@ def test_a_gate_that_answers_at_random_is_not_asked_for_ever(n: int, answers: li
 
 if __name__ == "__main__":
     print(torch.backends.cpu.get_cpu_capability(), digests(Path(sys.argv[1])))
+    print(golden_digests())
