@@ -33,7 +33,7 @@ FINISHED = "finished"  # its network is
 #: How the stage of a start begins that waits until the registry shows its hotkey again.
 UNREGISTERED = "not registered: "
 #: What became of a close, as a ``round`` event says it. MISSED: nothing was sent.
-MERGED, REFUSED, NOT_MERGED, MISSED = "merged", "refused", "not merged", "missed"
+MERGED, REFUSED, MISSED = "merged", "refused", "missed"  # or "not merged"
 TOO_EARLY = "too early"  # for the close before its first upload
 
 _T = TypeVar("_T")

@@ -26,8 +26,8 @@ from distributed_training.common.files import sha256_of
 from distributed_training.config.versions import Versions
 from distributed_training.data.tokenizer import BYTE_VOCABULARY
 from distributed_training.member import Net
+from distributed_training.miner import build, rounds
 from distributed_training.miner import events as ev
-from distributed_training.miner import rounds
 from distributed_training.miner.controller import Controller
 from distributed_training.miner.reporter import Reporter
 from distributed_training.network import signed
@@ -625,7 +625,7 @@ def test_join_in_one_process_a_second_time_continues(
 
 def test_a_join_that_fails_or_is_interrupted_leaves_nothing_behind(world: MemberWorld) -> None:
     for error in (KeyboardInterrupt, RuntimeError):
-        with pytest.raises(error), mock.patch.object(member, "Checkpointer", side_effect=error):
+        with pytest.raises(error), mock.patch.object(build, "Checkpointer", side_effect=error):
             Script(world)
         assert not member._members
     made = Script(world)
