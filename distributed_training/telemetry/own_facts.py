@@ -191,7 +191,7 @@ class OwnFacts:
     @property
     def verdict(self) -> str:
         """The last verdict, in words."""
-        return f"{self._judgement.verdict}: {self._judgement.words}"
+        return ": ".join(filter(None, (self._judgement.verdict, self._judgement.words)))
 
     def counts(self) -> float | None:
         """Return 1.0 where the last upload that was judged counts, 0.0 where not; None: unknown."""

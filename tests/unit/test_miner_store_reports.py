@@ -154,7 +154,9 @@ class Judged:
 
 def test_the_verdict_follows_from_the_manifests(tmp_path: Path) -> None:
     judged = Judged(tmp_path)
+    assert judged.facts.verdict == "unknown", "before the first look"
     assert judged.after(ev.CloseReached(CLOSE), TRAINING) == ("waiting", False)
+    assert judged.facts.verdict.startswith("waiting: nothing was uploaded in the 20 s since")
     assert judged.after(APPLIED, state(Base.KEPT)) == ("waiting", False), "none was sent"
     late = judged.after(ev.CloseReached(CLOSE), TRAINING, 1800.0)
     assert late == ("missed a close", True) and judged.facts.counts() is None
