@@ -133,7 +133,7 @@ class ChainCopy:
             _check_head(state, before)
         except ValueError as error:
             if before is not None:
-                self._look_for_another(before.outer_step)
+                self._find_another(before.outer_step)
             raise StateUnavailable(f"{error}: nothing is taken from it") from None
         return back
 
@@ -162,7 +162,7 @@ class ChainCopy:
             if (ours := self.copy(state.outer_step)) is not None:
                 _check_head(state, ours)
         except ValueError as error:
-            self._look_for_another(state.outer_step)
+            self._find_another(state.outer_step)
             if state.serial >= before.serial and state.outer_step >= before.outer_step:
                 raise
             raise OlderStateError(
@@ -181,7 +181,7 @@ class ChainCopy:
             path.unlink()
         self.forked = ""
 
-    def _look_for_another(self, outer_step: int) -> None:
+    def _find_another(self, outer_step: int) -> None:
         """Raise ForkError if the store has a valid manifest that is not the one we know."""
         try:
             data = self._fetch(outer_step)

@@ -241,11 +241,11 @@ class StoreRounds:
         """Do the work that is due. Return the seconds until the next turn."""
         steady = self._clocks.steady
         if steady() >= self._next_look:
-            self._look()
+            self._follow_state()
         if not self._chain.forked:
             if self._reported.pop("fork", None) is not None:  # a recovery has settled it
                 self._post(ChainForked(""))
-            self._keep_sending()
+            self._send_due()
             self._post_close()
             self._fetch_next()
         if forked := self._chain.forked:
@@ -263,7 +263,7 @@ class StoreRounds:
             due = min(due, self._not_before)
         return max(_SHORTEST, due - steady())
 
-    def _look(self) -> None:
+    def _follow_state(self) -> None:
         """Read the state, and log once for each fault of it or of the store."""
         steady, before = self._clocks.steady, self._state
         self._asked = steady()
@@ -338,7 +338,7 @@ class StoreRounds:
                 self._settle("clock", "This machine's clock is right again")
         return self._chain.state(info, self.now())
 
-    def _keep_sending(self) -> None:
+    def _send_due(self) -> None:
         """Begin a sending that was asked for, or that a kill ended; end one whose close is over."""
         if (close := self.next_close) is None:
             return

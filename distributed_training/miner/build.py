@@ -364,7 +364,7 @@ def open_connections(
         folder,
         store=store,
         uploads=uploads,
-        at_head=lambda: None if watch is None else watch.look(),
+        at_head=lambda: None if watch is None else watch.compare(),
     )
     stack.callback(rounds.stop)
     resumes = any(checkpoints.glob("checkpoint-*"))
@@ -476,7 +476,7 @@ class RankZero:
         )
         self.record: Record = facts.record
 
-        def look(event: ev.Event, state: MinerState) -> None:
+        def follow_facts(event: ev.Event, state: MinerState) -> None:
             match event:
                 case ev.NetworkCompared(problem=problem):
                     facts.compared(problem)
@@ -516,7 +516,7 @@ class RankZero:
             every=config.store.upload_steps if config.has_bucket else 0,
         )
         # The reporter before the uploads: a step's line stands above what it led to.
-        for follow in (reporter.on_event, metrics.on_event, uploads.on_event, look):
+        for follow in (reporter.on_event, metrics.on_event, uploads.on_event, follow_facts):
             self.controller.subscribe(_forgiving(follow) if self._context.guest else follow)
 
     def go_live(self, post: Callable[[ev.Event], None]) -> None:

@@ -112,7 +112,7 @@ class NetworkWatch:
         self._other_version = ""
         self._version = 0  # the newest that the bucket has named
 
-    def look(self) -> str:
+    def compare(self) -> str:
         """Post what has changed; return why the network is finished, as the bucket says.
 
         A bucket that is damaged, or away just now, changes nothing. Nor does what the network's

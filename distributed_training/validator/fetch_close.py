@@ -246,14 +246,14 @@ class CloseFetcher:
                     raise
         by_uid = {miner.uid: miner for miner in miners}
 
-        def look(uid: int) -> ObjectInfo | None:
+        def find(uid: int) -> ObjectInfo | None:
             key = keys.upload_key(uid, close.state.outer_step, close.state.serial)
             with suppress(Exception):  # its owner's loss, whatever it is; it is looked for again
                 return self._reader(by_uid[uid]).head(key)
             return None
 
         looking = close.looking if now < close.ends else close.looking_last
-        found = looking.run(look, [*by_uid], within=LOOK, patience=_SILENT, stop=self._stop)
+        found = looking.run(find, [*by_uid], within=LOOK, patience=_SILENT, stop=self._stop)
         return [info for info in found.values() if isinstance(info, ObjectInfo)]
 
     def _reader(self, miner: Neuron) -> BucketReader:

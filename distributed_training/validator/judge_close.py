@@ -45,8 +45,8 @@ class CloseJudge(CloseFetcher):
         self._judge = replace(judge, secret=self._samples.secret)
         self._texts = 1  # blocks of text on which a close is judged
 
-    def _take(self, close: Close, miners: Sequence[Neuron], block: int, now: float) -> None:
-        """Fetch and judge the uploads that came since the last look."""
+    def _judge_new(self, close: Close, miners: Sequence[Neuron], block: int, now: float) -> None:
+        """Fetch and judge the uploads that came since the last call."""
         began = time.monotonic()
         by_uid = {miner.uid: miner for miner in miners}
         self._fetch_new(close, by_uid, miners, now)

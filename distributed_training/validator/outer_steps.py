@@ -201,14 +201,14 @@ class OuterSteps:
             self._ahead = info.modified + (info.age_seconds or 0.0) - time.time()
         return time.time() + self._ahead
 
-    def look(self) -> float:
+    def restore_lost(self) -> float:
         """Write again what the store has lost; return the time by its clock, Unix seconds.
 
         A look compares the state and one more object in turn, the newest first. Raises
         AnotherLeadsError where another validator of this network leads its rounds.
         """
         info = self._retry(self._store.head, keys.STATE)
-        kept = self._kept()
+        kept = self._find_copies()
         turn, self._looks = self._looks % (len(kept) + 1), self._looks + 1
         if turn == len(kept) or info is None or info.etag != self._etag:
             known = self._fault
@@ -239,7 +239,7 @@ class OuterSteps:
         if theirs is not None and theirs.file.digest == named:
             self._older = theirs.file
             if ours is None:
-                self.own.keep(f"{step}.json", theirs.data)
+                self.own.save(f"{step}.json", theirs.data)
         elif ours is not None and ours.digest == named:
             self._older = ours
             if theirs is None:
@@ -294,10 +294,10 @@ class OuterSteps:
 
     # --- the store as a cache ---------------------------------------------------------------------
 
-    def _kept(self) -> list[Kept]:
+    def _find_copies(self) -> list[Kept]:
         place = self.head.digest, () if self.state is None else self.state.weights_at
         if self._kept_at != place:
-            self._kept_at, self._kept_there = place, self.own.kept(self.head, place[1])
+            self._kept_at, self._kept_there = place, self.own.find_copies(self.head, place[1])
         return self._kept_there
 
     def restore(self, *, deep: bool = False, older: bool = False) -> list[str]:
@@ -307,7 +307,7 @@ class OuterSteps:
         also where anything else is wrong. Raises AnotherLeadsError for a signed manifest that is
         not ours.
         """
-        wrong = self.own.wrong(self._kept(), most=MOST_BYTES if deep else SMALL)
+        wrong = self.own.wrong(self._find_copies(), most=MOST_BYTES if deep else SMALL)
         if wrong or older:
             known = {one.key for one in wrong}
             wrong += [one for one in self.own.lost_manifests(self.head) if one.key not in known]
@@ -453,7 +453,7 @@ class OuterSteps:
         self._ours = [*self._ours[-1:], data]
         # First: members may have it although the answer is lost. The next look writes it again.
         self.serial, self.state = state.serial, state
-        self.own.keep(keys.STATE, data)
+        self.own.save(keys.STATE, data)
         self._etag = ""
         self._etag = self._retry(self._store.put, keys.STATE, data)
 
@@ -470,7 +470,7 @@ class OuterSteps:
         files += [(keys.merged_key(n, uid), path) for uid, path in prepared.uploads.items()]
         sent = self._send(files)
         if self.state is not None:
-            self.look()  # who leads by now may have written its files over ours
+            self.restore_lost()  # who leads by now may have written its files over ours
         try:
             self._retry(put_once, self._store, place, prepared.data)
         except TakenError:
@@ -479,7 +479,7 @@ class OuterSteps:
                     raise
                 # What is there was not signed by the master.
                 self._retry(self._store.put, place, prepared.data)
-        self.own.keep(f"{n}.json", prepared.data)
+        self.own.save(f"{n}.json", prepared.data)
         return sent
 
     def _send(self, files: Sequence[tuple[str, Path]]) -> int:

@@ -112,7 +112,7 @@ class OwnCopy:
         if theirs is None:
             return ours
         if ours is None:
-            self.keep(f"{outer_step}.json", theirs.data)
+            self.save(f"{outer_step}.json", theirs.data)
         elif ours.digest != theirs.file.digest:
             raise ValueError(f"{key} is another one than this machine's copy, and both are signed")
         return theirs.file
@@ -128,7 +128,7 @@ class OwnCopy:
         names = [path.stem for path in (self._folder / _SIGNED).glob("*.json")]
         return {int(name) for name in names if name.isdigit()}
 
-    def keep(self, name: str, data: bytes) -> None:
+    def save(self, name: str, data: bytes) -> None:
         """Write our copy of a signed file; a full disk costs only the copy."""
         path = self._folder / _SIGNED / name
         try:
@@ -162,7 +162,7 @@ class OwnCopy:
         """Return the folder with the files of an outer step."""
         return self._folder / keys.epoch_folder(outer_step)
 
-    def kept(self, head: Manifest, at: Sequence[int]) -> list[Kept]:
+    def find_copies(self, head: Manifest, at: Sequence[int]) -> list[Kept]:
         """Return what members may need since the oldest of the sets ``at``, newest first."""
         oldest = min(at, default=head.outer_step)
         found = []

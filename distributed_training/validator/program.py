@@ -202,7 +202,7 @@ def follow_rules(config: Config, parts: Parts) -> Callable[[int, str], None]:
     versions, problem = parts.versions, ""
     published, due = versions.newest if versions is not None else None, 0.0
 
-    def look(outer_step: int, finished: str) -> None:
+    def follow(outer_step: int, finished: str) -> None:
         nonlocal problem, published, due
         if versions is None or config.network is None:
             return
@@ -232,7 +232,7 @@ def follow_rules(config: Config, parts: Parts) -> Callable[[int, str], None]:
                 f"{wanted.head.from_outer_step}, so the validator starts again with it"
             )
 
-    return look
+    return follow
 
 
 def run_validator(

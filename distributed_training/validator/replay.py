@@ -280,7 +280,7 @@ class Chain:
 
     # outer steps
 
-    def take_step(
+    def apply_step(
         self,
         state: OuterState,
         manifest: Manifest,
@@ -331,7 +331,7 @@ class Chain:
             if whole:
                 uploads = [self.upload(manifest, each, before) for each in _counted(manifest)]
                 values = [self.average(manifest)] if manifest.averaged else [*uploads]
-                found = self.take_step(found, manifest, update=update, uploads=values)
+                found = self.apply_step(found, manifest, update=update, uploads=values)
             else:
                 found = self._subtract(found, manifest, update)
             before = manifest
@@ -369,7 +369,7 @@ class Chain:
             values: list[Values] = [self.average(manifest)] if manifest.averaged else []
             for each in [] if values else _counted(manifest):
                 values.append(self.upload(manifest, each, before))
-            return self.take_step(found, manifest, update=update, uploads=values)
+            return self.apply_step(found, manifest, update=update, uploads=values)
         except ChainBroken:
             return self._subtract(found, manifest, update)
 
@@ -499,7 +499,7 @@ class Chain:
             return None, False
         step = partial(self._subtract, known, manifest, update)
         if whole:
-            step = partial(self.take_step, known, manifest, update=update, uploads=values)
+            step = partial(self.apply_step, known, manifest, update=update, uploads=values)
         after = found.get(step)
         return after, whole and after is not None
 

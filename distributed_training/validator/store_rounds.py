@@ -121,7 +121,7 @@ class StoreValidator(CloseMerger):
             self._rules.config.held_out_name,
             lines.describe_losses(self._losses),
         )
-        self._look_for_end()
+        self._find_end()
         self._report("starting")
 
     def run(self) -> None:
@@ -284,7 +284,7 @@ class StoreValidator(CloseMerger):
             if not self._is_free():
                 return False
             self._lead_from_now(f"the renewal of {keys.STATE} is overdue")
-        now = steps.look()
+        now = steps.restore_lost()
         if steps.emptied:  # then of the network's file, too
             self._finish_shown, steps.emptied = _UNKNOWN, False
         behind = steps.state.head != steps.head.digest  # the store failed before it named the head
@@ -314,7 +314,7 @@ class StoreValidator(CloseMerger):
             log.info("Close %d of outer step %d", state.serial, state.outer_step)
             self._report("round")
         close = self._close
-        self._take(close, miners, block, now)
+        self._judge_new(close, miners, block, now)
         if self._missing(close, miners, now):
             self._reporter.report(at_once=False)
             return False
@@ -501,7 +501,7 @@ class StoreValidator(CloseMerger):
         self._record_losses(manifest.outer_step, reached.losses)
         uids = [one.uid for one in manifest.merged]
         self._reached(reached.state, reached.losses, uids, reached.began, "Merged")
-        self._show(self._steps.look())
+        self._show(self._steps.restore_lost())
         self._steps.delete_past()
         self._report("waiting")
         return True
@@ -582,7 +582,7 @@ class StoreValidator(CloseMerger):
         self._after_step(following)
         # First: a version that holds from here on may have put the end off.
         self._rules.follow(self.state.outer_step, self.finished)
-        self._look_for_end()
+        self._find_end()
 
     def _remember_round(self, past: PastRound) -> None:
         self.standings.rounds.append(past)
@@ -620,7 +620,7 @@ class StoreValidator(CloseMerger):
         reporter.closes_at = None if self.finished or named is None else named.closes_at
         reporter.report()
 
-    def _look_for_end(self) -> None:
+    def _find_end(self) -> None:
         """Call no round any more, and say so, once a [stop] of the network's file is reached."""
         state, loss = self.state, self._rules.mean(self._losses)
         reason = self._rules.config.finished(

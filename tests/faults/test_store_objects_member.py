@@ -368,7 +368,7 @@ class NetworkWorld:
     def look(self) -> list[str]:
         """Return the problems that a look posts; it never ends a miner."""
         self.posted.clear()
-        assert self.watch.look() == ""
+        assert self.watch.compare() == ""
         return [event.problem for event in self.posted]
 
 
@@ -422,7 +422,7 @@ def signed_state() -> bytes:
 def test_an_end_that_the_master_has_signed_is_believed() -> None:
     world = NetworkWorld()
     claim_global_bucket(world.memory, network(2), finished="step 4", member=world.member)
-    assert world.watch.look() == "step 4"
+    assert world.watch.compare() == "step 4"
 
 
 def test_a_bucket_that_another_master_has_claimed_first_is_left(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_a_stop_that_means_nothing_is_refused(
 def test_a_miner_ends_with_a_checkpoint_once_its_network_is_finished(mode: Mode) -> None:
     def look(**content: Any) -> str:
         bucket: Any = SimpleNamespace(network=lambda: replace(word, **content))
-        return NetworkWatch(bucket, network(), None, lambda event: None).look()
+        return NetworkWatch(bucket, network(), None, lambda event: None).compare()
 
     why, word = "outer step 4 of stop.outer_steps 4", Shown("lab", 1, "5Master", "aa", None, "aa")
     assert look() == "" and look(finished=why, network=None) == "", "nobody has signed it"
