@@ -106,7 +106,7 @@ _STATE = TypeAdapter(State)
 _NO_SUCH_PATH, _TOO_MANY = 404, 429
 
 
-class Answer(NamedTuple):
+class RegistryAnswer(NamedTuple):
     """An answer of the registry over HTTP."""
 
     status: int
@@ -342,7 +342,7 @@ class RegistryChain(Chain):
             self._written[kind] = fields
         return given
 
-    def _fetch(self, path: str, body: bytes | None = None) -> Answer:
+    def _fetch(self, path: str, body: bytes | None = None) -> RegistryAnswer:
         try:
             return http.run_to_end(self._exchange(path, body), self._runner)
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
@@ -354,7 +354,7 @@ class RegistryChain(Chain):
                 raise
             raise Unusable(f"this machine has no thread left to ask it: {error}") from error
 
-    async def _exchange(self, path: str, body: bytes | None) -> Answer:
+    async def _exchange(self, path: str, body: bytes | None) -> RegistryAnswer:
         """Return the answer to a read, or to a write that is signed now."""
         from .auth import sign_btauth
 
@@ -377,7 +377,7 @@ class RegistryChain(Chain):
             )
         except (http.TooLong, TimeoutError):
             raise Unusable("its answer does not end") from None
-        return Answer(reply.status_code, reply.headers, answer)
+        return RegistryAnswer(reply.status_code, reply.headers, answer)
 
     # reads
 

@@ -31,7 +31,7 @@ from pydantic import SecretStr
 
 from distributed_training.chain.base import ChainError, find
 from distributed_training.chain.identity import Wallet, create_wallet
-from distributed_training.chain.registry import Answer, RegistryChain
+from distributed_training.chain.registry import RegistryAnswer, RegistryChain
 from distributed_training.common import files
 from distributed_training.common.connections import BoundedConnection
 from distributed_training.common.ports import free_ports
@@ -369,11 +369,13 @@ def test_an_impossible_answer_ends_neither_the_polling_nor_a_write(
     said = {"registry": f"a/1/{'5' * 48}", "start": "1", "version": 1, "block": 7, "time": 9.0}
     waits = [-1e308, 12.0]  # seconds, the last for good
 
-    def fetch(chain: RegistryChain, path: str, body: bytes | None = None) -> Answer:
+    def fetch(chain: RegistryChain, path: str, body: bytes | None = None) -> RegistryAnswer:
         if body is not None:
-            return Answer(200, {}, b"[" * 100_000)  # which ends the stack of whoever parses it
+            return RegistryAnswer(
+                200, {}, b"[" * 100_000
+            )  # which ends the stack of whoever parses it
         seconds = waits.pop(0) if len(waits) > 1 else waits[0]
-        return Answer(200, {}, json.dumps({**said, "seconds_per_block": seconds}).encode())
+        return RegistryAnswer(200, {}, json.dumps({**said, "seconds_per_block": seconds}).encode())
 
     monkeypatch.setattr(RegistryChain, "_fetch", fetch)
     with closing(RegistryChain(url="http://127.0.0.1:1", wallet=MINER)) as chain:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from distributed_training.chain.base import ChainError
-from distributed_training.chain.registry import Answer, RegistryChain
+from distributed_training.chain.registry import RegistryAnswer, RegistryChain
 from tests.tools.chain_server_thread import RegistryServer
 from tests.tools.chain_world import VALIDATOR
 from tests.tools.waiting import wait_for
@@ -37,7 +37,7 @@ def chain(tmp_path: Path) -> Iterator[RegistryChain]:
 def test_an_error_of_our_own_code_is_raised_as_it_is(
     chain: RegistryChain, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fails(path: str, body: bytes | None) -> Answer:
+    async def fails(path: str, body: bytes | None) -> RegistryAnswer:
         raise error
 
     monkeypatch.setattr(chain, "_exchange", fails)
@@ -61,7 +61,7 @@ def test_an_error_of_our_own_code_is_raised_as_it_is(
 def test_an_outage_keeps_the_words_of_its_error(
     chain: RegistryChain, error: Exception, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fails(path: str, body: bytes | None) -> Answer:
+    async def fails(path: str, body: bytes | None) -> RegistryAnswer:
         raise error
 
     monkeypatch.setattr(chain, "_exchange", fails)
@@ -76,8 +76,8 @@ def test_an_outage_keeps_the_words_of_its_error(
 def test_a_foreign_answer_is_an_outage(
     chain: RegistryChain, body: bytes, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def answers(path: str, content: bytes | None) -> Answer:
-        return Answer(status, {}, body)
+    async def answers(path: str, content: bytes | None) -> RegistryAnswer:
+        return RegistryAnswer(status, {}, body)
 
     monkeypatch.setattr(chain, "_exchange", answers)
     with pytest.raises(ChainError, match=rf"register: its answer \(status {status}\) is not"):
@@ -87,7 +87,7 @@ def test_a_foreign_answer_is_an_outage(
 def test_a_fault_of_this_program_does_not_end_the_thread_that_asks(
     chain: RegistryChain, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def fails(path: str, body: bytes | None) -> Answer:
+    async def fails(path: str, body: bytes | None) -> RegistryAnswer:
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(chain, "_exchange", fails)
