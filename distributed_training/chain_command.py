@@ -45,7 +45,7 @@ from distributed_training.validator import replay
 from distributed_training.validator.global_state import GlobalStateError
 from distributed_training.validator.merge import OuterState, Rule
 from distributed_training.validator.outer_steps import OuterSteps, Prepared, next_state
-from distributed_training.validator.replay import Chain, ChainBroken, read_set, write_set
+from distributed_training.validator.replay import ChainBroken, ManifestChain, read_set, write_set
 
 _SERIALS = 1 << 32  # above all that a network can have had since the newest known one
 
@@ -178,7 +178,9 @@ def recover(options: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _leading(config: Config, folder: Path) -> Iterator[tuple[OuterSteps, Chain, ObjectStore]]:
+def _leading(
+    config: Config, folder: Path
+) -> Iterator[tuple[OuterSteps, ManifestChain, ObjectStore]]:
     """Open the network of the founder's ``folder`` to publish. Raises ConfigError, StoreError."""
     network_model(config)  # refuses a network without [model.config]
     signer, place = load_wallet(config.chain).hotkey.sign, config.run_folder / "global"
@@ -215,7 +217,7 @@ def _reported(ledger: Path) -> int:
 
 def go_back(
     steps: OuterSteps,
-    chain: Chain,
+    chain: ManifestChain,
     to: int,
     *,
     config: Mapping[str, Any],
@@ -256,7 +258,7 @@ def go_back(
 
 def begin_again(
     steps: OuterSteps,
-    chain: Chain,
+    chain: ManifestChain,
     store: ObjectStore,
     *,
     config: Mapping[str, Any],
@@ -337,7 +339,7 @@ def _time_of(signed: Manifest | State) -> float:
 
 def _publish_again(
     steps: OuterSteps,
-    chain: Chain,
+    chain: ManifestChain,
     target: Manifest,
     values: OuterState,
     config: Mapping[str, Any],
@@ -388,10 +390,10 @@ def network_model(config: Config) -> Mapping[str, Any]:
     return network.model
 
 
-def _open(config: Config, store: ObjectStore, folder: Path) -> Chain:
+def _open(config: Config, store: ObjectStore, folder: Path) -> ManifestChain:
     """Return the chain in a global bucket. Raises ConfigError."""
     schema = parameter_schema(network_model(config))
-    return Chain(BucketReader(store), schema, folder, _master(config))
+    return ManifestChain(BucketReader(store), schema, folder, _master(config))
 
 
 def _master(config: Config) -> Master:

@@ -38,7 +38,7 @@ from distributed_training.training.weights import GlobalState
 from distributed_training.validator.global_state import GlobalStateError
 from distributed_training.validator.merge import HISTORY, OuterState
 from distributed_training.validator.own_copy import RECOVER, SMALL, Kept, OwnCopy, age_of
-from distributed_training.validator.replay import Chain, ChainBroken, read_set, write_set
+from distributed_training.validator.replay import ChainBroken, ManifestChain, read_set, write_set
 
 log = logging.getLogger(__name__)
 
@@ -433,7 +433,7 @@ class OuterSteps:
     def _replay(self, schema: Schema) -> OuterState:
         """Compute the head from the newest set that leads to it. Raises ValueError, IndexError."""
         assert self.state is not None
-        chain = Chain(self.reader, schema, self._folder / "replay", self._master)
+        chain = ManifestChain(self.reader, schema, self._folder / "replay", self._master)
         *earlier, newest = self.state.weights_at
         for step in (newest, *reversed(earlier)):
             try:

@@ -136,7 +136,7 @@ class Audit:
         self.replayed_from = (step if all_from is None else all_from) if whole else None
 
 
-class Chain:
+class ManifestChain:
     """The chain of one network in its bucket.
 
     ``folder``: for downloads, which are removed once they are read. Methods raise ChainBroken for

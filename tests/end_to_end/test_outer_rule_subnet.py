@@ -22,7 +22,7 @@ from distributed_training.protocol.update_file import UpdateFile
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.training.model import parameter_schema
 from distributed_training.training.outer_rule import OUTER_RULES, find_rule
-from distributed_training.validator.replay import Chain
+from distributed_training.validator.replay import ManifestChain
 from tests.tools.subnet_tools import paced, steps_of
 
 pytestmark = pytest.mark.timeout(900)
@@ -72,7 +72,7 @@ def test_sparse_uploads_are_merged_and_replayed_though_a_miner_is_killed(tmp_pat
             reader = BucketReader(bucket)
             model = reader.get(keys.outer_key(0, keys.CONFIG), limit=1 << 20)
             schema = parameter_schema(json.loads(model or b""))
-            chain = Chain(reader, schema, tmp_path / "audit", master)
+            chain = ManifestChain(reader, schema, tmp_path / "audit", master)
             found = chain.audit()
             merged = [chain.manifest(step) for step in range(1, 4)]
             newest = merged[-1].merged[0]

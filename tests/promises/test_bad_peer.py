@@ -26,7 +26,7 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Manifest, Master
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.validator.average import AveragingValidator
-from distributed_training.validator.replay import Chain
+from distributed_training.validator.replay import ManifestChain
 from tests.tools.hivemind_world import HivemindWorld
 from tests.tools.validator_world import one_thread  # noqa: F401
 from tests.tools.waiting import wait_for
@@ -205,7 +205,7 @@ def test_a_validator_killed_after_the_average_and_one_on_an_empty_disk_take_the_
     assert world.validator._steps.values.digests == digests
     master = Master(world.run_id, world.master.ss58_address, verify)
     reader = BucketReader(world.bucket)
-    audit = Chain(reader, world.schema, tmp_path / "audit", master).audit()
+    audit = ManifestChain(reader, world.schema, tmp_path / "audit", master).audit()
     assert not audit.problems and audit.replayed_from == 0
 
 

@@ -19,7 +19,7 @@ from distributed_training.protocol.manifest import Manifest, Master
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.validator.merge import digest_of
 from distributed_training.validator.outer_steps import OuterSteps
-from distributed_training.validator.replay import Chain
+from distributed_training.validator.replay import ManifestChain
 from tests.tools.hivemind_world import HivemindWorld
 from tests.tools.store_world import StoreMiner, StoreWorld, keypair
 from tests.tools.validator_world import one_thread  # noqa: F401
@@ -68,9 +68,9 @@ def master_of(world: World) -> Master:
     return Master(world.run_id, world.master.ss58_address, verify)
 
 
-def audited(world: World, folder: Path) -> Chain:
+def audited(world: World, folder: Path) -> ManifestChain:
     """Return the chain of the bucket, after an audit that has found no problem."""
-    chain = Chain(BucketReader(world.bucket), world.schema, folder, master_of(world))
+    chain = ManifestChain(BucketReader(world.bucket), world.schema, folder, master_of(world))
     found = chain.audit()
     assert not found.problems and found.outer_step == world.state.outer_step
     return chain

@@ -25,7 +25,7 @@ from distributed_training.protocol.manifest import Manifest, Master, State
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.telemetry import read_events
 from distributed_training.training.model import parameter_schema
-from distributed_training.validator.replay import Audit, Chain
+from distributed_training.validator.replay import Audit, ManifestChain
 from tests.tools.subnet_tools import paced, steps_of
 
 pytestmark = [pytest.mark.timeout(580), pytest.mark.long]
@@ -123,7 +123,7 @@ def published(subnet: LocalSubnet, folder: Path) -> tuple[list[Manifest], Audit]
             for n in range(state.outer_step + 1)
         ]
         schema = parameter_schema(json.loads(read(keys.outer_key(0, keys.CONFIG), 1 << 20)))
-        return manifests, Chain(BucketReader(bucket), schema, folder, master).audit()
+        return manifests, ManifestChain(BucketReader(bucket), schema, folder, master).audit()
 
 
 def uploads(subnet: LocalSubnet) -> set[str]:

@@ -31,7 +31,7 @@ from distributed_training.validator.merge import (
     norm_of,
     whole_uploads,
 )
-from distributed_training.validator.replay import Chain, write_set
+from distributed_training.validator.replay import ManifestChain, write_set
 
 RUN_ID = "0123456789ab"
 MASTER = "5GrwvaEF5zXb26Fz9rcQpDWS57CtERHpNehXCPcNoHGKutQY"
@@ -204,7 +204,7 @@ def state_of(chain: list[Manifest], at: list[int], **changes: Any) -> State:
     return State(**values | changes)
 
 
-def open_chain(bucket: Path, folder: Path) -> Chain:
+def open_chain(bucket: Path, folder: Path) -> ManifestChain:
     """Open the chain in ``bucket``, with ``folder`` for downloads."""
     reader = BucketReader(FolderStore(bucket))
-    return Chain(reader, SCHEMA, folder, Master(RUN_ID, MASTER, verify))
+    return ManifestChain(reader, SCHEMA, folder, Master(RUN_ID, MASTER, verify))

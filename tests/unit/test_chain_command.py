@@ -20,7 +20,7 @@ from distributed_training.store.folder import FolderStore
 from distributed_training.validator.global_state import GlobalStateError
 from distributed_training.validator.merge import OuterState, Rule, digest_of
 from distributed_training.validator.outer_steps import SERIALS, OuterSteps
-from distributed_training.validator.replay import Chain, ChainBroken
+from distributed_training.validator.replay import ChainBroken, ManifestChain
 from distributed_training.validator.store_rounds import LEDGER
 from tests.tools.outer_steps import MASTER, RUN_ID, open_chain, publish_chain, sign, verify
 from tests.tools.store_world import StoreWorld
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(300)
 STEPS = 6  # sets at 0 and 4
 
 
-def opened(bucket: Path, folder: Path) -> tuple[OuterSteps, Chain]:
+def opened(bucket: Path, folder: Path) -> tuple[OuterSteps, ManifestChain]:
     store = FolderStore(bucket, writes=True)
     master = Master(RUN_ID, MASTER, verify)
     steps = OuterSteps(store, folder / "global", master, sign, keep_uploads=8)
@@ -190,8 +190,8 @@ def test_validators_chain_passes_an_audit_and_continues_after_a_rewind(
     world.round()
     master = Master(world.run_id, world.master.ss58_address, verify_sr25519)
 
-    def chain_of(folder: Path) -> Chain:
-        return Chain(BucketReader(world.bucket), world.schema, folder, master)
+    def chain_of(folder: Path) -> ManifestChain:
+        return ManifestChain(BucketReader(world.bucket), world.schema, folder, master)
 
     n = world.state.outer_step
     found = chain_of(tmp_path).audit()
@@ -223,7 +223,7 @@ def found(folder: Path) -> None:
     assert network_command.main(words) == 0
 
 
-def recovered(bucket: Path, folder: Path, **more: int) -> tuple[Manifest, Chain]:
+def recovered(bucket: Path, folder: Path, **more: int) -> tuple[Manifest, ManifestChain]:
     """Recover a network whose closes are a million seconds apart, as its files are from 1970."""
     store = FolderStore(bucket, writes=True)
     steps = OuterSteps(

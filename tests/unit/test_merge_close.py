@@ -15,7 +15,7 @@ from distributed_training.common.kinds import import_plugins
 from distributed_training.config import Config
 from distributed_training.protocol.manifest import Master
 from distributed_training.store.bucket_reader import BucketReader
-from distributed_training.validator.replay import Chain
+from distributed_training.validator.replay import ManifestChain
 from tests.tools.store_world import StoreMiner, StoreWorld
 from tests.tools.validator_world import VOCABULARY, one_thread, sequences  # noqa: F401
 
@@ -52,7 +52,7 @@ def test_a_codec_from_outside_is_uploaded_judged_merged_and_audited(tmp_path: Pa
             miner.apply()
     master = Master(world.run_id, world.master.ss58_address, verify)
     (tmp_path / "audit").mkdir()
-    chain = Chain(BucketReader(world.bucket), world.schema, tmp_path / "audit", master)
+    chain = ManifestChain(BucketReader(world.bucket), world.schema, tmp_path / "audit", master)
     found = chain.audit()
     assert not found.problems and found.replayed_from == 0
     uploads = [info for info in world.bucket.list_objects("outer/") if "/uploads/" in info.key]
