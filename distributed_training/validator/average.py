@@ -39,7 +39,7 @@ from distributed_training.protocol.types import Schema
 from distributed_training.protocol.update_file import row_chunks, rows_and_columns
 from distributed_training.training.outer_rule import OUTER_RULES
 from distributed_training.training.weights import GlobalState
-from distributed_training.validator.fetch_close import Close
+from distributed_training.validator.fetch_close import Intake
 from distributed_training.validator.judging import Accepted
 from distributed_training.validator.merge import OuterState, clip_factor, longest_norm
 from distributed_training.validator.merge_close import MergedSome
@@ -97,13 +97,13 @@ class AveragingValidator(StoreValidator):
 
     # --- the all-reduce ---------------------------------------------------------------------------
 
-    def _judge_new(self, close: Close, miners: Sequence[Neuron], block: int, now: float) -> None:
+    def _judge_new(self, close: Intake, miners: Sequence[Neuron], block: int, now: float) -> None:
         if self._round is None or self._round.serial != close.state.serial:
             self._order(close, now)
         judged = [m for m in miners if self._sampled is None or m.hotkey in self._sampled]
         super()._judge_new(close, judged, block, now)
 
-    def _order(self, close: Close, now: float) -> None:
+    def _order(self, close: Intake, now: float) -> None:
         state, own = close.state, self._member.hotkey
         after = self._rules.settings.average_after.total_seconds()
         path = self._steps.place(state.outer_step + 1) / keys.AVERAGE
@@ -124,7 +124,7 @@ class AveragingValidator(StoreValidator):
         if found is not None and found.serial == answer.serial:
             found.answer = answer
 
-    def _missing(self, close: Close, miners: Sequence[Neuron], now: float) -> bool:
+    def _missing(self, close: Intake, miners: Sequence[Neuron], now: float) -> bool:
         # The peer process answers each order, at the latest when it hangs.
         unanswered = self._round is not None and self._round.answer is None
         return super()._missing(close, miners, now) or unanswered
@@ -138,7 +138,7 @@ class AveragingValidator(StoreValidator):
 
     # --- average or merge -------------------------------------------------------------------------
 
-    def _merge_all(self, close: Close, uids: Sequence[int]) -> MergedSome:
+    def _merge_all(self, close: Intake, uids: Sequence[int]) -> MergedSome:
         found = self._round
         assert found is not None
         self._averaging = Averaging("average", "", found.participants)
@@ -155,7 +155,7 @@ class AveragingValidator(StoreValidator):
         log.info("%s: %d members took part", lines.ALL_REDUCE_FINISH, len(found.participants))
         return merged
 
-    def _merge_average(self, close: Close, uids: Sequence[int], found: _Round) -> MergedSome:
+    def _merge_average(self, close: Intake, uids: Sequence[int], found: _Round) -> MergedSome:
         """Return what the average leads to. Raises _NoAverage."""
         if found.answer is None or found.answer.failed:
             raise _NoAverage(found.answer.failed if found.answer else "the DHT peer did not answer")
@@ -256,7 +256,7 @@ class AveragingValidator(StoreValidator):
             len(averaging.participants) if averaging and averaging.source == "average" else judged
         )
 
-    def _participants(self, close: Close) -> frozenset[int]:
+    def _participants(self, close: Intake) -> frozenset[int]:
         if self._averaging is None or self._averaging.source == "merge":
             return super()._participants(close)
         # Also of those whose uploads nobody looked at.

@@ -59,7 +59,7 @@ class Lack:
 
 
 @dataclass
-class Close:
+class Intake:
     """All that has come of a close, which ``state`` names. A restart finds it in the store."""
 
     state: State
@@ -117,7 +117,7 @@ class CloseFetcher:
         self._missed: dict[str, int] = {}  # by hotkey: closes in a row, since our start
 
     def _fetch_new(
-        self, close: Close, by_uid: Mapping[int, Neuron], miners: Sequence[Neuron], now: float
+        self, close: Intake, by_uid: Mapping[int, Neuron], miners: Sequence[Neuron], now: float
     ) -> None:
         """Fetch the uploads that came since the last look. Raises StoreError."""
         known = close.accepted.keys() | close.refused.keys()
@@ -183,7 +183,7 @@ class CloseFetcher:
         everybody = serial % _ALL_AWAITED == 0
         return frozenset(hotkey for hotkey, n in missed.items() if everybody or not n & (n + 1))
 
-    def _missing(self, close: Close, miners: Sequence[Neuron], now: float) -> bool:
+    def _missing(self, close: Intake, miners: Sequence[Neuron], now: float) -> bool:
         """Return whether there is somebody to wait for."""
         judged = close.accepted.keys() | close.refused.keys()
         few = len(close.accepted) < self._rules.settings.least
@@ -211,17 +211,17 @@ class CloseFetcher:
             or len(texts) > len(close.accepted)
         )
 
-    def _attend(self, close: Close, miners: Sequence[Neuron]) -> None:
+    def _attend(self, close: Intake, miners: Sequence[Neuron]) -> None:
         """Let reports say who has sent an upload."""
         asked = tuple(miner.uid for miner in miners)
         self._reporter.attendance = Attendance(asked, tuple(sorted(close.came.keys() & {*asked})))
 
-    def _most_trusted(self, close: Close, now: float, uids: Collection[int]) -> list[int]:
+    def _most_trusted(self, close: Intake, now: float, uids: Collection[int]) -> list[int]:
         """Return those whose turn it is, the least trusted last: there may be no time for it."""
         due = [uid for uid in uids if uid not in close.lacks or close.lacks[uid].again <= now]
         return sorted(due, key=lambda uid: (-self.standings.entries[uid].published, uid))
 
-    def _lack(self, close: Close, uid: int, why: str, now: float) -> None:
+    def _lack(self, close: Intake, uid: int, why: str, now: float) -> None:
         """Note that an upload cannot be judged yet; the first time with a line."""
         lack = close.lacks.setdefault(uid, Lack(now))
         lack.again = now + lack.waits.failed().total_seconds()
@@ -236,7 +236,9 @@ class CloseFetcher:
                 why,
             )
 
-    def _find_uploads(self, close: Close, miners: Sequence[Neuron], now: float) -> list[ObjectInfo]:
+    def _find_uploads(
+        self, close: Intake, miners: Sequence[Neuron], now: float
+    ) -> list[ObjectInfo]:
         """List the uploads in the store, those of ``miners`` among them. Raises StoreError."""
         if self._of_member is None:
             try:
@@ -260,12 +262,12 @@ class CloseFetcher:
         """Return where a member uploads. Raises StoreError, ChainError."""
         return self._steps.reader if self._of_member is None else self._of_member(miner)
 
-    def _upload_path(self, close: Close, uid: int) -> Path:
+    def _upload_path(self, close: Intake, uid: int) -> Path:
         # A fetch of an earlier close that nobody waits for may still write.
         folder = f"{close.state.outer_step}.{close.state.serial}"
         return self._uploads / folder / f"{uid}.safetensors"
 
-    def _fetch(self, close: Close, info: ObjectInfo, miner: Neuron, most: int) -> ObjectInfo:
+    def _fetch(self, close: Intake, info: ObjectInfo, miner: Neuron, most: int) -> ObjectInfo:
         """Fetch an upload; return what came. Raises StoreError, ChainError, OSError."""
         path = self._upload_path(close, miner.uid)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -277,14 +279,14 @@ class CloseFetcher:
                 part.unlink(missing_ok=True)
             raise
 
-    def _leave(self, close: Close, uid: int) -> None:
+    def _leave(self, close: Intake, uid: int) -> None:
         """Take note that nothing has to be done for an upload any more."""
         close.waiting.pop(uid, None)
         close.lacks.pop(uid, None)
         close.fetched.discard(uid)
 
     def _refuse(
-        self, close: Close, uid: int, hotkey: str, digest: str, cause: str, reason: str
+        self, close: Intake, uid: int, hotkey: str, digest: str, cause: str, reason: str
     ) -> None:
         close.refused[uid] = refusal(uid, hotkey, digest, cause, reason)
         self._leave(close, uid)

@@ -17,7 +17,7 @@ from distributed_training.chain.base import Neuron
 from distributed_training.node.start import Stopped
 from distributed_training.scoring.evaluator import judgement_fields
 from distributed_training.scoring.upload import DataUnavailable, Judged, in_a_line, of_this_machine
-from distributed_training.validator.fetch_close import Close, CloseFetcher
+from distributed_training.validator.fetch_close import CloseFetcher, Intake
 from distributed_training.validator.judging import (
     KnownSamples,
     RefusedError,
@@ -45,7 +45,7 @@ class CloseJudge(CloseFetcher):
         self._judge = replace(judge, secret=self._samples.secret)
         self._texts = 1  # blocks of text on which a close is judged
 
-    def _judge_new(self, close: Close, miners: Sequence[Neuron], block: int, now: float) -> None:
+    def _judge_new(self, close: Intake, miners: Sequence[Neuron], block: int, now: float) -> None:
         """Fetch and judge the uploads that came since the last call."""
         began = time.monotonic()
         by_uid = {miner.uid: miner for miner in miners}
@@ -63,7 +63,7 @@ class CloseJudge(CloseFetcher):
         """Return what draws for a close: the same after a restart, where a seed is set."""
         return random.Random(self._seed * serial)
 
-    def _judge_one(self, close: Close, uid: int, hotkey: str, block: int, now: float) -> None:
+    def _judge_one(self, close: Intake, uid: int, hotkey: str, block: int, now: float) -> None:
         path = self._upload_path(close, uid)
         revision = f"{close.state.outer_step}.{close.state.serial}"
         if uid not in close.lacks:
@@ -103,7 +103,7 @@ class CloseJudge(CloseFetcher):
         self._record("upload_scored", **judgement_fields(found.judgement, revision))
         log.info("uid %d: accepted, random text %+.4f nats", uid, -found.improvement)
 
-    def _judged(self, close: Close, block: int) -> Judged:
+    def _judged(self, close: Intake, block: int) -> Judged:
         return Judged(
             block=block,
             outer_step=close.state.outer_step,
@@ -112,13 +112,13 @@ class CloseJudge(CloseFetcher):
             learning_rate=self._outer_rule.learning_rate,
         )
 
-    def _factors(self, close: Close) -> dict[int, float]:
+    def _factors(self, close: Intake) -> dict[int, float]:
         """Return by which factor each accepted upload would be merged, by uid."""
         found = [close.accepted[uid].measured for uid in sorted(close.accepted)]
         factors = merge_factors(found, self._steps.history)
         return dict(zip(sorted(close.accepted), factors, strict=True))
 
-    def _judge_clipped(self, close: Close, block: int) -> None:
+    def _judge_clipped(self, close: Intake, block: int) -> None:
         """Judge those uploads again that are merged in another form than they were judged in.
 
         Which norm is usual is known only when all are judged, and each that turns out not to help
@@ -144,11 +144,11 @@ class CloseJudge(CloseFetcher):
                 except DataUnavailable as error:
                     log.info("uid %d: judged only as it came: %s", one.uid, error)
 
-    def _blame(self, close: Close, uid: int, cause: str, reason: str) -> None:
+    def _blame(self, close: Intake, uid: int, cause: str, reason: str) -> None:
         one = close.accepted.pop(uid)
         self._refuse(close, uid, one.hotkey, one.file.digest, cause, reason)
 
-    def _choose_text(self, close: Close) -> None:
+    def _choose_text(self, close: Intake) -> None:
         """Judge the next close on twice the text where fewer than half of the uploads help."""
         found = [one.measured for one in close.accepted.values()]
         if 2 * sum(helpful(found)) < len(found):

@@ -9,7 +9,7 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.types import UPDATE_CODEC
 from distributed_training.protocol.update_file import Header, UpdateLayout
 from distributed_training.training.outer_rule import UploadFacts
-from distributed_training.validator.fetch_close import Close
+from distributed_training.validator.fetch_close import Intake
 from distributed_training.validator.judge_close import CloseJudge
 from distributed_training.validator.judging import Accepted
 from distributed_training.validator.merge import (
@@ -38,12 +38,12 @@ class MergedSome:
 class CloseMerger(CloseJudge):
     """Merges what :class:`CloseJudge` has accepted."""
 
-    def _merge_all(self, close: Close, uids: Sequence[int]) -> MergedSome:
+    def _merge_all(self, close: Intake, uids: Sequence[int]) -> MergedSome:
         """Return what all accepted uploads lead to."""
         return self._merge(close, uids)
 
     def _merge(
-        self, close: Close, uids: Sequence[int], average: Values | None = None
+        self, close: Intake, uids: Sequence[int], average: Values | None = None
     ) -> MergedSome:
         """Merge the uploads of some, into the one file that there is for the update.
 
@@ -82,7 +82,7 @@ class CloseMerger(CloseJudge):
         losses = self._rules.losses(values.weights)
         return MergedSome(sorted(uids), digest, values, factors, losses)
 
-    def _steps_of(self, close: Close, chosen: Sequence[Accepted]) -> int:
+    def _steps_of(self, close: Intake, chosen: Sequence[Accepted]) -> int:
         """Return by how many inner steps the outer step moves the schedule."""
         most = int(_MOST_STEPS_OF_A_SECOND * self._rules.settings.period.total_seconds())
         claims = [(one.measured, one.file.header.inner_steps) for one in chosen]
@@ -92,6 +92,6 @@ class CloseMerger(CloseJudge):
         """Count the members of which something is in the outer step; ``judged``: that we know."""
         return judged
 
-    def _participants(self, close: Close) -> frozenset[int]:
+    def _participants(self, close: Intake) -> frozenset[int]:
         """Return the uids of the members of which something is in the outer step."""
         return frozenset(close.accepted)

@@ -40,7 +40,7 @@ from distributed_training.scoring.evaluator import Judgement
 from distributed_training.store.errors import StoreError
 from distributed_training.training.weights import GlobalState
 from distributed_training.validator.errands import Errands, unless_stopped
-from distributed_training.validator.fetch_close import LOOK, Close
+from distributed_training.validator.fetch_close import LOOK, Intake
 from distributed_training.validator.judging import CAUSES, find_copies, share_alike
 from distributed_training.validator.merge import OuterState, find_spoilers
 from distributed_training.validator.merge_close import CloseMerger, MergedSome
@@ -89,7 +89,7 @@ class StoreValidator(CloseMerger):
         config = self._rules.config  # none of these changes while it runs
         self._period = config.round_period.total_seconds()
         self._weights_due = Throttle(self._period / 4)
-        self._close: Close | None = None
+        self._close: Intake | None = None
         self._reached_step: _Reached | None = None
         self._looked = 0.0
         self._problem = ""
@@ -303,7 +303,7 @@ class StoreValidator(CloseMerger):
         miners = self._miners()
         if self._close is None or self._close.state.serial != state.serial:
             draw = self._draw(state.serial)
-            self._close = Close(
+            self._close = Intake(
                 state,
                 [draw.randrange(*random_block_range(block)) for _ in range(self._texts)],
                 time.monotonic(),
@@ -336,7 +336,7 @@ class StoreValidator(CloseMerger):
 
     # --- the end of a round -----------------------------------------------------------------------
 
-    def _end(self, close: Close, block: int, now: float) -> bool:
+    def _end(self, close: Intake, block: int, now: float) -> bool:
         """End the round of a close: publish its outer step, or let the close move."""
         for uid, why in [*close.waiting.items()]:
             hotkey = self.standings.entries[uid].hotkey
@@ -406,7 +406,7 @@ class StoreValidator(CloseMerger):
             **of_close,
         )
 
-    def _prepare(self, close: Close, merged: MergedSome, block: int, now: float) -> None:
+    def _prepare(self, close: Intake, merged: MergedSome, block: int, now: float) -> None:
         """Make all that is published of the outer step that the merge leads to."""
         chosen, values = [close.accepted[u] for u in merged.uids], merged.values
         steps, head = self._steps_of(close, chosen), self._steps.head
@@ -521,7 +521,7 @@ class StoreValidator(CloseMerger):
             )
         )
 
-    def _move(self, close: Close, fault: str, detail: str, block: int, now: float) -> bool:
+    def _move(self, close: Intake, fault: str, detail: str, block: int, now: float) -> bool:
         """Move the close by one round period; uploads sent for it are void."""
         gate = close.state.gate + 1 if fault == GATE else 0
         self._leave_close()
@@ -633,7 +633,7 @@ class StoreValidator(CloseMerger):
 
     # --- what a round leaves behind ---------------------------------------------------------------
 
-    def _score(self, close: Close, block: int) -> None:
+    def _score(self, close: Intake, block: int) -> None:
         """Let scores follow from what the round has found of each member."""
         judgements = [one.judgement for one in close.accepted.values()]
         judgements += [
@@ -681,7 +681,7 @@ class StoreValidator(CloseMerger):
         oldest = _RECENT * (self._period + self._grace)
         return [uid for uid, each in found.items() if isinstance(each, float) and each <= oldest]
 
-    def _past(self, close: Close, fault: str, detail: str, tokens: int) -> PastRound:
+    def _past(self, close: Intake, fault: str, detail: str, tokens: int) -> PastRound:
         """Record a round that has ended; return it for the standings."""
         seconds = time.monotonic() - close.began
         uids = [] if fault else sorted(close.accepted)
