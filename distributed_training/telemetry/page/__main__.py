@@ -309,12 +309,12 @@ def application(neurons: Sequence[NeuronState], *, token: str = "") -> ASGIApp:
 def server(neurons: Sequence[NeuronState], *, token: str = "") -> uvicorn.Server:
     """Return the server of the page over ``neurons``; see the module."""
 
-    class Connection(BoundedConnection):
+    class PageConnection(BoundedConnection):
         bounds = Bounds(most=_CONNECTIONS, of_client=_CONNECTIONS, patience=_PATIENCE)
 
     config = uvicorn.Config(
         application(neurons, token=token),
-        http=Connection,
+        http=PageConnection,
         log_level="critical",  # its warnings are one for each malformed request of anybody
         access_log=False,
         ws="none",
