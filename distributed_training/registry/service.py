@@ -178,7 +178,7 @@ class Service:
         ]
 
     def _configuration(self, limits: Limits) -> uvicorn.Config:
-        class Connection(BoundedConnection):
+        class ServiceConnection(BoundedConnection):
             bounds = self.bounds
 
         app = Starlette(
@@ -197,7 +197,7 @@ class Service:
         )
         return uvicorn.Config(
             app,
-            http=Connection,
+            http=ServiceConnection,
             loop="asyncio",  # the same, whatever else is installed
             ws="none",
             lifespan="off",
