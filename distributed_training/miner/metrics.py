@@ -42,7 +42,7 @@ class MachineGauges:
         self._folder = folder
         self._needed = needed
         self._instance = os.environ.get(INSTANCE, "")  # as the ranks wrote it
-        self._growth = Growth()
+        self._growth = MemoryGrowth()
         self._cards = [card for i in range(gpus) if (card := NvmlSampler.open(i)) is not None]
 
     def single(self) -> Mapping[str, Callable[[], float | None]]:
@@ -98,7 +98,7 @@ class MachineGauges:
         return total
 
 
-class Growth:
+class MemoryGrowth:
     """The slope of a figure over the last four hours, by least squares."""
 
     def __init__(self) -> None:

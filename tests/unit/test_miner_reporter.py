@@ -16,7 +16,7 @@ import pytest
 from distributed_training.health.gpus import GpuSample, NvmlSampler
 from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState, Mode
-from distributed_training.miner.metrics import Growth, MachineGauges, Metrics
+from distributed_training.miner.metrics import MachineGauges, MemoryGrowth, Metrics
 from distributed_training.miner.reporter import Reporter
 from distributed_training.miner.run_folder import INSTANCE, write_pid_file
 from distributed_training.protocol import lines
@@ -198,7 +198,7 @@ def test_unmeasurable_metric_is_absent_and_ends_nothing(
 
 
 def test_a_leak_has_a_slope_and_a_start_has_none() -> None:
-    growth, steady = Growth(), Growth()
+    growth, steady = MemoryGrowth(), MemoryGrowth()
     for minute in range(120):
         assert (growth.per_hour() is None) == (minute < 30)
         for second in (0, 15, 30, 45):  # as the metrics are written
