@@ -19,7 +19,7 @@ from distributed_training.common.backoff import Throttle
 from distributed_training.common.files import write_bytes, write_json
 from distributed_training.protocol.lines import counted
 from distributed_training.protocol.types import Base
-from distributed_training.telemetry.neuron_state import Judged, NeuronState
+from distributed_training.telemetry.neuron_state import JudgedUploads, NeuronState
 
 
 def clock(seconds: float) -> str:
@@ -321,7 +321,7 @@ def _newest(neuron: NeuronState, kind: str, **wanted: Any) -> dict[str, Any]:
 
 
 def _miner(miner: NeuronState, world_size: int, validator: NeuronState) -> MinerResult:
-    judged = validator.judged.get(miner.uid, Judged())
+    judged = validator.judged.get(miner.uid, JudgedUploads())
     losses, rounds = [step.loss for step in miner.losses], miner.tables["round"]
     return MinerResult(
         name=miner.name,

@@ -57,7 +57,7 @@ _TABLES = (
 
 
 @dataclass
-class Judged:
+class JudgedUploads:
     """What a validator found of one miner's uploads."""
 
     scored: int = 0
@@ -84,7 +84,7 @@ class NeuronState:
         self.tables: dict[str, deque[dict[str, Any]]] = {k: deque(maxlen=_EVENTS) for k in _TABLES}
         # Of a validator, by uid.
         self.scores: dict[int, dict[str, float]] = {}
-        self.judged: dict[int, Judged] = {}
+        self.judged: dict[int, JudgedUploads] = {}
         self._taken = 0  # events; the page knows by it which of them the history held already
         self._step_ended: float | None = None  # of the step before, if this run did it
         self._follower = EventFollower(folder / "events.jsonl")
@@ -185,7 +185,7 @@ class NeuronState:
 
     def _on_upload_scored(self, event: Mapping[str, Any]) -> None:
         self.mode = "scoring"
-        judged = self.judged.setdefault(int(event["uid"]), Judged())
+        judged = self.judged.setdefault(int(event["uid"]), JudgedUploads())
         judged.passes += 1
         if event.get("ok"):
             judged.scored += 1
