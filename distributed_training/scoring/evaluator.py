@@ -284,7 +284,7 @@ def t_quantile(freedom: int, chance: float = 0.975) -> float:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class Evaluation:
     """The evaluation of one upload on random and assigned text.
 
     Args:
@@ -316,7 +316,7 @@ class Judgement:
         return self.random is not None
 
     @classmethod
-    def reset(cls, uid: int, outer_step: int, cause: Cause, reason: str) -> Judgement:
+    def reset(cls, uid: int, outer_step: int, cause: Cause, reason: str) -> Evaluation:
         """Return the judgement of an upload that is reset.
 
         Args:
@@ -365,7 +365,7 @@ class Evaluator:
     pages: Pages
     assigned: bool = True
 
-    def judge(self, upload: Upload, judged: Judged, *, random_blocks: Sequence[int]) -> Judgement:
+    def judge(self, upload: Upload, judged: Judged, *, random_blocks: Sequence[int]) -> Evaluation:
         """Measure by how much an upload lowers the loss on random and assigned text.
 
         Args:
@@ -420,15 +420,15 @@ class Evaluator:
             if of_this_machine(error):
                 raise DataUnavailable(f"it cannot be applied here: {in_a_line(error)}") from error
             why = f"it cannot be applied: {in_a_line(error)}"
-            return Judgement.reset(uid, outer_step, Cause.BAD_GRADIENT, why)
+            return Evaluation.reset(uid, outer_step, Cause.BAD_GRADIENT, why)
         found = [
             Comparison(of_text, self.model.tokens(text), b, a)
             for of_text, text, b, a in zip(blocks, texts, before, after, strict=True)
         ]
         if not all(math.isfinite(loss) for comparison in found for loss in comparison.after):
             cause = Cause.NOT_FINITE
-            return Judgement.reset(uid, outer_step, cause, "the loss after it is not finite")
-        return Judgement(uid, outer_step, found[0], found[1] if len(found) > 1 else None)
+            return Evaluation.reset(uid, outer_step, cause, "the loss after it is not finite")
+        return Evaluation(uid, outer_step, found[0], found[1] if len(found) > 1 else None)
 
     def _text(self, uid: int, blocks: Sequence[int]) -> tuple[int, Tensor]:
         """Return the first of ``blocks`` that has enough text, with it. Raises DataUnavailable."""
@@ -439,7 +439,7 @@ class Evaluator:
         return last, self.pages(uid, last)
 
 
-def judgement_fields(judgement: Judgement, revision: str) -> Mapping[str, object]:
+def judgement_fields(judgement: Evaluation, revision: str) -> Mapping[str, object]:
     """Return the fields of an ``upload_scored`` event. ``revision``: the tag, left out if empty."""
     fields: dict[str, object] = {
         "uid": judgement.uid,

@@ -21,7 +21,7 @@ from distributed_training.node.identity import Member, miners_of
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Refused, State
 from distributed_training.protocol.update_file import largest_file
-from distributed_training.scoring.evaluator import Judgement, judgement_fields
+from distributed_training.scoring.evaluator import Evaluation, judgement_fields
 from distributed_training.scoring.upload import OpenBucket, in_a_line
 from distributed_training.store.base import ObjectInfo
 from distributed_training.store.bucket_reader import BucketReader
@@ -292,7 +292,7 @@ class CloseFetcher:
         self._leave(close, uid)
         with suppress(OSError):  # others may need its room
             self._upload_path(close, uid).unlink()
-        reset = Judgement.reset(uid, close.state.outer_step, CAUSES[cause], reason)
+        reset = Evaluation.reset(uid, close.state.outer_step, CAUSES[cause], reason)
         self._record("upload_scored", **judgement_fields(reset, ""))
         log.info("uid %d: refused (%s): %s", uid, cause, reason)
 

@@ -32,7 +32,7 @@ from distributed_training.protocol.manifest import Refused
 from distributed_training.protocol.network_report import printable
 from distributed_training.protocol.types import Schema, Verify
 from distributed_training.protocol.update_file import UpdateFile
-from distributed_training.scoring.evaluator import Evaluator, Judgement
+from distributed_training.scoring.evaluator import Evaluation, Evaluator
 from distributed_training.scoring.upload import Cause, Judged, Upload
 from distributed_training.validator.merge import HISTORY, Measured, clip_factor, helpful
 
@@ -60,7 +60,7 @@ _SHARPLY, _LEAST_SHARE, _NO_GAIN = 8, 1e-3, 1e-9
 _LEAST_NORM, _MOST_NORM = 1e-12, 1e12
 _SAMPLE = 1 << 16  # values of an upload that are compared
 _LONGEST = 300  # characters of a reason
-_NOT_JUDGED = Judgement(-1, -1)
+_NOT_JUDGED = Evaluation(-1, -1)
 
 
 class RefusedError(ValueError):
@@ -86,7 +86,7 @@ class Accepted:
     file: UpdateFile
     norm: float
     sample: Tensor
-    judgement: Judgement
+    judgement: Evaluation
     factor: float = 1.0
     share: float = 1.0
 

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from distributed_training.chain.base import Neuron
 from distributed_training.common.files import write_json
 from distributed_training.protocol.scoring import RESET, ScoreBoard, moving_average
-from distributed_training.scoring.evaluator import Judgement
+from distributed_training.scoring.evaluator import Evaluation
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Standings:
                 self.board.add(uid)
 
     def judged(
-        self, judgements: Sequence[Judgement], valid: Mapping[int, bool], *, block: int
+        self, judgements: Sequence[Evaluation], valid: Mapping[int, bool], *, block: int
     ) -> dict[int, dict[str, float]]:
         """Record what a round has measured; return all scores by uid, as in an event."""
         # Also of members that were not judged: their totals are computed again too.

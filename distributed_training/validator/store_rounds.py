@@ -36,7 +36,7 @@ from distributed_training.protocol import keys, lines
 from distributed_training.protocol.manifest import Manifest, Merged
 from distributed_training.protocol.network_report import GATE, MOST_ROUNDS, TOO_FEW, printable
 from distributed_training.protocol.scoring import random_block_range
-from distributed_training.scoring.evaluator import Judgement
+from distributed_training.scoring.evaluator import Evaluation
 from distributed_training.store.errors import StoreError
 from distributed_training.training.weights import GlobalState
 from distributed_training.validator.errands import Errands, unless_stopped
@@ -637,7 +637,7 @@ class StoreValidator(CloseMerger):
         """Let scores follow from what the round has found of each member."""
         judgements = [one.judgement for one in close.accepted.values()]
         judgements += [
-            Judgement.reset(uid, close.state.outer_step, CAUSES[one.cause], one.reason)
+            Evaluation.reset(uid, close.state.outer_step, CAUSES[one.cause], one.reason)
             for uid, one in close.refused.items()
             if one.cause != "not-judged"  # which says nothing about the upload
         ]

@@ -10,7 +10,7 @@ import torch
 
 from distributed_training.chain.base import Neuron
 from distributed_training.protocol.scoring import RESET, ScoreBoard, moving_average
-from distributed_training.scoring.evaluator import Comparison, Judgement
+from distributed_training.scoring.evaluator import Comparison, Evaluation
 from distributed_training.scoring.upload import Cause
 from distributed_training.training.model import parameter_schema
 from distributed_training.validator.global_state import (
@@ -30,8 +30,8 @@ def compared(before: float, after: float) -> Comparison:
     return Comparison((5120,), (100, 100), (before, before), (after, after))
 
 
-def judged(uid: int, random: float, assigned: float | None = None) -> Judgement:
-    return Judgement(
+def judged(uid: int, random: float, assigned: float | None = None) -> Evaluation:
+    return Evaluation(
         uid, 0, compared(3.0, random), None if assigned is None else compared(3.0, assigned)
     )
 
@@ -46,7 +46,7 @@ def after_a_round() -> Standings:
 
 def test_scores_are_those_of_the_score_board() -> None:
     ledger, board = after_a_round(), ScoreBoard([1, 2])
-    reset = Judgement.reset(2, 0, Cause.BAD_GRADIENT, "it is damaged")
+    reset = Evaluation.reset(2, 0, Cause.BAD_GRADIENT, "it is damaged")
     published = {1: 0.0, 2: 0.0}
     for second in (judged(2, 2.5, 2.6), reset, judged(2, 2.9)):
         given = [judged(1, 2.0, 1.5), second]

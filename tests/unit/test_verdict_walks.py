@@ -33,7 +33,7 @@ from distributed_training.miner.reporter import Reporter
 from distributed_training.protocol.manifest import Manifest, Merged, Refused
 from distributed_training.protocol.types import Update
 from distributed_training.protocol.update_file import Header, UpdateLayout, finish, write_rows
-from distributed_training.scoring.evaluator import Comparison, Judgement
+from distributed_training.scoring.evaluator import Comparison, Evaluation
 from distributed_training.scoring.upload import Judged
 from distributed_training.store.uplink import Uplink
 from distributed_training.telemetry.facts import Disk, Fact, Facts, Launch
@@ -316,7 +316,7 @@ class Walk:
     def judge_upload(self, path: Path, step: int, serial: int, fault: str) -> None:
         after = 6.0 if fault == "worse" else 4.9
         found = Comparison((1,), (9, 9, 9), (5.0, 5.0, 5.0), (after, after, after + 0.01))
-        answer = Judgement(1, step, random=found, assigned=found)
+        answer = Evaluation(1, step, random=found, assigned=found)
         evaluator: Any = SimpleNamespace(judge=lambda *_, **__: answer)
         judge_it = UploadJudge(evaluator, SCHEMA, "run", "4-bit", lambda *_: True, secret=1)
         judge_it.judge(
