@@ -56,8 +56,8 @@ from distributed_training.protocol.growth import (
 from distributed_training.protocol.network_report import span
 from distributed_training.protocol.pages import JUDGED_OF_DOMAINS, JUDGED_RANKS, VALIDATOR_PAGES
 from distributed_training.protocol.round_plan import (
-    Member,
     OuterStep,
+    PlannedMember,
     over_hivemind,
     through_store,
 )
@@ -151,7 +151,7 @@ class Plan:
     def outer_step(self, step: PaperStep) -> OuterStep:
         rules, shape = self.rules, self.rules.shape
         held = held_seconds(shape, self.machine, step=step.seconds, moments=rules.moments)
-        member = Member(step.seconds, self.up, self.down, held)
+        member = PlannedMember(step.seconds, self.up, self.down, held)
         if rules.exchange == "store":
             return through_store(
                 shape.parameters,
@@ -344,7 +344,7 @@ def _to_be_in_time(plan: Plan, outer: OuterStep) -> Iterator[Change]:
     rules, limit = plan.rules, plan.grace
     step = plan.step
     assert step is not None
-    sending = Member(step.seconds, plan.up, plan.down).sending(plan.growth.upload)
+    sending = PlannedMember(step.seconds, plan.up, plan.down).sending(plan.growth.upload)
     why = f"an upload takes {span(sending)}, and {span(limit)} are there"
     if sending < limit and outer.late > rules.period:
         why = f"the update comes {span(outer.late)} after the close, so the next one is missed"
@@ -442,7 +442,7 @@ def facts(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{outer.inner_steps:,.0f} inner steps, {amount(tokens)} tokens of a member",
     )
     yield "bytes of it", f"sends {size(outer.sent)}, receives {size(outer.received)}"
-    sending = Member(step.seconds, plan.up, plan.down).sending(plan.growth.upload)
+    sending = PlannedMember(step.seconds, plan.up, plan.down).sending(plan.growth.upload)
     late = f"the update comes {span(outer.late)} after the close"
     yield "upload", f"{span(sending)} of {span(plan.grace)} grace; {late}"
     if rules.exchange == "hivemind":

@@ -24,7 +24,7 @@ _JUDGED = 4.0  # seconds from the last upload to the published update, without f
 
 
 @dataclass(frozen=True)
-class Member:
+class PlannedMember:
     """A member. ``step``: seconds; ``up``, ``down``: Mbit/s; ``held``: seconds of a round."""
 
     step: float
@@ -56,7 +56,7 @@ class OuterStep:
 
 def through_store(
     parameters: int,
-    member: Member,
+    member: PlannedMember,
     *,
     period: float,
     grace: float,
@@ -91,7 +91,7 @@ def through_store(
 
 def over_hivemind(
     parameters: int,
-    member: Member,
+    member: PlannedMember,
     *,
     period: float,
     grace: float,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bench.exchange_grid import TITLES, computed
 from distributed_training.protocol.growth import file_bytes
-from distributed_training.protocol.round_plan import Member, over_hivemind, through_store
+from distributed_training.protocol.round_plan import PlannedMember, over_hivemind, through_store
 from distributed_training.protocol.types import OWN_CODECS
 
 pytestmark = pytest.mark.timeout(60)
@@ -39,7 +39,7 @@ def test_rounds_are_as_real_miners_had_them() -> None:
 def test_the_network_of_bench_exchange_moves_the_computed_bytes() -> None:
     """docs/figures/exchange.json has 158 s from close to close, where the network had 100 s."""
     parameters = 10_253_440
-    member = Member(2.5, up=2.461, down=12.304)
+    member = PlannedMember(2.5, up=2.461, down=12.304)
     found = through_store(parameters, member, period=158, grace=33)
     sent, received = found.sent / parameters, found.received / parameters
     print(f"{sent:.3f} sent, {received:.3f} received")
@@ -47,13 +47,13 @@ def test_the_network_of_bench_exchange_moves_the_computed_bytes() -> None:
 
 
 members = st.builds(
-    Member, st.floats(0.1, 100), st.floats(0.1, 1e4), st.floats(0.1, 1e4), st.floats(0, 30)
+    PlannedMember, st.floats(0.1, 100), st.floats(0.1, 1e4), st.floats(0.1, 1e4), st.floats(0, 30)
 )
 
 
 @given(members, st.integers(10**6, 10**11), st.floats(100, 1e5), st.sampled_from([*OWN_CODECS]))
 def test_an_upload_counts_if_it_ends_in_the_grace(
-    member: Member, parameters: int, period: float, codec: str
+    member: PlannedMember, parameters: int, period: float, codec: str
 ) -> None:
     found = through_store(parameters, member, period=period, grace=period / 3, codec=codec)
     assert found.in_time == (found.utilization > 0) or member.held >= period
@@ -61,7 +61,7 @@ def test_an_upload_counts_if_it_ends_in_the_grace(
     if found.in_time:
         assert member.sending(file_bytes(parameters, codec)) <= period / 3
         assert found.sent >= file_bytes(parameters, codec)
-    faster = Member(member.step, 10 * member.up, member.down, member.held)
+    faster = PlannedMember(member.step, 10 * member.up, member.down, member.held)
     better = through_store(parameters, faster, period=period, grace=period / 3, codec=codec)
     assert better.utilization >= found.utilization and better.late <= found.late
 
@@ -69,7 +69,7 @@ def test_an_upload_counts_if_it_ends_in_the_grace(
 @settings(max_examples=50)
 @given(members, st.integers(10**6, 10**11), st.floats(100, 1e5), st.integers(1, 500))
 def test_an_all_reduce_costs_no_utilization_and_moves_at_most_twice_all_values(
-    member: Member, parameters: int, period: float, peers: int
+    member: PlannedMember, parameters: int, period: float, peers: int
 ) -> None:
     grace, after = period / 3, period / 12
     alone = through_store(parameters, member, period=period, grace=grace)
