@@ -75,7 +75,7 @@ _REPORT: TypeAdapter[tuple[float, NetworkReport]] = TypeAdapter(tuple[float, Net
 
 
 @dataclass(frozen=True)
-class Member:
+class LedgerMember:
     """A neuron, with the fields that only the network's page shows.
 
     ``since``: when its uid was given away, in seconds since the epoch. ``earned``: its mean
@@ -104,7 +104,7 @@ class View:
     """The state that readers see after one write. ``version`` counts the writes."""
 
     version: int
-    members: tuple[Member, ...]  # by uid
+    members: tuple[LedgerMember, ...]  # by uid
     losses: Losses
     expelled: tuple[str, ...]  # hotkeys
     reported: str | None = None  # the validator's last report and when it came, as JSON
@@ -229,7 +229,7 @@ class Ledger:
                 last_update=updated,
                 peer=peers.get(hotkey, ""),
             )
-            members.append(Member(neuron, *rest))
+            members.append(LedgerMember(neuron, *rest))
         losses = self._db.execute("SELECT outer_step, loss, at FROM losses ORDER BY outer_step")
         expelled = self._db.execute("SELECT hotkey FROM expelled ORDER BY hotkey")
         return View(

@@ -23,7 +23,7 @@ from distributed_training.protocol.network_report import (
 )
 from distributed_training.telemetry import page as dashboard
 
-from .ledger import Member
+from .ledger import LedgerMember
 from .store import Registry
 
 _STYLE = (Path(dashboard.__file__).parent / "static" / "page.css").read_text(encoding="utf-8")
@@ -182,7 +182,7 @@ def _rounds(report: NetworkReport, received: float) -> str:
     return _table("Rounds", ("ended (UTC)", "outer step", "result", "participants", "length"), rows)
 
 
-def _member(member: Member, told: MemberReport | None, received: float) -> tuple[str, ...]:
+def _member(member: LedgerMember, told: MemberReport | None, received: float) -> tuple[str, ...]:
     """Return the table cells of a neuron. ``told`` is its part of the last report."""
     neuron = member.neuron
     ip = f"[{neuron.ip}]" if ":" in neuron.ip else neuron.ip
