@@ -38,7 +38,7 @@ from typing import Any
 from bench.common import parser, table
 from distributed_training.common.memory import ModelShape
 from distributed_training.localnet.services import SubnetOptions
-from distributed_training.localnet.subnet import LocalSubnet, Neuron, SubnetFailure
+from distributed_training.localnet.subnet import LocalNeuron, LocalSubnet, SubnetFailure
 from distributed_training.protocol import keys
 from distributed_training.protocol.growth import Growth, average_seconds, grace_seconds
 from distributed_training.protocol.manifest import Manifest
@@ -141,7 +141,7 @@ class ApartSubnet(LocalSubnet):
         super().__init__(options=options, tell=lambda line: print(line, flush=True))
         self._made = made
 
-    def _start_neuron(self, neuron: Neuron) -> None:
+    def _start_neuron(self, neuron: LocalNeuron) -> None:
         """Start it at its place; the validator, which is the first, when all can be reached."""
         place = self._made[0]
         if neuron.plan.kind == "validator":

@@ -30,7 +30,7 @@ from bench.exchange import ApartSubnet, Count, counters, machines
 from distributed_training.common.files import write_json
 from distributed_training.common.memory import ModelShape
 from distributed_training.localnet.services import SubnetOptions
-from distributed_training.localnet.subnet import LocalSubnet, Neuron, SubnetFailure
+from distributed_training.localnet.subnet import LocalNeuron, LocalSubnet, SubnetFailure
 from distributed_training.protocol.round_plan import OuterStep, PlannedMember, through_store
 from distributed_training.telemetry import read_events
 
@@ -127,7 +127,7 @@ class Grid:
         subnet.wait_until(reached, timedelta(seconds=max(0.0, longest)), what)
 
     def _point(
-        self, subnet: LocalSubnet, miner: Neuron, link: tuple[float, float], first: int
+        self, subnet: LocalSubnet, miner: LocalNeuron, link: tuple[float, float], first: int
     ) -> dict[str, Any]:
         """Return what one miner did from its outer step ``first`` to its last one."""
         seen = self._counted[miner.plan.name]

@@ -53,7 +53,7 @@ from bench.common import folder_or_temporary, parser, some_of, table
 from distributed_training.common.files import read_json_object
 from distributed_training.common.processes import Mark, send
 from distributed_training.localnet.services import SubnetOptions, parse_ranks
-from distributed_training.localnet.subnet import LocalSubnet, Neuron, SubnetFailure
+from distributed_training.localnet.subnet import LocalNeuron, LocalSubnet, SubnetFailure
 from distributed_training.miner.run_folder import launcher_pid, listening_ranks, mark_of
 from distributed_training.telemetry import read_events
 
@@ -87,7 +87,7 @@ ROUND = timedelta(seconds=240)  # the longest that a clean round may take to com
 _LOOK = 0.02  # seconds
 
 
-def processes_of(miner: Neuron) -> dict[str, list[psutil.Process]]:
+def processes_of(miner: LocalNeuron) -> dict[str, list[psutil.Process]]:
     """The running processes of a miner by kind."""
     return processes_in(miner.plan.folder)
 
@@ -122,7 +122,7 @@ def processes_in(folder: Path) -> dict[str, list[psutil.Process]]:
 @dataclass
 class Kill:
     at: float  # time.time()
-    miner: Neuron
+    miner: LocalNeuron
     kind: str
     pid: int
     phase: str
@@ -132,7 +132,7 @@ class Kill:
     rounds: int | None = None  # that began after it, up to the one that everybody took
 
 
-def kill_one(miner: Neuron, kind: str, chosen: random.Random) -> Kill | None:
+def kill_one(miner: LocalNeuron, kind: str, chosen: random.Random) -> Kill | None:
     """None if the miner has no such process now."""
     there = sorted(processes_of(miner).get(kind, ()), key=lambda process: process.pid)
     if not there:
@@ -153,7 +153,7 @@ def follow_up(kill: Kill) -> None:
             return
 
 
-def first_step(miner: Neuron, since: float, *, restarted: bool) -> float | None:
+def first_step(miner: LocalNeuron, since: float, *, restarted: bool) -> float | None:
     """Return when the first inner step after ``since`` ended, None if there is none; with
     ``restarted`` the first after the ranks' next start. Times are those of ``time.time()``."""
 
@@ -216,7 +216,7 @@ def kill_in_phases(
 
 
 def _kill_into(
-    kills: list[Kill], miner: Neuron, kind: str, phase: str, chosen: random.Random
+    kills: list[Kill], miner: LocalNeuron, kind: str, phase: str, chosen: random.Random
 ) -> bool:
     kill = kill_one(miner, kind, chosen)
     if kill is not None:
@@ -231,7 +231,7 @@ def _kill_into(
 class Watch:
     """Wait for a miner's phase, seen from outside, to call ``act``. True: it did what it was to."""
 
-    miner: Neuron
+    miner: LocalNeuron
     phase: str
     act: Callable[[], bool] = lambda: True
 
@@ -293,7 +293,7 @@ GROWTH = {
 }
 
 
-def usage(miner: Neuron) -> dict[str, float]:
+def usage(miner: LocalNeuron) -> dict[str, float]:
     """Return what a miner has now of what :data:`GROWTH` names."""
     found = dict.fromkeys(GROWTH, 0.0)
     found["files"] = sum(path.is_file() for path in miner.plan.folder.rglob("*"))

@@ -28,7 +28,7 @@ import psutil
 
 from bench.common import parser
 from distributed_training.localnet.services import SubnetOptions, parse_ranks
-from distributed_training.localnet.subnet import LocalSubnet, Neuron
+from distributed_training.localnet.subnet import LocalNeuron, LocalSubnet
 from distributed_training.miner.run_folder import listening_ranks, mark_of
 from distributed_training.telemetry import read_events
 
@@ -42,7 +42,7 @@ def import_seconds() -> float:
     return time.monotonic() - began
 
 
-def proportional_bytes(miner: Neuron) -> int:
+def proportional_bytes(miner: LocalNeuron) -> int:
     mark = mark_of(miner.plan.folder)
     total = 0
     for process in mark.processes() if mark is not None else []:
@@ -53,7 +53,7 @@ def proportional_bytes(miner: Neuron) -> int:
     return total
 
 
-def next_step_after(subnet: LocalSubnet, miner: Neuron, began: float) -> float:
+def next_step_after(subnet: LocalSubnet, miner: LocalNeuron, began: float) -> float:
     """Seconds from ``began`` to the next inner step's end."""
     subnet.wait_until(
         lambda: bool(miner.state.losses) and miner.state.losses[-1].time > began,
@@ -63,7 +63,7 @@ def next_step_after(subnet: LocalSubnet, miner: Neuron, began: float) -> float:
     return miner.state.losses[-1].time - began
 
 
-def kill_rank_zero(subnet: LocalSubnet, miner: Neuron) -> float:
+def kill_rank_zero(subnet: LocalSubnet, miner: LocalNeuron) -> float:
     mark = mark_of(miner.plan.folder)
     assert mark is not None
     pid = listening_ranks(miner.plan.folder, instance=mark.value)[0]
@@ -77,14 +77,14 @@ def kill_rank_zero(subnet: LocalSubnet, miner: Neuron) -> float:
     return next_step_after(subnet, miner, began)
 
 
-def kill_miner(subnet: LocalSubnet, miner: Neuron) -> float:
+def kill_miner(subnet: LocalSubnet, miner: LocalNeuron) -> float:
     began = time.time()
     subnet.kill_miner(0)
     subnet.restart_miner(0)
     return next_step_after(subnet, miner, began)
 
 
-def doctor_seconds(subnet: LocalSubnet, miner: Neuron) -> float:
+def doctor_seconds(subnet: LocalSubnet, miner: LocalNeuron) -> float:
     """Time the doctor of a miner that trains meanwhile, without its measurement of a step."""
     assert subnet.services is not None
     words = ["doctor", "--diagnostics.measure=0", *subnet.services.flags(miner.plan)]

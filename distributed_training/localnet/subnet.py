@@ -112,7 +112,7 @@ class SubnetFailure(RuntimeError):
 
 
 @dataclass
-class Neuron:
+class LocalNeuron:
     """A neuron's plan, its process and its state by its events."""
 
     plan: NeuronPlan
@@ -169,7 +169,7 @@ class LocalSubnet:
         self._refresh = refresh
         # what there is
         self.mark = Mark(MARK, secrets.token_hex(8))  # of every process of this subnet
-        self.neurons: list[Neuron] = []
+        self.neurons: list[LocalNeuron] = []
         self.services: Services | None = None
         self._folder = RunFolder(options.folder)
         # how it went
@@ -221,7 +221,7 @@ class LocalSubnet:
                     folder=plan.folder,
                 )
                 state = NeuronState(plan.folder, uid=plan.uid)
-                self.neurons.append(Neuron(plan, child, state))
+                self.neurons.append(LocalNeuron(plan, child, state))
             # First, and waited for: miners have nothing to load before its first model is there.
             self._start_neuron(self.validator)
             validator = self.validator.state
@@ -278,12 +278,12 @@ class LocalSubnet:
         return self._folder.path
 
     @property
-    def validator(self) -> Neuron:
+    def validator(self) -> LocalNeuron:
         """The one validator: plan, process and state."""
         return next(n for n in self.neurons if n.plan.kind == "validator")
 
     @property
-    def miners(self) -> list[Neuron]:
+    def miners(self) -> list[LocalNeuron]:
         """All miners, in the order of ``SubnetOptions.ranks``."""
         return [n for n in self.neurons if n.plan.kind == "miner"]
 
@@ -446,13 +446,13 @@ class LocalSubnet:
                 return False
             time.sleep(0.1)
 
-    def _read_events(self, neuron: Neuron) -> None:
+    def _read_events(self, neuron: LocalNeuron) -> None:
         for event in neuron.state.poll():
             line = event_line(event, of_validator=neuron.plan.kind == "validator")
             if line:
                 self._tell(f"{neuron.plan.name}: {line}")
 
-    def _start_neuron(self, neuron: Neuron) -> None:
+    def _start_neuron(self, neuron: LocalNeuron) -> None:
         child = neuron.child
         child.start()
         self._tell(f"{neuron.plan.name} started (pid {child.pid}), log {child.log}")

@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench import kills
 from distributed_training.doctor import main as run_doctor
 from distributed_training.localnet.services import SubnetOptions
-from distributed_training.localnet.subnet import LocalSubnet, Neuron
+from distributed_training.localnet.subnet import LocalNeuron, LocalSubnet
 from distributed_training.localnet.summary import Summary
 from distributed_training.telemetry import read_events
 from distributed_training.telemetry.metrics import METRICS
@@ -102,7 +102,7 @@ def probe(port: int) -> tuple[int, str]:
         return run_doctor(["--probe", f"127.0.0.1:{port}", "--json"]), told.getvalue()
 
 
-def kept(miner: Neuron) -> bool:
+def kept(miner: LocalNeuron) -> bool:
     """Return whether ``miner`` has a checkpoint to start again from."""
     return any(miner.plan.folder.glob("checkpoints/checkpoint-*/rank-0.json"))
 

@@ -16,7 +16,7 @@ from distributed_training.chain.base import find
 from distributed_training.chain.registry import RegistryChain
 from distributed_training.common.processes import command_of
 from distributed_training.localnet.services import SubnetOptions
-from distributed_training.localnet.subnet import LocalSubnet, Neuron
+from distributed_training.localnet.subnet import LocalNeuron, LocalSubnet
 from distributed_training.telemetry import read_events
 from tests.tools.subnet_tools import idle
 
@@ -77,7 +77,7 @@ def test_a_restart_while_chain_and_store_are_away_trains_from_the_disk(
         assert words in log, words
 
 
-def count(miner: Neuron, kind: str) -> int:
+def count(miner: LocalNeuron, kind: str) -> int:
     """Count in all events written until now; the orchestrator's own view may be behind."""
     return len(list(read_events(miner.plan.events, kind)))
 

@@ -25,7 +25,7 @@ from bench.common import table
 from distributed_training.common.files import read_json_object
 from distributed_training.config import load_config
 from distributed_training.localnet.services import Child, SubnetOptions
-from distributed_training.localnet.subnet import LocalSubnet, Neuron
+from distributed_training.localnet.subnet import LocalNeuron, LocalSubnet
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Manifest, Master
 from distributed_training.protocol.types import Schema
@@ -107,7 +107,7 @@ class Watched:
         return parameter_schema(json.loads(config or b""))
 
 
-def times_of(miner: Neuron, kind: str) -> list[float]:
+def times_of(miner: LocalNeuron, kind: str) -> list[float]:
     return [event["time"] for event in read_events(miner.plan.events, kind)]
 
 
@@ -201,7 +201,7 @@ def start_again(subnet: LocalSubnet, index: int, *before: str, **environment: st
     subnet.restart_miner(index)
 
 
-def pace_of(miner: Neuron, since: float, until: float) -> float:
+def pace_of(miner: LocalNeuron, since: float, until: float) -> float:
     """Return inner steps a second."""
     return sum(since <= at < until for at in times_of(miner, "step")) / (until - since)
 
