@@ -31,7 +31,7 @@ from distributed_training.common.files import write_json
 from distributed_training.common.memory import ModelShape
 from distributed_training.localnet.services import SubnetOptions
 from distributed_training.localnet.subnet import LocalNeuron, LocalSubnet, SubnetFailure
-from distributed_training.protocol.round_plan import OuterStep, PlannedMember, through_store
+from distributed_training.protocol.round_plan import PlannedMember, PlannedStep, through_store
 from distributed_training.telemetry import read_events
 
 MODEL = bench.MODEL | {
@@ -163,7 +163,7 @@ class Grid:
         }
 
 
-def computed(period: float, up: float, step: float) -> OuterStep:
+def computed(period: float, up: float, step: float) -> PlannedStep:
     """Return what ``dt-plan`` computes for a point."""
     member = PlannedMember(step, up, DOWN * up, HELD)
     return through_store(PARAMETERS, member, period=period, grace=period / 3.01)

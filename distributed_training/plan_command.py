@@ -56,8 +56,8 @@ from distributed_training.protocol.growth import (
 from distributed_training.protocol.network_report import span
 from distributed_training.protocol.pages import JUDGED_OF_DOMAINS, JUDGED_RANKS, VALIDATOR_PAGES
 from distributed_training.protocol.round_plan import (
-    OuterStep,
     PlannedMember,
+    PlannedStep,
     over_hivemind,
     through_store,
 )
@@ -148,7 +148,7 @@ class Plan:
         after = self.rules.average_after
         return self._sends // 2 if after is None else after
 
-    def outer_step(self, step: PaperStep) -> OuterStep:
+    def outer_step(self, step: PaperStep) -> PlannedStep:
         rules, shape = self.rules, self.rules.shape
         held = held_seconds(shape, self.machine, step=step.seconds, moments=rules.moments)
         member = PlannedMember(step.seconds, self.up, self.down, held)
@@ -335,11 +335,11 @@ def _to_fit(plan: Plan) -> Iterator[Change]:
                 return
 
 
-def _too_slow(outer: OuterStep) -> str:
+def _too_slow(outer: PlannedStep) -> str:
     return f"an all-reduce takes {span(outer.transfer)}, and the grace ends before"
 
 
-def _to_be_in_time(plan: Plan, outer: OuterStep) -> Iterator[Change]:
+def _to_be_in_time(plan: Plan, outer: PlannedStep) -> Iterator[Change]:
     """Yield changes by which an upload, or a round, ends in time."""
     rules, limit = plan.rules, plan.grace
     step = plan.step
@@ -383,7 +383,7 @@ def _in_time(plan: Plan) -> bool:
     return step is not None and plan.outer_step(step).in_time and not plan.refused
 
 
-def _to_be_sooner(plan: Plan, outer: OuterStep) -> Iterator[Change]:
+def _to_be_sooner(plan: Plan, outer: PlannedStep) -> Iterator[Change]:
     """Yield changes by which the update comes sooner after a close."""
     rules = plan.rules
     why = f"the update comes {span(outer.late)} after the close"

@@ -41,7 +41,7 @@ class PlannedMember:
 
 
 @dataclass(frozen=True)
-class OuterStep:
+class PlannedStep:
     """An outer step of a member: seconds, bytes. ``late``: from its close to its update."""
 
     inner_steps: float
@@ -62,7 +62,7 @@ def through_store(
     grace: float,
     codec: str = UPDATE_CODEC,
     slowest: float | None = None,
-) -> OuterStep:
+) -> PlannedStep:
     """Return an outer step of a network of exchange ``store``.
 
     ``slowest``: Mbit/s up of the slowest member, which the validator waits for; None: this one.
@@ -78,7 +78,7 @@ def through_store(
     rest = looks * _LOOK_BYTES
     # Sending ends when the outer step is seen to be over.
     whole = min(upload * HEADERS, max(0.0, seen - begun) * member.up * 1e6 / 8)
-    return OuterStep(
+    return PlannedStep(
         inner_steps=max(0.0, period - member.held) / member.step,
         sent=whole + _ACKS * update + rest,
         received=update * HEADERS + _ACKS * whole + rest,
@@ -98,7 +98,7 @@ def over_hivemind(
     average_after: float,
     peers: int,
     codec: str = UPDATE_CODEC,
-) -> OuterStep:
+) -> PlannedStep:
     """Return an outer step of a network of exchange ``hivemind``: a store's, and an all-reduce.
 
     ``average_after``: seconds from a close until the ``peers`` members average, in float16. The
