@@ -89,7 +89,7 @@ _CLAIM_AGAIN = 60.0  # seconds between two looks at whose the bucket is, by its 
 
 
 @dataclass(frozen=True)
-class Parts:
+class ValidatorParts:
     """``store``: the global bucket, to write.
 
     ``held_out``: sequences by domain. ``vocabulary``: words a new model needs.
@@ -107,7 +107,7 @@ class Parts:
     show_finished: Callable[[str], None] = lambda reason: None  # to all miners; StoreError
 
 
-def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
+def connect(config: Config, folder: Path, stack: ExitStack) -> ValidatorParts:
     """Open everything a validator needs from outside; ``stack`` closes it.
 
     Raises ConfigError, NetworkFailure.
@@ -148,7 +148,7 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
         except (WrongNetwork, OSError) as error:  # training continues without it
             log.warning("The network's files are not written again: %s", error)
 
-    return Parts(
+    return ValidatorParts(
         member=member,
         store=store,
         open_bucket=PeerBuckets(config.store, member.chain, large=settings.grace).of_miner,
@@ -194,7 +194,7 @@ def open_versions(config: Config, network: Network, folder: Path, store: ObjectS
     return versions
 
 
-def follow_rules(config: Config, parts: Parts) -> Callable[[int, str], None]:
+def follow_rules(config: Config, parts: ValidatorParts) -> Callable[[int, str], None]:
     """Return what publishes new versions, and raises OtherRules at the outer step of one.
 
     Its second argument says why the network is finished, and the bucket then keeps saying so.
@@ -236,7 +236,7 @@ def follow_rules(config: Config, parts: Parts) -> Callable[[int, str], None]:
 
 
 def run_validator(
-    config: Config, *, connect: Callable[[Config, Path, ExitStack], Parts] = connect
+    config: Config, *, connect: Callable[[Config, Path, ExitStack], ValidatorParts] = connect
 ) -> int:
     """Return the exit status: 0 stopped as asked, 1 a fault, after which pm2 starts it again.
 
@@ -285,7 +285,7 @@ def run_validator(
 
 
 def build(
-    config: Config, parts: Parts, *, folder: Path, stop: threading.Event, stack: ExitStack
+    config: Config, parts: ValidatorParts, *, folder: Path, stop: threading.Event, stack: ExitStack
 ) -> tuple[StoreValidator, GlobalState, bool]:
     """Return the validator, the state that it begins with, and whether the bucket held that.
 
@@ -342,7 +342,7 @@ def build(
 
 
 def find_state(
-    config: Config, parts: Parts, master: Master, folder: Path
+    config: Config, parts: ValidatorParts, master: Master, folder: Path
 ) -> tuple[OuterSteps, GlobalState, bool]:
     """Return what writes the bucket, the state to begin with, and whether the bucket held that.
 

@@ -36,7 +36,7 @@ from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.errors import StoreError
 from distributed_training.validator import fetch_close
 from distributed_training.validator.merge import digest_of
-from distributed_training.validator.program import Parts, build
+from distributed_training.validator.program import ValidatorParts, build
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.validator_world import (
@@ -238,9 +238,9 @@ class StoreWorld:
         self.schema = self.validator.state.schema
         self.miners = {uid: StoreMiner(self, uid) for uid in self.uids}
 
-    def parts(self) -> Parts:
+    def parts(self) -> ValidatorParts:
         wallet = Wallet(self.master, None)
-        return Parts(
+        return ValidatorParts(
             member=Member(wallet, self.chain, 200),
             store=self.bucket,
             open_bucket=lambda neuron: BucketReader(self.own[neuron.uid], small=_PATIENCE),

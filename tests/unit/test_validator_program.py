@@ -27,7 +27,7 @@ from distributed_training.scoring.evaluator import evaluation_device
 from distributed_training.telemetry import read_events
 from distributed_training.validator import program
 from distributed_training.validator.global_state import claim_global_bucket
-from distributed_training.validator.program import Parts
+from distributed_training.validator.program import ValidatorParts
 from distributed_training.validator.store_rounds import StoreValidator
 from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.model_families import FAMILIES
@@ -97,7 +97,7 @@ def test_a_signal_ends_it_with_status_0(
 
 
 def test_a_signal_during_the_start_ends_it(tmp_path: Path) -> None:
-    def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
+    def connect(config: Config, folder: Path, stack: ExitStack) -> ValidatorParts:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(30)  # a store that does not answer
         raise AssertionError("not interrupted")
@@ -141,7 +141,7 @@ def test_a_model_that_is_not_computed_here_is_one_line_and_status_2(
 def test_a_chain_or_a_disk_that_is_away_is_one_line_and_status_1(
     error: Exception, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
+    def connect(config: Config, folder: Path, stack: ExitStack) -> ValidatorParts:
         raise error
 
     assert program.run_validator(_config(tmp_path), connect=connect) == 1
