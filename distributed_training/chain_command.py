@@ -26,7 +26,7 @@ from bittensor_core import verify
 from distributed_training.chain.identity import load_wallet
 from distributed_training.config import OPERATORS_FILE, Config, ConfigError, load_config
 from distributed_training.config.versions import Versions, under
-from distributed_training.founder import Plan
+from distributed_training.founder import FounderPlan
 from distributed_training.node.buckets import open_own
 from distributed_training.node.start import sole_user
 from distributed_training.protocol import keys
@@ -375,7 +375,7 @@ def _publish_again(
 
 def _founders(folder: Path) -> Config:
     """Return the configuration of the validator of a founder's folder. Raises ConfigError."""
-    plan = Plan.of(folder)
+    plan = FounderPlan.of(folder)
     return load_config("validator", plan.words["validator"], environ=plan.environ, check=False)
 
 

@@ -73,7 +73,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = timedelta(minutes=1), timedelta(hours=1)  # after
 
 
 @dataclass(frozen=True)
-class Plan:
+class FounderPlan:
     """A network's programs in the order of their start. ``words``: of each, after its name."""
 
     folder: Path
@@ -84,7 +84,7 @@ class Plan:
     signs: frozenset[str] = frozenset()  # variables of the key by which the registry signs URLs
 
     @classmethod
-    def of(cls, folder: Path, environ: Mapping[str, str] = os.environ) -> Plan:
+    def of(cls, folder: Path, environ: Mapping[str, str] = os.environ) -> FounderPlan:
         """Read the network's file and ``run.toml``. Raises ConfigError."""
         file = folder / FILE
         if not file.is_file():
@@ -218,7 +218,7 @@ def _bracketed(host: str) -> str:
 # --- what may be missing --------------------------------------------------------------------------
 
 
-def check(plan: Plan) -> Config:
+def check(plan: FounderPlan) -> Config:
     """Return the validator's configuration.
 
     Raises ConfigError for what is missing: a file, a key, a port.
@@ -263,7 +263,7 @@ def check(plan: Plan) -> Config:
 class _Running:
     """The programs of one run, and the ``signals`` by which all are asked to stop."""
 
-    plan: Plan
+    plan: FounderPlan
     mark: Mark
     signals: StopSignals
     validators_stop: timedelta = _VALIDATOR_STOPS
@@ -362,7 +362,7 @@ def run(folder: Path, *, take_over: bool = False) -> int:
     """
     from distributed_training.node.start import StopSignals
 
-    plan = Plan.of(folder)
+    plan = FounderPlan.of(folder)
     with StopSignals() as signals, _sole_runner(plan, signals) as running:
         config = check(plan)
         # Not when it is started again: of two that both do so, neither would ever stay.
@@ -377,7 +377,7 @@ def run(folder: Path, *, take_over: bool = False) -> int:
 
 
 @contextmanager
-def _sole_runner(plan: Plan, signals: StopSignals) -> Iterator[_Running]:
+def _sole_runner(plan: FounderPlan, signals: StopSignals) -> Iterator[_Running]:
     """Lock the network for this program, and end its programs at last. Raises ConfigError."""
     from distributed_training.node.start import sole_user
 
@@ -400,7 +400,7 @@ def _why_not(running: _Running, name: str) -> int:
     return ExitStatus.FAULT
 
 
-def _invite(plan: Plan, network: Network) -> None:
+def _invite(plan: FounderPlan, network: Network) -> None:
     """Make an invitation for the founder to send, unless there is one to a version of this file.
 
     It takes the place of one to another file, which lets nobody in any more. It is a secret: no

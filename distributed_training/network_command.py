@@ -973,7 +973,7 @@ def _run(options: argparse.Namespace) -> int:
 
     if not options.print:
         return founder.run(options.folder, take_over=options.take_over)
-    plan = founder.Plan.of(options.folder)
+    plan = founder.FounderPlan.of(options.folder)
     for program in plan.words:
         print(plan.line(program))
     if "registry" in plan.words:

@@ -57,7 +57,7 @@ def lab(template: tuple[Path, list[int]], tmp_path: Path, monkeypatch) -> Path:
 
 
 def test_every_program_takes_the_words_that_it_is_started_with(lab: Path, capsys) -> None:
-    plan = founder.Plan.of(lab)
+    plan = founder.FounderPlan.of(lab)
     assert list(plan.words) == ["registry", "validator"]
     assert registry_parser().parse_args(["serve", *plan.words["registry"]]).store == lab / "store"
     config = load_config("validator", plan.words["validator"], environ=plan.environ, dotenv=None)
@@ -81,7 +81,7 @@ def test_every_program_takes_the_words_that_it_is_started_with(lab: Path, capsys
 def test_a_registry_listens_where_its_members_ask_it(url: str, serve: str, tmp_path: Path) -> None:
     words = ("--name", "lab", "--host", "10.0.0.5", "--data-source", "stdlib", "--registry", url)
     assert main(["init", str(tmp_path / "lab"), *HIVEMIND, *words]) == 0
-    words = founder.Plan.of(tmp_path / "lab").words["registry"]
+    words = founder.FounderPlan.of(tmp_path / "lab").words["registry"]
     assert shlex.join(words).endswith(f"{tmp_path / 'lab' / 'registry'} {serve}")
 
 
@@ -133,7 +133,7 @@ def test_flags_stand_in_run_toml_as_in_miner_toml(lab: Path) -> None:
     (lab / "run.toml").write_text('[validator]\npreset = "local"\nneuron.page_port = 8123\n')
     with (lab / "run.toml").open("a") as file:
         file.write('"logging.debug" = true\nplugins = ["json", "queue"]\n')
-    words = founder.Plan.of(lab).words["validator"]
+    words = founder.FounderPlan.of(lab).words["validator"]
     config = load_config("validator", words, environ={}, dotenv=None, check=False)
     assert config.telemetry.page_port == 8123 and config.get("logging.debug") is True
     assert config.general.plugins == ("json", "queue")
@@ -211,7 +211,7 @@ def test_an_embedded_store_is_the_registrys(
     if said:
         assert captured.err.count("\n") == 1
         return
-    plan = founder.Plan.of(lab)
+    plan = founder.FounderPlan.of(lab)
     assert plan.places == {"registry": ("127.0.0.1", 8100)} and not plan.signs
     config = load_config("validator", plan.words["validator"], environ=plan.environ, dotenv=None)
     assert config.in_folder and (lab / "store" / "lab").is_dir()
@@ -278,7 +278,7 @@ def test_a_validator_that_ends_for_good_ends_nothing_else(
             pass
 
     monkeypatch.setattr(founder, "Program", Fake)
-    plan = founder.Plan(tmp_path, tmp_path, {"validator": ["--network", "x"]}, {}, {})
+    plan = founder.FounderPlan(tmp_path, tmp_path, {"validator": ["--network", "x"]}, {}, {})
     running = founder._Running(plan, Mark("DT_TEST", str(tmp_path)), signals)
     running.once = ("--take-over",)
     assert running.start("validator")

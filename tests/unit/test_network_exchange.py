@@ -161,7 +161,7 @@ def test_a_founder_is_asked_for_nothing_of_a_swarm(
     assert "a member sends 1.0 MB within 70s" in said and "with 4 members the store keeps" in said
     assert "a key that reads, writes and deletes objects of the global bucket lab" in said
     assert not (folder / "validator" / "swarm").exists()
-    plan = founder.Plan.of(folder, environ={"R2_WRITE_ACCESS_KEY_ID": "x"})
+    plan = founder.FounderPlan.of(folder, environ={"R2_WRITE_ACCESS_KEY_ID": "x"})
     assert [*plan.words] == ["registry", "validator"]
     assert plan.signs == {"R2_WRITE_ACCESS_KEY_ID", "R2_WRITE_SECRET_ACCESS_KEY"}
     line = plan.line("validator")

@@ -149,7 +149,7 @@ def test_a_run_keeps_its_invitation_and_revokes_one_that_it_replaces(
         words = ["--network", str(lab / "network.toml")]
         config = load_config("validator", words, environ={}, dotenv=None, check=False)
         assert config.network is not None
-        founder._invite(founder.Plan.of(lab, {}), config.network)
+        founder._invite(founder.FounderPlan.of(lab, {}), config.network)
         return place.read_text()
 
     first = start()

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from distributed_training.chain.identity import load_wallet
 from distributed_training.config import Config, ConfigError, load_config
 from distributed_training.data.tokenizer import build_tokenizer
-from distributed_training.founder import Plan
+from distributed_training.founder import FounderPlan
 from distributed_training.network import flatten
 from distributed_training.network_command import main
 from distributed_training.node.identity import Member
@@ -233,7 +233,7 @@ class Founded:
     def __init__(self, place: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder, self.source = place / "lab", source
         assert founded(self.folder, source) == 0
-        self.words = Plan.of(self.folder).words["validator"]
+        self.words = FounderPlan.of(self.folder).words["validator"]
         self.world = StoreWorld(place / "unused", begun=False)
         torch.manual_seed(1)
         self.text = torch.randint(256, (4, 64))
