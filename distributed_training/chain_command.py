@@ -44,7 +44,7 @@ from distributed_training.training.model import parameter_schema
 from distributed_training.validator import replay
 from distributed_training.validator.global_state import GlobalStateError
 from distributed_training.validator.merge import OuterState, Rule
-from distributed_training.validator.outer_steps import OuterSteps, Prepared, next_state
+from distributed_training.validator.outer_steps import NextStep, OuterSteps, next_state
 from distributed_training.validator.replay import ChainBroken, ManifestChain, read_set, write_set
 
 _SERIALS = 1 << 32  # above all that a network can have had since the newest known one
@@ -369,7 +369,7 @@ def _publish_again(
         **changes,
     )
     paths = {name: folder / name for name in files}
-    steps.publish(Prepared(manifest, manifest.to_bytes(steps.sign), paths))
+    steps.publish(NextStep(manifest, manifest.to_bytes(steps.sign), paths))
     return manifest
 
 

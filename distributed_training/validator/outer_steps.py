@@ -55,7 +55,7 @@ SERIALS = 1 << 20  # above the closes that may have moved without our knowing
 
 
 @dataclass(frozen=True)
-class Prepared:
+class NextStep:
     """An outer step that waits for its publication.
 
     ``files``: by their names in the manifest's folder, which are their names on the disk too;
@@ -457,7 +457,7 @@ class OuterSteps:
         self._etag = ""
         self._etag = self._retry(self._store.put, keys.STATE, data)
 
-    def publish(self, prepared: Prepared) -> int:
+    def publish(self, prepared: NextStep) -> int:
         """Write the files of an outer step, its manifest last; return the bytes that were sent.
 
         May be tried again. Raises OSError, and AnotherLeadsError where another validator has

@@ -44,7 +44,7 @@ from distributed_training.validator.fetch_close import LOOK, Intake
 from distributed_training.validator.judging import CAUSES, find_copies, share_alike
 from distributed_training.validator.merge import OuterState, find_spoilers
 from distributed_training.validator.merge_close import CloseMerger, MergedSome
-from distributed_training.validator.outer_steps import Prepared, next_state, renewed
+from distributed_training.validator.outer_steps import NextStep, next_state, renewed
 from distributed_training.validator.own_copy import RECOVER
 from distributed_training.validator.standings import PastRound
 from distributed_training.validator.validator import Run
@@ -62,7 +62,7 @@ _UNKNOWN = "?"  # what the bucket says of the network's end
 class _Reached:
     """An outer step that is merged, and published as soon as the store takes it."""
 
-    prepared: Prepared
+    prepared: NextStep
     values: OuterState
     state: GlobalState
     losses: dict[str, float]
@@ -471,11 +471,11 @@ class StoreValidator(CloseMerger):
             self._signed(manifest, uploads), values, state, merged.losses, close.began, samples
         )
 
-    def _signed(self, manifest: Manifest, uploads: Mapping[int, Path] | None = None) -> Prepared:
+    def _signed(self, manifest: Manifest, uploads: Mapping[int, Path] | None = None) -> NextStep:
         names = [*manifest.files, *([keys.UPDATE] if manifest.update else [])]
         folder = self._steps.place(manifest.outer_step)
         data = manifest.to_bytes(self._steps.sign)
-        return Prepared(manifest, data, {name: folder / name for name in names}, uploads or {})
+        return NextStep(manifest, data, {name: folder / name for name in names}, uploads or {})
 
     def _publish(self, reached: _Reached) -> bool:
         """Publish an outer step and continue from it. Raises StoreError: it is tried again."""

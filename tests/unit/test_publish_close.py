@@ -15,7 +15,7 @@ from distributed_training.config import ConfigError
 from distributed_training.protocol import keys
 from distributed_training.store.errors import PreconditionError, StoreError
 from distributed_training.validator.global_state import GlobalStateError
-from distributed_training.validator.outer_steps import AnotherLeadsError, Prepared
+from distributed_training.validator.outer_steps import AnotherLeadsError, NextStep
 from tests.tools.store_world import PERIOD, StoreMiner, StoreWorld, keypair
 from tests.tools.validator_world import one_thread  # noqa: F401
 
@@ -148,7 +148,7 @@ def test_of_two_validators_of_one_master_the_first_stops(tmp_path: Path) -> None
     # Nor does one that had looked just before: of one outer step there is one manifest.
     reached = world.manifest(2)
     with pytest.raises(AnotherLeadsError, match="published by another process"):
-        first._steps.publish(Prepared(reached, b"another", {}))
+        first._steps.publish(NextStep(reached, b"another", {}))
     closing.close()
 
 
