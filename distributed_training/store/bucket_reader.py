@@ -32,7 +32,7 @@ from .errors import (
     ObjectMissingError,
     StoreError,
 )
-from .transfer import Progress, Retry, deadline_in, download
+from .transfer import Retry, TransferProgress, deadline_in, download
 from .uplink import Uplink
 
 log = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class BucketReader:
         *,
         limit: int,
         deadline: float | None = None,
-        progress: Progress | None = None,
+        progress: TransferProgress | None = None,
     ) -> ObjectInfo:
         """Fetch the object into ``path``, complete or not at all. Raises ObjectMissingError."""
         with _disk_errors():

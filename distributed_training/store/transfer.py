@@ -75,7 +75,7 @@ def followed(follower: Follower) -> Iterator[None]:
         _follower.reset(token)
 
 
-class Progress:
+class TransferProgress:
     """Count the bytes of one transfer and log a line a minute. Thread-safe.
 
     ``what`` begins each line: "Downloading global state of outer step 56". ``total``: bytes of all
@@ -235,7 +235,7 @@ def download(
     deadline: float,
     concurrency: int = 6,
     uplink: Uplink | None = None,
-    progress: Progress | None = None,
+    progress: TransferProgress | None = None,
 ) -> ObjectInfo:
     """Download one object into ``path``, in parallel ranges, complete or not at all.
 
@@ -256,7 +256,7 @@ def download(
             raise ObjectMissingError(f"{place}: no such object")
         if info.size > limit:
             raise IntegrityError(f"{place} has {info.size} bytes, more than the {limit} allowed")
-        own = progress or Progress(
+        own = progress or TransferProgress(
             f"Downloading {key}",
             info.size,
             held=info.size - bytes_missing(info, path),
@@ -286,7 +286,7 @@ def _download(
     retry: Retry,
     deadline: float,
     concurrency: int,
-    progress: Progress,
+    progress: TransferProgress,
 ) -> None:
     part, notes = _part_of(path)
     require_room(path.parent, bytes_missing(info, path), what=info.key)
@@ -464,7 +464,7 @@ class Sender:
         concurrency: int = 6,
         part_size: int = 0,
         sent: Sent | None = None,
-        progress: Progress | None = None,
+        progress: TransferProgress | None = None,
     ) -> None:
         self._uplink = uplink or Uplink()
         self._store = store
@@ -474,7 +474,7 @@ class Sender:
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="upload")
         self._count_lock = threading.Lock()
         self.sent = sent or Sent()
-        self._progress = progress or Progress("", 0)  # no lines
+        self._progress = progress or TransferProgress("", 0)  # no lines
 
     def __enter__(self) -> Sender:
         return self

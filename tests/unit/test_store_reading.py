@@ -81,7 +81,7 @@ def test_no_remaining_time_is_shown_until_new_bytes_are_sent(
 ) -> None:
     caplog.set_level("INFO")
     now = 0.0
-    progress = transfer.Progress("Uploading", 100_000_000, clock=lambda: now)
+    progress = transfer.TransferProgress("Uploading", 100_000_000, clock=lambda: now)
     now = 100.0
     progress.add(0, held=40_000_000)
     assert not caplog.records
