@@ -52,7 +52,7 @@ class Refusal(enum.Enum):
         self.message = message
 
 
-class Refused(Exception):
+class RefusedRequest(Exception):
     """``more``: fields of the reply other than the message."""
 
     def __init__(self, refusal: Refusal, **more: str) -> None:
@@ -80,11 +80,11 @@ class Claim:
 def read_claim(headers: Mapping[str, str]) -> Claim:
     """Read the claims of ``headers``, by lower-case name. Raises Refused(UNSIGNED or MALFORMED)."""
     if "x-bittensor-version" not in headers:
-        raise Refused(Refusal.UNSIGNED)
+        raise RefusedRequest(Refusal.UNSIGNED)
     hotkey = headers.get("x-bittensor-hotkey", "")
     nonce = headers.get("x-bittensor-nonce", "")
     if not (HOTKEY.fullmatch(hotkey) and _NONCE.fullmatch(nonce)):
-        raise Refused(Refusal.MALFORMED)
+        raise RefusedRequest(Refusal.MALFORMED)
     return Claim(hotkey, headers.get("x-bittensor-receiver", ""), int(nonce))
 
 
@@ -95,9 +95,9 @@ def check_fresh(claimed: Claim, now: int, *, skew: float) -> None:
     """
     age = (now - claimed.nonce) / 1e9
     if age > BTAUTH_MAX_AGE:
-        raise Refused(Refusal.STALE)
+        raise RefusedRequest(Refusal.STALE)
     if -age > skew:
-        raise Refused(Refusal.FUTURE)
+        raise RefusedRequest(Refusal.FUTURE)
 
 
 def proven(claimed: Claim, headers: Mapping[str, str], body: bytes, *, path: str, own: str) -> None:
@@ -107,20 +107,20 @@ def proven(claimed: Claim, headers: Mapping[str, str], body: bytes, *, path: str
     """
     crypto = _CRYPTO.get(headers.get("x-bittensor-crypto", "sr25519").strip().lower())
     if headers["x-bittensor-version"] != _VERSION or crypto is None:
-        raise Refused(Refusal.MALFORMED)
+        raise RefusedRequest(Refusal.MALFORMED)
     try:
         signature = bytes.fromhex(headers["x-bittensor-signature"].removeprefix("0x"))
     except (KeyError, ValueError):
-        raise Refused(Refusal.MALFORMED) from None
+        raise RefusedRequest(Refusal.MALFORMED) from None
     if claimed.receiver != own:
-        raise Refused(Refusal.RECEIVER)
+        raise RefusedRequest(Refusal.RECEIVER)
     signed = _btauth_text(crypto, path, body, claimed.nonce, claimed.hotkey, claimed.receiver)
     try:
         valid = verify_signature(signed, signature, claimed.hotkey, crypto)
     except ValueError:
-        raise Refused(Refusal.MALFORMED) from None
+        raise RefusedRequest(Refusal.MALFORMED) from None
     if not valid:
-        raise Refused(Refusal.SIGNATURE)
+        raise RefusedRequest(Refusal.SIGNATURE)
 
 
 _VERSION = "1"

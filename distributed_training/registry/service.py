@@ -37,7 +37,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from distributed_training.chain import auth
-from distributed_training.chain.auth import HOTKEY, Refusal, Refused
+from distributed_training.chain.auth import HOTKEY, Refusal, RefusedRequest
 from distributed_training.chain.base import ChainError, find
 from distributed_training.common.addresses import Reach, reach
 from distributed_training.common.backoff import Buckets, Throttle
@@ -189,7 +189,7 @@ class Service:
                 Route("/{file:path}", self._read),
             ],
             exception_handlers={
-                Refused: self._refuse,
+                RefusedRequest: self._refuse,
                 HTTPException: self._refuse,
                 ClientDisconnect: self._refuse,
                 Exception: self._fail,
@@ -247,8 +247,8 @@ class Service:
         if isinstance(error, ClientDisconnect):
             return Response(status_code=408)  # nobody reads it
         if isinstance(error, HTTPException):
-            error = Refused(Refusal.ROUTE)
-        assert isinstance(error, Refused)
+            error = RefusedRequest(Refusal.ROUTE)
+        assert isinstance(error, RefusedRequest)
         refusal = error.refusal
         self._counts[f"refused.{refusal.reason}"] += 1
         named, address = request.headers.get("x-bittensor-hotkey", ""), self._caller(request)
@@ -271,25 +271,25 @@ class Service:
         """Check the head of a write; return its claim. Raises Refused."""
         self._draw(request)
         if int(request.headers.get("content-length", "0")) > MAX_BODY:
-            raise Refused(Refusal.TOO_LARGE)
+            raise RefusedRequest(Refusal.TOO_LARGE)
         signed = [name for name, _ in request.headers.raw if name.startswith(b"x-bittensor-")]
         # A head with two values of one deceives a program that reads the other value.
         if len(signed) > len(set(signed)):
-            raise Refused(Refusal.MALFORMED)
+            raise RefusedRequest(Refusal.MALFORMED)
         claim = auth.read_claim(request.headers)
         if claim.receiver != self.registry.charter.identity:
-            raise Refused(Refusal.RECEIVER)
+            raise RefusedRequest(Refusal.RECEIVER)
         # Only looked at. A token is taken with the proof, or anybody could use up a hotkey's rate.
         if self._hotkeys.empty(claim.hotkey):
-            raise Refused(Refusal.RATE)
+            raise RefusedRequest(Refusal.RATE)
         _check_fresh(claim, time.time_ns())
         if request.url.path in _FOUNDERS and claim.hotkey != self.registry.charter.master:
-            raise Refused(Refusal.NO_PERMIT, message="only the founder's hotkey may do this")
+            raise RefusedRequest(Refusal.NO_PERMIT, message="only the founder's hotkey may do this")
         return claim
 
     def _draw(self, request: Request) -> None:
         if not self._addresses.draw(self._caller(request)):
-            raise Refused(Refusal.RATE)
+            raise RefusedRequest(Refusal.RATE)
 
     def _caller(self, request: Request) -> str:
         """Return the address of the caller; behind the proxy, the one that the proxy names."""
@@ -307,7 +307,7 @@ class Service:
         path = request.url.path
         file = self.registry.files.get(path[1:])
         if path not in self._reads and file is None:
-            raise Refused(Refusal.ROUTE, message="there is nothing here")
+            raise RefusedRequest(Refusal.ROUTE, message="there is nothing here")
         self._counts[f"read{path}"] += 1
         # A web site whose name was pointed at this address must not have a browser read it here.
         named = request.headers.get("host", "").lower()
@@ -381,7 +381,7 @@ class Service:
         self._hotkeys.draw(claim.hotkey)
         # By address: with open admission anybody makes new hotkeys for nothing.
         if path == "/register" and not self._registrations.draw(self._caller(request)):
-            raise Refused(Refusal.RATE)
+            raise RefusedRequest(Refusal.RATE)
         fields = _parse_fields(body)
         if path == "/access":
             return await self._grant(claim, fields)
@@ -407,9 +407,9 @@ class Service:
             return JSONResponse({"message": reason}, 400)
         # The store may be slow, and members many.
         if self._granting >= _MOST_GRANTS or (asks_store and not self._grants.draw(claim.hotkey)):
-            raise Refused(Refusal.RATE)
+            raise RefusedRequest(Refusal.RATE)
         if not self._granted.use(claim.hotkey, claim.nonce):
-            raise Refused(Refusal.REPLAY)
+            raise RefusedRequest(Refusal.REPLAY)
         grant = partial(self._writes["/access"], member.uid, **fields)
         self._granting += 1
         try:
@@ -472,14 +472,14 @@ def _check_fresh(claim: auth.Claim, now: int) -> None:
     """Raise Refused unless the call was signed just now, by the clock ``now`` in ns."""
     try:
         auth.check_fresh(claim, now, skew=CLOCK_SKEW)
-    except Refused as refused:
+    except RefusedRequest as refused:
         ahead = (claim.nonce - now) / 1e9
         message = (
             f"{refused.refusal.message}: it was signed {abs(ahead):.0f} s "
             f"{'after' if ahead > 0 else 'before'} this registry's time; see whether timedatectl "
             "says 'synchronized: yes' on both machines"
         )
-        raise Refused(refused.refusal, message=message) from None
+        raise RefusedRequest(refused.refusal, message=message) from None
 
 
 class _Pieces(Response):
@@ -508,7 +508,7 @@ def _parse_fields(body: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(body or b"{}", parse_constant=refuse)
     except (ValueError, RecursionError):
-        raise Refused(Refusal.MALFORMED) from None
+        raise RefusedRequest(Refusal.MALFORMED) from None
     if not isinstance(fields, dict):
-        raise Refused(Refusal.MALFORMED)
+        raise RefusedRequest(Refusal.MALFORMED)
     return fields

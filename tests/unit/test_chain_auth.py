@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from distributed_training.chain.auth import (
     BTAUTH_MAX_AGE,
     Refusal,
-    Refused,
+    RefusedRequest,
     proven,
     read_claim,
     sign_btauth,
@@ -30,7 +30,7 @@ def lowered(headers: dict[str, str]) -> dict[str, str]:
 def answer(headers: dict[str, str], body: bytes, path: str) -> Refusal | None:
     try:
         proven(read_claim(headers), headers, body, path=path, own=OWN)
-    except Refused as refused:
+    except RefusedRequest as refused:
         return refused.refusal
     return None
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distributed_training.chain.auth import BTAUTH_MAX_AGE, Claim, Refused
+from distributed_training.chain.auth import BTAUTH_MAX_AGE, Claim, RefusedRequest
 from distributed_training.chain.base import ChainError
 from distributed_training.protocol.metadata import LONGEST
 from distributed_training.registry import ledger, service, store
@@ -137,7 +137,7 @@ def _play(world: World, kind: str, value: object) -> None:
     elif kind in world.offsets:
         world.offsets[kind] = value
     elif kind == "call":
-        with suppress(Refused, Replayed):
+        with suppress(RefusedRequest, Replayed):
             world.sign(value)
     elif kind == "replay":
         _replay_all(world)
@@ -152,7 +152,7 @@ def _replay_all(world: World) -> None:
     for hotkey, nonce in list(world.accepted):
         for offset in (before, nonce / NS - world.now):
             world.offsets["registry"] = offset
-            with pytest.raises((Refused, Replayed)):
+            with pytest.raises((RefusedRequest, Replayed)):
                 world.call(hotkey, nonce)
     world.offsets["registry"] = before
 
@@ -184,7 +184,7 @@ def test_a_bounded_number_of_past_members_is_remembered(
 @pytest.mark.parametrize("ahead", [-3600.0, 3600.0])
 def test_the_answer_names_the_clock_and_by_how_much(world: World, ahead: float) -> None:
     world.offsets[PEER.ss58] = ahead
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RefusedRequest) as refused:
         world.sign(PEER.ss58)
     message = refused.value.fields["message"]
     side = "after" if ahead > 0 else "before"
