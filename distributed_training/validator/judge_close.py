@@ -20,7 +20,7 @@ from distributed_training.scoring.upload import DataUnavailable, Judged, in_a_li
 from distributed_training.validator.fetch_close import CloseFetcher, Intake
 from distributed_training.validator.judging import (
     KnownSamples,
-    RefusedError,
+    RefusedUploadError,
     UploadJudge,
     digest_file,
 )
@@ -86,7 +86,7 @@ class CloseJudge(CloseFetcher):
                 random_blocks=close.random_blocks,
                 longest=longest_norm([], self._steps.history),
             )
-        except RefusedError as error:
+        except RefusedUploadError as error:
             self._refuse(close, uid, hotkey, digest_file(path), error.cause, str(error))
             return
         except (Stopped, OSError, torch.AcceleratorError):
@@ -139,7 +139,7 @@ class CloseJudge(CloseFetcher):
                         one, self._judged(close, block), factor, close.random_blocks
                     )
                     close.accepted[one.uid] = again
-                except RefusedError as error:
+                except RefusedUploadError as error:
                     self._blame(close, one.uid, error.cause, f"clipped to {factor:.3g}: {error}")
                 except DataUnavailable as error:
                     log.info("uid %d: judged only as it came: %s", one.uid, error)

@@ -63,7 +63,7 @@ _LONGEST = 300  # characters of a reason
 _NOT_JUDGED = Evaluation(-1, -1)
 
 
-class RefusedError(ValueError):
+class RefusedUploadError(ValueError):
     """An upload is refused. ``cause``: one of :data:`CAUSES`."""
 
     def __init__(self, cause: str, reason: str) -> None:
@@ -177,25 +177,25 @@ class UploadJudge:
                 codec=self.codec,
             )
         except ValueError as error:
-            raise RefusedError("damaged", str(error)) from None
+            raise RefusedUploadError("damaged", str(error)) from None
         header = file.header
         if (header.outer_step, header.serial) != (judged.outer_step, serial):
-            raise RefusedError(
+            raise RefusedUploadError(
                 "other-close",
                 f"it is for close {header.serial} of outer step {header.outer_step}, and lies "
                 f"where that of close {serial} of outer step {judged.outer_step} belongs",
             )
         if header.start != start:
-            raise RefusedError(
+            raise RefusedUploadError(
                 "other-start",
                 f"it counts from weights {header.start:.12}, those of outer step "
                 f"{judged.outer_step} are {start:.12}",
             )
         norm, sample = self._measure(file)
         if norm < _LEAST_NORM:
-            raise RefusedError("empty", f"its norm is {norm:.3g}: it moves nothing")
+            raise RefusedUploadError("empty", f"its norm is {norm:.3g}: it moves nothing")
         if norm > _MOST_NORM:
-            raise RefusedError("worse", f"its norm is {norm:.3g}, above any that trains")
+            raise RefusedUploadError("worse", f"its norm is {norm:.3g}, above any that trains")
         factor = clip_factor(norm, longest)
         return self._accept(
             Accepted(uid, hotkey, modified, file, norm, sample, _NOT_JUDGED, factor),
@@ -218,10 +218,10 @@ class UploadJudge:
         as_merged = replace(judged, learning_rate=judged.learning_rate * one.factor)
         judgement = self.evaluator.judge(upload, as_merged, random_blocks=random_blocks)
         if judgement.random is None:
-            raise RefusedError("worse", judgement.reason)
+            raise RefusedUploadError("worse", judgement.reason)
         if judgement.random.worse:
             before, after = judgement.random.losses
-            raise RefusedError(
+            raise RefusedUploadError(
                 "worse",
                 f"with it the loss on random text rises from {before:.4f} to {after:.4f}, "
                 f"{-judgement.random.absolute / judgement.random.chance:.1f} times what chance "

@@ -39,7 +39,7 @@ from distributed_training.store.uplink import Uplink
 from distributed_training.telemetry.facts import Disk, Fact, Facts, Launch
 from distributed_training.telemetry.own_facts import OwnFacts
 from distributed_training.telemetry.verdict import Verdict, judge
-from distributed_training.validator.judging import RefusedError, UploadJudge, refusal
+from distributed_training.validator.judging import RefusedUploadError, UploadJudge, refusal
 from tests.tools.memory_store import MemoryObjectStore
 
 ME, LOOK = "me", 15.0
@@ -255,7 +255,7 @@ class Walk:
                 try:
                     self.judge_upload(path, step, serial, fault)
                     merged.append(Merged(1, ADDRESS, digest, 1.0, 1.0, 0.1, 5, 9))
-                except RefusedError as error:
+                except RefusedUploadError as error:
                     refused.append(refusal(1, ADDRESS, digest, error.cause, str(error)))
         self.head += 1
         self.serial += 1
