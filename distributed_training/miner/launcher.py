@@ -75,7 +75,7 @@ from distributed_training.node.start import (
 from distributed_training.protocol.lines import counted
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry.facts import SETTINGS
-from distributed_training.telemetry.metrics import Registry
+from distributed_training.telemetry.metrics import MetricsRegistry
 from distributed_training.telemetry.notify import Notifier
 from distributed_training.telemetry.run_state import (
     FAILURES,
@@ -168,7 +168,7 @@ class Outages:
         self.reason = ""
         self._refused_for = ""
         self._backoff = Backoff(first=FIRST_WAIT, longest=LONGEST_PAUSE)
-        self._metrics = Registry()
+        self._metrics = MetricsRegistry()
         self._folder = folder
 
     def outlast(self, attempt: Callable[[], ExitStatus]) -> ExitStatus:

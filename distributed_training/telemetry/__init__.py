@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from distributed_training.telemetry.events import EventLog, read_events
 from distributed_training.telemetry.logs import mask, register_secret, setup_logging
-from distributed_training.telemetry.metrics import MetricsFile, Registry, record_step, unix_time
+from distributed_training.telemetry.metrics import (
+    MetricsFile,
+    MetricsRegistry,
+    record_step,
+    unix_time,
+)
 
 __all__ = [
     "EventLog",
     "MetricsFile",
-    "Registry",
+    "MetricsRegistry",
     "mask",
     "read_events",
     "record_step",

@@ -184,7 +184,7 @@ def unix_time(moment: float | None) -> float | None:
     return None if moment is None else moment - time.monotonic() + time.time()
 
 
-class Registry(Collector):
+class MetricsRegistry(Collector):
     """The figures of all metrics, by name. Any thread may change them.
 
     Methods raise ValueError for a name that is not in the catalogue, TypeError for one of the other
@@ -275,7 +275,7 @@ class MetricsFile:
     def __init__(
         self, path: Path, *, every: float = 15.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.registry = Registry()
+        self.registry = MetricsRegistry()
         self._path = path
         self._due = Throttle(every, clock=clock)
         self._failing = False
@@ -318,7 +318,7 @@ def read_metrics(path: Path) -> dict[str, float]:
     }
 
 
-def record_step(registry: Registry, report: StepReport) -> None:
+def record_step(registry: MetricsRegistry, report: StepReport) -> None:
     """Record an inner step's figures; those the report does not have become absent."""
     for name in METRICS:
         if (step := METRICS[name].step) is None:

@@ -20,7 +20,7 @@ from distributed_training.protocol.types import Progress, StepReport
 from distributed_training.telemetry import (
     EventLog,
     MetricsFile,
-    Registry,
+    MetricsRegistry,
     read_events,
     record_step,
     register_secret,
@@ -150,7 +150,7 @@ def test_secrets_registered_for_the_log_are_masked_here_too(tmp_path: Path) -> N
 
 
 def test_metrics_are_typed_and_absent_until_measured() -> None:
-    registry = Registry()
+    registry = MetricsRegistry()
     registry.add("publications_total", 2)
     assert "dt_publications_total 2.0\n" in registry.text() and "train_mfu" not in registry.text()
     registry.set("train_mfu", 0.5)

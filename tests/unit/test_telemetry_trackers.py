@@ -22,7 +22,7 @@ import pytest
 from distributed_training.common.processes import command_of
 from distributed_training.config.settings import TelemetrySettings
 from distributed_training.protocol.types import StepReport
-from distributed_training.telemetry import Registry, record_step
+from distributed_training.telemetry import MetricsRegistry, record_step
 from distributed_training.telemetry.trackers import Tracker, figures, open_trackers
 from tests.tools.waiting import wait_for
 
@@ -53,7 +53,7 @@ SECRET = "0123456789abcdef0123456789abcdef01234567"
 
 
 def log_steps(settings: TelemetrySettings, folder: Path, steps: range, *, first: int) -> None:
-    registry = Registry()
+    registry = MetricsRegistry()
     trackers = open_trackers(settings, folder, name="miner-7", first_step=first)
     for step in steps:
         record_step(registry, replace(REPORT, loss=step / 100, total_inner_steps=step))
@@ -74,7 +74,7 @@ def warning(caplog: pytest.LogCaptureFixture) -> str:
 
 
 def test_torchtitans_names_stand_where_the_same_thing_is_meant() -> None:
-    registry = Registry()
+    registry = MetricsRegistry()
     record_step(registry, REPORT)
     registry.set("next_round_timestamp_seconds", 1e9)
     drawn = figures(registry.values())

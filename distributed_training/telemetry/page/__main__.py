@@ -46,7 +46,7 @@ from distributed_training.common.connections import BoundedConnection, Bounds
 from distributed_training.common.ports import listen
 from distributed_training.common.processes import ChildLog, ParentConnection, limit_resources
 from distributed_training.protocol.types import ExitStatus
-from distributed_training.telemetry.metrics import Registry
+from distributed_training.telemetry.metrics import MetricsRegistry
 from distributed_training.telemetry.neuron_state import NeuronState
 from distributed_training.telemetry.run_state import is_run_folder, observe
 from distributed_training.telemetry.verdict import judge
@@ -274,7 +274,7 @@ def application(neurons: Sequence[NeuronState], *, token: str = "") -> ASGIApp:
                 text, seen = b"", observe(neuron.folder, time.time())
                 # Of a miner, whose page may be there without it.
                 if seen.launch is not None:
-                    own = Registry()
+                    own = MetricsRegistry()
                     away = seen.launch.state == "stopped" or (seen.gone and seen.gone.value)
                     own.set("launcher_running", float(not away))
                     text = own.text().encode()
