@@ -36,7 +36,7 @@ from distributed_training.training.weights import GlobalState
 from distributed_training.validator.errands import Errands
 from distributed_training.validator.judging import CAUSES, Accepted, UploadJudge, refusal
 from distributed_training.validator.outer_steps import OuterSteps
-from distributed_training.validator.reporter import Attendance, Reporter
+from distributed_training.validator.reporter import Attendance, RoundReporter
 from distributed_training.validator.validator import Run, ValidatorRules
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class CloseFetcher:
         steps: OuterSteps,
         judge: UploadJudge,
         run: Run,
-        reporter: Reporter,
+        reporter: RoundReporter,
         of_member: OpenBucket | None = None,
     ) -> None:
         # collaborators

@@ -78,7 +78,7 @@ from distributed_training.validator.global_state import (
 from distributed_training.validator.judging import UploadJudge
 from distributed_training.validator.outer_steps import AnotherLeadsError, OuterSteps
 from distributed_training.validator.own_copy import RECOVER, OwnCopy
-from distributed_training.validator.reporter import Reporter
+from distributed_training.validator.reporter import RoundReporter
 from distributed_training.validator.standings import Standings
 from distributed_training.validator.store_rounds import LEDGER, StoreValidator
 from distributed_training.validator.validator import Run, ValidatorRules
@@ -327,7 +327,7 @@ def build(
             secret=secrets.randbits(62),
         ),
         run=run,
-        reporter=Reporter(
+        reporter=RoundReporter(
             chain=parts.member.chain,
             standings=load_standings(config, folder / LEDGER),
             record=run.record,

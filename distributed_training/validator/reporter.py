@@ -56,7 +56,7 @@ class Attendance:
 
 
 @dataclass(kw_only=True)
-class Reporter:
+class RoundReporter:
     """Report on the network as it is now. The validator sets the fields below ``run_folder``.
 
     ``least``: fewest miners for a round; ``round_seconds``: longest time of a round and its
