@@ -73,7 +73,7 @@ _SMALLER = f'round.codec = "{SMALLEST}"'
 
 
 @dataclass(frozen=True)
-class Rules:
+class PlanRules:
     """The rules of a network that a plan depends on; ``period`` and ``grace`` in seconds."""
 
     model: str
@@ -95,7 +95,7 @@ class Rules:
 class Plan:
     """A member with a machine and a network link (Mbit/s down, up), of ``peers``."""
 
-    rules: Rules
+    rules: PlanRules
     machine: Machine
     down: float
     up: float
@@ -561,7 +561,7 @@ def shape_of(wanted: str) -> ModelShape:
         ) from None
 
 
-def rules_of(options: argparse.Namespace) -> Rules:
+def rules_of(options: argparse.Namespace) -> PlanRules:
     """Return the rules of the network's file, or of a new network. Raises ConfigError."""
     founded = options.network is None
     parts: Any = SimpleNamespace(
@@ -596,7 +596,7 @@ def rules_of(options: argparse.Namespace) -> Rules:
     judged = pages * data.rows_per_page * data.max_length
     if data.own:  # on the held-out text of all domains
         judged = JUDGED_OF_DOMAINS * training.sequence_length
-    return Rules(
+    return PlanRules(
         model=model,
         shape=shape,
         exchange=exchange,
