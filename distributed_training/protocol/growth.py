@@ -62,7 +62,7 @@ def average_seconds(parameters: int, link: float) -> int:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class GrowthSchedule:
     """Rules of ``[training]`` that fit a model and a number of tokens; steps are inner steps."""
 
     learning_rate: float
@@ -77,7 +77,7 @@ def fitting_schedule(
     *,
     warmup: int | None = None,
     total: int | None = None,
-) -> Schedule:
+) -> GrowthSchedule:
     """Return the schedule of a model that all members train on ``tokens``; None: 20 a parameter.
 
     ``step``: tokens of one inner step of all members together. ``warmup``, ``total``: inner steps
@@ -90,7 +90,7 @@ def fitting_schedule(
     if tokens is None:
         most = max(most, _FEWEST_STEPS, 10 * (warmup or 0))
     most = total or most
-    return Schedule(rate, warmup or min(_LONGEST_WARM_UP, max(1, most // _WARM_UP)), most)
+    return GrowthSchedule(rate, warmup or min(_LONGEST_WARM_UP, max(1, most // _WARM_UP)), most)
 
 
 def amount(count: float) -> str:
