@@ -62,7 +62,7 @@ class LauncherState(StrEnum):
 
 
 @dataclass(frozen=True)
-class Stage:
+class StartStage:
     """The content of ``stage.json``: the stage of a start, empty once it trains."""
 
     stage: str = ""
@@ -129,7 +129,9 @@ class LauncherFile:
             return
         if state is LauncherState.STARTING:
             # Not removed: on a full disk rank 0 could not say that its start is complete.
-            _write(self._folder / STAGE_FILE, Stage("the ranks are being started", time.time()))
+            _write(
+                self._folder / STAGE_FILE, StartStage("the ranks are being started", time.time())
+            )
         _write(self._folder / LAUNCHER_FILE, self.state)
         if state is LauncherState.REFUSED:
             _append(self._folder, "refused", **more)
@@ -180,16 +182,16 @@ def report_stage(
         stage += f", {done / 1e9:.1f} of {total / 1e9:.1f} GB"
     if eta is None:
         log.info("Start, %d of %d: %s", number, STAGES, stage)
-    _write(folder / STAGE_FILE, Stage(f"{stage} ({number} of {STAGES})", time.time(), eta))
+    _write(folder / STAGE_FILE, StartStage(f"{stage} ({number} of {STAGES})", time.time(), eta))
     _append(folder, "starting", stage=stage, number=number, of=STAGES, eta_seconds=eta)
 
 
 def report_running(folder: Path) -> None:
     """Report, by rank 0, that its start is complete."""
-    _write(folder / STAGE_FILE, Stage("", time.time()))
+    _write(folder / STAGE_FILE, StartStage("", time.time()))
 
 
-def _write(path: Path, content: Launch | Stage) -> None:
+def _write(path: Path, content: Launch | StartStage) -> None:
     """Replace the file at ``path``; on a full disk in its own place."""
     data = json.dumps(asdict(content)).encode().ljust(_BYTES)
     try:
@@ -254,6 +256,6 @@ def has_started(folder: Path) -> bool:
     return stage is not None and not stage.stage
 
 
-def _stage(folder: Path) -> Stage | None:
+def _stage(folder: Path) -> StartStage | None:
     found = read_json_object(folder / STAGE_FILE)
-    return None if found is None else parse(Stage, found)
+    return None if found is None else parse(StartStage, found)
