@@ -84,7 +84,7 @@ def _usable(rows: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class State:
+class RegistryState:
     """An answer to ``/state``.
 
     ``start``: which process answered; ``version`` counts its writes. ``rows``: uid, neuron and
@@ -102,7 +102,7 @@ class State:
     etag: str = ""  # of rows and expelled
 
 
-_STATE = TypeAdapter(State)
+_STATE = TypeAdapter(RegistryState)
 _NO_SUCH_PATH, _TOO_MANY = 404, 429
 
 
@@ -188,7 +188,7 @@ class RegistryChain(Chain):
         self._timeout = timeout.total_seconds()
         self._lock = threading.Lock()  # one call at a time, so that answers cannot cross
         self._stop = threading.Event()
-        self._seen: State | None = None
+        self._seen: RegistryState | None = None
         self.identity = ""  # the registry's, once it has answered
         self.all_expelled: frozenset[str] = frozenset()  # hotkeys, as last read
         # For a registry that comes back from an old backup.
@@ -482,7 +482,7 @@ class RegistryChain(Chain):
         neurons = tuple(neuron for neuron, _ in rows)
         self._saw(neurons, texts, block=state.block, seconds=state.time)
 
-    def _ask(self) -> State:
+    def _ask(self) -> RegistryState:
         """Ask for the state. Raises httpx.HTTPError, Unusable."""
         answer = self._fetch("/state")
         with _reading(answer.status):
