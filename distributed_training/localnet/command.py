@@ -20,7 +20,7 @@ from distributed_training.config.types import ConfigError, File, Text
 from distributed_training.localnet.services import STORE_FOLDER, SubnetOptions, parse_ranks
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
 from distributed_training.localnet.summary import View, draw
-from distributed_training.node.start import Stopped, StopSignals
+from distributed_training.node.start import StopNow, StopSignals
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.scoring.export import ExportError, export_model, find_weights, sample
 from distributed_training.store.errors import StoreError
@@ -201,7 +201,7 @@ def _run(
     except (SubnetFailure, StoreError) as failure:
         view.report(str(failure), style="red")
         return str(failure)
-    except Stopped:
+    except StopNow:
         view.report("interrupted; stopping")
     finally:
         signals.interrupts = False  # a stop is bounded: let it end

@@ -62,7 +62,7 @@ from distributed_training.miner.run_folder import (
 )
 from distributed_training.network import save_copy
 from distributed_training.node.start import (
-    Stopped,
+    StopNow,
     StopSignals,
     dashboard,
     log_settings,
@@ -426,7 +426,7 @@ class _Supervisor:
         self._entered, self._failures = {}, []
         try:
             self._start()
-        except Stopped:
+        except StopNow:
             log.info("Stopped before the ranks were started")
             return Ending(ExitStatus.STOPPED)
         except (OSError, EOFError) as error:
@@ -469,7 +469,7 @@ class _Supervisor:
         try:
             # A stop that came before the line above has interrupted nothing.
             if self._signals.asked_at is not None:
-                raise Stopped
+                raise StopNow
             self._outages.file.start()
             report_stage(self._folder, 1, "importing")
             self._group.start()

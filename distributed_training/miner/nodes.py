@@ -42,7 +42,7 @@ from distributed_training.config import Config
 from distributed_training.config.schema import schema
 from distributed_training.config.types import show
 from distributed_training.health.gpus import visible_gpu_count
-from distributed_training.node.start import NetworkFailure, Stopped, log_settings
+from distributed_training.node.start import NetworkFailure, StopNow, log_settings
 from distributed_training.protocol.types import ExitStatus
 
 from .launcher import dashboard, occupied
@@ -175,7 +175,7 @@ class Nodes:
         while not self._store.check(keys):
             if self._stop_wanted():
                 self._end_all("a node was asked to stop before all ranks had met")
-                raise Stopped
+                raise StopNow
             time.sleep(_POLL)
         first, *others = (json.loads(self._store.get(key)) for key in keys)
         ranks = int(first["--nproc_per_node"])

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from distributed_training.node.start import Stopped
+from distributed_training.node.start import StopNow
 
 from . import events as ev
 from .nodes import under_torchrun
@@ -41,11 +41,11 @@ class RankStop:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Let a stop raise :class:`Stopped` inside, whatever the main thread waits for there."""
+        """Let a stop raise :class:`StopNow` inside, whatever the main thread waits for there."""
         self._interrupts = True
         try:
             if self.wanted:
-                raise Stopped
+                raise StopNow
             yield
         finally:
             self._interrupts = False
@@ -57,4 +57,4 @@ class RankStop:
         self.events.put(ev.StopRequested(who_stops()))
         if self._interrupts:
             self._interrupts = False  # once: the next one would cut its clean-up short
-            raise Stopped
+            raise StopNow

@@ -28,7 +28,7 @@ from distributed_training.config.versions import parse_version, under
 from distributed_training.node.published import require_published
 from distributed_training.node.start import (
     NetworkFailure,
-    Stopped,
+    StopNow,
     exit_status_of,
     fetch_tokenizer,
     make_run_folder,
@@ -103,7 +103,7 @@ def run_rank(config: Config) -> int:
                 with Heartbeat(folder, me.local_rank).steady():
                     nodes.join(config, folder, stack)
             status, reason = train(config, me, folder, stop, stack)
-    except (StopBeforeStart, Stopped):
+    except (StopBeforeStart, StopNow):
         status, reason = ExitStatus.STOPPED, f"{who_stops()} before the start was complete"
     except (ConfigError, NetworkFailure) as error:
         # The settings were checked before any rank was started: this was found outside.
@@ -150,7 +150,7 @@ def train(
                     connections, info = build.open_connections(
                         config, folder, stack, lambda: not stop.wanted, stop.events.put
                     )
-            except (ConfigError, NetworkFailure, StopBeforeStart, Stopped) as error:
+            except (ConfigError, NetworkFailure, StopBeforeStart, StopNow) as error:
                 # The other ranks wait for this word, and would end only by the launcher's SIGKILL.
                 ranks.share("start", {"problem": str(error) or "stopped"})
                 raise

@@ -11,7 +11,7 @@ machines) and may pass: a ConfigError that is raised later counts as a NetworkFa
 SIGINT, SIGTERM and SIGHUP are one request to stop. pm2 sends SIGINT, systemd SIGTERM, a closed
 terminal SIGHUP; all mean the same, but a SIGHUP that ``nohup`` has ignored stays ignored. The
 handler only notes the request. While a node still starts it may wait long for others (a DHT, a
-bucket) in code that looks at no flag: there the first signal also raises :class:`Stopped` in the
+bucket) in code that looks at no flag: there the first signal also raises :class:`StopNow` in the
 main thread.
 """
 
@@ -312,7 +312,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_REQUEST_SECONDS = 1.0
 
 
-class Stopped(BaseException):
+class StopNow(BaseException):
     """The node stops, and its current work is given up.
 
     Like KeyboardInterrupt no Exception: a signal raises it anywhere in a start, and libraries
@@ -362,7 +362,7 @@ class StopSignals:
             self.asked_at, self.name = now, signal.Signals(number).name
             self._wake.put(True)
             if self.interrupts:
-                raise Stopped
+                raise StopNow
         elif number == signal.SIGINT and now - self.asked_at > SAME_REQUEST_SECONDS:
             self.hurry = True
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from distributed_training.config import ConfigError
-from distributed_training.node.start import Stopped
+from distributed_training.node.start import StopNow
 from distributed_training.protocol.scoring import relative_improvement
 from distributed_training.protocol.types import Schema
 from distributed_training.scoring.upload import (
@@ -149,7 +149,7 @@ class EvaluationModel:
         for batch in sequences.split(self._micro_batch):
             # A judgement takes minutes, and a stop must not wait for the whole of it.
             if self._stop.is_set():
-                raise Stopped
+                raise StopNow
             with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
                 total = float(self._loss(batch.to(self.device)))
             found.append(total / (batch.shape[0] * (batch.shape[1] - 1)))

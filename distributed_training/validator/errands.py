@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from typing import Any, TypeVar
 
-from distributed_training.node.start import Stopped
+from distributed_training.node.start import StopNow
 
 _Result = TypeVar("_Result")
 _AT_ONCE = 16  # a container may have no room for hundreds of threads
@@ -36,7 +36,7 @@ def unless_stopped(task: Callable[[], _Result], *, stop: threading.Event) -> _Re
     future = begun(task)
     while wait([future], timeout=_LOOK).not_done:
         if stop.is_set():
-            raise Stopped
+            raise StopNow
     return future.result()
 
 
@@ -96,6 +96,6 @@ class Errands:
                 self.unheard = bool((heard | {*queue}) - self._ended)
                 return found
             if stop.is_set():
-                raise Stopped
+                raise StopNow
             futures = [self._under_way[uid][0] for uid in heard]
             wait(futures, timeout=_LOOK, return_when=FIRST_COMPLETED)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from distributed_training.chain.base import Neuron
-from distributed_training.node.start import Stopped
+from distributed_training.node.start import StopNow
 from distributed_training.scoring.evaluator import judgement_fields
 from distributed_training.scoring.upload import DataUnavailable, Judged, in_a_line, of_this_machine
 from distributed_training.validator.fetch_close import CloseFetcher, Intake
@@ -89,7 +89,7 @@ class CloseJudge(CloseFetcher):
         except RefusedUploadError as error:
             self._refuse(close, uid, hotkey, digest_file(path), error.cause, str(error))
             return
-        except (Stopped, OSError, torch.AcceleratorError):
+        except (StopNow, OSError, torch.AcceleratorError):
             raise
         except Exception as error:  # noqa: BLE001 - foreign bytes: they cost only their owner
             if not isinstance(error, DataUnavailable) and not of_this_machine(error):

@@ -35,7 +35,7 @@ from distributed_training.node.published import fetch_published, publish
 from distributed_training.node.start import (
     NetworkFailure,
     OtherRules,
-    Stopped,
+    StopNow,
     StopSignals,
     WrongNetwork,
     dashboard,
@@ -266,7 +266,7 @@ def run_validator(
             # From here on it sets an event: a publication must not end anywhere in the middle.
             signals.interrupts = False
             validator.run()
-    except Stopped:
+    except StopNow:
         log.info("Stopped before the start was complete")
     except (
         ConfigError,

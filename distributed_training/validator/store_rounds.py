@@ -31,7 +31,7 @@ from torch import Tensor
 
 from distributed_training.chain.base import ChainError
 from distributed_training.common.backoff import Throttle
-from distributed_training.node.start import Stopped
+from distributed_training.node.start import StopNow
 from distributed_training.protocol import keys, lines
 from distributed_training.protocol.manifest import Manifest, Merged
 from distributed_training.protocol.network_report import GATE, MOST_ROUNDS, TOO_FEW, printable
@@ -131,7 +131,7 @@ class StoreValidator(CloseMerger):
                 self.tick()
             except ChainError as error:
                 log.warning("The chain does not answer (%s). Trying again.", error)
-            except Stopped:
+            except StopNow:
                 break
         self._save()
         self._report("stopped", reason="asked to stop")
