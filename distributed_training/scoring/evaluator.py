@@ -28,8 +28,8 @@ from distributed_training.scoring.upload import (
     Cause,
     DataUnavailable,
     Judged,
+    ReadUpload,
     ShortText,
-    Upload,
     in_a_line,
     of_this_machine,
 )
@@ -365,7 +365,9 @@ class Evaluator:
     pages: Pages
     assigned: bool = True
 
-    def judge(self, upload: Upload, judged: Judged, *, random_blocks: Sequence[int]) -> Evaluation:
+    def judge(
+        self, upload: ReadUpload, judged: Judged, *, random_blocks: Sequence[int]
+    ) -> Evaluation:
         """Measure by how much an upload lowers the loss on random and assigned text.
 
         Args:

@@ -232,7 +232,7 @@ class Payload(Protocol):
 
 
 @dataclass(frozen=True)
-class Upload:
+class ReadUpload:
     """One miner's upload, read and checked.
 
     Args:

@@ -33,7 +33,7 @@ from distributed_training.protocol.network_report import printable
 from distributed_training.protocol.types import Schema, Verify
 from distributed_training.protocol.update_file import UpdateFile
 from distributed_training.scoring.evaluator import Evaluation, Evaluator
-from distributed_training.scoring.upload import Cause, Judged, Upload
+from distributed_training.scoring.upload import Cause, Judged, ReadUpload
 from distributed_training.validator.merge import HISTORY, Measured, clip_factor, helpful
 
 #: The causes of a refusal, by their word in a manifest, and the cause that scores report.
@@ -214,7 +214,7 @@ class UploadJudge:
 
     def _accept(self, one: Accepted, judged: Judged, random_blocks: Sequence[int]) -> Accepted:
         # Without a block of its own it is judged on random text twice, which is never better.
-        upload = Upload(one.uid, one.file.header.blocks or tuple(random_blocks[:1]), one.file)
+        upload = ReadUpload(one.uid, one.file.header.blocks or tuple(random_blocks[:1]), one.file)
         as_merged = replace(judged, learning_rate=judged.learning_rate * one.factor)
         judgement = self.evaluator.judge(upload, as_merged, random_blocks=random_blocks)
         if judgement.random is None:
