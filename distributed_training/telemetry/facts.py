@@ -48,7 +48,7 @@ class Fact(Generic[_T]):
 
 
 @dataclass(frozen=True)
-class Upload:
+class KnownUpload:
     """One complete upload of this miner.
 
     ``at``: Unix seconds, of its end. ``fate``: what became of it, once a manifest says so, at
@@ -147,7 +147,7 @@ class Facts:
     outer_step: int | None = None
     step: Fact[int] | None = None  # the last inner step
     step_seconds: float | None = None
-    uploads: tuple[Upload, ...] = ()  # the newest of each outer step, oldest first
+    uploads: tuple[KnownUpload, ...] = ()  # the newest of each outer step, oldest first
     missed: int = 0  # closes in a row for which nothing was sent, since the first upload
     missed_at: float | None = None  # when the last of them was over
     missed_cause: str = ""

@@ -24,7 +24,7 @@ from distributed_training.telemetry.facts import (
     TOO_EARLY,
     Fact,
     Facts,
-    Upload,
+    KnownUpload,
     measure_disk,
 )
 from distributed_training.telemetry.verdict import Judgement, Verdict, judge
@@ -120,10 +120,10 @@ class OwnFacts:
             head = "" if problem.startswith(("void", "late")) else "not sent: "
             self._miss(outer_step, head + problem)
         else:
-            self._keep(Upload(outer_step, now, tag))
+            self._keep(KnownUpload(outer_step, now, tag))
             self._set(missed=0, missed_cause="")
 
-    def _keep(self, upload: Upload) -> None:
+    def _keep(self, upload: KnownUpload) -> None:
         others = [one for one in self._facts.uploads if one.outer_step != upload.outer_step]
         found = sorted([*others, upload], key=lambda one: one.outer_step)
         self._set(uploads=tuple(found[-_KEPT_UPLOADS:]))
@@ -149,7 +149,7 @@ class OwnFacts:
         elif fate != TOO_EARLY:
             self.joined = True
             known = [one for one in self._facts.uploads if one.outer_step == outer_step]
-            upload = known[0] if known else Upload(outer_step, now)
+            upload = known[0] if known else KnownUpload(outer_step, now)
             self._keep(replace(upload, fate=fate, fate_at=now, cause=cause))
 
     # --- the verdict ------------------------------------------------------------------------------

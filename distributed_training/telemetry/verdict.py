@@ -31,8 +31,8 @@ from distributed_training.telemetry.facts import (
     Disk,
     Fact,
     Facts,
+    KnownUpload,
     Launch,
-    Upload,
 )
 
 # --- lives, in seconds ----------------------------------------------------------------------------
@@ -257,11 +257,11 @@ class _Seen:
     def _since(self, at: float | None) -> _Seconds:
         return _Seconds(0.0 if at is None else self.now - at)
 
-    def _last_named(self) -> Upload:
+    def _last_named(self) -> KnownUpload:
         """Return the last upload that a manifest names, as long as the next one may be awaited."""
         life = FATE_ROUNDS * self.period
         named = [one for one in self.facts.uploads if one.fate and self.now - one.fate_at <= life]
-        return named[-1] if named else Upload(0, 0.0)
+        return named[-1] if named else KnownUpload(0, 0.0)
 
     # --- the process and its machine
 

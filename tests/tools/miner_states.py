@@ -17,8 +17,8 @@ from distributed_training.telemetry.facts import (
     Disk,
     Fact,
     Facts,
+    KnownUpload,
     Launch,
-    Upload,
 )
 from distributed_training.telemetry.run_state import LAUNCHER_FILE
 
@@ -72,7 +72,7 @@ _HOTKEY = (
 def facts_of(state: str, now: float) -> Facts:
     """Return what the miner in ``state`` knows at ``now``."""
     uploads = tuple(
-        Upload(n, now - 700 - 9000 * (9 - n), f"{n}.1", "merged", now - 300) for n in (8, 9)
+        KnownUpload(n, now - 700 - 9000 * (9 - n), f"{n}.1", "merged", now - 300) for n in (8, 9)
     )
     facts = Facts(
         round_seconds=9000.0, name="alpha", uid=17, looked=now, started=now - 86400,
@@ -81,7 +81,7 @@ def facts_of(state: str, now: float) -> Facts:
         disk=disk_at(now, 1e6),
     )  # fmt: skip
     if state in FATES:
-        upload, waiting = Upload(8, now - 1300, "8.0"), Upload(9, now - 60, "9.0")
+        upload, waiting = KnownUpload(8, now - 1300, "8.0"), KnownUpload(9, now - 60, "9.0")
         word, cause = FATES[state]
         upload = replace(upload, fate=word, fate_at=now - 900, cause=cause)
         facts = replace(facts, uploads=(upload, waiting))

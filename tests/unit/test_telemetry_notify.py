@@ -19,7 +19,7 @@ from distributed_training.common.webhook import Message, NotSent
 from distributed_training.config.schema import all_settings
 from distributed_training.telemetry import notify
 from distributed_training.telemetry.day import DAY
-from distributed_training.telemetry.facts import FACTS_FILE, Disk, Fact, Facts, Launch, Upload
+from distributed_training.telemetry.facts import FACTS_FILE, Disk, Fact, Facts, KnownUpload, Launch
 from distributed_training.telemetry.notify import Notifier
 from distributed_training.telemetry.run_state import (
     LauncherFile,
@@ -57,7 +57,7 @@ class Miner:
             mode="training",
             step=self.step,
             step_seconds=1.0 if self.stuck else 1e9,
-            uploads=(Upload(8, now, fate=self.fate, fate_at=now, cause=self.cause),),
+            uploads=(KnownUpload(8, now, fate=self.fate, fate_at=now, cause=self.cause),),
             chain_at=self.chain_at or now,
             store_silent_since=self.store_silent_since,
             disk=Fact(self.disk, now),

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from distributed_training.telemetry import notify
-from distributed_training.telemetry.facts import Disk, Fact, Facts, Launch, Upload
+from distributed_training.telemetry.facts import Disk, Fact, Facts, KnownUpload, Launch
 from distributed_training.telemetry.verdict import TABLE, Level, Verdict, hides, judge
 
 pytestmark = pytest.mark.timeout(30)
 
 NOW = 1e9
-MERGED = Upload(6, NOW - 700, "6.3", "merged", NOW - 300)
+MERGED = KnownUpload(6, NOW - 700, "6.3", "merged", NOW - 300)
 WELL = Facts(
     round_seconds=600.0,
     looked=NOW,
@@ -125,10 +125,10 @@ CASES: list[tuple[Facts, dict[str, Any], Verdict, Level, str]] = [
     (WELL, miss("void: the close moved"), V.MISSED, ORANGE, "void"),
     (WELL, fate("not merged", "not sent: it is full"), V.MISSED, RED, "dt-doctor"),
     # --- what became of an upload
-    (WELL, {"uploads": (Upload(7, NOW - 1900),)}, V.WAITING, ORANGE, "next update"),
+    (WELL, {"uploads": (KnownUpload(7, NOW - 1900),)}, V.WAITING, ORANGE, "next update"),
     (WELL, fate("merged", at=NOW - 1300), V.WAITING, RED, "named an upload of this miner for"),
     (NEW, fate("merged", at=NOW - 1300), V.WAITING, ORANGE, "named an upload of this miner for"),
-    (WELL, {"uploads": (Upload(6, NOW - 1900),)}, V.WAITING, RED, "yet; see on the"),
+    (WELL, {"uploads": (KnownUpload(6, NOW - 1900),)}, V.WAITING, RED, "yet; see on the"),
     (WELL, fate("refused", "worse: 3.4, not 3.0"), V.REFUSED, RED, "lower the learning rate"),
     (WELL, fate("refused", "spoiler: with it 3.4"), V.REFUSED, RED, "text that this miner"),
     (WELL, fate("refused", "copy: of uid 3"), V.REFUSED, RED, "hotkey and a --neuron.run"),
@@ -140,7 +140,7 @@ CASES: list[tuple[Facts, dict[str, Any], Verdict, Level, str]] = [
     (WELL, fate("not merged", "void: the close moved"), V.WAITING, ORANGE, "void"),
     (WELL, fate("not merged", "carried over: by chance"), V.COUNTS, GREEN, "was accepted"),
     (WELL, {}, V.COUNTS, GREEN, "the upload of outer step 6 was merged"),
-    (WELL, {"uploads": (MERGED, Upload(7, NOW - 20, "7.4"))}, V.COUNTS, GREEN, "outer step 6"),
+    (WELL, {"uploads": (MERGED, KnownUpload(7, NOW - 20, "7.4"))}, V.COUNTS, GREEN, "outer step 6"),
     (PAYS, {}, V.COUNTS, GREEN, "merged; validators pay for it hours later"),
     (PAYS, {"incentive": Fact(0.2, NOW)}, V.EARNING, GREEN, "the chain pays: incentive 0.2"),
     (PAYS, {"incentive": Fact(0.2, NOW - 8000)}, V.COUNTS, GREEN, "hours later"),
