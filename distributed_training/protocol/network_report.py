@@ -113,7 +113,7 @@ class NetworkReport:
         return sum(member.answer == "alive" for member in self.members)
 
 
-class Verdict(NamedTuple):
+class NetworkVerdict(NamedTuple):
     """``kind``: good (nothing to do), wait, bad (act) or idle."""
 
     word: str
@@ -123,7 +123,7 @@ class Verdict(NamedTuple):
 
 def judge_network(
     report: NetworkReport | None, received: float, *, age: float = 0.0, listened: float = 0.0
-) -> Verdict:
+) -> NetworkVerdict:
     """Return the verdict on a network by its last report.
 
     Args:
@@ -133,24 +133,26 @@ def judge_network(
         listened: Seconds for which the reader could have received one.
     """
     if report is None:
-        return Verdict("not yet begun", "its validator has not reported yet", "idle")
+        return NetworkVerdict("not yet begun", "its validator has not reported yet", "idle")
     at = moment(received)
     if report.phase == "finished":
-        return Verdict("finished", f"at outer step {report.outer_step}: {report.reason}", "idle")
+        return NetworkVerdict(
+            "finished", f"at outer step {report.outer_step}: {report.reason}", "idle"
+        )
     if report.phase == "stopped":
         why = report.reason or "its validator was stopped"
-        return Verdict("stopped", f"at outer step {report.outer_step}, {at}: {why}", "idle")
+        return NetworkVerdict("stopped", f"at outer step {report.outer_step}, {at}: {why}", "idle")
     if age > report.next_report:
         last = f"its last report is of {at}, {span(age)} ago"
         if listened <= report.next_report:
             since = f"this registry has listened for only {span(listened)}"
-            return Verdict("waiting for the validator", f"{last}, and {since}", "wait")
+            return NetworkVerdict("waiting for the validator", f"{last}, and {since}", "wait")
         remedy = "its last report is below; its log shows the founder why"
-        return Verdict("validator silent", f"{last}; {remedy}", "bad")
+        return NetworkVerdict("validator silent", f"{last}; {remedy}", "bad")
     if report.reason:
-        return Verdict("held up", report.reason, "bad")
+        return NetworkVerdict("held up", report.reason, "bad")
     if report.phase == "starting":
-        return Verdict("starting", f"its validator asks the members, {at}", "wait")
+        return NetworkVerdict("starting", f"its validator asks the members, {at}", "wait")
     coming = f"a round is under way, {at}"
     if report.phase == "waiting":
         left = None if report.next_round is None else report.next_round - age
@@ -159,19 +161,19 @@ def judge_network(
             coming = f"the next round is in {span(left)}"
     if report.alive < report.least:
         after = f"; the last round failed: {_cause(report)}" if report.failed_rounds else ""
-        return Verdict("waiting for members", f"{_missing(report)}; {coming}{after}", "wait")
+        return NetworkVerdict("waiting for members", f"{_missing(report)}; {coming}{after}", "wait")
     if report.failed_rounds:
         words = f"{_cause(report)}; outer step {report.outer_step} stays; {coming}"
         fault = report.rounds[-1].fault if report.rounds else ""
         if fault == GATE:
-            return Verdict("gate", words, "bad")
+            return NetworkVerdict("gate", words, "bad")
         if report.failed_rounds > 1:
-            return Verdict("rounds fail", f"{report.failed_rounds} in a row: {words}", "bad")
-        return Verdict("last round failed", words, "wait")
+            return NetworkVerdict("rounds fail", f"{report.failed_rounds} in a row: {words}", "bad")
+        return NetworkVerdict("last round failed", words, "wait")
     here = f"{report.alive} of {counted(len(report.members), 'member')} at work"
     if not report.good_rounds:
-        return Verdict("first round to come", f"{here}; {coming}", "wait")
-    return Verdict("training", f"{here} at outer step {report.outer_step}; {coming}", "good")
+        return NetworkVerdict("first round to come", f"{here}; {coming}", "wait")
+    return NetworkVerdict("training", f"{here} at outer step {report.outer_step}; {coming}", "good")
 
 
 def _missing(report: NetworkReport) -> str:
