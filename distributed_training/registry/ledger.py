@@ -3,7 +3,7 @@
 Limits are the public chain's. Its staking and its consensus are not: the founder gives stake and
 permits, and a neuron's incentive is the mean of the validators' weights.
 
-Each write is one transaction. After it the tables are read once to an immutable :class:`View`, so
+Each write is one transaction. After it the tables are read once to an immutable :class:`Snapshot`, so
 readers wait for no writer and no disk.
 """
 
@@ -100,7 +100,7 @@ class LedgerMember:
 
 
 @dataclass(frozen=True)
-class View:
+class Snapshot:
     """The state that readers see after one write. ``version`` counts the writes."""
 
     version: int
@@ -210,7 +210,7 @@ class Ledger:
                 raise
             self.view = view
 
-    def _read_view(self) -> View:
+    def _read_view(self) -> Snapshot:
         found = self._db.execute(
             "SELECT uid, hotkey, ip, port, stake, permit, incentive, last_update, since, "
             "commitment, earned, counted FROM neurons ORDER BY uid"
@@ -232,7 +232,7 @@ class Ledger:
             members.append(LedgerMember(neuron, *rest))
         losses = self._db.execute("SELECT outer_step, loss, at FROM losses ORDER BY outer_step")
         expelled = self._db.execute("SELECT hotkey FROM expelled ORDER BY hotkey")
-        return View(
+        return Snapshot(
             self._meta("version") or 0,
             tuple(members),
             {step: (loss, at) for step, loss, at in losses},
