@@ -200,7 +200,7 @@ class HubSource(ParquetSource):
                 self._ends_read.move_to_end(path)
                 return self._ends_read[path]
         end, size = self._end(path), self._sizes[path]
-        part = _Part(size, size - len(end), end, partial(self._fetch, path))
+        part = _HubPart(size, size - len(end), end, partial(self._fetch, path))
         with self._one_parses:
             meta = pq.read_metadata(pa.PythonFile(part, mode="r"))
         columns = sum(meta.row_group(i).num_columns for i in range(meta.num_row_groups))
@@ -237,7 +237,7 @@ class HubSource(ParquetSource):
 
         # Arrow is to find the group's column itself: of a damaged end the metadata of a column end
         # the process. With pre_buffer it reads that column at once.
-        part = _Part(self._sizes[path], 0, b"", partial(self._fetch, path))
+        part = _HubPart(self._sizes[path], 0, b"", partial(self._fetch, path))
         return pq.ParquetFile(
             pa.PythonFile(part, mode="r"), metadata=self._metadata(path), pre_buffer=True
         )
@@ -316,7 +316,7 @@ def _as_value_error() -> Iterator[None]:
         raise ValueError(f"the answer has another form: {error!r:.100}") from error
 
 
-class _Part(io.RawIOBase):
+class _HubPart(io.RawIOBase):
     """A file of ``size`` bytes of which ``data`` is here; the rest is fetched."""
 
     def __init__(
