@@ -69,7 +69,7 @@ class _Instance:
 
 
 @dataclass(frozen=True)
-class _Rank:
+class _RankFile:
     pid: Pid
     instance: str
 
@@ -107,7 +107,7 @@ def remembered_gpus(run_folder: Path) -> int:
 
 def write_pid_file(run_folder: Path, rank: int) -> None:
     """Write this rank's pid once its SIGTERM handler is in place: a stop reaches it now."""
-    content = _Rank(os.getpid(), os.environ.get(INSTANCE, ""))
+    content = _RankFile(os.getpid(), os.environ.get(INSTANCE, ""))
     write_state(run_folder / "pids" / f"rank-{rank}.json", content)
 
 
@@ -115,7 +115,7 @@ def listening_ranks(run_folder: Path, *, instance: str) -> dict[int, int]:
     """Return rank -> pid of those that have written it under this launcher."""
     found, lost = {}, "a stop ends this rank without waiting for its checkpoint"
     for path in run_folder.glob("pids/rank-*.json"):
-        written, rank = read_state(path, _Rank, lost=lost), path.stem.partition("-")[2]
+        written, rank = read_state(path, _RankFile, lost=lost), path.stem.partition("-")[2]
         # A pid of an earlier launcher may be another program's by now, and it will be signalled.
         if written is not None and written.instance == instance and rank.isdecimal():
             found[int(rank)] = written.pid
