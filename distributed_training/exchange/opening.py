@@ -51,7 +51,7 @@ def open_exchange(
         )
     return kind(
         store,
-        exchange_folder(folder),
+        folder / "exchange",
         master=Master(config.swarm.run_id, config.miner.master_ss58_address, verify),
         uploads=OwnUploads(uploads, uploads_folder(folder), member.uid),
         longest=config.round_period,
@@ -59,11 +59,6 @@ def open_exchange(
     )
 
 
-def exchange_folder(folder: Path) -> Path:
-    """Return the exchange's own folder in a run folder."""
-    return folder / "exchange"
-
-
 def uploads_folder(folder: Path) -> Path:
-    """Return where this member's uploads are written."""
-    return exchange_folder(folder) / "uploads"
+    """Return where this member's uploads are written, in its run folder."""
+    return folder / "exchange" / "uploads"

@@ -12,11 +12,10 @@ import queue
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -116,18 +115,6 @@ def prepare_text(config: Config, folder: Path) -> tuple[Path, int]:
         length = config.training.sequence_length
         require_one_sequence(config.data, tokenizer_path, eos_id, length)
     return tokenizer_path, eos_id
-
-
-def describe_member(config: Config, member: Member, bucket: str = "") -> None:
-    """Log who this miner is. ``bucket``: its own, empty where it has none."""
-    log.info(
-        "Miner %s: uid %d, hotkey %s, netuid %d%s",
-        __version__,
-        member.uid,
-        member.hotkey,
-        config.chain.netuid,
-        f", bucket {bucket}" if bucket else "",
-    )
 
 
 def open_versions(
@@ -231,16 +218,6 @@ def open_data(context: RankContext, info: StartupInfo, micro_batch_size: int) ->
     return data
 
 
-def rules_of(config: Config, uid: int) -> Facts:
-    """Return the facts of a verdict that the settings and the network's file hold."""
-    return Facts(
-        pays=config.chain.kind == "bittensor",
-        round_seconds=config.round_period.total_seconds(),
-        name=config.miner.name,
-        uid=uid,
-    )
-
-
 def open_block_list(
     context: RankContext,
     training: Held[Any],
@@ -278,10 +255,9 @@ def open_metrics(
     uid: int,
     needed: int,
     gauges: Mapping[str, Callable[[], float | None]],
-    counts: Mapping[str, Callable[[], Mapping[str, float]]] = MappingProxyType({}),
-    joined: Callable[[], bool] = lambda: True,
+    joined: Callable[[], bool],
 ) -> Metrics:
-    """Open the metrics file and the trackers. ``gauges`` and ``counts`` are the exchange's own.
+    """Open the metrics file and the trackers. ``gauges`` are the exchange's own.
 
     ``needed``: bytes of disk that the next upload, a checkpoint and the reserve take. ``joined``:
     see :class:`Metrics`.
@@ -304,7 +280,6 @@ def open_metrics(
         counts={
             **({} if training.data is None else {"data": training.data.counters}),
             "chain": chain.counters,
-            **counts,
         },
         gauges={
             "chain_age_seconds": lambda: chain.age().total_seconds(),
@@ -348,7 +323,14 @@ def open_connections(
         require_data(config)
     member = join_network(config, folder, stack, wanted)
     own = miner_bucket(config.store.global_model_name, member.uid) if config.has_bucket else ""
-    describe_member(config, member, own)
+    log.info(
+        "Miner %s: uid %d, hotkey %s, netuid %d%s",
+        __version__,
+        member.uid,
+        member.hotkey,
+        config.chain.netuid,
+        f", bucket {own}" if own else "",
+    )
     store = uploads = open_as_member(config, member.chain)
     commitment = ""
     if own:
@@ -466,8 +448,13 @@ class RankZero:
             return None if (close := rounds.next_close) is None else close.closes_at
 
         self.facts = facts = OwnFacts(
-            rules=replace(
-                rules_of(config, self._info.uid), mode="training", outer_step=trainer.outer_step
+            rules=Facts(
+                pays=config.chain.kind == "bittensor",
+                round_seconds=config.round_period.total_seconds(),
+                name=config.miner.name,
+                uid=self._info.uid,
+                mode="training",
+                outer_step=trainer.outer_step,
             ),
             measured=measured,
             write=EventLog.open(folder, logger=log_of).write,

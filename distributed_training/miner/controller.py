@@ -89,9 +89,11 @@ class Controller:
         if self._tick_due():
             self._handle_event(ev.Tick(self._clock()))
         self._look_for_rules()
-        may_train = self.state.mode is not Mode.STOPPING and (
-            not self._pending or self._ends_step_first()
-        )
+        # An update waits for the inner step under way, which it would drop. It does not wait for
+        # data: without any it is applied at once.
+        first = self._pending[0] if self._pending else Action.TRAIN
+        ends_step = first is Action.OUTER_STEP and self._blocks.in_step
+        may_train = self.state.mode is not Mode.STOPPING and (first is Action.TRAIN or ends_step)
         data = self._blocks.on_boundary(may_begin=may_train)
         if may_train and (data.begin or self._blocks.available):
             return Command(Action.TRAIN, data=data)
@@ -123,13 +125,6 @@ class Controller:
                 status = state.exit_status if action is Action.STOP else 0
                 command = replace(command, exit_status=status, local=local)
         return replace(command, data=DataPart(data.request))
-
-    def _ends_step_first(self) -> bool:
-        """Return whether an update waits for the inner step under way, which it would drop.
-
-        It does not wait for data: without any the update is applied at once.
-        """
-        return self._pending[0] is Action.OUTER_STEP and self._blocks.in_step
 
     def _look_for_rules(self) -> None:
         """Order a stop where a newer version of the network's file holds at this outer step.

@@ -110,7 +110,11 @@ class Reporter:
                 tag = f"{outer}.{serial}"
                 # Of progress: whatever keeps it away is a warning at the next close.
                 level = logging.WARNING if serial else logging.INFO
-                self._report_upload(tag, problem or None, event.size, event.seconds, level)
+                if problem:
+                    log.log(level, lines.UPLOAD_FAILED, problem)
+                else:
+                    pushed = lines.pushed(tag, self._bucket)
+                    log.info("%s (%.1f MB in %.1f s)", pushed, event.size / 1e6, event.seconds)
                 self._record(
                     "publication",
                     revision=tag,
@@ -126,16 +130,6 @@ class Reporter:
                 self._record("fork", cause=cause)
             case ev.Stopped(exit_status=status):
                 self._record("stop", reason=state.stop_reason, exit_status=status)
-
-    def _report_upload(
-        self, tag: str, problem: str | None, size: int, seconds: float, level: int
-    ) -> None:
-        """Report the end of an upload of ``size`` bytes, or at ``level`` the problem with it."""
-        if problem is not None:
-            log.log(level, lines.UPLOAD_FAILED, problem)
-        else:
-            pushed = lines.pushed(tag, self._bucket)
-            log.info("%s (%.1f MB in %.1f s)", pushed, size / 1e6, seconds)
 
     def _report_round(self, event: ev.OuterStepEnded, state: MinerState, update: Update) -> None:
         """Report that the update was applied, or was not, and what became of our upload."""

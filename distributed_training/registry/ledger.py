@@ -3,8 +3,8 @@
 Limits are the public chain's. Its staking and its consensus are not: the founder gives stake and
 permits, and a neuron's incentive is the mean of the validators' weights.
 
-Each write is one transaction. After it the tables are read once to an immutable :class:`Snapshot`, so
-readers wait for no writer and no disk.
+Each write is one transaction. After it the tables are read once to an immutable
+:class:`Snapshot`, so readers wait for no writer and no disk.
 """
 
 from __future__ import annotations
