@@ -44,7 +44,7 @@ def peer_settings(
         address=address,
         witness=witness,
         gather=gather,
-        chunk=max(2.0, left / 10),
+        chunk=max(5.0, left / 6),  # a validator that judges holds up its own peer for seconds
         longest=left,
     )
 
