@@ -44,7 +44,7 @@ def test_founded_joined_and_trained(tmp_path: Path) -> None:
             every=0.5,
         )
         join("late")
-        network.running[-1].wait_for(r"Training begins at inner step ")
+        network.running[-1].wait_for("| Inner Step: 1 |")
 
         words = [str(tmp_path / "model"), "--network", str(network.file), *local]
         out = network.call("dt-export", *words, "--sample", "def ")

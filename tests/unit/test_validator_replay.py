@@ -361,7 +361,7 @@ def tamper(bucket: Path, draw: st.DataObject) -> str:
     return f"{kind} {step}"
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(draw=st.data())
 def test_an_audit_finds_whatever_was_changed(
     published: tuple[Path, list[OuterState]], draw: st.DataObject
