@@ -298,7 +298,7 @@ class Evaluation:
 
     Examples:
         >>> better = Comparison((5120,), (100, 100), (2.0, 2.1), (1.9, 2.0))
-        >>> judgement = Judgement(uid=17, outer_step=3, random=better, assigned=better)
+        >>> judgement = Evaluation(uid=17, outer_step=3, random=better, assigned=better)
         >>> judgement.ok, round(judgement.chance, 3)
         (True, 0.5)
     """
@@ -355,7 +355,7 @@ class Evaluator:
     Examples:
         ```python
         evaluator = Evaluator(model, PageReader.from_settings(config, tokenizer_path, eos_id=0))
-        upload = Upload(uid, file.header.blocks, file)
+        upload = ReadUpload(uid, file.header.blocks, file)
         judgement = evaluator.judge(upload, judged, random_blocks=[5140])
         print(judgement.random.relative, judgement.chance)
         ```

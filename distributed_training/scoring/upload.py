@@ -242,7 +242,7 @@ class ReadUpload:
 
     Examples:
         ```python
-        upload = Upload(uid, file.header.blocks, file)
+        upload = ReadUpload(uid, file.header.blocks, file)
         print(upload.uid, max(upload.blocks))
         for name, shape in judged.schema:
             delta = upload.payload.decode(name, shape)  # float32, or None: not sent
