@@ -44,23 +44,18 @@ Addresses = tuple[tuple[str, tuple[str, ...]], ...]  # of members, by peer id
 
 @dataclass(frozen=True)
 class Settings:
-    """Hold the settings with which a peer process starts. Times are in seconds.
-
-    ``address``: full address to announce, without peer id; empty: p2pd's own guess. ``witness``:
-    it is the validator's. ``gather``: of matchmaking; ``chunk``: without a byte of a peer;
-    ``longest``: of a transfer.
-    """
+    """Hold the settings with which a peer process starts. Times are in seconds."""
 
     schema: Schema
     run_id: str
     identity: str  # path of the key file
     listen: str
     port: int
-    address: str = ""
-    witness: bool = False
-    gather: float = 6.0
-    chunk: float = 20.0
-    longest: float = 600.0
+    address: str = ""  # full, to announce, without peer id; empty: p2pd's own guess
+    witness: bool = False  # it is the validator's
+    gather: float = 6.0  # of matchmaking
+    chunk: float = 20.0  # without a byte of a peer
+    longest: float = 600.0  # of a transfer
 
 
 @dataclass(frozen=True)
@@ -73,20 +68,16 @@ class Ready:
 
 @dataclass(frozen=True)
 class Order:
-    """Average once. ``at``, ``ends``: Unix seconds, by this machine's clock.
-
-    ``usual``: norm of an upload, by the last manifest. ``upload``: file whose values are averaged;
-    empty: zeros. ``average``: file to write the average into; empty: it is not kept.
-    """
+    """Average once."""
 
     serial: int
-    at: float
-    ends: float
+    at: float  # Unix seconds, by this machine's clock
+    ends: float  # the same
     members: Addresses  # the others
     witnesses: tuple[str, ...]  # peer ids that reduce nothing
-    usual: float
-    upload: str = ""
-    average: str = ""
+    usual: float  # norm of an upload, by the last manifest
+    upload: str = ""  # file whose values are averaged; empty: zeros
+    average: str = ""  # file to write the average into; empty: it is not kept
 
     def scale(self, values: int) -> float:
         """Return the power of two that brings ``values`` of an upload to about 1, for float16."""
@@ -95,9 +86,10 @@ class Order:
 
 @dataclass(frozen=True)
 class Answer:
-    """How an order ended. ``shares``: peer id and reduced values of each peer, in their order."""
+    """How an order ended."""
 
     serial: int
+    # Peer id and reduced values of each peer, in their order
     shares: tuple[tuple[str, int], ...] = ()
     failed: str = ""  # why there is no average
     seconds: float = 0.0
@@ -130,15 +122,12 @@ def find_partners(neurons: Sequence[Neuron], manifest: Manifest, *, own: str) ->
 
 @dataclass(frozen=True)
 class Membership:
-    """Who averages when: ``average_after`` seconds after a close, the members as last read.
+    """Who averages when."""
 
-    ``hotkey``: ours; ``master``: the validator's.
-    """
-
-    neurons: Callable[[], Sequence[Neuron]]
-    hotkey: str
-    master: str
-    average_after: float
+    neurons: Callable[[], Sequence[Neuron]]  # as last read
+    hotkey: str  # ours
+    master: str  # the validator's hotkey
+    average_after: float  # seconds after a close
 
     def build_order(
         self, close: Close | State, now: float, manifest: Manifest | None, **file: str

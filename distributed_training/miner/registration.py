@@ -39,14 +39,12 @@ KEEP_AGAIN = 60.0  # seconds between two writes of the chain's state
 
 @dataclass
 class RegistrationRecord:
-    """The uid this run folder's miner had, and how long it has waited to be registered again.
-
-    ``waited``: seconds in which the chain answered and did not show the hotkey. They are counted,
-    not computed from two dates, since a machine may start with a wrong clock.
-    """
+    """The uid this run folder's miner had, and how long it has waited to be registered again."""
 
     hotkey: str = ""
     uid: int = -1
+    # Seconds in which the chain answered and did not show the hotkey; counted, not computed from
+    # two dates, since a machine may start with a wrong clock
     waited: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
     @classmethod

@@ -123,14 +123,11 @@ def listening_ranks(run_folder: Path, *, instance: str) -> dict[int, int]:
 
 
 class Ending(NamedTuple):
-    """The end of the ranks.
-
-    ``outside``: something outside this program refused, so that the same start may work later.
-    """
+    """The end of the ranks."""
 
     status: ExitStatus
     reason: str = ""
-    outside: bool = False
+    outside: bool = False  # something outside refused, so the same start may work later
 
 
 @dataclass(frozen=True)

@@ -185,11 +185,11 @@ def train(
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank, ready to run. ``rank_zero``: rank 0's own part, else None."""
+    """One rank, ready to run."""
 
     folder: Path
     training: Held[Trainer]
-    rank_zero: RankZero | None
+    rank_zero: RankZero | None  # rank 0's own part
     loop: MinerLoop
 
     def run(self) -> tuple[int, str]:

@@ -151,33 +151,25 @@ class _Signed:
 
 @checked(frozen=True, config=ConfigDict(strict=True))
 class State(_Signed):
-    """The place of a network; see the module. Times are seconds since 1970.
-
-    Attributes:
-        outer_step: The outer step whose epoch-start weights all train from.
-        serial: Of the close; it grows whenever ``outer_step`` or ``closes_at`` changes.
-        closes_at: When the uploads of ``outer_step`` are taken; they may end ``grace`` s later.
-        head: Digest of the manifest of ``outer_step``.
-        weights_at: Outer steps whose whole weights the store holds, ascending.
-        expires: When a reader may say that nobody leads the network.
-        finished: Which [stop] of the network's file is reached, in words.
-        gate: Closes in a row of whose uploads no half passed the held-out text.
-    """
+    """The place of a network; see the module. Times are seconds since 1970."""
 
     name: ClassVar[str] = keys.STATE
     most_bytes: ClassVar[int] = 16 * 1024
 
     run_id: RunId
-    outer_step: OuterStep
-    serial: Whole
+    outer_step: OuterStep  # whose epoch-start weights all train from
+    serial: Whole  # of the close; it grows whenever ``outer_step`` or ``closes_at`` changes
+    # When the uploads of ``outer_step`` are taken; they may end ``grace`` s later
     closes_at: Seconds
     grace: Seconds
-    head: Digest
+    head: Digest  # of the manifest of ``outer_step``
+    # Outer steps whose whole weights the store holds, ascending
     weights_at: Annotated[tuple[OuterStep, ...], Field(max_length=64)]
     written_at: Seconds
-    expires: Seconds
+    expires: Seconds  # when a reader may say that nobody leads the network
+    # Which [stop] of the network's file is reached
     finished: Annotated[str, Field(pattern=r"^[ -~]{1,200}$")] | None = None
-    gate: Whole = 0
+    gate: Whole = 0  # closes in a row of whose uploads no half passed the held-out text
 
     def __post_init__(self) -> None:
         if list(self.weights_at) != sorted({*self.weights_at}):
@@ -206,111 +198,89 @@ class State(_Signed):
 
 @checked(frozen=True, config=ConfigDict(strict=True))
 class Merged:
-    """An upload that was merged, or is carried over to the next close by its member.
-
-    ``digest``: of its file; ``norm``: before it was clipped. ``chance``: None in manifests from
-    before uploads were carried. ``share``: of the weight of one, which
-    alike uploads have together.
-    """
+    """An upload that was merged, or is carried over to the next close by its member."""
 
     uid: Uid
     hotkey: Hotkey
-    digest: Digest
-    norm: Annotated[float, Field(gt=0.0, le=1e18)]
+    digest: Digest  # of its file
+    norm: Annotated[float, Field(gt=0.0, le=1e18)]  # before it was clipped
     # A float32, by which it was multiplied; 0: it is not merged, and its member carries it over.
     factor: Annotated[float, Field(ge=0.0, le=1.0)]
     improvement: Number  # nats a token by which it lowers the loss on text
     inner_steps: Whole
     tokens: Whole
     chance: Figure | None = None  # nats a token by which chance alone may lower the loss
+    # Of the weight of one, which alike uploads have together
     share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
 
 
 @checked(frozen=True, config=ConfigDict(strict=True))
 class Refused:
-    """An upload that was not merged. ``cause``: a word for programs; ``reason``: a sentence."""
+    """An upload that was not merged."""
 
     uid: Uid
     hotkey: Hotkey
     digest: SomeDigest  # empty: it could not be read
-    cause: Word
-    reason: Text
+    cause: Word  # for programs
+    reason: Text  # a sentence
 
 
 @checked(frozen=True, config=ConfigDict(strict=True))
 class Averaging:
-    """How the all-reduce of a close went, in a network over hivemind.
+    """How the all-reduce of a close went, in a network over hivemind."""
 
-    Attributes:
-        source: What the update follows from: the ``average``, or the ``merge`` of the uploads.
-        why: Why the average was not used; empty: it was.
-        participants: Uids of the members that took part, ascending. After ``average`` their
-            uploads count as merged.
-        difference: Norm of the difference between average and merge, as a part of the merge's;
-            None: it was not measured.
-        suspects: Uids of the members whose parts of the average were seen to differ.
-    """
-
+    # What the update follows from: the average, or the merge of the uploads
     source: Literal["average", "merge"]
-    why: Text
+    why: Text  # the average was not used; empty: it was
+    # Uids that took part, ascending; after ``average`` their uploads count as merged
     participants: Annotated[tuple[Uid, ...], Field(max_length=4096)] = ()
+    # Norm of average minus merge, as a part of the merge's; None: not measured
     difference: Figure | None = None
+    # Uids of members whose parts of the average were seen to differ
     suspects: Annotated[tuple[Uid, ...], Field(max_length=4096)] = ()
 
 
 @checked(frozen=True, config=ConfigDict(strict=True))
 class Manifest(_Signed):
-    """The account of how the epoch-start weights of ``outer_step`` came about; see the module.
-
-    Attributes:
-        rules_id: The id of the version of the network's file that was in force.
-        previous: Digest of the manifest before; empty where the chain begins.
-        update: Digest of ``update.safetensors``, what all subtract from the epoch-start weights;
-            empty at outer step 0 and after a rewind, whose weights the store holds whole.
-        weights: Digest of the epoch-start weights (section 4).
-        momentum, residual: Digests of the same form; empty: all are zeros.
-        files: Digests of the other files next to the manifest, by name.
-        learning_rate, mu, rule: Of the outer step, as the network's file has them.
-        merged: Ascending by uid: the order in which they were added up.
-        losses_before, losses_after: On held-out text by its name, in nats a token.
-        scores: Of members, by uid.
-        closed_at, serial: Of the close.
-        total_inner_steps, total_tokens: Of the network until here.
-        rewound_to: The outer step whose weights, momentum and residual these are again.
-        recovered: The outer step at which the chain begins: that of the last recovery, else 0.
-        averaging: How the all-reduce went, in a network over hivemind.
-    """
+    """The account of how the epoch-start weights of ``outer_step`` came about; see the module."""
 
     name: ClassVar[str] = keys.MANIFEST
     most_bytes: ClassVar[int] = 4 * 1024 * 1024
 
     run_id: RunId
-    rules_id: RunId
+    rules_id: RunId  # of the version of the network's file that was in force
     outer_step: OuterStep
-    previous: SomeDigest
+    previous: SomeDigest  # of the manifest before; empty where the chain begins
+    # Of ``update.safetensors``, what all subtract from the epoch-start weights; empty at outer step
+    # 0 and after a rewind, whose weights the store holds whole
     update: SomeDigest
-    weights: Digest
-    momentum: SomeDigest
-    residual: SomeDigest
+    weights: Digest  # of the epoch-start weights (section 4)
+    momentum: SomeDigest  # of the same form; empty: all are zeros
+    residual: SomeDigest  # the same
+    # Of the outer step, as the network's file has it; ``mu`` and ``rule`` too
     learning_rate: Figure
     mu: Figure
     rule: Annotated[str, Field(pattern=r"^[!-~]{1,100}$")]
+    # Ascending by uid: the order in which they were added up
     merged: Annotated[tuple[Merged, ...], Field(max_length=4096)]
     refused: Annotated[tuple[Refused, ...], Field(max_length=4096)]
-    losses_before: Losses
+    losses_before: Losses  # on held-out text by its name, in nats a token
     losses_after: Losses
-    scores: Annotated[Mapping[Uid, Number], Field(max_length=4096)]
-    closed_at: Seconds
+    scores: Annotated[Mapping[Uid, Number], Field(max_length=4096)]  # of members, by uid
+    closed_at: Seconds  # of the close, as ``serial``
     serial: Whole
-    total_inner_steps: Whole
+    total_inner_steps: Whole  # of the network until here, as ``total_tokens``
     total_tokens: Whole
     made_at: Seconds
+    # Digests of the other files next to the manifest, by name
     files: Annotated[
         Mapping[Annotated[str, Field(pattern=r"^[a-z0-9_.-]{1,64}$")], Digest], Field(max_length=16)
     ] = field(default_factory=dict)
+    # The outer step whose weights, momentum and residual these are again
     rewound_to: OuterStep | None = None
+    # The outer step at which the chain begins: of the last recovery, else 0
     recovered: OuterStep = 0
-    averaging: Averaging | None = None
+    averaging: Averaging | None = None  # how the all-reduce went, in a network over hivemind
 
     @property
     def averaged(self) -> bool:

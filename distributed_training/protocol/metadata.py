@@ -91,12 +91,11 @@ class MetadataError(ValueError):
 class ConfigExtras:
     """The fields that the validator adds to the Hugging Face ``config.json`` it publishes.
 
-    ``total_inner_steps``: the network's place in the learning rate's schedule; ``total_tokens``:
-    what all members have trained on. None: the file does not say.
+    None: the file does not say.
     """
 
-    total_inner_steps: int | None = None
-    total_tokens: int | None = None
+    total_inner_steps: int | None = None  # the network's place in the learning rate's schedule
+    total_tokens: int | None = None  # that all members have trained on
 
     def merge_into(self, config: Mapping[str, Any]) -> bytes:
         """Return ``config.json`` with these extras, replacing those already in ``config``."""

@@ -57,51 +57,45 @@ Answer = Literal["alive", "silent", "new"]
 
 
 class MemberReport(NamedTuple):
-    """A member as the validator sees it. ``uploaded``: age of its upload, None: it has none."""
+    """A member as the validator sees it."""
 
     uid: Uid
     answer: Answer
-    uploaded: Whole | None
+    uploaded: Whole | None  # age of its upload; None: it has none
     score: Figure
     cause: Cause = ""  # why the score is 0
 
 
 class RoundReport(NamedTuple):
-    """A round. ``outer_step``: that it was to end; ``ended``: how long ago; ``seconds``: how long.
+    """A round."""
 
-    ``fault``: GATE, TOO_FEW, or nothing after a good one. ``tokens``: that its participants had
-    trained on.
-    """
-
-    outer_step: Whole
-    ended: Whole
-    seconds: Figure
+    outer_step: Whole  # that it was to end
+    ended: Whole  # how long ago
+    seconds: Figure  # how long it took
     participants: Annotated[tuple[Uid, ...], Field(max_length=64)] = ()
-    tokens: Whole = 0
+    tokens: Whole = 0  # that its participants had trained on
+    # GATE, TOO_FEW, or nothing after a good one
     fault: Annotated[str, Field(pattern="^[A-Za-z_]{0,32}$")] = ""
     detail: Text = ""
 
 
 @dataclass(frozen=True)
 class NetworkReport:
-    """See the module. ``losses``: on held-out text by its name, nats per token; ``loss``: of all.
-
-    ``next_report``, ``next_round``: seconds until then, at most. ``least``: miners that a round
-    takes. ``tokens``: that all good rounds had trained on.
-    """
+    """See the module."""
 
     phase: Literal["starting", "waiting", "round", "finished", "stopped"]
     outer_step: Annotated[int, Field(ge=0, le=10**9)]
-    loss: Figure
+    loss: Figure  # of all held-out text
+    # On held-out text by its name, nats per token
     losses: Annotated[
         Mapping[Annotated[str, Field(max_length=100)], Figure], Field(max_length=MOST_DOMAINS)
     ]
-    next_report: Figure
-    next_round: Figure | None = None
-    least: Annotated[int, Field(ge=1, le=4096)] = 1
+    next_report: Figure  # seconds until then, at most
+    next_round: Figure | None = None  # the same
+    least: Annotated[int, Field(ge=1, le=4096)] = 1  # miners that a round takes
     good_rounds: Whole = 0
     failed_rounds: Whole = 0  # since the last good one
-    tokens: Whole = 0
+    tokens: Whole = 0  # that all good rounds had trained on
     tokens_per_second: Figure | None = None  # until the last outer step, since the one before
     reason: Text = ""  # why it stopped, or what keeps it from work
     rounds: Annotated[tuple[RoundReport, ...], Field(max_length=MOST_ROUNDS)] = ()
@@ -114,11 +108,11 @@ class NetworkReport:
 
 
 class NetworkVerdict(NamedTuple):
-    """``kind``: good (nothing to do), wait, bad (act) or idle."""
+    """The verdict on a network."""
 
     word: str
     words: str
-    kind: Literal["good", "wait", "bad", "idle"]
+    kind: Literal["good", "wait", "bad", "idle"]  # nothing to do; wait; act; idle
 
 
 def judge_network(

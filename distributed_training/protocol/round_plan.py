@@ -25,12 +25,12 @@ _JUDGED = 4.0  # seconds from the last upload to the published update, without f
 
 @dataclass(frozen=True)
 class PlannedMember:
-    """A member. ``step``: seconds; ``up``, ``down``: Mbit/s; ``held``: seconds of a round."""
+    """A member, as a plan has it."""
 
-    step: float
-    up: float
-    down: float
-    held: float = 0.0
+    step: float  # seconds
+    up: float  # Mbit/s
+    down: float  # Mbit/s
+    held: float = 0.0  # seconds of a round
 
     def sending(self, count: float) -> float:
         """Return the seconds that it takes to send ``count`` bytes."""
@@ -42,13 +42,13 @@ class PlannedMember:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """An outer step of a member: seconds, bytes. ``late``: from its close to its update."""
+    """An outer step of a member: seconds, bytes."""
 
     inner_steps: float
     sent: float
     received: float
     transfer: float  # of the upload, or of the all-reduce
-    late: float
+    late: float  # from its close to its update
     utilization: float
     in_time: bool = True
     averages: bool = False  # an all-reduce ends in the grace

@@ -66,13 +66,12 @@ class Base(enum.Enum):
 class Update:
     """The next outer step of a store network, on the disk, of digests that its manifest names.
 
-    ``whole``: ``path`` is a ``model.safetensors``, next to its ``config.json``, in place of the
-    updates that were missed. ``base``, ``own_upload`` and ``cause`` are then those of the outer
-    step that was held: it may have merged our upload.
+    With whole weights, ``base``, ``own_upload`` and ``cause`` are those of the outer step that was
+    held: it may have merged our upload.
     """
 
     outer_step: int  # n: of the weights that it leads to
-    path: Path
+    path: Path  # of the update, or of ``model.safetensors`` next to its ``config.json``
     base: Base  # from where it is applied
     own_upload: Path | None  # ours of n - 1, where that very file was merged or refused
     weights: str  # digest of theta(n), hex
