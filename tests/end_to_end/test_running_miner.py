@@ -71,7 +71,7 @@ def test_a_restart_while_chain_and_store_are_away_trains_from_the_disk(
     assert start["uid"] == miner.plan.uid
     log = (folder / "log.txt").read_text()
     for words in (
-        "No chain endpoint answers: starting with what the chain showed",
+        "The chain does not answer: starting with what it showed",
         "starting without a look into it",
     ):
         assert words in log, words
