@@ -63,13 +63,6 @@ class UpdateReady(Event):
 
 
 @dataclass(frozen=True)
-class HeadSeen(Event):
-    """The network has a new newest outer step."""
-
-    outer_step: int
-
-
-@dataclass(frozen=True)
 class ChainForked(Event):
     """There are two valid manifests for one step: nothing is applied or sent before a recovery."""
 

@@ -47,7 +47,6 @@ from .base import (
     ChainForked,
     Close,
     CloseReached,
-    HeadSeen,
     Post,
     StopRequested,
     UpdateReady,
@@ -294,7 +293,6 @@ class StoreRounds:
             self._settle("state", "The network's state is taken again")
             if before is None or before.outer_step != state.outer_step:
                 self._not_before = -math.inf
-                self._post(HeadSeen(state.outer_step))
                 self._at_head()
             if state.finished and (before is None or not before.finished):
                 why = f"the network is finished: {state.finished}"

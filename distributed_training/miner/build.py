@@ -434,18 +434,17 @@ class RankZero:
         rounds, chain = connections.rounds, connections.member.chain
 
         def measured() -> dict[str, Any]:
-            close = rounds.next_close
             return {
                 **chain_facts(chain, self._info.hotkey, time.time()),
                 "store_silent_since": unix_time(rounds.silent_since),
                 "store_trouble": rounds.trouble,
                 "gate": rounds.gate,
-                "network_step": None if close is None else close.outer_step,
-                "next_round": next_close(),
+                "network_step": of_close("outer_step")(),
+                "next_round": of_close("closes_at")(),
             }
 
-        def next_close() -> float | None:
-            return None if (close := rounds.next_close) is None else close.closes_at
+        def of_close(name: str) -> Callable[[], float | None]:
+            return lambda: getattr(rounds.next_close, name, None)
 
         self.facts = facts = OwnFacts(
             rules=Facts(
@@ -486,7 +485,8 @@ class RankZero:
             uid=self._info.uid,
             needed=needed + DISK_RESERVE,
             gauges={
-                "next_round_timestamp_seconds": next_close,
+                "next_round_timestamp_seconds": of_close("closes_at"),
+                "global_outer_step": of_close("outer_step"),
                 "clock_offset_seconds": rounds.clock_offset,
                 "round_seconds": lambda: reporter.round_seconds,
                 "counts": facts.counts,

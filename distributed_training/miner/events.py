@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from distributed_training.exchange.base import ChainForked as ChainForked
 from distributed_training.exchange.base import Close
 from distributed_training.exchange.base import CloseReached as CloseReached
-from distributed_training.exchange.base import HeadSeen as HeadSeen
 from distributed_training.exchange.base import StopRequested as StopRequested
 from distributed_training.exchange.base import UpdateReady as UpdateReady
 from distributed_training.exchange.base import UploadEnded as UploadEnded
@@ -165,7 +164,6 @@ class NetworkCompared(Event):
     """The network's file of the bucket was compared with ours. Posted when the result changes."""
 
     problem: str  # how it differs; empty: it does not
-    outdated: bool = False  # ours is the older one
 
 
 @dataclass(frozen=True)

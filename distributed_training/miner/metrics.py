@@ -181,8 +181,6 @@ class Metrics:
                     registry.set("last_publication_timestamp_seconds", time.time())
             case ev.UploadSkipped(kind=kind):
                 self._skipped[kind] += 1
-            case ev.HeadSeen(outer_step=seen):
-                registry.set("global_outer_step", seen)
             case ev.Stopped():  # the last figures, which stay in the file
                 self._file.write(self._gather_figures, at_once=True)
 

@@ -136,6 +136,5 @@ class NetworkWatch:
             problem = f"{problem}; {refused}"
         if problem != self._other_version:
             self._other_version = problem
-            outdated = shown.version > rules.head.version
-            self._post(ev.NetworkCompared(problem, outdated=outdated))
+            self._post(ev.NetworkCompared(problem))
         return "" if problem else shown.finished or ""

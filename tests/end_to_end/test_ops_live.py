@@ -69,6 +69,7 @@ class Miner:
                 "block_list_newest_block": lambda: 1000,
                 "next_round_timestamp_seconds": lambda: unix_time(time.monotonic() + 600),
                 "clock_offset_seconds": lambda: 0.1,
+                "global_outer_step": lambda: 3,
                 "round_seconds": lambda: self.round_seconds,
                 "counts": lambda: 1.0,
                 **self.machine.single(),
@@ -98,7 +99,6 @@ class Miner:
     def everything_else(self) -> None:
         """One of each of the other events that leave a figure behind."""
         see = self.metrics.on_event
-        see(ev.HeadSeen(3), TRAINING)
         update = Update(4, Path("update"), Base.MERGED, None, "ab")
         see(ev.OuterStepEnded(True, 5), replace(TRAINING, update=update))
         self.round_seconds = 2.5

@@ -256,6 +256,9 @@ class Miner:
     def upload_path(self, close: Close) -> Path:
         return upload_path(self.folder / "uploads", close)
 
+    #: The network's outer step, by the state that was accepted.
+    head = property(lambda self: getattr(self.rounds.next_close, "outer_step", None))
+
     def take_facts(self) -> list[Any]:
         found = list(self.facts)
         self.facts.clear()

@@ -18,7 +18,6 @@ from distributed_training.exchange import own_uploads
 from distributed_training.exchange.base import (
     ChainForked,
     Close,
-    HeadSeen,
     StopRequested,
     UploadEnded,
 )
@@ -84,7 +83,7 @@ def leader(store: FaultyStore, time: Time) -> Leader:
 def miner(store: FaultyStore, leader: Leader, time: Time, tmp_path: Path) -> Miner:
     miner = Miner(store, tmp_path / "rounds", time)
     miner.turn()
-    assert miner.take_facts() == [HeadSeen(0)]
+    assert miner.take_facts() == [] and miner.head == 0
     return miner
 
 
@@ -95,7 +94,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_rounds_follow_each_other(any_store: FaultyStore, time: Time, tmp_path: Path) -> None:
     leader = Leader(any_store, time)
     miner = Miner(any_store, tmp_path / "rounds", time)
-    assert miner.pass_time(PERIOD - 1) == [HeadSeen(0)]
+    assert miner.pass_time(PERIOD - 1) == [] and miner.head == 0
     for outer_step in range(3):
         close = leader.close
         assert miner.pass_time(2) == [close]
@@ -106,8 +105,8 @@ def test_rounds_follow_each_other(any_store: FaultyStore, time: Time, tmp_path: 
         assert any_store.get(key, limit=99) == b"our upload"
 
         manifest = leader.take_outer_step(merged=(merged(UID, digest),))
-        [seen, update] = miner.pass_time(5)
-        assert seen == HeadSeen(outer_step + 1)
+        [update] = miner.pass_time(5)
+        assert miner.head == outer_step + 1
         assert isinstance(update, Update) and update.outer_step == outer_step + 1
         assert (update.base, update.cause) == (Base.MERGED, "")
         assert update.own_upload == miner.upload_path(close)
@@ -196,7 +195,7 @@ def test_missed_updates_are_applied_one_after_the_other(leader: Leader, miner: M
 
 def test_an_update_that_could_not_be_applied_is_posted_again(leader: Leader, miner: Miner) -> None:
     leader.take_outer_step()
-    [_, first] = miner.pass_time(60)
+    [first] = miner.pass_time(60)
     miner.rounds.applied(0)
     miner.turn()
     assert miner.take_facts() == [first]
@@ -215,7 +214,7 @@ def test_update_for_weights_no_longer_held_is_not_posted(
         return data
 
     store.faults["get_range", keys.outer_key(1, keys.UPDATE)] = meanwhile
-    [_, update] = miner.pass_time(60)
+    [update] = miner.pass_time(60)
     assert isinstance(update, Update) and update.outer_step == 3
 
 
@@ -234,7 +233,7 @@ def test_member_far_behind_gets_weights_and_then_the_updates(
     # As many bytes as 8 updates: from nine on they are fewer.
     for outer_step in range(1, 11):
         leader.take_outer_step(whole=outer_step == 9)
-    [_, weights] = miner.pass_time(60)
+    [weights] = miner.pass_time(60)
     assert isinstance(weights, Update) and weights.whole and weights.outer_step == 9
     assert weights.path.read_bytes().startswith(b"model 000009")
     assert weights.weights == leader.chain[9].weights and "fewer bytes" in weights.whole
@@ -250,7 +249,7 @@ def test_weights_are_fetched_where_updates_are_gone_or_are_more_bytes(
 ) -> None:
     for outer_step in range(1, 4):
         leader.take_outer_step(whole=outer_step == 2)
-    [_, update] = miner.pass_time(60)
+    [update] = miner.pass_time(60)
     assert isinstance(update, Update)
     store.delete(keys.outer_key(1, keys.UPDATE))
     miner.rounds.applied(0)
@@ -266,7 +265,7 @@ def test_after_a_rewind_the_weights_are_fetched(leader: Leader, miner: Miner) ->
     miner.pass_time(30)
     miner.rounds.applied(1)
     leader.go_back(0)
-    [_, weights] = miner.pass_time(30)
+    [weights] = miner.pass_time(30)
     assert isinstance(weights, Update) and weights.whole and weights.outer_step == 2
     # Movement away from weights that were left would be added to those that were gone back to.
     assert weights.base is Base.REFUSED and "went back to outer step 0" in weights.cause
@@ -278,7 +277,7 @@ def test_member_away_over_a_rewind_takes_its_weights_at_once(leader: Leader, min
     leader.take_outer_step(whole=True)
     leader.go_back(1)
     leader.take_outer_step()
-    [_, weights] = miner.pass_time(30)
+    [weights] = miner.pass_time(30)
     assert isinstance(weights, Update) and weights.outer_step == 3
     assert weights.whole == weights.cause == "the network went back to outer step 1"
     assert weights.base is Base.REFUSED
@@ -300,8 +299,8 @@ def test_a_newcomer_gets_the_newest_weights_and_uploads_at_the_first_close_it_ca
     miner.rounds.applied(2)
     time.passed += leader.closes_at - time.store() + 1
     miner.turn()
-    [seen, update] = miner.take_facts()
-    assert seen == HeadSeen(3) and isinstance(update, Update)
+    [update] = miner.take_facts()
+    assert miner.head == 3 and isinstance(update, Update)
     miner.rounds.applied(3)
     miner.turn()
     assert miner.take_facts() == [leader.close]
@@ -325,7 +324,7 @@ def test_a_close_that_moved_voids_its_upload_and_is_followed_by_another(
     [failed] = miner.take_facts()
     assert isinstance(failed, UploadEnded) and failed.cause.startswith("void")
     leader.take_outer_step()
-    [_, update] = miner.pass_time(10)
+    [update] = miner.pass_time(10)
     assert isinstance(update, Update) and update.base is Base.KEPT and "void" in update.cause
     assert digest not in update.cause
 
@@ -437,7 +436,7 @@ def test_no_member_with_other_weights_is_asked_to_upload(
     miner = Miner(store, tmp_path / "rounds", time, held=0)
     leader.take_outer_step()
     store.faults["head", keys.outer_key(1, keys.UPDATE)] = away(errors.RefusedError)
-    assert miner.pass_time(PERIOD + GRACE) == [HeadSeen(1)]
+    assert miner.pass_time(PERIOD + GRACE) == [] and miner.head == 1
     # And who got them after the grace is too late.
     miner.rounds.applied(1)
     miner.turn()
@@ -527,7 +526,7 @@ def test_a_newcomer_takes_nothing_where_manifests_do_not_lead_to_the_head(
     miner = Miner(store, tmp_path / "rounds", time)
     with pytest.raises(errors.StoreError, match="another history"):
         miner.rounds.fetch_newest()
-    assert miner.pass_time(100) == [HeadSeen(1)]
+    assert miner.pass_time(100) == [] and miner.head == 1
     [line] = warnings(caplog)
     assert "another history" in line
 
@@ -581,7 +580,7 @@ def test_a_store_that_is_away_costs_one_line(
     assert miner.pass_time(30) == [] and miner.rounds.silent_since is None
     caplog.clear()
     store.faults.clear()
-    assert [type(fact) for fact in miner.pass_time(30)] == [HeadSeen, Update]
+    assert [type(fact) for fact in miner.pass_time(30)] == [Update]
     assert warnings(caplog) == []
 
 
@@ -764,7 +763,7 @@ def test_old_bytes_behind_a_new_etag_are_asked_for_again(
     store.faults["get", keys.STATE] = lambda _: old
     assert miner.pass_time(100) == []
     store.faults.clear()
-    assert miner.pass_time(30)[0] == HeadSeen(1)
+    assert isinstance(miner.pass_time(30)[0], Update) and miner.head == 1
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -801,7 +800,7 @@ def test_two_valid_manifests_of_one_step_stop_everything_and_both_are_shown(
     # Also after a restart, until the operator has asked.
     again = Miner(store, tmp_path / "rounds", time)
     posted = again.pass_time(2 * PERIOD)
-    assert [type(fact) for fact in posted if not isinstance(fact, HeadSeen)] == [ChainForked]
+    assert [type(fact) for fact in posted] == [ChainForked]
 
 
 def test_a_manifest_of_another_master_is_no_fork(
@@ -815,7 +814,7 @@ def test_a_manifest_of_another_master_is_no_fork(
     leader.store.put(keys.outer_key(2, keys.MANIFEST), forged.to_bytes(thief.sign))
     leader.serial = 9
     leader.put_state(outer_step=2, head=forged.digest)
-    assert miner.pass_time(300) == [HeadSeen(2)]
+    assert miner.pass_time(300) == [] and miner.head == 2
     [line] = warnings(caplog)
     assert "not signed by" in line
 
@@ -835,7 +834,7 @@ def test_closes_go_by_the_stores_clock(
     time.off = off
     caplog.set_level(logging.INFO)
     miner = Miner(store, tmp_path / "rounds", time)
-    assert miner.pass_time(PERIOD - 1) == [HeadSeen(0)]
+    assert miner.pass_time(PERIOD - 1) == [] and miner.head == 0
     assert miner.pass_time(1.5) == [leader.close]
     [line] = warnings(caplog)
     assert re.search(r"clock is (299|300)\.5 s", line)
@@ -879,4 +878,4 @@ def test_a_finished_network_says_so_once_and_asks_for_no_upload(
     assert warnings(caplog) == []
     # Whoever starts later learns it too.
     late = Miner(store, tmp_path / "late", miner.time)
-    assert late.pass_time(60) == [HeadSeen(0), finished]
+    assert late.pass_time(60) == [finished]
