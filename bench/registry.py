@@ -6,9 +6,9 @@
 A registry serves as a program with its own limits, with as many neurons as pollers. Each poller has
 an address of its own (127.x.y.z). It asks as the real client does, every six seconds (half a
 block) and a little out of step with the others. It keeps its connection and sends the ETag of the
-list that it knows. Meanwhile the validator sets weights once a minute, and a commitment is written
-every second, so that nearly each answer is the whole list: the worst case. Two baselines: the same
-pollers with a connection for each poll; and without the commitments, so that most answers are 304.
+list that it knows. Meanwhile a commitment is written every second, so that nearly each answer is
+the whole list: the worst case. Two baselines: the same pollers with a connection for each poll; and
+without the commitments, so that answers are 304.
 Goal: at most 10 % of one core, and 99 of 100 answers within 50 ms.
 """
 
@@ -38,12 +38,11 @@ from distributed_training.common.ports import free_ports
 from distributed_training.registry.store import Charter, Registry
 
 INTERVAL = 6.0  # seconds between two polls of one miner, at 12 seconds a block
-WEIGHTS_EVERY = 60  # seconds
 WARM = 8.0  # seconds in which all have asked once; not counted
 MODES = (  # name, whether a poller keeps its connection, whether a commitment comes every second
     ("something new each second", True, True),
     ("a connection for each poll", False, True),
-    ("only weights, once a minute", True, False),
+    ("nothing new", True, False),
 )
 FOUNDER = Wallet(Keypair.create_from_uri("//founder"), None)
 
@@ -100,15 +99,11 @@ async def poll(number: int, url: str, stop: float, measured: Measured, *, keeps:
             await asyncio.sleep(INTERVAL * random.uniform(0.9, 1.1))
 
 
-async def write(chain: RegistryChain, uids: int, stop: float, *, commits: bool) -> None:
-    """Set weights at the beginning of each minute, and commit every second."""
+async def write(chain: RegistryChain, stop: float) -> None:
+    """Commit every second."""
     turn = 0
     while time.monotonic() < stop:
-        if turn % WEIGHTS_EVERY == 0:
-            weights = {uid: float((uid + turn) % 7) for uid in range(1, uids)}
-            await asyncio.to_thread(chain.set_weights, weights)
-        if commits:
-            await asyncio.to_thread(chain.commit, str(turn))
+        await asyncio.to_thread(chain.commit, str(turn))
         turn += 1
         await asyncio.sleep(1.0)
 
@@ -151,10 +146,10 @@ async def _both(
     measured.answers.clear()
     measured.received = 0
     began, used = time.monotonic(), sum(process.cpu_times()[:2])
-    writes = asyncio.create_task(write(chain, count, stop, commits=commits))
+    tasks = [asyncio.create_task(write(chain, stop))] if commits else []
     await asyncio.sleep(seconds)
     share = (sum(process.cpu_times()[:2]) - used) / (time.monotonic() - began)
-    await asyncio.gather(polls, writes)
+    await asyncio.gather(polls, *tasks)
     return measured, share
 
 

@@ -144,7 +144,7 @@ class FounderPlan:
 
     @property
     def invite(self) -> list[str]:
-        """The words of ``dt-registry invite`` on this machine."""
+        """The words of ``dt-network invite`` on this machine."""
         host, port = self.places[_REGISTRY]
         url = f"http://{_bracketed('127.0.0.1' if host == '0.0.0.0' else host)}:{port}"
         wallet = ["--wallet.path", str(self.folder / "wallets"), "--wallet.name", MASTER]

@@ -4,7 +4,7 @@
     dt-join FILE|URL   [--folder FOLDER] [flags of the miner]     without an invitation
     dt-join                                                       asks for the invitation
 
-The invitation is the line that the founder's "dt-registry invite" or "dt-network run" prints. It
+The invitation is the line that the founder's "dt-network invite" or "dt-network run" prints. It
 names the network's file and its digest, and holds a secret: where other people use this machine,
 leave it out, and dt-join asks for it. The flags (see dt-miner --help) go into miner.toml, and the
 secret into .env. If the network needs a bucket, put its keys into .env before. If the

@@ -9,6 +9,7 @@
     dt-network audit FOLDER|FILE|URL [--from COPY]
     dt-network rewind FOLDER --to STEP
     dt-network recover FOLDER [--above STEP]
+    dt-network invite|allow|expel|members|backup|restore ...   the members (docs/registry.md)
 
 ``init`` makes the master's hotkey and, for a swarm, the validator's identity in it. It writes
 ``network.toml`` with the built-in network's rules and what the options change, signs it, and prints
@@ -374,12 +375,23 @@ def _assignment(word: str) -> tuple[str, Any]:
         return key, value
 
 
+#: Commands about the members, by their names in the registry's own program.
+_OF_MEMBERS = {
+    "members": "status",
+    **{name: name for name in ("invite", "allow", "expel", "backup", "restore")},
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["join"]:  # its name up to 0.2.0
         from distributed_training import join_command
 
         return join_command.main(argv[1:])
+    if argv and argv[0] in _OF_MEMBERS:
+        from distributed_training.registry import __main__ as registry
+
+        return registry.main([_OF_MEMBERS[argv[0]], *argv[1:]])
     options = build_parser().parse_args(argv)
     try:
         import_plugins(options.plugins)
@@ -977,7 +989,7 @@ def _run(options: argparse.Namespace) -> int:
     for program in plan.words:
         print(plan.line(program))
     if "registry" in plan.words:
-        print(f"dt-registry {shlex.join(plan.invite)}")
+        print(f"dt-network {shlex.join(plan.invite)}")
     return 0
 
 

@@ -299,7 +299,10 @@ class Chain(abc.ABC):
 
     @abc.abstractmethod
     def set_weights(self, weights: Mapping[int, float]) -> None:
-        """Write weights by uid; they need not sum to one. Raises ChainError."""
+        """Write weights by uid where the chain pays by them. Raises ChainError.
+
+        They need not sum to one.
+        """
 
     def report(self, report: NetworkReport) -> None:  # noqa: B027 - not on every chain
         """Write the founder's validator's report on its network. Raises ChainError."""

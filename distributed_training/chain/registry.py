@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 SHORTEST_INTERVAL = timedelta(milliseconds=300)
 _LONGEST_WAIT = timedelta(seconds=30)  # between two tries while it is away
 KEPT = timedelta(seconds=20)  # an idle connection: shorter than the registry keeps it
-#: The line that `dt-registry invite` prints for a new member: URL of the network's file, its
+#: The line that `dt-network invite` prints for a new member: URL of the network's file, its
 #: digest, and the secret; the registry has the secret's hash.
 INVITATION = re.compile(r"(https?://[^\s#]{1,2000}#[0-9a-f]{64})\.([\w-]{16,128})", re.ASCII)
 _FIRST_ANSWER = timedelta(seconds=30)  # to one command
@@ -226,17 +226,9 @@ class RegistryChain(Chain):
         """Give our uid back."""
         self._write("deregister", {})
 
-    def enroll(
-        self,
-        hotkey: str,
-        *,
-        uid: int | None = None,
-        stake: float | None = None,
-        validator_permit: bool | None = None,
-    ) -> int:
-        """Register another's hotkey, or change its uid, stake or permit. For the founder only."""
-        fields = {"uid": uid, "stake": stake, "validator_permit": validator_permit}
-        given = {name: value for name, value in fields.items() if value is not None}
+    def enroll(self, hotkey: str, *, uid: int | None = None) -> int:
+        """Register another's hotkey, or give it another uid. For the founder only."""
+        given = {} if uid is None else {"uid": uid}
         return int(self._write("enroll", {"hotkey": hotkey, **given}))
 
     def expel(self, hotkey: str, *, again: bool = False) -> dict[str, Any]:
@@ -269,7 +261,7 @@ class RegistryChain(Chain):
         self._write("serve", {"ip": ip, "port": port, **({"peer": peer} if peer else {})})
 
     def set_weights(self, weights: Mapping[int, float]) -> None:
-        self._write("weights", {"weights": {str(u): float(w) for u, w in weights.items()}})
+        """Do nothing: the scores of a network without a chain stand in its manifests."""
 
     def report(self, report: NetworkReport) -> None:
         """Report the network's state for the registry's page. For the founder only."""
@@ -297,7 +289,7 @@ class RegistryChain(Chain):
         if self._invitation is None:
             return {}
         self._refuse_plain("register")
-        # Also if it is the whole line that `dt-registry invite` prints.
+        # Also if it is the whole line that `dt-network invite` prints.
         return {"invitation": self._invitation.get_secret_value().rpartition(".")[2]}
 
     def _refuse_plain(self, kind: str) -> None:

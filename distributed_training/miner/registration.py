@@ -89,7 +89,7 @@ def follow_registration(
             line = (
                 f"the founder expelled hotkey {hotkey} from this network, so nothing of it counts "
                 "and training stops; its weights are kept: ask the founder, who can let it in "
-                "again with `dt-registry expel --again`"
+                "again with `dt-network expel --again`"
             )
         else:
             line = (
@@ -164,8 +164,8 @@ def wait_for_registration(
                 lost = f"Hotkey {record.hotkey} is not registered on subnet {subnet} any more"
                 if chain.expelled(record.hotkey):
                     lost = f"The founder expelled hotkey {record.hotkey} from this network"
-                    first = "Ask the founder, who lets it in again by `dt-registry expel --again`. "
-                    remedy = "ask the founder, who lets it in again by dt-registry expel --again"
+                    first = "Ask the founder, who lets it in again by `dt-network expel --again`. "
+                    remedy = "ask the founder, who lets it in again by dt-network expel --again"
                 report_stage(folder, 2, f"{UNREGISTERED}{lost}: {remedy}")
                 log.warning(
                     "%s, so nothing is trained or uploaded; weights and run folder are kept. "

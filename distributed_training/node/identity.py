@@ -144,7 +144,7 @@ def join_subnet(
             problem = NotRegistered(
                 f"the founder expelled hotkey {wallet.ss58} from this network, "
                 f"{_UNREGISTERED[config.kind]}: ask the founder, who can let it in again with "
-                "`dt-registry expel --again`"
+                "`dt-network expel --again`"
             )
         if absent is None:
             raise problem

@@ -1,14 +1,14 @@
 """Create, serve and administer the registry of a network that has no public chain.
 
     dt-registry serve --folder F --network FILE                 create it, or continue with it
-    dt-registry invite --network FILE --uses 3                  print an invitation (founder)
-    dt-registry allow --url URL HOTKEY...                       list hotkeys (founder)
-    dt-registry enroll --url URL HOTKEY --validator             stake and permit (founder)
-    dt-registry expel --url URL HOTKEY...                       shut them out (founder)
+    dt-network invite --network FILE --uses 3                  print an invitation (founder)
+    dt-network allow --url URL HOTKEY...                       list hotkeys (founder)
+    dt-registry enroll --url URL HOTKEY --uid 7                 give a uid (founder)
+    dt-network expel --url URL HOTKEY...                       shut them out (founder)
     dt-registry register --url URL                              take a uid; DT_INVITATION in .env
-    dt-registry status --url URL                                list the members
-    dt-registry backup --folder F FILE                          while it serves
-    dt-registry restore --folder F FILE                         while it does not
+    dt-network members --url URL                                list the members
+    dt-network backup --folder F FILE                          while it serves
+    dt-network restore --folder F FILE                         while it does not
 
 `dt-registry` is `python -m distributed_training.registry`.
 """
@@ -152,13 +152,9 @@ def parser() -> Parser:
     command = _client(commands, "expel", "shut hotkeys out for good; for the founder")
     command.add_argument("hotkeys", nargs="+", type=argument(Hotkey), metavar="HOTKEY")
     command.add_argument("--again", action="store_true", help="let them in again")
-    command = _client(commands, "enroll", "register a hotkey or change it; for the founder")
+    command = _client(commands, "enroll", "register a hotkey, or move it to a uid; for the founder")
     command.add_argument("hotkey", type=argument(Hotkey), metavar="HOTKEY")
     command.add_argument("--uid", type=ranged(0, 4095), help="its uid (default: the first free)")
-    command.add_argument("--stake", type=ranged(0.0, 1e12), help="its stake")
-    permit = command.add_mutually_exclusive_group()
-    permit.add_argument("--validator", action="store_true", default=None, help="give a permit")
-    permit.add_argument("--miner", action="store_false", dest="validator", help="take the permit")
     _client(commands, "register", "take a uid with this wallet's hotkey")
     command = commands.add_parser("status", help="list the members")
     command.add_argument("--url", type=argument(WebUrl), required=True, help="the registry's")
@@ -536,9 +532,7 @@ def expel(given: argparse.Namespace) -> None:
 
 def enroll(given: argparse.Namespace) -> None:
     with _chain(given) as chain:
-        uid = chain.enroll(
-            given.hotkey, uid=given.uid, stake=given.stake, validator_permit=given.validator
-        )
+        uid = chain.enroll(given.hotkey, uid=given.uid)
     print(f"uid {uid}")
 
 
@@ -552,8 +546,8 @@ def status(given: argparse.Namespace) -> None:
         print(f"{chain.identity}, block {chain.block()}")
         for n in chain.neurons():
             where = f"{n.ip}:{n.port}" if n.port is not None else "no endpoint"
-            role = f"validator, stake {n.stake:g}" if n.validator_permit else "miner"
-            print(f"{n.uid:4} {n.hotkey}  {role}, {where}, share {n.incentive:.4f}")
+            role = "validator" if n.validator_permit else "member"
+            print(f"{n.uid:4} {n.hotkey}  {role}, {where}")
         for hotkey in sorted(chain.all_expelled):
             print(f"   - {hotkey}  expelled")
 

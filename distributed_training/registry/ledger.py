@@ -1,7 +1,4 @@
-"""The rules of a chain on SQL tables: uids, stake, commitments, endpoints, weights, a block clock.
-
-Limits are the public chain's. Its staking and its consensus are not: the founder gives stake and
-permits, and a neuron's incentive is the mean of the validators' weights.
+"""The members of a network on SQL tables: uids, read keys of buckets, addresses, a block clock.
 
 Each write is one transaction. After it the tables are read once to an immutable
 :class:`Snapshot`, so readers wait for no writer and no disk.
@@ -17,7 +14,7 @@ import math
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -31,24 +28,17 @@ from distributed_training.protocol.network_report import NetworkReport
 
 MAX_UIDS = 256
 FIRST_BLOCK = 1000
-#: Blocks after its registration during which nobody takes a neuron's uid, as on the public chain.
-IMMUNITY = 4096
+FOUNDER_STAKE = 100_000.0  # by which programs that also know chains tell who leads
 MOST_LOSSES = 1000  # outer steps whose held-out loss is kept
-_DAY = 86400.0
 
 TABLES = """
-CREATE TABLE neurons (
+CREATE TABLE members (
     uid INTEGER PRIMARY KEY, hotkey TEXT NOT NULL UNIQUE, ip TEXT NOT NULL, port INTEGER,
-    stake REAL NOT NULL, permit INTEGER NOT NULL, incentive REAL NOT NULL DEFAULT 0,
-    last_update INTEGER NOT NULL, since_block INTEGER NOT NULL, since REAL NOT NULL,
-    commitment TEXT, earned REAL NOT NULL DEFAULT 0, counted REAL
+    peer TEXT NOT NULL DEFAULT '', since REAL NOT NULL, commitment TEXT
 );
-CREATE TABLE weights (
-    voter INTEGER, uid INTEGER, weight REAL NOT NULL, PRIMARY KEY (voter, uid)
-) WITHOUT ROWID;
+CREATE UNIQUE INDEX members_peer ON members (peer) WHERE peer != '';
 CREATE TABLE losses (outer_step INTEGER PRIMARY KEY, loss REAL NOT NULL, at REAL NOT NULL);
 CREATE TABLE expelled (hotkey TEXT PRIMARY KEY);
-CREATE TABLE peers (hotkey TEXT PRIMARY KEY, peer TEXT NOT NULL UNIQUE);
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
 
@@ -69,34 +59,17 @@ Uid = Annotated[int, Field(ge=0, lt=4096)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Address = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_plain_ip)]
 PeerId = Annotated[str, Field(pattern=r"^(|[1-9A-HJ-NP-Za-km-z]{40,53})$")]
-Amount = Annotated[float, Field(ge=0.0, le=1e12)]  # NaN neither
 Losses = dict[int, tuple[float, float]]  # by outer step: nats per token, and when it was reported
 _REPORT: TypeAdapter[tuple[float, NetworkReport]] = TypeAdapter(tuple[float, NetworkReport])
 
 
 @dataclass(frozen=True)
 class LedgerMember:
-    """A neuron, with the fields that only the network's page shows.
-
-    ``since``: when its uid was given away, in seconds since the epoch. ``earned``: its mean
-    incentive of a day, as of ``counted``; see :meth:`earned_by`.
-    """
+    """A member, and ``since``: when its uid was given away, in seconds since the epoch."""
 
     neuron: Neuron
     since: float
-    commitment: str | None
-    earned: float
-    counted: float | None
-
-    def earned_by(self, now: float) -> float:
-        """Return the mean of the neuron's incentive over about a day, until ``now``.
-
-        It decays exponentially.
-        """
-        if self.counted is None:
-            return 0.0
-        kept = math.exp(-max(0.0, now - self.counted) / _DAY)
-        return self.earned * kept + self.neuron.incentive * (1 - kept)
+    commitment: str | None  # the read key of its own bucket
 
 
 @dataclass(frozen=True)
@@ -154,8 +127,9 @@ class Ledger:
         seconds_per_block: float = math.inf,
         first_block: int = FIRST_BLOCK,
         most_uids: int = MAX_UIDS,
+        master: str = "",
     ) -> None:
-        self._db = db
+        self._db, self._master = db, master
         self.seconds_per_block = seconds_per_block
         self.most_uids = most_uids
         self._lock = threading.RLock()
@@ -200,7 +174,6 @@ class Ledger:
             try:
                 self._db.execute("BEGIN IMMEDIATE")
                 yield
-                self._score()
                 self._set_meta("version", self.view.version + 1)
                 view = self._read_view()
                 self._db.execute("COMMIT")
@@ -212,23 +185,13 @@ class Ledger:
 
     def _read_view(self) -> Snapshot:
         found = self._db.execute(
-            "SELECT uid, hotkey, ip, port, stake, permit, incentive, last_update, since, "
-            "commitment, earned, counted FROM neurons ORDER BY uid"
+            "SELECT uid, hotkey, ip, port, peer, since, commitment FROM members ORDER BY uid"
         )
-        peers = dict(self._db.execute("SELECT hotkey, peer FROM peers").fetchall())
         members = []
-        for uid, hotkey, ip, port, stake, permit, incentive, updated, *rest in found:
-            neuron = Neuron(
-                uid=uid,
-                hotkey=hotkey,
-                ip=ip,
-                port=port,
-                stake=stake,
-                validator_permit=bool(permit),
-                incentive=incentive,
-                last_update=updated,
-                peer=peers.get(hotkey, ""),
-            )
+        for uid, hotkey, ip, port, peer, *rest in found:
+            leads = hotkey == self._master
+            stake = FOUNDER_STAKE if leads else 0.0
+            neuron = Neuron(uid, hotkey, ip, port, stake, validator_permit=leads, peer=peer)
             members.append(LedgerMember(neuron, *rest))
         losses = self._db.execute("SELECT outer_step, loss, at FROM losses ORDER BY outer_step")
         expelled = self._db.execute("SELECT hotkey FROM expelled ORDER BY hotkey")
@@ -242,7 +205,7 @@ class Ledger:
 
     def uid_of(self, hotkey: str) -> int | None:
         """Return the uid of ``hotkey``; None: it is not registered."""
-        found = self._one("SELECT uid FROM neurons WHERE hotkey = ?", hotkey)
+        found = self._one("SELECT uid FROM members WHERE hotkey = ?", hotkey)
         return found[0] if found is not None else None
 
     def _own(self, kind: str, hotkey: str) -> int:
@@ -254,76 +217,45 @@ class Ledger:
 
     # writes
 
-    def register(
-        self,
-        hotkey: str,
-        *,
-        uid: Uid | None = None,
-        stake: Amount = 0.0,
-        validator_permit: bool = False,
-    ) -> int:
-        """Give ``hotkey`` a uid: the one it has, the lowest free one, or the least earning one's.
+    def register(self, hotkey: str, *, uid: Uid | None = None) -> int:
+        """Give ``hotkey`` a uid: the one it has, or the lowest free one. Returns it.
 
-        Returns it.
-
-        A hotkey that is registered keeps its endpoint. A uid that is taken goes to the new hotkey,
-        whose owner is thereby deregistered, as on the public chain.
+        A hotkey that is registered keeps its endpoint. A ``uid`` that is taken goes to the new
+        hotkey, whose owner is thereby deregistered.
         """
         with self.change():
             old = self.uid_of(hotkey)
             if uid is None:
                 uid = old
             if uid is None:
-                taken = {uid for (uid,) in self._db.execute("SELECT uid FROM neurons")}
-                uid = next((i for i in range(self.most_uids) if i not in taken), None)
-            if uid is None:
-                # Of those that earn equally little the one that was there longest goes.
-                least = self._one(
-                    "SELECT uid FROM neurons WHERE NOT permit AND since_block <= ? "
-                    "ORDER BY incentive, since_block, uid LIMIT 1",
-                    self.height - IMMUNITY,
-                )
-                if least is None:
+                taken = {uid for (uid,) in self._db.execute("SELECT uid FROM members")}
+                free = [uid for uid in range(self.most_uids) if uid not in taken]
+                if not free:
                     raise ChainError(
-                        f"register: all {self.most_uids} uids are taken by validators or by "
-                        f"neurons registered within {IMMUNITY} blocks: try again later"
+                        f"register: all {self.most_uids} uids are taken: ask the founder, who can "
+                        "expel a member that is gone"
                     )
-                uid = int(least[0])
+                # Below the floor somebody may have a uid that a restored backup does not know.
+                floor = self._meta("floor") or 0
+                uid = next((uid for uid in free if uid >= floor), free[-1])
             if uid >= self.most_uids:
                 raise ChainError(f"register: uids are 0 to {self.most_uids - 1} here")
             if old == uid:
-                # A change of stake or permit is no new registration: the immunity continues.
-                self._db.execute(
-                    "UPDATE neurons SET stake = ?, permit = ?, last_update = ? WHERE uid = ?",
-                    (stake, validator_permit, self.height, uid),
-                )
                 return uid
             # Endpoint and commitment are the hotkey's and stay: others read its bucket by it.
-            find = "SELECT ip, port, commitment FROM neurons WHERE hotkey = ?"
-            ip, port, commitment = self._one(find, hotkey) or (Neuron.ip, None, None)
+            find = "SELECT ip, port, peer, commitment FROM members WHERE hotkey = ?"
+            kept = self._one(find, hotkey) or (Neuron.ip, None, "", None)
             for left in (old, uid):
                 self._remove(left)
             self._db.execute(
-                "INSERT INTO neurons (uid, hotkey, ip, port, stake, permit, commitment, "
-                "last_update, since_block, since) VALUES (?, ?, ?, ?, ?, ?, ?, ?8, ?8, ?9)",
-                (
-                    uid,
-                    hotkey,
-                    ip,
-                    port,
-                    stake,
-                    validator_permit,
-                    commitment,
-                    self.height,
-                    time.time(),
-                ),
+                "INSERT INTO members (uid, hotkey, ip, port, peer, commitment, since) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (uid, hotkey, *kept, time.time()),
             )
             return uid
 
     def _remove(self, uid: int | None) -> None:
-        self._db.execute("DELETE FROM neurons WHERE uid = ?", (uid,))
-        # Also the others' weights of this uid: its next holder has earned none of them.
-        self._db.execute("DELETE FROM weights WHERE ? IN (voter, uid)", (uid,))
+        self._db.execute("DELETE FROM members WHERE uid = ?", (uid,))
 
     def deregister(self, hotkey: str) -> None:
         with self.change():
@@ -335,35 +267,18 @@ class Ledger:
             # Others are up to six times as long in JSON, which would fill the list for all.
             if len(text) > LONGEST or not (text.isascii() and text.isprintable()):
                 raise ChainError(f"commit: a commitment has at most {LONGEST} characters of ASCII")
-            self._db.execute("UPDATE neurons SET commitment = ? WHERE uid = ?", (text, uid))
+            self._db.execute("UPDATE members SET commitment = ? WHERE uid = ?", (text, uid))
 
     def serve(self, hotkey: str, ip: Address, port: Port, peer: PeerId = "") -> None:
         with self.change():
             uid = self._own("serve", hotkey)
-            if owner := self._one(
-                "SELECT hotkey FROM peers WHERE peer = ? AND hotkey != ?", peer, hotkey
-            ):
+            find = "SELECT hotkey FROM members WHERE peer = ? AND peer != '' AND hotkey != ?"
+            if owner := self._one(find, peer, hotkey):
                 # Two members with one peer would share what an all-reduce counts for one of them.
                 raise ChainError(f"serve: DHT peer {peer} is that of hotkey {owner[0]}")
-            self._db.execute("DELETE FROM peers WHERE hotkey = ?", (hotkey,))
-            if peer:
-                self._db.execute("INSERT INTO peers VALUES (?, ?)", (hotkey, peer))
-            self._db.execute("UPDATE neurons SET ip = ?, port = ? WHERE uid = ?", (ip, port, uid))
-
-    def set_weights(self, hotkey: str, weights: Mapping[Uid, Amount]) -> None:
-        with self.change():
-            voter = self._own("weights", hotkey)
-            if not self._one("SELECT permit FROM neurons WHERE uid = ?", voter)[0]:
-                raise ChainError("weights: only a validator with a permit sets weights")
-            # Otherwise the next holder of that uid would begin with weights that it has not earned.
-            known = {uid for (uid,) in self._db.execute("SELECT uid FROM neurons")}
-            if unknown := sorted(set(weights) - known):
-                raise ChainError(f"weights: no such uids: {unknown[:10]}")
-            self._db.execute("DELETE FROM weights WHERE voter = ?", (voter,))
-            rows = [(voter, uid, weight) for uid, weight in weights.items()]
-            self._db.executemany("INSERT INTO weights VALUES (?, ?, ?)", rows)
-            update = "UPDATE neurons SET last_update = ? WHERE uid = ?"
-            self._db.execute(update, (self.height, voter))
+            self._db.execute(
+                "UPDATE members SET ip = ?, port = ?, peer = ? WHERE uid = ?", (ip, port, peer, uid)
+            )
 
     def report(self, report: NetworkReport) -> None:
         """Keep the validator's report, and drop losses of outer steps above the report's."""
@@ -390,26 +305,3 @@ class Ledger:
             return now - self._heard, listened
         # Whatever the wall clock says meanwhile, none came since.
         return max(time.time() - report[0] if report else 0.0, listened), listened
-
-    def _score(self) -> None:
-        """Set incentive = mean of the validators' normalized weights, weighted by stake.
-
-        Simpler than Yuma consensus (no clipping, no bonds), enough to rank the members.
-        """
-        found = self._db.execute(
-            "SELECT weights.uid, sum(neurons.stake * weights.weight / total) FROM weights "
-            "JOIN (SELECT voter, sum(weight) AS total FROM weights GROUP BY voter) AS totals "
-            "ON totals.voter = weights.voter AND total > 0 "
-            "JOIN neurons ON neurons.uid = weights.voter GROUP BY weights.uid"
-        )
-        given = dict(found.fetchall())
-        everything, now = sum(given.values()), time.time()
-        shares = {uid: weight / everything for uid, weight in given.items() if everything > 0}
-        for member in self._read_view().members:
-            uid = member.neuron.uid
-            if (share := shares.get(uid, 0.0)) != member.neuron.incentive:
-                # The mean up to now is of the old incentive; the new one counts from here.
-                self._db.execute(
-                    "UPDATE neurons SET incentive = ?, earned = ?, counted = ? WHERE uid = ?",
-                    (share, member.earned_by(now), now, uid),
-                )

@@ -67,7 +67,7 @@ def draw_page(registry: Registry) -> str:
     told: dict[int, MemberReport] = {}
     if report is not None:
         told = {member.uid: member for member in report.members}
-    heads = ("uid", "member", "state", "uploaded (UTC)", "score", "share")
+    heads = ("uid", "member", "state", "uploaded (UTC)", "score")
     rows = (_member(member, told.get(member.neuron.uid), received) for member in view.members)
     members = _table("Members", (*heads, "joined (UTC)", "endpoint"), rows)
     parts.append(members.replace("<div", '<div class="all"', 1))
@@ -191,7 +191,7 @@ def _member(member: LedgerMember, told: MemberReport | None, received: float) ->
     if neuron.port is None:
         state = "not started yet"
     if neuron.validator_permit:
-        state = f"validator, stake {neuron.stake:g}"
+        state = "the validator"
     elif told is not None:
         state = f'<span class="{"ok" if told.answer == "alive" else "not"}">'
         state += f"{_ANSWERS[told.answer]}</span>"
@@ -206,7 +206,6 @@ def _member(member: LedgerMember, told: MemberReport | None, received: float) ->
         state,
         uploaded,
         score,
-        f"{neuron.incentive:.4f}",
         moment(member.since)[:16],
         escape(f"{ip}:{neuron.port}") if neuron.port is not None else "-",
     )

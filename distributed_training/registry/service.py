@@ -6,8 +6,8 @@ signature; then a thread stores them, one after the other, while reads continue.
 
 ``GET /state``, ``/health``, ``/metrics``, ``/network.toml`` and ``/``, the page; ``/store/``
 (:mod:`.files`).
-``POST /register``, ``/access``, ``/deregister``, ``/commit``, ``/serve``,
-``/weights``; for the founder also ``/enroll``, ``/expel``, ``/invite``, ``/invitations``,
+``POST /register``, ``/access``, ``/deregister``, ``/commit``, ``/serve``;
+for the founder also ``/enroll``, ``/expel``, ``/invite``, ``/invitations``,
 ``/revoke``, ``/allow``, ``/report``.
 """
 
@@ -130,7 +130,6 @@ class Service:
             "/deregister": registry.remove,
             "/commit": registry.commit,
             "/serve": self._write_endpoint,
-            "/weights": registry.set_weights,
             "/enroll": registry.enroll,
             "/expel": registry.expel,
             "/invite": registry.invite,

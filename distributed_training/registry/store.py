@@ -40,14 +40,14 @@ from distributed_training.common.backoff import Throttle
 from distributed_training.common.files import sync_folder
 from distributed_training.config.types import ConfigError, Hotkey
 
-from .ledger import FIRST_BLOCK, TABLES, Amount, Ledger, Uid
+from .ledger import FIRST_BLOCK, TABLES, Ledger, Uid
 
 log = logging.getLogger(__name__)
 
 FILE = "registry.db"
 NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}")
-FOUNDER_STAKE = 100_000.0  # above the stake that miners ask of a validator
-SCHEMA = 4
+SCHEMA = 5
+_GAP = 64  # uids above those of a restored backup, which may have been given out since
 #: Seconds that a caller's clock may be ahead of ours.
 CLOCK_SKEW = 4.0
 _OF_THE_DISK = ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")
@@ -179,6 +179,7 @@ class Registry(Ledger):
                     db,
                     seconds_per_block=self.charter.seconds_per_block,
                     most_uids=self.charter.most_uids,
+                    master=self.charter.master,
                 )
                 self._start_clock()
             except (sqlite3.Error, LookupError, TypeError, ValueError, AttributeError) as error:
@@ -199,7 +200,7 @@ class Registry(Ledger):
             if registry.uid_of(hotkey) is not None:
                 registry.deregister(hotkey)
         if not registry.view.members:
-            registry.enroll(registry.charter.master, stake=FOUNDER_STAKE, validator_permit=True)
+            registry.enroll(registry.charter.master)
         return registry
 
     def close(self) -> None:
@@ -264,6 +265,8 @@ class Registry(Ledger):
         self._origin = (FIRST_BLOCK, time.monotonic() - elapsed)
         self.reserve_blocks()
         if restored:  # and not each time: a start writes nothing, so that a full disk is no bar
+            (last,) = self._one("SELECT coalesce(max(uid), -1) FROM members")
+            self._set_meta("floor", last + 1 + _GAP)
             self._set_meta("restored", False)
 
     def change_charter(self, **changes: Any) -> None:
@@ -331,15 +334,15 @@ class Registry(Ledger):
             known = self.uid_of(hotkey)
             if known is not None:
                 return known
-            self._admit(hotkey, invitation)
-            # Its own uid again: weights, bucket and pages of data go by it.
-            taken = self._one("SELECT 1 FROM neurons WHERE uid = ?", uid)
+            self._admit(hotkey, invitation, again=uid is not None)
+            # Its own uid again: bucket and pages of data go by it.
+            taken = self._one("SELECT 1 FROM members WHERE uid = ?", uid)
             free = uid is not None and uid < self.most_uids and not taken
             uid = self.register(hotkey, uid=uid if free else None)
             # With admission open anybody comes and goes. By number: by age, a wrong clock would
             # forget those that are still fresh.
             gone = self._db.execute(
-                "SELECT hotkey FROM nonces WHERE hotkey NOT IN (SELECT hotkey FROM neurons) "
+                "SELECT hotkey FROM nonces WHERE hotkey NOT IN (SELECT hotkey FROM members) "
                 "ORDER BY nonce DESC LIMIT -1 OFFSET ?",
                 (_MOST_GONE,),
             ).fetchall()
@@ -357,10 +360,10 @@ class Registry(Ledger):
         if self._one("SELECT 1 FROM expelled WHERE hotkey = ?", hotkey):
             raise ChainError(
                 f"{kind}: the founder expelled hotkey {hotkey}, and can let it in again with "
-                "`dt-registry expel --again`"
+                "`dt-network expel --again`"
             )
 
-    def _admit(self, hotkey: str, invitation: str | None) -> None:
+    def _admit(self, hotkey: str, invitation: str | None, *, again: bool = False) -> None:
         self._refuse_expelled("register", hotkey)
         admission = self.charter.admission
         if admission == "open" or self._one("SELECT 1 FROM allowed WHERE hotkey = ?", hotkey):
@@ -368,7 +371,7 @@ class Registry(Ledger):
         if admission == "listed":
             raise ChainError(
                 f"register: hotkey {hotkey} is not on this network's list: ask its founder for "
-                "`dt-registry allow`"
+                "`dt-network allow`"
             )
         if not invitation:
             raise ChainError(
@@ -385,33 +388,25 @@ class Registry(Ledger):
         elif found[1] < time.time():
             why = "has expired"
         if why:
-            raise ChainError(f"register: the invitation {why}: ask the founder for another one")
+            remedy = "ask the founder for another one"
+            if again:
+                remedy = (
+                    "the registry was put back from a backup that does not know this member: ask "
+                    f"the founder for `dt-network allow {hotkey}`"
+                )
+            raise ChainError(f"register: the invitation {why}: {remedy}")
         self._db.execute("UPDATE invitations SET uses = uses - 1 WHERE hash = ?", (hashed,))
         self._db.execute("INSERT OR REPLACE INTO joined VALUES (?, ?)", (hotkey, hashed))
 
     # writes of the founder
 
-    def enroll(
-        self,
-        hotkey: Hotkey,
-        *,
-        uid: Uid | None = None,
-        stake: Amount | None = None,
-        validator_permit: bool | None = None,
-    ) -> int:
-        """Register ``hotkey``, or change the uid, stake or permit that it has. Returns the uid."""
+    def enroll(self, hotkey: Hotkey, *, uid: Uid | None = None) -> int:
+        """Register ``hotkey``, or give it another uid. Returns the uid."""
         with self.change():
             self._refuse_expelled("enroll", hotkey)
             if uid is not None and uid == self.uid_of(self.charter.master) != self.uid_of(hotkey):
                 raise ChainError(f"enroll: uid {uid} is the founder's")
-            find = "SELECT stake, permit FROM neurons WHERE hotkey = ?"
-            old_stake, permit = self._one(find, hotkey) or (0.0, False)
-            return self.register(
-                hotkey,
-                uid=uid,
-                stake=old_stake if stake is None else stake,
-                validator_permit=bool(permit) if validator_permit is None else validator_permit,
-            )
+            return self.register(hotkey, uid=uid)
 
     def remove(self, hotkey: str) -> None:
         """Deregister ``hotkey``; the founder stays, or nobody would believe this registry."""
@@ -455,7 +450,7 @@ class Registry(Ledger):
     def _came_by(self, hashed: str) -> list[str]:
         """Return the registered hotkeys that came by an invitation."""
         found = self._db.execute(
-            "SELECT hotkey FROM joined JOIN neurons USING (hotkey) WHERE hash = ? ORDER BY 1",
+            "SELECT hotkey FROM joined JOIN members USING (hotkey) WHERE hash = ? ORDER BY 1",
             (hashed,),
         )
         return [hotkey for (hotkey,) in found]
@@ -521,7 +516,7 @@ def _lock(folder: Path) -> Any:
 
 
 def _unusable(path: Path, error: Exception) -> StoreFault:
-    remedy = "put a backup in its place with `dt-registry restore`"
+    remedy = "put a backup in its place with `dt-network restore`"
     # The file is whole, and a backup would take back the last writes of everybody.
     if getattr(error, "sqlite_errorname", "").startswith((*_OF_THE_DISK, *_HELD)):
         remedy = _remedy(path.parent, error)
@@ -532,7 +527,7 @@ def _remedy(folder: Path, error: Exception) -> str:
     """Return what to do about a file that is whole and cannot be used."""
     if getattr(error, "sqlite_errorname", "").startswith(_HELD):
         return (
-            f"another program holds {folder / FILE}: end it (`fuser` names it); `dt-registry "
+            f"another program holds {folder / FILE}: end it (`fuser` names it); `dt-network "
             "backup` copies a registry that is in use"
         )
     return f"free or repair the disk of {folder}, or correct its permissions"
@@ -572,8 +567,17 @@ _UPGRADES = {
     INSERT INTO used SELECT hotkey, nonce FROM nonces WHERE nonce > {now};
     """,
     # A neuron was one text of JSON.
-    2: TABLES.partition("CREATE TABLE expelled")[0]
-    + """
+    2: """
+    CREATE TABLE neurons (
+        uid INTEGER PRIMARY KEY, hotkey TEXT NOT NULL UNIQUE, ip TEXT NOT NULL, port INTEGER,
+        stake REAL NOT NULL, permit INTEGER NOT NULL, incentive REAL NOT NULL DEFAULT 0,
+        last_update INTEGER NOT NULL, since_block INTEGER NOT NULL, since REAL NOT NULL,
+        commitment TEXT, earned REAL NOT NULL DEFAULT 0, counted REAL
+    );
+    CREATE TABLE weights (
+        voter INTEGER, uid INTEGER, weight REAL NOT NULL, PRIMARY KEY (voter, uid)
+    ) WITHOUT ROWID;
+    CREATE TABLE losses (outer_step INTEGER PRIMARY KEY, loss REAL NOT NULL, at REAL NOT NULL);
     INSERT INTO neurons SELECT uid, json_extract(content, '$.neuron.hotkey'),
         json_extract(content, '$.neuron.ip'), json_extract(content, '$.neuron.port'),
         json_extract(content, '$.neuron.stake'),
@@ -594,6 +598,15 @@ _UPGRADES = {
     DROP TABLE slots;
     """,
     3: "CREATE TABLE peers (hotkey TEXT PRIMARY KEY, peer TEXT NOT NULL UNIQUE);",
+    # Stake, weights and shares were those of a chain.
+    4: TABLES.partition("CREATE TABLE losses")[0]
+    + """
+    INSERT INTO members SELECT uid, hotkey, ip, port, coalesce(peer, ''), since, commitment
+        FROM neurons LEFT JOIN peers USING (hotkey);
+    DROP TABLE neurons;
+    DROP TABLE weights;
+    DROP TABLE peers;
+    """,
 }
 
 

@@ -23,7 +23,6 @@ from distributed_training.telemetry import EventLog
 from distributed_training.telemetry.facts import FACTS_FILE
 from tests.tools import chromium
 from tests.tools.chain_server_thread import RegistryServer
-from tests.tools.chain_world import VALIDATOR
 from tests.tools.chromium import CHECKS, card
 from tests.tools.miner_states import HOTKEY, STATES, facts_of, make_miner, step_fields
 from tests.tools.page import TOKEN, served
@@ -521,7 +520,6 @@ def test_a_registry_shows_how_its_network_does(browser: Any, tmp_path: Path, sta
                 loss = 1.3528 + 9 * 0.9**number
                 registry.report(replace(report, outer_step=number, loss=loss))
         registry.serve("5" + "0" * 47, "2001:db8::1", 8091)
-        registry.set_weights(VALIDATOR.ss58, {1: 3.0, 2: 1.0})
         if changes is not None:
             registry.report(replace(report, **changes))
         if state == "silent":

@@ -117,7 +117,6 @@ def test_only_the_hotkey_writes_for_itself(server: RegistryServer, tmp_path: Pat
         ("/serve", b'{"ip": "1.2.3.4", "port": NaN}'),
         ("/commit", b'{"text": 5}'),
         ("/commit", b"[]"),
-        ("/weights", b'{"weights": {"0": -1}}'),
         ("/register", b'{"uid": -1}'),
         ("/enroll", b'{"hotkey": "<script>"}'),
         ("/enroll", b'{"hotkey": "' + PEER.ss58.encode() + b'", "uid": 4096}'),
@@ -132,54 +131,57 @@ def test_nonsense_is_refused(server: RegistryServer, path: str, body: bytes) -> 
     assert server.registry.view is before
 
 
-def test_only_the_founder_gives_stake_and_permits(server: RegistryServer) -> None:
+def test_only_the_founder_enrolls_and_expels(server: RegistryServer) -> None:
     with chain_of(server.url, PEER) as chain, chain_of(server.url, VALIDATOR) as founder:
         assert chain.register() == 1
         for write in (
-            lambda: chain.enroll(PEER.ss58, stake=1e9),
+            lambda: chain.enroll(PEER.ss58, uid=2),
             lambda: chain.expel(VALIDATOR.ss58),
             lambda: chain.allow(PEER.ss58),
             lambda: chain.invite(hash_of("x"), uses=9, expires=time.time() + 60),
         ):
             with pytest.raises(ChainError, match="founder"):
                 write()
-        assert founder.enroll(PEER.ss58, stake=7.0, validator_permit=True) == 1
         assert founder.enroll(PEER.ss58, uid=9) == 9
         assert chain.register() == 9, "what it has it keeps"
         wait_for(lambda: chain.uid(PEER.ss58) == 9)
-        me = find(chain.neurons(), PEER.ss58)
-        assert me is not None and (me.stake, me.validator_permit) == (7.0, True)
+        leads = [n.validator_permit for n in chain.neurons()]
+        assert leads == [True, False], "the founder, and nobody else"
         founder.expel(PEER.ss58)
         wait_for(lambda: chain.uid(PEER.ss58) is None)
 
 
-def test_weights_become_incentive(server: RegistryServer, tmp_path: Path) -> None:
-    miners = [create_wallet(tmp_path, f"m{i}") for i in range(2)]
-    with chain_of(server.url, VALIDATOR) as chain:
-        for uid, miner in enumerate(miners, start=1):
-            with chain_of(server.url, miner) as own:
-                assert own.register() == uid
-        chain.set_weights({1: 3.0, 2: 1.0})
-        wait_for(lambda: [n.incentive for n in chain.neurons()] == [0.0, 0.75, 0.25])
-        chain.expel(miners[0].ss58)
-        with chain_of(server.url, PEER) as own:
-            assert own.register() == 1
-        wait_for(lambda: [n.incentive for n in chain.neurons()] == [0.0, 0.0, 1.0])
-        server.stop()
-        server.start()
-        assert [n.incentive for n in server.registry.view.neurons] == [0.0, 0.0, 1.0]
-
-
-def test_when_all_uids_are_taken_the_least_earning_goes(tmp_path: Path) -> None:
+def test_when_all_uids_are_taken_nobody_loses_one(tmp_path: Path) -> None:
     charter = store.Charter("full", VALIDATOR.ss58, 12, most_uids=4, admission="open")
     with closing(Registry.at(tmp_path, charter)) as registry:
         uids = [registry.register(f"hotkey-{i}") for i in range(3)]
-        registry.set_weights(VALIDATOR.ss58, {uids[0]: 0.2, uids[1]: 0.1, uids[2]: 0.7})
-        with pytest.raises(ChainError, match="all 4 uids are taken"):
+        with pytest.raises(ChainError, match="all 4 uids are taken: ask the founder"):
             registry.join(PEER.ss58)
-        registry.advance(5000)
+        registry.expel("hotkey-1")
         assert registry.join(PEER.ss58) == uids[1]
-        assert find(registry.view.neurons, "hotkey-1") is None
+
+
+@pytest.mark.parametrize(("most", "first"), [(256, 66), (32, 31)])
+def test_a_restored_backup_gives_no_uid_out_twice(tmp_path: Path, most: int, first: int) -> None:
+    """Whoever joined since comes back with its own, and a newcomer gets one far above."""
+    charter = store.Charter("lab", VALIDATOR.ss58, 12, most_uids=most, admission="invited")
+    folder, copy = tmp_path / "registry", tmp_path / "copy.db"
+    with closing(Registry.at(folder, charter)) as registry:
+        registry.invite(hash_of("ends"), uses=9, expires=time.time() + 3600)
+        assert registry.join(PEER.ss58, "ends") == 1 and registry.join("since", "ends") == 2
+        registry.remove("since")  # uid 2 is free in the backup, and given away after it
+        store.backup(folder / store.FILE, copy)
+        assert registry.join(MINER.ss58, "ends") == 2
+        assert registry.join("later", "ends") == 3
+    store.restore(copy, folder)
+    with closing(Registry(folder)) as registry:
+        assert registry.join(STRANGER.ss58, "ends") == first
+        assert registry.join(MINER.ss58, "ends", 2) == 2, "its own"
+        registry.invite(hash_of("ends"), uses=9, expires=1.0)
+        with pytest.raises(ChainError, match="does not know this member: ask the founder"):
+            registry.join("later", "ends", 3)
+        registry.allow("later", True)
+        assert registry.join("later", None, 3) == 3
 
 
 class TestAdmission:
@@ -277,7 +279,7 @@ class TestAdmission:
             founder.expel(PEER.ss58, again=True)
             with pytest.raises(ChainError, match="is not expelled"):
                 founder.expel(PEER.ss58, again=True)
-            assert self.join(server, PEER, "second") == 1
+            assert self.join(server, PEER, "second") == 2 + 1 + 64, "the backup's uids are left"
             with chain_of(server.url, PEER) as back:
                 assert not back.expelled(PEER.ss58) and back.expelled(STRANGER.ss58)
 
@@ -527,7 +529,7 @@ class TestKept:
         ("content", "status", "words"),
         [
             (b"", 2, "is no registry"),
-            (b"junk" * 4096, 1, "dt-registry restore"),
+            (b"junk" * 4096, 1, "dt-network restore"),
             (None, 2, "exist"),
         ],
     )
@@ -582,7 +584,7 @@ class TestKept:
             answer = server._service._answer("/enroll", lambda: registry.enroll(PEER.ss58))
             assert answer.status_code == 503
             assert caplog.text.count("another program holds") == 1
-            assert "`dt-registry backup` copies a registry that is in use" in caplog.text
+            assert "`dt-network backup` copies a registry that is in use" in caplog.text
             assert "free" not in caplog.text
             other.execute("ROLLBACK")
         registry.enroll(PEER.ss58)
@@ -615,14 +617,14 @@ class TestKept:
         path = server.folder / store.FILE
         if bytes_at is None:  # whole, and what is in it is not what this program writes
             with closing(sqlite3.connect(path)) as db, db:
-                db.execute("DROP TABLE neurons")
+                db.execute("DROP TABLE members")
         else:
             first, count = bytes_at
             data = path.read_bytes()
             path.write_bytes(data[:first] + b"\xff" * count + data[first + count :])
         assert program.main(["serve", "--folder", str(server.folder), "--port", "0"]) == 1
         error = capsys.readouterr().err
-        assert "dt-registry restore" in error and error.count("\n") == 1
+        assert "dt-network restore" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -712,9 +714,9 @@ def test_a_network_is_founded_and_joined_by_commands(tmp_path: Path) -> None:
         assert run("register", wallet="miner", DT_INVITATION=token) == "uid 1\n"
         assert f"stay: {miner}" in run("invite", "--revoke", hash_of(token)[:12])
         assert "taken back" in run("invite", "--list")
-        assert run("enroll", miner, "--stake", "5", "--validator") == "uid 1\n"
+        assert run("enroll", miner, "--uid", "5") == "uid 5\n"
         shown = run("status")
-        assert f"1 {miner}  validator, stake 5" in shown and founder in shown
+        assert f"5 {miner}  member, no endpoint" in shown and f"0 {founder}  validator" in shown
         done = ["backup", "--folder", str(folder), str(tmp_path / "copy.db")]
         assert program.main(done) == 0
     finally:
@@ -776,9 +778,8 @@ class TestReading:
     def test_the_page_shows_the_present_members(self, server: RegistryServer) -> None:
         server.registry.register(PEER.ss58)
         server.registry.serve(PEER.ss58, "<script>alert(1)</script>", 8091)
-        server.registry.set_weights(VALIDATOR.ss58, {1: 1.0})
         page = self.get(server, "/")
-        assert page.status_code == 200 and PEER.ss58 in page.text and "1.0000" in page.text
+        assert page.status_code == 200 and PEER.ss58 in page.text
         assert "<script" not in page.text and "&lt;script&gt;" in page.text
         assert "default-src 'none'" in page.headers["content-security-policy"]
         assert f"block {server.registry.height}" in page.text

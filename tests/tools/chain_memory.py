@@ -23,10 +23,27 @@ class MemoryLedger(Ledger):
         super().__init__(db, first_block=block)
         self.up = True
         self.writes: list[tuple[str, str]] = []
+        self.weights: dict[int, dict[int, float]] = {}  # by uid of the validator
 
-    def weights(self, voter: int) -> dict[int, float]:
-        """Return the weights that a validator has given, by uid."""
-        return dict(self._db.execute("SELECT uid, weight FROM weights WHERE voter = ?", (voter,)))
+    def register(
+        self,
+        hotkey: str,
+        *,
+        uid: int | None = None,
+        stake: float = 0.0,
+        validator_permit: bool = False,
+    ) -> int:
+        """Register; with a permit, as the one who leads."""
+        if validator_permit:
+            self._master = hotkey
+        return super().register(hotkey, uid=uid)
+
+    def set_weights(self, hotkey: str, weights: Mapping[int, float]) -> None:
+        """Take a validator's weights, as a chain that pays by them."""
+        with self.change():
+            if hotkey != self._master:
+                raise ChainError("weights: only a validator with a permit sets weights")
+            self.weights[self._own("weights", hotkey)] = dict(weights)
 
     def save(self) -> bytes:
         """Return the whole state, for :meth:`restore`."""
@@ -39,7 +56,7 @@ class MemoryLedger(Ledger):
     def clear(self) -> None:
         """Deregister everybody."""
         with self.change():
-            self._db.execute("DELETE FROM neurons")
+            self._db.execute("DELETE FROM members")
 
     @property
     def neurons(self) -> tuple[Neuron, ...]:
