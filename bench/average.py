@@ -210,7 +210,7 @@ def main() -> None:
     rows = max(1, given.parameters * 1_000_000 // TENSORS // COLUMNS)
     with tempfile.TemporaryDirectory() as name:
         # Apart from the timed rounds: to look at a process's memory holds it up.
-        half, whole = (most_memory(Path(name) / str(n), given.members, n * rows) for n in (1, 2))
+        half, whole = (most_memory(Path(name) / f"of-{n}", given.members, n * rows) for n in (1, 2))
         ours = Ours(Path(name), given.members, rows)
         stock = Stock(Path(name), given.members, rows)
         for _ in range(given.repeats):
