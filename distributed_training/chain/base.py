@@ -80,20 +80,17 @@ class ChainState:
         write_state(path, self, durable=False, lost=lost)
 
     @classmethod
-    def load(
-        cls, path: Path, *, chain: str, hotkey: str, oldest: timedelta | None = OLDEST
-    ) -> ChainState | None:
+    def load(cls, path: Path, *, chain: str, hotkey: str) -> ChainState | None:
         """Read ``path``.
 
         None if it is missing, damaged, of another chain, without ``hotkey``, or older than
-        ``oldest`` by this machine's clock (None: of any age).
+        :data:`OLDEST` by this machine's clock.
         """
         state = read_state(path, cls, lost="this start waits for the chain")
         if state is None or state.chain != chain or find(state.neurons, hotkey) is None:
             return None
         # A state of the future was written while a clock was ahead: its age is not known.
-        young = oldest is None or 0 <= time.time() - state.at < oldest.total_seconds()
-        return state if young else None
+        return state if 0 <= time.time() - state.at < OLDEST.total_seconds() else None
 
 
 class Chain(abc.ABC):

@@ -31,6 +31,8 @@ from distributed_training.store.errors import StoreError
 log = logging.getLogger(__name__)
 
 STATE_FILE = "chain.json"  # in the run folder
+#: Between two tries to write: a chain limits how often a hotkey writes, and refuses an earlier one.
+_FIRST, _LONGEST = timedelta(seconds=2), timedelta(minutes=10)
 SOON = timedelta(seconds=30)  # for the chain to answer, where a kept state would do
 
 _UNREGISTERED = {
@@ -193,9 +195,7 @@ def commit(member: Member, text: str) -> None:
         member.chain.commit(text)
         log.info("%s", lines.METADATA_LOGGED)
 
-    # The chain limits how often a hotkey writes, and refuses an earlier write.
-    longest = timedelta(minutes=10)
-    _in_background(member, "commitment", shown, write, timedelta(seconds=5), longest)
+    _in_background(member, "commitment", shown, write)
 
 
 def announce(member: Member, ip: str, port: int, peer: str = "") -> None:
@@ -218,17 +218,11 @@ def announce(member: Member, ip: str, port: int, peer: str = "") -> None:
         member.chain.serve(ip, port, peer)
         log.info("Endpoint %s:%d written to the chain", ip, port)
 
-    longest = timedelta(minutes=5)
-    _in_background(member, "endpoint", shown, write, timedelta(seconds=2), longest)
+    _in_background(member, "endpoint", shown, write)
 
 
 def _in_background(
-    member: Member,
-    what: str,
-    shown: Callable[[], bool],
-    write: Callable[[], None],
-    first: timedelta,
-    longest: timedelta,
+    member: Member, what: str, shown: Callable[[], bool], write: Callable[[], None]
 ) -> None:
     """Call ``write`` in a thread until it goes through or the chain shows the value anyway."""
 
@@ -245,7 +239,7 @@ def _in_background(
             except ChainError as error:
                 failures += 1
                 log.warning("The %s was not written (%s). Trying again.", what, error)
-            time.sleep(doubling(failures, first=first, longest=longest).total_seconds())
+            time.sleep(doubling(failures, first=_FIRST, longest=_LONGEST).total_seconds())
 
     threading.Thread(target=run, name=what, daemon=True).start()
 
