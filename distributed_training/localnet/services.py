@@ -500,8 +500,10 @@ class Services:
             "master": self.wallet(validator).ss58,
             "seconds-per-block": "1.0",
         }
+        environment = self._clean_environment()
         if self._hands_out:  # URLs of the store, by what the file says and with the store's keys
-            founding = {"network": str(self.network), "store": str(self._store.folder.absolute())}
+            founding = {"network": str(self.network)}
+            environment |= self._store.keys
         self._write_network()
         flags = {
             "folder": str(self._chain_folder.absolute()),
@@ -514,7 +516,7 @@ class Services:
         chain = Child(
             name="chain",
             command=[sys.executable, "-m", "distributed_training.registry", "serve", *words],
-            environment=self._clean_environment(),
+            environment=environment,
             folder=self._chain_folder,
         )
         self.children.append(chain)
