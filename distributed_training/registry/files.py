@@ -5,8 +5,8 @@ client (:mod:`..store.presigned`) uses them. The validator writes into the same 
 (:mod:`..store.folder`). Each URL is for one method on one object, ends by itself, and bears an HMAC
 of both; of a write its length and MD5, too. An object that is there is not replaced.
 
-A write goes to a file of its own first, is compared, synced and only then named. Parts of an upload
-lie next to the bucket until they are put together, aborted, or seven days old.
+A write goes to a file of its own first, is compared, synced and only then named. The parts of an
+upload share one, next to the bucket, until it is complete, aborted, or seven days old.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from distributed_training.common.files import atomic_file, is_full, name_new, sync_folder
+from distributed_training.store import presigned
 from distributed_training.store.base import MultipartInfo, ObjectInfo, PartInfo
 from distributed_training.store.errors import (
     BucketMissingError,
@@ -48,6 +49,7 @@ PREFIX = "/store/"  # of the path of each URL
 SECRET = "store.key"  # in the registry's folder
 _KEPT = 7 * 86400.0  # seconds, of parts that nobody puts together
 _PIECE = 1024 * 1024  # bytes that are read or written at once
+_WHOLE = "whole"  # in the folder of an upload in parts: its bytes, each part in its place
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
 _METHODS = {"get_object": "GET", "head_object": "HEAD", "put_object": "PUT", "upload_part": "PUT"}
 _CODES: tuple[tuple[type[StoreError], int, str], ...] = (
@@ -169,26 +171,37 @@ class ServedFolder(FolderStore):
         if given != [size, query["ContentMD5"]]:  # told apart before the body comes
             raise _Answered(403, "SignatureDoesNotMatch", f"this URL is for {size} other bytes")
         if upload := query.get("UploadId"):
-            target = self._upload(key, upload) / f"{int(query['PartNumber'])}-{md5}"
-        else:
-            target = self._path(key)
-            if target.exists():  # looked at before the body; naming it looks again
-                raise _Answered(412, "PreconditionFailed", "there is one already")
+            part = PartInfo(int(query["PartNumber"]), int(size), md5)
+            return await self._write_part(request, self._upload(key, upload), part)
+        target = self._path(key)
+        if target.exists():  # looked at before the body; naming it looks again
+            raise _Answered(412, "PreconditionFailed", "there is one already")
         temporary = self._uploads / f"{secrets.token_hex(8)}.new"
         try:
-            if await self._receive(request, temporary) != md5:
-                raise _Answered(400, "BadDigest", "other bytes arrived than were announced")
-            await asyncio.to_thread(self._name, temporary, target, replaces=bool(upload))
+            with temporary.open("xb") as file:
+                await self._receive(request, file, md5)
+            await asyncio.to_thread(_name, temporary, target)
         except FileExistsError:
             raise _Answered(412, "PreconditionFailed", "there is one already") from None
         finally:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
-        etag = md5 if upload else self._head(key).etag
-        return Response(headers={"etag": f'"{etag}"'})
+        return Response(headers={"etag": f'"{self._head(key).etag}"'})
 
-    async def _receive(self, request: Request, path: Path) -> str:
-        """Write the body of a request to a new file, synced; return its MD5."""
+    async def _write_part(self, request: Request, folder: Path, part: PartInfo) -> Response:
+        """Write a part to its place in the whole, so that nothing is copied at the end."""
+        mark = folder / f"{part.number}-{part.size}-{part.etag}"
+        if not mark.exists():
+            for other in folder.glob(f"{part.number}-*"):  # the part had other bytes
+                other.unlink(missing_ok=True)
+            with (folder / _WHOLE).open("r+b") as file:
+                file.seek((part.number - 1) * presigned.PART)
+                await self._receive(request, file, part.etag)
+            mark.touch()
+        return Response(headers={"etag": f'"{part.etag}"'})
+
+    async def _receive(self, request: Request, file: IO[bytes], md5: str) -> None:
+        """Write the body of a request with this MD5 into a file, synced."""
         digest = hashlib.md5(usedforsecurity=False)
 
         def write(blocks: Sequence[bytes]) -> None:
@@ -196,26 +209,18 @@ class ServedFolder(FolderStore):
                 file.write(block)
                 digest.update(block)
 
-        with path.open("xb") as file:
-            blocks, size = list[bytes](), 0
-            async for block in request.stream():
-                blocks.append(block)
-                size += len(block)
-                if size >= _PIECE:
-                    await asyncio.to_thread(write, blocks)
-                    blocks, size = [], 0
-            await asyncio.to_thread(write, blocks)
-            file.flush()
-            await asyncio.to_thread(os.fsync, file.fileno())
-        return digest.hexdigest()
-
-    def _name(self, temporary: Path, target: Path, *, replaces: bool) -> None:
-        if replaces:
-            os.replace(temporary, target)
-        else:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            name_new(temporary, target)
-        sync_folder(target.parent)
+        blocks, size = list[bytes](), 0
+        async for block in request.stream():
+            blocks.append(block)
+            size += len(block)
+            if size >= _PIECE:
+                await asyncio.to_thread(write, blocks)
+                blocks, size = [], 0
+        await asyncio.to_thread(write, blocks)
+        file.flush()
+        await asyncio.to_thread(os.fsync, file.fileno())
+        if digest.hexdigest() != md5:
+            raise _Answered(400, "BadDigest", "other bytes arrived than were announced")
 
     def _head(self, key: str) -> ObjectInfo:
         if (info := self.head(key)) is None:
@@ -241,6 +246,7 @@ class ServedFolder(FolderStore):
         upload_id = secrets.token_hex(16)
         with self._errors(key), atomic_file(self._uploads / upload_id / "key") as file:
             file.write(key.encode())
+        (self._uploads / upload_id / _WHOLE).touch()
         return upload_id
 
     def list_multiparts(self, prefix: str = "") -> list[MultipartInfo]:
@@ -255,23 +261,29 @@ class ServedFolder(FolderStore):
 
     def list_parts(self, key: str, upload_id: str) -> list[PartInfo]:
         parts = []
-        for path in self._upload(key, upload_id).glob("*-*"):
-            number, _, md5 = path.name.partition("-")
-            parts.append(PartInfo(int(number), path.stat().st_size, md5))
+        for mark in self._upload(key, upload_id).glob("*-*-*"):
+            number, size, md5 = mark.name.split("-")
+            parts.append(PartInfo(int(number), int(size), md5))
         return sorted(parts, key=lambda part: part.number)
 
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[PartInfo]) -> str:
         """Put the parts together; return the object's etag. PreconditionError if there is one."""
-        folder = self._upload(key, upload_id)
-        with self._errors(key), atomic_file(self._path(key), new=True) as whole:
-            for part in parts:
-                with (folder / f"{part.number}-{part.etag}").open("rb") as file:
-                    shutil.copyfileobj(file, whole, _PIECE)
+        whole = self._upload(key, upload_id) / _WHOLE
+        with self._errors(key):
+            os.truncate(whole, sum(part.size for part in parts))  # of larger parts before
+            _name(whole, self._path(key))
         self.abort_multipart(key, upload_id)
         return self._head(key).etag
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
         shutil.rmtree(self._upload(key, upload_id), ignore_errors=True)
+
+
+def _name(temporary: Path, target: Path) -> None:
+    """Name a file that is synced; FileExistsError where there is one."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    name_new(temporary, target)
+    sync_folder(target.parent)
 
 
 class _File(Response):

@@ -127,8 +127,9 @@ def test_parts_are_put_together_once_and_left_ones_go(
 ) -> None:
     upload = folder.create_multipart("uploads/1/big")
     held = folder._upload("uploads/1/big", upload)
+    (held / "whole").write_bytes(b"a" * 10 + b"b" * 5 + b"of a larger part before")
     for number, data in ((1, b"a" * 10), (2, b"b" * 5)):
-        (held / f"{number}-{md5_of(data)}").write_bytes(data)
+        (held / f"{number}-{len(data)}-{md5_of(data)}").touch()
     parts = folder.list_parts("uploads/1/big", upload)
     assert parts == [PartInfo(1, 10, md5_of(b"a" * 10)), PartInfo(2, 5, md5_of(b"b" * 5))]
     with pytest.raises(UploadMissingError):
