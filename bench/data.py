@@ -46,13 +46,14 @@ from distributed_training.data.block_builder import Prepared, WorkerPool, Worker
 from distributed_training.data.page_source import StdlibSource
 from distributed_training.data.pipeline import DataPipeline
 from distributed_training.data.tokenizer import TextTokenizer
-from distributed_training.protocol.page_permutation import PagePermutation
-from distributed_training.protocol.pages import select_pages
+from distributed_training.protocol.pages import PageDraw
 from distributed_training.training.trainer import Trainer
 from tests.tools.hub_server import COMMIT, Hub
 from tests.tools.support_data import DATASET, RowsServer
 
 SEQUENCE, MICRO, EFFECTIVE, VOCABULARY = 256, 4, 16, 8192
+
+DRAW = PageDraw("bench", "bench", rows_per_page=100, held_out_pages=4)
 
 
 def corpus() -> dict[str, list[str]]:
@@ -118,9 +119,10 @@ class FetchTokenizeTrain:
         for _ in range(2):
             splits = self._get("size")["size"]["splits"]
         table = {s["config"]: s["num_rows"] for s in splits if s["config"] != "default"}
-        pages = select_pages(
-            uid=3, local_rank=0, block=block, n_pages=self._settings.pages_per_block, num_rows=table
-        )
+        pages = DRAW(
+            uid=3, outer_step=0, first=5 * block, count=self._settings.pages_per_block,
+            num_rows=table,
+        )  # fmt: skip
 
         def fetch(page: tuple[str, int, str]) -> list[str]:
             rows = self._get(
@@ -149,6 +151,7 @@ class Pipeline:
                 tokenizer_path=tokenizer,
                 eos_id=0,
                 folder=folder,
+                draw_pages=DRAW,
             ),
             micro_batch_size=MICRO,
         )
@@ -271,7 +274,7 @@ def feed(folder: Path, tokenizer: Path, rows: list[str], *, ranks: int, blocks: 
                 tokenizer_path=tokenizer,
                 eos_id=0,
                 folder=folder / "feed",
-                draw_pages=PagePermutation("bench", 100, 5, 64, 4),
+                draw_pages=DRAW,
             ),
             count=1,
         )

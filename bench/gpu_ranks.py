@@ -204,7 +204,7 @@ def run_publications(rank: int, job: Job) -> None:
 
 def _checkpoint(bench: Bench, trainer: Trainer, folder: Path, bare: float) -> dict[str, float]:
     checkpointer = Checkpointer(trainer=trainer, folder=folder, keep=1)
-    checkpointer.save({}, Progress(0, 1, 1, [1]))
+    checkpointer.save({}, Progress(0, 1, 1))
     # Rank 0 waits for the files of all.
     done = lambda: trainer.rank != 0 or checkpointer.saved() is not None
     during = _steps_during(bench, trainer, done, bare)

@@ -37,6 +37,7 @@ from distributed_training.data.own_text import OwnTokens
 from distributed_training.data.page_source import Counts
 from distributed_training.data.tokenizer import BYTE_VOCABULARY, TextTokenizer, build_tokenizer
 from distributed_training.protocol.keys import SAFETENSORS_METADATA
+from distributed_training.protocol.pages import PageDraw
 from distributed_training.scoring.evaluator import EvaluationModel
 from distributed_training.training.trainer import Trainer
 
@@ -83,6 +84,7 @@ def batches(text: Path, tokenizer: tuple[Path, int], *, seed: int) -> Iterator[T
     spec = WorkerSpec(
         settings=settings, uid=0, rank=0, world_size=1, sequence_length=CONTEXT,
         tokenizer_path=tokenizer[0], eos_id=tokenizer[1], folder=text.parent,
+        draw_pages=PageDraw("bench", "bench", rows_per_page=64, held_out_pages=0),
     )  # fmt: skip
     source, draw = OwnTokens(spec, Counts()), np.random.default_rng(seed)
     for place in itertools.count(1000 * seed):

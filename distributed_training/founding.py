@@ -21,7 +21,7 @@ from distributed_training.config import ConfigError
 from distributed_training.config.types import DOMAIN_NAME, ConfigAway
 from distributed_training.network import HELD_OUT
 from distributed_training.node.start import hub_is_away
-from distributed_training.protocol.page_permutation import HELD_OUT_PAGES
+from distributed_training.protocol.pages import HELD_OUT_PAGES
 
 _HELD_OUT_SHARE = 16  # in a small data set one of this many pages is held out
 _HUB_SECONDS = 10.0  # of the question for a tokenizer's commit

@@ -38,7 +38,7 @@ from distributed_training.common.memory import ModelShape
 from distributed_training.common.proxies import proxy_for
 from distributed_training.protocol.keys import NETWORK
 from distributed_training.protocol.manifest import Master, is_signed, sign_form
-from distributed_training.protocol.page_permutation import HELD_OUT_PAGES
+from distributed_training.protocol.pages import HELD_OUT_PAGES
 from distributed_training.protocol.types import OWN_CODECS, Sign
 
 if TYPE_CHECKING:

@@ -54,7 +54,7 @@ from distributed_training.protocol.growth import (
     grace_seconds,
 )
 from distributed_training.protocol.network_report import span
-from distributed_training.protocol.pages import JUDGED_OF_DOMAINS, JUDGED_RANKS, VALIDATOR_PAGES
+from distributed_training.protocol.pages import JUDGED_OF_DOMAINS, JUDGED_PAGES
 from distributed_training.protocol.round_plan import (
     PlannedMember,
     PlannedStep,
@@ -592,8 +592,7 @@ def rules_of(options: argparse.Namespace) -> PlanRules:
     training, data, miner = parts.training, parts.data, parts.miner
     if founded and exchange == "store":
         period = fitting_period(shape.parameters, miner.codec, options.link[1])
-    pages = JUDGED_RANKS * min(VALIDATOR_PAGES, data.pages_per_block)
-    judged = pages * data.rows_per_page * data.max_length
+    judged = JUDGED_PAGES * data.rows_per_page * data.max_length
     if data.own:  # on the held-out text of all domains
         judged = JUDGED_OF_DOMAINS * training.sequence_length
     return PlanRules(

@@ -22,8 +22,7 @@ from pydantic import SecretStr
 
 from distributed_training.common.addresses import keeps_secrets, reach
 from distributed_training.network import Network
-from distributed_training.protocol.page_permutation import DrawPages, PagePermutation
-from distributed_training.protocol.pages import select_pages
+from distributed_training.protocol.pages import PageDraw
 
 from .installed import missing
 from .settings import AllSettings, Exchange
@@ -212,17 +211,14 @@ class Config(AllSettings):
         return self.run_folder / "data" / "pages" if self.run_folder.is_dir() else None
 
     @property
-    def draw_pages(self) -> DrawPages:
-        """The rule by which this network's pages are drawn (``data.selection``)."""
-        if self.data.selection == 1 or self.network is None:
-            return select_pages
-        return PagePermutation(
-            # Not the run id: held-out pages must stay so through versions of the file.
-            key=f"{self.network.head.name} {self.miner.master_ss58_address}",
+    def draw_pages(self) -> PageDraw:
+        """The rule by which this network's pages are drawn."""
+        name = "" if self.network is None else self.network.head.name
+        return PageDraw(
+            run_id=self.swarm.run_id,
+            key=f"{name} {self.miner.master_ss58_address}",
             rows_per_page=self.data.rows_per_page,
-            pages_per_block=self.data.pages_per_block,
-            max_uids=self.miner.max_uids,
-            held_out_pages=self.data.held_out_pages,
+            held_out_pages=self.data.held_out_pages if self.data.selection == 2 else 0,
         )
 
     @property

@@ -17,7 +17,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from distributed_training.common.addresses import Reach, reach
-from distributed_training.protocol.page_permutation import HELD_OUT_PAGES
+from distributed_training.protocol.pages import HELD_OUT_PAGES
 
 from .types import (
     DAY,
@@ -208,14 +208,13 @@ class DataSettings:
     text_column: str = rule("data.text_column")
     """column or key that holds a row's text"""
     pages_per_block: int = rule("data.pages_per_block", ge=1, le=1000)
-    """pages of each block; validators look at the first two"""
+    """pages that a rank prepares and trains on at once"""
     rows_per_page: int = rule("data.rows_per_page", ge=1, le=100_000)
     """rows of a page"""
     max_length: int = rule("data.max_length", ge=1, le=10_000_000)
     """tokens of a row; the rest of it is dropped"""
     selection: int = rule("data.selection", 1, ge=1, le=2)
-    """the rule by which pages are drawn. 1: that of the public network, by which neighbours share
-    pages; 2: different pages for everybody, of pinned data"""
+    """2: the data are pinned, and data.held_out_pages of them are held out; 1: none are"""
     held_out: HeldOutText | None = rule("data.held_out")
     """the text that each outer step is judged on: pages (with data.selection 2, its default), a
     text or .parquet file as PATH#SHA256 or https://...#SHA256, several as NAME=FILE or

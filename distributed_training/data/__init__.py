@@ -1,1 +1,1 @@
-"""Rows -> tokens -> batches: the pages that uid and block assign, always ready."""
+"""Rows -> tokens -> batches: the pages that are assigned to a member, always ready."""

@@ -37,8 +37,7 @@ from distributed_training.common.processes import (
 )
 from distributed_training.config.settings import DataSettings, SourceSpec
 from distributed_training.config.types import ConfigError, load_optional
-from distributed_training.protocol.page_permutation import DrawPages
-from distributed_training.protocol.pages import pages_read_by, select_pages
+from distributed_training.protocol.pages import Page, PageDraw, place_of
 
 from .page_source import (
     Counts,
@@ -56,7 +55,7 @@ from .tokenizer import TextTokenizer, tokenizer_hash
 log = logging.getLogger(__name__)
 
 #: Of prepared blocks: an older version that an update goes back to must not take these for its own.
-_FORMAT = 2
+_FORMAT = 3
 _NICENESS = 5  # training goes first
 _MOST_BLAMED = 2  # workers that may end over one block
 
@@ -76,8 +75,8 @@ class WorkerSpec:
     tokenizer_path: Path
     eos_id: int
     folder: Path
+    draw_pages: PageDraw
     vocabulary: int | None = None
-    draw_pages: DrawPages = select_pages
 
     @property
     def blocks(self) -> Path:
@@ -92,7 +91,7 @@ class WorkerSpec:
             self.sequence_length, self.eos_id, self.vocabulary,
             tokenizer_hash(self.tokenizer_path),
             *filter(None, [settings.revision, settings.folder]),
-            *(() if self.draw_pages is select_pages else [repr(self.draw_pages)]),
+            repr(self.draw_pages),
             *settings.own_text,
         ]  # fmt: skip
         # Short: it becomes a part of paths.
@@ -164,9 +163,9 @@ def readable(settings: DataSettings) -> Pin:
     source = open_source(settings)
     pin = _pin_of(source, settings)
     try:
-        ((config, row, split),) = select_pages(
-            uid=0, local_rank=0, block=0, n_pages=1, num_rows=source.num_rows()
-        )
+        draw = PageDraw("", "", settings.rows_per_page, held_out_pages=0)
+        table = source.num_rows()
+        ((config, row, split),) = draw(uid=0, outer_step=0, first=0, count=1, num_rows=table)
     except ValueError as error:  # no config that a page can be drawn from
         raise NothingToRead(f"--data.source {settings.source}: {error}") from None
     if not source.rows(config, row, split=split, limit=settings.rows_per_page):
@@ -251,23 +250,17 @@ class RowsTokens:
             pieces.append(tokens)
         return SourceTokens(np.concatenate(pieces) if pieces else empty, missing)
 
-    def _choose(self, block: int, pages: int) -> list[tuple[str, int, str]]:
-        table = self._source.num_rows()
-        dealt = pages_read_by(rank=self._spec.rank, world_size=self._spec.world_size, n_pages=pages)
-        # All of an owner's pages: each draw follows from those before it.
-        of_rank = {
-            owner: self._spec.draw_pages(
-                uid=self._spec.uid,
-                local_rank=owner,
-                block=block,
-                n_pages=1 + max(number for other, number in dealt if other == owner),
-                num_rows=table,
-            )
-            for owner in {owner for owner, _ in dealt}
-        }
-        return [of_rank[owner][number] for owner, number in dealt]
+    def _choose(self, block: int, pages: int) -> list[Page]:
+        outer_step, first = place_of(block)
+        return self._spec.draw_pages(
+            uid=self._spec.uid,
+            outer_step=outer_step,
+            first=first + self._spec.rank * self._spec.settings.pages_per_block,
+            count=pages,
+            num_rows=self._source.num_rows(),
+        )
 
-    def _fetch(self, page: tuple[str, int, str]) -> list[str] | PageUnavailable:
+    def _fetch(self, page: Page) -> list[str] | PageUnavailable:
         config, row, split = page
         limit = self._spec.settings.rows_per_page
         try:

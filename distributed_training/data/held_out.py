@@ -21,7 +21,6 @@ from distributed_training.common.http import TooLong, run_to_end
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.types import Domain
 from distributed_training.network import HELD_OUT, NetworkAway, NetworkFileError, download
-from distributed_training.protocol.page_permutation import PagePermutation
 
 from .block_builder import open_source
 from .page_source import Counts, PageUnavailable, StdlibSource, usable_texts
@@ -89,7 +88,6 @@ def _rows(config: Config, domain: Domain) -> tuple[list[str], int]:
         content = _read_pinned(domain.place, domain.digest, config)
         return file_rows(domain.place, content, config.data.text_column), _WHOLE
     source, draw = open_source(config.data, cache=config.data_cache), config.draw_pages
-    assert isinstance(draw, PagePermutation)  # the network's file was refused else
     rows: list[str] = []
     try:
         pages = draw.held_out(source.num_rows())

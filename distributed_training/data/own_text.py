@@ -31,8 +31,7 @@ from .tokenizer import TextTokenizer
 log = logging.getLogger(__name__)
 
 UNIT, _SMALLEST = 2**15, 2**11  # bytes
-# Of most tokenizers a token has four, of one on bytes one. A block that is larger than its pages
-# would be ages, and validators refuse an upload by the age of its newest block.
+# Of most tokenizers a token has four, of one on bytes one. A block is about as large as its pages.
 _BYTES_OF_TOKEN = 2
 _EDGE = 4096  # bytes behind a unit in which its last line may end
 _LOOKED_AT = 2**20  # bytes of each file, at a start

@@ -1,9 +1,10 @@
 """Fetch and tokenize a rank's blocks ahead in worker processes, and hand out batches.
 
-A *block* is what one chain block assigns to a rank: a few pages of text, tokenized and cut into
-sequences. It is requested ahead of need, prepared by a worker process, and stays on disk until it
-was trained on, so a restart continues at the next sequence. Rank 0 decides which block begins, once
-every rank has it. Batches are copied to a GPU while it computes.
+A *block* is the next few of the pages that are assigned to a miner in an outer step: for each rank
+as many, tokenized and cut into sequences. It is requested ahead of need, prepared by a worker
+process, and stays on disk until it was trained on, so a restart continues at the next sequence.
+Rank 0 decides which block begins, once every rank has it. Batches are copied to a GPU while it
+computes.
 """
 
 from __future__ import annotations
@@ -79,7 +80,6 @@ class DeviceBuffer:
 _KEPT_BLOCKS = 4  # used blocks kept, to train on again should the source die
 _MOST_BLOCKS = 32
 _KEPT_FILES = 16  # prepared blocks on disk, of this rank
-_LEAST_LEAD = 20.0  # seconds
 _SLOW_LINE_EVERY = 600.0
 _TIMED_LEAST = 3  # blocks, before what is measured is more than the start of everything
 #: Share of a block's training time from which its preparation is slow, so one more worker starts.
@@ -165,10 +165,6 @@ class DataPipeline:
 
     def request(self, block: int) -> None:
         """Start preparing ``block``, unless it is here or under way. Returns at once."""
-        if self._settings.own and block in self._used and block != self._current:
-            # Once more while the chain stands: the number again, and text that is new.
-            for of_block in (self._blocks, self._used, self._places):
-                of_block.pop(block, None)
         # Of None: it had nothing when it was asked for, and may have something now.
         if block in self._pending or self._blocks.get(block) is not None:
             return
@@ -342,11 +338,11 @@ class DataPipeline:
     def state_dict(self) -> dict[str, Any]:
         """Return the position as JSON-able values.
 
-        The next sequence to serve is number ``offset`` of ``block``, of which ``sequences`` are
-        served.
+        The next sequence to serve is number ``offset`` of ``page_block``, of which ``sequences``
+        are served.
         """
         position: dict[str, Any] = {
-            "block": self._current,
+            "page_block": self._current,
             "sequences": self._sequences,
             "offset": self._offset,
         }
@@ -361,13 +357,18 @@ class DataPipeline:
         """Have the block of a checkpoint's :meth:`state_dict` prepared again.
 
         The loop then begins it with ``start=cursor["offset"]``. Prepared blocks lie in ``folder``,
-        so it holds the same tokens as before.
+        so it holds the same tokens as before. An earlier edition's block is not prepared again: its
+        number means other pages. Of own text, those that were not trained on are.
         """
         self._next_place = int(cursor.get("next", 0))
         self._returned = [int(place) for place in cursor.get("returned", [])]
         self._places = {int(number): int(at) for number, at in cursor.get("places", [])}
-        if block := int(cursor.get("block", 0)):
+        if block := int(cursor.get("page_block", 0)):
             self.request(block)
+        elif "block" in cursor:
+            under_way = int(cursor["block"])
+            self._returned += [at for number, at in self._places.items() if number > under_way]
+            self._places = {}
 
     # --- what was done -------------------------------------------------------------------------
 
@@ -387,15 +388,6 @@ class DataPipeline:
         needed = math.ceil(self._prepare_seconds / self._train_seconds) + 1
         return max(least, min(most, needed))
 
-    @property
-    def lead_seconds(self) -> float:
-        """The time before its use at which a block should be requested.
-
-        Three times what preparing one took of late, so that a slow page or a retry does not leave
-        the GPUs waiting.
-        """
-        return _LEAST_LEAD + 3.0 * self._prepare_seconds
-
     def _forget(self, earlier: list[int]) -> None:
         """Drop used blocks beyond the last few, and ``earlier`` ones that were never ordered.
 
@@ -403,10 +395,7 @@ class DataPipeline:
         ordered.
         """
         while len(self._used) > _KEPT_BLOCKS + 1:
-            # A block list needs a recent one, also while a source is down.
-            newest = max(self._used)
-            block = next(b for b in self._used if b != newest)
-            del self._used[block]
+            block, _ = self._used.popitem(last=False)
             self._blocks.pop(block, None)
         passed = [b for b in earlier if b in self._blocks and b not in self._used]
         for block in passed[: max(0, len(passed) - _MOST_BLOCKS)]:

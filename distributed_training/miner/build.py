@@ -39,6 +39,7 @@ from distributed_training.node.published import fetch_published
 from distributed_training.node.start import NetworkFailure, fetch_tokenizer, require_data
 from distributed_training.protocol.codecs import CODECS
 from distributed_training.protocol.keys import miner_bucket
+from distributed_training.protocol.pages import block_at
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.protocol.update_file import Header, largest_file
 from distributed_training.store.bucket_reader import BucketReader
@@ -53,7 +54,7 @@ from distributed_training.training.held_weights import HeldWeights
 from distributed_training.training.weights import read_model_config
 
 from . import events as ev
-from .block_list import BlockList, NoBlocks
+from .blocks import Blocks, NoBlocks
 from .controller import Controller, Subscriber
 from .device import expects_gpu
 from .events import MinerState, Mode, Rules
@@ -170,7 +171,6 @@ class Held(Generic[Weights]):
     checkpointer: Checkpointer
     data: DataPipeline | None  # None where they are a script's
     kept: Mapping[str, Any]  # this rank's part of its checkpoint; empty after a fresh start
-    first_block: int  # that a fresh start trains on first, else 0
 
 
 def resume(
@@ -187,12 +187,11 @@ def resume(
     )
     weights = connections.global_folder if connections else None
     kept = resume_training(trainer, checkpointer, info, weights)
-    first_block = 0 if kept else info.first_block
     if data is not None:
         data.load_state_dict(kept.get("data", {}))
-        if first_block:
-            data.request(first_block)  # prepared while the network is joined
-    return Held(trainer, checkpointer, data, kept, first_block)
+        if not kept:
+            data.request(block_at(trainer.outer_step, 0))  # prepared while the network is joined
+    return Held(trainer, checkpointer, data, kept)
 
 
 def open_data(context: RankContext, info: StartupInfo, micro_batch_size: int) -> DataPipeline:
@@ -218,30 +217,22 @@ def open_data(context: RankContext, info: StartupInfo, micro_batch_size: int) ->
     return data
 
 
-def open_block_list(
-    context: RankContext,
-    training: Held[Any],
-    chain: Chain,
-    *,
-    uid: int,
-    recent: Callable[[], int],
-) -> BlockList:
-    """Return the block list as the checkpoint left it. ``recent``: see :class:`BlockList`."""
+def open_blocks(context: RankContext, training: Held[Any], *, uid: int) -> Blocks:
+    """Return the count of pages as the checkpoint left it."""
     if training.data is None:
-        return NoBlocks(chain.block)
-    blocks = BlockList(
-        chain_block=chain.block,
+        return NoBlocks()
+    blocks = Blocks(
         data=training.data,
         ranks=context.ranks,
         micro_batch_size=training.trainer.micro_batch_size,
+        pages=context.config.data.pages_per_block,
         uid=uid,
-        recent=recent,
+        outer_step=training.trainer.outer_step,
     )
     blocks.load_state_dict(
         training.kept.get("rank_zero", {}).get("blocks", {}),
         training.kept.get("data", {}),
         exact=training.checkpointer.exact,
-        first=training.first_block,
     )
     return blocks
 
@@ -249,7 +240,7 @@ def open_block_list(
 def open_metrics(
     context: RankContext,
     training: Held[Any],
-    blocks: BlockList,
+    blocks: Blocks,
     chain: Chain,
     *,
     uid: int,
@@ -283,8 +274,7 @@ def open_metrics(
         },
         gauges={
             "chain_age_seconds": lambda: chain.age().total_seconds(),
-            "chain_block": chain.block,
-            "block_list_newest_block": lambda: blocks.newest_trained,
+            "newest_page": lambda: max(blocks.pages(), default=None),
             **gauges,
             **machine.single(),
         },
@@ -364,7 +354,6 @@ def open_connections(
         tokenizer_path=str(tokenizer_path),
         eos_id=eos_id,
         global_outer_step=outer_step,
-        first_block=member.chain.block(),
         hotkey=member.hotkey,
         rules=versions.in_force.files[FILE] if versions else "",
     )
@@ -405,9 +394,9 @@ class RankZero:
     ) -> None:
         self._context, self._info = context, info
         self._connections, self._training = connections, training
-        config, trainer, chain = context.config, training.trainer, connections.member.chain
+        config, trainer = context.config, training.trainer
         # --- who decides
-        self.blocks = open_block_list(context, training, chain, uid=info.uid, recent=lambda: 200)
+        self.blocks = open_blocks(context, training, uid=info.uid)
         self.controller = Controller(
             state=MinerState(mode=Mode.TRAINING, outer_step=trainer.outer_step),
             rules=Rules(
@@ -424,7 +413,7 @@ class RankZero:
         self._subscribe()
 
     def _subscribe(self) -> None:
-        """Build the subscribers that get each event, in this order, after the block list."""
+        """Build the subscribers that get each event, in this order, after the blocks."""
         config, folder = self._context.config, self._context.folder
         trainer, connections = self._training.trainer, self._connections
         log_of = "distributed_training" if self._context.guest else ""
@@ -563,7 +552,7 @@ def build_exchange(
         training.trainer,
         context.ranks,
         uploads=uploads_folder(context.folder),
-        header=Header(  # but for the close and the blocks; the trainer fills in the rest
+        header=Header(  # but for the close and the pages; the trainer fills in the rest
             kind="upload",
             run_id=context.config.swarm.run_id,
             outer_step=0,
@@ -573,7 +562,6 @@ def build_exchange(
             codec=context.config.miner.codec,
             inner_steps=0,
             tokens=0,
-            blocks=(),
         ),
         sign=connections.member.wallet.hotkey.sign,
     )

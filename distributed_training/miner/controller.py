@@ -25,7 +25,7 @@ from distributed_training.network import Network
 from distributed_training.protocol.types import ExitStatus
 
 from . import events as ev
-from .block_list import BlockList
+from .blocks import Blocks
 from .events import Action, Command, DataPart, LocalPart, MinerState, Mode, Rules, Task
 from .rounds import decide
 
@@ -52,7 +52,7 @@ class Controller:
         state: MinerState,
         rules: Rules,
         events: queue.SimpleQueue[ev.Event],
-        blocks: BlockList,
+        blocks: Blocks,
         exchange: Exchange,
         uploads: Path,
         versions: Versions | None = None,
@@ -71,7 +71,7 @@ class Controller:
         self.idle_wait = IDLE_WAIT  # seconds
         self._tick_due = Throttle(rules.tick_seconds, clock=clock)
         self._pending: deque[Action] = deque()
-        # First: whoever decides on an upload reads the list as it is after the event.
+        # First: whoever decides on an upload reads its pages as they are after the event.
         self._subscribers: list[Subscriber] = [blocks.on_event]
 
     def subscribe(self, subscriber: Subscriber) -> None:
@@ -110,18 +110,18 @@ class Controller:
                 assert state.place is not None
                 command = replace(command, outer_step=state.place[0], inner_steps=state.place[1])
             case Action.WRITE_UPLOAD if state.upload is not None:
-                taken = LocalPart(blocks=blocks.blocks(), close=state.upload.close)
+                taken = LocalPart(pages=blocks.pages(), close=state.upload.close)
                 command = replace(command, local=taken)
             case Action.WRITE_PROGRESS:
                 none = Close(state.outer_step, 0, 0.0, 0.0)
-                command = replace(command, local=LocalPart(blocks=blocks.blocks(), close=none))
+                command = replace(command, local=LocalPart(pages=blocks.pages(), close=none))
             case Action.OUTER_STEP if state.update is not None:
                 command = replace(command, local=LocalPart(update=state.update))
             case Action.WRITE_UPLOAD | Action.OUTER_STEP:
                 command = Command(Action.IDLE)  # a roll-back came between
             case Action.CHECKPOINT | Action.STOP as action:
                 kept = {"rank_zero": {"blocks": blocks.state_dict()}}
-                local = LocalPart(blocks=blocks.blocks(), kept=kept)
+                local = LocalPart(kept=kept)
                 status = state.exit_status if action is Action.STOP else 0
                 command = replace(command, exit_status=status, local=local)
         return replace(command, data=DataPart(data.request))

@@ -63,7 +63,7 @@ class LocalPart(NamedTuple):
 
     close: Close | None = None  # WRITE_UPLOAD, WRITE_PROGRESS
     update: Update | None = None  # OUTER_STEP
-    blocks: Sequence[int] = ()  # of uploads, CHECKPOINT, STOP: trained on since the last upload
+    pages: tuple[int, ...] = ()  # of uploads: the first and last page of them
     kept: Mapping[str, Any] = {}  # CHECKPOINT, STOP: more for rank 0's checkpoint, JSON-able
 
 

@@ -167,7 +167,6 @@ class RankLoop(ABC):
             outer_step=self._weights.outer_step,
             inner_step=self._weights.inner_step,
             total_inner_steps=self._weights.total_inner_steps,
-            blocks=list(local.blocks),
         )
 
     def _save_checkpoint(self, local: LocalPart) -> None:

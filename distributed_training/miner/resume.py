@@ -25,7 +25,6 @@ class StartupInfo:
     tokenizer_path: str = ""
     eos_id: int = 0
     global_outer_step: int = 0
-    first_block: int = 0  # of the chain: what a fresh start trains on first
     hotkey: str = ""
     rules: str = ""  # the version of the network's file that holds; empty: as the file given
     problem: str = ""  # why there is no start; the other ranks leave quietly then

@@ -42,7 +42,7 @@ from distributed_training.common.backoff import doubling
 from distributed_training.exchange.base import Close, upload_path
 from distributed_training.protocol import lines
 from distributed_training.protocol.types import Progress, RankFailedError, Sign
-from distributed_training.protocol.update_file import MOST_BLOCKS, Header
+from distributed_training.protocol.update_file import Header
 
 from . import events as ev
 from .events import Action, Command, Decision, LocalPart, MinerState, Mode, Rules, Stage, Task
@@ -356,7 +356,7 @@ class RoundRank:
             self._header,
             outer_step=close.outer_step,
             serial=close.serial,
-            blocks=tuple(local.blocks)[-MOST_BLOCKS:],
+            pages=local.pages,
         )
         path = upload_path(self._uploads, close)
         try:

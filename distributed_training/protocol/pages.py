@@ -1,96 +1,151 @@
-"""Draw the pages of the data set that belong to a block (protocol page, section 3).
+"""Draw the pages of text that each member trains on (protocol page, section 3).
 
-Miner and validator must agree on every draw, so the sequence of draws is part of the protocol, the
-discarded one included.
+All pages of the data are numbered and shuffled by a keyed permutation. Its first ones are held out:
+nobody trains on them. In each outer step a member has an order of its own for all the others, which
+follows from the run, its uid and the outer step. It counts its pages from 0 in this order, so it
+sees no page twice in an outer step before it has seen all of them. An upload names the first and
+the last count that it was trained on.
+
+A *block* of text begins at one of these pages. Its number is one integer, so that ranks can pass it
+on; 0 is none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 SPLIT = "train"  # every page is of this split
-ROWS_PER_PAGE = 100  # left free at a config's end, whatever data.rows_per_page says
-VALIDATOR_PAGES = 2  # of the five that a miner fetches, the first two
+HELD_OUT_PAGES = 32  # where the network's file does not say it
+JUDGED_PAGES = 8  # in a row, of those that an upload names
 JUDGED_OF_DOMAINS = 64  # sequences, by the domains' weights, where members have text of their own
-JUDGED_RANKS = 4  # validators look at the pages of ranks 0..3, however many ranks a miner has
+SMALLEST_CONFIG = 102  # rows; some sources do not list smaller ones
+_ROUNDS = 8  # of the Feistel network
+MOST_PAGES = 1 << 32  # of a member in an outer step
+
+Page = tuple[str, int, str]  # config, first row, split
 
 
-def select_pages(
-    *,
-    uid: int,
-    local_rank: int,
-    block: int,
-    n_pages: int,
-    num_rows: Mapping[str, int],
-    split: str = SPLIT,
-) -> list[tuple[str, int, str]]:
-    """Return the pages of text that one rank of a miner trains on at a block.
-
-    A page is ``ROWS_PER_PAGE`` rows from its first row on. Neighbours share data by construction:
-    uid u's rank 1 has the pages of uid u + 1's rank 0, and block b + 3 repeats the last three of
-    block b's five pages.
-
-    Args:
-        uid: The miner's, at least 0.
-        local_rank: The rank's number on its machine, at least 0.
-        block: The chain block that the pages belong to.
-        n_pages: How many pages to draw.
-        num_rows: Row count of each config of the dataset, without ``default``, in any order.
-        split: Split of the dataset, copied into each page.
-
-    Returns:
-        ``n_pages`` tuples ``(config, first row, split)``.
-
-    Raises:
-        ValueError: For negative arguments, no configs, or a config of fewer than 102 rows.
-    """
-    import numpy as np  # here: config, which --help waits for, knows this function
-
-    if min(uid, local_rank, block, n_pages) < 0:
-        raise ValueError("uid, local_rank, block and n_pages must not be negative")
-    # Sorted: a server may list them in another order to each peer.
-    configs = sorted(num_rows)
-    if not configs:
-        raise ValueError("num_rows names no config, so there is nothing to select from")
-    generator = np.random.PCG64((uid + local_rank) & 0xFFFFFFFF)
-    generator.advance(block)
-    rng = np.random.Generator(generator)
-    pages = []
-    for _ in range(n_pages):
-        config = configs[rng.integers(0, len(configs))]
-        rng.integers(0, len(configs))  # drawn and thrown away by every peer
-        # The public code's bound, by which a config's last two rows are never read.
-        last = num_rows[config] - ROWS_PER_PAGE - 1
-        if last < 1:
-            raise ValueError(f"config {config} has {num_rows[config]} rows; a page needs 102")
-        pages.append((config, int(rng.integers(0, last)), split))
-    return pages
+def block_at(outer_step: int, page: int) -> int:
+    """Return the number of the block that begins at a page of an outer step."""
+    return outer_step * MOST_PAGES + page + 1
 
 
-def pages_read_by(*, rank: int, world_size: int, n_pages: int) -> list[tuple[int, int]]:
-    """List the pages of a block that one rank reads.
+def place_of(block: int) -> tuple[int, int]:
+    """Return outer step and first page of a block, from its number above 0."""
+    return divmod(block - 1, MOST_PAGES)
 
-    A validator evaluates the first two pages of ranks 0 to 3 (protocol page, section 3). A miner of
-    four ranks or more reads as the public one does: each rank its own pages, in order. A smaller
-    one deals the pages of four ranks out among its own, the judged ones first, so that all of them
-    are trained on. Every rank gets equally many: ``n_pages``, or as many more as the judged pages
-    take.
+
+@dataclass(frozen=True)
+class PageDraw:
+    """The rule by which a network draws the pages of each member.
 
     Args:
-        rank: The reading rank, from 0.
-        world_size: Number of ranks of this miner.
-        n_pages: Pages that a rank of the public miner reads of a block, at least 1.
+        run_id: Of the run.
+        key: Names the network, whatever the version of its file: held-out pages stay so.
+        rows_per_page: Rows of a page; a config's rest of fewer rows is never read.
+        held_out_pages: Pages that nobody trains on.
 
-    Returns:
-        Tuples ``(rank whose page it is, number of the page)``.
-
-    Raises:
-        ValueError: Unless ``0 <= rank < world_size`` and ``n_pages >= 1``.
+    Examples:
+        >>> draw = PageDraw("0123456789ab", "lab", rows_per_page=100, held_out_pages=4)
+        >>> pages = draw(uid=3, outer_step=7, first=0, count=2, num_rows={"a": 5_000})
+        >>> pages
+        [('a', 3400, 'train'), ('a', 4200, 'train')]
+        >>> set(pages) & set(draw.held_out({"a": 5_000}))
+        set()
     """
-    if not 0 <= rank < world_size or n_pages < 1:
-        raise ValueError(f"rank {rank} of {world_size} cannot read {n_pages} pages")
-    owners = max(JUDGED_RANKS, world_size)
-    judged = JUDGED_RANKS * min(VALIDATOR_PAGES, n_pages)
-    count = max(n_pages, -(-judged // world_size))
-    dealt = range(rank, count * world_size, world_size)
-    return [(place % owners, place // owners) for place in dealt]
+
+    run_id: str
+    key: str
+    rows_per_page: int
+    held_out_pages: int
+
+    def __call__(
+        self, *, uid: int, outer_step: int, first: int, count: int, num_rows: Mapping[str, int]
+    ) -> list[Page]:
+        """Return ``count`` pages of a member in an outer step, from number ``first`` on.
+
+        Args:
+            uid: The member's, at least 0.
+            outer_step: At least 0.
+            first: Number of the first page, from 0. Beyond the last page of the data it begins
+                again at the first.
+            count: How many pages.
+            num_rows: Row count of each config of the dataset, in any order.
+
+        Raises:
+            ValueError: If the data have no more pages than are held out.
+        """
+        free = self._free(num_rows)
+        key = f"{self.run_id} {uid} {outer_step}"
+        places = (permuted(page % free, free, key=key) for page in range(first, first + count))
+        return self._pages((self.held_out_pages + place for place in places), num_rows)
+
+    def held_out(self, num_rows: Mapping[str, int]) -> list[Page]:
+        """Return the pages that nobody trains on.
+
+        Args:
+            num_rows: Row count of each config of the dataset.
+
+        Raises:
+            ValueError: If the data have no more pages than are held out.
+        """
+        self._free(num_rows)
+        return self._pages(range(self.held_out_pages), num_rows)
+
+    def _counts(self, num_rows: Mapping[str, int]) -> dict[str, int]:
+        """Count the pages of each config, in the order in which they are numbered."""
+        return {
+            config: rows // self.rows_per_page
+            for config, rows in sorted(num_rows.items())
+            if rows >= SMALLEST_CONFIG
+        }
+
+    def _free(self, num_rows: Mapping[str, int]) -> int:
+        count = sum(self._counts(num_rows).values())
+        if count <= self.held_out_pages:
+            raise ValueError(
+                f"the data have {count} pages of {self.rows_per_page} rows and "
+                f"{self.held_out_pages} are held out, so none is left to train on"
+            )
+        return count - self.held_out_pages
+
+    def _pages(self, places: Iterable[int], num_rows: Mapping[str, int]) -> list[Page]:
+        counts = self._counts(num_rows)
+        count = sum(counts.values())
+        pages = []
+        for place in places:
+            number = permuted(place, count, key=self.key)
+            for config, own in counts.items():
+                if number < own:
+                    pages.append((config, number * self.rows_per_page, SPLIT))
+                    break
+                number -= own
+        return pages
+
+
+def permuted(place: int, count: int, *, key: str) -> int:
+    """Return the value at ``place`` of the permutation of ``range(count)`` that ``key`` names.
+
+    A Feistel network over SHA-256 permutes the least square of a power of two that holds
+    ``count``. A result beyond ``count`` is permuted again until it is below.
+
+    Args:
+        place: Position in the permutation, ``0 <= place < count``.
+        count: How many values there are.
+        key: Any text; another key gives another permutation.
+
+    Examples:
+        >>> sorted(permuted(place, 5, key="lab") for place in range(5))
+        [0, 1, 2, 3, 4]
+    """
+    half = -(-max(1, (count - 1).bit_length()) // 2)  # bits
+    while True:
+        left, right = divmod(place, 1 << half)
+        for number in range(_ROUNDS):
+            word = hashlib.sha256(f"{key} {number} {right}".encode()).digest()
+            left, right = right, left ^ int.from_bytes(word[:8], "big") & ((1 << half) - 1)
+        place = left << half | right
+        if place < count:
+            return place

@@ -1,9 +1,10 @@
 """Score members as the network's validator does.
 
 A validator measures how much each upload lowers the loss on two kinds of pages: random ones, the
-same for all uploads of a close, and the ones assigned to that member by its block list. ``random``
-is a Plackett-Luce rating over the relative improvements on the random pages: who ranks above others
-gains from them, and more from those that are rated higher (Weng and Lin 2011, by openskill 6.1.3).
+same for all uploads of a close, and those that its upload names of the pages assigned to that
+member. ``random`` is a Plackett-Luce rating over the relative improvements on the random pages: who
+ranks above others gains from them, and more from those that are rated higher (Weng and Lin 2011, by
+openskill 6.1.3).
 ``assigned`` is a moving average of "improved more on the assigned pages than on the random ones",
 so training on other data lowers it. Their product, floored at 0, is the train score; the total adds
 the participation in the outer step, each normalised over all uids.
@@ -16,20 +17,19 @@ did harm. The public network's validators did this, so it is kept.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from random import Random
 from typing import Any
 
-RANDOM_BLOCK_AHEAD = 20  # the random evaluation's block is drawn from [now + 20, 10 * now)
+from .pages import block_at
 
 
-def random_block_range(block: int) -> tuple[int, int]:
-    """Return [low, high) for the block whose pages all uids share in the random evaluation.
+def random_block(draw: Random) -> int:
+    """Return a block of text that nobody trains on: of an outer step that no network reaches.
 
     Args:
-        block: The chain's present block.
+        draw: Whoever knows what it draws could train on that text.
     """
-    low = block + RANDOM_BLOCK_AHEAD
-    # In a chain's first blocks 10 * block is below low, and the range would be empty.
-    return low, max(low + 1, 10 * block)
+    return block_at(draw.randrange(1 << 20, 1 << 30), 0)
 
 
 # --- scores -------------------------------------------------------------------------------------

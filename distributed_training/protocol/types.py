@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -156,17 +156,15 @@ class Progress:
         outer_step: The outer step under way.
         inner_step: Inner steps done in this outer step.
         total_inner_steps: Inner steps of all outer steps; the schedule counts it.
-        blocks: Chain blocks trained on since the last upload.
 
     Examples:
-        >>> Progress(outer_step=3, inner_step=25, total_inner_steps=385, blocks=[17]).blocks
-        [17]
+        >>> Progress(outer_step=3, inner_step=25, total_inner_steps=385).inner_step
+        25
     """
 
     outer_step: int = 0
     inner_step: int = 0  # inner steps done in this outer step
     total_inner_steps: int = 0  # never reset; the schedule counts it
-    blocks: list[int] = field(default_factory=list)  # trained since the last upload
 
 
 @dataclass(frozen=True)

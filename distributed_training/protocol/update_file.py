@@ -35,7 +35,7 @@ from .codecs import CODECS
 from .quantization import SCALE_BYTES, refuse_scales
 from .types import OWN_CODECS, Schema, Sign, Verify
 
-MOST_BLOCKS = 10_000  # of a header
+_MOST_LISTED = 10_000  # chain blocks of a header that an edition before 0.3 wrote
 _LENGTH_BYTES = 8
 _SIGNATURE_BYTES = 64
 _MOST_NUMBER = 2**53 - 1  # what any JSON reader keeps exact
@@ -51,8 +51,9 @@ class Header:
     """The fields of a file that its signature covers.
 
     ``start``: SHA-256, in hexadecimal digits, of the weights from which the movement counts
-    (:func:`digest_weights`). ``blocks``: trained on since the upload before, at most
-    :data:`MOST_BLOCKS`. Raises ValueError for values that no file has.
+    (:func:`digest_weights`). ``pages``: first and last page of the outer step that it was trained
+    on, or neither; uploads of editions before 0.3 list chain blocks in their place. Raises
+    ValueError for values that no file has.
     """
 
     kind: Literal["upload", "update"]
@@ -64,10 +65,10 @@ class Header:
     codec: str
     inner_steps: int
     tokens: int
-    blocks: tuple[int, ...] = ()
+    pages: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        numbers = (self.outer_step, self.serial, self.inner_steps, self.tokens, *self.blocks)
+        numbers = (self.outer_step, self.serial, self.inner_steps, self.tokens, *self.pages)
         good = {
             "kind": self.kind in ("upload", "update"),
             "run_id": _matches(_NAME, self.run_id),
@@ -75,7 +76,7 @@ class Header:
             "start": _matches(_DIGEST, self.start),
             "codec": _matches(_NAME, self.codec) and self.codec in CODECS,
             "number": all(type(n) is int and 0 <= n <= _MOST_NUMBER for n in numbers),
-            "block list": len(self.blocks) <= MOST_BLOCKS,
+            "list of pages": len(self.pages) <= _MOST_LISTED,
         }
         if bad := [name for name, fine in good.items() if not fine]:
             raise ValueError(f"its header has an impossible {bad[0]}")
@@ -166,8 +167,12 @@ def row_chunks(rows: int, columns: int, files: int = 1) -> Iterator[tuple[int, i
 
 
 def _written(header: Header) -> dict[str, Any]:
-    """Return the fields as a file has them: of the product's codecs only the number of bits."""
+    """Return the fields as a file has them: of the product's codecs only the number of bits.
+
+    Pages have the key of the chain blocks that they replace.
+    """
     said = asdict(header)
+    said["blocks"] = said.pop("pages")
     if (bits := OWN_CODECS.get(header.codec)) is not None:
         del said["codec"]
         said["bits"] = bits
@@ -187,7 +192,7 @@ def _largest(schema: Schema, codec: str) -> UpdateLayout:
     header = Header(
         kind="upload", run_id="x" * 64, outer_step=_MOST_NUMBER, serial=_MOST_NUMBER,
         hotkey="x" * 64, start=_NO_DIGEST, codec=codec, inner_steps=_MOST_NUMBER,
-        tokens=_MOST_NUMBER, blocks=(_MOST_NUMBER,) * MOST_BLOCKS,
+        tokens=_MOST_NUMBER, pages=(_MOST_NUMBER,) * _MOST_LISTED,
     )  # fmt: skip
     return UpdateLayout.of(schema, header)
 
@@ -384,13 +389,14 @@ def _read_head(file: Any, size: int, schema: Schema) -> tuple[UpdateLayout, str,
         raw = json.loads(metadata["header"])
         if isinstance(raw, dict) and "bits" in raw:
             raw["codec"] = f"{raw.pop('bits')}-bit"  # see _written
-        known = {field.name for field in fields(Header)}
-        if not isinstance(raw, dict) or set(raw) != known or not isinstance(raw["blocks"], list):
+        if isinstance(raw, dict) and isinstance(raw.get("blocks"), list) and "pages" not in raw:
+            raw["pages"] = raw.pop("blocks")
+        if not isinstance(raw, dict) or set(raw) != {field.name for field in fields(Header)}:
             raise ValueError("other names than a header has")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         why = reprlib.repr(str(error))
         raise ValueError(f"its header cannot be read ({type(error).__name__}: {why})") from None
-    header = Header(**{**raw, "blocks": tuple(raw["blocks"])})
+    header = Header(**{**raw, "pages": tuple(raw["pages"])})
     layout = UpdateLayout.of(schema, header)
     if not _matches(_DIGEST, body) or not _matches(re.compile(r"[0-9a-f]{128}"), signature):
         raise ValueError("its header has an impossible digest or signature")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from distributed_training.config import ConfigError
 from distributed_training.node.start import StopNow
+from distributed_training.protocol.pages import JUDGED_PAGES, place_of
 from distributed_training.protocol.scoring import relative_improvement
 from distributed_training.protocol.types import Schema
 from distributed_training.scoring.upload import (
@@ -170,7 +170,7 @@ class EvaluationModel:
 # Of the decoded gradient times the outer learning rate (protocol page, section 5).
 APPLIED_FRACTION = 0.5
 
-_TRIED = 4  # blocks, until one has enough text
+TRIED = 4  # blocks, until one has enough text
 
 # (uid, block) -> int64 (n, sequence length). Raises DataUnavailable.
 Pages = Callable[[int, int], Tensor]
@@ -355,8 +355,8 @@ class Evaluator:
     Examples:
         ```python
         evaluator = Evaluator(model, PageReader.from_settings(config, tokenizer_path, eos_id=0))
-        upload = ReadUpload(uid, file.header.blocks, file)
-        judgement = evaluator.judge(upload, judged, random_blocks=[5140])
+        upload = ReadUpload(uid, (block_at(3, 40),), file)
+        judgement = evaluator.judge(upload, judged, random_blocks=[random_block(Random())])
         print(judgement.random.relative, judgement.chance)
         ```
     """
@@ -382,16 +382,16 @@ class Evaluator:
             torch.AcceleratorError: After it the GPU cannot be used by this process any more.
         """
         uid, outer_step = upload.uid, judged.outer_step
-        # As the network's validators draw it, by a generator seeded with the uid. Not the global
-        # generator: whoever knows its seed knows the next random block too.
-        listed = random.Random(uid).sample(list(upload.blocks), len(upload.blocks))
         try:
-            drawn = [self._text(uid, range(block, block + _TRIED)) for block in random_blocks]
+            drawn = [
+                self._text(uid, range(block, block + TRIED * JUDGED_PAGES, JUDGED_PAGES))
+                for block in random_blocks
+            ]
             blocks = [tuple(block for block, _ in drawn)]
             texts = [torch.cat([text for _, text in drawn])]
             with contextlib.suppress(ShortText):  # it is judged on random text only
                 if self.assigned:
-                    block, text = self._text(uid, listed[:_TRIED])
+                    block, text = self._text(uid, upload.blocks)
                     blocks.append((block,))
                     texts.append(text)
             # After the text: without it all that is computed would be thrown away.
@@ -457,5 +457,5 @@ def judgement_fields(judgement: Evaluation, revision: str) -> Mapping[str, objec
         if found is not None:
             fields[f"{name}_before"], fields[f"{name}_after"] = found.losses
             fields[f"{name}_relative"] = found.relative
-            fields[f"{name}_block"] = found.blocks[0]
+            fields[f"{name}_page"] = place_of(found.blocks[0])[1]
     return fields

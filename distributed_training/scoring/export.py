@@ -335,7 +335,7 @@ def held_out_loss(config: Config, folder: Path, sequences: int) -> tuple[float, 
     """Return the mean cross-entropy of the exported model, in nats per token, and on which text.
 
     That is the network's held-out text. A network without one of its own has ``sequences``
-    sequences of the blocks that validators draw their random text from.
+    sequences of pages as validators draw their random text.
     """
     import torch
 
@@ -344,7 +344,7 @@ def held_out_loss(config: Config, folder: Path, sequences: int) -> tuple[float, 
     from distributed_training.data.page_source import PageUnavailable
     from distributed_training.node.start import NetworkFailure, fetch_tokenizer
     from distributed_training.protocol import keys, lines
-    from distributed_training.protocol.scoring import random_block_range
+    from distributed_training.protocol.scoring import random_block
     from distributed_training.scoring.evaluator import EvaluationModel
     from distributed_training.scoring.upload import PageReader
     from distributed_training.training.weights import load_weights
@@ -363,12 +363,12 @@ def held_out_loss(config: Config, folder: Path, sequences: int) -> tuple[float, 
             mean = mean_loss(losses, config.domains)
             return mean, config.held_out_name + lines.describe_losses(losses)
         read = PageReader.from_settings(config, *tokenizer)
-        # The same blocks at each call, so that two exports can be compared.
+        # The same pages at each call, so that two exports can be compared.
         generator = random.Random(0)
         texts: list[torch.Tensor] = []
         while sum(map(len, texts)) < sequences:
-            texts.append(read(0, generator.randrange(*random_block_range(10**6))))
-    return model.loss(torch.cat(texts)[:sequences]), "text of random blocks"
+            texts.append(read(0, random_block(generator)))
+    return model.loss(torch.cat(texts)[:sequences]), "text of random pages"
 
 
 if __name__ == "__main__":

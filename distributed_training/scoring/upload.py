@@ -1,7 +1,8 @@
 """Describe an upload to be judged, and read the text that it is judged on.
 
-Text is that of the pages of one block, cut into sequences as members cut them (protocol page,
-section 3). A :class:`Cause` names why an upload is reset: it counts as no improvement.
+Text is that of a few pages in a row of those that are assigned to a member, cut into sequences as
+members cut them (protocol page, section 3). A :class:`Cause` names why an upload is reset: it
+counts as no improvement.
 """
 
 from __future__ import annotations
@@ -27,8 +28,12 @@ from distributed_training.data.held_out import domain_tokens
 from distributed_training.data.page_source import PageSource, PageUnavailable
 from distributed_training.data.tokenizer import TextTokenizer
 from distributed_training.node.start import NetworkFailure
-from distributed_training.protocol.page_permutation import DrawPages
-from distributed_training.protocol.pages import JUDGED_OF_DOMAINS, select_pages
+from distributed_training.protocol.pages import (
+    JUDGED_OF_DOMAINS,
+    JUDGED_PAGES,
+    PageDraw,
+    place_of,
+)
 from distributed_training.protocol.types import Schema
 from distributed_training.store.bucket_reader import BucketReader
 
@@ -45,10 +50,9 @@ class Cause(enum.Enum):
 
 @dataclass(frozen=True)
 class Judged:
-    """The global state that uploads are judged against, at one block.
+    """The global state that uploads are judged against.
 
     Args:
-        block: The chain's present block.
         outer_step: Of the close.
         schema: Names and shapes of the parameters, in state-dict order.
         weights: Global weights of outer step X, float32 on the CPU, in the order of ``schema``.
@@ -57,7 +61,6 @@ class Judged:
     Examples:
         ```python
         judged = Judged(
-            block=5120,
             outer_step=state.outer_step,
             schema=state.schema,
             weights=state.weights,
@@ -66,7 +69,6 @@ class Judged:
         ```
     """
 
-    block: int
     outer_step: int
     schema: Schema
     weights: Sequence[Tensor]
@@ -77,8 +79,6 @@ class Judged:
 OpenBucket = Callable[[Neuron], BucketReader]
 
 
-RANKS = 4  # of a member whose pages are evaluated, as the public validators did
-PAGES = 2  # the first pages of each rank are evaluated, if it reads that many
 BATCH = 2  # sequences come in pairs
 
 
@@ -126,8 +126,6 @@ class PageReader:
         source: Has the rows of the data set.
         tokenizer: Turns rows into tokens.
         sequence_length: Tokens of a sequence.
-        ranks: How many ranks of the miner are read.
-        pages: Pages of each rank.
         rows_per_page: Rows of a page.
         max_length: Tokens after which a row is cut.
         limit: The most sequences in all; 0: no limit.
@@ -137,19 +135,17 @@ class PageReader:
     Examples:
         ```python
         read = PageReader.from_settings(config, tokenizer_path, eos_id=0)
-        sequences = read(17, 5120)  # uid, block: int64 (n, sequence_length)
+        sequences = read(17, block_at(3, 40))  # uid, outer step, page: int64 (n, sequence_length)
         ```
     """
 
     source: PageSource
     tokenizer: TextTokenizer
     sequence_length: int
-    ranks: int
-    pages: int
     rows_per_page: int
     max_length: int
+    draw_pages: PageDraw
     limit: int = 0
-    draw_pages: DrawPages = select_pages
     patience: timedelta = timedelta(minutes=5)  # with the pages of a block, except the last one's
 
     @classmethod
@@ -173,8 +169,6 @@ class PageReader:
             source=open_source(data, cache=config.data_cache),
             tokenizer=TextTokenizer(tokenizer_path, eos_id=eos_id),
             sequence_length=config.training.sequence_length,
-            ranks=RANKS,
-            pages=min(PAGES, config.data.pages_per_block),
             rows_per_page=config.data.rows_per_page,
             max_length=config.data.max_length,
             limit=limit,
@@ -187,40 +181,40 @@ class PageReader:
         Raises DataUnavailable: rows cannot be had now, or come too slowly; ShortText: they are too
         few for two sequences or a page.
         """
-        per_rank = -(-self.limit // self.ranks) if self.limit else None
-        tokens = []
+        rows: list[str] = []
+        deadline = time.monotonic() + self.patience.total_seconds()
+        outer_step, first = place_of(block)
         try:
-            # Once: a table that changes between two ranks would make a text that nobody trained on.
-            table = self.source.num_rows()
-            deadline = time.monotonic() + self.patience.total_seconds()
-            # Each rank apart: the miner's ranks cut their own text, and joined it would shift.
-            for rank in range(self.ranks):
-                rows: list[str] = []
-                for config, row, split in self.draw_pages(
-                    uid=uid,
-                    local_rank=rank,
-                    block=block,
-                    n_pages=self.pages,
-                    num_rows=table,
-                ):
-                    # A slow server has two minutes for each page, and a validator leads no round
-                    # before the text of an upload is there.
-                    if time.monotonic() >= deadline:
-                        took = f"its pages take longer than {self.patience.total_seconds():g} s"
-                        raise PageUnavailable(took)
-                    rows += self.source.rows(config, row, split=split, limit=self.rows_per_page)
-                tokens.append(self.tokenizer.encode_rows(rows, max_length=self.max_length))
-        # ValueError: the page selection drew a config that is too small for a page.
+            for config, row, split in self.draw_pages(
+                uid=uid,
+                outer_step=outer_step,
+                first=first,
+                count=JUDGED_PAGES,
+                num_rows=self.source.num_rows(),
+            ):
+                # A slow server has two minutes for each page, and a validator leads no round before
+                # the text of an upload is there.
+                if time.monotonic() >= deadline:
+                    took = f"its pages take longer than {self.patience.total_seconds():g} s"
+                    raise PageUnavailable(took)
+                rows += self.source.rows(config, row, split=split, limit=self.rows_per_page)
+            tokens = self.tokenizer.encode_rows(rows, max_length=self.max_length)
+        # ValueError: the data have too few pages.
         except (PageUnavailable, OSError, ValueError) as error:
             kind = ShortText if isinstance(error, ValueError) else DataUnavailable
-            raise kind(f"pages of uid {uid}, block {block}: {error}") from error
-        # Validators cut all ranks to the shortest, and drop a tail of less than two sequences.
+            why = f"pages of uid {uid} from {first} on, outer step {outer_step}"
+            raise kind(f"{why}: {error}") from error
         length = self.sequence_length
-        count = min(map(len, tokens)) // (BATCH * length) * BATCH
+        count = len(tokens) // (BATCH * length) * BATCH
         if count == 0:
-            raise ShortText(f"pages of uid {uid}, block {block} hold less than two sequences")
-        cut = [each[: count * length].astype(np.int64).reshape(count, length) for each in tokens]
-        return torch.cat([torch.from_numpy(each)[:per_rank] for each in cut])
+            raise ShortText(
+                f"pages of uid {uid} from {first} on, outer step {outer_step} hold less than two "
+                "sequences"
+            )
+        cut = torch.from_numpy(tokens[: count * length].astype(np.int64)).reshape(count, length)
+        if 0 < self.limit < count:  # of all pages some
+            cut = cut[torch.linspace(0, count - 1, self.limit).long()]
+        return cut
 
 
 class Payload(Protocol):
@@ -237,20 +231,19 @@ class ReadUpload:
 
     Args:
         uid: The miner's.
-        blocks: Trained blocks as the miner lists them; never empty.
+        blocks: Of text that it was trained on, to be tried in this order; never empty.
         payload: The pseudo-gradient.
 
     Examples:
         ```python
-        upload = ReadUpload(uid, file.header.blocks, file)
-        print(upload.uid, max(upload.blocks))
+        upload = ReadUpload(uid, (block_at(3, 40),), file)
         for name, shape in judged.schema:
             delta = upload.payload.decode(name, shape)  # float32, or None: not sent
         ```
     """
 
     uid: int
-    blocks: tuple[int, ...]  # as the miner lists them; never empty
+    blocks: tuple[int, ...]
     payload: Payload
 
 

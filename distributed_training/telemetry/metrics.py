@@ -107,7 +107,7 @@ for _name, _about in {
         "uploads that were not written, by kind: disk (no room), steps (too few inner steps)"
     ),
     "uploaded_bytes_total": "bytes uploaded",
-    "block_list_newest_block": "newest chain block trained on",
+    "newest_page": "last page of the outer step that was trained on",
     "counts": "1 while the last upload that was judged counts, else 0",
     # rounds
     "rounds_total": "finished rounds, successful or not",
@@ -118,7 +118,6 @@ for _name, _about in {
     "round_seconds": "duration of the last round",
     "next_round_timestamp_seconds": "time of the next close",
     # chain
-    "chain_block": "newest chain block",
     "chain_age_seconds": "time since the chain last answered",
     "registered": "0 while the hotkey is not registered",
     # a validator's, of its network

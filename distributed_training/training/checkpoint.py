@@ -28,7 +28,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -377,7 +377,9 @@ class Checkpointer:
         for name in names[min(skip, max(0, len(names) - 1)) :]:
             try:
                 parts = Parts(self._folder, name, self._trainer.schema, stream)
-                progress = Progress(**parts.manifest["progress"])
+                saved_at = parts.manifest["progress"]
+                # Of earlier editions with a list of blocks, too.
+                progress = Progress(**{f.name: saved_at[f.name] for f in fields(Progress)})
                 own, extra = parts.own()
                 saved = {**parts.manifest["state"], **parts.rows(), **own}
                 say = log.info if stream.rank == 0 else log.debug

@@ -97,11 +97,11 @@ class AveragingValidator(StoreValidator):
 
     # --- the all-reduce ---------------------------------------------------------------------------
 
-    def _judge_new(self, close: Intake, miners: Sequence[Neuron], block: int, now: float) -> None:
+    def _judge_new(self, close: Intake, miners: Sequence[Neuron], now: float) -> None:
         if self._round is None or self._round.serial != close.state.serial:
             self._order(close, now)
         judged = [m for m in miners if self._sampled is None or m.hotkey in self._sampled]
-        super()._judge_new(close, judged, block, now)
+        super()._judge_new(close, judged, now)
 
     def _order(self, close: Intake, now: float) -> None:
         state, own = close.state, self._member.hotkey

@@ -201,7 +201,7 @@ class CloseFetcher:
                     len(close.came),
                 )
             return False
-        # Text that cannot be had is waited for where most need some: a member chooses its block,
+        # Text that cannot be had is waited for where most need some: a member chooses its pages,
         # and one whose text nobody has must cost only that member.
         texts = close.lacks.keys() & close.fetched
         return (

@@ -30,7 +30,7 @@ from distributed_training.validator.validator import Run
 log = logging.getLogger(__name__)
 
 _TURN = 30.0  # seconds of judging between two looks: the state is renewed in between
-_MOST_TEXTS = 8  # blocks of text, each of which takes as long to judge as the first
+_MOST_TEXTS = 8  # random texts, each of which takes as long to judge as the first
 _CLIPPED_AGAIN = 3  # times
 
 
@@ -43,9 +43,9 @@ class CloseJudge(CloseFetcher):
         self._seed = self._rules.settings.seed or secrets.randbits(62)
         self._samples = KnownSamples(run.folder / "samples", judge.secret)
         self._judge = replace(judge, secret=self._samples.secret)
-        self._texts = 1  # blocks of text on which a close is judged
+        self._texts = 1  # random texts on which a close is judged
 
-    def _judge_new(self, close: Intake, miners: Sequence[Neuron], block: int, now: float) -> None:
+    def _judge_new(self, close: Intake, miners: Sequence[Neuron], now: float) -> None:
         """Fetch and judge the uploads that came since the last call."""
         began = time.monotonic()
         by_uid = {miner.uid: miner for miner in miners}
@@ -54,7 +54,7 @@ class CloseJudge(CloseFetcher):
         for uid in self._most_trusted(close, now, close.fetched & by_uid.keys()):
             if now + time.monotonic() - began >= close.until:
                 break
-            self._judge_one(close, uid, by_uid[uid].hotkey, block, now)
+            self._judge_one(close, uid, by_uid[uid].hotkey, now)
             self._reporter.report(at_once=False)
             if time.monotonic() > turn:
                 break
@@ -63,7 +63,7 @@ class CloseJudge(CloseFetcher):
         """Return what draws for a close: the same after a restart, where a seed is set."""
         return random.Random(self._seed * serial)
 
-    def _judge_one(self, close: Intake, uid: int, hotkey: str, block: int, now: float) -> None:
+    def _judge_one(self, close: Intake, uid: int, hotkey: str, now: float) -> None:
         path = self._upload_path(close, uid)
         revision = f"{close.state.outer_step}.{close.state.serial}"
         if uid not in close.lacks:
@@ -79,7 +79,7 @@ class CloseJudge(CloseFetcher):
                 uid,
                 hotkey,
                 path,
-                self._judged(close, block),
+                self._judged(close),
                 serial=close.state.serial,
                 start=self._steps.head.weights,
                 modified=close.came[uid],
@@ -103,9 +103,8 @@ class CloseJudge(CloseFetcher):
         self._record("upload_scored", **judgement_fields(found.judgement, revision))
         log.info("uid %d: accepted, random text %+.4f nats", uid, -found.improvement)
 
-    def _judged(self, close: Intake, block: int) -> Judged:
+    def _judged(self, close: Intake) -> Judged:
         return Judged(
-            block=block,
             outer_step=close.state.outer_step,
             schema=self.state.schema,
             weights=self.state.weights,
@@ -118,7 +117,7 @@ class CloseJudge(CloseFetcher):
         factors = merge_factors(found, self._steps.history)
         return dict(zip(sorted(close.accepted), factors, strict=True))
 
-    def _judge_clipped(self, close: Intake, block: int) -> None:
+    def _judge_clipped(self, close: Intake) -> None:
         """Judge those uploads again that are merged in another form than they were judged in.
 
         Which norm is usual is known only when all are judged, and each that turns out not to help
@@ -136,7 +135,7 @@ class CloseJudge(CloseFetcher):
             for one, factor in other:
                 try:
                     again = self._judge.judge_clipped(
-                        one, self._judged(close, block), factor, close.random_blocks
+                        one, self._judged(close), factor, close.random_blocks
                     )
                     close.accepted[one.uid] = again
                 except RefusedUploadError as error:

@@ -8,7 +8,7 @@ kept out.
 A copy is found by the angle between two uploads, at places that nobody else knows. Honest members
 train on different text, so theirs differ; noise that hides a copy below the limit costs it more of
 its improvement than it earns. Who comes first proves nothing, since whoever knows another's text
-can train on it and be faster. Only the owner has trained on the pages that its upload lists.
+can train on it and be faster. Only the owner has trained on the pages that its upload names.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import contextlib
 import hashlib
 import itertools
 import math
+import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,9 +31,10 @@ from distributed_training.common.files import read_state, write_bytes, write_sta
 from distributed_training.exchange.own_uploads import forget_files
 from distributed_training.protocol.manifest import Refused
 from distributed_training.protocol.network_report import printable
+from distributed_training.protocol.pages import JUDGED_PAGES, MOST_PAGES, block_at
 from distributed_training.protocol.types import Schema, Verify
 from distributed_training.protocol.update_file import UpdateFile
-from distributed_training.scoring.evaluator import Evaluation, Evaluator
+from distributed_training.scoring.evaluator import TRIED, Evaluation, Evaluator
 from distributed_training.scoring.upload import Cause, Judged, ReadUpload
 from distributed_training.validator.merge import HISTORY, Measured, clip_factor, helpful
 
@@ -163,8 +165,8 @@ class UploadJudge:
             random_blocks: Of the text that all uploads of the close are judged on.
             longest: The norm to which it is clipped.
 
-        Raises RefusedError, and DataUnavailable, Stopped, OSError, torch.AcceleratorError, which
-        say nothing of the upload.
+        Raises RefusedUploadError, and DataUnavailable, StopNow, OSError, torch.AcceleratorError,
+        which say nothing of the upload.
         """
         try:
             file = UpdateFile.open(
@@ -213,8 +215,8 @@ class UploadJudge:
         return self._accept(replace(one, factor=factor), judged, random_blocks)
 
     def _accept(self, one: Accepted, judged: Judged, random_blocks: Sequence[int]) -> Accepted:
-        # Without a block of its own it is judged on random text twice, which is never better.
-        upload = ReadUpload(one.uid, one.file.header.blocks or tuple(random_blocks[:1]), one.file)
+        # Without pages of its own it is judged on random text twice, which is never better.
+        upload = ReadUpload(one.uid, self._draw(one) or tuple(random_blocks[:1]), one.file)
         as_merged = replace(judged, learning_rate=judged.learning_rate * one.factor)
         judgement = self.evaluator.judge(upload, as_merged, random_blocks=random_blocks)
         if judgement.random is None:
@@ -228,6 +230,30 @@ class UploadJudge:
                 "may explain",
             )
         return replace(one, judgement=judgement)
+
+    def _draw(self, one: Accepted) -> tuple[int, ...]:
+        """Return blocks of pages that an upload names, to be tried in this order.
+
+        Only whole ones: whoever names a single page may choose one that another trained on. Empty
+        for an upload that names too few. Raises RefusedUploadError for pages that no member has.
+        """
+        header = one.file.header
+        if not header.pages:
+            return ()
+        if len(header.pages) != 2:
+            raise RefusedUploadError(
+                "damaged",
+                f"its header lists {len(header.pages)} chain blocks in place of its first and last "
+                "page, as earlier editions do: its member updates the program",
+            )
+        first, last = header.pages
+        if not first <= last < MOST_PAGES:
+            raise RefusedUploadError("damaged", f"no member trains on the pages {first} to {last}")
+        starts = range(first, last + 2 - JUDGED_PAGES)
+        draw = random.Random(f"{self.secret} {one.uid} {header.outer_step} {header.serial}")
+        return tuple(
+            block_at(header.outer_step, draw.choice(starts)) for _ in range(TRIED if starts else 0)
+        )
 
     def _measure(self, file: UpdateFile) -> tuple[float, Tensor]:
         """Return the norm, and the values at the secret places."""

@@ -168,11 +168,6 @@ class RoundReporter:
             members=tuple(members),
         )
 
-    def _block(self) -> int | None:
-        with suppress(ChainError):  # nor is a stop, or the metrics of an outage, held up by it
-            return self.chain.block()
-        return None
-
     def _measure(self, report: NetworkReport) -> None:
         registry, now = self.metrics.registry, time.time()
         verdict = judge_network(report, now)
@@ -201,7 +196,6 @@ class RoundReporter:
             "network_next_round_timestamp_seconds": None if left is None else now + left,
             "network_tokens": report.tokens,
             "network_tokens_per_second": report.tokens_per_second,
-            "chain_block": self._block(),
             "chain_age_seconds": self.chain.age().total_seconds(),
             "disk_free_bytes": disk,
             "memory_bytes": memory,

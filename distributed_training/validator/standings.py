@@ -7,6 +7,7 @@ judge's measurements; manifests publish them.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ class _Entry:
     published: float = 0.0  # the moving average of totals
     all_reduce: int = 0  # whether something of it is in the last outer step
     repo_valid: int = 0
-    scored_at: int = -1  # block of the last evaluation
+    scored_at: int = -1  # when its last upload was judged, in seconds since the epoch; -1: never
     uploaded: float | None = None  # when its upload came, in seconds since the epoch
     fault: str = ""  # why the last close has nothing of it
     reset: str = ""  # why the last upload that was judged was reset
@@ -76,7 +77,7 @@ class Standings:
                 self.board.add(uid)
 
     def judged(
-        self, judgements: Sequence[Evaluation], valid: Mapping[int, bool], *, block: int
+        self, judgements: Sequence[Evaluation], valid: Mapping[int, bool]
     ) -> dict[int, dict[str, float]]:
         """Record what a round has measured; return all scores by uid, as in an event."""
         # Also of members that were not judged: their totals are computed again too.
@@ -85,12 +86,12 @@ class Standings:
         self.board.update_round(
             random={j.uid: j.random.losses if j.random else RESET for j in judgements},
             assigned={j.uid: j.assigned.losses if j.assigned else RESET for j in judgements},
-            # Its blocks are too short to be measured, which is no fault of the upload.
+            # Its pages are too short to be measured, which is no fault of the upload.
             unknown={j.uid for j in judgements if j.ok and j.assigned is None},
         )
         for judgement in judgements:
             entry = self.entries[judgement.uid]
-            entry.scored_at, entry.reset = block, judgement.reason
+            entry.scored_at, entry.reset = int(time.time()), judgement.reason
         present = self.present()
         totals = self.board.total_scores(
             all_reduce={uid: e.all_reduce for uid, e in present.items()},

@@ -35,7 +35,7 @@ from distributed_training.node.start import StopNow
 from distributed_training.protocol import keys, lines
 from distributed_training.protocol.manifest import Manifest, Merged
 from distributed_training.protocol.network_report import GATE, MOST_ROUNDS, TOO_FEW, printable
-from distributed_training.protocol.scoring import random_block_range
+from distributed_training.protocol.scoring import random_block
 from distributed_training.scoring.evaluator import Evaluation
 from distributed_training.store.errors import StoreError
 from distributed_training.training.weights import GlobalState
@@ -149,17 +149,16 @@ class StoreValidator(CloseMerger):
                 unless_stopped(show, stop=self._stop)
                 self._finish_shown = self.finished
         self._reporter.report(at_once=False)
-        block = self._chain.block()
         weights = self.standings.weights()
         # Before all else: the miners have timed their uploads by it.
-        if self._lead(block):
+        if self._lead():
             return
         # Counted also if it fails: the chain limits how often weights are set.
         if weights and self._weights_due():
             try:
                 unless_stopped(partial(self._chain.set_weights, weights), stop=self._stop)
                 by_uid = {str(uid): weight for uid, weight in weights.items()}
-                self._record("weights", block=block, weights=by_uid)
+                self._record("weights", weights=by_uid)
             except ChainError as error:
                 log.warning("Weights were not set (%s). Trying again in a quarter period.", error)
 
@@ -242,12 +241,12 @@ class StoreValidator(CloseMerger):
             steps.write(renewed(state, now=now, period=self._period, finished=self.finished))
         self._leads = True
 
-    def _lead(self, block: int) -> bool:
+    def _lead(self) -> bool:
         """Lead a round if one is due; whether it was. Raises as :meth:`tick`."""
         if time.monotonic() - self._looked < LOOK:
             return False
         try:
-            done = self._advance(block)
+            done = self._advance()
             self._problem = ""
         except (StoreError, OSError) as error:
             self._looked = time.monotonic()
@@ -273,7 +272,7 @@ class StoreValidator(CloseMerger):
 
     # --- a round ----------------------------------------------------------------------------------
 
-    def _advance(self, block: int) -> bool:
+    def _advance(self) -> bool:
         """Do what can be done for the present close; whether its round has ended.
 
         Raises StoreError, OSError, Stopped.
@@ -305,7 +304,7 @@ class StoreValidator(CloseMerger):
             draw = self._draw(state.serial)
             self._close = Intake(
                 state,
-                [draw.randrange(*random_block_range(block)) for _ in range(self._texts)],
+                [random_block(draw) for _ in range(self._texts)],
                 time.monotonic(),
                 max(state.closes_at + state.grace, now) + self._period / 2,
                 self._choose_awaited(state.serial, miners),
@@ -314,7 +313,7 @@ class StoreValidator(CloseMerger):
             log.info("Close %d of outer step %d", state.serial, state.outer_step)
             self._report("round")
         close = self._close
-        self._judge_new(close, miners, block, now)
+        self._judge_new(close, miners, now)
         if self._missing(close, miners, now):
             self._reporter.report(at_once=False)
             return False
@@ -323,7 +322,7 @@ class StoreValidator(CloseMerger):
         close.accepted = {
             u: one for u, one in close.accepted.items() if present.get(u) == one.hotkey
         }
-        return self._end(close, block, now)
+        return self._end(close, now)
 
     def _leave_close(self) -> None:
         """Forget the close, whose round has ended, but for who missed it."""
@@ -336,7 +335,7 @@ class StoreValidator(CloseMerger):
 
     # --- the end of a round -----------------------------------------------------------------------
 
-    def _end(self, close: Intake, block: int, now: float) -> bool:
+    def _end(self, close: Intake, now: float) -> bool:
         """End the round of a close: publish its outer step, or let the close move."""
         for uid, why in [*close.waiting.items()]:
             hotkey = self.standings.entries[uid].hotkey
@@ -347,12 +346,12 @@ class StoreValidator(CloseMerger):
             known["the outer momentum"] = self._judge.sample(momentum)
         for uid, why in find_copies([*close.accepted.values()], known).items():
             self._blame(close, uid, "copy", why)
-        self._judge_clipped(close, block)
+        self._judge_clipped(close)
         close.accepted = {one.uid: one for one in share_alike([*close.accepted.values()])}
         least = self._rules.settings.least
         if len(close.accepted) < least:
             detail = f"{lines.counted(len(close.accepted), 'upload')} accepted of {len(close.came)}"
-            return self._move(close, TOO_FEW, f"{detail}, {least} are needed", block, now)
+            return self._move(close, TOO_FEW, f"{detail}, {least} are needed", now)
         if len(close.accepted) < 3 and not any(m.merged for m in self._steps.history):
             log.info(
                 "%s to merge, and none was merged before: nothing bounds a hostile one",
@@ -376,14 +375,14 @@ class StoreValidator(CloseMerger):
             del merged  # as large as three models, and each that is tried is as large
             spoilers = find_spoilers(len(trusted), passes)
             if spoilers is None or len(trusted) - len(spoilers) < least:
-                return self._move(close, GATE, detail, block, now)
+                return self._move(close, GATE, detail, now)
             for place in spoilers:
                 self._blame(close, trusted[place], "spoiler", f"with it {detail}")
             merged = self._merge(close, [*close.accepted])
             # Without the spoilers others may help, or be usual.
             if not self._rules.mean(merged.losses) <= limit:
-                return self._move(close, GATE, detail, block, now)
-        self._prepare(close, merged, block, now)
+                return self._move(close, GATE, detail, now)
+        self._prepare(close, merged, now)
         assert self._reached_step is not None
         return self._publish(self._reached_step)
 
@@ -406,7 +405,7 @@ class StoreValidator(CloseMerger):
             **of_close,
         )
 
-    def _prepare(self, close: Intake, merged: MergedSome, block: int, now: float) -> None:
+    def _prepare(self, close: Intake, merged: MergedSome, now: float) -> None:
         """Make all that is published of the outer step that the merge leads to."""
         chosen, values = [close.accepted[u] for u in merged.uids], merged.values
         steps, head = self._steps_of(close, chosen), self._steps.head
@@ -421,7 +420,7 @@ class StoreValidator(CloseMerger):
         )
         # First: what fails for a full disk is done again, and scores count once.
         files = self._steps.write_values(state, values)
-        self._score(close, block)
+        self._score(close)
         self._remember_round(self._past(close, "", "", tokens))
         self.standings.failed_rounds = 0
         self.standings.successful_rounds += 1
@@ -521,7 +520,7 @@ class StoreValidator(CloseMerger):
             )
         )
 
-    def _move(self, close: Intake, fault: str, detail: str, block: int, now: float) -> bool:
+    def _move(self, close: Intake, fault: str, detail: str, now: float) -> bool:
         """Move the close by one round period; uploads sent for it are void."""
         gate = close.state.gate + 1 if fault == GATE else 0
         self._leave_close()
@@ -633,7 +632,7 @@ class StoreValidator(CloseMerger):
 
     # --- what a round leaves behind ---------------------------------------------------------------
 
-    def _score(self, close: Intake, block: int) -> None:
+    def _score(self, close: Intake) -> None:
         """Let scores follow from what the round has found of each member."""
         judgements = [one.judgement for one in close.accepted.values()]
         judgements += [
@@ -652,11 +651,10 @@ class StoreValidator(CloseMerger):
         if self._of_member is not None:
             unjudged = entries.keys() - {judgement.uid for judgement in known}
             valid |= dict.fromkeys(self._find_progress(unjudged, close.state.closes_at), True)
-        scores = self.standings.judged(known, valid, block=block)
+        scores = self.standings.judged(known, valid)
         self._record(
             "scores",
             outer_step=close.state.outer_step,
-            block=block,
             scores={str(uid): figures for uid, figures in scores.items()},
         )
         self._reporter.count("uploads_judged", len(judgements))

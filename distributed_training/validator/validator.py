@@ -25,9 +25,9 @@ of each kind, in the order in which they happen; readers ignore kinds and fields
     uid, outer_step, revision, ok; if it was reset, cause (name of a
     ``Cause`` of ``scoring``) and reason (the same in words, with its figures), else both empty;
     random_before, random_after, random_relative, assigned_before, assigned_after,
-    assigned_relative, assigned_block, random_block. Losses in nats; absent when ok is False.
+    assigned_relative, assigned_page, random_page. Losses in nats; absent when ok is False.
 ``scores``
-    outer_step, block, scores: {uid as text: {random (mu - 3 sigma), mu, sigma, assigned, train,
+    outer_step, scores: {uid as text: {random (mu - 3 sigma), mu, sigma, assigned, train,
     all_reduce, repo_valid, total, published (EMA of total: the weight set on the chain)}}.
 ``round``
     outer_step (the one the round was meant to end), ok, fault (``TOO_FEW`` or ``GATE``: the close
@@ -42,7 +42,7 @@ of each kind, in the order in which they happen; readers ignore kinds and fields
     outer_step, folder, ok, reason (empty when ok), seconds, results: {name: number}, of the
     founder's command.
 ``weights``
-    block, weights: {uid as text: weight}.
+    weights: {uid as text: weight}.
 ``network``
     verdict, words, level (good, wait, bad, idle): how the network does; next_report: seconds until
     the next such event, at most.

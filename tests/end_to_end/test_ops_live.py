@@ -65,8 +65,7 @@ class Miner:
             counts={},
             gauges={
                 "chain_age_seconds": lambda: 4.0,
-                "chain_block": lambda: 1050,
-                "block_list_newest_block": lambda: 1000,
+                "newest_page": lambda: 1000,
                 "next_round_timestamp_seconds": lambda: unix_time(time.monotonic() + 600),
                 "clock_offset_seconds": lambda: 0.1,
                 "global_outer_step": lambda: 3,

@@ -22,7 +22,7 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.update_file import UpdateFile
 from distributed_training.scoring.evaluator import APPLIED_FRACTION
 from tests.tools.store_world import StoreMiner, StoreWorld
-from tests.tools.validator_world import LENGTH, one_thread, sequences  # noqa: F401
+from tests.tools.validator_world import LENGTH, one_thread, seed_of, sequences  # noqa: F401
 
 HONEST = (1, 2, 3, 4, 5)
 HOSTILE = (40, 41, 42)
@@ -82,9 +82,9 @@ def last_update(miner: StoreMiner) -> Moved:
 
 def shadow(miner: StoreMiner, steps: int = 2) -> Moved:
     """Train on the pages of the first honest member, an inner step less, as the others do."""
-    blocks, uid, miner.uid = miner.blocks, miner.uid, HONEST[0]
+    uid, miner.uid = miner.uid, HONEST[0]
     miner.train(steps=steps, learning_rate=1e-3)
-    miner.uid, miner.blocks = uid, blocks
+    miner.uid = uid
     return miner.moved
 
 
@@ -122,7 +122,7 @@ def run(
     losses, fates = list[float](), Counter[str]()
     with TemporaryDirectory() as folder:
         world = StoreWorld(Path(folder), uids=(*good, *bad))
-        world.pages = lambda uid, block: sequences(uid * 1_000_003 + block, judged_on)
+        world.pages = lambda uid, block: sequences(seed_of(uid, block), judged_on)
         for n in range(1, steps + 1):
             for miner in world.miners.values():
                 miner.apply()

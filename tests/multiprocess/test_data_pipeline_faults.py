@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from distributed_training.data import block_builder
 from distributed_training.data.pipeline import DataPipeline
 from distributed_training.data.shards import open_shard
 from distributed_training.data.tokenizer import TextTokenizer
-from distributed_training.protocol.pages import select_pages
+from distributed_training.protocol.pages import Page, PageDraw, place_of
 from tests.tools.support_data import (
     DATASET,
     Fault,
@@ -45,6 +46,9 @@ SIZES = {config: len(rows) for config, rows in TABLES.items()}
 LENGTH = 64
 
 
+DRAW = PageDraw("0123456789ab", "lab", rows_per_page=100, held_out_pages=0)
+
+
 @contextlib.contextmanager
 def pipeline(
     server: RowsServer, tokenizer: tuple[Path, int], folder: Path, **changes: Any
@@ -52,7 +56,7 @@ def pipeline(
     values = {"pages_per_block": 5, "rows_per_page": 100, "request_attempts": 4, **changes}
     values |= {"dataset": DATASET, "rows_url": server.url}
     spec = worker_spec(tokenizer, folder, "hf", uid=11, sequence_length=LENGTH, **values)
-    made = DataPipeline(spec, micro_batch_size=2)
+    made = DataPipeline(replace(spec, draw_pages=DRAW), micro_batch_size=2)
     try:
         yield made
     finally:
@@ -66,13 +70,16 @@ def serve(made: DataPipeline, block: int, sequences: int | None = None) -> np.nd
     return np.concatenate([batch.numpy() for batch in batches])
 
 
+def pages_of(block: int) -> list[Page]:
+    step, first = place_of(block)
+    return DRAW(uid=11, outer_step=step, first=first, count=5, num_rows=SIZES)
+
+
 def expected(tokenizer: tuple[Path, int], block: int) -> np.ndarray:
     """Return the block's sequences as the protocol page defines them."""
     made = TextTokenizer(tokenizer[0], eos_id=tokenizer[1])
     ids: list[int] = []
-    for config, row, _ in select_pages(
-        uid=11, local_rank=0, block=block, n_pages=5, num_rows=SIZES
-    ):
+    for config, row, _ in pages_of(block):
         for text in TABLES[config][row : row + 100]:
             ids += made.encode_rows([text], max_length=1024).tolist()
     count = len(ids) // LENGTH
@@ -122,7 +129,7 @@ def without(page: tuple[str, int, str]) -> Callable[[Mapping[str, str]], Fault |
 def test_one_failing_page_does_not_stop_the_others(
     tokenizer: tuple[Path, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pages = select_pages(uid=11, local_rank=0, block=5, n_pages=5, num_rows=SIZES)
+    pages = pages_of(5)
     config, row, _ = pages[1]
     with RowsServer(TABLES, decide=without(pages[1])) as server:
         with pipeline(server, tokenizer, tmp_path) as made:
@@ -171,6 +178,7 @@ from pathlib import Path
 from distributed_training.config.settings import DataSettings
 from distributed_training.data.pipeline import DataPipeline
 from distributed_training.data.block_builder import WorkerSpec
+from distributed_training.protocol.pages import PageDraw
 
 url, dataset, tokenizer, eos, folder = sys.argv[1:6]
 made = DataPipeline(
@@ -178,6 +186,7 @@ made = DataPipeline(
         settings=DataSettings(source="hf", dataset=dataset, rows_url=url),
         uid=11, rank=0, world_size=4, sequence_length=64,
         tokenizer_path=Path(tokenizer), eos_id=int(eos), folder=Path(folder),
+        draw_pages=PageDraw("0123456789ab", "lab", rows_per_page=100, held_out_pages=0),
     ),
     micro_batch_size=2,
 )
@@ -199,7 +208,7 @@ def test_after_a_kill_the_pipeline_continues_at_the_next_sequence(
 ) -> None:
     # A page of the block is missing when it is first prepared, and there after the restart: the
     # kept block still has the tokens that the position counts.
-    pages = select_pages(uid=11, local_rank=0, block=40, n_pages=5, num_rows=SIZES)
+    pages = pages_of(40)
     with RowsServer(TABLES, decide=without(pages[0])) as server:
         child = subprocess.Popen(
             [sys.executable, "-c", CHILD, server.url, DATASET, *map(str, tokenizer), str(tmp_path)],
@@ -214,7 +223,7 @@ def test_after_a_kill_the_pipeline_continues_at_the_next_sequence(
         wait_for(lambda: not any(_alive(pid) for pid in told["workers"]), "their end")
         server.decide = None
         cursor = told["cursor"]
-        assert (cursor["block"], cursor["offset"]) == (40, 14)
+        assert (cursor["page_block"], cursor["offset"]) == (40, 14)
         fetched = len(server.row_requests())
         with pipeline(server, tokenizer, tmp_path) as made:
             made.load_state_dict(cursor)

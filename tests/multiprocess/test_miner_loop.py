@@ -82,7 +82,7 @@ def test_a_kill_loses_no_sequence_and_changes_no_bit(whole: dict[str, Any], tmp_
     resumed = run("resumed", tmp_path)
     assert resumed["losses"] == whole["losses"][5:]
     assert same(resumed, whole)
-    assert resumed["blocks"] == whole["blocks"]
+    assert resumed["pages"] == whole["pages"]
 
 
 def test_a_wall_clock_that_is_set_changes_nothing(whole: dict[str, Any], tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_stop_within_an_inner_step_neither_drops_nor_repeats_a_micro_batch(
     after = run("after_stop", tmp_path)
     assert after["losses"] == whole["losses"][6:]
     assert same(after, whole)
-    assert after["blocks"] == whole["blocks"]
+    assert after["pages"] == whole["pages"]
 
 
 def test_a_miner_of_toys_takes_inner_steps_an_outer_step_and_uploads(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def a_checkpoint_in_mid_step_goes_on_where_it_was(device: torch.device, folder: 
     first, second = (part.to(device) for part in sequences(2, count=4).split(2))
     made.add_micro_batch(first)
     keeper = Checkpointer(trainer=made, folder=folder)
-    save_checkpoint(keeper, Progress(0, 2, 2, [1]))
+    save_checkpoint(keeper, Progress(0, 2, 2))
     assert keeper.last_error is None, keeper.last_error
     expected = made.add_micro_batch(second)
     again = make(device)

@@ -123,7 +123,7 @@ def _registry_state(path: Path) -> Any:
 
 _UPDATE_HEADER = Header(
     kind="upload", run_id="run", outer_step=3, serial=1, hotkey="5F", start="0" * 64, codec="4-bit",
-    inner_steps=9, tokens=900, blocks=(5, 6),
+    inner_steps=9, tokens=900, pages=(5, 6),
 )  # fmt: skip
 
 

@@ -64,7 +64,6 @@ def open_played(
         str(tokenizer),
         eos,
         global_outer_step=outer_step,
-        first_block=101,
         hotkey=MINER.ss58_address,
     )
     return build.Connections(Member(Wallet(MINER, None), Chain(), UID), rounds, place), info

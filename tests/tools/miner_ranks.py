@@ -114,11 +114,10 @@ class Miner:
         self.trainer, self.data = training.trainer, training.data
         self.checkpointer = training.checkpointer
         if self.rank_zero is not None and connections is not None:
-            self.blocks, self.chain = self.rank_zero.blocks, connections.member.chain
+            self.blocks = self.rank_zero.blocks
             self.rank_zero.controller.subscribe(self.on_event)
 
     def on_event(self, event: ev.Event, state: MinerState) -> None:
-        self.chain.requested = self.blocks._last_requested  # type: ignore[attr-defined]
         match event:
             case ev.InnerStepDone(report=report):
                 self.losses.append(report.loss)
@@ -141,7 +140,7 @@ class Miner:
                 "losses": self.losses,
                 "uploads": [event["revision"] for event in uploads if event["ok"]],
                 "waits": self.waits,
-                "blocks": self.blocks.blocks(),
+                "pages": self.blocks.pages(),
                 "outer_step": self.trainer.outer_step,
                 "inner_step": self.trainer.inner_step,
             }
@@ -254,6 +253,7 @@ def no_room(folder: Path) -> None:
 
     def on_step(miner: Miner, step: int) -> None:
         if step == 6:
+            miner.blocks.pause = 0.01
             filler.write_bytes(bytes(max(0, shutil.disk_usage(folder).free - 4096)))
 
     def on_other(miner: Miner, event: ev.Event) -> None:

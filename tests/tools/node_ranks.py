@@ -36,11 +36,9 @@ class Played:
         self.context = replace(context, tick=timedelta(milliseconds=1))
         self.rank = build_rank(self.context, info, network)
         if self.rank.rank_zero is not None:
-            self.blocks, self.chain = self.rank.rank_zero.blocks, network.member.chain
             self.rank.rank_zero.controller.subscribe(self.on_event)
 
     def on_event(self, event: ev.Event, state: Any) -> None:
-        self.chain.requested = self.blocks._last_requested
         if isinstance(event, ev.InnerStepDone) and event.report.total_inner_steps == STEPS:
             self.context.events.put(ev.StopRequested("the test is over"))
 

@@ -20,7 +20,6 @@ from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
-from typing import Any
 
 import psutil
 import torch
@@ -52,18 +51,13 @@ STORE_RULES = RULES | {
 
 
 class Chain(MemoryChain):
-    """Its next block is there when somebody asks for it."""
-
-    requested = 0
+    """Knows the master and the miner."""
 
     def __init__(self) -> None:
         ledger = MemoryLedger()
         ledger.register(ALICE.ss58_address, uid=0, stake=1e6, validator_permit=True)
         ledger.register(MINER.ss58_address, uid=UID)
         super().__init__(hotkey=MINER.ss58_address, ledger=ledger)
-
-    def block(self) -> int:
-        return max(100, self.requested) + 1
 
 
 def store_config() -> Config:
@@ -121,9 +115,6 @@ def run(moment: str, until: int, folder: Path, bucket: Path) -> None:
             rank_zero.controller.subscribe(lambda event, state: follow(event, state))
 
         def follow(event: ev.Event, state: MinerState) -> None:
-            assert rank_zero is not None and connections is not None
-            chain: Any = connections.member.chain
-            chain.requested = rank_zero.blocks._last_requested
             if killed_at(moment, event):
                 kill()
             if isinstance(event, ev.InnerStepDone) and trainer.outer_step >= until:

@@ -23,6 +23,7 @@ from distributed_training.config import Config
 from distributed_training.node.identity import Member
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Manifest, Master, State
+from distributed_training.protocol.pages import JUDGED_PAGES, block_at
 from distributed_training.protocol.update_file import (
     Header,
     UpdateFile,
@@ -106,12 +107,12 @@ class StoreMiner:
         self.model = EvaluationModel(model_config=MODEL_CONFIG, device=torch.device("cpu"))
         self.start = [w.clone() for w in world.validator.state.weights]
         self.moved: list[Tensor] = []
-        self.blocks: list[int] = []
+        self.pages: tuple[int, ...] = ()
 
     def train(self, steps: int = 4, learning_rate: float = 3e-3) -> None:
         self.model.load(self.start)
         parameters = self.model._parameters
-        block = self.world.chain.block() + self.outer_step
+        block = block_at(self.outer_step, 0)
         for p in parameters.values():
             p.requires_grad_(True)
         optimizer = torch.optim.AdamW(parameters.values(), lr=learning_rate)
@@ -126,7 +127,7 @@ class StoreMiner:
         for p in parameters.values():
             p.requires_grad_(False)
         self.moved = [a - b for a, b in zip(self.start, self.model.state(), strict=True)]
-        self.blocks = [block]
+        self.pages = (0, JUDGED_PAGES - 1)  # so that the judge draws the same block
 
     def header(self, **changes: Any) -> Header:
         state = self.world.state
@@ -140,7 +141,7 @@ class StoreMiner:
             codec=self.world.config.validator.codec,
             inner_steps=4,
             tokens=4 * 16 * LENGTH,
-            blocks=tuple(self.blocks),
+            pages=self.pages,
         )
         return replace(header, **changes)
 

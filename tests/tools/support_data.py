@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 from distributed_training.config.settings import DataSettings
 from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.data.pipeline import DataPipeline
+from distributed_training.protocol.pages import PageDraw
 from tests.tools.waiting import wait_for
 
 DATASET = "some/dataset"
@@ -184,6 +185,7 @@ def tables(configs: int = 3, rows: int = 400, *, words: int = 30) -> dict[str, l
     }
 
 
+DRAW = PageDraw("0123456789ab", "lab", rows_per_page=20, held_out_pages=0)
 _OF_A_RANK = ("uid", "rank", "world_size", "sequence_length", "vocabulary")
 
 
@@ -199,6 +201,7 @@ def worker_spec(
         tokenizer_path=tokenizer[0],
         eos_id=tokenizer[1],
         folder=folder,
+        draw_pages=DRAW,
     )
 
 

@@ -110,11 +110,11 @@ def no_memory(folder: Path) -> None:
     for step, who in enumerate((0, WORLD - 1)):
         train(made, step, step + 1)
         with memory_ends(made.copier, "copy_boundary", when=who == RANK):
-            save_checkpoint(keeper, Progress(0, 1, 1, []))
+            save_checkpoint(keeper, Progress(0, 1, 1))
         assert keeper.last_error is not None and f"rank {who}: MemoryError" in keeper.last_error
         dist.barrier()
         assert not list((folder / "checkpoints").glob("checkpoint-*"))
-        save_checkpoint(keeper, Progress(0, 1, 1, []))
+        save_checkpoint(keeper, Progress(0, 1, 1))
         assert keeper.last_error is None
         dist.barrier()
         if RANK == 0:
@@ -142,7 +142,7 @@ def through_store(folder: Path, *, local_ranks: int = 0) -> None:
     finished(handle)
     dist.barrier()
     assert (step.serial, handle.header.inner_steps) == (1, 2)
-    save_checkpoint(keeper, Progress(0, 3, 3, []))
+    save_checkpoint(keeper, Progress(0, 3, 3))
     found = [_applied(made, place, 1, last)]
     assert (made.outer_step, made.inner_step, step.serial, step.dropped) == (1, 1, None, "")
     # As after a kill: the same once more, from the checkpoint.
@@ -299,7 +299,7 @@ def until_killed(folder: Path) -> None:
     made = trainer(rank=RANK, world_size=WORLD)
     keeper = Checkpointer(trainer=made, folder=folder / "checkpoints", keep=2)
     train(made, 0, 5)
-    save_checkpoint(keeper, Progress(0, 5, 5, [3]), {"rank": RANK})
+    save_checkpoint(keeper, Progress(0, 5, 5), {"rank": RANK})
     dist.barrier()
     train(made, 5, 6)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -314,7 +314,7 @@ def toy_optimizer(folder: Path) -> None:
         made = trainer(rank=RANK, world_size=WORLD, optimizer=name)
         train(made, 0, 3)
         keeper = Checkpointer(trainer=made, folder=place / "checkpoints", keep=2)
-        save_checkpoint(keeper, Progress(0, 3, 3, [3]), {"rank": RANK})
+        save_checkpoint(keeper, Progress(0, 3, 3), {"rank": RANK})
         again = trainer(rank=RANK, world_size=WORLD, optimizer=name, seed=7)
         assert Checkpointer(trainer=again, folder=place / "checkpoints").restore() is not None
         losses = [[r.loss for r in train(each, 3, 6)] for each in (made, again)]
@@ -391,7 +391,7 @@ def disk_of_a_copy(folder: Path) -> None:
         whole.append(whole_weights(made))
         if step == 1:  # in the middle of an inner step
             made.add_micro_batch(sequences(RANK, count=made.micro_batch_size))
-        save_checkpoint(keeper, Progress(0, step + 1, step + 1, []), {"rank": RANK})
+        save_checkpoint(keeper, Progress(0, step + 1, step + 1), {"rank": RANK})
         dist.barrier()
     for left, pending in ((2, 1), (1, 0), (0, 0)):
         made = trainer(rank=RANK, world_size=WORLD, local_ranks=1, seed=7)
@@ -411,7 +411,7 @@ def resume(folder: Path) -> None:
     restored = keeper.restore()
     assert restored is not None
     progress, extra = restored
-    assert progress == Progress(0, 5, 5, [3]), progress
+    assert progress == Progress(0, 5, 5), progress
     reports = train(made, progress.total_inner_steps, 10)
     weights = whole_weights(made)
     if RANK == 0:

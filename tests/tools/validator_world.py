@@ -14,6 +14,7 @@ from torch import Tensor
 
 from distributed_training.config import Config
 from distributed_training.config.settings import ValidatorSettings
+from distributed_training.protocol.pages import place_of
 from distributed_training.telemetry import read_events
 from tests.tools.network import ALICE, network_file
 from tests.tools.settings import load_config
@@ -55,8 +56,14 @@ def sequences(seed: int, count: int = 8) -> Tensor:
     return words
 
 
+def seed_of(uid: int, block: int) -> int:
+    """Return another seed for each text; torch counts only its last 32 bits."""
+    outer_step, page = place_of(block)
+    return uid * 1_000_003 + 123_456 + outer_step + 7 * page
+
+
 def pages(uid: int, block: int) -> Tensor:
-    return sequences(uid * 1_000_003 + block)
+    return sequences(seed_of(uid, block))
 
 
 class Events:

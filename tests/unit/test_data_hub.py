@@ -30,7 +30,7 @@ from distributed_training.data.page_source import Counts, NothingToRead, OtherDa
 from distributed_training.data.parquet import ParquetSource
 from distributed_training.data.patient_client import Hold
 from distributed_training.node.start import require_data
-from distributed_training.protocol.page_permutation import PagePermutation
+from distributed_training.protocol.pages import PageDraw
 from tests.tools.hub_server import COMMIT, Hub
 from tests.tools.support_data import DATASET, Fault
 
@@ -80,12 +80,8 @@ def source(hub: Hub, cache: Path | None = None, **changes: Any) -> HubSource:
 
 
 def pages_of(made: Any, table: Mapping[str, int], *, uid: int = 3) -> list[list[str]]:
-    draw = PagePermutation("lab", 10, 3, 8, 2)
-    pages = [
-        page
-        for block in range(9)
-        for page in draw(uid=uid, local_rank=block % 4, block=block, n_pages=3, num_rows=table)
-    ]
+    draw = PageDraw("run", "lab", rows_per_page=10, held_out_pages=2)
+    pages = draw(uid=uid, outer_step=7, first=0, count=27, num_rows=table)
     return [made.rows(name, row, split=split, limit=10) for name, row, split in pages]
 
 
@@ -99,7 +95,7 @@ def test_a_page_is_the_same_for_every_reader_and_from_a_local_copy(
         expected = pages_of(local, local.num_rows())
         for made in (first, second):
             assert pages_of(made, made.num_rows()) == expected
-    assert len({text for page in expected for text in page}) == 250
+    assert len({text for page in expected for text in page}) == 270
 
 
 def test_a_page_costs_one_request_and_an_end_is_fetched_once_on_a_machine(

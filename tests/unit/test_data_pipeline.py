@@ -19,7 +19,7 @@ from distributed_training.data.page_source import StdlibSource
 from distributed_training.data.pipeline import DataPipeline
 from distributed_training.data.shards import SUFFIX
 from distributed_training.data.tokenizer import BYTE_VOCABULARY, TextTokenizer
-from distributed_training.protocol.pages import select_pages
+from distributed_training.protocol.pages import block_at
 from tests.tools.support_data import wait_ready, worker_spec
 
 pytestmark = pytest.mark.timeout(60)
@@ -62,29 +62,28 @@ def test_bytes_survive_the_tokenizer(tokenizer: tuple[Path, int]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_small_miner_trains_on_every_page_that_is_judged(
+def test_a_miner_trains_on_every_page_that_it_counts(
     tokenizer: tuple[Path, int], world_size: int
 ) -> None:
-    """Validators look at four ranks' pages; one or two ranks have them all between them."""
+    """Its ranks have the pages of a block between them, and the judge draws from all of them."""
     source, made = StdlibSource(), TextTokenizer(tokenizer[0], eos_id=tokenizer[1])
     served: list[torch.Tensor] = []
+    block = block_at(9, 40)
     for rank in range(world_size):
         with closing(pipeline(tokenizer, rank=rank, world_size=world_size)) as one:
-            one.request(77)
-            one.begin(77, wait_ready(one, 77))
+            one.request(block)
+            one.begin(block, wait_ready(one, block))
             while (batch := one.next()) is not None:
                 served += batch.tolist()
     flat = bytes(token % 256 for sequence in served for token in sequence)
-    for owner in range(4):
-        pages = select_pages(
-            uid=3, local_rank=owner, block=77, n_pages=2, num_rows=source.num_rows()
-        )
-        for config, row, split in pages:
-            rows = source.rows(config, row, split=split, limit=20)
-            tokens = made.encode_rows(rows, max_length=1024)
-            # Where a page begins among the sequences depends on those before it: look for a run.
-            middle = bytes(int(token) % 256 for token in tokens[len(tokens) // 2 :][:32])
-            assert middle in flat, (owner, config, row)
+    for config, row, split in spec(tokenizer).draw_pages(
+        uid=3, outer_step=9, first=40, count=2 * world_size, num_rows=source.num_rows()
+    ):
+        rows = source.rows(config, row, split=split, limit=20)
+        tokens = made.encode_rows(rows, max_length=1024)
+        # Where a page begins among the sequences depends on those before it: look for a run.
+        middle = bytes(int(token) % 256 for token in tokens[len(tokens) // 2 :][:32])
+        assert middle in flat, (config, row)
 
 
 def test_sequences_are_trimmed_as_ordered(running: DataPipeline) -> None:
@@ -96,7 +95,7 @@ def test_sequences_are_trimmed_as_ordered(running: DataPipeline) -> None:
         assert batch is not None and batch.shape == (2, 64) and batch.dtype == torch.int64
     assert running.next() is None  # the fifth is no whole micro-batch
     cursor = running.state_dict()
-    assert cursor == {"block": 5, "sequences": 5, "offset": 4}
+    assert cursor == {"page_block": 5, "sequences": 5, "offset": 4}
     with pytest.raises(ValueError, match="were ordered"):
         running.begin(5, 10**6)
 

@@ -15,6 +15,7 @@ import torch
 from bittensor.sp_core import verify
 
 from distributed_training.protocol import keys
+from distributed_training.protocol.pages import place_of
 from distributed_training.protocol.update_file import (
     Header,
     UpdateFile,
@@ -68,6 +69,10 @@ BAD: dict[str, tuple[str, Callable[[StoreMiner], bytes]]] = {
     "serial": ("other-close", lambda m: m.encode(serial=m.world.state.serial + 1)),
     "outer step": ("other-close", lambda m: m.encode(outer_step=7)),
     "start": ("other-start", lambda m: m.encode(start="ab" * 32)),
+    # As editions before 0.3 name chain blocks, in a list.
+    "chain blocks": ("damaged", lambda m: m.encode(pages=(5117, 5118, 5120))),
+    "pages backwards": ("damaged", lambda m: m.encode(pages=(9, 2))),
+    "endless pages": ("damaged", lambda m: m.encode(pages=(0, 2**32))),
     "zeros": ("empty", lambda m: m.encode(moved=[torch.zeros_like(t) for t in m.moved])),
     "sign": ("worse", lambda m: m.encode(moved=[-t for t in m.moved])),
     "hundredfold": ("worse", lambda m: m.encode(moved=[100 * t for t in m.moved])),
@@ -116,6 +121,39 @@ def test_bad_uploads_cost_only_their_senders(
             # The larger one is not even fetched.
             found = "" if bad[one.uid] == "larger" else hashlib.sha256(sent[one.uid]).hexdigest()
             assert one.digest == found, bad[one.uid]
+
+
+@pytest.mark.parametrize(
+    ("pages", "gains"),
+    [
+        ((0, 7), "more"),
+        ((0, 2**32 - 1), "chance"),
+        ((8, 15), "chance"),
+        ((3, 3), "none"),
+        ((), "none"),
+    ],
+)
+def test_a_claim_of_pages_that_were_not_trained_costs_only_its_sender(
+    world: StoreWorld, pages: tuple[int, ...], gains: str
+) -> None:
+    """A single page may be one that somebody else trained on, so it is none of its own."""
+    for uid in (3, 5, 17):
+        world.miners[uid].train()
+    world.until_close()
+    world.miners[17].upload(pages=pages)
+    for uid in (3, 5):
+        world.miners[uid].upload()
+    world.end()
+    assert world.fates(1) == dict.fromkeys((3, 5, 17), "merged")
+    events = {e["uid"]: e for e in world.events.of("upload_scored")}
+    more = {uid: e["assigned_relative"] - e["random_relative"] for uid, e in events.items()}
+    assert min(more[3], more[5], events[17]["random_relative"]) > 0
+    if gains == "none":  # it is judged on random text twice
+        assert more[17] == 0
+    elif gains == "more":
+        assert more[17] > 0
+    else:  # of text that it was not trained on, as chance will have it
+        assert pages[0] <= events[17]["assigned_page"] <= pages[1] - 7
 
 
 def test_an_upload_with_huge_rows_of_unused_tokens_costs_only_its_sender(
@@ -302,7 +340,11 @@ class Bigrams:
 def test_no_honest_upload_is_refused_in_200_rounds(tmp_path: Path) -> None:
     """Also long after there is nothing to learn, on as little text as is ever judged."""
     model, members = Bigrams(), {3: 3, 5: 3, 17: 1}  # inner steps of each
-    evaluator = Evaluator(model, lambda uid, block: Bigrams.text(uid * 10_007 + block, 8))  # type: ignore[arg-type]
+
+    def text(uid: int, block: int) -> torch.Tensor:
+        return Bigrams.text(uid * 10_007 + (place_of(block)[0] or block), 8)
+
+    evaluator = Evaluator(model, text)  # type: ignore[arg-type]
     judge = UploadJudge(evaluator, model.schema, "run", "4-bit", verify, secret=11)
     weights, momentum = torch.zeros(model.WORDS, model.WORDS), None
     judged_count, harmful, nearest = 0, 0, 0.0
@@ -323,7 +365,7 @@ def test_no_honest_upload_is_refused_in_200_rounds(tmp_path: Path) -> None:
                 codec="4-bit",
                 inner_steps=steps,
                 tokens=1,
-                blocks=(n,),
+                pages=(0, 7),
             )
             path = tmp_path / f"{uid}.safetensors"
             path.unlink(missing_ok=True)
@@ -334,7 +376,7 @@ def test_no_honest_upload_is_refused_in_200_rounds(tmp_path: Path) -> None:
                 uid,
                 pair.ss58_address,
                 path,
-                Judged(n, n, model.schema, [weights], 0.9),
+                Judged(n, model.schema, [weights], 0.9),
                 serial=n + 1,
                 start=start,
                 modified=float(uid),

@@ -731,11 +731,11 @@ def test_the_text_that_a_network_assigns_is_given_out_and_listed(
     assert train(3, world.leader).inner_step >= 3
     (upload,) = world.bucket.glob("uploads/*/*.safetensors")
     header = UpdateFile.reopen(upload, world.leader.schema).header
-    assert header.blocks and header.tokens == header.inner_steps * 4 * 32
+    assert header.pages[0] == 0 < header.pages[1] and header.tokens == header.inner_steps * 4 * 32
     before = caplog.text
     net = train(2)
     assert net.inner_step >= 5
-    assert "Data continues in block" in caplog.text.removeprefix(before)
+    assert "Data continues in the text from page" in caplog.text.removeprefix(before)
     assert "No text of net.batches()" not in caplog.text
 
 

@@ -17,7 +17,7 @@ from distributed_training.protocol.manifest import Master
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.validator.replay import ManifestChain
 from tests.tools.store_world import StoreMiner, StoreWorld
-from tests.tools.validator_world import VOCABULARY, one_thread, sequences  # noqa: F401
+from tests.tools.validator_world import VOCABULARY, one_thread, seed_of, sequences  # noqa: F401
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -92,13 +92,13 @@ def _train_on(miner: StoreMiner, loss_of: Callable[[StoreMiner, int], torch.Tens
     for p in parameters:
         p.requires_grad_(False)
     miner.moved = [a - b for a, b in zip(miner.start, miner.model.state(), strict=True)]
-    miner.blocks = [1]
+    miner.pages = (0, 7)
 
 
 def test_a_spoiler_is_found_by_the_held_out_text(tmp_path: Path) -> None:
     """Its upload is good where uploads are judged: that text is of another language."""
     world = StoreWorld(tmp_path, uids=(3, 5, 8, 17))
-    world.pages = lambda uid, block: _other(uid * 1_000_003 + block)
+    world.pages = lambda uid, block: _other(seed_of(uid, block))
     for uid in (3, 8, 17):
         _train_on(world.miners[uid], lambda m, s: m.model._loss(_other(s)))
     held_out = sequences(999_999_999, 16)

@@ -35,14 +35,11 @@ class Blocks:
 
     def on_event(self, event: ev.Event, state: MinerState) -> None: ...
 
-    def chain_block(self) -> int:
-        return 777
-
-    def blocks(self) -> list[int]:
-        return [554]
+    def pages(self) -> tuple[int, int]:
+        return 5, 54
 
     def state_dict(self) -> dict[str, Any]:
-        return {"blocks": [[554, 3]]}
+        return {"next": 60}
 
     def on_boundary(self, *, may_begin: bool) -> DataPart:
         begin = self.begin if may_begin else (0, 0)
@@ -111,7 +108,7 @@ def test_a_whole_round() -> None:
     rig = Rig()
     command = rig.command(ev.UploadWanted(CLOSE))
     assert (command.action, command.local.close) == (Action.WRITE_UPLOAD, CLOSE)
-    assert command.local.blocks == [554]
+    assert command.local.pages == (5, 54)
     assert rig.action() is Action.CHECKPOINT
     assert rig.action(ev.UploadWritten(CLOSE)) is Action.TRAIN  # it is sent by its own thread
     rig.exchange.send.assert_called_once_with(CLOSE, Path("uploads/4.1.safetensors"))
@@ -155,7 +152,7 @@ def test_a_stop_drops_pending_work() -> None:
         ev.UploadWanted(CLOSE), ev.UpdateReady(UPDATE, 1000.0), ev.StopRequested("deregistered", 3)
     )
     assert (command.action, command.exit_status) == (Action.STOP, 3)
-    assert command.local.kept == {"rank_zero": {"blocks": {"blocks": [[554, 3]]}}}
+    assert command.local.kept == {"rank_zero": {"blocks": {"next": 60}}}
     assert rig.action() is Action.IDLE, "nothing follows"
 
 

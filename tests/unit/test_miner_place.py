@@ -117,7 +117,7 @@ def test_the_place_is_gone_to_again_after_a_roll_back() -> None:
     member.train(9)
     assert member.trainer.total_inner_steps == 309
     member.trainer.inner_step, member.trainer.total_inner_steps = 2, 77  # of an older checkpoint
-    member.handle(ev.RolledBack(Progress(7, 2, 77, [])))
+    member.handle(ev.RolledBack(Progress(7, 2, 77)))
     assert member.trainer.total_inner_steps == 302
 
 

@@ -13,7 +13,6 @@ import pytest
 from distributed_training.common.backoff import Clocks
 from distributed_training.exchange.base import Close
 from distributed_training.miner import events as ev
-from distributed_training.miner.block_list import BlockList
 from distributed_training.miner.events import MinerState, Mode
 from distributed_training.miner.metrics import Metrics
 from distributed_training.miner.registration import chain_facts
@@ -25,7 +24,6 @@ from distributed_training.telemetry.own_facts import OwnFacts
 from distributed_training.telemetry.verdict import judge
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_world import MINER
-from tests.tools.miner_parts import step_report
 
 CLOSE = Close(12, 3, 1000.0, 60.0)
 TRAINING = MinerState(mode=Mode.TRAINING, outer_step=12)
@@ -253,37 +251,3 @@ def test_missed_closes_and_uploads_are_remembered_by_the_next_process(tmp_path: 
     again = Judged(tmp_path)
     found = again.after(ev.CloseReached(CLOSE), TRAINING)
     assert again.facts.joined and found == ("missed a close", True), "it is no newcomer"
-
-
-@pytest.mark.parametrize("restarted", [False, True])
-@pytest.mark.parametrize(("base", "left"), [(Base.MERGED, [103]), (Base.KEPT, [101, 102, 103])])
-def test_blocks_of_an_upload_that_was_not_merged_are_in_the_next_one(
-    base: Base, left: list[int], restarted: bool
-) -> None:
-    def new() -> BlockList:
-        ranks: Any = Mock(world_size=1)
-        data: Any = Mock()
-        return BlockList(
-            chain_block=lambda: 200, data=data, ranks=ranks, micro_batch_size=2, recent=lambda: 50
-        )
-
-    blocks = new()
-
-    def train(block: int) -> None:
-        blocks._current = (block, 8)
-        blocks.on_event(ev.InnerStepDone(step_report()), TRAINING)
-
-    train(101)
-    for serial, block in ((3, 102), (4, 103)):
-        close = Close(12, serial, 0.0, 0.0)
-        blocks.on_event(ev.UploadWanted(close), TRAINING)
-        assert blocks.blocks() == list(range(101, block)), "the close moved: all of them again"
-        handle: Any = Mock()
-        blocks.on_event(ev.UploadBegun(close, handle, Progress(12, block)), TRAINING)
-        train(block)
-    if restarted:
-        kept = blocks.state_dict()
-        blocks = new()
-        blocks.load_state_dict(kept, {})
-    blocks.on_event(APPLIED, state(base))
-    assert blocks.blocks() == left

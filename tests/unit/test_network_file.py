@@ -32,8 +32,7 @@ from distributed_training.network import (
     to_toml,
     tree_of,
 )
-from distributed_training.protocol.page_permutation import PagePermutation
-from distributed_training.protocol.pages import select_pages
+from distributed_training.protocol.pages import PageDraw
 from distributed_training.protocol.types import ExitStatus
 from tests.tools.chain_raw import trickle
 from tests.tools.r2_keys import KEYS
@@ -163,14 +162,15 @@ def test_private_addresses_are_right_only_in_a_private_network(tmp_path: Path) -
 
 def test_pages_are_drawn_by_the_rule_that_the_file_names(tmp_path: Path) -> None:
     """Held-out pages stay so through versions of the file: the draw does not change with them."""
-    assert load(EXAMPLE, tmp_path).draw_pages is select_pages
+    assert load(EXAMPLE, tmp_path).draw_pages.held_out_pages == 0
     second = EXAMPLE.replace("\nrevision = ", "\nselection = 2\nheld_out_pages = 8\nrevision = ")
     draws = [
         load(signed(text, ALICE, nearby=nearby), tmp_path, kind=kind).draw_pages
         for text in (second, second.replace("version = 1 ", SECOND))
         for kind in ("miner", "validator")
     ]
-    rule = PagePermutation(f"example {ALICE.ss58_address}", 100, 5, 256, 8)
+    run_id = load(EXAMPLE, tmp_path).swarm.run_id
+    rule = PageDraw(run_id, f"example {ALICE.ss58_address}", 100, 8)
     assert draws == [rule] * 4
 
 

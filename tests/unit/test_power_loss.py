@@ -84,7 +84,7 @@ def test_a_checkpoint_is_the_one_before_or_the_new_one(
 
     def save(step: int) -> None:
         train(made, step - 1, step)
-        save_checkpoint(keeper, Progress(0, step, step, []), {"at": step})
+        save_checkpoint(keeper, Progress(0, step, step), {"at": step})
         assert keeper.last_error is None
 
     save(1)

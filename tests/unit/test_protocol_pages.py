@@ -1,92 +1,93 @@
-"""Page selection against the golden vectors, and the overlaps the protocol page states."""
+"""The draw of pages against the recorded vectors, and what it promises on drawn networks."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from distributed_training.protocol.pages import (
-    JUDGED_RANKS,
-    VALIDATOR_PAGES,
-    pages_read_by,
-    select_pages,
-)
+from distributed_training.protocol.pages import MOST_PAGES, PageDraw, block_at, permuted, place_of
 
 pytestmark = pytest.mark.timeout(60)
-VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "page_selection.json").read_text())
+VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "pages.json").read_text())
+RULE, TABLE = PageDraw(**VECTORS["rule"]), VECTORS["num_rows"]
 
 
-@pytest.mark.parametrize("case", VECTORS["cases"], ids=lambda c: f"{c['uid']}.{c['local_rank']}")
+@pytest.mark.parametrize("case", VECTORS["cases"], ids=lambda c: f"{c['uid']}.{c['outer_step']}")
 def test_golden_vectors(case: dict) -> None:
-    pages = select_pages(
-        uid=case["uid"],
-        local_rank=case["local_rank"],
-        block=case["block"],
-        n_pages=case["n_pages"],
-        num_rows=VECTORS["num_rows"],
-        split=VECTORS["split"],
-    )
-    assert [list(page) for page in pages] == case["pages"]
-    assert all(type(row) is int for _, row, _ in pages)
+    asked = {name: value for name, value in case.items() if name != "pages"}
+    assert [list(page) for page in RULE(**asked, num_rows=TABLE)] == case["pages"]
 
 
-def _select(uid: int = 5, rank: int = 0, block: int = 1000, n: int = 5) -> list:
-    return select_pages(
-        uid=uid, local_rank=rank, block=block, n_pages=n, num_rows=VECTORS["num_rows"]
-    )
+def test_golden_vectors_of_the_permutation_and_of_what_is_held_out() -> None:
+    """They are those of earlier editions: a network's held-out pages stay held out."""
+    key, count = RULE.key, VECTORS["count"]
+    assert [permuted(place, count, key=key) for place in range(8)] == VECTORS["permuted"]
+    assert [list(page) for page in RULE.held_out(TABLE)] == VECTORS["held_out"]
 
 
-def test_neighbours_and_later_blocks_overlap_as_they_do_on_the_network() -> None:
-    assert _select(uid=5, rank=1) == _select(uid=6, rank=0)
-    assert _select(block=1003)[:3] == _select(block=1000)[2:]
-    assert _select(block=1006)[:1] == _select(block=1000)[4:]
-    assert _select(n=2) == _select(n=5)[:2]
+@settings(max_examples=40)
+@given(count=some.integers(1, 1500), key=some.text(max_size=20))
+def test_each_page_has_one_place(count: int, key: str) -> None:
+    assert sorted(permuted(place, count, key=key) for place in range(count)) == [*range(count)]
 
 
-@pytest.mark.parametrize("num_rows", [{}, {"a": 101}])
-def test_too_little_data_is_an_error(num_rows: dict[str, int]) -> None:
-    with pytest.raises(ValueError):
-        select_pages(uid=0, local_rank=0, block=0, n_pages=1, num_rows=num_rows)
+@settings(max_examples=40)
+@given(
+    pages=some.lists(some.integers(2, 200), min_size=1, max_size=4),
+    held_out=some.integers(0, 7),
+    uid=some.integers(0, 4095),
+    outer_step=some.integers(0, 10**6),
+)
+def test_a_member_sees_each_page_once_before_one_again_and_never_one_held_out(
+    pages: list[int], held_out: int, uid: int, outer_step: int
+) -> None:
+    rule = replace(RULE, held_out_pages=held_out)
+    table = {f"c{i}": 100 * n + i for i, n in enumerate(pages)} | {"small": 101, "c": 700}
+    free = sum(pages) + 7 - held_out
+    one = {"uid": uid, "outer_step": outer_step, "num_rows": table}
+    seen = rule(**one, first=0, count=free)
+    every = {(c, row, "train") for c in table for row in range(0, table[c] // 100 * 100, 100)}
+    assert {*seen} == every - {*rule.held_out(table)} - {("small", 0, "train")}
+    assert len(seen) == free
+    assert rule(**one, first=free, count=3) == [*seen, *seen, *seen][:3], "then from the first"
+    middle = free // 2
+    assert rule(**one, first=middle, count=free - middle) == seen[middle:], "in any pieces"
+    assert rule(**one, first=free * 10**15 + 1, count=1) == [(seen * 2)[1]], "any number is one"
 
 
-def test_negative_arguments_are_an_error() -> None:
-    with pytest.raises(ValueError, match="negative"):
-        _select(block=-1)
-
-
-@given(world_size=some.integers(1, 512), n_pages=some.integers(1, 9))
-def test_every_judged_page_is_read_once_at_every_world_size(world_size: int, n_pages: int) -> None:
-    read = [
-        pages_read_by(rank=rank, world_size=world_size, n_pages=n_pages)
-        for rank in range(world_size)
-    ]
-    flat = [page for pages in read for page in pages]
-    assert len(set(flat)) == len(flat), "a page is read by two ranks"
-    assert len({len(pages) for pages in read}) == 1, "ranks have unequal shares"
-    judged = {
-        (owner, number)
-        for owner in range(JUDGED_RANKS)
-        for number in range(min(VALIDATOR_PAGES, n_pages))
+def test_pages_are_uniform_and_each_member_and_outer_step_has_its_own() -> None:
+    table = {"a": 10_000, "b": 10_050}
+    rule = replace(RULE, held_out_pages=0)
+    drawn = Counter[tuple[str, int, str]]()
+    for uid in range(40):
+        for outer_step in range(40):
+            drawn.update(rule(uid=uid, outer_step=outer_step, first=0, count=5, num_rows=table))
+    assert len(drawn) == 200
+    # Of 8,000 draws 40 for each page; chi-square of 199 degrees is below 270 but for one in 1,000.
+    assert sum((count - 40) ** 2 / 40 for count in drawn.values()) < 270
+    orders = {
+        tuple(each(uid=uid, outer_step=step, first=0, count=20, num_rows=table))
+        for each in (rule, replace(rule, run_id="other"))
+        for uid in (3, 4)
+        for step in (7, 8)
     }
-    assert judged <= set(flat)
-    if world_size < JUDGED_RANKS:  # a block that is cut short loses what is not judged
-        for pages in read:
-            of_them = [page in judged for page in pages]
-            assert of_them == sorted(of_them, reverse=True)
+    assert len(orders) == 8
 
 
-@pytest.mark.parametrize("world_size", [4, 8])
-def test_four_ranks_and_more_read_as_the_public_miner_does(world_size: int) -> None:
-    for rank in range(world_size):
-        read = pages_read_by(rank=rank, world_size=world_size, n_pages=5)
-        assert read == [(rank, number) for number in range(5)]
+@pytest.mark.parametrize("num_rows", [{}, {"a": 100 * RULE.held_out_pages, "b": 101}])
+def test_too_little_data_is_an_error(num_rows: dict[str, int]) -> None:
+    for draw in (RULE.held_out, lambda n: RULE(uid=0, outer_step=0, first=0, count=1, num_rows=n)):
+        with pytest.raises(ValueError, match="none is left to train on"):
+            draw(num_rows)
 
 
-@pytest.mark.parametrize(("rank", "world_size", "n_pages"), [(1, 1, 5), (-1, 2, 5), (0, 1, 0)])
-def test_a_rank_outside_the_world_is_an_error(rank: int, world_size: int, n_pages: int) -> None:
-    with pytest.raises(ValueError, match="cannot read"):
-        pages_read_by(rank=rank, world_size=world_size, n_pages=n_pages)
+@given(some.integers(0, 2**30), some.integers(0, MOST_PAGES - 1))
+def test_the_number_of_a_block_has_its_place(outer_step: int, page: int) -> None:
+    block = block_at(outer_step, page)
+    assert 0 < block < 2**63 and place_of(block) == (outer_step, page)

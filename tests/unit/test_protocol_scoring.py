@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from distributed_training.protocol import scoring
+from distributed_training.protocol.pages import place_of
 from distributed_training.protocol.scoring import RESET, ScoreBoard
 
 pytestmark = pytest.mark.timeout(60)
@@ -106,7 +108,7 @@ def test_state_survives_a_restart() -> None:
     assert other.rating(2) == ScoreBoard([2]).rating(2)
 
 
-def test_random_block_lies_ahead() -> None:
-    assert scoring.random_block_range(1000) == (1020, 10000)
-    low, high = scoring.random_block_range(0)
-    assert high > low == 20
+def test_random_text_is_of_an_outer_step_that_nobody_reaches() -> None:
+    draw = Random(1)
+    blocks = {scoring.random_block(draw) for _ in range(100)}
+    assert len(blocks) == 100 and all(place_of(block)[0] >= 2**20 for block in blocks)

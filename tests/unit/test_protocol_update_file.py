@@ -27,7 +27,6 @@ from distributed_training.protocol.codecs import CODECS
 from distributed_training.protocol.quantization import GROUP
 from distributed_training.protocol.types import OWN_CODECS
 from distributed_training.protocol.update_file import (
-    MOST_BLOCKS,
     Header,
     UpdateFile,
     UpdateLayout,
@@ -56,7 +55,7 @@ def header(**given: Any) -> Header:
     known: dict[str, Any] = {
         **{"kind": "upload", "run_id": "0123456789ab", "outer_step": 7, "serial": 3},
         **{"hotkey": ALICE.ss58_address, "start": "ab" * 32, "codec": "4-bit", "inner_steps": 30},
-        **{"tokens": 9000, "blocks": (11, 12)},
+        **{"tokens": 9000, "pages": (11, 12)},
     }
     return Header(**{**known, **given})
 
@@ -175,7 +174,7 @@ def test_several_ranks_write_the_file_of_one(
     schema: Schema, bits: int, ranks: int, seed: int, data: st.DataObject
 ) -> None:
     values = {name: drawn(shape, seed + n) for n, (name, shape) in enumerate(schema)}
-    head = header(codec=f"{bits}-bit", blocks=tuple(range(data.draw(st.integers(0, 30)))))
+    head = header(codec=f"{bits}-bit", pages=tuple(range(data.draw(st.integers(0, 30)))))
     layout = UpdateLayout.of(schema, head)
     parts: list[tuple[int, int, Tensor]] = []
     for index, (name, _) in enumerate(schema):
@@ -393,7 +392,7 @@ FIELDS: list[tuple[str, list[Any], str]] = [
     ("codec", ["3-bit", "toy", None, []], "canonical"),
     ("inner_steps", [-1, 2**53, 0.5, None], "number"),
     ("tokens", [-1, 2**64, 0.5, "x"], "number"),
-    ("blocks", [[-1], [2**53], [1.0], [None], [[]], list(range(MOST_BLOCKS + 1))], "number|block"),
+    ("blocks", [[-1], [2**53], [1.0], [None], [[]], list(range(10_001))], "number|pages"),
     ("blocks", [None, 5, {}, "12"], "cannot be read"),
 ]
 

@@ -15,14 +15,15 @@ import torch
 from distributed_training.config import load_config
 from distributed_training.data.block_builder import RowsTokens, WorkerSpec
 from distributed_training.data.page_source import Counts
-from distributed_training.protocol.page_permutation import PagePermutation
-from distributed_training.protocol.pages import select_pages
+from distributed_training.protocol.pages import JUDGED_PAGES, PageDraw, block_at
 from distributed_training.scoring.upload import DataUnavailable, PageReader
 from tests.tools.network import network_file
 from tests.tools.r2_keys import KEYS
 
 pytestmark = pytest.mark.timeout(60)
 NUM_ROWS = {"a": 500, "b": 900}
+BLOCK = block_at(3, 1234)
+DRAW = PageDraw("0123456789ab", "lab", rows_per_page=100, held_out_pages=2)
 
 
 class ByteTokenizer:
@@ -49,10 +50,9 @@ def _reader(source: object, **changes: object) -> PageReader:
         "source": source,
         "tokenizer": ByteTokenizer(),
         "sequence_length": 16,
-        "ranks": 2,
-        "pages": 2,
         "rows_per_page": 100,
         "max_length": 1024,
+        "draw_pages": DRAW,
         **changes,
     }
     return PageReader(**options)
@@ -61,35 +61,21 @@ def _reader(source: object, **changes: object) -> PageReader:
 @pytest.mark.parametrize("tokens, count", [(63, 0), (64, 2), (127, 2), (128, 4)])
 def test_sequences_come_in_pairs(tokens: int, count: int) -> None:
     counted = SimpleNamespace(encode_rows=lambda *_, **__: np.arange(tokens, dtype=np.int32))
-    reader = _reader(Source(), tokenizer=counted, sequence_length=32, ranks=1)
+    reader = _reader(Source(), tokenizer=counted, sequence_length=32)
     if count == 0:
-        with pytest.raises(DataUnavailable, match="less than two"):
-            reader(7, 1234)
+        with pytest.raises(DataUnavailable, match="from 1234 on, outer step 3 hold less than two"):
+            reader(7, BLOCK)
         return
-    found = reader(7, 1234)
+    found = reader(7, BLOCK)
     assert found.shape == (count, 32) and found.dtype == torch.int64
     assert found.flatten().tolist() == list(range(count * 32))
 
 
-def test_the_first_pages_of_each_rank_are_read() -> None:
-    source = Source()
-    found = _reader(source)(7, 1234)
-    expected = [
-        (config, row, split, 100)
-        for rank in range(2)
-        for config, row, split in select_pages(
-            uid=7, local_rank=rank, block=1234, n_pages=5, num_rows=NUM_ROWS
-        )[:2]
-    ]
-    assert source.asked == expected
-    assert found.shape[1] == 16 and found.shape[0] % 2 == 0
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-def test_a_miner_and_the_validator_draw_the_same_pages_of_a_network_of_its_own(
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_a_miner_and_the_validator_draw_the_same_pages(
     tmp_path: Path, tokenizer: tuple[Path, int], world_size: int
 ) -> None:
-    """data.selection 2 of the shared file decides the pages; no held-out page is read."""
+    """The shared file decides the pages; the ranks read them in a row, and no held-out page."""
     rules = {"exchange": "store", "data.selection": 2, "data.pages_per_block": 3,
              "data.rows_per_page": 20, "data.rows": 1400, "data.held_out_pages": 5}  # fmt: skip
     file = network_file(tmp_path, rules)
@@ -98,6 +84,7 @@ def test_a_miner_and_the_validator_draw_the_same_pages_of_a_network_of_its_own(
         for kind in ("miner", "validator")
     )
     read: set[tuple[str, int]] = set()
+    blocks = [block_at(77, first) for first in range(0, 24, 3 * world_size)]
     for rank in range(world_size):
         source = Source()
         own = WorkerSpec(
@@ -105,41 +92,27 @@ def test_a_miner_and_the_validator_draw_the_same_pages_of_a_network_of_its_own(
             tokenizer_path=tokenizer[0], eos_id=tokenizer[1], folder=tmp_path,
             draw_pages=pickle.loads(pickle.dumps(miner.draw_pages)),
         )  # fmt: skip
-        assert own.blocks != replace(own, draw_pages=select_pages).blocks
-        RowsTokens(own, source, ByteTokenizer(), Counts()).block(77, 3)
-        read |= {(config, row) for config, row, _, limit in source.asked if limit == 20}
+        assert own.blocks != replace(own, draw_pages=DRAW).blocks
+        for block in blocks:
+            RowsTokens(own, source, ByteTokenizer(), Counts()).block(block, 3)
+        of_rank = {(config, row) for config, row, _, limit in source.asked if limit == 20}
+        assert len(of_rank) == 3 * len(blocks) and not of_rank & read, "none is read twice"
+        read |= of_rank
     source = Source()
     reader = PageReader.from_settings(validator, *tokenizer)
-    replace(reader, source=source, tokenizer=ByteTokenizer(), sequence_length=16)(6, 77)
+    replace(reader, source=source, tokenizer=ByteTokenizer(), sequence_length=16)(
+        6, block_at(77, 24 - JUDGED_PAGES)
+    )
     judged = {(config, row) for config, row, _, _ in source.asked}
-    assert len(judged) == 8 and judged <= read and len(read) >= 3 * world_size
-    draw = miner.draw_pages
-    assert isinstance(draw, PagePermutation)
-    held_out = {(config, row) for config, row, _ in draw.held_out(NUM_ROWS)}
+    assert len(judged) == JUDGED_PAGES and judged <= read and len(read) == 24
+    held_out = {(config, row) for config, row, _ in miner.draw_pages.held_out(NUM_ROWS)}
     assert len(held_out) == 5 and not held_out & read
 
 
-def test_a_limit_takes_the_same_number_of_each_rank() -> None:
-    whole, some = _reader(Source())(7, 1234), _reader(Source(), limit=8)(7, 1234)
+def test_a_limit_takes_of_all_pages() -> None:
+    whole, some = _reader(Source())(7, BLOCK), _reader(Source(), limit=8)(7, BLOCK)
     assert some.shape == (8, 16)
-    assert torch.equal(some[:4], whole[:4])
-    assert torch.equal(some[4:], whole[whole.shape[0] // 2 :][:4])
-
-
-def test_all_ranks_are_cut_to_the_shortest() -> None:
-    """The public validators' ranks agree on the least number of tokens too."""
-    first = {
-        row
-        for _, row, _ in select_pages(uid=7, local_rank=0, block=1234, n_pages=2, num_rows=NUM_ROWS)
-    }
-
-    class Uneven(Source):
-        def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
-            return [("long" if row in first else "s")] * limit
-
-    found = _reader(Uneven())(7, 1234)
-    assert found.shape == (48, 16)  # of twice 400 tokens; the first rank has 1000
-    assert bool((found[:24] == ord("l")).any()) and not bool((found[24:] == ord("l")).any())
+    assert torch.equal(some[0], whole[0]) and torch.equal(some[-1], whole[-1])
 
 
 def test_rows_that_cannot_be_had_are_nobodys_fault() -> None:
@@ -148,13 +121,13 @@ def test_rows_that_cannot_be_had_are_nobodys_fault() -> None:
             raise TimeoutError("no answer")
 
     with pytest.raises(DataUnavailable, match="no answer"):
-        _reader(Down())(7, 1234)
+        _reader(Down())(7, BLOCK)
 
     class Small(Source):
         def num_rows(self) -> dict[str, int]:
             return {"a": 101}
 
     with pytest.raises(DataUnavailable, match="its pages take longer than 0 s"):
-        _reader(Source(), patience=timedelta(0))(7, 1234)
-    with pytest.raises(DataUnavailable, match="config a has 101 rows; a page needs 102"):
-        _reader(Small())(7, 1234)
+        _reader(Source(), patience=timedelta(0))(7, BLOCK)
+    with pytest.raises(DataUnavailable, match="2 are held out, so none is left to train on"):
+        _reader(Small())(7, BLOCK)

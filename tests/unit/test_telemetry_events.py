@@ -40,13 +40,13 @@ pytestmark = pytest.mark.timeout(20)
 
 def test_events_come_back_as_written(tmp_path: Path) -> None:
     path = tmp_path / "run" / "events.jsonl"
-    report = Progress(5, 60, 300, [7])
+    report = Progress(5, 60, 300)
     with EventLog(path) as log:
         log.write("publication", report=report, wait=timedelta(minutes=1), folder=tmp_path)
         log.write("step", loss=float("nan"), key=SecretStr("abcdefgh"))
     first, second = read_events(path)
     assert first["kind"] == "publication" and first["time"] > 1e9
-    assert first["report"]["blocks"] == [7] and first["wait"] == 60.0
+    assert first["report"]["inner_step"] == 60 and first["wait"] == 60.0
     assert first["folder"] == str(tmp_path)
     assert second["loss"] is None and second["key"] == "********"
     assert [e["kind"] for e in read_events(path, "step")] == ["step"]

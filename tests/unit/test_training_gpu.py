@@ -471,7 +471,7 @@ def test_only_the_optimizer_waits_for_copies(
     written: list[Any] = []
     if how == "upload":
         written.append(made.write_upload(tmp_path / "u", header("upload", 0, serial=1), sign=sign))
-    keeper.save({}, Progress(0, 1, 1, []))  # of the same boundary: no byte is copied twice
+    keeper.save({}, Progress(0, 1, 1))  # of the same boundary: no byte is copied twice
     waits.clear()
     *most, last = sequences(1).split(made.micro_batch_size)
     for part in most:
@@ -515,7 +515,7 @@ def test_copies_that_fail_cost_the_write_and_no_step(
     handle.join()
     assert "was not copied: CUDA error" in str(handle.error) and not (tmp_path / "u").exists()
     keeper = Checkpointer(trainer=made, folder=tmp_path / "checkpoints")
-    save_checkpoint(keeper, Progress(0, 1, 1, []))
+    save_checkpoint(keeper, Progress(0, 1, 1))
     assert keeper.last_error is not None and "was not copied" in keeper.last_error
     del handle
     monkeypatch.undo()

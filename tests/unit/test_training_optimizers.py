@@ -76,7 +76,7 @@ def test_a_run_by_matrices_is_resumed_to_the_bit(name: str, tmp_path: Path) -> N
     unbroken, first, again = trainer(**by), trainer(**by), trainer(**by, offload_optimizer="on")
     losses = [report.loss for report in train(unbroken, 0, 8)]
     train(first, 0, 5)
-    save_checkpoint(Checkpointer(trainer=first, folder=tmp_path), Progress(0, 5, 5, []))
+    save_checkpoint(Checkpointer(trainer=first, folder=tmp_path), Progress(0, 5, 5))
     assert Checkpointer(trainer=again, folder=tmp_path).restore() is not None
     assert [report.loss for report in train(again, 5, 8)] == losses[5:]
     assert same(whole_weights(again), whole_weights(unbroken))
@@ -136,7 +136,7 @@ def test_a_network_may_come_to_muon_and_leave_it(before: str, after: str, tmp_pa
     """The weights stay; what the other optimizer kept is none of this one's."""
     made, other = trainer(optimizer=before), trainer(optimizer=after)
     train(made, 0, 3)
-    save_checkpoint(Checkpointer(trainer=made, folder=tmp_path), Progress(0, 3, 3, []))
+    save_checkpoint(Checkpointer(trainer=made, folder=tmp_path), Progress(0, 3, 3))
     assert Checkpointer(trainer=other, folder=tmp_path).restore() is not None
     assert same(whole_weights(made), whole_weights(other))
     assert other.optimizer.step_count == 0 and other.total_inner_steps == 3
@@ -245,7 +245,7 @@ def test_state_that_cannot_be_kept_in_rows_is_refused(kind: str, refused: str) -
 def test_a_checkpoint_brings_back_an_optimizers_state(kind: str, tmp_path: Path) -> None:
     made = trainer(optimizer="odd", learning_rate=1e-2)
     train(made, 0, 3)
-    save_checkpoint(Checkpointer(trainer=made, folder=tmp_path), Progress(0, 3, 3, []))
+    save_checkpoint(Checkpointer(trainer=made, folder=tmp_path), Progress(0, 3, 3))
     again = trainer(optimizer="odd", learning_rate=1e-2)
     assert Checkpointer(trainer=again, folder=tmp_path).restore() is not None
     assert again.optimizer.counts() == made.optimizer.counts()

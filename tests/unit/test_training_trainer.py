@@ -159,7 +159,7 @@ def test_nan_steps_are_skipped_counted_and_ask_for_a_roll_back(
     made = trainer()
     keeper = Checkpointer(trainer=made, folder=tmp_path)
     train(made, 0, 2)
-    save_checkpoint(keeper, Progress(0, 2, 2, [1]))
+    save_checkpoint(keeper, Progress(0, 2, 2))
     good = whole_weights(made)
     made.sharded.shards[-1].local[0] = float("nan")
     made.drop_step()
@@ -349,7 +349,7 @@ def test_micro_batches_of_another_step_are_dropped_at_a_restart(
     made = trainer()
     half_a_step(made, 0)
     keeper = Checkpointer(trainer=made, folder=tmp_path)
-    save_checkpoint(keeper, Progress(0, 0, 0, []))
+    save_checkpoint(keeper, Progress(0, 0, 0))
     other = trainer(**{flag: value})
     keeper = Checkpointer(trainer=other, folder=tmp_path)
     assert keeper.restore() is not None
@@ -364,10 +364,10 @@ def test_checkpoint_in_mid_step_resumes_to_the_bit(tmp_path: Path) -> None:
     train(made, 2, 3)
     half_a_step(made, 3)
     keeper = Checkpointer(trainer=made, folder=tmp_path / "checkpoints")
-    save_checkpoint(keeper, Progress(1, 1, 3, [8]), {"cursor": 3})
+    save_checkpoint(keeper, Progress(1, 1, 3), {"cursor": 3})
     other = trainer(seed=5)
     restored = Checkpointer(trainer=other, folder=tmp_path / "checkpoints").restore()
-    assert restored == (Progress(1, 1, 3, [8]), {"cursor": 3})
+    assert restored == (Progress(1, 1, 3), {"cursor": 3})
     assert (other.outer_step, other.inner_step, other.total_inner_steps) == (1, 1, 3)
     assert len(other.step.batches) == 2
     ends = []
@@ -428,7 +428,7 @@ def test_checkpoint_in_mid_step_of_batches_that_lie_on_a_device(tmp_path: Path) 
         made.add_micro_batch(batch)
     keeper = Checkpointer(trainer=made, folder=tmp_path)
     for expected in (2, 3):  # the second time: two from the checkpoint and a new one
-        save_checkpoint(keeper, Progress(0, 0, 0, []))
+        save_checkpoint(keeper, Progress(0, 0, 0))
         assert keeper.last_error is None
         made = trainer()
         keeper = Checkpointer(trainer=made, folder=tmp_path)
@@ -523,7 +523,7 @@ def checkpoints(folder: Path, count: int, *, keep: int = 3) -> tuple[Checkpointe
     keeper = Checkpointer(trainer=made, folder=folder, keep=keep)
     for step in range(count):
         train(made, step, step + 1)
-        save_checkpoint(keeper, Progress(0, step + 1, step + 1, []))
+        save_checkpoint(keeper, Progress(0, step + 1, step + 1))
     return keeper, max(folder.glob("checkpoint-*")) / "rank-0.json"
 
 
@@ -550,7 +550,7 @@ def test_the_last_checkpoints_and_their_epochs_stay_also_when_the_clock_is_set_b
     for epoch in range(4):
         monkeypatch.setattr(time, "time_ns", lambda epoch=epoch: real() - epoch * 10**13)
         made.begin_epoch(epoch)
-        save_checkpoint(keeper, Progress(epoch, 0, 0, []))
+        save_checkpoint(keeper, Progress(epoch, 0, 0))
         restored = keeper.restore()
         assert restored is not None and restored[0].outer_step == epoch
     assert len(list(tmp_path.glob("checkpoint-*"))) == len(list(tmp_path.glob("epoch-*"))) == 2
@@ -561,16 +561,16 @@ def test_a_checkpoint_that_could_not_be_written_leaves_nothing_behind(
 ) -> None:
     made = trainer()
     keeper = Checkpointer(trainer=made, folder=tmp_path)
-    save_checkpoint(keeper, Progress(0, 1, 1, []))
+    save_checkpoint(keeper, Progress(0, 1, 1))
     real = checkpoint.write_json
 
     monkeypatch.setattr(checkpoint, "write_json", full_disk)
     for _ in range(3):
-        save_checkpoint(keeper, Progress(0, 2, 2, []))
+        save_checkpoint(keeper, Progress(0, 2, 2))
         assert keeper.last_error is not None and "No space left" in keeper.last_error
     assert sum(len(list(f.iterdir())) for f in tmp_path.glob("checkpoint-*")) == 2
     monkeypatch.setattr(checkpoint, "write_json", real)
-    save_checkpoint(keeper, Progress(0, 3, 3, []))
+    save_checkpoint(keeper, Progress(0, 3, 3))
     assert [len(list(f.iterdir())) for f in tmp_path.glob("checkpoint-*")] == [2, 2]
 
 
@@ -582,7 +582,7 @@ def test_a_checkpoint_is_kept_when_older_ones_cannot_be_deleted(
 
     stale = OSError(errno.ESTALE, "Stale file handle")
     monkeypatch.setattr(Checkpointer, "_prune", mock.Mock(side_effect=stale))
-    save_checkpoint(keeper, Progress(0, 1, 1, []))
+    save_checkpoint(keeper, Progress(0, 1, 1))
     assert keeper.last_error is None and "were not deleted" in caplog.text
     restored = keeper.restore()
     assert restored is not None and restored[0].inner_step == 1
@@ -596,7 +596,7 @@ def test_training_waits_seconds_for_the_file_of_a_rank_that_hangs(
     keeper._layout, keeper._timeout = Layout(0, 2), 30.0
     train(keeper._trainer, 1, 2)
     began = time.monotonic()
-    save_checkpoint(keeper, Progress(0, 2, 2, []))
+    save_checkpoint(keeper, Progress(0, 2, 2))
     assert time.monotonic() - began < 20
     restored = keeper.restore()
     assert restored is not None and restored[0].inner_step == 1, "nothing older was deleted"
@@ -607,9 +607,9 @@ def test_a_roll_back_that_did_not_help_goes_further_back(
 ) -> None:
     keeper, _ = checkpoints(tmp_path, 2, keep=2)
     assert [(keeper.roll_back() or [None])[0] for _ in range(3)] == [
-        Progress(0, 2, 2, []),
-        Progress(0, 1, 1, []),
-        Progress(0, 1, 1, []),  # there is none before
+        Progress(0, 2, 2),
+        Progress(0, 1, 1),
+        Progress(0, 1, 1),  # there is none before
     ]
     train(keeper._trainer, 1, 2)  # a step that works: the newest is tried first again
     restored = keeper.roll_back()

@@ -51,7 +51,7 @@ def test_scores_are_those_of_the_score_board() -> None:
     for second in (judged(2, 2.5, 2.6), reset, judged(2, 2.9)):
         given = [judged(1, 2.0, 1.5), second]
         valid = {1: True, 2: second.ok}
-        scores = ledger.judged(given, valid, block=7)
+        scores = ledger.judged(given, valid)
         board.update_round(
             random={j.uid: j.random.losses if j.random else RESET for j in given},
             assigned={j.uid: j.assigned.losses if j.assigned else RESET for j in given},
@@ -77,18 +77,18 @@ def test_a_uid_with_a_new_hotkey_starts_afresh() -> None:
 def test_a_uid_that_is_hidden_for_a_while_keeps_its_standing() -> None:
     ledger = after_a_round()
     ledger.board.update_round(random={1: (3.0, 2.0), 2: (3.0, 2.5)}, assigned={})
-    ledger.judged([], {1: True, 2: True}, block=1)
+    ledger.judged([], {1: True, 2: True})
     weights, rating = ledger.weights(), ledger.board.rating(2)
     assert set(weights) == {1, 2} and ledger.board.rating(1)[0] > rating[0]
     ledger.sync(BOTH[:1])
-    assert set(ledger.weights()) == set(ledger.judged([], {1: True}, block=2)) == {1}
+    assert set(ledger.weights()) == set(ledger.judged([], {1: True})) == {1}
     ledger.sync(BOTH)
     assert ledger.weights()[2] == weights[2] and ledger.board.rating(2) == rating
 
 
 def test_the_ledger_of_an_earlier_edition_is_taken_over(tmp_path: Path) -> None:
     path, ledger = tmp_path / "ledger.json", after_a_round()
-    ledger.judged([judged(1, 2.0, 1.5), judged(2, 2.5, 2.6)], {1: True, 2: True}, block=3)
+    ledger.judged([judged(1, 2.0, 1.5), judged(2, 2.5, 2.6)], {1: True, 2: True})
     ledger.save(path)
     assert Standings.load(path) == ledger
     content = json.loads(path.read_text())

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from distributed_training.protocol import keys
+from distributed_training.protocol.pages import JUDGED_PAGES, block_at, place_of
 from distributed_training.protocol.scoring import ScoreBoard
 from distributed_training.scoring.upload import DataUnavailable, ShortText
 from distributed_training.store.bucket_reader import BucketReader
@@ -172,21 +173,21 @@ def test_a_refused_upload_makes_room(tmp_path: Path) -> None:
 def test_a_block_without_enough_text_is_left_out(tmp_path: Path, short: str) -> None:
     world = _uploaded(tmp_path)
     pages, random_text = world.pages, list[int]()
-    (last,) = world.miners[17].blocks  # older ones than of two periods do not count
-    world.miners[17].blocks = [last - 1, last] if short == "one of two" else [last]
+    if short == "one of two":
+        world.miners[17].pages = (0, 2 * JUDGED_PAGES - 1)
     world.miners[17].upload()
 
     def some(uid: int, block: int) -> torch.Tensor:
-        if block > 10_000 and not random_text:
+        if place_of(block)[0] > 10_000 and not random_text:
             random_text.append(block)
         bad = {
-            "one of two": uid == 17 and block == last - 1,
-            "all": uid == 17 and block <= last,
+            "one of two": uid == 17 and block == block_at(0, 0),
+            "all": uid == 17 and place_of(block)[0] < 10_000,
             "random": uid == 17 and block in random_text,
             "random of all": block in random_text,
         }[short]
         if bad:
-            raise ShortText(f"pages of uid {uid}, block {block} hold less than two sequences")
+            raise ShortText(f"pages of uid {uid}, {place_of(block)} hold less than two sequences")
         return pages(uid, block)
 
     world.pages = some
@@ -195,8 +196,8 @@ def test_a_block_without_enough_text_is_left_out(tmp_path: Path, short: str) -> 
     assert world.state.outer_step == 1, "nobody is waited for"
     assert world.fates(1) == dict.fromkeys(UIDS, "merged")
     (event,) = (e for e in world.events.of("upload_scored") if e["uid"] == 17)
-    assert ("assigned_block" in event) == (short != "all")
-    assert event["random_block"] == 20_000 + ("random" in short)
+    assert ("assigned_page" in event) == (short != "all")
+    assert event["random_page"] == JUDGED_PAGES * ("random" in short)
     if short == "all":  # which says nothing of its assigned text
         assert world.validator.standings.board.assigned_score(17) == 0.0
 

@@ -306,7 +306,7 @@ class Walk:
             codec="4-bit",
             inner_steps=5,
             tokens=9,
-            blocks=(7,),
+            pages=(0, 7),
         )
         layout = UpdateLayout.of(SCHEMA, header)
         path.unlink(missing_ok=True)
@@ -323,7 +323,7 @@ class Walk:
             1,
             ADDRESS,
             path,
-            Judged(1000, step, SCHEMA, (), 0.7),
+            Judged(step, SCHEMA, (), 0.7),
             serial=serial,
             start="a" * 64,
             modified=0.0,

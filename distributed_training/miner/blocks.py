@@ -1,0 +1,348 @@
+"""Choose the text that all ranks prefetch and train on, and count its pages.
+
+A member counts its pages from 0 in each outer step (:mod:`~..protocol.pages`). A *block* is the
+next few of them: the same number for each rank. Rank 0 asks for blocks ahead of need, waits until
+*every* rank holds a block, and begins it cut to the sequences of the poorest rank. An upload names
+the first and the last page of the blocks that its inner steps were trained on, without a gap. So
+after a roll-back, or where loss or gradient was NaN, or pages could not be had, it begins behind
+that place: the count continues, and no page of the outer step comes twice.
+
+What was prepared for one outer step and is left when the next begins is trained on first, and no
+upload names it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from distributed_training.common.backoff import Repeats, Throttle
+from distributed_training.protocol.pages import block_at, place_of
+from distributed_training.protocol.types import Progress
+
+from . import events as ev
+from .events import DataPart, MinerState
+from .ranks import Ranks
+
+if TYPE_CHECKING:
+    from distributed_training.data.pipeline import DataPipeline
+
+log = logging.getLogger(__name__)
+
+_SAY_AGAIN = 600.0  # seconds between two lines of skipped blocks
+_STEPS = 8  # outer steps whose counts are remembered: a roll-back may return to one
+
+
+class Blocks:
+    """Chooses the blocks to train on; on rank 0 only.
+
+    It subscribes to the miner's stream of events.
+
+    Args:
+        data: Says how many blocks to request ahead of the one in training.
+        ranks: Says which blocks every rank holds.
+        micro_batch_size: Sequences of a micro-batch of one rank.
+        pages: Pages that one rank reads of a block.
+        uid: The miner's; another uid has other pages.
+        outer_step: That is trained.
+        clock: Seconds that only grow.
+
+    Examples:
+        ```python
+        blocks = Blocks(data=data, ranks=ranks, micro_batch_size=4, pages=5, uid=3, outer_step=7)
+        part = blocks.on_boundary(may_begin=True)
+        print(part.request, part.begin)  # block to prefetch, block to train on; 0: none
+        ```
+    """
+
+    #: Seconds without any ready block after which the last one is trained on again (its tokens are
+    #: still cached on every rank), rather than leaving GPUs idle.
+    patience = 60.0
+    pause = 12.0  # seconds from a block without data to the next request: the source may be down
+
+    def __init__(
+        self,
+        *,
+        data: DataPipeline,
+        ranks: Ranks,
+        micro_batch_size: int,
+        pages: int,
+        uid: int = 0,
+        outer_step: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._data = data
+        self._ranks = ranks
+        self._micro_batch_size = micro_batch_size
+        self._size = pages * ranks.world_size
+        self._uid = uid
+        self._clock = clock
+        self._outer_step = outer_step
+        self._next = {outer_step: 0}  # by outer step: the page to request next
+        self._trained: tuple[int, ...] = ()  # first and last page of it that an upload names
+        self._since_step: list[int] = []  # blocks in the inner step under way
+        self._ahead: list[int] = []  # to request first: before a restart they were already
+        self._requested: list[int] = []
+        self._ready: list[tuple[int, int]] = []
+        self._current = (0, 0)  # block, its sequences
+        self._unnamed = 0  # the block under way, if a part of it is not in the weights
+        self._remaining = 0  # micro-batches of it
+        self._under_way = (0, 0, 0)  # block, sequences and position of a restored cursor
+        self._starving_since: float | None = None
+        self._asks_from = 0.0  # when the next block is requested, after one without data
+        self._skipped = Repeats(_SAY_AGAIN)
+        self._repeat_line = Throttle(self.patience, clock=clock)
+
+    # --- what comes next -----------------------------------------------------------------------
+
+    @property
+    def available(self) -> bool:
+        """True while micro-batches are left of the block in training."""
+        return self._remaining > 0
+
+    @property
+    def in_step(self) -> bool:
+        """True while an inner step is under way that has micro-batches."""
+        return bool(self._since_step)
+
+    def on_boundary(self, *, may_begin: bool) -> DataPart:
+        """Return the block to prefetch and the block to train on from here.
+
+        Args:
+            may_begin: Whether a new block may begin now.
+        """
+        for block in tuple(self._requested):
+            sequences = self._ranks.ready_everywhere(block, self._data.ready(block))
+            if sequences is None:
+                continue
+            self._requested.remove(block)
+            # With less than a micro-batch it would end on all ranks as soon as it began.
+            if sequences >= self._micro_batch_size:
+                self._ready.append((block, sequences))
+                continue
+            self._asks_from = self._clock() + self.pause
+            if (again := self._skipped()) is not None:
+                what = f"{describe(block)} has no data for at least one rank and is skipped"
+                log.warning("%s%s", what, again)
+        request = self._next_request()
+        if not may_begin or self._remaining:
+            return DataPart(request)
+        block, sequences, start = self._next_block()
+        if block:
+            self._current = (block, sequences)
+            self._remaining = (sequences - start) // self._micro_batch_size
+        return DataPart(request, block, sequences, start)
+
+    def _next_request(self) -> int:
+        if self._ahead:
+            block = self._ahead.pop(0)
+        elif (
+            len(self._requested) + len(self._ready) >= max(1, self._data.depth)
+            or self._clock() < self._asks_from
+        ):
+            return 0
+        else:
+            page = self._next[self._outer_step]
+            self._next[self._outer_step] = page + self._size
+            block = block_at(self._outer_step, page)
+        self._requested.append(block)
+        return block
+
+    def _next_block(self) -> tuple[int, int, int]:
+        block, sequences, start = self._under_way
+        if block in self._requested:
+            return 0, 0, 0  # the order of the blocks stays what it was before the restart
+        self._under_way = (0, 0, 0)
+        for entry in [entry for entry in self._ready if entry[0] == block]:
+            self._ready.remove(entry)
+            # The ranks' blocks lie on disk: what was served before is there, unless one was lost.
+            sequences = min(sequences, entry[1])
+            if sequences - start >= self._micro_batch_size:
+                return block, sequences, start
+        if self._ready:
+            self._starving_since = None
+            return (*self._ready.pop(0), 0)
+        now = self._clock()
+        if self._starving_since is None:
+            self._starving_since = now
+        if self._current[0] and now - self._starving_since >= self.patience:
+            if self._repeat_line():
+                log.warning(
+                    "No new data for %.0f s: %s is trained on again",
+                    now - self._starving_since,
+                    describe(self._current[0]),
+                )
+            return (*self._current, 0)
+        return 0, 0, 0
+
+    # --- what was trained ----------------------------------------------------------------------
+
+    def on_event(self, event: ev.Event, state: MinerState) -> None:
+        """Count as micro-batches, steps and rounds end.
+
+        Args:
+            event: The event that was just handled.
+            state: The miner's state after it.
+        """
+        del state
+        match event:
+            case ev.MicroBatchTrained():
+                self.micro_batch_done()
+            case ev.InnerStepDone(report=report):
+                self.micro_batch_done()
+                self.step_done(skipped=report.skipped)
+            case ev.BlockUsedUp():
+                self._remaining = 0
+            case ev.OuterStepEnded(committed=True, outer_step=outer_step):
+                self._begin(outer_step)
+            case ev.RolledBack(progress=Progress(outer_step=outer_step), kept=kept):
+                saved = kept.get("rank_zero", {}).get("blocks", {})
+                self._begin(outer_step, int(saved.get("next", 0)))
+                self._trained = tuple(saved.get("pages", ()))
+            case _:
+                return
+
+    def _begin(self, outer_step: int, page: int = 0) -> None:
+        """Count the pages of an outer step, from ``page`` or where this process has got to in it.
+
+        Micro-batches of the inner step under way are not in the weights any more.
+        """
+        self._outer_step, self._trained = outer_step, ()
+        self._next[outer_step] = max(page, self._next.get(outer_step, 0))
+        for step in sorted(self._next)[:-_STEPS]:
+            del self._next[step]
+        self._since_step.clear()
+        self._unnamed = self._current[0]
+
+    def micro_batch_done(self) -> None:
+        """Count one micro-batch of the block in training."""
+        self._remaining = max(0, self._remaining - 1)
+        if self._current[0] not in self._since_step:
+            self._since_step.append(self._current[0])
+
+    def step_done(self, *, skipped: bool = False) -> None:
+        """Count the pages of an inner step that ended.
+
+        Args:
+            skipped: Whether loss or gradient was NaN or Inf, so that its tokens were not learned.
+        """
+        for block in [] if skipped else self._since_step:
+            outer_step, first = place_of(block)
+            if outer_step != self._outer_step or block == self._unnamed:
+                continue
+            begin, end = self._trained or (first, first - 1)
+            if first > end + 1:
+                begin = first
+            self._trained = begin, max(end, first + self._size - 1)
+        self._since_step.clear()
+
+    def pages(self) -> tuple[int, ...]:
+        """Return the first and the last page of this outer step that was trained on, or neither."""
+        return self._trained
+
+    # --- across restarts -----------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a JSON-able state."""
+        return {
+            "next": self._next[self._outer_step],
+            "pages": [*self._trained],
+            "unnamed": self._unnamed,
+            # In the order of their turn: a restart trains on the same blocks in the same order.
+            "ahead": [*(b for b, _ in self._ready), *self._requested, *self._ahead],
+            "since_step": [*self._since_step],
+            "uid": self._uid,
+            "size": self._size,
+            "micro_batch_size": self._micro_batch_size,
+        }
+
+    def load_state_dict(
+        self, state: dict[str, Any], cursor: dict[str, Any], *, exact: bool = True
+    ) -> None:
+        """Continue after a restart, from a checkpoint's state.
+
+        The block that was under way begins again where it was, then those that were prefetched.
+        With another number of ranks or another micro-batch the pages are cut differently, and where
+        ``exact`` is False the trainer drops the micro-batches under way. Then the pages count on
+        from the first block that was not trained on to its end. With another uid they count from 0,
+        and so they do after a checkpoint of an earlier edition, whose pages were drawn by another
+        rule: no upload names what it was trained on.
+
+        Args:
+            state: A :meth:`state_dict`; empty at a fresh start.
+            cursor: The data's place, with ``page_block``, ``sequences`` and ``offset``; empty as
+                ``state``.
+            exact: Whether the trainer kept the micro-batches under way.
+        """
+        if not state:
+            return
+        if "next" not in state or state.get("uid") != self._uid:
+            log.info(
+                "Pages count from 0 in outer step %d: %s",
+                self._outer_step,
+                "this hotkey has another uid, which is assigned other pages"
+                if "next" in state
+                else "an earlier edition wrote the checkpoint, and drew pages by another rule",
+            )
+            return
+        self._next[self._outer_step] = int(state["next"])
+        self._trained = tuple(state["pages"])
+        self._unnamed = int(state["unnamed"])
+        block, sequences, offset = (
+            int(cursor.get(key, 0)) for key in ("page_block", "sequences", "offset")
+        )
+        under_way = [block] if block and sequences - offset >= self._micro_batch_size else []
+        layout = state["size"], state["micro_batch_size"]
+        if not exact or layout != (self._size, self._micro_batch_size):
+            again = [*state["since_step"], *under_way, *state["ahead"]]
+            places = [place_of(each) for each in again]
+            pages = [page for step, page in places if step == self._outer_step]
+            self._next[self._outer_step] = min([self._next[self._outer_step], *pages])
+            log.info(
+                "Data continues at page %d: flags, ranks or the micro-batch changed, so the block "
+                "under way begins again",
+                self._next[self._outer_step],
+            )
+            return
+        self._since_step = [*state["since_step"]]
+        self._ahead = [*under_way, *(each for each in state["ahead"] if each != block)]
+        if under_way:
+            log.info(
+                "Data continues in %s at sequence %d of %d", describe(block), offset, sequences
+            )
+            self._under_way = (block, sequences, offset)
+
+
+class NoBlocks(Blocks):
+    """The blocks of a script with its own data, which needs none."""
+
+    def __init__(self) -> None:
+        """Have no data."""
+
+    @property
+    def available(self) -> bool:
+        return True
+
+    @property
+    def in_step(self) -> bool:
+        return False
+
+    def on_boundary(self, *, may_begin: bool) -> DataPart:
+        return DataPart()
+
+    def on_event(self, event: ev.Event, state: MinerState) -> None:
+        """Take note of nothing."""
+
+    def pages(self) -> tuple[int, ...]:
+        return ()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def describe(block: int) -> str:
+    """Return the place of a block in words."""
+    outer_step, page = place_of(block)
+    return f"the text from page {page} of outer step {outer_step}"
