@@ -6,7 +6,8 @@ client (:mod:`..store.presigned`) uses them. The validator writes into the same 
 of both; of a write its length and MD5, too. An object that is there is not replaced.
 
 A write goes to a file of its own first, is compared, synced and only then named. The parts of an
-upload share one, next to the bucket, until it is complete, aborted, or seven days old.
+upload share one, next to the bucket, until it is complete, or aborted at the next close. A start
+aborts what is seven days old.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from contextlib import suppress
 from email.utils import formatdate
 from pathlib import Path
 from typing import IO, Any
-from urllib.parse import quote, urlencode
+from urllib.parse import quote, unquote, urlencode
 from xml.sax.saxutils import escape
 
 from starlette.requests import Request
@@ -88,6 +89,9 @@ class ServedFolder(FolderStore):
         self._uploads.mkdir(parents=True, exist_ok=True)
         for left in self._uploads.glob("*.new"):  # of a process that was killed
             left.unlink(missing_ok=True)
+        for found in self.list_multiparts():
+            if found.age.total_seconds() > _KEPT:
+                self.abort_multipart(found.key, found.upload_id)
 
     # URLs
 
@@ -230,34 +234,29 @@ class ServedFolder(FolderStore):
     # parts
 
     def _upload(self, key: str, upload_id: str) -> Path:
-        folder = self._uploads / upload_id
-        try:
-            if (folder / "key").read_text() == key:
-                return folder
-        except OSError:
-            pass
-        raise UploadMissingError(f"{self.bucket}/{key}: there is no such upload in parts")
+        folder = self._uploads / f"{quote(key, safe='')}~{upload_id}"
+        if not folder.is_dir():
+            raise UploadMissingError(f"{self.bucket}/{key}: there is no such upload in parts")
+        return folder
 
     def create_multipart(self, key: str) -> str:
         """Begin an upload in parts; return its id."""
-        for found in self.list_multiparts():
-            if found.age.total_seconds() > _KEPT:
-                self.abort_multipart(found.key, found.upload_id)
         upload_id = secrets.token_hex(16)
-        with self._errors(key), atomic_file(self._uploads / upload_id / "key") as file:
-            file.write(key.encode())
-        (self._uploads / upload_id / _WHOLE).touch()
+        folder = self._uploads / f"{quote(key, safe='')}~{upload_id}"
+        with self._errors(key):
+            folder.mkdir()
+            (folder / _WHOLE).touch()
         return upload_id
 
     def list_multiparts(self, prefix: str = "") -> list[MultipartInfo]:
-        found = []
-        for path in self._uploads.glob("*/key"):
-            with suppress(OSError):
-                info = MultipartInfo(path.read_text(), path.parent.name, path.stat().st_mtime)
-                found.append(info)
-        return sorted(
-            (info for info in found if info.key.startswith(prefix)), key=lambda i: i.initiated
-        )
+        found, begins = [], quote(prefix, safe="")
+        for name in os.listdir(self._uploads):  # by their names: hundreds begin at a close
+            if name.startswith(begins) and "~" in name:
+                key, _, upload_id = name.rpartition("~")
+                with suppress(OSError):
+                    since = (self._uploads / name).stat().st_ctime
+                    found.append(MultipartInfo(unquote(key), upload_id, since))
+        return sorted(found, key=lambda info: info.initiated)
 
     def list_parts(self, key: str, upload_id: str) -> list[PartInfo]:
         parts = []

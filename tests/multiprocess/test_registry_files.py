@@ -143,8 +143,9 @@ def test_parts_are_put_together_once_and_left_ones_go(
     with pytest.raises(PreconditionError):
         folder.complete_multipart("uploads/1/big", other, [])
     monkeypatch.setattr(files, "_KEPT", -1.0)
-    newest = folder.create_multipart("uploads/1/new")
-    assert [m.upload_id for m in folder.list_multiparts("uploads/")] == [newest]
+    assert [m.upload_id for m in folder.list_multiparts("uploads/1/")] == [other]
+    ServedFolder(folder._folder, url="http://127.0.0.1:1", secret=b"secret")
+    assert folder.list_multiparts() == []
 
 
 def test_an_upload_in_parts_survives_a_restart(
