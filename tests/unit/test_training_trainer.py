@@ -10,6 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -355,6 +356,24 @@ def test_micro_batches_of_another_step_are_dropped_at_a_restart(
     assert keeper.restore() is not None
     assert len(other.step.batches) == kept
     assert keeper.exact == bool(kept), "or their data counts as trained on"
+
+
+@dataclass
+class EarlierProgress(Progress):
+    """As editions before 0.3 wrote it."""
+
+    blocks: list[int] = field(default_factory=list)
+
+
+def test_a_checkpoint_with_the_blocks_of_an_earlier_edition_is_taken_over(tmp_path: Path) -> None:
+    made = trainer()
+    half_a_step(made, 0)
+    save_checkpoint(Checkpointer(trainer=made, folder=tmp_path), EarlierProgress(0, 0, 0, [101]))
+    (manifest,) = tmp_path.glob("checkpoint-*/rank-0.json")
+    assert json.loads(manifest.read_text())["progress"]["blocks"] == [101]
+    other = trainer()
+    assert Checkpointer(trainer=other, folder=tmp_path).restore() == (Progress(0, 0, 0), {})
+    assert len(other.step.batches) == len(made.step.batches) > 0
 
 
 def test_checkpoint_in_mid_step_resumes_to_the_bit(tmp_path: Path) -> None:
