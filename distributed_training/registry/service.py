@@ -282,7 +282,7 @@ class Service:
         if self._hotkeys.empty(claim.hotkey):
             raise RefusedRequest(Refusal.RATE)
         _check_fresh(claim, time.time_ns())
-        if request.url.path in _FOUNDERS and claim.hotkey != self.registry.charter.master:
+        if request.scope["path"] in _FOUNDERS and claim.hotkey != self.registry.charter.master:
             raise RefusedRequest(Refusal.NO_PERMIT, message="only the founder's hotkey may do this")
         return claim
 
@@ -303,7 +303,7 @@ class Service:
 
     async def _read(self, request: Request) -> Response:
         self._draw(request)
-        path = request.url.path
+        path = request.scope["path"]
         file = self.registry.files.get(path[1:])
         if path not in self._reads and file is None:
             raise RefusedRequest(Refusal.ROUTE, message="there is nothing here")
@@ -340,7 +340,9 @@ class Service:
         if request.headers.get("if-none-match") == view.etag:
             return Response(status_code=304, headers=headers)
         # Clients of 0.2.0 name a version instead, and take an answer without rows for no news.
-        known = f"since={view.version}&start={registry.start}" == request.url.query
+        known = (
+            f"since={view.version}&start={registry.start}".encode() == request.scope["query_string"]
+        )
         fields = {
             "registry": registry.charter.identity,
             "start": registry.start,
@@ -370,7 +372,7 @@ class Service:
 
     async def _write(self, request: Request) -> Response:
         """Verify the call and hand it to the writer. Raises Refused."""
-        claim, path = self._check_head(request), request.url.path
+        claim, path = self._check_head(request), request.scope["path"]
         body = await request.body()
         registry = self.registry
         # As it was sent, which is what the caller signed.
