@@ -28,12 +28,21 @@ Page = tuple[str, int, str]  # config, first row, split
 
 
 def block_at(outer_step: int, page: int) -> int:
-    """Return the number of the block that begins at a page of an outer step."""
+    """Return the number of the block that begins at a page of an outer step.
+
+    Args:
+        outer_step: From 0 on.
+        page: Counted by the member in that outer step, from 0 on.
+    """
     return outer_step * MOST_PAGES + page + 1
 
 
 def place_of(block: int) -> tuple[int, int]:
-    """Return outer step and first page of a block, from its number above 0."""
+    """Return outer step and first page of a block.
+
+    Args:
+        block: Its number, above 0.
+    """
     return divmod(block - 1, MOST_PAGES)
 
 
