@@ -183,8 +183,8 @@ class Blocks:
         """Count as micro-batches, steps and rounds end.
 
         Args:
-            event: The event that was just handled.
-            state: The miner's state after it.
+            event: The event.
+            state: The miner's state before the decision that follows from it.
         """
         del state
         match event:

@@ -136,7 +136,7 @@ class CheckpointBegun(Event):
     """A checkpoint of this boundary is being written."""
 
     outer_step: int
-    saved: Callable[[], bool | None]  # whether it is complete on all ranks; None: not known yet
+    saved: Callable[[], bool | None]  # on this machine's ranks; None: not known yet
     seconds: float = 0.0  # for which training was held
 
 
@@ -212,8 +212,8 @@ class Mode(enum.Enum):
 class Stage(enum.IntEnum):
     """The stages of an upload for a close."""
 
-    WANTED = 0  # it may be begun again, since nothing was sent
-    SENT = 1  # or being sent: others may know its content
+    WRITING = 0  # or written: it may be begun again, since nothing was sent
+    SENDING = 1  # others may know its content
     ENDED = 2  # sent, or given up
 
 
@@ -222,7 +222,7 @@ class Upload:
     """This miner's upload for one close. There is one file for each, whatever becomes of it."""
 
     close: Close
-    stage: Stage = Stage.WANTED
+    stage: Stage = Stage.WRITING
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ class MinerState:
     stop_reason: str = ""
 
     @property
-    def in_round(self) -> bool:
+    def holds_copies(self) -> bool:
         """Return whether a round holds host memory: no checkpoint is due then."""
         writes = self.upload is not None and self.upload.stage is not Stage.ENDED
         return writes or self.update is not None

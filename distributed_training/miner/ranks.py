@@ -1,6 +1,6 @@
 """Send rank 0's decision to all ranks: one small broadcast per micro-batch boundary.
 
-The vector is int64 and always of the same length, so a boundary costs one gloo broadcast of 80
+The vector is int64 and always of the same length, so a boundary costs one gloo broadcast of 64
 bytes whatever the command. Data beyond integers (a folder, a round's request) stays on rank 0
 (:class:`~.events.LocalPart`) or is derived from the integers.
 """

@@ -10,7 +10,7 @@ from typing import Any
 from distributed_training.common.files import read_json_object
 from distributed_training.node.start import NetworkFailure, OldRunFolder
 from distributed_training.protocol import keys
-from distributed_training.training.checkpoint import Checkpointer
+from distributed_training.training.checkpoint import Checkpointer, is_complete
 from distributed_training.training.held_weights import HeldWeights
 
 log = logging.getLogger(__name__)
@@ -31,11 +31,19 @@ class StartupInfo:
 
 
 def first_outer_step(folder: Path, outer_step: int) -> int:
-    """Return the outer step that a start continues from, as the newest checkpoint's files say.
+    """Return the outer step that a start continues from: its newest complete checkpoint's.
 
-    ``folder``: of the checkpoints; ``outer_step``: of the network's weights.
+    A kill leaves one that is not complete, perhaps of a later outer step, for which another
+    version of the network's file may hold.
+
+    Args:
+        folder: Of the checkpoints.
+        outer_step: Of the network's weights, for a start without a checkpoint.
     """
-    progress = _newest(folder).get("progress")
+    newest_first = sorted(folder.glob("checkpoint-*"), reverse=True)
+    complete = next((path for path in newest_first if is_complete(path)), None)
+    manifest = complete and read_json_object(complete / "rank-0.json")
+    progress = manifest and manifest.get("progress")
     reached = progress.get("outer_step") if isinstance(progress, dict) else None
     return reached if isinstance(reached, int) else outer_step
 
@@ -45,26 +53,14 @@ def refuse_old_checkpoints(folder: Path) -> None:
 
     They hold another outer step's state, and weights that no network of today has.
     """
-    state = _newest(folder).get("state")
+    newest = max(folder.glob("checkpoint-*/rank-0.json"), default=None)
+    state = ((newest and read_json_object(newest)) or {}).get("state")
     if isinstance(state, dict) and "outer_momentum" in state:
         raise OldRunFolder(
             f"{folder} holds checkpoints of the old hivemind kind of network (subnet 38), which "
             "this version cannot continue, so nothing was started: set --neuron.run_folder to a "
             "new folder; the weights come from the network"
         )
-
-
-def _newest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of the newest checkpoint, as it lies there; empty without one."""
-    newest = max(folder.glob("checkpoint-*/rank-0.json"), key=_written_at, default=None)
-    return (newest and read_json_object(newest)) or {}
-
-
-def _written_at(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:  # removed just now
-        return 0.0
 
 
 def resume_training(

@@ -79,14 +79,14 @@ def decide(state: MinerState, event: ev.Event, rules: Rules) -> Decision:
             steps, seconds = state.unsaved_steps + 1, state.unsaved_seconds + report.seconds
             due = steps >= rules.checkpoint_steps and seconds >= rules.checkpoint_seconds
             # Not in a round: its copies would be in host memory next to the round's.
-            if due and not state.in_round:
+            if due and not state.holds_copies:
                 return state.clear_unsaved(), (Action.CHECKPOINT,)
             return replace(state, unsaved_steps=steps, unsaved_seconds=seconds), ()
         case ev.RolledBack(progress=progress):
             return _roll_back(state, progress)
         case ev.UploadWanted(close=Close(serial=0)):
             # In a round its copies would be in host memory next to the round's.
-            if state.mode is Mode.TRAINING and not state.in_round:
+            if state.mode is Mode.TRAINING and not state.holds_copies:
                 return state, (Action.WRITE_PROGRESS,)
         case ev.UploadWanted(close=close) if uploads_for(state, close):
             after = replace(state.clear_unsaved(), upload=ev.Upload(close))
@@ -96,8 +96,8 @@ def decide(state: MinerState, event: ev.Event, rules: Rules) -> Decision:
         case ev.UploadWritten(close=Close(serial=0)):
             return state, (Task.SEND_PROGRESS,)
         case ev.UploadWritten(close=close):
-            if upload == ev.Upload(close, Stage.WANTED):
-                return replace(state, upload=ev.Upload(close, Stage.SENT)), (Task.SEND_UPLOAD,)
+            if upload == ev.Upload(close, Stage.WRITING):
+                return replace(state, upload=ev.Upload(close, Stage.SENDING)), (Task.SEND_UPLOAD,)
         case ev.UploadEnded(outer_step=outer, serial=serial) if upload is not None:
             if (upload.close.outer_step, upload.close.serial) == (outer, serial):
                 return replace(state, upload=replace(upload, stage=Stage.ENDED)), ()
@@ -127,7 +127,7 @@ def _roll_back(state: MinerState, back: Progress | None) -> Decision:
     applied to another outer step is asked for again.
     """
     upload = state.upload
-    if upload is not None and upload.stage is Stage.WANTED:
+    if upload is not None and upload.stage is Stage.WRITING:
         upload = None
     if back is not None and back.outer_step != state.outer_step:
         after = replace(state, outer_step=back.outer_step, upload=None, update=None)
@@ -201,7 +201,7 @@ class UploadWatch:
         self._reached: ev.CloseReached | None = None  # until it was answered
         self._answered: ev.CloseReached | None = None  # the last one
         self._begun: ev.UploadBegun | None = None  # until it may be sent
-        self._after: ev.CheckpointBegun | None = None  # the checkpoint of its boundary
+        self._checkpoint: ev.CheckpointBegun | None = None  # the checkpoint of its boundary
         self._saving: ev.CheckpointBegun | None = None  # the last one, until it is complete
         self._complete: deque[int] = deque(maxlen=keep)  # outer steps of the last checkpoints
         self._every = every
@@ -222,11 +222,11 @@ class UploadWatch:
             case ev.UploadBegun(close=Close(serial=0)):
                 self._progress = event
             case ev.UploadBegun():
-                self._begun, self._after = event, None
+                self._begun, self._checkpoint = event, None
             case ev.CheckpointBegun():
                 self._saving = event
-                if self._begun is not None and self._after is None:
-                    self._after = event
+                if self._begun is not None and self._checkpoint is None:
+                    self._checkpoint = event
             case ev.RolledBack() if self._begun is not None:
                 # It holds what is in no checkpoint; nothing was sent, so there may be another.
                 self._reached, self._begun = self._answered, None
@@ -252,7 +252,7 @@ class UploadWatch:
                 return []
             self._sends = True
             return [ev.UploadWritten(begun.close)]
-        waits = self._sends or self._reached is not None or state.in_round
+        waits = self._sends or self._reached is not None or state.holds_copies
         if not self._every or self._since < self._every or waits:
             return []
         if (steps := self._weights.inner_step) < self.minimum:
@@ -285,9 +285,9 @@ class UploadWatch:
 
     def _await_files(self) -> list[ev.Event]:
         """Report once that the upload and its checkpoint are there, or that they never will be."""
-        if (begun := self._begun) is None or self._after is None or not begun.handle.done():
+        if (begun := self._begun) is None or self._checkpoint is None or not begun.handle.done():
             return []
-        close, saved = begun.close, self._after.saved()
+        close, saved = begun.close, self._checkpoint.saved()
         if (error := begun.handle.error) is None and saved is None:
             return []
         self._begun = None

@@ -13,7 +13,7 @@ that its collectives do not meet training's). It saves no work here: every state
 first dimension, so loading at another world size is reading other rows, and no rank has to plan
 with another.
 
-Epoch-start weights and outer momentum change once per outer step. They are written once, into a
+Epoch-start weights and residual change once per outer step. They are written once, into a
 folder named by the outer step's identity, which checkpoints refer to.
 """
 

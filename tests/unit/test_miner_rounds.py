@@ -59,7 +59,7 @@ def step(inner_step: int = 5, **fields: Any) -> ev.InnerStepDone:
 
 
 WANTED, ENDED = ev.UploadWanted(CLOSE), ev.UploadEnded(12, 3)
-SENT = replace(TRAINING, upload=replace(UPLOAD, stage=Stage.SENT))
+SENT = replace(TRAINING, upload=replace(UPLOAD, stage=Stage.SENDING))
 OVER = replace(TRAINING, upload=replace(UPLOAD, stage=Stage.ENDED))
 APPLIES = replace(TRAINING, update=update())
 NINE = {"unsaved_steps": 9}

@@ -6,10 +6,12 @@ import logging
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bittensor_core import Keypair
 
+from distributed_training.common.files import write_json
 from distributed_training.config import Config, ConfigError, load_config
 from distributed_training.config.versions import Versions, for_script, under
 from distributed_training.miner.network_watch import GlobalBucket
@@ -18,6 +20,7 @@ from distributed_training.network import NetworkFileError, flatten, signed, tree
 from distributed_training.node.published import require_published
 from distributed_training.protocol import keys
 from distributed_training.store.bucket_reader import BucketReader
+from distributed_training.training.checkpoint import DIGEST, FORMAT, manifest_digest
 from distributed_training.training.inner_optimizer import Schedule
 from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.network import ALICE, network_file
@@ -226,15 +229,13 @@ def test_a_damaged_newer_version_hides_none_that_holds(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "run")
 
 
-def test_a_start_continues_from_the_step_of_its_checkpoint(tmp_path: Path) -> None:
+def test_a_start_continues_from_the_step_of_its_complete_checkpoint(tmp_path: Path) -> None:
     assert first_outer_step(tmp_path, 4) == 4
-    folder = tmp_path / "checkpoint-1"
-    folder.mkdir()
-    for content, there in (
-        ('{"progress": {"outer_step": 5}}', 5),
-        ('{"progress": {"outer_step": 3}}', 3),
-        ('{"progress": 7}', 4),
-        ("[", 4),
-    ):
-        (folder / "rank-0.json").write_text(content)
-        assert first_outer_step(tmp_path, 4) == there
+    # The last was killed before rank 1 had written.
+    for name, outer_step, ranks in (("1", 5, 2), ("2", 6, 2), ("3", 7, 1)):
+        (folder := tmp_path / f"checkpoint-{name}").mkdir()
+        progress = {"outer_step": outer_step}
+        content: dict[str, Any] = {"format": FORMAT, "world_size": 2, "progress": progress}
+        for rank in range(ranks):
+            write_json(folder / f"rank-{rank}.json", content | {DIGEST: manifest_digest(content)})
+    assert first_outer_step(tmp_path, 4) == 6
