@@ -83,7 +83,7 @@ def test_from_nothing_to_a_member_that_uploads(tmp_path: Path) -> None:
         wait_for(invitation.exists, "an invitation", PATIENCE, every=0.2)
         token = re.search(r"^dt-join (\S+)$", invitation.read_text(), re.M)
         assert token is not None and token[1] not in log.read_text(), "a secret is in no log"
-        wait_for(lambda: said("Global state"), "a model", PATIENCE)
+        wait_for(lambda: said("Outer step 0, held-out loss"), "a model", PATIENCE)
         ours = ("--preset", "local", "--dht.port", member_dht)
         call(member, "dt-join", token[1], *ours, status=(0, 1, 2))
         assert "R2_" not in (member / ".env").read_text()

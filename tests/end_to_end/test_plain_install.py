@@ -100,7 +100,9 @@ def founded(folder: Path) -> Iterator[str]:
     mark = Mark(MARK, str((folder / "lab").resolve()))
     running, log = start(folder, "dt-network", "run", "lab")
     try:
-        wait_for(lambda: "Global state" in log.read_text(), "a model", PATIENCE, every=0.5)
+        wait_for(
+            lambda: "Outer step 0, held-out loss" in log.read_text(), "a model", PATIENCE, every=0.5
+        )
         text = (folder / "lab" / "invitation.txt").read_text()
         line = re.search(r"^dt-join (\S+)$", text, re.M)
         assert line is not None

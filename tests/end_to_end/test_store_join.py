@@ -44,7 +44,7 @@ def test_from_nothing_to_an_upload_that_is_merged(tmp_path: Path) -> None:
 
     def ready() -> bool:
         assert running.poll() is None, log.read_text()[-3000:]
-        return "Global state" in log.read_text()
+        return "Outer step 0, held-out loss" in log.read_text()
 
     try:
         wait_for(ready, "a model", PATIENCE)

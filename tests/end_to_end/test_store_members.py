@@ -111,7 +111,12 @@ def test_a_member_needs_two_commands_and_sends_only_its_upload(tmp_path: Path, b
                 running.append(start(founder, "dt-network", *line.split()))
             invitation = founder / "lab" / "invitation.txt"
             log = running[0][1]
-            wait_for(lambda: "Global state" in log.read_text(), "a model", PATIENCE, every=0.5)
+            wait_for(
+                lambda: "Outer step 0, held-out loss" in log.read_text(),
+                "a model",
+                PATIENCE,
+                every=0.5,
+            )
             token = re.search(r"^dt-join (\S+)$", invitation.read_text(), re.M)
             assert token is not None
             began = time.time()
