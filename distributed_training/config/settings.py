@@ -545,7 +545,7 @@ class ValidatorSettings(RoundSettings):
     held_out_sequences: int = 32  # on which each outer step is judged
     sample: CountFrom0 = flag("validator.sample", 0)
     """Over hivemind: fetch and judge this many uploads of a close, drawn at random. 0: all."""
-    seed: int = 0  # of the random blocks; 0: from the system
+    seed: int = 0  # of the random pages; 0: from the system
 
 
 @dataclasses.dataclass(frozen=True)

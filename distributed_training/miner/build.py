@@ -240,7 +240,6 @@ def open_blocks(context: RankContext, training: Held[Any], *, uid: int) -> Block
 def open_metrics(
     context: RankContext,
     training: Held[Any],
-    blocks: Blocks,
     chain: Chain,
     *,
     uid: int,
@@ -274,7 +273,6 @@ def open_metrics(
         },
         gauges={
             "chain_age_seconds": lambda: chain.age().total_seconds(),
-            "newest_page": lambda: max(blocks.pages(), default=None),
             **gauges,
             **machine.single(),
         },
@@ -469,7 +467,6 @@ class RankZero:
         metrics = open_metrics(
             self._context,
             self._training,
-            self.blocks,
             chain,
             uid=self._info.uid,
             needed=needed + DISK_RESERVE,

@@ -12,7 +12,7 @@
     --subnet FOLDER    the local subnet whose run folder this is
     --sample TEXT      continue this text with the exported model
     --tokens N         its length in tokens (64)
-    --eval [N]         loss and perplexity on N sequences of validators' random blocks (16)
+    --eval [N]         loss and perplexity on N sequences of validators' random pages (16)
     --push OWNER/NAME  upload the folder to the Hugging Face Hub, with a model card; a repository
                        that is made for it is private. Its token is HF_TOKEN or `hf auth login`'s
 

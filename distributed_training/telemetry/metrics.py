@@ -107,7 +107,6 @@ for _name, _about in {
         "uploads that were not written, by kind: disk (no room), steps (too few inner steps)"
     ),
     "uploaded_bytes_total": "bytes uploaded",
-    "newest_page": "last page of the outer step that was trained on",
     "counts": "1 while the last upload that was judged counts, else 0",
     # rounds
     "rounds_total": "finished rounds, successful or not",

@@ -19,7 +19,7 @@ _CHAIN = "If a count of failures keeps rising, set `--subtensor.chain_endpoint`.
 _SECTIONS = {
     "Does it run?": ("start", "launcher", "last_step", "build", "metrics"),
     "Training": ("train_",),
-    "Uploads": ("last_pub", "publication", "upload", "newest_page"),
+    "Uploads": ("last_pub", "publication", "upload"),
     "Does it count?": ("counts", "registered"),
     "Rounds": ("round", "next_round", "global", "clock"),
     "Machine and GPUs": ("gpu", "rank", "disk", "memory"),

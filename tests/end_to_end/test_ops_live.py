@@ -65,7 +65,6 @@ class Miner:
             counts={},
             gauges={
                 "chain_age_seconds": lambda: 4.0,
-                "newest_page": lambda: 1000,
                 "next_round_timestamp_seconds": lambda: unix_time(time.monotonic() + 600),
                 "clock_offset_seconds": lambda: 0.1,
                 "global_outer_step": lambda: 3,

@@ -540,7 +540,7 @@ def test_a_registry_shows_how_its_network_does(browser: Any, tmp_path: Path, sta
         assert "1.3528 nats per token at outer step 39 on English, C &" in line.accessible_name
         assert min(line.size.values()) > 80
         text = browser.execute_script("return document.body.textContent")
-        for said in ("[2001:db8::1]:8091", "0.7500", "score 0: it missed the last 12 sweeps",
+        for said in ("[2001:db8::1]:8091", "score 0: it missed the last 12 sweeps",
                      "<i>another</i>", "C & <headers>", "39.00 B in all", "208,334"):  # fmt: skip
             assert said in text, said
         assert ("<b>NaN</b>" in text) == (state == "failing")

@@ -208,7 +208,7 @@ def make_miner(place: Path, state: str, uid: int = 17, **gauges: float) -> Path:
         "start_timestamp_seconds": facts.started,
         "next_round_timestamp_seconds": facts.next_round,
         "metrics_written_timestamp_seconds": now,
-        "newest_page": 5_000, **gauges,
+        **gauges,
     }  # fmt: skip
     lines = (f"# TYPE dt_{name} gauge\ndt_{name} {value}\n" for name, value in figures.items())
     (folder / "metrics.prom").write_text("".join(lines))

@@ -187,11 +187,11 @@ def test_unmeasurable_metric_is_absent_and_ends_nothing(
         raise problem
 
     rig = Rig(tmp_path, caplog)
-    rig.metrics._gauges = {"memory_bytes": fails, "newest_page": lambda: 9}
+    rig.metrics._gauges = {"memory_bytes": fails, "disk_free_bytes": lambda: 9}
     rig.metrics._by_rank = fails
     rig.on_event(ev.InnerStepDone(REPORT))
     text = rig.file.read_text()
-    assert "dt_newest_page 9" in text and "dt_memory_bytes" not in text
+    assert "dt_disk_free_bytes 9" in text and "dt_memory_bytes" not in text
 
 
 # --- what is measured of the machine and of the limits --------------------------------------------

@@ -44,7 +44,7 @@ def test_transformers_loads_the_newest_state(state: Path, tmp_path: Path, capsys
     words = [str(made), "--from", str(state), "--preset", "local"]
     assert export.main([*words, "--sample", "def ", "--tokens", "4", "--eval", "2"]) == 0
     out = capsys.readouterr().out
-    assert "of outer step 3" in out and "\ndef " in out and "on text of random blocks" in out
+    assert "of outer step 3" in out and "\ndef " in out and "on text of random pages" in out
     assert float(out.partition("held-out loss ")[2].split(",")[0]) == pytest.approx(
         math.log(264), abs=0.4
     )
