@@ -21,6 +21,7 @@ import logging
 import mmap
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -331,13 +332,20 @@ def main(peer_class: type[Peer] = Peer) -> None:
     parent.forward_log()
     log.setLevel(logging.INFO)
     torch.set_num_threads(1)
-    peer = peer_class(parent.receive())  # or the parent is gone
+    peer = peer_class(_next_order(parent))
     assert parent_process is not None
     # Without its DHT or p2pd an averager only fails. The parent starts all of them again.
     _end_with([parent_process, *_first.children(recursive=True)])
     parent.send(Ready(peer.peer_id, peer.addresses))
     while True:
-        parent.send(peer.average(parent.receive()))
+        parent.send(peer.average(_next_order(parent)))
+
+
+def _next_order(parent: ParentConnection) -> Any:
+    try:
+        return parent.receive()
+    except (EOFError, OSError):  # it is gone: no order comes any more
+        sys.exit()
 
 
 if __name__ == "__main__":
