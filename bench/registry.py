@@ -65,7 +65,6 @@ def fill(folder: Path, neurons: int) -> None:
     charter = Charter(
         name="bench",
         master=FOUNDER.ss58,
-        seconds_per_block=12.0,
         most_uids=4096,
         admission="open",
     )

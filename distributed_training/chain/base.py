@@ -36,7 +36,7 @@ class Neuron:
     """One uid of the subnet, as last read.
 
     ``stake`` is in units of the subnet's token (not rao); ``incentive``, the share of what the
-    chain pays, is 0..1; ``last_update`` is a block number.
+    chain pays, is 0..1.
     """
 
     uid: int
@@ -46,7 +46,6 @@ class Neuron:
     stake: float = 0.0
     validator_permit: bool = False
     incentive: float = 0.0
-    last_update: int = 0
     peer: str = ""  # its DHT peer's id, reached at ip and port; empty: it has none, or the chain
 
 
@@ -67,7 +66,6 @@ class ChainState:
 
     chain: str
     at: float
-    block: int
     neurons: tuple[Neuron, ...]
     commitments: dict[str, str]
 
@@ -122,7 +120,6 @@ class Chain(abc.ABC):
         self._monotonic = monotonic
         self._ready = threading.Event()
         self._counts: Counter[str] = Counter()
-        self._block = 0
         self._read_at: float | None = None
         self._ahead_of_monotonic: float | None = None  # the chain's clock
         self._neurons: tuple[Neuron, ...] = ()
@@ -138,21 +135,19 @@ class Chain(abc.ABC):
         neurons: tuple[Neuron, ...],
         commitments: dict[str, str] | None,
         *,
-        block: int = 0,
         seconds: float | None = None,
     ) -> None:
         """Replace the state by one read of the chain.
 
         ``neurons``: by uid. ``commitments``: the texts by hotkey; None: they could not be read.
-        ``block``: the newest one's number; ``seconds``: the chain's clock, since the epoch. Raises
-        ChainError for a list that cannot be the network's; the state then stays.
+        ``seconds``: the chain's clock, since the epoch. Raises ChainError for a list that cannot be
+        the network's; the state then stays.
         """
         if self._expected is not None and find(neurons, self._expected) is None:
             raise ChainError(f"its list of members lacks the master hotkey {self._expected}")
         self._show(self._believed(neurons))
         if commitments is not None:
             self._commitments = commitments
-        self._block = max(self._block, block)
         self._read_at = self._monotonic()
         if seconds is not None:
             self._ahead_of_monotonic = seconds - self._read_at
@@ -192,7 +187,7 @@ class Chain(abc.ABC):
             return None
         # The time of the read, not now: a recalled state must not become younger.
         at = time.time() - self.age().total_seconds()
-        return ChainState(chain, at, self._block, self._neurons, dict(self._commitments))
+        return ChainState(chain, at, self._neurons, dict(self._commitments))
 
     def recall(self, state: ChainState) -> None:
         """Use the saved ``state`` until the chain answers."""
@@ -200,7 +195,6 @@ class Chain(abc.ABC):
             return
         # The wall clock counts once, here: it may be set while the miner runs.
         self._read_at = self._monotonic() - (time.time() - state.at)
-        self._block = state.block
         self._commitments = dict(state.commitments)
         self._show(state.neurons)
         self._ready.set()
@@ -221,11 +215,6 @@ class Chain(abc.ABC):
     def _check(self) -> None:
         if not self._ready.is_set():
             raise ChainUnavailable("the chain has not answered yet")
-
-    def block(self) -> int:
-        """Return the number of the newest block; it never decreases."""
-        self._check()
-        return self._block
 
     def neurons(self) -> Sequence[Neuron]:
         """Return all neurons by uid: the same object until there is a newer state."""

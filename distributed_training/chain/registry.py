@@ -43,8 +43,8 @@ from .identity import Wallet
 
 log = logging.getLogger(__name__)
 
-SHORTEST_INTERVAL = timedelta(milliseconds=300)
-_LONGEST_WAIT = timedelta(seconds=30)  # between two tries while it is away
+#: Between two tries while it is away.
+_FIRST_WAIT, _LONGEST_WAIT = timedelta(milliseconds=300), timedelta(seconds=30)
 KEPT = timedelta(seconds=20)  # an idle connection: shorter than the registry keeps it
 #: The line that `dt-network invite` prints for a new member: URL of the network's file, its
 #: digest, and the secret; the registry has the secret's hash.
@@ -94,9 +94,7 @@ class RegistryState:
     registry: Annotated[str, Field(pattern=r"^[a-z0-9.-]{1,63}/[0-9a-f]{1,32}/\w{40,60}$")]
     start: Annotated[str, Field(pattern="^[0-9a-f]{1,32}$")]
     version: int
-    block: int
     time: float
-    seconds_per_block: Annotated[float, Field(gt=0)]
     rows: Annotated[tuple[_Row, ...], BeforeValidator(_usable)] = field(default=())
     expelled: tuple[str, ...] = ()
     etag: str = ""  # of rows and expelled
@@ -149,8 +147,8 @@ class RegistryChain(Chain):
     """A chain over HTTP or HTTPS.
 
     ``master``: hotkey that must have created the registry; None: the creator of the first registry
-    that answers. ``invitation``: for :meth:`register`. ``poll_interval``: the longest time between
-    two polls; half a block if that is less. ``timeout`` covers one call. ``private``: all machines
+    that answers. ``invitation``: for :meth:`register`. ``poll_interval``: between two
+    polls. ``timeout`` covers one call. ``private``: all machines
     are in one private network, so an invitation may be sent over http.
     """
 
@@ -171,8 +169,7 @@ class RegistryChain(Chain):
         self._master = master
         self._invitation = invitation
         self._private = private
-        self._longest = poll_interval
-        self._interval = min(poll_interval, SHORTEST_INTERVAL)
+        self._interval = poll_interval
         try:
             verify = certificates() if self._url.startswith("https") else False
         except NetworkFileError as error:
@@ -390,7 +387,7 @@ class RegistryChain(Chain):
         return hotkey in self.all_expelled
 
     def _poll(self) -> None:
-        backoff = Backoff(first=self._interval, longest=_LONGEST_WAIT)
+        backoff = Backoff(first=min(self._interval, _FIRST_WAIT), longest=_LONGEST_WAIT)
         try:
             while not self._stop.is_set():
                 wait = self._interval * random.uniform(0.9, 1.1)  # miners do not poll in step
@@ -467,12 +464,8 @@ class RegistryChain(Chain):
         self.all_expelled = frozenset(state.expelled)
         texts = {n.hotkey: text for n, text in rows if text is not None}
         self._seen = state
-        self._interval = max(
-            min(SHORTEST_INTERVAL, self._longest),
-            min(self._longest, timedelta(seconds=min(state.seconds_per_block / 2, 3600))),
-        )
         neurons = tuple(neuron for neuron, _ in rows)
-        self._saw(neurons, texts, block=state.block, seconds=state.time)
+        self._saw(neurons, texts, seconds=state.time)
 
     def _ask(self) -> RegistryState:
         """Ask for the state. Raises httpx.HTTPError, Unusable."""
@@ -485,7 +478,6 @@ class RegistryChain(Chain):
                     self._seen,
                     start=answer.headers["x-start"],
                     version=int(answer.headers["x-version"]),
-                    block=int(answer.headers["x-block"]),
                     time=float(answer.headers["x-time"]),
                 )
                 return self._seen

@@ -210,10 +210,9 @@ class BittensorChain(Chain):
                 stake=float(found.total_stake.amount),
                 validator_permit=found.validator_permit,
                 incentive=found.incentive,
-                last_update=found.last_update,
             )
             neurons.append(neuron)
-        self._saw(tuple(neurons), texts, block=graph.block)
+        self._saw(tuple(neurons), texts)
 
     async def _texts(
         self, client: Any, item: tuple[str, str], text_of: Callable[[Any], str]

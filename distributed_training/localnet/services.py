@@ -495,11 +495,7 @@ class Services:
         validator = self._validator
         for plan in self.plans:
             self._wallets[plan.name] = create_wallet(self._wallet_folder, plan.name)
-        founding = {
-            "name": "local",
-            "master": self.wallet(validator).ss58,
-            "seconds-per-block": "1.0",
-        }
+        founding = {"name": "local", "master": self.wallet(validator).ss58}
         environment = self._clean_environment()
         if self._hands_out:  # URLs of the store, by what the file says and with the store's keys
             founding = {"network": str(self.network)}

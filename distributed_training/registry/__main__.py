@@ -94,7 +94,6 @@ def parser() -> Parser:
     )
     new.add_argument("--name", type=argument(FileName), help="the network's: letters, digits, - .")
     new.add_argument("--master", type=argument(Hotkey), help="the founder's hotkey")
-    new.add_argument("--seconds-per-block", type=ranged(0.01, 3600.0), help="[12] (0.01 to 3600)")
     new.add_argument("--most-uids", type=ranged(2, 4096), help="[256] (2 to 4096)")
     command.add_argument(
         "--admission",
@@ -218,7 +217,7 @@ def serve(given: argparse.Namespace) -> None:
         ):
             service.start()
             port, charter = sock.getsockname()[1], registry.charter
-            print(f"registry {charter.name} at http://{host}:{port}, block {registry.height}")
+            print(f"registry {charter.name} at http://{host}:{port}")
             print(f"created by {charter.master}; registration: {charter.admission}")
             # With the pid: a log that is appended to has the READY of earlier starts.
             print(f"READY {os.getpid()}", flush=True)
@@ -336,7 +335,6 @@ def _registry(given: argparse.Namespace) -> Registry:
     charter = store.Charter(
         name=given.name,
         master=given.master,
-        seconds_per_block=given.seconds_per_block or 12.0,
         most_uids=given.most_uids or 256,
         admission=given.admission or "invited",
     )
@@ -406,7 +404,6 @@ def refuse_old_store(folder: Path) -> None:
 FIXED = {
     "name": "name",
     "master": "chain.master_hotkey",
-    "seconds_per_block": "",
     "most_uids": "limits.max_uids",
 }
 
@@ -543,8 +540,9 @@ def register(given: argparse.Namespace) -> None:
 
 def status(given: argparse.Namespace) -> None:
     with _chain(given) as chain:
-        print(f"{chain.identity}, block {chain.block()}")
-        for n in chain.neurons():
+        neurons = chain.neurons()
+        print(chain.identity)
+        for n in neurons:
             where = f"{n.ip}:{n.port}" if n.port is not None else "no endpoint"
             role = "validator" if n.validator_permit else "member"
             print(f"{n.uid:4} {n.hotkey}  {role}, {where}")

@@ -1,4 +1,4 @@
-"""The members of a network on SQL tables: uids, read keys of buckets, addresses, a block clock.
+"""The members of a network on SQL tables: uids, read keys of buckets, addresses.
 
 Each write is one transaction. After it the tables are read once to an immutable
 :class:`Snapshot`, so readers wait for no writer and no disk.
@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import ipaddress
 import json
-import math
 import sqlite3
 import threading
 import time
@@ -27,7 +26,6 @@ from distributed_training.protocol.metadata import LONGEST
 from distributed_training.protocol.network_report import NetworkReport
 
 MAX_UIDS = 256
-FIRST_BLOCK = 1000
 FOUNDER_STAKE = 100_000.0  # by which programs that also know chains tell who leads
 MOST_LOSSES = 1000  # outer steps whose held-out loss is kept
 
@@ -113,43 +111,24 @@ class Snapshot:
 
 
 class Ledger:
-    """A chain on the tables of ``db``. Thread-safe.
+    """The members on the tables of ``db``. Thread-safe.
 
-    Writes raise ChainError when the chain does not accept them. Blocks pass by the clock, one every
-    ``seconds_per_block`` (``math.inf``: only by :meth:`advance`). A wall clock that is set changes
-    nothing.
+    Writes raise ChainError when they are not accepted.
     """
 
     def __init__(
         self,
         db: sqlite3.Connection,
         *,
-        seconds_per_block: float = math.inf,
-        first_block: int = FIRST_BLOCK,
         most_uids: int = MAX_UIDS,
         master: str = "",
     ) -> None:
         self._db, self._master = db, master
-        self.seconds_per_block = seconds_per_block
         self.most_uids = most_uids
         self._lock = threading.RLock()
-        self._origin = (first_block, time.monotonic())
         self._opened = time.monotonic()
         self._heard: float | None = None  # when the last report came, if it came to this process
         self.view = self._read_view()
-
-    # blocks
-
-    @property
-    def height(self) -> int:
-        """Number of the current block."""
-        block, since = self._origin
-        return block + math.floor((time.monotonic() - since) / self.seconds_per_block)
-
-    def advance(self, blocks: int = 1) -> None:
-        """Advance the block number at once; a negative count is a reorganization."""
-        block, since = self._origin
-        self._origin = (block + blocks, since)
 
     # the tables
 

@@ -76,7 +76,6 @@ def draw_page(registry: Registry) -> str:
         losses = [(escape(name), f"{loss:.4f}") for name, loss in report.losses.items()]
         parts.append(_table("Held-out loss by domain", ("text", "nats per token"), losses))
     facts = (
-        f"block {registry.height}, one every {charter.seconds_per_block:g} s; "
         f"{len(view.members)} of {registry.most_uids} uids; registration: {charter.admission}; "
         f"created by <code>{escape(charter.master)}</code>"
     )
@@ -238,7 +237,6 @@ def figures(registry: Registry, counts: Mapping[str, int]) -> str:
     view = registry.view
     neurons = view.neurons
     gauges: dict[str, float] = {
-        "block": registry.height,
         "version": view.version,
         "neurons": len(neurons),
         "endpoints": sum(neuron.port is not None for neuron in neurons),

@@ -1,8 +1,8 @@
 """Answer a registry's callers: starlette on uvicorn, bounded by :mod:`..common.connections`.
 
-Reads are open and come from an immutable view; a poller that names the ETag of what it has gets 304
-and the block. Writes are checked cheapest first: path, size, rates, receiver, freshness,
-signature; then a thread stores them, one after the other, while reads continue.
+Reads are open and come from an immutable view; a poller that names the ETag of what it has gets
+304. Writes are checked cheapest first: path, size, rates, receiver, freshness, signature; then a
+thread stores them, one after the other, while reads continue.
 
 ``GET /state``, ``/health``, ``/metrics``, ``/network.toml`` and ``/``, the page; ``/store/``
 (:mod:`.files`).
@@ -56,7 +56,7 @@ _REGISTRATIONS_PER_SECOND, _REGISTRATIONS_BURST = 1 / 60, 32.0  # of one address
 _GRANTS_PER_SECOND, _GRANTS_BURST = 1.0, 64.0  # of one hotkey, of those that ask the store
 _MOST_GRANTS = 256  # that wait for a thread
 _PAGE_KEPT = 1.0  # seconds; one of 4096 uids takes 50 ms
-_KEEP_INTERVAL = 2.0  # seconds between two looks at what else is to be written
+_FOLLOW_INTERVAL = 2.0  # seconds between two looks at the network's file
 _STOPS_WITHIN = 2  # seconds that a stop gives requests
 _LOG_INTERVAL = 60.0  # seconds between two lines about one caller
 _LOG_LINES = 20  # per interval, all callers together
@@ -173,7 +173,7 @@ class Service:
         self._stopping = threading.Event()
         self._threads = [
             threading.Thread(target=run, name=name, daemon=True)
-            for name, run in (("registry", self._serve), ("registry-files", self._write_regularly))
+            for name, run in (("registry", self._serve), ("registry-files", self._follow_regularly))
         ]
 
     def _configuration(self, limits: Limits) -> uvicorn.Config:
@@ -228,10 +228,8 @@ class Service:
     def _serve(self) -> None:
         self._server.run(sockets=[self._sock])
 
-    def _write_regularly(self) -> None:
-        # Not in the event loop: an fsync on a disk that is busy takes long.
-        while not self._stopping.wait(_KEEP_INTERVAL):
-            self.registry.reserve_blocks()
+    def _follow_regularly(self) -> None:
+        while not self._stopping.wait(_FOLLOW_INTERVAL):
             self._follow()
 
     def counters(self) -> dict[str, int]:
@@ -324,14 +322,12 @@ class Service:
         return await self._files.answer(request, partial(self._draw, request))
 
     def _health(self, request: Request) -> Response:
-        registry = self.registry
-        return JSONResponse({"registry": registry.charter.identity, "block": registry.height})
+        return JSONResponse({"registry": self.registry.charter.identity})
 
     def _state(self, request: Request) -> Response:
         registry, view = self.registry, self.registry.view
         # Before any body, so that they are there without one too.
         now = {
-            "x-block": str(registry.height),
             "x-time": f"{time.time():.3f}",
             "x-start": registry.start,
             "x-version": str(view.version),
@@ -339,23 +335,14 @@ class Service:
         headers = {"cache-control": "no-cache", "etag": view.etag, **now}
         if request.headers.get("if-none-match") == view.etag:
             return Response(status_code=304, headers=headers)
-        # Clients of 0.2.0 name a version instead, and take an answer without rows for no news.
-        known = (
-            f"since={view.version}&start={registry.start}".encode() == request.scope["query_string"]
-        )
         fields = {
             "registry": registry.charter.identity,
             "start": registry.start,
             "version": view.version,
-            "block": registry.height,
             # By it a client tells that a refused write is its own clock's fault.
             "time": time.time(),
-            "seconds_per_block": registry.seconds_per_block,
-            "full": not known,
         }
-        content = json.dumps(fields).encode()
-        if not known:
-            content = content[:-1] + b", " + view.content + b"}"
+        content = json.dumps(fields).encode()[:-1] + b", " + view.content + b"}"
         return _Pieces(content, headers=headers, media_type="application/json")
 
     def _metrics(self, request: Request) -> Response:

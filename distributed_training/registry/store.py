@@ -3,11 +3,6 @@
 One folder holds one registry: ``registry.db`` (WAL mode, each write synced before it is answered)
 and a lock.
 
-*Blocks* pass by the wall clock from the founding on, and by a monotonic clock while a process runs.
-The file holds a block number that is ahead of the shown ones. A start whose clock is behind
-continues there, so block numbers never go back. So does a start whose clock is more than a day
-beyond it: whether the registry was away or the clock is wrong, no seen block would be missing.
-
 *Replay.* A write is signed with its caller's clock as nonce (``btauth/1``), for this registry's
 identity as its receiver. Nonces are stored with their writes, and none is accepted twice, whatever
 the clocks do. Each hotkey's nonces must grow, unless the last one lies in the future: then both
@@ -21,7 +16,6 @@ import fcntl
 import hashlib
 import json
 import logging
-import math
 import os
 import re
 import secrets
@@ -29,7 +23,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -40,7 +34,7 @@ from distributed_training.common.backoff import Throttle
 from distributed_training.common.files import sync_folder
 from distributed_training.config.types import ConfigError, Hotkey
 
-from .ledger import FIRST_BLOCK, TABLES, Ledger, Uid
+from .ledger import TABLES, Ledger, Uid
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +47,6 @@ CLOCK_SKEW = 4.0
 _OF_THE_DISK = ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")
 _HELD = ("SQLITE_BUSY", "SQLITE_LOCKED")
 _APPLICATION = 0x64747267  # "dtrg", in the file's header
-_RESERVED_SECONDS = 30.0  # of blocks, that the file is ahead
-_LONGEST_OUTAGE = 86400.0  # seconds between two starts for which a clock is believed
 _MOST_NONCES = 1024  # of one hotkey; of a validator they are three days
 _INVITATIONS_KEPT = 400 * 86400.0  # seconds after their end, so that a wrong clock deletes none
 ID_LENGTH = 12  # letters of its hash that name an invitation
@@ -98,13 +90,10 @@ class Charter:
 
     name: str
     master: str
-    seconds_per_block: float
     most_uids: int
     admission: Admission
     # Random, so that no two registries are one.
     genesis: str = field(default_factory=lambda: secrets.token_hex(8))
-    # Seconds since the epoch; moved by a clock that was set back.
-    founded_at: float = field(default_factory=time.time)
 
     @property
     def identity(self) -> str:
@@ -124,7 +113,7 @@ def found(folder: Path, charter: Charter) -> None:
             + TABLES
             + _TABLES
         )
-        meta = {"charter": asdict(charter), "version": 0, "reserved": FIRST_BLOCK}
+        meta = {"charter": asdict(charter), "version": 0}
         rows = [(key, json.dumps(value)) for key, value in meta.items()]
         db.executemany("INSERT INTO meta VALUES (?, ?)", rows)
     _publish(temporary, folder / FILE)
@@ -158,7 +147,7 @@ class Registry(Ledger):
         #: By name: the network's file and its earlier versions, for new members.
         self.files: Mapping[str, str] = {}
         self.file_version: int | None = None  # of the network's file
-        # Blocks are tried every 2 s and writes come from anybody: the log shares the full disk.
+        # Writes come from anybody: the log shares the full disk.
         self._may_warn = Throttle(60.0)
         with ExitStack() as failed:
             failed.callback(self._lock_file.close)  # Ctrl-C too: it would keep the next start out
@@ -174,14 +163,15 @@ class Registry(Ledger):
                     backup(folder / FILE, folder / f"schema-{schema}.db")
                     _upgrade(db)
                 (charter,) = db.execute("SELECT value FROM meta WHERE key = 'charter'").fetchone()
-                self.charter = Charter(**json.loads(charter))
+                known = {field.name for field in fields(Charter)}
+                terms = {key: v for key, v in json.loads(charter).items() if key in known}
+                self.charter = Charter(**terms)  # earlier ones had a clock of blocks
                 super().__init__(
                     db,
-                    seconds_per_block=self.charter.seconds_per_block,
                     most_uids=self.charter.most_uids,
                     master=self.charter.master,
                 )
-                self._start_clock()
+                self._leave_gap()
             except (sqlite3.Error, LookupError, TypeError, ValueError, AttributeError) as error:
                 raise _unusable(folder / FILE, error) from None
             failed.pop_all()
@@ -206,9 +196,6 @@ class Registry(Ledger):
     def close(self) -> None:
         """Close the database. Idempotent."""
         with self._lock:
-            # Without this the next start would continue 30 s of blocks later.
-            with contextlib.suppress(sqlite3.Error):  # closed, or the disk is full
-                self._reserve(self.height)
             self._db.close()
             self._lock_file.close()
 
@@ -229,42 +216,9 @@ class Registry(Ledger):
                 )
             raise CannotStore(f"the registry cannot store writes now ({error})") from None
 
-    # the block clock
-
-    @property
-    def height(self) -> int:
-        return max(self._floor, super().height)
-
-    def _start_clock(self) -> None:
-        self._reserved = self._floor = self._meta("reserved")
-        elapsed = time.time() - self.charter.founded_at
-        restored = self._meta("restored")
-        behind = (self._floor - FIRST_BLOCK) * self.seconds_per_block - elapsed
-        # Less is no clock's fault: after a kill the file is ahead by what was reserved.
-        if behind > 2 * _RESERVED_SECONDS + self.seconds_per_block:
-            log.warning(
-                "This machine's clock is %.0f s behind the last block: blocks continue from %d; "
-                "see whether timedatectl says 'synchronized: yes'",
-                behind,
-                self._floor,
-            )
-        # A backup lacks the blocks since it was made, and clients have seen them.
-        elif -behind > _LONGEST_OUTAGE and not restored:
-            log.warning(
-                "This machine's clock is %.1f days beyond the last block: blocks continue from %d, "
-                "as if no time had passed; if the registry was not away that long, see whether "
-                "timedatectl says 'synchronized: yes'",
-                -behind / 86400,
-                self._floor,
-            )
-        else:
-            behind = 0.0
-        if behind:
-            elapsed += behind
-            self.change_charter(founded_at=time.time() - elapsed)
-        self._origin = (FIRST_BLOCK, time.monotonic() - elapsed)
-        self.reserve_blocks()
-        if restored:  # and not each time: a start writes nothing, so that a full disk is no bar
+    def _leave_gap(self) -> None:
+        """Give no uid out twice that a restored backup lacks."""
+        if self._meta("restored"):  # not each time: a start writes nothing on a full disk
             (last,) = self._one("SELECT coalesce(max(uid), -1) FROM members")
             self._set_meta("floor", last + 1 + _GAP)
             self._set_meta("restored", False)
@@ -272,24 +226,6 @@ class Registry(Ledger):
     def change_charter(self, **changes: Any) -> None:
         self.charter = replace(self.charter, **changes)
         self._set_meta("charter", asdict(self.charter))
-
-    def reserve_blocks(self) -> None:
-        """Keep the file's block ahead of the shown block. Call it every few seconds."""
-        ahead = math.ceil(_RESERVED_SECONDS / self.seconds_per_block)
-        height = self.height
-        # At half of it: some tries may fail before a block is shown that the file does not cover.
-        if height + ahead // 2 >= self._reserved:
-            with self._lock:
-                try:
-                    self._reserve(height + ahead)
-                except sqlite3.Error as error:
-                    if self._may_warn("blocks"):
-                        remedy = _remedy(self.folder, error)
-                        log.warning("%s was not written (%s): %s", FILE, error, remedy)
-
-    def _reserve(self, block: int) -> None:
-        self._set_meta("reserved", block)
-        self._reserved = block
 
     # signed writes
 

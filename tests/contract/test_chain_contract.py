@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -63,7 +62,7 @@ def made(request, tmp_path: Path, monkeypatch) -> Iterator[Setup]:
     monkeypatch.setenv("BITTENSOR_RUNTIME_CACHE_DIR", str(tmp_path / "cache"))
     me, other = (create_wallet(tmp_path / "wallets", name) for name in ("me", "other"))
     if request.param == "registry":
-        server = RegistryServer(tmp_path / "registry", seconds_per_block=0.05, master=me.ss58)
+        server = RegistryServer(tmp_path / "registry", master=me.ss58)
         server.start()
         mine = RegistryChain(url=server.url, wallet=me, master=me.ss58, poll_interval=QUICK)
         others = RegistryChain(url=server.url, wallet=other, poll_interval=QUICK)
@@ -85,19 +84,6 @@ def made(request, tmp_path: Path, monkeypatch) -> Iterator[Setup]:
         else:
             substrate = LedgerSubstrate(ledger, SETTINGS.netuid)
             chains.append(BittensorChain(settings=SETTINGS, wallet=wallet, substrate=substrate))
-    if request.param == "memory":
-        # Its blocks pass when told; each look is one.
-        block = chains[0].block
-        chains[0].block = lambda: (ledger.advance(), block())[1]  # type: ignore[method-assign]
-    else:
-        stop = threading.Event()
-
-        def pass_blocks() -> None:
-            while not stop.wait(0.02):
-                ledger.advance()
-
-        thread = threading.Thread(target=pass_blocks, daemon=True)
-        thread.start()
     yield Setup(
         chains[0],
         me,
@@ -109,9 +95,12 @@ def made(request, tmp_path: Path, monkeypatch) -> Iterator[Setup]:
     )
     for chain in chains:
         chain.close()
-    if request.param == "subtensor":
-        stop.set()
-        thread.join(5)
+
+
+def reads_of(chain: Chain) -> int:
+    """Count the reads, one of which a chain in memory does whenever it is asked."""
+    chain.neurons()
+    return chain.counters()["reads"]
 
 
 def test_registered_neurons(setup: Setup) -> None:
@@ -123,10 +112,7 @@ def test_registered_neurons(setup: Setup) -> None:
     assert setup.chain.uid("5EnC86fRRRoaXUZvkrDFYpAihuyEAp3wGkY5r3Gak1kPTDVP") is None
 
 
-def test_blocks_pass_and_never_go_back(setup: Setup) -> None:
-    seen = [setup.chain.block()]
-    wait_for(lambda: (seen.append(setup.chain.block()), seen[-1] > seen[0] + 3)[1])
-    assert seen == sorted(seen)
+def test_age_and_clock_are_those_of_the_last_read(setup: Setup) -> None:
     assert setup.chain.age() < timedelta(seconds=5)
     clock = setup.chain.clock()
     assert clock is None or abs(time.time() - clock) < 10
@@ -134,16 +120,15 @@ def test_blocks_pass_and_never_go_back(setup: Setup) -> None:
 
 def test_the_neurons_are_one_object_until_something_changes(setup: Setup) -> None:
     wait_for(lambda: len(setup.chain.neurons()) == 2)
-    before = setup.chain.neurons()
-    block = setup.chain.block()
-    wait_for(lambda: setup.chain.block() > block + 3)
+    before, read = setup.chain.neurons(), reads_of(setup.chain)
+    wait_for(lambda: reads_of(setup.chain) > read + 3)
     assert setup.chain.neurons() is before
 
 
 def test_reads_are_counted_also_when_nothing_changes(setup: Setup) -> None:
     seen: list[int] = []
     setup.chain.on_read = lambda: seen.append(setup.chain.counters()["reads"])
-    wait_for(lambda: (setup.chain.block(), len(seen) > 2)[1])
+    wait_for(lambda: (setup.chain.neurons(), len(seen) > 2)[1])
     assert seen == sorted(set(seen))
     counted = {f"chain_{name}_total" for name in setup.chain.counters()}
     assert counted <= CHAIN_COUNTS.keys(), "each says in the metrics what it means"
@@ -190,16 +175,15 @@ def test_a_deregistered_hotkey(setup: Setup) -> None:
 
 def test_a_chain_that_goes_down_keeps_its_last_state_and_comes_back(setup: Setup) -> None:
     wait_for(lambda: len(setup.chain.neurons()) == 2)
-    neurons, block = setup.chain.neurons(), setup.chain.block()
+    neurons = setup.chain.neurons()
     setup.down()
     with pytest.raises(ChainError):
         setup.chain.commit("y")
     # What was known is still there, at once.
     assert list(setup.chain.neurons()) == list(neurons)
-    assert setup.chain.block() >= block
     setup.up()
-    last = setup.chain.block()
-    wait_for(lambda: setup.chain.block() > last + 3)
+    read = reads_of(setup.chain)
+    wait_for(lambda: reads_of(setup.chain) > read)
 
     def written() -> bool:
         try:
@@ -225,7 +209,7 @@ def test_a_chain_that_never_answers(tmp_path: Path) -> None:
     for chain in chains:
         assert not chain.wait_ready(timedelta(milliseconds=100))
         assert chain.age() == timedelta.max
-        for read in (chain.block, chain.neurons, lambda c=chain: c.uid("x")):
+        for read in (chain.neurons, lambda c=chain: c.uid("x")):
             with pytest.raises(ChainUnavailable):
                 read()
         chain.close()

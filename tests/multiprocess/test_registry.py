@@ -152,7 +152,7 @@ def test_only_the_founder_enrolls_and_expels(server: RegistryServer) -> None:
 
 
 def test_when_all_uids_are_taken_nobody_loses_one(tmp_path: Path) -> None:
-    charter = store.Charter("full", VALIDATOR.ss58, 12, most_uids=4, admission="open")
+    charter = store.Charter("full", VALIDATOR.ss58, most_uids=4, admission="open")
     with closing(Registry.at(tmp_path, charter)) as registry:
         uids = [registry.register(f"hotkey-{i}") for i in range(3)]
         with pytest.raises(ChainError, match="all 4 uids are taken: ask the founder"):
@@ -164,7 +164,7 @@ def test_when_all_uids_are_taken_nobody_loses_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("most", "first"), [(256, 66), (32, 31)])
 def test_a_restored_backup_gives_no_uid_out_twice(tmp_path: Path, most: int, first: int) -> None:
     """Whoever joined since comes back with its own, and a newcomer gets one far above."""
-    charter = store.Charter("lab", VALIDATOR.ss58, 12, most_uids=most, admission="invited")
+    charter = store.Charter("lab", VALIDATOR.ss58, most_uids=most, admission="invited")
     folder, copy = tmp_path / "registry", tmp_path / "copy.db"
     with closing(Registry.at(folder, charter)) as registry:
         registry.invite(hash_of("ends"), uses=9, expires=time.time() + 3600)
@@ -368,20 +368,20 @@ def test_a_server_that_is_away_costs_only_age(
 def test_an_impossible_answer_ends_neither_the_polling_nor_a_write(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    said = {"registry": f"a/1/{'5' * 48}", "start": "1", "version": 1, "block": 7, "time": 9.0}
-    waits = [-1e308, 12.0]  # seconds, the last for good
+    said = {"registry": f"a/1/{'5' * 48}", "start": "1", "version": 1}
+    times = ["-1", 9.0]  # the last for good
 
     def fetch(chain: RegistryChain, path: str, body: bytes | None = None) -> RegistryAnswer:
         if body is not None:
             return RegistryAnswer(
                 200, {}, b"[" * 100_000
             )  # which ends the stack of whoever parses it
-        seconds = waits.pop(0) if len(waits) > 1 else waits[0]
-        return RegistryAnswer(200, {}, json.dumps({**said, "seconds_per_block": seconds}).encode())
+        seconds = times.pop(0) if len(times) > 1 else times[0]
+        return RegistryAnswer(200, {}, json.dumps({**said, "time": seconds}).encode())
 
     monkeypatch.setattr(RegistryChain, "_fetch", fetch)
     with closing(RegistryChain(url="http://127.0.0.1:1", wallet=MINER)) as chain:
-        assert chain.wait_ready(timedelta(seconds=20)) and chain.block() == 7
+        assert chain.wait_ready(timedelta(seconds=20))
         with pytest.raises(ChainError, match=r"commit: its answer .* RecursionError: .* at http"):
             chain.commit("x" * 128)
 
@@ -423,8 +423,8 @@ class TestKept:
     @pytest.mark.slow
     def test_a_kill_loses_no_acknowledged_write(self, tmp_path: Path) -> None:
         folder = tmp_path / "registry"
-        acknowledged, block = 0, 0
-        flags = ("--seconds-per-block", "0.05", "--port", str(free_ports(1)[0]))
+        acknowledged = 0
+        flags = ("--port", str(free_ports(1)[0]))
         for kill in range(3):
             with chain_program(*flags, folder=folder) as (url, p):
                 with chain_of(url, PEER) as chain:
@@ -432,7 +432,6 @@ class TestKept:
                     assert chain.commitment(PEER.ss58) in (
                         (str(acknowledged), str(acknowledged + 1)) if kill else (None,)
                     )
-                    assert chain.block() >= block
                     killer = threading.Timer(0.01 * kill, p.send_signal, [signal.SIGKILL])
                     with suppress(ChainError):
                         for number in itertools.count(acknowledged + 1):
@@ -440,7 +439,6 @@ class TestKept:
                             acknowledged = number
                             if number % 5 == 0 and not killer.ident:
                                 killer.start()
-                    block = chain.block()
         assert acknowledged >= 15
 
     def test_a_backup_that_is_put_back_is_noticed(
@@ -483,12 +481,10 @@ class TestKept:
         registry = server.registry
         registry._db.execute("PRAGMA query_only = 1")
         for _ in range(3):
-            registry.advance(10**6)
-            registry.reserve_blocks()
             with pytest.raises(ChainError, match="cannot store"):
                 registry.enroll(PEER.ss58)
         registry._db.execute("PRAGMA query_only = 0")
-        assert caplog.text.count("was not written") == 1 == caplog.text.count("was not stored")
+        assert caplog.text.count("was not stored") == 1
         assert registry.faults == 3
 
     def test_a_start_is_no_backup_for_a_client_whose_list_stayed_the_same(
@@ -562,7 +558,7 @@ class TestKept:
             for _ in range(3):  # each is cut off in the middle
                 with pytest.raises(ChainError, match="cannot store"):
                     chain.commit("x")
-            assert chain.block() > 0 and chain.commitment(PEER.ss58) is None
+            assert chain.commitment(PEER.ss58) is None
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, old)
             chain.commit("y")
             process.kill()
@@ -631,7 +627,7 @@ class TestKept:
     ("flags", "words"),
     [
         (("--name", "other"), "--name other differs from the registry"),
-        (("--seconds-per-block", "3"), "--seconds-per-block 3.0 differs from"),
+        (("--most-uids", "3"), "--most-uids 3 differs from"),
         (("--network", str(NETWORK)), "name local in "),
         (("--folder", "{empty}"), "give --network FILE"),
         (("--folder", "{empty}", "--name", "A b", "--master", PEER.ss58), "lower-case"),
@@ -737,7 +733,6 @@ class TestReading:
             etag = first.headers["etag"]
             again = self.get(server, "/state", **{"if-none-match": etag})
             assert (again.status_code, again.content) == (304, b"")
-            assert int(again.headers["x-block"]) >= first.json()["block"]
             assert abs(float(again.headers["x-time"]) - time.time()) < 60
             chain.commit("x")
             second = self.get(server, "/state", **{"if-none-match": etag})
@@ -747,21 +742,7 @@ class TestReading:
             chain.deregister()
             assert [row[0] for row in self.get(server, "/state").json()["rows"]] == [0]
             for odd in ("?since=-1", "?since=9" + "9" * 40, "?start=%ff&since=x", "?&&&&&&"):
-                assert self.get(server, "/state" + odd).json()["full"]
-
-    def test_a_poller_of_0_2_0_names_a_version(self, server: RegistryServer) -> None:
-        """It takes an answer without rows for no news, and ``full`` for all of them."""
-        with chain_of(server.url, PEER) as chain:
-            chain.register()
-            first = self.get(server, "/state").json()
-            assert first["full"]
-            known = f"/state?since={first['version']}&start={first['start']}"
-            nothing = self.get(server, known).json()
-            assert not nothing["full"] and "rows" not in nothing
-            assert nothing["version"] == first["version"]
-            chain.commit("x")
-            after = self.get(server, known).json()
-            assert after["full"] and after["rows"][1][2] == "x"
+                assert self.get(server, "/state" + odd).json()["rows"]
 
     def test_a_client_asks_for_the_list_once(self, server: RegistryServer) -> None:
         counts = server._service._counts
@@ -782,7 +763,7 @@ class TestReading:
         assert page.status_code == 200 and PEER.ss58 in page.text
         assert "<script" not in page.text and "&lt;script&gt;" in page.text
         assert "default-src 'none'" in page.headers["content-security-policy"]
-        assert f"block {server.registry.height}" in page.text
+        assert "registration: open" in page.text
         for path in ("/", "/metrics"):
             assert self.get(server, path, host="evil.example").status_code == 403
         for number in range(3):
@@ -834,7 +815,7 @@ class TestReading:
         assert families["dt_registry_neurons"].samples[0].value == 2
         calls = {tuple(s.labels.values()): s.value for s in families["dt_registry_calls"].samples}
         assert calls["written", "register"] == 1 and calls["read", "state"] > 0
-        assert self.get(server, "/health").json()["block"] >= 1000
+        assert self.get(server, "/health").json()["registry"] == server.charter.identity
 
 
 def report_of(outer_step: int, loss: float) -> NetworkReport:

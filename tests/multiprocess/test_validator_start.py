@@ -47,7 +47,7 @@ def wallet(tmp_path: Path) -> Wallet:
 
 @pytest.fixture
 def chain_url(wallet: Wallet) -> Iterator[str]:
-    with chain_program("--seconds-per-block", "1", master=wallet.ss58) as (url, _):
+    with chain_program(master=wallet.ss58) as (url, _):
         yield url
 
 

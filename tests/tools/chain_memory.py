@@ -17,10 +17,10 @@ from distributed_training.registry.ledger import TABLES, Ledger
 class MemoryLedger(Ledger):
     """``up`` False: writes fail, reads keep the last state. ``writes``: (kind, hotkey)."""
 
-    def __init__(self, *, block: int = 1000) -> None:
+    def __init__(self) -> None:
         db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         db.executescript(TABLES)
-        super().__init__(db, first_block=block)
+        super().__init__(db)
         self.up = True
         self.writes: list[tuple[str, str]] = []
         self.weights: dict[int, dict[int, float]] = {}  # by uid of the validator
@@ -91,7 +91,7 @@ class MemoryChain(Chain):
         if ledger.up and not self._reading:  # a reader may ask in on_read
             self._reading = True
             with suppress(ChainError):  # a list without the master
-                self._saw(ledger.neurons, dict(ledger.commitments), block=ledger.height)
+                self._saw(ledger.neurons, dict(ledger.commitments))
             self._reading = False
 
     def _check(self) -> None:

@@ -42,7 +42,7 @@ def url_of(process: subprocess.Popen[str]) -> str:
     url = ""
     for line in process.stdout:
         if " at http://" in line:
-            url = line.split(" at ")[1].split(",")[0]
+            url = line.split(" at ")[1].strip()
         if line.startswith("READY"):
             return url
     raise AssertionError("the registry did not start")

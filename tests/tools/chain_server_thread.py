@@ -24,7 +24,6 @@ class RegistryServer:
         self,
         folder: Path | None = None,
         *,
-        seconds_per_block: float = 1.0,
         master: str = VALIDATOR.ss58,
         admission: Admission = "open",
         name: str = "test",
@@ -38,7 +37,6 @@ class RegistryServer:
         self.charter = Charter(
             name=name,
             master=master,
-            seconds_per_block=seconds_per_block,
             most_uids=256,
             admission=admission,
         )

@@ -61,10 +61,10 @@ class LedgerSubstrate:
 
     async def block_number(self) -> int:
         await self._answer()
-        return self.ledger.height
+        return 1000
 
     async def block_hash(self, block: int | None = None) -> str:
-        return f"0x{self.ledger.height if block is None else block:064x}"
+        return f"0x{1000 if block is None else block:064x}"
 
     async def query(self, module: str, item: str, params: Any = None, **_: Any) -> Any:
         await self._answer(item)
@@ -98,7 +98,7 @@ class LedgerSubstrate:
         assert [n.uid for n in neurons] == list(range(len(neurons))), "a chain has no gaps"
         return {
             "netuid": self.netuid,
-            "block": self.ledger.height,
+            "block": 1000,
             "tempo": 360,
             "last_step": 0,
             "blocks_since_last_step": 0,
@@ -108,7 +108,7 @@ class LedgerSubstrate:
             "hotkeys": [n.hotkey for n in neurons],
             "coldkeys": [n.hotkey for n in neurons],
             "validator_permit": [n.validator_permit for n in neurons],
-            "last_update": [n.last_update for n in neurons],
+            "last_update": [0 for _ in neurons],
             "incentives": [round(n.incentive * 65535) for n in neurons],
             "total_stake": [round(n.stake * RAO) for n in neurons],
             "axons": [

@@ -170,8 +170,8 @@ _STANDINGS = {
 }
 
 _REGISTRY = {
-    **{"registry": f"net/{'0' * 8}/{'5' * 48}", "start": "ab", "version": 3, "block": 9},
-    **{"time": 1.5, "seconds_per_block": 12.0, "full": True},
+    **{"registry": f"net/{'0' * 8}/{'5' * 48}", "start": "ab", "version": 3},
+    **{"time": 1.5},
     "rows": [[3, {"uid": 3, "hotkey": "5F", "ip": "1.2.3.4", "port": 8091}, "x"], [4, None, None]],
 }
 

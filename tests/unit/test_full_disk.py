@@ -29,7 +29,7 @@ def writers(folder: Path) -> list[Callable[[], object]]:
     log = EventLog.open(folder)
     metrics = MetricsFile(folder / "metrics.prom", every=0.0)
     return [
-        lambda: ChainState("registry", 0.0, next(number), (), {}).save(folder / "chain.json"),
+        lambda: ChainState("registry", float(next(number)), (), {}).save(folder / "chain.json"),
         lambda: journal.put(UploadRecord("b", "k", "u", next(number), "i", 5, "etag")),
         lambda: RegistrationRecord("5Miner", next(number)).save(folder / "registration.json"),
         lambda: log.write("step", number=next(number)),

@@ -30,7 +30,7 @@ def test_refused_announcement_is_written_later_and_once(
 ) -> None:
     ledger, member = registered()
     chain = member.chain
-    chain.block()
+    chain.neurons()
     waits: dict[str, list[float]] = {"commitment": [], "endpoint": []}
     real = time.sleep
 
@@ -54,7 +54,7 @@ def test_of_two_endpoints_that_the_chain_refused_the_later_one_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ledger, member = registered()
-    member.chain.block()
+    member.chain.neurons()
     real, over, refused = time.sleep, threading.Event(), []
 
     def sleep(seconds: float) -> None:

@@ -1,12 +1,10 @@
-"""A clock that is wrong for a while: no call counts twice, nobody is locked out, blocks grow."""
+"""A clock that is wrong for a while: no call counts twice, nobody is locked out."""
 
 from __future__ import annotations
 
 import json
-import logging
 import sqlite3
 import time
-from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -50,9 +48,7 @@ class World:
         for module in (store, ledger):
             monkeypatch.setattr(module, "time", clock)
         self.folder = folder
-        self.charter = Charter(
-            "x", VALIDATOR.ss58, 12.0, most_uids=8, admission="open", founded_at=START
-        )
+        self.charter = Charter("x", VALIDATOR.ss58, most_uids=8, admission="open")
         self.accepted: list[tuple[str, int]] = []
         self.open()
 
@@ -108,11 +104,8 @@ def test_no_call_counts_twice_and_nobody_is_locked_out_by_any_clock(
     # In memory: a busy disk takes a minute to sync them all.
     with pytest.MonkeyPatch.context() as monkeypatch, TemporaryDirectory(dir="/dev/shm") as folder:
         world = World(Path(folder), monkeypatch)
-        block = world.registry.height
         for kind, value in events:
             _play(world, kind, value)
-            assert world.registry.height >= block
-            block = world.registry.height
         # Both clocks are right now: within the freshness of a call everybody writes again. A call
         # of the future, whose time comes just then, holds its hotkey up for one more moment.
         world.offsets = dict.fromkeys(world.offsets, 0.0)
@@ -131,7 +124,6 @@ def _play(world: World, kind: str, value: object) -> None:
     world.now += 0.01
     if kind == "pass":
         world.now += value
-        world.registry.reserve_blocks()  # as the service does every few seconds
     elif kind == "all clocks":
         world.offsets = dict.fromkeys(world.offsets, value)
     elif kind in world.offsets:
@@ -197,68 +189,9 @@ def test_the_answer_names_the_clock_and_by_how_much(world: World, ahead: float) 
         world.sign(PEER.ss58)
 
 
-@pytest.fixture
-def heights(world: World, caplog: pytest.LogCaptureFixture) -> Callable[[float, float], int]:
-    """Let seconds pass without the registry, start it with a clock that is off; its blocks."""
-    caplog.set_level(logging.WARNING)
-
-    def blocks(away: float, offset: float) -> int:
-        before = world.registry.height
-        world.registry.close()
-        world.now += away
-        world.offsets["registry"] = offset
-        caplog.clear()
-        world.open()
-        return world.registry.height - before
-
-    return blocks
-
-
-def test_a_start_with_the_clock_far_ahead_moves_no_block(
-    world: World, heights: Callable[[float, float], int], caplog: pytest.LogCaptureFixture
-) -> None:
-    assert heights(60.0, 365 * DAY) <= 1
-    assert "365.0 days beyond the last block" in caplog.text and "timedatectl" in caplog.text
-    assert heights(60.0, 0.0) <= 1  # and back
-    assert "behind the last block" in caplog.text
-    world.now += 1200.0
-    assert heights(0.0, 0.0) == 0 and not caplog.text  # the clock is believed again
-    assert heights(1200.0, 0.0) == 100 and not caplog.text
-
-
-def test_after_a_long_outage_blocks_go_on(
-    world: World, heights: Callable[[float, float], int], caplog: pytest.LogCaptureFixture
-) -> None:
-    assert heights(0.9 * DAY, 0.0) == round(0.9 * DAY / 12) and not caplog.text
-    assert heights(30 * DAY, 0.0) == 0
-    assert "30.0 days beyond" in caplog.text and caplog.text.count("\n") == 1
-    world.sign(PEER.ss58)
-    block = world.registry.height
-    world.now += 1200.0
-    assert world.registry.height == block + 100
-
-
-def test_a_backup_that_is_put_back_does_not_take_blocks_back(
-    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    copy = tmp_path / "copy.db"
-    store.backup(world.folder / store.FILE, copy)
-    world.now += 10 * DAY
-    seen = world.registry.height
-    world.registry.close()
-    store.restore(copy, world.folder)
-    world.open()
-    assert world.registry.height == seen and not caplog.text
-    world.registry.close()
-    world.now += 10 * DAY
-    world.open()  # believed once
-    assert world.registry.height == seen
-
-
 def test_a_start_on_a_full_disk_writes_nothing(
-    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    block = world.registry.height
     world.kill()
 
     def full(*_: object) -> None:
@@ -266,7 +199,7 @@ def test_a_start_on_a_full_disk_writes_nothing(
 
     monkeypatch.setattr(Registry, "_set_meta", full)
     world.open()
-    assert world.registry.height >= block
+    assert world.registry.uid_of(VALIDATOR.ss58) == 0
 
 
 OLD_TABLES = """
@@ -287,14 +220,18 @@ def write_as_0_2_0(world: World, nonces: dict[str, int]) -> None:
         db.executescript(
             f"PRAGMA application_id = {store._APPLICATION}; PRAGMA user_version = 1; {OLD_TABLES}"
         )
-        charter = {**vars(world.registry.charter)}
+        charter = {**vars(world.registry.charter), "seconds_per_block": 12.0, "founded_at": START}
         losses = {"7": [3.5, START], "8": [3.25, START + 1]}
         meta = {"charter": charter, "version": 40, "reserved": 1010, "losses": losses}
         rows = [(key, json.dumps(value)) for key, value in meta.items()]
         db.executemany("INSERT INTO meta VALUES (?, ?)", rows)
         for uid, member in members.items():
             content = {
-                "neuron": {**vars(member.neuron), "port": 8091 if uid else None},
+                "neuron": {
+                    **vars(member.neuron),
+                    "port": 8091 if uid else None,
+                    "last_update": 1001,
+                },
                 "since": {"block": 1001, "at": START},
                 "commitment": "text" if uid else None,
                 "weights": {"1": 3.0, "2": 1.0} if not uid else None,
