@@ -13,10 +13,9 @@
     --sample TEXT      continue this text with the exported model
     --tokens N         its length in tokens (64)
     --eval [N]         loss and perplexity on N sequences of validators' random pages (16)
-    --push OWNER/NAME  upload the folder to the Hugging Face Hub, with a model card; a repository
-                       that is made for it is private. Its token is HF_TOKEN or `hf auth login`'s
 
-FOLDER gets config.json, model.safetensors (float32) and the tokenizer's files, all or nothing.
+FOLDER gets config.json, model.safetensors (float32) and the tokenizer's files, all or nothing, and
+a model card, README.md. `hf upload OWNER/NAME FOLDER` sends it to the Hugging Face Hub.
 ``AutoModelForCausalLM.from_pretrained(FOLDER)`` and lm-evaluation-harness's
 ``--model hf --model_args pretrained=FOLDER`` read it.
 Exit status: 0 exported, 1 the network or the state could not be read, 2 a flag is wrong.
@@ -29,13 +28,12 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributed_training import NO_HELP
-from distributed_training.common.proxies import HUB, share
 from distributed_training.config import OPERATORS_FILE, Config, ConfigError, exit_with, load_config
 from distributed_training.config.installed import require
 from distributed_training.config.loader import Parser, argument, ranged
@@ -59,7 +57,6 @@ def build_parser() -> Parser:
     parser.add_argument("--from", type=argument(File), dest="source")
     parser.add_argument("--subnet", type=argument(File))
     parser.add_argument("--sample", type=argument(str))
-    parser.add_argument("--push", type=argument(str), metavar="OWNER/NAME")
     parser.add_argument("--tokens", type=ranged(1, 4096), default=64)
     parser.add_argument("--eval", type=ranged(2, 10**6), nargs="?", const=16, dest="sequences")
     return parser
@@ -83,8 +80,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(
                 f"{folder.absolute().parent} is not there, so nothing was exported: make it first"
             )
-        if options.push is not None:
-            check_push(options.push)
         # First, so that the same flag on the command line wins.
         given = ["--neuron.device", "cpu", *subnet_flags(options.subnet)]
         # A run folder has what the network publishes: its tokenizer, its text.
@@ -109,7 +104,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 source = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder.parent)))
                 fetch_weights(config, source, options.outer_step)
             step, place = find_weights(source, options.outer_step)
-            push = open_repository(options.push) if options.push else None
             export_model(config, place, folder)
         print(f"exported the model of outer step {step} to {folder}")
         figures = ""
@@ -117,9 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             loss, text = held_out_loss(config, folder, options.sequences)
             figures = f"held-out loss {loss:.4f}, perplexity {math.exp(loss):.2f}, on {text}"
             print(figures)
-        if push is not None:
-            (folder / "README.md").write_text(model_card(config, options.push, step, figures))
-            print(f"pushed to {push(folder, f'Outer step {step}')}")
+        (folder / "README.md").write_text(model_card(config, folder.name, step, figures))
         if options.sample:
             print(sample(folder, options.sample, tokens=options.tokens))
     except ConfigError as error:
@@ -205,63 +197,8 @@ def export_model(config: Config, place: Path, folder: Path) -> None:
         raise ExportError(f"the weights in {place} cannot be exported: {error}") from None
 
 
-def check_push(name: str) -> None:
-    """Raise ConfigError for a name that the Hub does not take, or where its token is missing."""
-    from huggingface_hub import get_token
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(name)
-    except ValueError as error:
-        why = str(error).splitlines()[0]
-        raise ConfigError(
-            f"--push {name!r:.100} is no repository's name ({why}), so nothing was exported: give "
-            "OWNER/NAME"
-        ) from None
-    if not get_token():
-        raise ConfigError(
-            "there is no token of the Hugging Face Hub, so nothing was exported: set HF_TOKEN to "
-            "one that may write, or run hf auth login"
-        )
-
-
-def open_repository(name: str) -> Callable[[Path, str], str]:
-    """Make the repository unless it is there, before gigabytes are read for it.
-
-    Returns what uploads a folder with a commit's message, and returns its URL. Both raise
-    ExportError.
-    """
-    import httpx
-    from huggingface_hub import HfApi
-    from huggingface_hub.utils import disable_progress_bars
-
-    share(HUB)
-    disable_progress_bars()
-    api = HfApi()
-
-    def refused(error: Exception, what: str) -> ExportError:
-        why = " ".join(str(error).split())[:300]
-        return ExportError(f"the Hub did not take {name} ({why}): {what}")
-
-    try:
-        repository = api.create_repo(name, private=True, exist_ok=True)
-    except (OSError, ValueError, httpx.HTTPError) as error:
-        remedy = "nothing was exported; see that the token may write there, then repeat"
-        raise refused(error, remedy) from None
-
-    def push(folder: Path, message: str) -> str:
-        try:
-            api.upload_folder(repo_id=name, folder_path=folder, commit_message=message)
-        except (OSError, ValueError, RuntimeError, httpx.HTTPError) as error:
-            remedy = f"the model is in {folder}; hf upload {name} {folder} sends it"
-            raise refused(error, remedy) from None
-        return str(repository)
-
-    return push
-
-
 def model_card(config: Config, name: str, outer_step: int, figures: str) -> str:
-    """Return ``README.md`` of a repository on the Hub: what the model is, and how it is loaded."""
+    """Return ``README.md`` of the model: what it is, and how it is loaded."""
     network = config.network
     rows = {"Outer step": outer_step, "Tokenizer": config.miner.global_tokenizer_name}
     if network is not None:
@@ -281,7 +218,7 @@ library_name: transformers
 pipeline_tag: text-generation
 tags: [distributed-training]
 ---
-# {name.rpartition("/")[2]}
+# {name}
 
 Trained by several parties over the internet, who averaged their pseudo-gradients.
 

@@ -366,7 +366,7 @@ def test_the_one_that_waits_longest_makes_room(sources: Any, reason: str) -> Non
 def test_a_flood_is_cut_off_and_honest_clients_are_answered(
     tmp_path: Path, first: bytes, clients: int, addresses: int
 ) -> None:
-    with RegistryServer(tmp_path) as filled:  # the list has 1.5 MB, as with 4,096 members
+    with RegistryServer(tmp_path) as filled:  # the list has 75 KB
         assert filled.registry is not None
         with filled.registry.change():
             for number in range(1, 250):

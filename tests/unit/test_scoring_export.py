@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,9 @@ def test_transformers_loads_the_newest_state(state: Path, tmp_path: Path, capsys
     assert export.main([*words, "--sample", "def ", "--tokens", "4", "--eval", "2"]) == 0
     out = capsys.readouterr().out
     assert "of outer step 3" in out and "\ndef " in out and "on text of random pages" in out
+    card = (made / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n") and "| Outer step | 3 |" in card
+    assert re.search(r"\| Measured \| held-out loss \d\.\d{4}, perplexity .*, on .* \|", card)
     assert float(out.partition("held-out loss ")[2].split(",")[0]) == pytest.approx(
         math.log(264), abs=0.4
     )
