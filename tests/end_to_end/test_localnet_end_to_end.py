@@ -78,6 +78,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         subnet.wait_until(lambda: all(map(trains_on, killed)), WAIT, "a step after each kill")
         subnet.wait_for_outer_steps(outer_steps, WAIT)
         subnet.wait_for_figures(timedelta(seconds=30))
+        subnet.wait_until(lambda: all(map(counts, subnet.miners)), WAIT, "whether uploads count")
         lines = [" ".join(p.cmdline()) for p in subnet.mark.processes()]
         assert subnet.services is not None
         plan = subnet.miners[-1].plan
@@ -105,6 +106,11 @@ def probe(port: int) -> tuple[int, str]:
 def kept(miner: LocalNeuron) -> bool:
     """Return whether ``miner`` has a checkpoint to start again from."""
     return any(miner.plan.folder.glob("checkpoints/checkpoint-*/rank-0.json"))
+
+
+def counts(miner: LocalNeuron) -> bool:
+    """Return whether ``miner`` knows what the manifest says of its upload."""
+    return "dt_counts 1" in (miner.plan.folder / "metrics.prom").read_text()
 
 
 def kill(subnet: LocalSubnet, index: int, kind: str) -> kills.Kill:
