@@ -246,7 +246,7 @@ class Config(AllSettings):
 
     @property
     def exchange(self) -> Exchange:
-        """Where this network's updates come from; the network's file says it."""
+        """Return where this network's updates come from, as its file says."""
         return self.miner.exchange
 
     @property

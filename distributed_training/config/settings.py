@@ -394,7 +394,7 @@ class StoreSettings:
 
 @dataclass(frozen=True, config=SETTINGS)
 class SwarmSettings:
-    """Where the DHT peer of a network over hivemind listens, and where others find it."""
+    """The DHT peer of a network over hivemind: where it listens, and where others find it."""
 
     dht_port: Port = flag("dht.port", 8009)
     """Over hivemind: TCP port for peers, open to the internet. 0 takes a free one."""

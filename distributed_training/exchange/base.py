@@ -1,4 +1,4 @@
-"""What an exchange is to a miner: four methods, and the events that it posts.
+"""Define an exchange: the four methods that a miner calls, and the events that it posts.
 
 A round has two moments. At the *close* of outer step E the loop writes its upload; later comes the
 *update* that leads to outer step E + 1. An exchange follows the network in threads of its own and
@@ -81,7 +81,7 @@ Post = Callable[[Event], None]  # from any thread; returns at once
 
 
 class Exchange(Protocol):
-    """Where updates come from, as the loop sees it. No method waits for a network."""
+    """The source of updates, as the loop sees it. No method waits for a network."""
 
     def start(self, post: Post, *, outer_step: int, schema: Schema) -> None:
         """Begin to follow the network, and to post what happens there.

@@ -86,7 +86,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Answer:
-    """How an order ended."""
+    """The result of an order."""
 
     serial: int
     # Peer id and reduced values of each peer, in their order
@@ -122,7 +122,7 @@ def find_partners(neurons: Sequence[Neuron], manifest: Manifest, *, own: str) ->
 
 @dataclass(frozen=True)
 class Membership:
-    """Who averages when."""
+    """The members who average, and the time at which they do."""
 
     neurons: Callable[[], Sequence[Neuron]]  # as last read
     hotkey: str  # ours

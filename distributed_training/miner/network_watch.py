@@ -24,7 +24,7 @@ _LOOK_AGAIN = 1.0  # seconds between two looks for a global state that is not th
 
 
 class GlobalUnavailableError(RuntimeError):
-    """What the bucket says cannot be had now; the message says why."""
+    """The bucket cannot be read now; the message says why."""
 
 
 class StopBeforeStart(RuntimeError):

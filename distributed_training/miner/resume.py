@@ -10,7 +10,7 @@ from typing import Any
 from distributed_training.common.files import read_json_object
 from distributed_training.node.start import NetworkFailure, OldRunFolder
 from distributed_training.protocol import keys
-from distributed_training.training.checkpoint import Checkpointer, is_complete
+from distributed_training.training.checkpoint import Checkpointer, is_complete, newest_first
 from distributed_training.training.held_weights import HeldWeights
 
 log = logging.getLogger(__name__)
@@ -40,8 +40,8 @@ def first_outer_step(folder: Path, outer_step: int) -> int:
         folder: Of the checkpoints.
         outer_step: Of the network's weights, for a start without a checkpoint.
     """
-    newest_first = sorted(folder.glob("checkpoint-*"), reverse=True)
-    complete = next((path for path in newest_first if is_complete(path)), None)
+    found = (folder / name for name in newest_first(folder))
+    complete = next((path for path in found if is_complete(path)), None)
     manifest = complete and read_json_object(complete / "rank-0.json")
     progress = manifest and manifest.get("progress")
     reached = progress.get("outer_step") if isinstance(progress, dict) else None

@@ -1,4 +1,4 @@
-"""What follows from each event: the miner's next action, and one round from close to outer step.
+"""Decide what follows from each event, and carry out one round from close to outer step.
 
 Everything that happens becomes an *event* in one queue of rank 0: a close, an update, a signal, the
 result of each command. :func:`decide` turns the :class:`MinerState` and an event into the next

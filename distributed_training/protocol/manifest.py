@@ -227,7 +227,7 @@ class Refused:
 
 @checked(frozen=True, config=ConfigDict(strict=True))
 class Averaging:
-    """How the all-reduce of a close went, in a network over hivemind."""
+    """The result of the all-reduce of a close, in a network over hivemind."""
 
     # What the update follows from: the average, or the merge of the uploads
     source: Literal["average", "merge"]

@@ -58,7 +58,7 @@ _TABLES = (
 
 @dataclass
 class JudgedUploads:
-    """What a validator found of one miner's uploads."""
+    """The findings of a validator on one miner's uploads."""
 
     scored: int = 0
     passes: int = 0  # scored or reset; a reset counts as a score of zero

@@ -101,7 +101,7 @@ class Judgement:
 
     @property
     def bad(self) -> bool:
-        """Whether an operator must act."""
+        """Return whether an operator must act."""
         return self.level is Level.BAD
 
     @property
@@ -299,7 +299,7 @@ class _Seen:
 
     @property
     def stage(self) -> str:
-        """How far a start has come."""
+        """Describe how far a start has come."""
         launch, words = self.launch, self.launch.stage or "the ranks are being started"
         if (left := launch.seconds_left(self.now)) is not None:
             words += f", {span(left)} left"
@@ -343,7 +343,7 @@ class _Seen:
 
     @property
     def unused(self) -> str:
-        """How many closes have passed meanwhile."""
+        """Count the closes that have passed meanwhile, in words."""
         if not (passed := self.facts.missed_until(self.now)):
             return "no close was missed"
         closes = counted(passed, "close has", "closes have")
@@ -353,7 +353,7 @@ class _Seen:
 
     @property
     def version(self) -> tuple[str, str] | None:
-        """How the network's history or file differs from ours, and what to do."""
+        """Return how the network's history or file differs from ours, and what to do."""
         other = self.facts.forked or self._value(self.facts.other_version, ASKED_LIFE)
         cause, remedy = split(other or "")
         return (cause, remedy or "ask the founder which one holds") if other else None

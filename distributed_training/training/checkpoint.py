@@ -93,6 +93,11 @@ def is_complete(folder: Path) -> bool:
     return bool(parts) and len(parts) == parts[0]
 
 
+def newest_first(folder: Path) -> list[str]:
+    """Return the names of the checkpoints in ``folder``, complete or not."""
+    return sorted((p.name for p in folder.glob("checkpoint-*")), reverse=True)
+
+
 def _open(folder: Path, part: int) -> Any:
     """Open the file of one part, after comparing its size and SHA-256."""
     path = folder / f"rank-{part}.safetensors"
@@ -297,7 +302,7 @@ class Checkpointer:
             # A disk that is away: the thread that writes logs it. Raised here, it would end the
             # miner, with the other ranks waiting for the name.
             with contextlib.suppress(OSError):
-                names = self._names()
+                names = newest_first(self._folder)
                 for old in names:
                     # A disk that was full for a moment would stay full.
                     if not is_complete(self._folder / old):
@@ -362,7 +367,7 @@ class Checkpointer:
         """
         self.wait()
         stream = self._trainer.stream
-        found = [set(names) for names in stream.all_gather(self._names())]
+        found = [set(names) for names in stream.all_gather(newest_first(self._folder))]
         everywhere, newest = set.intersection(*found), max(set().union(*found), default="")
         lacking = [rank for rank, names in enumerate(found) if newest and newest not in names]
         if lacking and stream.rank == 0:
@@ -518,7 +523,7 @@ class Checkpointer:
             time.sleep(0.02)
         self._saved = True
         keep: list[str] = []
-        for name in self._names():
+        for name in newest_first(self._folder):
             if len(keep) < self._keep and is_complete(self._folder / name):
                 keep.append(name)
             elif name != newest:
@@ -533,7 +538,3 @@ class Checkpointer:
             if folder.name not in used:
                 shutil.rmtree(folder, ignore_errors=True)
         return True
-
-    def _names(self) -> list[str]:
-        """List the checkpoints in this machine's folder, newest first."""
-        return sorted((p.name for p in self._folder.glob("checkpoint-*")), reverse=True)
