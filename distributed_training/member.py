@@ -56,7 +56,7 @@ from distributed_training.miner.events import Action, Command, LocalPart
 from distributed_training.miner.init_command import argv_of
 from distributed_training.miner.launcher import occupied
 from distributed_training.miner.loop import RankLoop
-from distributed_training.miner.ranks import Ranks
+from distributed_training.miner.ranks import RankChannel
 from distributed_training.miner.resume import StartupInfo
 from distributed_training.miner.run_folder import INSTANCE, forget_ranks, write_instance
 from distributed_training.miner.start import CONTROL_TIMEOUT
@@ -231,13 +231,13 @@ class Net(RankLoop):
             elif action is Action.TRAIN:
                 batch = data.next()
                 if batch is None:
-                    self._post(ev.BlockUsedUp())
+                    self._post(ev.MicroBatchEnded(trained=False))
                     continue
                 self._sequences += len(batch)
                 self._micro_batches += 1
                 yield batch
                 if self._micro_batches:  # no step counted it
-                    self._post(ev.MicroBatchTrained())
+                    self._post(ev.MicroBatchEnded())
 
     def close(self) -> None:
         """Write a checkpoint and end the membership. Call it on each rank."""
@@ -505,12 +505,12 @@ def _config_of(network: str | os.PathLike[str] | None, settings: dict[str, Any])
     return config
 
 
-def _meet() -> Ranks:
+def _meet() -> RankChannel:
     """Return the ranks of this script, of the process group that it has made, if any."""
     number = next(_joins)  # a name of its own in the store, where keys stay
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return Ranks(rank=0, world_size=1, group=None, store=dist.HashStore())
-    return Ranks(
+        return RankChannel(rank=0, world_size=1, group=None, store=dist.HashStore())
+    return RankChannel(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         # gloo next to NCCL too: a command must not wait for what is queued on the GPU.
@@ -520,7 +520,11 @@ def _meet() -> Ranks:
 
 
 def _assemble(
-    model: nn.Module, optimizers: list[Optimizer], config: Config, ranks: Ranks, stack: ExitStack
+    model: nn.Module,
+    optimizers: list[Optimizer],
+    config: Config,
+    ranks: RankChannel,
+    stack: ExitStack,
 ) -> Net:
     """Build a rank. Raises ConfigError, NetworkFailure, OSError, ValueError."""
     events, called, connections = SimpleQueue[ev.Event](), [time.perf_counter()], None

@@ -29,6 +29,11 @@ class Close:
     closes_at: float  # Unix seconds, by the store's clock
     grace: float  # seconds: an upload that is in the store later is late
 
+    @classmethod
+    def of_progress(cls, outer_step: int) -> Close:
+        """Return the close of a progress upload, which is for none."""
+        return cls(outer_step, 0, 0.0, 0.0)
+
     @property
     def ends_at(self) -> float:
         """Unix seconds, by the store's clock, after which an upload is late."""
@@ -63,10 +68,11 @@ class UpdateReady(Event):
 
 
 @dataclass(frozen=True)
-class ChainForked(Event):
-    """There are two valid manifests for one step: nothing is applied or sent before a recovery."""
+class NetworkDiffers(Event):
+    """The network's history or its file is another one than ours. Posted when that changes."""
 
-    cause: str  # one line that names both, and the remedy; empty: a recovery has settled it
+    cause: str  # one line that names both, and the remedy; empty: they are the same again
+    forked: bool  # of the history: nothing is applied or sent before a recovery; else of the file
 
 
 @dataclass(frozen=True)

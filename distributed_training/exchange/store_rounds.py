@@ -44,9 +44,9 @@ from distributed_training.store.errors import (
 from distributed_training.store.uplink import Uplink
 
 from .base import (
-    ChainForked,
     Close,
     CloseReached,
+    NetworkDiffers,
     Post,
     StopRequested,
     UpdateReady,
@@ -243,14 +243,14 @@ class StoreRounds:
             self._follow_state()
         if not self._chain.forked:
             if self._reported.pop("fork", None) is not None:  # a recovery has settled it
-                self._post(ChainForked(""))
+                self._post(NetworkDiffers("", forked=True))
             self._send_due()
             self._post_close()
             self._fetch_next()
         if forked := self._chain.forked:
             if "fork" not in self._reported:
                 self._report("fork", forked)
-                self._post(ChainForked(forked))
+                self._post(NetworkDiffers(forked, forked=True))
             if self._sending is not None:
                 self._sending[1].stop()
             for close in self._to_send:  # the loop delays checkpoints until it ends

@@ -2,9 +2,9 @@
 
 A member counts its pages from 0 in each outer step (:mod:`~..protocol.pages`). A *block* is the
 next few of them: the same number for each rank. Rank 0 asks for blocks ahead of need, waits until
-*every* rank holds a block, and begins it cut to the sequences of the poorest rank. An upload names
-the first and the last page of the blocks that its inner steps were trained on, without a gap. So
-after a roll-back, or where loss or gradient was NaN, or pages could not be had, it begins behind
+*every* rank holds the next one, and begins it cut to the sequences of the poorest rank. An upload
+names the first and the last page of the blocks that its inner steps were trained on, without a gap.
+So after a roll-back, or where loss or gradient was NaN, or pages could not be had, it begins behind
 that place: the count continues, and no page of the outer step comes twice.
 
 What was prepared for one outer step and is left when the next begins is trained on first, and no
@@ -18,13 +18,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from distributed_training.common.backoff import Repeats, Throttle
+from distributed_training.common.backoff import Repeats
 from distributed_training.protocol.pages import block_at, place_of
 from distributed_training.protocol.types import Progress
 
 from . import events as ev
 from .events import DataPart, MinerState
-from .ranks import Ranks
+from .ranks import RankChannel
 
 if TYPE_CHECKING:
     from distributed_training.data.pipeline import DataPipeline
@@ -57,16 +57,13 @@ class Blocks:
         ```
     """
 
-    #: Seconds without any ready block after which the last one is trained on again (its tokens are
-    #: still cached on every rank), rather than leaving GPUs idle.
-    patience = 60.0
     pause = 12.0  # seconds from a block without data to the next request: the source may be down
 
     def __init__(
         self,
         *,
         data: DataPipeline,
-        ranks: Ranks,
+        ranks: RankChannel,
         micro_batch_size: int,
         pages: int,
         uid: int = 0,
@@ -81,19 +78,15 @@ class Blocks:
         self._clock = clock
         self._outer_step = outer_step
         self._next = {outer_step: 0}  # by outer step: the page to request next
-        self._trained: tuple[int, ...] = ()  # first and last page of it that an upload names
+        self._named: tuple[int, ...] = ()  # first and last page of it that an upload names
         self._since_step: list[int] = []  # blocks in the inner step under way
         self._ahead: list[int] = []  # to request first: before a restart they were already
-        self._requested: list[int] = []
-        self._ready: list[tuple[int, int]] = []
-        self._current = (0, 0)  # block, its sequences
-        self._unnamed = 0  # the block under way, if a part of it is not in the weights
+        self._queue: dict[int, int] = {}  # requested, in turn: the sequences; 0: not known yet
+        self._current = 0  # the block in training
         self._remaining = 0  # micro-batches of it
-        self._under_way = (0, 0, 0)  # block, sequences and position of a restored cursor
-        self._starving_since: float | None = None
+        self._restored = (0, 0, 0)  # block, sequences and position of a restored cursor
         self._asks_from = 0.0  # when the next block is requested, after one without data
         self._skipped = Repeats(_SAY_AGAIN)
-        self._repeat_line = Throttle(self.patience, clock=clock)
 
     # --- what comes next -----------------------------------------------------------------------
 
@@ -113,69 +106,41 @@ class Blocks:
         Args:
             may_begin: Whether a new block may begin now.
         """
-        for block in tuple(self._requested):
+        for block in [block for block, known in self._queue.items() if not known]:
             sequences = self._ranks.ready_everywhere(block, self._data.ready(block))
             if sequences is None:
                 continue
-            self._requested.remove(block)
+            self._queue[block] = sequences
             # With less than a micro-batch it would end on all ranks as soon as it began.
-            if sequences >= self._micro_batch_size:
-                self._ready.append((block, sequences))
-                continue
-            self._asks_from = self._clock() + self.pause
-            if (again := self._skipped()) is not None:
-                what = f"{describe(block)} has no data for at least one rank and is skipped"
-                log.warning("%s%s", what, again)
+            if sequences < self._micro_batch_size:
+                del self._queue[block]
+                self._asks_from = self._clock() + self.pause
+                if (again := self._skipped()) is not None:
+                    what = f"{describe(block)} has no data for at least one rank and is skipped"
+                    log.warning("%s%s", what, again)
         request = self._next_request()
-        if not may_begin or self._remaining:
+        block, sequences = next(iter(self._queue.items()), (0, 0))
+        if not (may_begin and sequences) or self._remaining:
             return DataPart(request)
-        block, sequences, start = self._next_block()
-        if block:
-            self._current = (block, sequences)
-            self._remaining = (sequences - start) // self._micro_batch_size
-        return DataPart(request, block, sequences, start)
+        del self._queue[block]
+        known, served, start = self._restored
+        # The ranks' blocks lie on disk: what was served before is there, unless one was lost.
+        sequences, start = (min(sequences, served), start) if block == known else (sequences, 0)
+        self._current = block
+        self._remaining = max(0, sequences - start) // self._micro_batch_size
+        return DataPart(request, block, sequences, start) if self._remaining else DataPart(request)
 
     def _next_request(self) -> int:
         if self._ahead:
             block = self._ahead.pop(0)
-        elif (
-            len(self._requested) + len(self._ready) >= max(1, self._data.depth)
-            or self._clock() < self._asks_from
-        ):
+        elif len(self._queue) >= max(1, self._data.depth) or self._clock() < self._asks_from:
             return 0
         else:
             page = self._next[self._outer_step]
             self._next[self._outer_step] = page + self._size
             block = block_at(self._outer_step, page)
-        self._requested.append(block)
+        self._queue[block] = 0
         return block
-
-    def _next_block(self) -> tuple[int, int, int]:
-        block, sequences, start = self._under_way
-        if block in self._requested:
-            return 0, 0, 0  # the order of the blocks stays what it was before the restart
-        self._under_way = (0, 0, 0)
-        for entry in [entry for entry in self._ready if entry[0] == block]:
-            self._ready.remove(entry)
-            # The ranks' blocks lie on disk: what was served before is there, unless one was lost.
-            sequences = min(sequences, entry[1])
-            if sequences - start >= self._micro_batch_size:
-                return block, sequences, start
-        if self._ready:
-            self._starving_since = None
-            return (*self._ready.pop(0), 0)
-        now = self._clock()
-        if self._starving_since is None:
-            self._starving_since = now
-        if self._current[0] and now - self._starving_since >= self.patience:
-            if self._repeat_line():
-                log.warning(
-                    "No new data for %.0f s: %s is trained on again",
-                    now - self._starving_since,
-                    describe(self._current[0]),
-                )
-            return (*self._current, 0)
-        return 0, 0, 0
 
     # --- what was trained ----------------------------------------------------------------------
 
@@ -188,19 +153,20 @@ class Blocks:
         """
         del state
         match event:
-            case ev.MicroBatchTrained():
-                self.micro_batch_done()
-            case ev.InnerStepDone(report=report):
-                self.micro_batch_done()
-                self.step_done(skipped=report.skipped)
-            case ev.BlockUsedUp():
+            case ev.MicroBatchEnded(trained=False):
                 self._remaining = 0
+            case ev.MicroBatchEnded():
+                self._count_micro_batch()
+            case ev.InnerStepDone(report=report):
+                self._count_micro_batch()
+                self._count_step(learned=not report.skipped)
             case ev.OuterStepEnded(committed=True, outer_step=outer_step):
                 self._begin(outer_step)
             case ev.RolledBack(progress=Progress(outer_step=outer_step), kept=kept):
                 saved = kept.get("rank_zero", {}).get("blocks", {})
                 self._begin(outer_step, int(saved.get("next", 0)))
-                self._trained = tuple(saved.get("pages", ()))
+                # What was trained on of the block is lost, so its rest could not be named.
+                self._named, self._remaining = tuple(saved.get("pages", ())), 0
             case _:
                 return
 
@@ -209,38 +175,30 @@ class Blocks:
 
         Micro-batches of the inner step under way are not in the weights any more.
         """
-        self._outer_step, self._trained = outer_step, ()
+        self._outer_step, self._named = outer_step, ()
         self._next[outer_step] = max(page, self._next.get(outer_step, 0))
         for step in sorted(self._next)[:-_STEPS]:
             del self._next[step]
         self._since_step.clear()
-        self._unnamed = self._current[0]
 
-    def micro_batch_done(self) -> None:
-        """Count one micro-batch of the block in training."""
+    def _count_micro_batch(self) -> None:
         self._remaining = max(0, self._remaining - 1)
-        if self._current[0] not in self._since_step:
-            self._since_step.append(self._current[0])
+        if self._current not in self._since_step:
+            self._since_step.append(self._current)
 
-    def step_done(self, *, skipped: bool = False) -> None:
-        """Count the pages of an inner step that ended.
-
-        Args:
-            skipped: Whether loss or gradient was NaN or Inf, so that its tokens were not learned.
-        """
-        for block in [] if skipped else self._since_step:
+    def _count_step(self, *, learned: bool) -> None:
+        """Count the pages of an inner step, unless loss or gradient was NaN or Inf."""
+        for block in self._since_step if learned else ():
             outer_step, first = place_of(block)
-            if outer_step != self._outer_step or block == self._unnamed:
-                continue
-            begin, end = self._trained or (first, first - 1)
-            if first > end + 1:
-                begin = first
-            self._trained = begin, max(end, first + self._size - 1)
+            if outer_step == self._outer_step:
+                begin, end = self._named or (first, first - 1)
+                begin = first if first > end + 1 else begin
+                self._named = begin, max(end, first + self._size - 1)
         self._since_step.clear()
 
     def pages(self) -> tuple[int, ...]:
         """Return the first and the last page of this outer step that was trained on, or neither."""
-        return self._trained
+        return self._named
 
     # --- across restarts -----------------------------------------------------------------------
 
@@ -248,10 +206,9 @@ class Blocks:
         """Return a JSON-able state."""
         return {
             "next": self._next[self._outer_step],
-            "pages": [*self._trained],
-            "unnamed": self._unnamed,
+            "pages": [*self._named],
             # In the order of their turn: a restart trains on the same blocks in the same order.
-            "ahead": [*(b for b, _ in self._ready), *self._requested, *self._ahead],
+            "ahead": [*self._queue, *self._ahead],
             "since_step": [*self._since_step],
             "uid": self._uid,
             "size": self._size,
@@ -266,9 +223,8 @@ class Blocks:
         The block that was under way begins again where it was, then those that were prefetched.
         With another number of ranks or another micro-batch the pages are cut differently, and where
         ``exact`` is False the trainer drops the micro-batches under way. Then the pages count on
-        from the first block that was not trained on to its end. With another uid they count from 0,
-        and so they do after a checkpoint of an earlier edition, whose pages were drawn by another
-        rule: no upload names what it was trained on.
+        behind those that were prefetched. With another uid they count from 0, and so they do after
+        a checkpoint of an earlier edition, whose pages were drawn by another rule.
 
         Args:
             state: A :meth:`state_dict`; empty at a fresh start.
@@ -280,39 +236,34 @@ class Blocks:
             return
         if "next" not in state or state.get("uid") != self._uid:
             log.info(
-                "Pages count from 0 in outer step %d: %s",
+                "Pages count from 0 in outer step %d: the checkpoint is of another uid, which is "
+                "assigned other pages, or of an earlier edition",
                 self._outer_step,
-                "this hotkey has another uid, which is assigned other pages"
-                if "next" in state
-                else "an earlier edition wrote the checkpoint, and drew pages by another rule",
             )
             return
         self._next[self._outer_step] = int(state["next"])
-        self._trained = tuple(state["pages"])
-        self._unnamed = int(state["unnamed"])
-        block, sequences, offset = (
-            int(cursor.get(key, 0)) for key in ("page_block", "sequences", "offset")
-        )
-        under_way = [block] if block and sequences - offset >= self._micro_batch_size else []
-        layout = state["size"], state["micro_batch_size"]
-        if not exact or layout != (self._size, self._micro_batch_size):
-            again = [*state["since_step"], *under_way, *state["ahead"]]
-            places = [place_of(each) for each in again]
-            pages = [page for step, page in places if step == self._outer_step]
-            self._next[self._outer_step] = min([self._next[self._outer_step], *pages])
+        self._named = tuple(state["pages"])
+        if not exact or (state["size"], state["micro_batch_size"]) != (
+            self._size,
+            self._micro_batch_size,
+        ):
             log.info(
-                "Data continues at page %d: flags, ranks or the micro-batch changed, so the block "
-                "under way begins again",
+                "Data continues at page %d, behind what was prepared: flags, ranks or the "
+                "micro-batch changed",
                 self._next[self._outer_step],
             )
             return
+        block, sequences, offset = (
+            int(cursor.get(key, 0)) for key in ("page_block", "sequences", "offset")
+        )
         self._since_step = [*state["since_step"]]
-        self._ahead = [*under_way, *(each for each in state["ahead"] if each != block)]
-        if under_way:
+        self._ahead = [each for each in state["ahead"] if each != block]
+        if block and sequences - offset >= self._micro_batch_size:
             log.info(
                 "Data continues in %s at sequence %d of %d", describe(block), offset, sequences
             )
-            self._under_way = (block, sequences, offset)
+            self._ahead.insert(0, block)
+            self._restored = block, sequences, offset
 
 
 class NoBlocks(Blocks):

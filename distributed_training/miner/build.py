@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -33,10 +33,10 @@ from distributed_training.data.pipeline import DataPipeline
 from distributed_training.exchange.opening import open_exchange, uploads_folder
 from distributed_training.exchange.store_rounds import StoreRounds
 from distributed_training.network import FILE, Network
-from distributed_training.node.buckets import open_as_member, open_own
+from distributed_training.node.buckets import check_as_member, open_as_member, open_own
 from distributed_training.node.identity import Member, commit
-from distributed_training.node.published import fetch_published
-from distributed_training.node.start import NetworkFailure, fetch_tokenizer, require_data
+from distributed_training.node.published import fetch_published, open_versions
+from distributed_training.node.start import fetch_tokenizer, require_data
 from distributed_training.protocol.codecs import CODECS
 from distributed_training.protocol.keys import miner_bucket
 from distributed_training.protocol.pages import block_at
@@ -59,19 +59,18 @@ from .controller import Controller, Subscriber
 from .device import expects_gpu
 from .events import MinerState, Mode, Rules
 from .metrics import MachineGauges, Metrics
-from .network_watch import (
-    GlobalBucket,
-    GlobalUnavailableError,
-    NetworkWatch,
-    StartWait,
-    pause_start,
-)
-from .own_bucket import check_own_bucket
-from .ranks import Ranks
+from .network_watch import NetworkWatch, StartWait, pause_start, read_version
+from .ranks import RankChannel
 from .registration import chain_facts, follow_registration, join_network
 from .reporter import Record, Reporter
-from .resume import StartupInfo, first_outer_step, refuse_old_checkpoints, resume_training
-from .rounds import RoundRank, UploadWatch
+from .resume import (
+    StartupInfo,
+    first_outer_step,
+    oldest_outer_step,
+    refuse_old_checkpoints,
+    resume_training,
+)
+from .rounds import RoundRank
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +85,7 @@ class RankContext:
     config: Config
     folder: Path
     device: torch.device
-    ranks: Ranks
+    ranks: RankChannel
     events: queue.SimpleQueue[ev.Event]  # rank 0's
     stack: ExitStack  # closes what was opened
     tick: timedelta = timedelta(seconds=1)  # of the controller
@@ -118,53 +117,11 @@ def prepare_text(config: Config, folder: Path) -> tuple[Path, int]:
     return tokenizer_path, eos_id
 
 
-def open_versions(
-    config: Config,
-    folder: Path,
-    bucket: GlobalBucket,
-    outer_step: int,
-    read: Callable[[], BucketReader],
-) -> tuple[Config, Versions | None]:
-    """Return the settings that hold at ``outer_step``, and the versions of the network's file.
-
-    None where it has no versions. ``read``: opens the network's bucket, which has its data. Raises
-    ConfigError, and NetworkFailure where an older version than the file's holds and nobody has it.
-    """
-    network = config.network
-    if network is None:
-        return config, None
-    versions = Versions(network, folder)
-    try:
-        for problem in (versions.look_beside(network.place), bucket.learn(versions)):
-            if problem:
-                log.warning("%s", problem)
-    except GlobalUnavailableError as error:
-        log.warning("The global bucket was not asked for versions of the network's file: %s", error)
-    if not versions.knows(outer_step):
-        raise NetworkFailure(
-            f"{network.place} holds from outer step {network.head.from_outer_step} and the network "
-            f"is at {outer_step}, and the version before it is not in the global bucket, so the "
-            "rules are not known and nothing is trained: wait, or start with the older file"
-        )
-    versions.in_force = versions.at(outer_step)
-    if versions.in_force is not network:
-        log.info(
-            "Outer step %d is trained by version %d of the network's file",
-            outer_step,
-            versions.in_force.head.version,
-        )
-    # Before its data are asked for: those of the file given may be of the past.
-    config = under(config, versions.in_force)
-    fetch_published(config, read)
-    require_data(config)
-    return config, versions
-
-
 Weights = TypeVar("Weights", bound=HeldWeights)
 
 
 @dataclass(frozen=True)
-class Held(Generic[Weights]):
+class RankParts(Generic[Weights]):
     """The objects that every rank holds, whoever trains."""
 
     trainer: Weights
@@ -179,7 +136,7 @@ def resume(
     trainer: Weights,
     data: DataPipeline | None,
     connections: Connections | None,
-) -> Held[Weights]:
+) -> RankParts[Weights]:
     """Continue from the last checkpoint or from the network's weights. Collective."""
     folder, config = context.folder, context.config
     checkpointer = Checkpointer(
@@ -191,7 +148,7 @@ def resume(
         data.load_state_dict(kept.get("data", {}))
         if not kept:
             data.request(block_at(trainer.outer_step, 0))  # prepared while the network is joined
-    return Held(trainer, checkpointer, data, kept)
+    return RankParts(trainer, checkpointer, data, kept)
 
 
 def open_data(context: RankContext, info: StartupInfo, micro_batch_size: int) -> DataPipeline:
@@ -217,7 +174,7 @@ def open_data(context: RankContext, info: StartupInfo, micro_batch_size: int) ->
     return data
 
 
-def open_blocks(context: RankContext, training: Held[Any], *, uid: int) -> Blocks:
+def open_blocks(context: RankContext, training: RankParts[Any], *, uid: int) -> Blocks:
     """Return the count of pages as the checkpoint left it."""
     if training.data is None:
         return NoBlocks()
@@ -239,7 +196,7 @@ def open_blocks(context: RankContext, training: Held[Any], *, uid: int) -> Block
 
 def open_metrics(
     context: RankContext,
-    training: Held[Any],
+    training: RankParts[Any],
     chain: Chain,
     *,
     uid: int,
@@ -322,12 +279,11 @@ def open_connections(
     store = uploads = open_as_member(config, member.chain)
     commitment = ""
     if own:
-        commitment = check_own_bucket(config, member, own)
+        commitment = check_as_member(config.store, member.chain, member.hotkey, own)
         uploads = open_own(config.store, own)
     stack.callback(uploads.close)
     reader = BucketReader(store, large=config.round_period)
-    bucket = GlobalBucket(reader)
-    watch = None if config.network is None else NetworkWatch(bucket, config.network, None, post)
+    watch = None if config.network is None else NetworkWatch(reader, config.network, None, post)
     rounds = open_exchange(
         config,
         member,
@@ -342,9 +298,14 @@ def open_connections(
     model = read_model_config(global_folder)
     log.info("Global state of outer step %d%s", outer_step, describe_size(model, config))
     first = first_outer_step(checkpoints, outer_step)
-    config, versions = open_versions(config, folder, bucket, first, lambda: reader)
-    if watch is not None:
-        watch.versions = versions
+    versions = None
+    if config.network is not None and watch is not None:
+        read = partial(read_version, reader)
+        versions = watch.versions = open_versions(config.network, folder, first, read)
+        # Before its data are asked for: those of the file given may be of the past.
+        config = under(config, versions.in_force)
+        fetch_published(config, lambda: reader)
+        require_data(config)
     tokenizer_path, eos_id = prepare_text(config, folder)
     info = StartupInfo(
         uid=member.uid,
@@ -388,36 +349,43 @@ class RankZero:
         context: RankContext,
         info: StartupInfo,
         connections: Connections,
-        training: Held[Any],
+        training: RankParts[Any],
     ) -> None:
         self._context, self._info = context, info
         self._connections, self._training = connections, training
         config, trainer = context.config, training.trainer
-        # --- who decides
+        shapes = [shape for _, shape in trainer.schema]
+        needed = largest_file(trainer.schema, config.miner.codec)
+        needed += checkpoint_bytes(shapes, trainer.moments)
         self.blocks = open_blocks(context, training, uid=info.uid)
         self.controller = Controller(
-            state=MinerState(mode=Mode.TRAINING, outer_step=trainer.outer_step),
+            state=MinerState(
+                mode=Mode.TRAINING, outer_step=trainer.outer_step, inner_step=trainer.inner_step
+            ),
             rules=Rules(
                 checkpoint_steps=config.miner.checkpoint_steps,
                 checkpoint_seconds=config.miner.checkpoint_interval.total_seconds(),
                 tick_seconds=context.tick.total_seconds(),
+                upload_from=config.store.minimum_valid_inner_step,
+                progress_steps=config.store.upload_steps if config.has_bucket else 0,
             ),
             events=context.events,
             blocks=self.blocks,
             exchange=connections.rounds,
             uploads=uploads_folder(context.folder),
+            disk_problem=partial(describe_full_disk, context.folder, needed),
             versions=connections.versions,
         )
-        self._subscribe()
+        self._subscribe(needed + DISK_RESERVE)
 
-    def _subscribe(self) -> None:
-        """Build the subscribers that get each event, in this order, after the blocks."""
+    def _subscribe(self, needed: int) -> None:
+        """Build the subscribers that get each event, in this order, after the blocks.
+
+        ``needed``: bytes of disk that the next upload, a checkpoint and the reserve take.
+        """
         config, folder = self._context.config, self._context.folder
         trainer, connections = self._training.trainer, self._connections
         log_of = "distributed_training" if self._context.guest else ""
-        shapes, moments = [shape for _, shape in trainer.schema], trainer.moments
-        needed = largest_file(trainer.schema, config.miner.codec)
-        needed += checkpoint_bytes(shapes, moments)
         rounds, chain = connections.rounds, connections.member.chain
 
         def measured() -> dict[str, Any]:
@@ -445,22 +413,25 @@ class RankZero:
             measured=measured,
             write=EventLog.open(folder, logger=log_of).write,
             folder=folder,
-            needed=needed + DISK_RESERVE,
+            needed=needed,
         )
         self.record: Record = facts.record
 
-        def follow_facts(event: ev.Event, state: MinerState) -> None:
+        def follow(event: ev.Event, state: MinerState) -> None:
             match event:
-                case ev.NetworkCompared(problem=problem):
-                    facts.compared(problem)
+                case ev.NetworkDiffers(cause=cause, forked=False):
+                    facts.compared(cause)
                 case ev.Tick():
                     facts.look()
+                case ev.OuterStepEnded(committed=True):
+                    rounds.forget(oldest_outer_step(folder / "checkpoints", event.outer_step))
 
         reporter = Reporter(
             record=self.record,
             expect_gpu=expects_gpu(config, self._context.device),
             bucket=config.store.global_model_name,
             joined=lambda: facts.joined,
+            upload_from=lambda: self.controller.rules.upload_from,
         )
         if self._context.guest:  # the script's output has its own lines for a step
             reporter.step_level = logging.DEBUG
@@ -469,7 +440,7 @@ class RankZero:
             self._training,
             chain,
             uid=self._info.uid,
-            needed=needed + DISK_RESERVE,
+            needed=needed,
             gauges={
                 "next_round_timestamp_seconds": of_close("closes_at"),
                 "global_outer_step": of_close("outer_step"),
@@ -479,18 +450,8 @@ class RankZero:
             },
             joined=lambda: facts.joined,
         )
-        self.uploads = uploads = UploadWatch(
-            weights=trainer,
-            minimum=config.store.minimum_valid_inner_step,
-            disk_problem=partial(describe_full_disk, folder, needed),
-            forget=rounds.forget,
-            keep=config.miner.keep_checkpoints,
-            joined=lambda: facts.joined,
-            every=config.store.upload_steps if config.has_bucket else 0,
-        )
-        # The reporter before the uploads: a step's line stands above what it led to.
-        for follow in (reporter.on_event, metrics.on_event, uploads.on_event, follow_facts):
-            self.controller.subscribe(_forgiving(follow) if self._context.guest else follow)
+        for subscriber in (reporter.on_event, metrics.on_event, follow):
+            self.controller.subscribe(_forgiving(subscriber) if self._context.guest else subscriber)
 
     def go_live(self, post: Callable[[ev.Event], None]) -> None:
         """Begin to follow the network. Returns at once. ``post``: queues an event."""
@@ -521,22 +482,24 @@ def _forgiving(subscriber: Subscriber) -> Subscriber:
     """Return a subscriber whose errors are warnings: the event is decided on all the same."""
     repeats = Repeats(_SAY_AGAIN)
 
-    def on_event(event: ev.Event, state: MinerState) -> Iterable[ev.Event] | None:
+    def on_event(event: ev.Event, state: MinerState) -> None:
         try:
-            return subscriber(event, state)
+            subscriber(event, state)
         except Exception as error:
             if (again := repeats(type(error).__name__)) is not None:
                 name = type(event).__name__
                 log.warning(
                     "%s could not be followed; training continues%s", name, again, exc_info=error
                 )
-            return None
 
     return on_event
 
 
 def build_exchange(
-    context: RankContext, info: StartupInfo, connections: Connections | None, training: Held[Any]
+    context: RankContext,
+    info: StartupInfo,
+    connections: Connections | None,
+    training: RankParts[Any],
 ) -> tuple[RankZero | None, RoundRank]:
     """Build rank 0's own part, and this rank's part of rounds.
 
@@ -567,7 +530,8 @@ def build_exchange(
         config = under(context.config, now)
         choose_kind(CODECS, config.miner.codec, key="round.codec")
         round_rank.adopt(config.miner.codec)
-        rank_zero.uploads.minimum = config.store.minimum_valid_inner_step
+        least = config.store.minimum_valid_inner_step
+        rank_zero.controller.rules = replace(rank_zero.controller.rules, upload_from=least)
         log.warning("%s", for_script(before, now))
 
     if context.guest:

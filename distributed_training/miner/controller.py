@@ -2,10 +2,9 @@
 
 Threads of rank 0 (the exchange, signals) only ever post events; so does the loop with the result of
 each command. At each boundary the controller drains the queue. Every event first goes to the
-subscribers, who may answer with events that follow at once (an upload is wanted at the step that
-just ended); then :func:`~.rounds.decide` returns commands and tasks. Tasks go to the exchange,
-which works in threads of its own, so the loop never waits for a network. Commands wait for their
-boundary.
+subscribers, who report it; then :func:`~.rounds.decide` returns commands, tasks and events that
+follow at once. Tasks go to the exchange, which works in threads of its own, so the loop never waits
+for a network. Commands wait for their boundary.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ import logging
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from distributed_training.common.backoff import Throttle
 from distributed_training.config.versions import Versions
-from distributed_training.exchange.base import Close, Exchange, upload_path
+from distributed_training.exchange.base import Exchange, upload_path
 from distributed_training.network import Network
 from distributed_training.protocol.types import ExitStatus
 
@@ -32,8 +31,8 @@ from .rounds import decide
 log = logging.getLogger(__name__)
 
 
-#: Sees each event with the state it finds; what it returns is handled before anything else.
-Subscriber = Callable[[ev.Event, MinerState], Iterable[ev.Event] | None]
+#: Sees each event with the state that it finds.
+Subscriber = Callable[[ev.Event, MinerState], None]
 
 #: How long a boundary waits for an event when there is nothing to do: the other ranks sit in the
 #: broadcast for that long.
@@ -43,7 +42,8 @@ IDLE_WAIT = 0.2  # seconds
 class Controller:
     """Decides what all ranks do next.
 
-    ``uploads``: the folder of uploads. ``versions``: of the network's file, None where it has none.
+    ``uploads``: the folder of uploads. ``disk_problem``: returns why an upload does not fit on the
+    disk, None: it does. ``versions``: of the network's file, None where it has none.
     """
 
     def __init__(
@@ -55,15 +55,17 @@ class Controller:
         blocks: Blocks,
         exchange: Exchange,
         uploads: Path,
+        disk_problem: Callable[[], str | None] = lambda: None,
         versions: Versions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state = state
-        self._rules = rules
+        self.rules = rules
         self._events = events
         self._blocks = blocks
         self._exchange = exchange
         self._uploads = uploads
+        self._disk_problem = disk_problem
         self._versions = versions
         #: Of a script, which continues: gets the version before, and the one that holds now.
         self.adopt: Callable[[Network, Network], None] | None = None
@@ -71,7 +73,6 @@ class Controller:
         self.idle_wait = IDLE_WAIT  # seconds
         self._tick_due = Throttle(rules.tick_seconds, clock=clock)
         self._pending: deque[Action] = deque()
-        # First: whoever decides on an upload reads its pages as they are after the event.
         self._subscribers: list[Subscriber] = [blocks.on_event]
 
     def subscribe(self, subscriber: Subscriber) -> None:
@@ -84,10 +85,14 @@ class Controller:
 
     def next_command(self) -> Command:
         """Return the command of this boundary. Waits at most ``idle_wait`` without any work."""
-        # Also while commands wait: a stop that is in the queue clears them.
-        self.drain()
+        # First: an inner step that ended after the grace is uploaded for its close no more.
         if self._tick_due():
             self._handle_event(ev.Tick(self._clock()))
+        # Also while commands wait: a stop that is in the queue clears them.
+        self.drain()
+        for upload in (self.state.upload, self.state.progress):
+            if upload is not None and (ended := upload.end_of_writing()) is not None:
+                self._handle_event(ended)
         self._look_for_rules()
         # An update waits for the inner step under way, which it would drop. It does not wait for
         # data: without any it is applied at once.
@@ -112,12 +117,12 @@ class Controller:
             case Action.WRITE_UPLOAD if state.upload is not None:
                 taken = LocalPart(pages=blocks.pages(), close=state.upload.close)
                 command = replace(command, local=taken)
-            case Action.WRITE_PROGRESS:
-                none = Close(state.outer_step, 0, 0.0, 0.0)
-                command = replace(command, local=LocalPart(pages=blocks.pages(), close=none))
+            case Action.WRITE_PROGRESS if state.progress is not None:
+                taken = LocalPart(pages=blocks.pages(), close=state.progress.close)
+                command = replace(command, local=taken)
             case Action.OUTER_STEP if state.update is not None:
                 command = replace(command, local=LocalPart(update=state.update))
-            case Action.WRITE_UPLOAD | Action.OUTER_STEP:
+            case Action.WRITE_UPLOAD | Action.WRITE_PROGRESS | Action.OUTER_STEP:
                 command = Command(Action.IDLE)  # a roll-back came between
             case Action.CHECKPOINT | Action.STOP as action:
                 kept = {"rank_zero": {"blocks": blocks.state_dict()}}
@@ -163,26 +168,28 @@ class Controller:
 
     def _handle_event(self, event: ev.Event) -> None:
         for subscriber in self._subscribers:
-            # Before the event itself is decided on: an upload belongs to the boundary of its step,
-            # and the checkpoint of that boundary shares its copies.
-            for follows in subscriber(event, self.state) or ():
-                self._handle_event(follows)
-        self.state, actions = decide(self.state, event, self._rules)
-        for action in actions:
-            if isinstance(action, Task):
-                self._start_task(action)
-                continue
-            if action is Action.STOP:
-                self._pending.clear()  # nothing that was wanted before matters now
-            self._pending.append(action)
+            subscriber(event, self.state)
+        self.state, follows = decide(self.state, event, self.rules)
+        writes = {Action.WRITE_UPLOAD, Action.WRITE_PROGRESS} & {*follows}
+        if writes and (problem := self._disk_problem()) is not None:
+            follows = (ev.UploadSkipped(problem, "disk"),)
+            if Action.WRITE_PROGRESS in writes:
+                follows = (ev.UploadEnded(self.state.outer_step, 0, problem),)
+        for each in follows:
+            match each:
+                case Task():
+                    self._start_task(each)
+                case Action():
+                    if each is Action.STOP:
+                        self._pending.clear()  # nothing that was wanted before matters now
+                    self._pending.append(each)
+                case _:
+                    self._handle_event(each)
 
     def _start_task(self, task: Task) -> None:
-        state, close = self.state, Close(self.state.outer_step, 0, 0.0, 0.0)
-        match task:
-            case Task.SEND_UPLOAD | Task.SEND_PROGRESS:
-                if task is Task.SEND_UPLOAD and state.upload is not None:
-                    close = state.upload.close
-                self._exchange.send(close, upload_path(self._uploads, close))
-            case Task.REPORT_APPLIED | Task.FETCH_WEIGHTS:
-                wanted = task is Task.FETCH_WEIGHTS
-                self._exchange.applied(state.outer_step, wants_weights=wanted)
+        state = self.state
+        if task in (Task.REPORT_APPLIED, Task.FETCH_WEIGHTS):
+            wanted = task is Task.FETCH_WEIGHTS
+            self._exchange.applied(state.outer_step, wants_weights=wanted)
+        elif (upload := state.upload if task is Task.SEND_UPLOAD else state.progress) is not None:
+            self._exchange.send(upload.close, upload_path(self._uploads, upload.close))

@@ -1,9 +1,9 @@
 """The miner's vocabulary: events, the commands that follow, and the state of rank 0.
 
 An *event* is anything that happened: the result of a command, a close, an update that is ready.
-From it follow *actions*, which reach all ranks as a *command* at a micro-batch boundary, and
-*tasks*, which rank 0 gives to its exchange. :func:`.rounds.decide` decides which. Events of an
-exchange are in :mod:`distributed_training.exchange.base`.
+From it follow *actions*, which reach all ranks as a *command* at a micro-batch boundary, *tasks*,
+which rank 0 gives to its exchange, and further events. :func:`.rounds.decide` decides which. Events
+of an exchange are in :mod:`distributed_training.exchange.base`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distributed_training.exchange.base import ChainForked as ChainForked
 from distributed_training.exchange.base import Close
 from distributed_training.exchange.base import CloseReached as CloseReached
+from distributed_training.exchange.base import NetworkDiffers as NetworkDiffers
 from distributed_training.exchange.base import StopRequested as StopRequested
 from distributed_training.exchange.base import UpdateReady as UpdateReady
 from distributed_training.exchange.base import UploadEnded as UploadEnded
@@ -95,13 +95,10 @@ COMMAND_INTEGERS = len(Command(Action.TRAIN).to_integers())
 
 
 @dataclass(frozen=True)
-class MicroBatchTrained(Event):
+class MicroBatchEnded(Event):
     """A micro-batch was trained on, and the inner step is not complete yet."""
 
-
-@dataclass(frozen=True)
-class BlockUsedUp(Event):
-    """There was no micro-batch left in the block, on any rank."""
+    trained: bool = True  # False: none was left in the block, on any rank
 
 
 @dataclass(frozen=True)
@@ -121,6 +118,7 @@ class OuterStepEnded(Event):
     detail: str = ""  # why a rank voted against it
     seconds: float = 0.0  # for which training was held
     dropped: str = ""  # which training is lost, in words
+    inner_step: int = 0  # after it: the inner steps that the upload did not hold
 
 
 @dataclass(frozen=True)
@@ -160,24 +158,10 @@ class Stopped(Event):
 
 
 @dataclass(frozen=True)
-class NetworkCompared(Event):
-    """The network's file of the bucket was compared with ours. Posted when the result changes."""
-
-    problem: str  # how it differs; empty: it does not
-
-
-@dataclass(frozen=True)
 class Tick(Event):
     """A tick about once a second, at which deadlines are compared."""
 
     at: float  # seconds of the steady clock
-
-
-@dataclass(frozen=True)
-class UploadWanted(Event):
-    """The weights of this boundary are to be uploaded for ``close``; serial 0: for no close."""
-
-    close: Close
 
 
 @dataclass(frozen=True)
@@ -192,7 +176,7 @@ class UploadWritten(Event):
 
 @dataclass(frozen=True)
 class UploadSkipped(Event):
-    """No upload is written for a close."""
+    """No upload is written for the close."""
 
     problem: str  # why, in a line
     kind: str  # "disk", which has no room for it, or "steps", of which there are too few
@@ -221,8 +205,30 @@ class Stage(enum.IntEnum):
 class Upload:
     """This miner's upload for one close. There is one file for each, whatever becomes of it."""
 
-    close: Close
+    reached: CloseReached
     stage: Stage = Stage.WRITING
+    handle: UploadHandle | None = None  # of its file; None: no rank has begun it
+    saved: Callable[[], bool | None] | None = None  # whether the checkpoint of its boundary is
+
+    @property
+    def close(self) -> Close:
+        """The close that it is for; its serial is 0 for progress, which is for none."""
+        return self.reached.close
+
+    def end_of_writing(self) -> UploadWritten | UploadEnded | None:
+        """Return how the writing of file and checkpoint has ended; None: it has not."""
+        handle, close = self.handle, self.close
+        if self.stage is not Stage.WRITING or handle is None or not handle.done():
+            return None
+        why: BaseException | str | None = handle.error
+        if why is None and close.serial:
+            saved = self.saved() if self.saved else None
+            if saved is None:
+                return None
+            why = None if saved else "the checkpoint that must know of it was not written"
+        if why is None:
+            return UploadWritten(close)
+        return UploadEnded(close.outer_step, close.serial, f"it was not sent ({why})")
 
 
 @dataclass(frozen=True)
@@ -231,13 +237,18 @@ class MinerState:
 
     mode: Mode
     outer_step: int  # this miner's
+    inner_step: int = 0  # inner steps in it
     # a round
+    reached: CloseReached | None = None  # the close that waits for enough inner steps
     upload: Upload | None = None  # of this outer step; None: there is none
     update: Update | None = None  # that all ranks apply next
     update_at: float = 0.0  # when it was ready
     update_failures: int = 0  # updates in a row that could not be applied
     again_at: float = 0.0  # when AWAITING_GLOBAL ends, and an update is asked for again
     place: tuple[int, int] | None = None  # an outer step; the network's inner steps before it
+    # progress uploads
+    progress: Upload | None = None  # that is written or sent
+    steps_since_progress: int = 0  # inner steps since the last was begun
     # trained since the last checkpoint
     unsaved_steps: int = 0
     unsaved_seconds: float = 0.0
@@ -263,6 +274,8 @@ class Rules:
     checkpoint_steps: int  # inner steps between two checkpoints, and
     checkpoint_seconds: float = 0.0  # seconds of training between them; both must have passed
     tick_seconds: float = 1.0  # between two ticks
+    upload_from: int = 0  # inner steps of an outer step before its first upload
+    progress_steps: int = 0  # inner steps between two progress uploads; 0: there are none
 
 
-Decision = tuple[MinerState, tuple[Action | Task, ...]]
+Decision = tuple[MinerState, tuple[Action | Task | Event, ...]]

@@ -20,7 +20,7 @@ from distributed_training.protocol.types import Progress
 from . import events as ev
 from .controller import Controller
 from .events import Action, Command, DataPart, LocalPart
-from .ranks import Ranks
+from .ranks import RankChannel
 from .rounds import RoundRank
 
 if TYPE_CHECKING:  # heavy; a start that cannot succeed must say so before
@@ -78,7 +78,7 @@ class RankLoop(ABC):
     def __init__(
         self,
         *,
-        ranks: Ranks,
+        ranks: RankChannel,
         weights: HeldWeights,
         data: DataPipeline | None,
         checkpointer: Checkpointer,
@@ -217,8 +217,8 @@ class MinerLoop(RankLoop):
         batch = self._text.next()
         if batch is None:
             # All ranks serve equally many sequences, so all of them are at the end now.
-            return ev.BlockUsedUp()
+            return ev.MicroBatchEnded(trained=False)
         report = self._trainer.add_micro_batch(batch, data_wait_seconds=self._text.wait_seconds)
         if report is None:
-            return ev.MicroBatchTrained()
+            return ev.MicroBatchEnded()
         return ev.InnerStepDone(report, diverged=self._trainer.wants_roll_back)

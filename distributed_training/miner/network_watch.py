@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from distributed_training.chain.base import ChainError
 from distributed_training.common.backoff import Throttle
 from distributed_training.config.versions import Versions
-from distributed_training.network import Network, Shown, other_version
+from distributed_training.network import Network, other_version
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.errors import StoppedError, StoreError
 
@@ -23,44 +22,8 @@ _EXPECTED = 600.0  # seconds in which a start may wait for a first state without
 _LOOK_AGAIN = 1.0  # seconds between two looks for a global state that is not there yet
 
 
-class GlobalUnavailableError(RuntimeError):
-    """The bucket cannot be read now; the message says why."""
-
-
 class StopBeforeStart(RuntimeError):
     """A stop was asked for while the start waited."""
-
-
-class GlobalBucket:
-    """The network's bucket, as far as it says something of the network itself.
-
-    All methods raise :class:`GlobalUnavailableError` with a line that says why.
-    """
-
-    def __init__(self, reader: BucketReader) -> None:
-        self._reader = reader
-
-    def network(self) -> Shown | None:
-        """Return what the bucket says of its network; None if it does not."""
-        with _unavailable():
-            return self._reader.network()
-
-    def learn(self, versions: Versions) -> str:
-        """Add the bucket's versions of the network's file. Returns what was refused."""
-        with _unavailable():
-            return versions.look(self._reader.version)
-
-
-@contextlib.contextmanager
-def _unavailable() -> Iterator[None]:
-    try:
-        yield
-    except (StoppedError, GlobalUnavailableError, ChainError):
-        raise
-    except Exception as error:  # a border to foreign bytes: whatever they made a library raise
-        known = isinstance(error, (StoreError, OSError))
-        why = str(error) if known else f"{type(error).__name__}: {error}"
-        raise GlobalUnavailableError(why) from error
 
 
 # --- at the start -------------------------------------------------------------------------------
@@ -92,20 +55,31 @@ def pause_start(wanted: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+def read_version(reader: BucketReader, number: int) -> str | None:
+    """Return a version of the network's file; None: the bucket has none, or cannot be read now."""
+    try:
+        return reader.version(number)
+    except (StoreError, OSError) as error:
+        if isinstance(error, StoppedError):
+            raise
+        log.warning("The network's bucket was not asked for version %d: %s", number, error)
+        return None
+
+
 class NetworkWatch:
-    """Compare what the global bucket says of its network with the file by which we train.
+    """Compare what the network's bucket says of its network with the file by which we train.
 
     ``versions``: of that file, to which this adds what the bucket has; None: there are none.
     """
 
     def __init__(
         self,
-        bucket: GlobalBucket,
+        reader: BucketReader,
         network: Network,
         versions: Versions | None,
         post: Callable[[ev.Event], None],
     ) -> None:
-        self._bucket = bucket
+        self._reader = reader
         self._network = network
         self.versions = versions
         self._post = post
@@ -119,7 +93,7 @@ class NetworkWatch:
         master has not signed, or an older version than the bucket has named before.
         """
         try:
-            shown, rules, refused = self._bucket.network(), self._network, ""
+            shown, rules, refused = self._reader.network(), self._network, ""
             if shown is None or not shown.counts_for(self._network):
                 return ""
             if shown.version < self._version:
@@ -127,14 +101,16 @@ class NetworkWatch:
             self._version = shown.version
             if self.versions is not None:
                 if shown.version > self.versions.newest.head.version:
-                    refused = self._bucket.learn(self.versions)
+                    refused = self.versions.look(self._reader.version)
                 rules = self.versions.newest
-        except GlobalUnavailableError:  # no reason to call ours old
+        except (StoppedError, ChainError):
+            raise
+        except Exception:  # noqa: BLE001 - foreign bytes: no reason to call our file old
             return ""
         problem = other_version(shown, rules)
         if problem and refused:
             problem = f"{problem}; {refused}"
         if problem != self._other_version:
             self._other_version = problem
-            self._post(ev.NetworkCompared(problem))
+            self._post(ev.NetworkDiffers(problem, forked=False))
         return "" if problem else shown.finished or ""

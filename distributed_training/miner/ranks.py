@@ -25,7 +25,7 @@ from .run_folder import RANK_STORE
 _SHARE_POLL = 0.1  # seconds
 
 
-class Ranks:
+class RankChannel:
     """The ranks' side channel: commands, votes and the readiness of data.
 
     ``group`` is a gloo group over all ranks (its timeout covers the longest time rank 0 may take
@@ -110,7 +110,7 @@ def join_ranks(
     timeout: timedelta,
     backend: str,
     collective_timeout: timedelta | None = None,
-) -> Ranks:
+) -> RankChannel:
     """Join the process group that torchrun described in the environment.
 
     ``timeout`` covers every gloo collective of the control channel: a rank that does not come to a
@@ -142,7 +142,7 @@ def join_ranks(
             f"({str(error).splitlines()[0]}), so all ranks start again: let all TCP ports through "
             "between the nodes, in the firewalls of both (docs/several-machines.md)"
         ) from error
-    return Ranks(
+    return RankChannel(
         rank=rank,
         world_size=world_size,
         group=group,

@@ -14,14 +14,11 @@ from dataclasses import asdict
 
 from distributed_training.common.backoff import Repeats
 from distributed_training.protocol import lines
-from distributed_training.protocol.types import (
-    Base,
-    Progress,
-    Update,
-)
+from distributed_training.protocol.types import Base, Progress, Update
 
 from . import events as ev
 from .events import MinerState, Mode
+from .rounds import uploads_for
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +38,7 @@ class Reporter:
 
     ``expect_gpu``: a step that used no GPU is worth a warning. ``bucket``: that uploads go to.
     ``joined``: whether an upload was ever begun; a close before that is too early, and no fault.
+    ``upload_from``: inner steps of an outer step before its first upload.
     """
 
     def __init__(
@@ -51,8 +49,10 @@ class Reporter:
         bucket: str,
         clock: Callable[[], float] = time.monotonic,
         joined: Callable[[], bool] = lambda: True,
+        upload_from: Callable[[], int] = lambda: 0,
     ) -> None:
         self._joined = joined
+        self._upload_from = upload_from
         self._record = record
         self._expect_gpu = expect_gpu
         self._bucket = bucket
@@ -89,6 +89,10 @@ class Reporter:
             case ev.CloseReached(close=close):
                 self._round_began = self._clock()
                 self._record("close", outer_step=close.outer_step, serial=close.serial)
+                steps, least = state.inner_step, self._upload_from()
+                if steps < least and uploads_for(state, close):
+                    level = logging.WARNING if self._joined() else logging.INFO
+                    log.log(level, "%s", lines.upload_blocked(steps, least))
             case ev.UploadBegun(close=close, handle=handle, progress=progress) if close.serial:
                 log.info(lines.SAVING_STATE, close.outer_step)
                 held = handle.hold_seconds
@@ -126,7 +130,7 @@ class Reporter:
                 )
             case ev.OuterStepEnded() if state.update is not None:
                 self._report_round(event, state, state.update)
-            case ev.ChainForked(cause=cause):  # empty: a recovery has settled it
+            case ev.NetworkDiffers(cause=cause, forked=True):  # empty: a recovery has settled it
                 self._record("fork", cause=cause)
             case ev.Stopped(exit_status=status):
                 self._record("stop", reason=state.stop_reason, exit_status=status)

@@ -42,7 +42,7 @@ from distributed_training.training.collectives import COLLECTIVE_TIMEOUT, Layout
 from distributed_training.training.trainer import Trainer
 
 from . import build
-from .build import Connections, Held, RankContext, RankZero
+from .build import Connections, RankContext, RankParts, RankZero
 from .device import cuda_failure, rank_device, report_device, utilization_of
 from .loop import MinerLoop
 from .network_watch import StopBeforeStart
@@ -188,7 +188,7 @@ class Rank:
     """One rank, ready to run."""
 
     folder: Path
-    training: Held[Trainer]
+    training: RankParts[Trainer]
     rank_zero: RankZero | None  # rank 0's own part
     loop: MinerLoop
 

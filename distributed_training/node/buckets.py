@@ -8,6 +8,7 @@ credentials that their owners committed (``store.bucket_reader``).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from datetime import timedelta
@@ -41,6 +42,8 @@ from distributed_training.store.errors import (
 from distributed_training.store.opening import open_store
 from distributed_training.store.presigned import AccessStore
 from distributed_training.store.transfer import Retry
+
+log = logging.getLogger(__name__)
 
 BUCKET_CHECK = timedelta(seconds=30)  # the first answer of the store, with its retries
 
@@ -80,6 +83,33 @@ def own_commitment(settings: StoreSettings, bucket: str) -> str:
         # A key that can write, once on the chain, lets anybody replace our uploads.
         check_read_key(reader, timeout=BUCKET_CHECK)
     return text
+
+
+def check_as_member(settings: StoreSettings, chain: Chain, hotkey: str, bucket: str) -> str:
+    """Check both keys of our bucket; return its commitment, as :func:`own_commitment` does.
+
+    A start does not wait for a store that is away if the chain shows these keys: an earlier start
+    has tried them. Raises ConfigError, NetworkFailure.
+    """
+    try:
+        with closing(open_own(settings, bucket)) as store:
+            check_own(store)
+        return own_commitment(settings, bucket)
+    except NetworkFailure as error:
+        commitment = commitment_text(settings)
+        try:
+            shown = chain.commitment(hotkey)
+        except ChainError:  # only the members could be read so far
+            shown = None
+        if shown != commitment:
+            raise
+        log.warning(
+            "Bucket %s does not answer (%s): starting without a look into it; uploads are tried "
+            "until it answers",
+            bucket,
+            error,
+        )
+        return commitment
 
 
 def commitment_text(settings: StoreSettings) -> str:

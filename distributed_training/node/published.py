@@ -24,6 +24,8 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from distributed_training.chain.base import ChainError
 from distributed_training.common.files import sha256_of, write_bytes
 from distributed_training.config import Config, ConfigError
+from distributed_training.config.versions import Versions
+from distributed_training.network import VERSIONS, Network
 from distributed_training.node.start import NetworkFailure
 from distributed_training.store.base import ObjectStore
 from distributed_training.store.bucket_reader import BucketReader
@@ -227,3 +229,38 @@ def _is(path: Path, listed: Listed) -> bool:
 
 def _key(digest: str) -> str:
     return f"files/{digest}"
+
+
+# --- versions of the network's file ---------------------------------------------------------------
+
+
+def open_versions(
+    network: Network, folder: Path, outer_step: int, read: Callable[[int], str | None]
+) -> Versions:
+    """Return the versions of the network's file; the one that holds at ``outer_step`` is in force.
+
+    Args:
+        network: The file that the program was started with.
+        folder: The run folder, which keeps the versions.
+        outer_step: From which the program continues.
+        read: Returns the text of a version in the network's bucket, None where there is none.
+
+    Raises:
+        NetworkFailure: An older version than the file's holds, and nobody has it.
+    """
+    versions = Versions(network, folder)
+    for problem in (versions.look_beside(network.place), versions.look(read)):
+        if problem:
+            log.warning("%s", problem)
+    if not versions.knows(outer_step):
+        raise NetworkFailure(
+            f"{network.place} holds from outer step {network.head.from_outer_step} and the network "
+            f"is at {outer_step}, and the version before it is neither in the folder {VERSIONS} "
+            "next to it nor in the network's bucket, so the rules are not known and nothing was "
+            "started: wait, put that folder there, or start with the older file"
+        )
+    versions.in_force = versions.at(outer_step)
+    if versions.in_force is not network:
+        number = versions.in_force.head.version
+        log.info("Outer step %d is trained by version %d of the network's file", outer_step, number)
+    return versions

@@ -40,9 +40,9 @@ from distributed_training.protocol.update_file import row_chunks, rows_and_colum
 from distributed_training.training.outer_rule import OUTER_RULES
 from distributed_training.training.weights import GlobalState
 from distributed_training.validator.fetch_close import Intake
+from distributed_training.validator.judge_close import MergedSome
 from distributed_training.validator.judging import Accepted
 from distributed_training.validator.merge import OuterState, clip_factor, longest_norm
-from distributed_training.validator.merge_close import MergedSome
 from distributed_training.validator.store_rounds import StoreValidator
 
 log = logging.getLogger(__name__)

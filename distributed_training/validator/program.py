@@ -28,10 +28,10 @@ from distributed_training.config import Config, ConfigError
 from distributed_training.config.versions import Versions, under
 from distributed_training.data.held_out import held_out_batches
 from distributed_training.data.page_source import PageUnavailable
-from distributed_training.network import LARGEST_FILE, VERSIONS, Network, save_copy
+from distributed_training.network import save_copy
 from distributed_training.node.buckets import PeerBuckets, check_own, open_own, own_commitment
 from distributed_training.node.identity import Member, commit, join_subnet
-from distributed_training.node.published import fetch_published, publish
+from distributed_training.node.published import fetch_published, open_versions, publish
 from distributed_training.node.start import (
     NetworkFailure,
     OtherRules,
@@ -118,7 +118,8 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> ValidatorParts:
     settings, member = config.validator, join_subnet(config, stack)
     store = open_own(config.store, config.store.global_model_name)
     check_own(store)
-    versions = open_versions(config, config.network, folder, store)
+    outer_step, read = place_of_bucket(config, folder, store), BucketReader(store).version
+    versions = open_versions(config.network, folder, outer_step, read)
     config = under(config, versions.in_force)
     claim_global_bucket(store, versions.newest, versions=versions, member=member)
     # After the claim: a commitment sends everybody to this bucket. Where the registry hands out
@@ -162,36 +163,13 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> ValidatorParts:
     )
 
 
-def open_versions(config: Config, network: Network, folder: Path, store: ObjectStore) -> Versions:
-    """Return the versions of the network's file, with the one of the bucket's outer step in force.
-
-    Raises NetworkFailure where that is an older one than the file's, and nobody has it; StoreError.
-    """
-    versions = Versions(network, folder)
-
-    def of_bucket(number: int) -> str | None:
-        data = store.get(keys.VERSION.format(number), limit=LARGEST_FILE)
-        return None if data is None else data.decode(errors="replace")
-
-    for problem in (versions.look_beside(network.place), versions.look(of_bucket)):
-        if problem:
-            log.warning("%s", problem)
-    outer_step = 0
+def place_of_bucket(config: Config, folder: Path, store: ObjectStore) -> int:
+    """Return the outer step of the network's bucket, or of this machine's copy of it."""
     with suppress(ValueError):  # damaged: where the network continues is found out later
         by = Master(config.swarm.run_id, config.miner.master_ss58_address, verify_signature)
         if state := OwnCopy(store, folder / "global", by).newest_state():
-            outer_step = state.outer_step
-    if not versions.knows(outer_step):
-        raise NetworkFailure(
-            f"{network.place} holds from outer step {network.head.from_outer_step} and the network "
-            f"is at {outer_step}, and the version before it is neither in its folder nor in the "
-            f"global bucket, so nothing was started: put the folder {VERSIONS} next to it"
-        )
-    versions.in_force = versions.at(outer_step)
-    if versions.in_force is not network:
-        number = versions.in_force.head.version
-        log.info("Outer step %d is trained by version %d of the network's file", outer_step, number)
-    return versions
+            return state.outer_step
+    return 0
 
 
 def follow_rules(config: Config, parts: ValidatorParts) -> Callable[[int, str], None]:

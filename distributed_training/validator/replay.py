@@ -324,17 +324,7 @@ class ManifestChain:
         for step in range(base + 1, to + 1):
             manifest = self.manifest(step)
             self._check_link(manifest, before)
-            if not manifest.update:  # a rewind, whose folder has them whole
-                found, before = self.set_of(manifest), manifest
-                continue
-            update = self.update(manifest, before)
-            if whole:
-                uploads = [self.upload(manifest, each, before) for each in _counted(manifest)]
-                values = [self.average(manifest)] if manifest.averaged else [*uploads]
-                found = self.apply_step(found, manifest, update=update, uploads=values)
-            else:
-                found = self._subtract(found, manifest, update)
-            before = manifest
+            found, before = self._follow(found, manifest, before, whole=whole), manifest
         if to == state.outer_step and before.digest != state.head:
             raise ChainBroken(keys.STATE, "names another head than the last manifest")
         # What attempts before have fetched and not read; they may have begun at another set.
@@ -357,21 +347,27 @@ class ManifestChain:
             try:
                 manifest = self.manifest(before.outer_step + 1)
                 self._check_link(manifest, before)
-                found, before = self._follow(found, manifest, before), manifest
+                try:
+                    after = self._follow(found, manifest, before)
+                except ChainBroken:
+                    after = self._follow(found, manifest, before, whole=False)
+                found, before = after, manifest
             except ChainBroken:
                 return before, found
 
-    def _follow(self, found: OuterState, manifest: Manifest, before: Manifest) -> OuterState:
-        if not manifest.update:
+    def _follow(
+        self, found: OuterState, manifest: Manifest, before: Manifest, *, whole: bool = True
+    ) -> OuterState:
+        """Return the state after one more outer step; not ``whole``: only its weights."""
+        if not manifest.update:  # a rewind, whose folder has them whole
             return self.set_of(manifest)
         update = self.update(manifest, before)
-        try:
-            values: list[Values] = [self.average(manifest)] if manifest.averaged else []
-            for each in [] if values else _counted(manifest):
-                values.append(self.upload(manifest, each, before))
-            return self.apply_step(found, manifest, update=update, uploads=values)
-        except ChainBroken:
+        if not whole:
             return self._subtract(found, manifest, update)
+        values: list[Values] = [self.average(manifest)] if manifest.averaged else []
+        for each in [] if values else _counted(manifest):
+            values.append(self.upload(manifest, each, before))
+        return self.apply_step(found, manifest, update=update, uploads=values)
 
     def _subtract(self, state: OuterState, manifest: Manifest, update: UpdateFile) -> OuterState:
         """Return the weights after an update, compared."""

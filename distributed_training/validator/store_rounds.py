@@ -41,9 +41,9 @@ from distributed_training.store.errors import StoreError
 from distributed_training.training.weights import GlobalState
 from distributed_training.validator.errands import Errands, unless_stopped
 from distributed_training.validator.fetch_close import LOOK, Intake
+from distributed_training.validator.judge_close import CloseJudge, MergedSome
 from distributed_training.validator.judging import CAUSES, find_copies, share_alike
 from distributed_training.validator.merge import OuterState, find_spoilers
-from distributed_training.validator.merge_close import CloseMerger, MergedSome
 from distributed_training.validator.outer_steps import NextStep, next_state, renewed
 from distributed_training.validator.own_copy import RECOVER
 from distributed_training.validator.standings import PastRound
@@ -70,7 +70,7 @@ class _Reached:
     samples: Mapping[str, Tensor]  # of what all can read from then on
 
 
-class StoreValidator(CloseMerger):
+class StoreValidator(CloseJudge):
     """Leads rounds through the store, which only ``steps`` writes.
 
     Call :meth:`start`, then :meth:`run`. A stop ends both soon. ``of_member``: opens a member's

@@ -20,8 +20,8 @@ import pytest
 from bittensor.sp_core import Keypair
 from bittensor_core import verify
 
-from distributed_training.exchange.base import ChainForked, Close, StopRequested
-from distributed_training.miner.network_watch import GlobalBucket, NetworkWatch
+from distributed_training.exchange.base import Close, NetworkDiffers, StopRequested
+from distributed_training.miner.network_watch import NetworkWatch
 from distributed_training.network import Shown
 from distributed_training.node.start import WrongNetwork
 from distributed_training.protocol import keys
@@ -92,7 +92,7 @@ class World:
                     continue
                 self.held = self.miner.rounds._held = found.outer_step
             for fact in self.miner.pass_time(min(15.0, until - self.time.passed)):
-                assert not isinstance(fact, (ChainForked, StopRequested)), fact
+                assert not isinstance(fact, (NetworkDiffers, StopRequested)), fact
                 if isinstance(fact, Update):
                     assert fact.path.exists() and fact.outer_step > self.held
                     self.applied.append(fact)
@@ -270,13 +270,13 @@ def test_members_continue_after_a_recovery(
         facts = world.miner.pass_time(PERIOD)
         assert not [fact for fact in facts if isinstance(fact, (Update, StopRequested))]
     # There are two manifests of one number only if somebody took outer steps again.
-    accused = [fact for fact in facts if isinstance(fact, ChainForked)]
+    accused = [fact for fact in facts if isinstance(fact, NetworkDiffers)]
     assert not accused or forked or (left == "nothing" and others != "nobody")
     world.leader.recover(above=20, to=0)
     rounds = world.miner.rounds
     if accused:
         posted = world.miner.pass_time(60)
-        assert ChainForked("") in posted
+        assert NetworkDiffers("", forked=True) in posted
         [update] = [fact for fact in posted if isinstance(fact, Update)]
         world.held = update.outer_step
         rounds.applied(world.held)
@@ -362,8 +362,7 @@ class NetworkWorld:
 
     def start(self, version: int) -> None:
         reader = BucketReader(self.memory)
-        bucket = GlobalBucket(reader)
-        self.watch = NetworkWatch(bucket, network(version), None, self.posted.append)
+        self.watch = NetworkWatch(reader, network(version), None, self.posted.append)
 
     def look(self) -> list[str]:
         """Return the problems that a look posts; it never ends a miner."""

@@ -118,10 +118,8 @@ def test_a_disk_that_stays_full_is_a_handful_of_lines(tmp_path: Path) -> None:
 
 def test_a_dead_source_of_one_rank_is_waited_for_by_none(tmp_path: Path) -> None:
     result = run("starved", tmp_path)
-    text = (tmp_path / "starved-0.log").read_text()
     waited, seconds = max(result["waits"])
     assert 3.6 <= waited <= seconds, "the step that waited says so"
-    assert "No new data for" in text and "is trained on again" in text
     assert len(result["losses"]) > result["waits"].index([waited, seconds]) + 1
     assert json.loads((tmp_path / "longest-1.json").read_text()) < 3, "no wait in a collective"
 

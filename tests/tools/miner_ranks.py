@@ -123,7 +123,7 @@ class Miner:
                 self.losses.append(report.loss)
                 self.waits.append((report.data_wait_seconds, report.seconds))
                 self.on_step(self, len(self.losses))
-            case ev.MicroBatchTrained():
+            case ev.MicroBatchEnded(trained=True):
                 self.on_micro_batch(self)
         self.on_other(self, event)
 
@@ -267,7 +267,7 @@ def no_room(folder: Path) -> None:
 
 
 def starved(folder: Path) -> None:
-    """The last rank's source is dead after the first block."""
+    """The last rank's source is dead for four seconds after the first block."""
     most = 0.0
 
     def on_step(miner: Miner, step: int) -> None:
@@ -276,16 +276,16 @@ def starved(folder: Path) -> None:
             miner.stop()
 
     miner = Miner(folder, on_step=on_step)
-    if miner.rank_zero is not None:
-        miner.blocks.patience = 4.0
     ready, broadcast = miner.data.ready, miner.ranks.broadcast
-    first: list[int] = []
+    first, back = list[int](), list[float]()
 
     def only_first(block: int) -> int | None:
         sequences = ready(block)
         if sequences is not None and not first:
             first.append(block)
-        return sequences if block in first else None
+        if block not in first:
+            back.append(time.monotonic() + 4.0)
+        return sequences if block in first or time.monotonic() > back[0] else None
 
     def timed(command: Any) -> Any:
         nonlocal most

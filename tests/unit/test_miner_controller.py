@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +23,7 @@ pytestmark = pytest.mark.timeout(30)
 RULES = Rules(checkpoint_steps=10)
 UPDATE = Update(5, Path("u"), Base.KEPT, None, "ab", 500)
 CLOSE = Close(4, 1, 0.0, 60.0)
+REACHED = ev.CloseReached(CLOSE)
 
 
 class Blocks:
@@ -56,6 +56,7 @@ class Rig:
         *,
         unsaved_steps: int = 0,
         versions: Any = None,
+        disk_problem: str | None = None,
     ) -> None:
         self.now = 1000.0
         self.exchange = Mock()
@@ -70,6 +71,7 @@ class Rig:
             exchange=self.exchange,
             uploads=Path("uploads"),
             versions=versions,
+            disk_problem=lambda: disk_problem,
             clock=lambda: self.now,
         )
         self.controller.subscribe(lambda event, state: self.seen.append(event))
@@ -106,11 +108,13 @@ def test_a_ready_block_is_kept_while_an_order_goes_first() -> None:
 
 def test_a_whole_round() -> None:
     rig = Rig()
-    command = rig.command(ev.UploadWanted(CLOSE))
+    command = rig.command(REACHED)
     assert (command.action, command.local.close) == (Action.WRITE_UPLOAD, CLOSE)
     assert command.local.pages == (5, 54)
     assert rig.action() is Action.CHECKPOINT
-    assert rig.action(ev.UploadWritten(CLOSE)) is Action.TRAIN  # it is sent by its own thread
+    written: Any = Mock(done=lambda: True, error=None)
+    saved = [ev.UploadBegun(CLOSE, written, Progress(4)), ev.CheckpointBegun(4, lambda: True)]
+    assert rig.action(*saved) is Action.TRAIN  # it is sent by its own thread
     rig.exchange.send.assert_called_once_with(CLOSE, Path("uploads/4.1.safetensors"))
     assert rig.action(ev.UploadEnded(4, 1)) is Action.TRAIN
     assert rig.action(ev.UpdateReady(UPDATE, 1000.0)) is Action.OUTER_STEP
@@ -149,7 +153,7 @@ def test_an_update_waits_for_the_inner_step_under_way_and_for_nothing_else(
 def test_a_stop_drops_pending_work() -> None:
     rig = Rig()
     command = rig.command(
-        ev.UploadWanted(CLOSE), ev.UpdateReady(UPDATE, 1000.0), ev.StopRequested("deregistered", 3)
+        REACHED, ev.UpdateReady(UPDATE, 1000.0), ev.StopRequested("deregistered", 3)
     )
     assert (command.action, command.exit_status) == (Action.STOP, 3)
     assert command.local.kept == {"rank_zero": {"blocks": {"next": 60}}}
@@ -169,16 +173,20 @@ def test_deadlines_are_looked_at_once_per_tick() -> None:
     assert rig.seen[1:] == [ev.Tick(1001.0)]
 
 
-def test_consequence_of_an_event_is_decided_before_other_events() -> None:
-    """The upload of a step comes before an update behind it, and with one checkpoint."""
-    rig = Rig(unsaved_steps=9)
-
-    def wants_uploads(event: ev.Event, state: MinerState) -> Iterable[ev.Event]:
-        return [ev.UploadWanted(CLOSE)] if isinstance(event, ev.InnerStepDone) else []
-
-    rig.controller.subscribe(wants_uploads)
-    actions = [rig.action(step(50), ev.UpdateReady(UPDATE, 1.0)), rig.action(), rig.action()]
+def test_an_upload_comes_before_an_update_behind_its_close() -> None:
+    rig = Rig()
+    actions = [rig.action(REACHED, ev.UpdateReady(UPDATE, 1.0)), rig.action(), rig.action()]
     assert actions == [Action.WRITE_UPLOAD, Action.CHECKPOINT, Action.OUTER_STEP]
+
+
+def test_nothing_is_written_on_a_full_disk() -> None:
+    rig = Rig(disk_problem="it is full")
+    assert rig.action(REACHED) is Action.TRAIN
+    assert ev.UploadSkipped("it is full", "disk") in rig.seen
+    rig.controller.rules = replace(RULES, progress_steps=1)
+    assert rig.action(ev.OuterStepEnded(True, 5), step(1)) is Action.TRAIN
+    assert ev.UploadEnded(4, 0, "it is full") in rig.seen
+    assert rig.controller.state.progress is None
 
 
 @pytest.mark.parametrize("script", [False, True])

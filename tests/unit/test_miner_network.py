@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from distributed_training.chain.base import ChainUnavailable
-from distributed_training.miner import own_bucket
-from distributed_training.node.identity import Member
+from distributed_training.node import buckets
 from distributed_training.node.start import NetworkFailure
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_world import MINER
@@ -22,7 +21,7 @@ def test_a_start_in_an_outage_uses_the_keys_that_the_chain_shows_and_no_others(
     shown: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     chain = MemoryChain(hotkey=MINER.ss58, ledger=(ledger := MemoryLedger()))
-    member = Member(MINER, chain, ledger.register(MINER.ss58))
+    ledger.register(MINER.ss58)
 
     def away(*given: object, **named: object) -> Any:
         raise NetworkFailure("the store is away")
@@ -32,12 +31,12 @@ def test_a_start_in_an_outage_uses_the_keys_that_the_chain_shows_and_no_others(
             raise shown
         return shown
 
-    monkeypatch.setattr(own_bucket.buckets, "open_own", away)
-    monkeypatch.setattr(own_bucket.buckets, "commitment_text", lambda settings: OURS)
+    monkeypatch.setattr(buckets, "open_own", away)
+    monkeypatch.setattr(buckets, "commitment_text", lambda settings: OURS)
     monkeypatch.setattr(chain, "commitment", commitment)
     if shown == OURS:
-        assert own_bucket.check_own_bucket(config_of(), member, "mine") == OURS
+        assert buckets.check_as_member(config_of().store, chain, MINER.ss58, "mine") == OURS
         assert "Bucket mine does not answer (the store is away)" in caplog.text
     else:
         with pytest.raises(NetworkFailure, match="the store is away"):
-            own_bucket.check_own_bucket(config_of(), member, "mine")
+            buckets.check_as_member(config_of().store, chain, MINER.ss58, "mine")

@@ -9,10 +9,7 @@ from typing import Any
 import pytest
 
 from distributed_training.miner import events as ev
-from distributed_training.miner.network_watch import (
-    GlobalBucket,
-    NetworkWatch,
-)
+from distributed_training.miner.network_watch import NetworkWatch
 from distributed_training.network import Shown, other_version
 from distributed_training.protocol import keys
 from distributed_training.store.bucket_reader import BucketReader
@@ -69,14 +66,14 @@ def test_statement_about_the_network_is_logged_when_it_changes() -> None:
     store, events = MemoryObjectStore("lab"), list[ev.Event]()
     ours = network()
     ours.values["chain.master_hotkey"] = ALICE.ss58_address
-    bucket = GlobalBucket(BucketReader(store))
-    watch = NetworkWatch(bucket, ours, None, events.append)
+    reader = BucketReader(store)
+    watch = NetworkWatch(reader, ours, None, events.append)
 
     def look(content: bytes) -> list[str]:
         events.clear()
         store.put(keys.NETWORK, content)
         assert watch.compare() == ""
-        return [event.problem for event in events if isinstance(event, ev.NetworkCompared)]
+        return [event.cause for event in events if isinstance(event, ev.NetworkDiffers)]
 
     good, newer = signed_word(), signed_word(2)
     unsigned = Shown("lab", 3, ALICE.ss58_address, "bb").to_bytes(None)
@@ -84,7 +81,7 @@ def test_statement_about_the_network_is_logged_when_it_changes() -> None:
         b"", b"[" * 4000, b"null", b"{}", good[:-9], b"\xff" + good, b" " * 5000 + good,
         newer.replace(b"2", b"3", 1), newer.replace(b"2", b"true", 1), unsigned,
     ]  # fmt: skip
-    assert watch.compare() == "" and bucket.network() is None
+    assert watch.compare() == "" and reader.network() is None
     for content in (good, *damaged):
         assert look(content) == [], content
     assert "at version 2" in look(newer)[0] and look(newer) == []

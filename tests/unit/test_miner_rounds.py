@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -23,23 +21,25 @@ from distributed_training.miner.events import (
     Task,
     Upload,
 )
-from distributed_training.miner.rounds import UploadWatch, decide
+from distributed_training.miner.rounds import decide
 from distributed_training.protocol.types import Base, Progress, Update
 from tests.tools.miner_parts import step_report
 
 pytestmark = pytest.mark.timeout(60)
 
-RULES = Rules(checkpoint_steps=10)
+RULES = Rules(checkpoint_steps=10, upload_from=5)
 CLOSE, MOVED = Close(12, 3, 1000.0, 60.0), Close(12, 4, 2000.0, 60.0)
-TRAINING = MinerState(mode=Mode.TRAINING, outer_step=12)
-UPLOAD = Upload(CLOSE)
+REACHED, AGAIN = ev.CloseReached(CLOSE, 1060.0), ev.CloseReached(MOVED, 2060.0)
+TRAINING = MinerState(mode=Mode.TRAINING, outer_step=12, inner_step=5)
 
 
-def watch_of(**changes: Any) -> UploadWatch:
-    """A watch of a miner whose next inner step may be uploaded."""
-    measured: dict[str, Any] = {"weights": Mock(inner_step=5), "disk_problem": lambda: None}
-    measured |= {"forget": lambda before: None, "clock": lambda: 0.0}
-    return UploadWatch(**{"minimum": 5, "keep": 2} | measured | changes)
+@dataclass
+class Handle:
+    ended: bool = False
+    error: BaseException | None = None
+
+    def done(self) -> bool:
+        return self.ended
 
 
 def update(outer_step: int = 13, base: Base = Base.MERGED) -> Update:
@@ -58,18 +58,19 @@ def step(inner_step: int = 5, **fields: Any) -> ev.InnerStepDone:
     return ev.InnerStepDone(step_report(inner_step, outer_step=12, **fields))
 
 
-WANTED, ENDED = ev.UploadWanted(CLOSE), ev.UploadEnded(12, 3)
+UPLOAD, ENDED = Upload(REACHED), ev.UploadEnded(12, 3)
 SENT = replace(TRAINING, upload=replace(UPLOAD, stage=Stage.SENDING))
 OVER = replace(TRAINING, upload=replace(UPLOAD, stage=Stage.ENDED))
 APPLIES = replace(TRAINING, update=update())
 NINE = {"unsaved_steps": 9}
 SAVES, PLACED = replace(TRAINING, **NINE), replace(TRAINING, place=(12, 900))
+EARLY = replace(TRAINING, inner_step=4, reached=REACHED)
 STOPPING = replace(TRAINING, mode=Mode.STOPPING)
 DIVERGED = replace(step(skipped=True), diverged=True)
 WAITS = replace(TRAINING, mode=Mode.AWAITING_GLOBAL, again_at=5060.0, update_failures=1)
 
 # fmt: off
-TABLE: list[tuple[str, MinerState, ev.Event, tuple[Action | Task, ...]]] = [
+TABLE: list[tuple[str, MinerState, ev.Event, tuple[Any, ...]]] = [
     ("an ordinary step", TRAINING, step(3), ()),
     ("a checkpoint is not of a skipped step", SAVES, step(skipped=True), ()),
     ("steps count while an update is awaited", replace(SAVES, mode=Mode.AWAITING_GLOBAL),
@@ -89,17 +90,18 @@ TABLE: list[tuple[str, MinerState, ev.Event, tuple[Action | Task, ...]]] = [
     ("one stop is enough", STOPPING, ev.StopRequested("SIGTERM"), ()),
     ("a step after the stop", STOPPING, step(20), ()),
     ("the close: upload, then a checkpoint that knows of it",
-        TRAINING, WANTED, (Action.WRITE_UPLOAD, Action.CHECKPOINT)),
-    ("of an outer step that is not ours", TRAINING, ev.UploadWanted(Close(11, 3, 0, 0)), ()),
-    ("a second time for one close", replace(TRAINING, upload=UPLOAD), WANTED, ()),
-    ("a second time for one that was sent", OVER, WANTED, ()),
-    ("the close moved: once more", OVER, ev.UploadWanted(MOVED),
-        (Action.WRITE_UPLOAD, Action.CHECKPOINT)),
-    ("an update is at hand: too late", APPLIES, WANTED, ()),
+        TRAINING, REACHED, (Action.WRITE_UPLOAD, Action.CHECKPOINT)),
+    ("at the first step that counts", EARLY, step(5), (Action.WRITE_UPLOAD, Action.CHECKPOINT)),
+    ("not before", EARLY, step(4), ()),
+    ("of an outer step that is not ours", TRAINING, ev.CloseReached(Close(11, 3, 0, 0)), ()),
+    ("a second time for one close", replace(TRAINING, upload=UPLOAD), REACHED, ()),
+    ("a second time for one that was sent", OVER, REACHED, ()),
+    ("the close moved: once more", OVER, AGAIN, (Action.WRITE_UPLOAD, Action.CHECKPOINT)),
+    ("an update is at hand: too late", APPLIES, REACHED, ()),
     ("upload and checkpoint are there",
         replace(TRAINING, upload=UPLOAD), ev.UploadWritten(CLOSE), (Task.SEND_UPLOAD,)),
     ("those of a close that has moved",
-        replace(TRAINING, upload=Upload(MOVED)), ev.UploadWritten(CLOSE), ()),
+        replace(TRAINING, upload=Upload(AGAIN)), ev.UploadWritten(CLOSE), ()),
     ("twice", SENT, ev.UploadWritten(CLOSE), ()),
     ("after the update", TRAINING, ev.UploadWritten(CLOSE), ()),
     ("no checkpoint while the upload is written and sent", replace(SENT, **NINE), step(), ()),
@@ -129,7 +131,7 @@ TABLE: list[tuple[str, MinerState, ev.Event, tuple[Action | Task, ...]]] = [
 @pytest.mark.parametrize(
     ("before", "event", "actions"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE]
 )
-def test_table(before: MinerState, event: ev.Event, actions: tuple[Action | Task, ...]) -> None:
+def test_table(before: MinerState, event: ev.Event, actions: tuple[Any, ...]) -> None:
     assert decide(before, event, RULES)[1] == actions
 
 
@@ -148,22 +150,14 @@ def test_checkpoints_are_steps_and_time_apart(seconds: float, expected: int) -> 
 
 def test_a_roll_back_forgets_an_upload_that_was_not_sent_and_no_other() -> None:
     back = ev.RolledBack(Progress(12))
-    assert decide(replace(TRAINING, upload=UPLOAD), back, RULES)[0].upload is None
-    assert decide(SENT, back, RULES)[0] == SENT
+    forgotten, _ = decide(replace(TRAINING, upload=UPLOAD), back, RULES)
+    assert (forgotten.upload, forgotten.reached) == (None, REACHED), "there may be another"
+    assert decide(SENT, back, RULES)[0].upload == SENT.upload
     elsewhere, _ = decide(replace(SENT, update=update()), ev.RolledBack(Progress(11)), RULES)
     assert (elsewhere.upload, elsewhere.update, elsewhere.outer_step) == (None, None, 11)
 
 
 # --- everything at any moment ---------------------------------------------------------------------
-
-
-@dataclass
-class Handle:
-    ended: bool = False
-    error: BaseException | None = None
-
-    def done(self) -> bool:
-        return self.ended
 
 
 @dataclass
@@ -185,14 +179,9 @@ class World:
     inner_steps: int = 0
     writes: list[tuple[int, int]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.watch = watch_of()
-
     def handle_event(self, event: ev.Event) -> None:
-        for follows in self.watch.on_event(event, self.state):
-            self.handle_event(follows)
-        self.state, actions = decide(self.state, event, RULES)
-        for action in actions:
+        self.state, follows = decide(self.state, event, RULES)
+        for action in follows:
             if action is Task.SEND_UPLOAD:
                 assert self.state.upload is not None
                 close = self.state.upload.close
@@ -203,6 +192,13 @@ class World:
                 if action is Action.STOP:
                     self.pending.clear()
                 self.pending.append(action)
+            elif isinstance(action, ev.Event):
+                self.handle_event(action)
+
+    def poll(self) -> None:
+        """Find out whether files are there, as the controller does at each boundary."""
+        if self.state.upload and (ended := self.state.upload.end_of_writing()):
+            self.handle_event(ended)
 
     def boundary(self) -> None:
         """Carry out the next command; without one an inner step."""
@@ -231,10 +227,10 @@ class World:
             case Action.OUTER_STEP if state.update is not None:
                 assert state.update.whole or state.update.outer_step == self.held + 1
                 self.held, self.written = state.update.outer_step, None
-                self.handle_event(ev.OuterStepEnded(True, self.held))
+                self.handle_event(ev.OuterStepEnded(True, self.held, inner_step=5))
             case Action.ROLL_BACK:
                 self.held, self.written = self.checkpoint
-                self.handle_event(ev.RolledBack(Progress(self.held)))
+                self.handle_event(ev.RolledBack(Progress(self.held, 5)))
 
 
 ROUND = ("close", "moved", "stale", "update", "weights", "sent")
@@ -277,6 +273,7 @@ def test_uploads_are_sent_once_and_known_and_steps_continue_in_any_order_of_even
                 world.handle_event(ev.Tick(at))
             case _:
                 world.boundary()
+        world.poll()
         # What is not a command of this moment leaves training on.
         assert world.pending or world.state.mode is not Mode.STOPPING
         assert world.state.outer_step == world.held or Action.ROLL_BACK in world.pending
@@ -293,23 +290,22 @@ def test_uploads_are_sent_once_and_known_and_steps_continue_in_any_order_of_even
 
 def test_an_upload_is_sent_when_file_and_checkpoint_are_there_and_not_before() -> None:
     world = World()
-    world.handle_event(ev.CloseReached(CLOSE))
+    world.handle_event(REACHED)
     for _ in range(2):
         world.boundary()
-    assert world.handle is not None and not world.sent
+    assert world.handle is not None
     world.handle.ended = True
-    world.handle_event(ev.Tick(1.0))
+    world.poll()
     assert not world.sent, "the checkpoint is still being written"
     world.saved[-1] = True
-    world.handle_event(ev.Tick(2.0))
-    assert world.sent == [(12, 3)]
-    world.handle_event(ev.Tick(3.0))
+    for _ in range(2):
+        world.poll()
     assert world.sent == [(12, 3)] and world.state.mode is not Mode.STOPPING
 
 
 def test_an_upload_that_a_roll_back_overtakes_is_made_again_within_the_grace() -> None:
     world = World()
-    world.handle_event(ev.CloseReached(CLOSE))
+    world.handle_event(REACHED)
     for _ in range(2):
         world.boundary()
     world.handle_event(DIVERGED)
@@ -318,110 +314,66 @@ def test_an_upload_that_a_roll_back_overtakes_is_made_again_within_the_grace() -
     assert world.pending == [Action.WRITE_UPLOAD, Action.CHECKPOINT] and not world.sent
 
 
+def test_a_checkpoint_from_before_an_upload_is_not_the_one_that_knows_it() -> None:
+    begun, _ = decide(TRAINING, REACHED, RULES)
+    early, _ = decide(begun, ev.CheckpointBegun(12, lambda: True), RULES)
+    assert early == begun
+
+
 @pytest.mark.parametrize("lost", ["file", "checkpoint"])
 def test_an_upload_whose_file_or_checkpoint_failed_is_not_sent(lost: str) -> None:
-    world, ended = World(), []
-    world.handle_event(ev.CloseReached(CLOSE))
+    world = World()
+    world.handle_event(REACHED)
     for _ in range(2):
         world.boundary()
-    assert world.handle is not None
+    assert world.handle is not None and world.state.upload is not None
     world.handle.ended, world.saved[-1] = True, lost != "checkpoint"
     world.handle.error = OSError("no space left") if lost == "file" else None
-    ended = world.watch.on_event(ev.Tick(1.0), world.state)
-    assert [type(each) for each in ended] == [ev.UploadEnded]
-    (event,) = ended
+    event = world.state.upload.end_of_writing()
     assert isinstance(event, ev.UploadEnded) and event.cause.startswith("it was not sent (")
-    world.handle_event(event)
-    assert not world.sent and world.state.upload == Upload(CLOSE, Stage.ENDED)
+    world.poll()
+    assert not world.sent and world.state.upload.stage is Stage.ENDED
 
 
-@pytest.mark.parametrize(("at", "wanted"), [(1059.0, 1), (1060.0, 0)])
-def test_the_first_inner_step_that_counts_is_uploaded_until_the_grace_is_over(
-    at: float, wanted: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Also by a miner that starts within the grace, at its first inner step."""
-    clock, weights = Mock(return_value=1000.0), Mock(inner_step=4)
-    watch = watch_of(weights=weights, clock=clock)
-    assert watch.on_event(ev.CloseReached(CLOSE, 1060.0), TRAINING) == []
-    assert caplog.text.count("UPLOAD BLOCKED: inner_step (4) < minimum (5)") == 1
-    assert watch.on_event(step(4), TRAINING) == []
-    weights.inner_step, clock.return_value = 5, at
-    assert watch.on_event(step(5), TRAINING) == [ev.UploadWanted(CLOSE)][:wanted]
-    assert watch.on_event(step(6), TRAINING) == [], "once"
-
-
-@pytest.mark.parametrize("joined", [False, True])
-def test_a_close_that_is_missed_for_few_steps_is_told_and_a_newcomers_is_a_note(
-    joined: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    clock = Mock(return_value=1000.0)
-    watch = watch_of(weights=Mock(inner_step=4), joined=lambda: joined, clock=clock)
-    watch.on_event(ev.CloseReached(CLOSE, 1060.0), TRAINING)
-    (record,) = caplog.records
-    assert "UPLOAD BLOCKED" in record.getMessage()
-    assert record.levelno == (logging.WARNING if joined else logging.INFO)
-    clock.return_value = 1060.0
-    (missed,) = watch.on_event(ev.Tick(1.0), TRAINING)
+def test_a_close_that_is_missed_for_few_steps_is_told_once() -> None:
+    waiting, follows = decide(replace(TRAINING, inner_step=4), REACHED, RULES)
+    assert follows == () and waiting.reached == REACHED
+    assert decide(waiting, ev.Tick(1059.0), RULES) == (waiting, ())
+    after, (missed,) = decide(waiting, ev.Tick(1060.0), RULES)
     assert isinstance(missed, ev.UploadSkipped) and missed.kind == "steps"
     assert missed.problem.startswith("blocked: 4 inner steps when the close was over, and 5 are")
-    assert watch.on_event(ev.Tick(2.0), TRAINING) == [], "once"
+    assert after.reached is None and decide(after, missed, RULES) == (after, ())
 
 
-def test_progress_is_written_each_so_many_steps_after_the_gate(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO)
-    weights, full = Mock(inner_step=0), Mock(return_value=None)
-    watch = watch_of(weights=weights, disk_problem=full, every=3)
-    none = Close(TRAINING.outer_step, 0, 0.0, 0.0)
-    wanted_now = ev.UploadWanted(none)
+def test_progress_is_written_each_so_many_steps_after_the_gate() -> None:
+    rules, state = replace(RULES, checkpoint_steps=99, progress_steps=3), replace(TRAINING)
+    none = Close.of_progress(12)
 
     def train(first: int, last: int) -> list[int]:
-        """Return the inner steps after which progress is wanted."""
+        """Return the inner steps after which progress is ordered."""
+        nonlocal state
         wanted = []
         for number in range(first, last + 1):
-            weights.inner_step = number
-            follows = watch.on_event(step(number), TRAINING)
-            assert follows in ([], [wanted_now])
+            state, follows = decide(state, step(number), rules)
+            assert follows in ((), (Action.WRITE_PROGRESS,))
             wanted += [number] * len(follows)
         return wanted
 
-    assert train(1, 4) == []
-    assert caplog.text.count("UPLOAD BLOCKED: inner_step (3) < minimum (5)") == 1
-    assert train(5, 12) == [5, 8, 11] and caplog.text.count("UPLOAD BLOCKED") == 1
+    assert train(1, 5) == [5]
     # The next one waits until this one is written and sent.
     handle: Any = Handle()
-    watch.on_event(ev.UploadBegun(none, handle, Progress(12)), TRAINING)
-    assert train(13, 16) == []
+    state, _ = decide(state, ev.UploadBegun(none, handle, Progress(12)), rules)
+    assert train(6, 9) == [] and state.progress is not None
+    assert state.progress.end_of_writing() is None
     handle.ended = True
-    assert watch.on_event(ev.Tick(1.0), TRAINING) == [ev.UploadWritten(none)]
-    assert decide(TRAINING, ev.UploadWritten(none), RULES) == (TRAINING, (Task.SEND_PROGRESS,))
-    assert train(17, 18) == []
-    watch.on_event(ev.UploadEnded(none.outer_step, 0), TRAINING)
-    assert train(19, 19) == [19]
-    # A round goes first, and a full disk is no place for it.
-    assert decide(TRAINING, wanted_now, RULES) == (TRAINING, (Action.WRITE_PROGRESS,))
-    busy = replace(TRAINING, upload=Upload(CLOSE))
-    assert decide(busy, wanted_now, RULES) == (busy, ())
-    full.return_value = "it is full"
-    assert train(20, 24) == []
-
-
-def test_a_full_disk_is_named_and_nothing_is_written() -> None:
-    watch = watch_of(disk_problem=lambda: "it is full")
-    assert watch.on_event(ev.CloseReached(CLOSE), TRAINING) == [
-        ev.UploadSkipped("it is full", "disk")
-    ]
-
-
-def test_uploads_are_forgotten_when_no_checkpoint_needs_them() -> None:
-    forgotten, ended = list[int](), list[bool | None]()
-    watch = watch_of(forget=forgotten.append)
-    for number, outer_step in enumerate((12, 12, 13, 14)):
-        ended.append(None)
-        watch.on_event(ev.CheckpointBegun(outer_step, lambda n=number: ended[n]), TRAINING)
-        watch.on_event(ev.Tick(1.0), TRAINING)
-        ended[number] = outer_step != 13  # that one was not written
-        watch.on_event(ev.Tick(2.0), TRAINING)
-    assert forgotten == [12, 12]
+    written = state.progress.end_of_writing()
+    assert written == ev.UploadWritten(none)
+    state, follows = decide(state, written, rules)
+    assert follows == (Task.SEND_PROGRESS,) and state.progress is not None
+    assert state.progress.end_of_writing() is None and train(10, 11) == []
+    state, _ = decide(state, ev.UploadEnded(12, 0), rules)
+    assert train(12, 12) == [12]
+    # A round goes first: what is written holds nothing that its upload lacks.
+    state, follows = decide(state, REACHED, rules)
+    assert follows[0] is Action.WRITE_UPLOAD and state.progress is None
+    assert train(13, 20) == []

@@ -104,7 +104,7 @@ def test_failed_or_dropped_upload_is_a_warning(caplog: pytest.LogCaptureFixture)
     failed = ev.OuterStepEnded(False, 12, "another digest")
     told.reporter.on_event(failed, state(Base.KEPT))
     told.reporter.on_event(replace(APPLIED, dropped="the 30 inner steps"), state(Base.REFUSED))
-    told.reporter.on_event(ev.ChainForked("two manifests"), TRAINING)
+    told.reporter.on_event(ev.NetworkDiffers("two manifests", forked=True), TRAINING)
     for line in (
         "Model state upload failed: the store is away",
         "All Reduce Failed At Checkpoint 3 (another digest)",
@@ -170,7 +170,7 @@ def test_the_verdict_follows_from_the_manifests(tmp_path: Path) -> None:
     judged.network = 14
     assert judged.after(ev.CloseReached(CLOSE), TRAINING) == ("counts", False)
     assert judged.after(ev.CloseReached(CLOSE), TRAINING, 620.0) == ("behind", True)
-    assert judged.after(ev.ChainForked("two"), TRAINING) == ("other version", True)
+    assert judged.after(ev.NetworkDiffers("two", forked=True), TRAINING) == ("other version", True)
 
 
 def test_a_change_is_logged_at_once_and_the_rest_once_an_hour(

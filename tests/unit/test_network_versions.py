@@ -14,7 +14,6 @@ from bittensor_core import Keypair
 from distributed_training.common.files import write_json
 from distributed_training.config import Config, ConfigError, load_config
 from distributed_training.config.versions import Versions, for_script, under
-from distributed_training.miner.network_watch import GlobalBucket
 from distributed_training.miner.resume import first_outer_step
 from distributed_training.network import NetworkFileError, flatten, signed, tree_of
 from distributed_training.node.published import require_published
@@ -143,19 +142,18 @@ def test_the_bucket_has_the_versions_and_one_line_announces_each(
     chain = Chain(tmp_path, [5, 9])
     store = MemoryObjectStore("lab")
     reader = BucketReader(store)
-    bucket = GlobalBucket(reader)
     newest = chain.configs[2].network
     assert newest is not None
     for number in (1, 2):
         store.put(keys.VERSION.format(number), chain.texts[number - 1].encode())
     late = Versions(newest, tmp_path / "late")
-    assert not late.knows(4) and bucket.learn(late) == "" and late.knows(4)
+    assert not late.knows(4) and late.look(reader.version) == "" and late.knows(4)
     assert [late.at(step).head.version for step in (0, 4, 5, 8, 9, 99)] == [1, 1, 2, 2, 3, 3]
     caplog.set_level(logging.INFO)
     first = chain.configs[0].network
     assert first is not None
     running = Versions(first, tmp_path / "running")
-    assert bucket.learn(running) == "" and bucket.learn(running) == ""
+    assert running.look(reader.version) == "" and running.look(reader.version) == ""
     line = "Version 2 of the network's file holds from outer step 5: it changes training.learning"
     assert caplog.text.count(line) == 1
 
@@ -217,14 +215,13 @@ def test_a_damaged_newer_version_hides_none_that_holds(tmp_path: Path) -> None:
     chain = Chain(tmp_path, [5, 9])
     store = MemoryObjectStore("lab")
     reader = BucketReader(store)
-    bucket = GlobalBucket(reader)
     store.put(keys.VERSION.format(1), chain.texts[0].encode())
     for damage in (b"\xff", b"[", chain.texts[1].encode()):
         store.put(keys.VERSION.format(3), damage)
         second = chain.configs[1].network
         assert second is not None
         versions = Versions(second, tmp_path / "run")
-        assert "version 3 of the network's file is refused" in bucket.learn(versions)
+        assert "version 3 of the network's file is refused" in versions.look(reader.version)
         assert versions.knows(4) and versions.at(4).head.version == 1
         shutil.rmtree(tmp_path / "run")
 

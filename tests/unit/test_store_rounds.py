@@ -16,8 +16,8 @@ from bittensor.sp_core import Keypair
 from distributed_training.config.settings import StoreSettings
 from distributed_training.exchange import own_uploads
 from distributed_training.exchange.base import (
-    ChainForked,
     Close,
+    NetworkDiffers,
     StopRequested,
     UploadEnded,
 )
@@ -786,7 +786,7 @@ def test_two_valid_manifests_of_one_step_stop_everything_and_both_are_shown(
         leader.publish_manifest()
     leader.move_close()
     posted = miner.pass_time(2 * PERIOD)
-    [forked] = [fact for fact in posted if isinstance(fact, ChainForked)]
+    [forked] = [fact for fact in posted if isinstance(fact, NetworkDiffers)]
     assert not [fact for fact in posted if isinstance(fact, (Close, Update))]
     lines = [line for line in warnings(caplog) if line == forked.cause]
     assert len(lines) == 1
@@ -800,7 +800,7 @@ def test_two_valid_manifests_of_one_step_stop_everything_and_both_are_shown(
     # Also after a restart, until the operator has asked.
     again = Miner(store, tmp_path / "rounds", time)
     posted = again.pass_time(2 * PERIOD)
-    assert [type(fact) for fact in posted] == [ChainForked]
+    assert [type(fact) for fact in posted] == [NetworkDiffers]
 
 
 def test_a_manifest_of_another_master_is_no_fork(

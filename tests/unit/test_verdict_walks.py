@@ -273,7 +273,7 @@ class Walk:
         if self.store_up:
             self.network = self.head
         if self.rng.random() < 0.005:
-            self.tell(ev.ChainForked("two manifests"))
+            self.tell(ev.NetworkDiffers("two manifests", forked=True))
 
     def follow(self) -> None:
         """Apply the manifest after ours, if there is one."""
