@@ -5,8 +5,7 @@ its DHT peer is (its axon, with the peer's id as the axon's certificate). One en
 every few minutes and over a connection of its own. A read that fails leaves the last known state.
 
 The client has no deadlines: a node that accepts the connection and stays silent would hold it for
-minutes. So its coroutines run in a thread of their own, and whoever waits for them waits a limited
-time.
+minutes. So whoever calls it waits a limited time, and no longer than the chain is open.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import re
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from concurrent.futures import CancelledError
 from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -34,7 +32,7 @@ log = logging.getLogger(__name__)
 #: How long a registration is believed that the chain does not show any more.
 BELIEF = timedelta(minutes=30)
 FIRST_PAUSE = timedelta(seconds=1)  # after a failure; doubled by each further one
-_ENDING = 1.0  # seconds that calls under way have at a close
+_ENDING, _LOOK = 1.0, 0.2  # seconds: of a call that is given up; between two looks at a close
 _COMMITMENTS = ("Commitments", "CommitmentOf")  # pallet and storage map
 _CERTIFICATES = ("SubtensorModule", "NeuronCertificates")
 _LONGEST_COMMITMENT = 128  # bytes, of the field Raw128
@@ -69,13 +67,7 @@ class BittensorChain(Chain):
         self._settings, self._wallet, self._substrate = settings, wallet, substrate
         self._netuid, self._endpoint = settings.netuid, chain_endpoint(settings)
         self._closed = threading.Event()
-        self._beginning = threading.Lock()  # no call may begin after those that a close cancels
-        self._loop = asyncio.new_event_loop()
-        # Errors of calls that were given up are no news: the call's own failure was logged.
-        self._loop.set_exception_handler(lambda _, context: log.debug("%s", context))
-        self._client_thread = threading.Thread(target=self._serve, name="subtensor", daemon=True)
         self._thread = threading.Thread(target=self._follow, name="chain", daemon=True)
-        self._client_thread.start()
         self._thread.start()
 
     # writes
@@ -120,30 +112,29 @@ class BittensorChain(Chain):
         with self._writing():
             self._call(write(), f"{kind}: ")
 
-    # the threads
+    # calls
 
     def _call(self, work: Coroutine[Any, Any, None], kind: str = "") -> None:
-        """Do ``work`` in the client's thread. Raises ChainError if it fails or does not end."""
-        seconds = self._settings.call_timeout.total_seconds()
-        with self._beginning:
-            if self._closed.is_set():
-                work.close()
-                raise ChainError(f"{kind}the chain was closed")
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            # Not raised here: a panic in the SDK's compiled half is no Exception.
-            error = future.exception(seconds)
-        except TimeoutError:
-            future.cancel()
-            raise ChainError(f"{kind}no answer of the chain within {seconds:.0f} s") from None
-        except CancelledError:
-            raise ChainError(f"{kind}the chain was closed") from None
-        if error is not None:
+        """Do ``work`` in this thread. Raises ChainError if it fails or does not end in time."""
+        seconds, loop = self._settings.call_timeout.total_seconds(), asyncio.new_event_loop()
+        # Errors of calls that were given up are no news: the call's own failure was logged.
+        loop.set_exception_handler(lambda _, context: log.debug("%s", context))
+        task, until = loop.create_task(work), time.monotonic() + seconds
+        while not (task.done() or self._closed.is_set() or time.monotonic() >= until):
+            left = max(0.0, until - time.monotonic())
+            loop.run_until_complete(asyncio.wait({task}, timeout=min(_LOOK, left)))
+        why = ""
+        if not task.done():
+            late = f"no answer of the chain within {seconds:.0f} s"
+            why = "the chain was closed" if self._closed.is_set() else late
+            task.cancel()  # a peer that is gone never answers the closing handshake
+            loop.run_until_complete(asyncio.wait({task}, timeout=_ENDING))
+        loop.close()
+        if why:
+            raise ChainError(kind + why)
+        # Not raised in the task: a panic in the SDK's compiled half is no Exception.
+        if (error := task.exception()) is not None:
             raise ChainError(kind + _describe(error)) from error
-
-    def _serve(self) -> None:
-        self._loop.run_forever()
-        self._loop.close()
 
     def _follow(self) -> None:
         every = self._settings.neurons_interval
@@ -230,22 +221,8 @@ class BittensorChain(Chain):
         return texts
 
     def close(self) -> None:
-        async def end() -> None:
-            calls = asyncio.all_tasks() - {asyncio.current_task()}
-            for call in calls:
-                call.cancel()
-            if calls:  # a peer that is gone never answers the closing handshake
-                await asyncio.wait(calls, timeout=_ENDING)
-            await asyncio.sleep(0)  # the end of a call that ended just now is still to be passed on
-            self._loop.stop()
-
-        with self._beginning:
-            if self._closed.is_set():
-                return
-            self._closed.set()
-            asyncio.run_coroutine_threadsafe(end(), self._loop)
-        for thread in (self._thread, self._client_thread):
-            thread.join(2 * _ENDING)
+        self._closed.set()
+        self._thread.join(2 * _ENDING)
 
 
 def _peer_id(entry: Any) -> str:

@@ -40,7 +40,6 @@ from distributed_training.node.start import fetch_tokenizer, require_data
 from distributed_training.protocol.codecs import CODECS
 from distributed_training.protocol.keys import miner_bucket
 from distributed_training.protocol.pages import block_at
-from distributed_training.protocol.types import ExitStatus
 from distributed_training.protocol.update_file import Header, largest_file
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.errors import StoreError
@@ -461,7 +460,7 @@ class RankZero:
             config,
             context.folder,
             member,
-            lambda line: context.events.put(ev.StopRequested(line, ExitStatus.FAULT)),
+            lambda line, status: context.events.put(ev.StopRequested(line, status)),
         )
         if text := self._connections.commitment:
             commit(member, text)

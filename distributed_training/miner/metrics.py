@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -26,9 +25,6 @@ from . import events as ev
 from .events import MinerState
 from .run_folder import INSTANCE, listening_ranks
 
-_SLOPE_SAMPLES = 240  # a minute apart
-_SLOPE_LEAST = 30  # below, warming up looks like a leak
-
 _T = TypeVar("_T")
 
 
@@ -42,7 +38,6 @@ class MachineGauges:
         self._folder = folder
         self._needed = needed
         self._instance = os.environ.get(INSTANCE, "")  # as the ranks wrote it
-        self._growth = MemoryGrowth()
         self._cards = [card for i in range(gpus) if (card := NvmlSampler.open(i)) is not None]
 
     def single(self) -> Mapping[str, Callable[[], float | None]]:
@@ -51,7 +46,6 @@ class MachineGauges:
             "disk_free_bytes": lambda: free_bytes(self._folder),
             "disk_needed_bytes": lambda: self._needed,
             "memory_bytes": self._resident,
-            "memory_growth_bytes_per_hour": self._growth.per_hour,
             "memory_total_bytes": lambda: total,
         }
 
@@ -94,27 +88,7 @@ class MachineGauges:
         for process in (top, *top.children(recursive=True)):
             with contextlib.suppress(psutil.Error):  # it ended meanwhile
                 total += process.memory_info().rss
-        self._growth.add(time.monotonic(), total)
         return total
-
-
-class MemoryGrowth:
-    """The slope of a figure over the last four hours, by least squares."""
-
-    def __init__(self) -> None:
-        self._samples: deque[tuple[float, float]] = deque(maxlen=_SLOPE_SAMPLES)
-
-    def add(self, now: float, value: float) -> None:
-        """Add a value; ``now``: seconds. One sample a minute is kept."""
-        if not self._samples or now - self._samples[-1][0] >= 60:
-            self._samples.append((now, value))
-
-    def per_hour(self) -> float | None:
-        """Return the growth per hour; None in the first half an hour."""
-        if len(self._samples) < _SLOPE_LEAST:
-            return None
-        moments, values = zip(*self._samples, strict=True)
-        return 3600 * statistics.linear_regression(moments, values).slope
 
 
 class Metrics:

@@ -20,6 +20,7 @@ from distributed_training.common.files import read_state, write_state
 from distributed_training.config import Config
 from distributed_training.node.identity import Member, join_subnet, keep_state
 from distributed_training.node.start import Deregistered, NotRegistered
+from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry import MetricsFile
 from distributed_training.telemetry.facts import UNREGISTERED, Fact
 from distributed_training.telemetry.run_state import report_stage
@@ -63,11 +64,11 @@ class RegistrationRecord:
 
 
 def follow_registration(
-    config: Config, folder: Path, member: Member, end: Callable[[str], None]
+    config: Config, folder: Path, member: Member, end: Callable[[str, ExitStatus], None]
 ) -> None:
     """Keep the chain's state after its reads; call ``end`` once if the uid is ours no longer.
 
-    ``end`` gets the line for the operator, in the chain's thread.
+    ``end`` gets the line for the operator and the exit status, in the chain's thread.
     """
     chain, hotkey, uid = member.chain, member.hotkey, member.uid
     keep, reported = Throttle(KEEP_AGAIN), False
@@ -97,7 +98,7 @@ def follow_registration(
                 f"stops; its weights are kept: register it again with "
                 f"`{how_to_register(config.chain)}`, and the miner continues by itself"
             )
-        end(line)
+        end(line, ExitStatus.FAULT if found is None else ExitStatus.AGAIN)
 
     chain.on_read = on_read
 

@@ -149,7 +149,6 @@ for _name, _about in {
     "disk_free_bytes": "free disk of the run folder",
     "disk_needed_bytes": "disk for an upload, a checkpoint and the reserve",
     "memory_bytes": "resident memory of rank 0 and its processes",
-    "memory_growth_bytes_per_hour": "growth of this memory over the last hours",
     "memory_total_bytes": "memory limit of the machine or cgroup",
     # of each rank, by number; its GPU has the same
     "rank_memory_bytes": "resident memory of the rank",

@@ -267,7 +267,7 @@ def no_room(folder: Path) -> None:
 
 
 def starved(folder: Path) -> None:
-    """The last rank's source is dead for four seconds after the first block."""
+    """The last rank's source is dead until it was waited for during four seconds."""
     most = 0.0
 
     def on_step(miner: Miner, step: int) -> None:
@@ -277,15 +277,19 @@ def starved(folder: Path) -> None:
 
     miner = Miner(folder, on_step=on_step)
     ready, broadcast = miner.data.ready, miner.ranks.broadcast
+    count_missed = miner.data.missed
     first, back = list[int](), list[float]()
 
     def only_first(block: int) -> int | None:
         sequences = ready(block)
         if sequences is not None and not first:
             first.append(block)
-        if block not in first:
-            back.append(time.monotonic() + 4.0)
-        return sequences if block in first or time.monotonic() > back[0] else None
+        answers = block in first or bool(back and time.monotonic() > back[0])
+        return sequences if answers else None
+
+    def missed(seconds: float) -> None:
+        back.append(time.monotonic() + 4.0)
+        count_missed(seconds)
 
     def timed(command: Any) -> Any:
         nonlocal most
@@ -296,6 +300,7 @@ def starved(folder: Path) -> None:
 
     if RANK == WORLD - 1:
         miner.data.ready = only_first  # type: ignore[method-assign]
+        miner.data.missed = missed  # type: ignore[method-assign]
         miner.ranks.broadcast = timed  # type: ignore[method-assign]
     miner.run("starved")
     (folder / f"longest-{RANK}.json").write_text(json.dumps(most))

@@ -16,7 +16,7 @@ import pytest
 from distributed_training.health.gpus import GpuSample, NvmlSampler
 from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState, Mode
-from distributed_training.miner.metrics import MachineGauges, MemoryGrowth, Metrics
+from distributed_training.miner.metrics import MachineGauges, Metrics
 from distributed_training.miner.reporter import Reporter
 from distributed_training.miner.run_folder import INSTANCE, write_pid_file
 from distributed_training.protocol import lines
@@ -197,16 +197,6 @@ def test_unmeasurable_metric_is_absent_and_ends_nothing(
 # --- what is measured of the machine and of the limits --------------------------------------------
 
 
-def test_a_leak_has_a_slope_and_a_start_has_none() -> None:
-    growth, steady = MemoryGrowth(), MemoryGrowth()
-    for minute in range(120):
-        assert (growth.per_hour() is None) == (minute < 30)
-        for second in (0, 15, 30, 45):  # as the metrics are written
-            growth.add(60 * minute + second, 1e9 + 2e6 * minute + (5e5 if minute % 2 else 0))
-            steady.add(60 * minute + second, 1e9)
-    assert growth.per_hour() == pytest.approx(120e6, rel=0.02) and steady.per_hour() == 0
-
-
 def test_the_machine_is_measured_rank_by_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,7 +205,6 @@ def test_the_machine_is_measured_rank_by_rank(
     machine = MachineGauges(tmp_path, needed=5, gpus=0)
     figures = {name: measure() for name, measure in machine.single().items()}
     assert figures.keys() <= set(METRICS) and figures["disk_needed_bytes"] == 5
-    assert figures["memory_growth_bytes_per_hour"] is None
     assert (figures["memory_total_bytes"] or 0) > (figures["memory_bytes"] or 0) > 1e7
     (ranks,) = machine.by_rank().values()
     assert machine.by_rank().keys() == {"rank_memory_bytes"} and ranks.keys() == {0}

@@ -435,18 +435,24 @@ def test_a_list_that_cannot_be_the_networks_is_not_used(
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "words", "status"),
     [
-        (lambda lost: lost.ledger.register(MINER.ss58, uid=41), "is uid 41 now, no longer 1"),
-        (lambda lost: lost.ledger.deregister(MINER.ss58), "`btcli subnet register --netuid 38`"),
-        (None, "the founder expelled hotkey"),
+        (lambda lost: lost.ledger.register(MINER.ss58, uid=41), "is uid 41 now, no longer 1", 5),
+        (lambda lost: lost.ledger.deregister(MINER.ss58), "`btcli subnet register --netuid 38`", 1),
+        (None, "the founder expelled hotkey", 1),
     ],
 )
 def test_a_changed_registration_ends_this_run_once(
-    change: Callable[[Lost], object] | None, words: str, lost: Lost, monkeypatch: pytest.MonkeyPatch
+    change: Callable[[Lost], object] | None,
+    words: str,
+    status: int,
+    lost: Lost,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    member, ended = Member(MINER, lost.chain, lost.uid), list[str]()
-    registration.follow_registration(lost.config, lost.folder, member, ended.append)
+    member, ended = Member(MINER, lost.chain, lost.uid), list[tuple[str, int]]()
+    registration.follow_registration(
+        lost.config, lost.folder, member, lambda *given: ended.append(given)
+    )
     lost.chain.wait_ready(timedelta(0))
     kept = lost.folder / node_chain.STATE_FILE
     assert ended == [] and MINER.ss58 in kept.read_text()
@@ -457,8 +463,8 @@ def test_a_changed_registration_ends_this_run_once(
         change(lost)
     for _ in range(3):
         lost.chain.wait_ready(timedelta(0))
-    (line,) = ended
-    assert words in line and MINER.ss58 in line
+    ((line, given),) = ended
+    assert words in line and MINER.ss58 in line and given == status
 
 
 def test_no_room_for_a_ranks_first_file_is_a_line(
