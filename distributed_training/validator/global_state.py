@@ -22,26 +22,6 @@ from distributed_training.store.errors import IntegrityError
 from distributed_training.training.model import hf_config, schema_of
 
 
-def small_llama(*, vocabulary: int, sequence_length: int, eos_token: int) -> dict[str, Any]:
-    """Return ``config.json`` of a Llama of 1 to 2 million parameters for up to 4096 words."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": vocabulary,
-        "hidden_size": 160,
-        "intermediate_size": 432,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 5,
-        "num_key_value_heads": 5,
-        "max_position_embeddings": sequence_length,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.02,
-        "bos_token_id": None,
-        "eos_token_id": eos_token,
-        "pad_token_id": eos_token,
-    }
-
-
 def initial_weights(model_config: Mapping[str, Any], *, seed: int) -> list[Tensor]:
     """Draw float32 weights in schema order as transformers does, the same for one seed."""
     from transformers import AutoModelForCausalLM

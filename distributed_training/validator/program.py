@@ -24,6 +24,7 @@ from torch import Tensor
 
 from distributed_training.chain.base import ChainError
 from distributed_training.common.files import write_json
+from distributed_training.common.llama import local_llama_config
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.versions import Versions, under
 from distributed_training.data.held_out import held_out_batches
@@ -73,7 +74,6 @@ from distributed_training.validator.global_state import (
     GlobalStateError,
     claim_global_bucket,
     initial_weights,
-    small_llama,
 )
 from distributed_training.validator.judging import UploadJudge
 from distributed_training.validator.outer_steps import AnotherLeadsError, OuterSteps
@@ -417,9 +417,8 @@ def initial_state(config: Config, *, vocabulary: int, eos_token: int) -> GlobalS
         model_config = dict(rules.model)
     else:
         length = config.training.sequence_length
-        model_config = small_llama(
-            vocabulary=vocabulary, sequence_length=length, eos_token=eos_token
-        )
+        model_config = local_llama_config(vocab_size=vocabulary, sequence_length=length)
+        model_config |= {"eos_token_id": eos_token, "pad_token_id": eos_token}
     return GlobalState(
         model_config=model_config,
         schema=parameter_schema(model_config),

@@ -1,4 +1,4 @@
-"""A member of a store network over real ranks: kills and stops at each moment of a round."""
+"""A member over real ranks, in both exchanges: kills and stops at each moment of a round."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch
 from distributed_training.common.ports import free_ports
 from distributed_training.data.tokenizer import BYTE_VOCABULARY
 from distributed_training.miner.rank_group import rank_variables
+from distributed_training.protocol import lines
 from distributed_training.telemetry import read_events
 from tests.tools.forked import Program
 from tests.tools.store_leader import Leader
@@ -42,11 +43,12 @@ KILLS = ("taken", "written", "sent", "prepared", "committed")
 class World:
     """A miner of ``ranks`` ranks, its folder, and the network's bucket with its leader."""
 
-    def __init__(self, folder: Path, ranks: int = 2) -> None:
+    def __init__(self, folder: Path, ranks: int = 2, exchange: str = "store") -> None:
+        self.exchange = exchange
         self.folder, self.bucket, self.ranks = folder / "miner", folder / "bucket", ranks
         self.folder.mkdir()
         model = tiny(vocab=BYTE_VOCABULARY)
-        run_id = store_config().swarm.run_id
+        run_id = store_config(exchange).swarm.run_id
         self.leader = Leader(self.bucket, model, run_id=run_id, members={UID: MINER.ss58_address})
         self.starts = 0
         self.programs: list[Program] = []
@@ -56,7 +58,7 @@ class World:
         self.starts += 1
         self.programs = [
             Program(
-                *(SCRIPT, moment, str(until), str(self.folder), str(self.bucket)),
+                *(SCRIPT, moment, str(until), str(self.folder), str(self.bucket), self.exchange),
                 environ=rank_variables(rank, world_size=self.ranks, port=port),
                 log=self.folder / f"log-{self.starts}-{rank}.txt",
             )
@@ -98,8 +100,8 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    world = World(tmp_path)
+def world(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[World]:
+    world = World(tmp_path, exchange=getattr(request, "param", "store"))
     yield world
     for program in world.programs:  # of a test that failed
         program.kill()
@@ -107,6 +109,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("world", ["store", "hivemind"], indirect=True)
 def test_a_kill_at_any_moment_of_a_round_leaves_each_epoch_start_equal_to_the_bit(
     world: World,
 ) -> None:
@@ -139,6 +142,8 @@ def test_a_kill_at_any_moment_of_a_round_leaves_each_epoch_start_equal_to_the_bi
     assert leader.outer_step == len(KILLS) + 1
     fates = {(e["ok"], e["base"]) for e in world.events("round")}
     assert fates == {(True, "merged")}, world.log()
+    # With nobody else there is no average, which costs nothing.
+    assert (lines.ALL_REDUCE_START in world.log()) == (world.exchange == "hivemind")
 
 
 def test_a_stop_in_a_round_and_a_close_that_moves_cost_nothing(world: World) -> None:
@@ -165,7 +170,7 @@ def test_a_member_has_nothing_of_hivemind_in_its_memory_and_nobody_can_connect_t
     environ = {**os.environ, **rank_variables(0, world_size=1, port=0)}
     # Not a fork, whose server has imported all that tests need.
     log = (world.folder / "log-1-0.txt").open("w")
-    places = str(world.folder), str(world.bucket)
+    places = str(world.folder), str(world.bucket), world.exchange
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.tools.store_ranks", "traced", "1", *places],
         cwd=SCRIPT.parents[2],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -47,7 +48,20 @@ def open_played(
 ) -> tuple[build.Connections, StartupInfo]:
     """In the place of ``build.open_connections``: only the chain is played."""
     store = FolderStore(bucket, writes=True)
-    rounds = StoreRounds(
+    chain = Chain()
+    kind: Callable[..., StoreRounds] = StoreRounds
+    if config.averages:
+        # Here: a member of a store network has none of it in its memory.
+        from distributed_training.exchange.hivemind import HivemindRounds, Membership
+        from distributed_training.exchange.peer import peer_settings
+
+        kind = partial(
+            HivemindRounds,
+            membership=Membership(chain.neurons, MINER.ss58_address, ALICE.ss58_address, 1.0),
+            settings=lambda schema: peer_settings(config, schema, folder),
+            ready=lambda peer: None,
+        )
+    rounds = kind(
         store,
         folder / "exchange",
         master=Master(config.swarm.run_id, ALICE.ss58_address, verify),
@@ -66,7 +80,7 @@ def open_played(
         global_outer_step=outer_step,
         hotkey=MINER.ss58_address,
     )
-    return build.Connections(Member(Wallet(MINER, None), Chain(), UID), rounds, place), info
+    return build.Connections(Member(Wallet(MINER, None), chain, UID), rounds, place), info
 
 
 class MemberWorld:

@@ -1,4 +1,4 @@
-"""One rank of a miner of a store network: ``store_ranks.py MOMENT OUTER_STEP FOLDER BUCKET``.
+"""One rank of a miner: ``store_ranks.py MOMENT OUTER_STEP FOLDER BUCKET EXCHANGE``.
 
 The rank is the product's, with the thread that follows the store; BUCKET is a folder, in which
 :class:`~tests.tools.store_leader.Leader` has the validator's place. Only the chain is played. At
@@ -60,8 +60,9 @@ class Chain(MemoryChain):
         super().__init__(hotkey=MINER.ss58_address, ledger=ledger)
 
 
-def store_config() -> Config:
-    return config_of(*(f"--{k}={v}" for k, v in FLAGS.items()), rules=STORE_RULES)
+def store_config(exchange: str = "store") -> Config:
+    flags = (f"--{k}={v}" for k, v in FLAGS.items())
+    return config_of(*flags, rules=STORE_RULES | {"exchange": exchange})
 
 
 def kill() -> None:
@@ -81,12 +82,12 @@ def killed_at(moment: str, event: ev.Event) -> bool:
     return False
 
 
-def run(moment: str, until: int, folder: Path, bucket: Path) -> None:
+def run(moment: str, until: int, folder: Path, bucket: Path, exchange: str) -> None:
     # There: that module takes the played chain from here.
     from tests.tools.member_world import open_played
 
     store_rounds._INTERVAL, store_rounds._SOON = 0.2, 0.1
-    config = store_config()
+    config = store_config(exchange)
     ranks = join_ranks(environ=os.environ, timeout=timedelta(seconds=60), backend="gloo")
     events: SimpleQueue[ev.Event] = SimpleQueue()
     connections, stack = None, ExitStack()
@@ -169,5 +170,5 @@ def run(moment: str, until: int, folder: Path, bucket: Path) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, force=True)
-    run(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
+    run(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]), sys.argv[5])
     leave(0)
