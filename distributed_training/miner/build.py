@@ -48,7 +48,7 @@ from distributed_training.telemetry import EventLog, MetricsFile, unix_time
 from distributed_training.telemetry.facts import Facts
 from distributed_training.telemetry.own_facts import OwnFacts
 from distributed_training.telemetry.trackers import open_trackers
-from distributed_training.training.checkpoint import Checkpointer
+from distributed_training.training.checkpoint import Checkpointer, oldest_outer_step
 from distributed_training.training.held_weights import HeldWeights
 from distributed_training.training.weights import read_model_config
 
@@ -65,7 +65,6 @@ from .reporter import Record, Reporter
 from .resume import (
     StartupInfo,
     first_outer_step,
-    oldest_outer_step,
     refuse_old_checkpoints,
     resume_training,
 )

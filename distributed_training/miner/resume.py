@@ -10,7 +10,12 @@ from typing import Any
 from distributed_training.common.files import read_json_object
 from distributed_training.node.start import NetworkFailure, OldRunFolder
 from distributed_training.protocol import keys
-from distributed_training.training.checkpoint import Checkpointer, is_complete, newest_first
+from distributed_training.training.checkpoint import (
+    Checkpointer,
+    is_complete,
+    newest_first,
+    outer_step_of,
+)
 from distributed_training.training.held_weights import HeldWeights
 
 log = logging.getLogger(__name__)
@@ -42,21 +47,8 @@ def first_outer_step(folder: Path, outer_step: int) -> int:
     """
     found = (folder / name for name in newest_first(folder))
     complete = next((path for path in found if is_complete(path)), None)
-    reached = None if complete is None else _outer_step_of(complete)
+    reached = None if complete is None else outer_step_of(complete)
     return outer_step if reached is None else reached
-
-
-def oldest_outer_step(folder: Path, outer_step: int) -> int:
-    """Return the first outer step of the checkpoints in ``folder``; without one ``outer_step``."""
-    found = (_outer_step_of(folder / name) for name in newest_first(folder))
-    return min((step for step in found if step is not None), default=outer_step)
-
-
-def _outer_step_of(checkpoint: Path) -> int | None:
-    manifest = read_json_object(checkpoint / "rank-0.json")
-    progress = manifest and manifest.get("progress")
-    reached = progress.get("outer_step") if isinstance(progress, dict) else None
-    return reached if isinstance(reached, int) else None
 
 
 def refuse_old_checkpoints(folder: Path) -> None:

@@ -98,6 +98,19 @@ def newest_first(folder: Path) -> list[str]:
     return sorted((p.name for p in folder.glob("checkpoint-*")), reverse=True)
 
 
+def outer_step_of(checkpoint: Path) -> int | None:
+    """Return the outer step of a checkpoint; None where that cannot be read."""
+    progress = (read_json_object(checkpoint / "rank-0.json") or {}).get("progress")
+    reached = progress.get("outer_step") if isinstance(progress, dict) else None
+    return reached if isinstance(reached, int) else None
+
+
+def oldest_outer_step(folder: Path, outer_step: int) -> int:
+    """Return the first outer step of the checkpoints in ``folder``; without one ``outer_step``."""
+    found = (outer_step_of(folder / name) for name in newest_first(folder))
+    return min((step for step in found if step is not None), default=outer_step)
+
+
 def _open(folder: Path, part: int) -> Any:
     """Open the file of one part, after comparing its size and SHA-256."""
     path = folder / f"rank-{part}.safetensors"

@@ -36,7 +36,7 @@ from distributed_training.training.weights import GlobalState
 from distributed_training.validator.errands import Errands
 from distributed_training.validator.judging import CAUSES, Accepted, UploadJudge, refusal
 from distributed_training.validator.outer_steps import OuterSteps
-from distributed_training.validator.reporter import Attendance, RoundReporter
+from distributed_training.validator.reporter import RoundReporter
 from distributed_training.validator.validator import Run, ValidatorRules
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,6 @@ class CloseFetcher:
         self._grace = rules.config.validator.grace.total_seconds()
         self._uploads = run.folder / "uploads"  # of the present close
         self._patience = max(_SILENT, self._grace)  # seconds that one upload has to come
-        self._missed: dict[str, int] = {}  # by hotkey: closes in a row, since our start
 
     def _fetch_new(
         self, close: Intake, by_uid: Mapping[int, Neuron], miners: Sequence[Neuron], now: float
@@ -128,7 +127,6 @@ class CloseFetcher:
                 close.came[uid] = info.modified
                 if uid not in known | close.fetched:
                     new[uid] = info
-        self._attend(close, miners)
         most = largest_file(self.state.schema, self._judge.codec)
 
         def refuse_late(uid: int, info: ObjectInfo) -> bool:
@@ -179,7 +177,7 @@ class CloseFetcher:
         Whoever missed n closes is waited for where n + 1 is a power of two, all at each
         ``_ALL_AWAITED``-th close: so those who stay away, however many, delay few rounds.
         """
-        missed = {m.hotkey: self._missed.get(m.hotkey, 0) for m in miners}
+        missed = {m.hotkey: self.standings.entries[m.uid].missed for m in miners}
         everybody = serial % _ALL_AWAITED == 0
         return frozenset(hotkey for hotkey, n in missed.items() if everybody or not n & (n + 1))
 
@@ -210,11 +208,6 @@ class CloseFetcher:
             or (few and bool(close.waiting))
             or len(texts) > len(close.accepted)
         )
-
-    def _attend(self, close: Intake, miners: Sequence[Neuron]) -> None:
-        """Let reports say who has sent an upload."""
-        asked = tuple(miner.uid for miner in miners)
-        self._reporter.attendance = Attendance(asked, tuple(sorted(close.came.keys() & {*asked})))
 
     def _most_trusted(self, close: Intake, now: float, uids: Collection[int]) -> list[int]:
         """Return those whose turn it is, the least trusted last: there may be no time for it."""

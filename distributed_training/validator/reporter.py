@@ -47,14 +47,6 @@ _PATIENCE = 2.0  # seconds for the registry; then the validator continues
 _LAST_PATIENCE = 10.0  # for the report of the stop
 
 
-@dataclass(frozen=True)
-class Attendance:
-    """The members that a close has asked for an upload, and those whose upload came; uids."""
-
-    asked: tuple[int, ...]
-    came: tuple[int, ...]
-
-
 @dataclass(kw_only=True)
 class RoundReporter:
     """Report on the network as it is now. The validator sets the fields below ``run_folder``.
@@ -76,7 +68,6 @@ class RoundReporter:
     loss: float = 0.0
     losses: Mapping[str, float] = field(default_factory=dict)
     closes_at: float | None = None  # of the next round, in seconds since the epoch
-    attendance: Attendance | None = None  # of the last close
 
     def __post_init__(self) -> None:
         self.metrics = MetricsFile(self.run_folder / "metrics.prom")
@@ -121,12 +112,12 @@ class RoundReporter:
 
     def make(self) -> NetworkReport:
         """Return the report of now."""
-        now, standings, attendance = time.time(), self.standings, self.attendance
+        now, standings = time.time(), self.standings
         members: list[MemberReport] = []
         for uid, entry in sorted(standings.present().items()):
             answer: Answer = "new"
-            if attendance is not None and uid in attendance.asked:
-                answer = "alive" if uid in attendance.came else "silent"
+            if entry.missed or entry.uploaded is not None:
+                answer = "silent" if entry.missed else "alive"
             score = max(0.0, entry.published)
             told = not score and sum(bool(m.cause) for m in members) < MOST_CAUSES
             uploaded = None if entry.uploaded is None else max(0, round(now - entry.uploaded))

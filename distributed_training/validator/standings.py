@@ -28,6 +28,7 @@ class _Entry:
     repo_valid: int = 0
     scored_at: int = -1  # when its last upload was judged, in seconds since the epoch; -1: never
     uploaded: float | None = None  # when its upload came, in seconds since the epoch
+    missed: int = 0  # closes in a row for which it sent none
     fault: str = ""  # why the last close has nothing of it
     reset: str = ""  # why the last upload that was judged was reset
 

@@ -324,15 +324,6 @@ class StoreValidator(CloseJudge):
         }
         return self._end(close, now)
 
-    def _leave_close(self) -> None:
-        """Forget the close, whose round has ended, but for who missed it."""
-        came = {} if self._close is None else self._close.came
-        self._missed = {
-            entry.hotkey: 0 if uid in came else self._missed.get(entry.hotkey, 0) + 1
-            for uid, entry in self.standings.present().items()
-        }
-        self._close = None
-
     # --- the end of a round -----------------------------------------------------------------------
 
     def _end(self, close: Intake, now: float) -> bool:
@@ -492,7 +483,7 @@ class StoreValidator(CloseJudge):
         self._steps.went_on(manifest, reached.values)
         self._reached_step = None
         self._samples.add(manifest.outer_step, reached.samples)
-        self._leave_close()
+        self._close = None
         try:
             os.replace(self._steps.place(manifest.outer_step) / LEDGER, self._standings_path)
         except OSError:  # the disk had no room for it
@@ -523,7 +514,7 @@ class StoreValidator(CloseJudge):
     def _move(self, close: Intake, fault: str, detail: str, now: float) -> bool:
         """Move the close by one round period; uploads sent for it are void."""
         gate = close.state.gate + 1 if fault == GATE else 0
-        self._leave_close()
+        self._close = None
         self.standings.failed_rounds += 1
         self._remember_round(self._past(close, fault, detail, 0))
         self._save()
@@ -643,7 +634,6 @@ class StoreValidator(CloseJudge):
         entries, took_part = self.standings.present(), self._participants(close)
         for uid, entry in entries.items():
             entry.all_reduce = int(uid in took_part)
-            entry.uploaded = close.came.get(uid, entry.uploaded)
             entry.fault = "" if uid in close.came else "it sent no upload for the last close"
         # Merged and no better than nothing scores 0.
         valid = {u: u in close.accepted and close.accepted[u].improvement > 0 for u in entries}
@@ -668,7 +658,7 @@ class StoreValidator(CloseJudge):
         by_uid = {
             miner.uid: miner
             for miner in self._miners()
-            if miner.uid in uids and self._missed.get(miner.hotkey, 0) < _FORGIVEN
+            if miner.uid in uids and self.standings.entries[miner.uid].missed < _FORGIVEN
         }
 
         def age(uid: int) -> float:
@@ -680,7 +670,10 @@ class StoreValidator(CloseJudge):
         return [uid for uid, each in found.items() if isinstance(each, float) and each <= oldest]
 
     def _past(self, close: Intake, fault: str, detail: str, tokens: int) -> PastRound:
-        """Record a round that has ended; return it for the standings."""
+        """Record a round that has ended, and who missed it; return it for the standings."""
+        for uid, entry in self.standings.present().items():
+            entry.missed = 0 if uid in close.came else entry.missed + 1
+            entry.uploaded = close.came.get(uid, entry.uploaded)
         seconds = time.monotonic() - close.began
         uids = [] if fault else sorted(close.accepted)
         self._record(

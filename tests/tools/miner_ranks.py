@@ -288,7 +288,8 @@ def starved(folder: Path) -> None:
         return sequences if answers else None
 
     def missed(seconds: float) -> None:
-        back.append(time.monotonic() + 4.0)
+        if miner.trainer.total_inner_steps:  # what a start waits is no step's
+            back.append(time.monotonic() + 4.0)
         count_missed(seconds)
 
     def timed(command: Any) -> Any:

@@ -12,11 +12,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from distributed_training.common.llama import local_llama_config
 from distributed_training.config import load_config
 from distributed_training.data.tokenizer import build_tokenizer
 from distributed_training.scoring import export
 from distributed_training.training.model import parameter_schema
-from distributed_training.validator.global_state import initial_weights, small_llama
+from distributed_training.validator.global_state import initial_weights
 from tests.tools.network import network_file
 
 pytestmark = pytest.mark.timeout(120)
@@ -28,7 +29,7 @@ NAME = "model.norm.weight"
 def state(tmp_path: Path) -> Path:
     """A validator's run folder after outer step 3."""
     _, eos = build_tokenizer("bytes", tmp_path / "tokenizer")
-    content = small_llama(vocabulary=264, sequence_length=128, eos_token=eos)
+    content = local_llama_config(sequence_length=128) | {"eos_token_id": eos, "pad_token_id": eos}
     for step in (2, 3):
         folder = tmp_path / "validator" / "global" / f"epoch-{step}"
         folder.mkdir(parents=True)
