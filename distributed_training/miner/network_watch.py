@@ -62,7 +62,7 @@ def read_version(reader: BucketReader, number: int) -> str | None:
     except (StoreError, OSError) as error:
         if isinstance(error, StoppedError):
             raise
-        log.warning("The network's bucket was not asked for version %d: %s", number, error)
+        log.warning("The global bucket was not asked for versions of the network's file: %s", error)
         return None
 
 

@@ -58,8 +58,6 @@ class Miner:
         self.round_seconds: float | None = None  # of the reporter
         write_pid_file(folder, 0)
         self.machine = MachineGauges(folder, needed=10**6, gpus=0)
-        for minute in range(60):  # an hour ago, until now
-            self.machine._growth.add(time.monotonic() - 3600 + 60 * minute, 1e9 + minute)
         self.metrics = Metrics(
             file=MetricsFile(folder / "metrics.prom", every=0.0),
             counts={},

@@ -31,7 +31,7 @@ from tests.tools.subnet_tools import PACED, idle, steps_of, stop_miner
 from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
-WAIT = timedelta(seconds=300)
+WAIT = timedelta(seconds=600)
 ROOM = 1600  # megabytes of the run folder's disk: more than what has to stay free
 
 
@@ -164,6 +164,7 @@ def refused(journey: Journey) -> None:
     child = journey.miner.child
     (name,) = (name for name in child.environment if name.endswith("WRITE_SECRET_ACCESS_KEY"))
     right = child.environment[name]
+    assert stop_miner(journey.subnet, 0) == 0
     child.environment[name] = "0" * len(right)
     journey.subnet.restart_miner(0)
     found = journey.expect("cannot start", bad=True, says="key")
@@ -259,8 +260,8 @@ def test_members_are_told_of_silence_and_refused_uploads(tmp_path: Path) -> None
 
 @pytest.mark.timeout(1800)
 def test_members_are_told_of_missed_closes_and_refused_starts(tmp_path: Path) -> None:
-    # A missed close is told of until the next one, which the start takes half a minute of.
-    options = members(tmp_path / "subnet", period=120)
+    # A missed close is told of until the next one; a start takes a minute on a busy machine.
+    options = members(tmp_path / "subnet", period=240)
     with steps_of(1.0), LocalSubnet(options=idle(options)) as subnet:
         folder = subnet.miners[0].plan.folder
         with served(folder) as page:
