@@ -33,7 +33,7 @@ from distributed_training.scoring.upload import (
     in_a_line,
     of_this_machine,
 )
-from distributed_training.training.model import CausalLoss, hf_config, register_attention, schema_of
+from distributed_training.training.model import ModelWithLoss, kind_of, schema_of
 
 
 def evaluation_device(wanted: str) -> torch.device:
@@ -47,7 +47,7 @@ def evaluation_device(wanted: str) -> torch.device:
 
 
 class EvaluationModel:
-    """A Hugging Face causal model whose weights are changed between evaluations.
+    """A model of any kind whose weights are changed between evaluations.
 
     Computes in bf16 on CUDA, as the network's validators do, and in float32 on the CPU, where
     improvements of small models would drown in rounding.
@@ -76,17 +76,14 @@ class EvaluationModel:
         micro_batch: int = 2,
         stop: threading.Event | None = None,
     ) -> None:
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_config(
-            hf_config(model_config), dtype=torch.float32, attn_implementation=register_attention()
-        )
+        kind = kind_of(model_config)
+        model = kind.build(model_config)
         self.schema: Schema = schema_of(model)
         self.device = device
-        self._vocabulary = int(model.get_input_embeddings().num_embeddings)
+        self._vocabulary = int(model_config["vocab_size"])
         # Without gradients: torch refuses to change weights in place that record some.
         self._model = model.to(device).eval().requires_grad_(False)
-        self._loss = CausalLoss(self._model)
+        self._loss = ModelWithLoss(kind, self._model)
         self._parameters = dict(self._model.named_parameters())
         self._micro_batch = micro_batch
         self._stop = stop if stop is not None else threading.Event()
@@ -151,8 +148,8 @@ class EvaluationModel:
             if self._stop.is_set():
                 raise StopNow
             with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
-                total = float(self._loss(batch.to(self.device)))
-            found.append(total / (batch.shape[0] * (batch.shape[1] - 1)))
+                total, count = self._loss(self._loss.kind.batch(batch.to(self.device)))
+            found.append(float(total) / count)
         return tuple(found)
 
     def loss(self, sequences: Tensor) -> float:

@@ -147,6 +147,7 @@ class MicroBatches:
         self.batches: list[Tensor] = []
         self.notes: list[str] = []
         self.loss_sum = torch.zeros((), dtype=torch.float32, device=sharded.device)
+        self.count = 0  # predictions that it adds up
         self.compiled = sharded.compiled
         self.say = say
         self.sharded = sharded
@@ -221,20 +222,24 @@ class MicroBatches:
             self.set_last(False)
             for _ in range(1 + _TIMED):  # the first one warms up
                 started = time.perf_counter()
-                self.sharded.root(ids).backward()
+                self._loss(ids).backward()
                 # Here the host must wait, or only the queueing of kernels would be timed.
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
                 seconds.append(time.perf_counter() - started)
             # Not timed, but run, for the memory that reducing gradients also takes.
             self.set_last(True)
-            self.sharded.root(ids).backward()
+            self._loss(ids).backward()
             end_step()
             return statistics.median(seconds[1:]) / sequences
         finally:
             self.drop()
             if self.compiled:
                 torch._dynamo.reset()  # after a second size it would compile for any size
+
+    def _loss(self, ids: Tensor) -> Tensor:
+        loss: Tensor = self.sharded.root(self.sharded.root.kind.batch(ids))[0]
+        return loss
 
     @torch.no_grad()  # else ``to_local`` goes through autograd, parameter by parameter
     def gradients(self) -> list[Tensor]:
@@ -272,6 +277,7 @@ class MicroBatches:
     def forget(self) -> None:
         """Forget the step's micro-batches: it is over."""
         self.loss_sum.zero_()
+        self.count = 0
         self.batches, self.notes = [], []
 
     def discard(self, *, free: bool = False) -> None:
@@ -282,6 +288,7 @@ class MicroBatches:
         """
         self.sharded.discard_gradients()
         self.loss_sum.zero_()
+        self.count = 0
         if free:
             _free_memory()
 

@@ -17,6 +17,7 @@ eagerly it takes a dozen.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distributed_training.common.memory import LOSS_CHUNK
+from distributed_training.common.kinds import Kinds
+from distributed_training.common.memory import LOSS_CHUNK, loss_chunk
 from distributed_training.config.types import ConfigError
 from distributed_training.protocol.types import Schema
 
@@ -116,10 +118,16 @@ def hf_config(model_config: Mapping[str, Any]) -> Any:
 
 
 def build_meta_model(model_config: Mapping[str, Any]) -> nn.Module:
-    """Build the Hugging Face model with parameters on the meta device (no memory) and real buffers.
+    """Build a model with parameters on the meta device (no memory) and real buffers.
 
     Raises UnfitModelError for a model that would be computed otherwise here.
     """
+    with _parameters_on_meta():
+        return kind_of(model_config).build(model_config)
+
+
+def build_causal_lm(model_config: Mapping[str, Any]) -> nn.Module:
+    """Build a Hugging Face causal model. Raises UnfitModelError as :func:`build_meta_model`."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -127,10 +135,9 @@ def build_meta_model(model_config: Mapping[str, Any]) -> nn.Module:
         for name in _NO_ATTENTION:  # before it is built: transformers refuses some in other words
             if getattr(config, name, None):
                 raise _unfit_attention(name)
-        with _parameters_on_meta():
-            model: nn.Module = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation=register_attention()
-            )
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=register_attention()
+        )
     except ConfigError:
         raise
     except Exception as error:  # it checks some values itself, and trips over the others
@@ -378,40 +385,100 @@ def linear_cross_entropy(
     return _LinearCrossEntropy.apply(hidden, weight, labels, rows, with_grad, of_logits)
 
 
-class CausalLoss(nn.Module):
-    """A Hugging Face causal model and its loss as one module, so that FSDP's root covers both.
+class ModelWithLoss(nn.Module):
+    """A model and its loss as one module, so that FSDP's root covers both.
 
-    ``forward(ids)``: int64 (sequences, length) -> the summed loss over the (length - 1) predicted
-    tokens of each sequence. ``chunk``: float32 logits alive at once; ``compiled``: the part of the
-    loss between its products.
+    ``forward(batch)``: a batch of ``kind`` -> the summed loss, a float32 scalar, and its count.
     """
 
-    def __init__(
-        self, model: nn.Module, *, chunk: int = LOSS_CHUNK, compiled: bool = False
-    ) -> None:
+    def __init__(self, kind: ModelKind, model: nn.Module) -> None:
         super().__init__()
-        self.model = model
-        self._chunk = chunk
-        self._of_logits: LogitGradient = logit_gradient
-        if compiled:
-            self._of_logits = torch.compile(fused_logit_gradient, dynamic=False)
+        self.kind, self.model = kind, model
 
-    def forward(self, ids: Tensor) -> Tensor:
-        decoder: Any = self.model.get_decoder()  # type: ignore[operator]
+    def forward(self, batch: Any) -> tuple[Tensor, int]:
+        return self.kind.loss(self.model, batch)
+
+
+# --- kinds of model ------------------------------------------------------------------------------
+
+
+class ModelKind:
+    """A model, its batches and its loss: what trainer, judge, export and plan know of them.
+
+    A kind is one class with the three methods ``build``, ``batch`` and ``loss``, and one line,
+    ``MODELS.register(name, Class)``.
+    """
+
+    def build(self, config: Mapping[str, Any]) -> nn.Module:
+        """Return the model of a ``config.json``, its parameters in float32.
+
+        ``requires_grad`` of its parameters says which are exchanged, in the order of
+        ``named_parameters()``. Who needs no values calls :func:`build_meta_model`. Raises
+        UnfitModelError.
+        """
+        raise NotImplementedError
+
+    def batch(self, rows: Tensor) -> Any:
+        """Return what the loss takes of ``rows``, int64 ``(sequences, length)`` on the device."""
+        return rows
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        """Return the sum of the loss, a float32 scalar, and how many predictions it adds up."""
+        raise NotImplementedError
+
+    def compile(self, on: bool) -> None:
+        """Compile parts of the loss from here on, or none of it. A kind may ignore it."""
+
+
+#: What makes a kind of model, by the name that a network's file has for it.
+MODELS: Kinds[Callable[[], ModelKind]] = Kinds("kind of model")
+CAUSAL_LM = "causal-lm"
+
+
+def kind_of(model_config: Mapping[str, Any]) -> ModelKind:
+    """Return the kind of model that a ``config.json`` is of. Raises UnknownKindError."""
+    return MODELS[CAUSAL_LM]()
+
+
+class CausalLM(ModelKind):
+    """A causal language model of transformers: predicts each token of a sequence but the first."""
+
+    def __init__(self) -> None:
+        self.of_logits: LogitGradient = logit_gradient
+
+    def build(self, config: Mapping[str, Any]) -> nn.Module:
+        return build_causal_lm(config)
+
+    def loss(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+        decoder: Any = model.get_decoder()  # type: ignore[operator]
         # Only the decoder: the model's own forward would compute all logits. A cache is for
         # generation and would hold every block's keys and values.
-        hidden = decoder(input_ids=ids, use_cache=False).last_hidden_state
-        return linear_cross_entropy(
+        hidden = decoder(input_ids=batch, use_cache=False).last_hidden_state
+        labels = batch[:, 1:].reshape(-1)
+        total = linear_cross_entropy(
             hidden[:, :-1].reshape(-1, hidden.shape[-1]),
-            self.model.get_output_embeddings().weight,  # type: ignore[operator]
-            ids[:, 1:].reshape(-1),
-            chunk=self._chunk,
-            of_logits=self._of_logits,
+            model.get_output_embeddings().weight,  # type: ignore[operator]
+            labels,
+            chunk=_chunk_of(hidden.device),
+            of_logits=self.of_logits,
         )
+        return total, labels.numel()
 
-    def uncompile(self) -> None:
-        """Compute the loss eagerly from here on."""
-        self._of_logits = logit_gradient
+    def compile(self, on: bool) -> None:
+        """Compile the part of the loss between its products, or compute it eagerly."""
+        self.of_logits = logit_gradient
+        if on:
+            self.of_logits = torch.compile(fused_logit_gradient, dynamic=False)
+
+
+@functools.cache
+def _chunk_of(device: torch.device) -> int:
+    """Return the float32 logits alive at once on a device."""
+    cuda = device.type == "cuda"
+    return loss_chunk(torch.cuda.get_device_properties(device).total_memory if cuda else None)
+
+
+MODELS.register(CAUSAL_LM, CausalLM)
 
 
 #: Standard deviation of untrained weights where a config names none, as Llama's.

@@ -26,7 +26,7 @@ import torch
 import torch._functorch.config as functorch_config
 import torch.distributed as dist
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -35,7 +35,6 @@ from distributed_training.common.memory import (
     ACTIVATION_BUDGET,
     LIGHT_BUDGET,
     host_bytes,
-    loss_chunk,
 )
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError
@@ -53,10 +52,11 @@ from .collectives import (
 from .memory_plan import MemoryPlan, compute_dtype, plan_memory
 from .model import (
     INITIAL_SPREAD,
-    CausalLoss,
+    ModelWithLoss,
     attention_line,
     blocks_of,
     build_meta_model,
+    kind_of,
     plain_name,
     schema_of,
 )
@@ -68,7 +68,7 @@ class ShardedModel:
     """One rank's part, ready to train once weights are loaded, and what is known about it."""
 
     model: nn.Module  # the Hugging Face model; its parameters are DTensors
-    root: CausalLoss  # int64 (sequences, length) -> summed loss; what FSDP calls the root
+    root: ModelWithLoss  # what FSDP calls the root
     modules: list[FSDPModule]  # root last
     shards: list[ParameterShard]  # in state-dict order
     schema: Schema
@@ -135,13 +135,7 @@ class ShardedModel:
         """Run blocks and loss eagerly from here."""
         for block in blocks_of(self.model):
             block._compiled_call_impl = None
-        self.root.uncompile()
-
-    @torch.no_grad()
-    def loss_of(self, batch: Tensor) -> Tensor:
-        """Return the summed loss without gradients; collective where weights are gathered."""
-        loss: Tensor = self.root(batch.to(self.device))
-        return loss
+        self.root.kind.compile(False)
 
 
 def build_sharded_model(
@@ -194,7 +188,8 @@ def build_sharded_model(
     say(plan.note)
     say(attention_line(config, device, dtype, length))
     compiled = _recompute_and_compile(model, settings, device, say)
-    root = CausalLoss(model, chunk=loss_chunk(memory), compiled=compiled and device.type == "cuda")
+    root = ModelWithLoss(kind_of(model_config), model)
+    root.kind.compile(compiled and device.type == "cuda")
     # Parameters are gathered and used in ``dtype``; shards and gradients are float32. So is the
     # sum: a step adds hundreds of micro-batches, and bf16 would round the late ones away.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)

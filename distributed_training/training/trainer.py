@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
@@ -170,7 +170,7 @@ class Trainer(HeldWeights):
             def end_step() -> None:
                 # Norm and optimizer, before there are weights: the optimizer is as new after it.
                 gradients = self.step.gradients()
-                self._sum_over_ranks(gradients)
+                self._reduce(gradients)
                 self.optimizer.step(gradients, 0.0)
                 self.optimizer.reset()
 
@@ -290,59 +290,32 @@ class Trainer(HeldWeights):
 
     # --- inner step ----------------------------------------------------------------------------
 
-    def add_micro_batch(
-        self, batch: Tensor, *, data_wait_seconds: float = 0.0
-    ) -> StepReport | None:
+    def add_micro_batch(self, rows: Tensor, *, data_wait_seconds: float = 0.0) -> StepReport | None:
         """Train on one micro-batch; return the report of a finished inner step, else None.
 
         Args:
-            batch: int64 ``(micro_batch_size, sequence_length)`` token ids, on the host.
-            data_wait_seconds: Time for which this rank waited for the batch.
+            rows: int64 ``(micro_batch_size, sequence_length)`` token ids, on the host.
+            data_wait_seconds: Time for which this rank waited for them.
 
         Raises:
             ValueError: For another shape than that of the settings.
             torch.OutOfMemoryError: When no sequence fits, or other ranks are left in a collective.
         """
         expected = (self.micro_batch_size, self.settings.sequence_length)
-        if tuple(batch.shape) != expected:
-            raise ValueError(f"micro-batch of shape {tuple(batch.shape)}, expected {expected}")
+        if tuple(rows.shape) != expected:
+            raise ValueError(f"micro-batch of shape {tuple(rows.shape)}, expected {expected}")
         self._meter.micro_batch(data_wait_seconds)
-        step, plan = self.step, self.batch_plan
-        step.batches.append(batch)
-        missing = [batch]  # from the sum of gradients
-        while missing:
-            started, failed = time.perf_counter(), False
-            last_batch = len(missing) == 1 and len(step.batches) == plan.micro_batches
-            # FSDP divides by the world size; a rank's share of the mean is therefore its own mean.
-            tokens = plan.micro_batches * batch.shape[0] * (batch.shape[1] - 1)
-            pieces = missing[0].to(self.device, non_blocking=True).split(step.at_once(len(batch)))
-            try:
-                for number, piece in enumerate(pieces, 1):
-                    step.set_last(last_batch and number == len(pieces))
-                    loss_sum = self.sharded.root(piece)
-                    (loss_sum / tokens).backward()
-                    # Added up on the device: ``float(loss_sum)`` would wait for all that is queued,
-                    # at each micro-batch.
-                    step.loss_sum += loss_sum.detach()
-            except step.failures as error:  # out of memory, or of the compiler
-                step.prepare_again(error, plan)  # raises where other ranks wait in a collective
-                failed = True
-            if failed:
-                # Not before: the error holds the frames of the failed pass, and the loss its
-                # activations. All of the step is run again: its pieces are of another size now.
-                loss_sum = None
-                step.discard(free=True)
-                missing = list(step.batches)
-            else:
-                step.report_compiled(started)
-                del missing[0]
-        if len(step.batches) < plan.micro_batches:
-            return None
+        self.step.batches.append(rows)
+        self._forward_backward(rows)
+        done = len(self.step.batches) == self.batch_plan.micro_batches
+        return self.train_step() if done else None
 
-        gradients = step.gradients()
-        loss, norm = self._sum_over_ranks(gradients)
+    def train_step(self) -> StepReport:
+        """Take the inner step whose micro-batches have all gone forward and backward."""
+        gradients = self.step.gradients()
+        loss, norm = self._reduce(gradients)
         rate = self.schedule.rate(self.total_inner_steps)
-        # All ranks have the same two sums, so all of them apply the step or none does.
+        # All ranks have the same two numbers, so all of them apply the step or none does.
         finite = math.isfinite(loss) and math.isfinite(norm)
         if finite:
             clip = self.settings.gradient_clip
@@ -358,49 +331,98 @@ class Trainer(HeldWeights):
             self.skipped_in_a_row = 0
             self._warn_near_the_end(rate)
         else:
-            self.skipped_in_a_row += 1
-            line = (
-                "Inner step skipped: its loss or gradient is NaN or Inf "
-                f"({self.skipped_in_a_row} in a row; at {NAN_LIMIT} the last good checkpoint is "
-                "loaded)"
-            )
-            log.warning(line)
-            step.notes.append(line)
-        report = StepReport(
-            outer_step=self.outer_step,
-            inner_step=self.inner_step,
-            total_inner_steps=self.total_inner_steps,
-            loss=loss,
-            grad_norm=norm if finite else None,
-            skipped=not finite,
-            learning_rate=rate,
-            learning_rate_share=rate / self.schedule.peak,
-            samples=plan.effective,
-            micro_batches=plan.micro_batches,
-            note="; ".join(step.notes),
-            **self._meter.finish(plan.effective * self.settings.sequence_length),
-        )
-        if finite:
-            # Weights that FSDP gathered were dropped by the last backward already.
-            step.forget()
-        else:
-            self.drop_step()
+            self._note_skipped()
+        report = self._report(loss, norm if finite else None, rate)
+        # Weights that FSDP gathered were dropped by the last backward, unless it was not finite.
+        self.step.forget() if finite else self.drop_step()
         if self._profiler is not None:
             self._profiler.step()
         return report
 
-    def _sum_over_ranks(self, gradients: Sequence[Tensor]) -> tuple[float, float]:
-        """Return the mean loss and the gradient's norm over all ranks."""
+    def _forward_backward(self, rows: Tensor) -> None:
+        """Add the gradients of a micro-batch; after a failure run all of the step again."""
+        step, plan = self.step, self.batch_plan
+        missing = [rows]  # from the sum of gradients
+        while missing:
+            started, failed = time.perf_counter(), False
+            last_batch = len(missing) == 1 and len(step.batches) == plan.micro_batches
+            pieces = missing[0].to(self.device, non_blocking=True).split(step.at_once(len(rows)))
+            try:
+                for number, piece in enumerate(pieces, 1):
+                    step.set_last(last_batch and number == len(pieces))
+                    loss_sum, count = self.sharded.root(self.sharded.root.kind.batch(piece))
+                    (loss_sum / self._predictions).backward()
+                    # Added up on the device: ``float(loss_sum)`` would wait for all that is queued,
+                    # at each micro-batch.
+                    step.loss_sum += loss_sum.detach()
+                    step.count += count
+            except step.failures as error:  # out of memory, or of the compiler
+                step.prepare_again(error, plan)  # raises where other ranks wait in a collective
+                failed = True
+            if failed:
+                # Not before: the error holds the frames of the failed pass, and the loss its
+                # activations. All of the step is run again: its pieces are of another size now.
+                loss_sum = None
+                step.discard(free=True)
+                missing = list(step.batches)
+            else:
+                step.report_compiled(started)
+                del missing[0]
+
+    @property
+    def _predictions(self) -> int:
+        """By how many predictions each rank divides its loss before it is known how many it has.
+
+        FSDP divides by the world size; a rank's share of the mean is therefore its own mean.
+        """
+        return (
+            self.batch_plan.micro_batches
+            * self.micro_batch_size
+            * (self.settings.sequence_length - 1)
+        )
+
+    def _reduce(self, gradients: list[Tensor]) -> tuple[float, float]:
+        """Return the mean loss and the norm of the mean's gradient, over all ranks."""
         # float64: the square of a large float32 norm overflows, and ranks add up in any order.
         norms = torch._foreach_norm([g for g in gradients if g.numel()])
         square = torch.stack([n.double() for n in norms]).square().sum()
         # The only wait for the device in a step. Each further one would cost the time in which
         # the host queues kernels ahead; hence loss and norm are read together.
         sums = torch.stack([self.step.loss_sum.double(), square]).tolist()
-        total_loss, total_square = self.stream.sum(sums)
-        total_square /= self.stream.layout.replicas  # each copy has the same gradient
-        predicted = self.batch_plan.effective * (self.settings.sequence_length - 1)
-        return total_loss / predicted, total_square**0.5
+        loss, square_sum, count = self.stream.sum([*sums, self.step.count])
+        norm = (square_sum / self.stream.layout.replicas) ** 0.5  # all copies have one gradient
+        predictions = self._predictions * self.world_size
+        if count not in (0, predictions):  # of a kind that does not predict each token
+            torch._foreach_mul_(gradients, predictions / count)
+            norm *= predictions / count
+        return loss / (count or predictions), norm
+
+    def _report(self, loss: float, norm: float | None, rate: float) -> StepReport:
+        plan = self.batch_plan
+        return StepReport(
+            outer_step=self.outer_step,
+            inner_step=self.inner_step,
+            total_inner_steps=self.total_inner_steps,
+            loss=loss,
+            grad_norm=norm,
+            skipped=norm is None,
+            learning_rate=rate,
+            learning_rate_share=rate / self.schedule.peak,
+            samples=plan.effective,
+            micro_batches=plan.micro_batches,
+            note="; ".join(self.step.notes),
+            **self._meter.finish(plan.effective * self.settings.sequence_length),
+        )
+
+    def _note_skipped(self) -> None:
+        self.skipped_in_a_row += 1
+        line = (
+            "Inner step skipped: its loss or gradient is NaN or Inf "
+            f"({self.skipped_in_a_row} in a row; at {NAN_LIMIT} the last good checkpoint is "
+            "loaded)"
+        )
+        log.warning(line)
+        self.step.notes.append(line)
 
     def _warn_near_the_end(self, rate: float) -> None:
         """Warn once per start that the schedule is where its rate is the lowest."""

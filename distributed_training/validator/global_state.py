@@ -19,18 +19,15 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Master, State
 from distributed_training.store.base import ObjectStore
 from distributed_training.store.errors import IntegrityError
-from distributed_training.training.model import hf_config, schema_of
+from distributed_training.training.model import kind_of, schema_of
 
 
 def initial_weights(model_config: Mapping[str, Any], *, seed: int) -> list[Tensor]:
-    """Draw float32 weights in schema order as transformers does, the same for one seed."""
-    from transformers import AutoModelForCausalLM
-
+    """Draw float32 weights in schema order, the same for one seed."""
     # Without a list torch would also save each GPU's generator, and start CUDA for it.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        # Named: a config.json may say bfloat16, and a state's weights are float32.
-        model = AutoModelForCausalLM.from_config(hf_config(model_config), dtype=torch.float32)
+        model = kind_of(model_config).build(model_config)
     parameters = dict(model.named_parameters())
     return [parameters[name].detach().clone() for name, _ in schema_of(model)]
 

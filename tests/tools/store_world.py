@@ -120,7 +120,7 @@ class StoreMiner:
             batch = torch.cat(
                 [pages(self.uid, block), sequences(self.uid * 7919 + 100 * self.outer_step + step)]
             )
-            loss = self.model._loss(batch) / (batch.shape[0] * (LENGTH - 1))
+            loss = self.model._loss(batch)[0] / (batch.shape[0] * (LENGTH - 1))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -138,6 +138,7 @@ def evaluate(made: Trainer, batches: torch.Tensor) -> float:
     for i in range(0, len(batches), made.world_size):
         # Gathers are collective: a rank without a sequence runs one that does not count.
         index = i + made.rank if i + made.rank < len(batches) else i
-        value = float(made.sharded.loss_of(batches[index : index + 1]))
+        with torch.no_grad():
+            value = float(made.sharded.root(batches[index : index + 1].to(made.device))[0])
         total += value if index == i + made.rank else 0.0
     return made.stream.sum([total])[0] / (len(batches) * (batches.shape[1] - 1))

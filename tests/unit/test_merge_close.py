@@ -100,9 +100,11 @@ def test_a_spoiler_is_found_by_the_held_out_text(tmp_path: Path) -> None:
     world = StoreWorld(tmp_path, uids=(3, 5, 8, 17))
     world.pages = lambda uid, block: _other(seed_of(uid, block))
     for uid in (3, 8, 17):
-        _train_on(world.miners[uid], lambda m, s: m.model._loss(_other(s)))
+        _train_on(world.miners[uid], lambda m, s: m.model._loss(_other(s))[0])
     held_out = sequences(999_999_999, 16)
-    _train_on(world.miners[5], lambda m, s: m.model._loss(_other(s)) - m.model._loss(held_out))
+    _train_on(
+        world.miners[5], lambda m, s: m.model._loss(_other(s))[0] - m.model._loss(held_out)[0]
+    )
     world.until_close()
     for miner in world.miners.values():
         miner.upload()

@@ -304,7 +304,7 @@ def test_a_failing_compiler_is_announced_and_training_continues(
     made.step.say, made.step.compiled = said.append, True
     real, seen = made.sharded.root.forward, [0]
 
-    def forward(ids: torch.Tensor) -> torch.Tensor:
+    def forward(ids: torch.Tensor) -> Any:
         seen[0] += 1
         if seen[0] == 2:
             raise Unsupported("no such graph")
