@@ -21,6 +21,8 @@ from distributed_training.config import ConfigError
 from distributed_training.config.types import DOMAIN_NAME, ConfigAway
 from distributed_training.network import HELD_OUT
 from distributed_training.node.start import hub_is_away
+from distributed_training.protocol.keys import FROZEN
+from distributed_training.protocol.metadata import with_rules
 from distributed_training.protocol.pages import HELD_OUT_PAGES
 
 _HELD_OUT_SHARE = 16  # in a small data set one of this many pages is held out
@@ -198,7 +200,7 @@ def publish_folders(rules: dict[str, Any], target: Path) -> None:
     tokenizer, data = rules["tokenizer"], rules["data"]
     sources = DataSettings(source=data["source"]).sources
     try:
-        target.mkdir(parents=True)
+        target.mkdir(parents=True, exist_ok=True)
         if "files" not in tokenizer and (source := Path(tokenizer["name"])).is_dir():
             tokenizer["files"] = list_files(source, target, names=TOKENIZER_FILES)
             _compare_tokenizers(source, target / tokenizer["files"])
@@ -274,7 +276,7 @@ def check_model(model: dict[str, Any], length: Any) -> None:
     try:
         # Of sizes that fill the memory, before they are built.
         ModelShape.from_config(_with_usual_names(content), 1)
-        built: Any = build_meta_model(content)
+        built: Any = build_meta_model(_of_table(model))
         blocks_of(built)
     except (ValueError, AttributeError) as error:
         raise ConfigError(
@@ -286,6 +288,13 @@ def check_model(model: dict[str, Any], length: Any) -> None:
         raise ConfigError(
             f"model.parameters is {model['parameters']} and the model has {count}, by which memory "
             "and disk are planned, so nothing was signed: correct model.parameters"
+        )
+    trained = sum(each.numel() for each in built.parameters() if each.requires_grad)
+    if trained < count and model.setdefault("trainable_parameters", trained) != trained:
+        raise ConfigError(
+            f"model.trainable_parameters is {model['trainable_parameters']} and the model has "
+            f"{trained} that are trained, by which uploads are planned, so nothing was signed: "
+            "correct model.trainable_parameters"
         )
     positions = getattr(built.config, "max_position_embeddings", None)
     if isinstance(length, int) and isinstance(positions, int) and length > positions:
@@ -308,6 +317,48 @@ def check_model(model: dict[str, Any], length: Any) -> None:
             "kernel: their attention is slower, and takes memory for each pair of tokens",
             file=sys.stderr,
         )
+
+
+def _of_table(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``config.json`` of ``[model]``, with what the file says of it."""
+    return with_rules(model["config"], model.get("kind"), model.get("trainable"))
+
+
+def pin_weights(model: dict[str, Any], target: Path, folder: Path | None) -> None:
+    """Name by digest the weights that the network begins with, and copy the frozen ones.
+
+    Args:
+        model: The table ``[model]`` of the file.
+        target: Folder of what the validator publishes.
+        folder: Of a transformers model to begin with; None: the weights are random.
+
+    Raises:
+        ConfigError: Where the weights are not the model's, or the disk has no room.
+    """
+    from distributed_training.node.published import list_files
+    from distributed_training.training.pretrained import (
+        WeightsError,
+        digest_weights,
+        read_weights,
+        write_frozen,
+    )
+
+    content = _of_table(model)
+    try:
+        if folder is not None:
+            model["weights"] = digest_weights(read_weights(folder, content))
+        if "trainable_parameters" in model and "frozen" not in model:
+            with TemporaryDirectory(dir=target.parent) as made:
+                write_frozen(Path(made, FROZEN), content, folder)
+                target.mkdir(parents=True, exist_ok=True)
+                model["frozen"] = list_files(Path(made), target)
+    except WeightsError as error:
+        raise ConfigError(f"{error}, so no network was created: {error.remedy}") from None
+    except OSError as error:
+        raise ConfigError(
+            f"the frozen tensors cannot be written ({error.strerror}), so no network was created: "
+            "make room"
+        ) from None
 
 
 def _with_usual_names(content: dict[str, Any]) -> dict[str, Any]:

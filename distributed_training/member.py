@@ -106,7 +106,9 @@ def join(
     Args:
         network: File, URL or name, as ``--network``; None: as ``miner.toml`` of the working folder
             says.
-        model: Has the network's parameters, float32, by the same names and of the same shapes.
+        model: Has the network's parameters by the same names and of the same shapes. Those that
+            the network trains are float32 and require gradients; the frozen ones do not, and get
+            the network's values.
         optimizer: The optimizer that trains it, or several.
         **settings: Settings of ``miner.toml`` by their names, with ``_`` for a dot, such as
             ``wallet_name="w"``.
@@ -567,6 +569,7 @@ def _assemble(
         settings=config.training,
         model_config=info.model_config,
         stream=stream,
+        frozen=config.frozen_weights,
     )
     stack.callback(weights.steps.close)
     context = RankContext(config, folder, weights.device, ranks, events, stack, guest=True)

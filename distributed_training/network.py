@@ -38,6 +38,7 @@ from distributed_training.common.memory import ModelShape
 from distributed_training.common.proxies import proxy_for
 from distributed_training.protocol.keys import NETWORK
 from distributed_training.protocol.manifest import Master, is_signed, sign_form
+from distributed_training.protocol.metadata import with_rules
 from distributed_training.protocol.pages import HELD_OUT_PAGES
 from distributed_training.protocol.types import OWN_CODECS, Sign
 
@@ -69,7 +70,9 @@ _BITS = "round.bits"  # what earlier files have in place of round.codec: 4, 3 or
 _BLOCKS = ("round.seconds_per_block", "round.blocks_per_allreduce", "round.epoch_length")
 _EARLIER = {_BITS, *_BLOCKS}
 #: Keys that only format 3 has.
-NEWEST = _OF_AVERAGE
+NEWEST = _OF_AVERAGE | {
+    *("model.kind", "model.trainable", "model.trainable_parameters", "model.frozen"),
+}
 #: Keys that a file may leave out. Each has a default; only keys of the file are in its digest.
 LATER = frozenset(
     {
@@ -189,6 +192,14 @@ class Head:
     parameters: Annotated[int, Field(alias="model.parameters", ge=1, le=10**13)]
     model: Annotated[dict[str, Any] | None, Field(alias="model.config")] = None
     weights: Annotated[str | None, Field(alias="model.weights", pattern=r"^[0-9a-f]{64}$")] = None
+    kind: Annotated[str | None, Field(alias="model.kind", pattern=r"^[a-z0-9-]{1,63}$")] = None
+    trainable: Annotated[
+        list[str] | None, Field(alias="model.trainable", min_length=1, max_length=1000)
+    ] = None
+    trained: Annotated[int | None, Field(alias="model.trainable_parameters", ge=1, le=10**13)] = (
+        None
+    )
+    frozen: Annotated[str | None, Field(alias="model.frozen", pattern=r"^[0-9a-f]{64}$")] = None
     tokenizer_revision: Annotated[
         str | None, Field(alias="tokenizer.revision", pattern=r"^[0-9a-f]{40}$")
     ] = None
@@ -204,6 +215,11 @@ class Head:
     signature: Annotated[str | None, Field(alias="signature", pattern=r"^0x[0-9a-f]{128}$")] = None
 
     @property
+    def exchanged(self) -> int:
+        """The parameters that are trained, and so sent."""
+        return self.trained or self.parameters
+
+    @property
     def averages(self) -> bool:
         """True where members also average over hivemind at each close."""
         return self.exchange == "hivemind"
@@ -211,8 +227,9 @@ class Head:
 
 HEAD_KEYS = {
     "format", "name", "version", "chain.kind", "model.parameters", "model.config",
-    "model.config_file", "model.weights", "signature", "tokenizer.revision", "tokenizer.files",
-    "data.files", "exchange", "previous", "from_outer_step",
+    "model.config_file", "model.weights", "model.kind", "model.trainable",
+    "model.trainable_parameters", "model.frozen", "signature", "tokenizer.revision",
+    "tokenizer.files", "data.files", "exchange", "previous", "from_outer_step",
 }  # fmt: skip
 #: Keys by which the versions of one file follow each other.
 VERSION_KEYS = ("version", "previous", "from_outer_step")
@@ -231,8 +248,9 @@ class Network:
 
     @property
     def model(self) -> Mapping[str, Any] | None:
-        """The model's Hugging Face configuration; None where only the global bucket has it."""
-        return self.head.model
+        """The model's ``config.json``; None where only the global bucket has it."""
+        head = self.head
+        return None if head.model is None else with_rules(head.model, head.kind, head.trainable)
 
     @property
     def shape(self) -> ModelShape:
@@ -421,6 +439,11 @@ def parse(text: str, *, place: str, keys: Collection[str], nearby: Callable[[str
             "let dt-network sign write version, previous and from_outer_step",
         )
     _refuse_size(head)
+    if (head.frozen is None) != (head.trained is None) or head.exchanged > head.parameters:
+        raise NetworkFileError(
+            "model.frozen and model.trainable_parameters do not say which tensors stay as they are",
+            "let dt-network init write both",
+        )
     # The built-in ones are part of the program, so whoever trusts the one trusts the others.
     built_in = "signature" not in flat and any(
         digest == digest_of(flatten(built_in_rules(name))) for name in BUILT_IN

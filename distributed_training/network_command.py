@@ -69,6 +69,7 @@ from distributed_training.founding import (
     choose_pages,
     pin_data,
     pin_tokenizer,
+    pin_weights,
     publish_folders,
     read_model,
     refuse_vocabulary,
@@ -450,15 +451,6 @@ def _init(options: argparse.Namespace) -> None:
         pin_tokenizer(rules["tokenizer"])
     model = rules["model"].get("config")
     refuse_vocabulary(rules["tokenizer"], model)
-    # Another kind of value is refused with the whole file.
-    if options.weights is not None and isinstance(model, dict):
-        from distributed_training.training import pretrained
-
-        try:
-            found = pretrained.read_weights(options.weights, model)
-            rules["model"]["weights"] = pretrained.digest_weights(found)
-        except pretrained.WeightsError as error:
-            raise ConfigError(f"{error}, so no network was created: {error.remedy}") from None
     try:
         # For the founder only: the keys in it are the network's authority.
         folder.mkdir(mode=0o700)
@@ -480,8 +472,11 @@ def _init(options: argparse.Namespace) -> None:
             (folder / HELD_OUT).mkdir(exist_ok=True)
             write_bytes(folder / HELD_OUT / name, content)
         rules["chain"].setdefault("master_hotkey", master.ss58)
+        published = folder / "validator" / "published"
+        published.parent.mkdir()
+        pin_weights(rules["model"], published, options.weights)
         if not options.unpinned:
-            publish_folders(rules, folder / "validator" / "published")
+            publish_folders(rules, published)
         text = (
             f"# The rules of the network {options.name} (docs/network-file.md). After a change:\n"
             f"# dt-network sign {FILE}\n" + to_toml(rules)
@@ -511,7 +506,7 @@ def _describe_training(file: Path, members: int) -> str:
     )
     growth = Growth(
         members,
-        config.network.head.parameters,
+        config.network.head.exchanged,
         codec=rounds.codec,
         weights_every=rounds.weights_every,
         keep_uploads=rounds.keep_uploads,
@@ -535,7 +530,8 @@ def _succeed(options: argparse.Namespace) -> None:
     carried = [
         (key, value)
         for key, value in old.items()
-        if key.partition(".")[0] in _CARRIED and key not in own | needless
+        if (key.partition(".")[0] in _CARRIED or key in ("model.kind", "model.trainable"))
+        and key not in own | needless
     ]
     options.more = [*carried, *options.more]
     options.data_source = options.data_source or old.get("data.source", "hf")

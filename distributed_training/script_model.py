@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from distributed_training.config import OPERATORS_FILE, Config, ConfigError, load_config
+from distributed_training.protocol.metadata import MODEL_RULES
 
 
 def model_config(network: str | os.PathLike[str] | None = None) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def model_config(network: str | os.PathLike[str] | None = None) -> dict[str, Any
             f"the file of {config.general.network} has no [model.config], so its model is not "
             "known before it is joined: ask its founder for the config.json"
         )
-    return copy.deepcopy(dict(found))
+    return copy.deepcopy({key: value for key, value in found.items() if key != MODEL_RULES})
 
 
 def tokenizer(network: str | os.PathLike[str] | None = None) -> Any:

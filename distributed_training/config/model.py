@@ -22,6 +22,7 @@ from pydantic import SecretStr
 
 from distributed_training.common.addresses import keeps_secrets, reach
 from distributed_training.network import Network
+from distributed_training.protocol.keys import FROZEN
 from distributed_training.protocol.pages import PageDraw
 
 from .installed import missing
@@ -190,18 +191,24 @@ class Config(AllSettings):
 
     @property
     def published(self) -> dict[str, Path]:
-        """The folders of what the global bucket has of the network's files: tokenizer, data.
+        """The folders of what the global bucket has of the network's files: model, tokenizer, data.
 
         Not the data where an operator reads them from a place of his own.
         """
         if self.network is None:
             return {}
         head = self.network.head
-        named = {"tokenizer": head.tokenizer_files}
+        named = {"model": head.frozen, "tokenizer": head.tokenizer_files}
         if self.get("data.source") == self.network.values["data.source"]:
             named["data"] = head.data_files
         folder = self.run_folder.absolute() / "published"
         return {what: folder / digest for what, digest in named.items() if digest}
+
+    @property
+    def frozen_weights(self) -> Path | None:
+        """The file of the tensors that nobody trains; None: the network trains all."""
+        folder = self.published.get("model")
+        return None if folder is None else folder / FROZEN
 
     @property
     def data_cache(self) -> Path | None:

@@ -221,6 +221,7 @@ def build_rank(context: RankContext, info: StartupInfo, connections: Connections
         device=context.device,
         layout=Layout(ranks.rank, ranks.world_size, ranks.local_world_size),
         utilization=utilization_of(context.device),
+        frozen=context.config.frozen_weights,
         run_folder=context.folder,
     )
     alive()

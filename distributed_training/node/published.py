@@ -1,9 +1,10 @@
-"""Publish and fetch the network's tokenizer and data through the global bucket.
+"""Publish and fetch the network's frozen tensors, tokenizer and data through the global bucket.
 
 ``dt-network init`` writes a *list* of a folder's files, with the size and SHA-256 of each, and the
-network's file names the list's own SHA-256 (``tokenizer.files``, ``data.files``). The validator
-uploads list and files as ``files/SHA256`` each. Every start compares the run folder's copies and
-fetches missing or damaged files, so a member reads only files that the founder signed.
+network's file names the list's own SHA-256 (``model.frozen``, ``tokenizer.files``,
+``data.files``). The validator uploads list and files as ``files/SHA256`` each. Every start compares
+the run folder's copies and fetches missing or damaged files, so a member reads only files that the
+founder signed.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def fetch_published(
     config: Config,
     open_bucket: Callable[[], BucketReader],
     *,
-    wanted: Collection[str] = ("tokenizer", "data"),
+    wanted: Collection[str] = ("model", "tokenizer", "data"),
 ) -> None:
     """Fetch the network's files that the run folder lacks or has damaged.
 
@@ -136,7 +137,8 @@ def fetch_published(
 def require_published(config: Config) -> None:
     """Raise ConfigError on another node than node 0, which fetches, where a folder is missing."""
     for what, folder in config.published.items():
-        if not (folder / LIST).is_file():
+        # Node 0 sends the others the rows of the model.
+        if what != "model" and not (folder / LIST).is_file():
             raise ConfigError(
                 f"the network's {what} is not in {folder} and only node 0 fetches it, so this node "
                 "could not train on it: once node 0 has it, copy that folder from there"

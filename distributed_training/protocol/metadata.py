@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+#: Key of ``config.json`` with what the network's file says of the model beyond transformers:
+#: ``kind``, and ``trainable``, patterns of the names of the parameters that are trained.
+MODEL_RULES = "distributed_training"
 LENGTH = 128
 LONGEST_KEY = 512  # characters, of a key or its secret
 LONGEST = 2 * LONGEST_KEY + 1
@@ -101,6 +104,15 @@ class ConfigExtras:
         """Return ``config.json`` with these extras, replacing those already in ``config``."""
         known = {name: value for name, value in vars(self).items() if value is not None}
         return _dump({**config, **known})
+
+
+def with_rules(
+    config: Mapping[str, Any], kind: str | None, trainable: Sequence[str] | None
+) -> dict[str, Any]:
+    """Return ``config`` with what a network's file says of its model, which readers go by."""
+    rules: dict[str, Any] = {} if kind is None else {"kind": kind}
+    rules |= {} if trainable is None else {"trainable": [*trainable]}
+    return {**config, MODEL_RULES: rules} if rules else {**config}
 
 
 def parse_config(data: bytes | str) -> tuple[dict[str, Any], ConfigExtras]:

@@ -375,7 +375,7 @@ def _open_access(
         except ValueError as error:
             raise ConfigError(str(error)) from None
     signer = Master(config.swarm.run_id, master, verify_signature)
-    parameters, codec = network.head.parameters, config.miner.codec
+    parameters, codec = network.head.exchanged, config.miner.codec
     try:
         # A later version of the network's file may have any of the product's codecs.
         largest = max(file_bytes(parameters), file_bytes(parameters, codec))

@@ -13,6 +13,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
@@ -34,6 +35,7 @@ from distributed_training.scoring.upload import (
     of_this_machine,
 )
 from distributed_training.training.model import ModelWithLoss, kind_of, schema_of
+from distributed_training.training.weights import load_weights
 
 
 def evaluation_device(wanted: str) -> torch.device:
@@ -55,6 +57,7 @@ class EvaluationModel:
     Args:
         model_config: Content of a ``config.json``.
         device: Where it computes.
+        frozen: File of the tensors that nobody trains; None: all are trained.
         micro_batch: Sequences at once.
         stop: When set, an evaluation ends between two micro-batches; None: it never does.
 
@@ -73,18 +76,24 @@ class EvaluationModel:
         *,
         model_config: Mapping[str, Any],
         device: torch.device,
+        frozen: Path | None = None,
         micro_batch: int = 2,
         stop: threading.Event | None = None,
     ) -> None:
         kind = kind_of(model_config)
         model = kind.build(model_config)
         self.schema: Schema = schema_of(model)
+        fixed = schema_of(model, frozen=True)
         self.device = device
         self._vocabulary = int(model_config["vocab_size"])
         # Without gradients: torch refuses to change weights in place that record some.
         self._model = model.to(device).eval().requires_grad_(False)
         self._loss = ModelWithLoss(kind, self._model)
         self._parameters = dict(self._model.named_parameters())
+        if frozen is not None:
+            values = load_weights(frozen, fixed)
+            for (name, _), tensor in zip(fixed, values, strict=True):
+                self._parameters[name].copy_(tensor)
         self._micro_batch = micro_batch
         self._stop = stop if stop is not None else threading.Event()
 

@@ -166,20 +166,21 @@ def export_model(config: Config, place: Path, folder: Path) -> None:
     from distributed_training.common.files import write_json
     from distributed_training.data.tokenizer import build_tokenizer, load_pretrained
     from distributed_training.protocol import keys
-    from distributed_training.training.model import parameter_schema, without_extras
-    from distributed_training.training.weights import load_weights, read_model_config
+    from distributed_training.training.model import build_meta_model, of_transformers, schema_of
+    from distributed_training.training.weights import read_model_config, write_whole
 
     try:
-        content = without_extras(read_model_config(place))
-        schema = parameter_schema(content)
+        published = read_model_config(place)
+        content, model = of_transformers(published), build_meta_model(published)
+        files = [(place / keys.MODEL, schema_of(model))]
+        if fixed := schema_of(model, frozen=True):
+            files.append((_frozen_file(config), fixed))
         # Next to the folder: on one disk a move is a rename, whole or not at all.
         with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=".export-") as made:
             part = Path(made, "model")
             part.mkdir()
-            weights = part / keys.MODEL
-            shutil.copyfile(place / keys.MODEL, weights)
-            # To check them: transformers makes up a tensor that is missing, and only warns.
-            load_weights(weights, schema)
+            # Each is checked: transformers makes up a tensor that is missing, and only warns.
+            write_whole(part / keys.MODEL, files)
             # The weights', which the network began with may have been of another.
             content |= dict.fromkeys({"dtype", "torch_dtype"} & content.keys(), "float32")
             write_json(part / keys.CONFIG, content)
@@ -195,6 +196,25 @@ def export_model(config: Config, place: Path, folder: Path) -> None:
             shutil.move(part, folder)
     except (ValueError, OSError) as error:
         raise ExportError(f"the weights in {place} cannot be exported: {error}") from None
+
+
+def _frozen_file(config: Config) -> Path:
+    """Return the file of the network's frozen tensors, fetched where it is missing.
+
+    Raises ConfigError, NetworkFailure.
+    """
+    from distributed_training.node.published import fetch_published
+    from distributed_training.scoring.verdicts import open_bucket
+    from distributed_training.store.bucket_reader import BucketReader
+
+    if (path := config.frozen_weights) is None:
+        raise ConfigError(
+            "a part of this model is frozen, and only the network's file names it, so nothing was "
+            "exported: give --network with that file"
+        )
+    with ExitStack() as stack:
+        fetch_published(config, lambda: BucketReader(open_bucket(config, stack)), wanted={"model"})
+    return path
 
 
 def model_card(config: Config, name: str, outer_step: int, figures: str) -> str:

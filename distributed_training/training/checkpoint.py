@@ -494,7 +494,8 @@ class Checkpointer:
         path = folder / f"rank-{rank}.safetensors"
         # The manifest comes after its file: a kill between the two leaves a part that does not
         # count.
-        digest = write_safetensors(path, tensors)
+        entries = [(name, each.dtype, tuple(each.shape)) for name, each in tensors.items()]
+        digest = write_safetensors(path, entries, tensors.values())
         manifest = {
             "format": FORMAT,
             "rank": rank,

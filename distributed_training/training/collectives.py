@@ -90,7 +90,8 @@ def row_range(rows: int, world_size: int, rank: int) -> tuple[int, int]:
 class ParameterShard:
     """Rows ``start:stop`` of one parameter: the part that this rank owns.
 
-    ``dtensor``: those rows; or a plain tensor, of which each rank holds the whole.
+    ``dtensor``: those rows; or a plain tensor, of which each rank holds the whole. A scalar has the
+    shape (1,).
     """
 
     name: str
@@ -108,7 +109,7 @@ class ParameterShard:
         """
         # Detached: autograd refuses a write in place to a leaf.
         if not isinstance(self.dtensor, DTensor):
-            return self.dtensor.detach()[self.start : self.stop]
+            return self.dtensor.detach().view(self.shape)[self.start : self.stop]
         return self.dtensor.to_local().detach()
 
     @property

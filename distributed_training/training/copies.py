@@ -80,14 +80,19 @@ class SafetensorsLayout:
         return cls(header, {n: s + len(header) for n, s in starts.items()}, position + len(header))
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write ``tensors`` (CPU) durably; returns the SHA-256, computed on the way."""
-    entries = [(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
-    layout = SafetensorsLayout.of(entries)
+def write_safetensors(
+    path: Path,
+    entries: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
+    tensors: Iterable[Tensor],
+    *,
+    metadata: Mapping[str, str] | None = None,
+) -> str:
+    """Write ``tensors`` (CPU), one after another, durably; return the file's SHA-256."""
+    layout = SafetensorsLayout.of(entries, metadata=metadata)
     digest = hashlib.sha256(layout.header)
     with atomic_file(path) as handle:
         handle.write(layout.header)
-        for tensor in tensors.values():
+        for tensor in tensors:
             data = tensor_bytes(tensor)
             digest.update(data)
             handle.write(data)

@@ -23,6 +23,7 @@ from distributed_training.protocol.update_file import Header
 from . import sharding
 from .collectives import ParameterShard, RowStream
 from .copies import BoundaryCopier, BoundaryCopies
+from .frozen import FrozenTensorError, FrozenTensors
 from .outer_step import OuterStep, UploadHandle
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class HeldWeights(ABC):
     """
 
     micro_batch_size: int  # sequences
+    frozen = FrozenTensors({})  # which no upload may follow a change of
 
     def __init__(
         self,
@@ -159,9 +161,17 @@ class HeldWeights(ABC):
         ``tokens`` are filled in here. A file at ``path`` is replaced. Training is held for the
         vectors, and until :meth:`boundary_copies` returns. Raises on all ranks alike OSError where
         there is no room for the file, and RankFailedError when a rank has no memory; later failures
-        are in the handle.
+        are in the handle. Raises FrozenTensorError where training has changed a frozen tensor.
         """
         started = time.perf_counter()
+        problem = None
+        if changed := self.frozen.find_changed():
+            problem = (
+                f"{changed} is not trained in this network and has changed here, so what was "
+                "trained counts from another model and nothing is uploaded: let no optimizer move "
+                "it and no BatchNorm train, and start again"
+            )
+        self.stream.raise_if_any(problem, FrozenTensorError)
         if header is not None:
             header = replace(
                 header,

@@ -20,7 +20,8 @@ import contextlib
 import functools
 import math
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from distributed_training.common.kinds import Kinds
 from distributed_training.common.memory import LOSS_CHUNK, loss_chunk
 from distributed_training.config.types import ConfigError
+from distributed_training.protocol.metadata import MODEL_RULES
 from distributed_training.protocol.types import Schema
 
 # Keys of the published config.json that are not the model's (protocol page, section 5).
@@ -83,6 +85,11 @@ def without_extras(config: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in config.items() if k not in CONFIG_EXTRAS}
 
 
+def of_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a published ``config.json`` that transformers has."""
+    return {k: v for k, v in without_extras(config).items() if k != MODEL_RULES}
+
+
 _MOST_PARTS = 1000  # layers, heads, experts, labels: the largest models have 500
 
 
@@ -93,7 +100,7 @@ def hf_config(model_config: Mapping[str, Any]) -> Any:
     """
     from transformers import AutoConfig
 
-    content = without_extras(model_config)
+    content = of_transformers(model_config)
     kind = content.pop("model_type", None)
     if not kind:
         raise UnfitModelError(
@@ -165,15 +172,67 @@ def build_causal_lm(model_config: Mapping[str, Any]) -> nn.Module:
 
 
 def parameter_schema(model_config: Mapping[str, Any]) -> Schema:
-    """Return names and shapes in state-dict order, as peers average and upload them.
+    """Return names and shapes of the trainable parameters, as members exchange them.
 
-    Tied weights appear once, under the first of their names. Needs no memory for weights.
+    They are in state-dict order. Tied weights appear once, under the first of their names. Needs no
+    memory for weights.
     """
     return schema_of(build_meta_model(model_config))
 
 
-def schema_of(model: nn.Module) -> Schema:
-    return [(plain_name(n), tuple(p.shape)) for n, p in model.named_parameters()]
+def schema_of(model: nn.Module, *, frozen: bool = False) -> Schema:
+    """Return names and shapes of a model's trainable parameters, or of its ``frozen`` ones."""
+    return [
+        (plain_name(name), tuple(parameter.shape))
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad != frozen
+    ]
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Return the other names of tied parameters, each with the first one of its parameter."""
+    first: dict[nn.Parameter, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    pairs = [(plain_name(name), first.setdefault(p, plain_name(name))) for name, p in named]
+    return {name: other for name, other in pairs if name != other}
+
+
+def train_only(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze all parameters but those whose names match one of ``patterns`` (see fnmatch).
+
+    Raises UnfitModelError for a pattern that matches none, and for tied names of which only one is
+    matched.
+    """
+    tied, unused = tied_names(model), {*patterns}
+    matched = dict[str, bool]()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        name = plain_name(name)
+        hits = {pattern for pattern in patterns if fnmatchcase(name, pattern)}
+        unused -= hits
+        matched[name] = bool(hits)
+        if matched[name] != matched.get(other := tied.get(name, name), matched[name]):
+            raise UnfitModelError(
+                f"{name} and {other} are one tensor in this model and model.trainable names only "
+                "one of them, so it is not known whether it is trained: name both or neither"
+            )
+        parameter.requires_grad_(matched[name])
+    if unused:
+        raise UnfitModelError(
+            f"model.trainable has {min(unused)!r:.100}, which no parameter's name matches, so it "
+            "is not known what is trained: correct it"
+        )
+
+
+def initial_weights(
+    model_config: Mapping[str, Any], *, seed: int, frozen: bool = False
+) -> list[Tensor]:
+    """Draw float32 weights in schema order, the same for one seed; or the ``frozen`` ones."""
+    # Without a list torch would also save each GPU's generator, and start CUDA for it.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = kind_of(model_config).build(model_config)
+    drawn = dict(model.named_parameters())
+    return [drawn[name].detach().clone() for name, _ in schema_of(model, frozen=frozen)]
 
 
 def blocks_of(model: nn.Module) -> nn.ModuleList:
@@ -343,6 +402,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             del logits
             total += loss
             grad_hidden[start : start + rows] = low @ weight
+            if not ctx.needs_input_grad[1]:
+                continue  # the head is frozen
             piece = low.t() @ part
             if hidden.shape[0] <= rows:
                 grad_weight = piece
@@ -350,16 +411,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_weight = piece.float()
             else:
                 grad_weight += piece
-        if with_grad and grad_weight is not None:
-            ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+        if with_grad:
+            of_head = None if grad_weight is None else grad_weight.to(weight.dtype)
+            ctx.save_for_backward(grad_hidden, of_head)
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None, None, None]:
-        grad_hidden, grad_weight = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         (scale,) = grads
         # Forward made both with the loss. There are no logits any more to make them from.
-        return grad_hidden * scale, grad_weight * scale, None, None, None, None
+        made = (None if each is None else each * scale for each in ctx.saved_tensors)
+        return (*made, None, None, None, None)
 
 
 def linear_cross_entropy(
@@ -437,7 +499,7 @@ CAUSAL_LM = "causal-lm"
 
 def kind_of(model_config: Mapping[str, Any]) -> ModelKind:
     """Return the kind of model that a ``config.json`` is of. Raises UnknownKindError."""
-    return MODELS[CAUSAL_LM]()
+    return MODELS[(model_config.get(MODEL_RULES) or {}).get("kind", CAUSAL_LM)]()
 
 
 class CausalLM(ModelKind):
@@ -447,7 +509,10 @@ class CausalLM(ModelKind):
         self.of_logits: LogitGradient = logit_gradient
 
     def build(self, config: Mapping[str, Any]) -> nn.Module:
-        return build_causal_lm(config)
+        model = build_causal_lm(config)
+        if (patterns := (config.get(MODEL_RULES) or {}).get("trainable")) is not None:
+            train_only(model, patterns)
+        return model
 
     def loss(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
         decoder: Any = model.get_decoder()  # type: ignore[operator]

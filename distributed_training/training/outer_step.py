@@ -49,6 +49,7 @@ from distributed_training.protocol.update_file import (
 from .collectives import Layout, ParameterShard, RowStream, enter_thread, on_host, to_host
 from .copies import BackgroundWrite, BoundaryCopies, ready_file
 from .outer_rule import OuterRule
+from .sharding import read_rows
 
 _AT_ONCE = 1 << 22  # values that are encoded together
 _DIGEST = 32  # bytes of a row's
@@ -353,7 +354,7 @@ class OuterStep:
         if update.whole:
             try:
                 with safe_open(update.path, "pt") as file:
-                    return [file.get_slice(s.name)[s.start : s.stop] for s in self._shards]
+                    return [read_rows(file, s.name, s) for s in self._shards]
             except SafetensorError as error:
                 raise ValueError(f"{update.path.name} cannot be read: {error}") from None
         opened = UpdateFile.reopen(update.path, self._schema)

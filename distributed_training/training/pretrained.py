@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from distributed_training.protocol import keys
 
-from .model import build_meta_model, schema_of
+from .copies import write_safetensors
+from .model import build_meta_model, initial_weights, schema_of
 from .weights import checked_tensor
 
 INDEX = "model.safetensors.index.json"
@@ -49,17 +50,20 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     return content
 
 
-def read_weights(folder: Path, model_config: Mapping[str, Any]) -> Iterator[Tensor]:
+def read_weights(
+    folder: Path, model_config: Mapping[str, Any], *, frozen: bool = False
+) -> Iterator[Tensor]:
     """Yield the weights as float32 copies, in the order of the model's schema.
 
-    Tied weights come once, under whichever of their names the folder has. Raises WeightsError for
-    what the members' model would not be: a tensor that is missing, unknown, of another shape, not
-    finite, or, if members do not train it, of other values than theirs.
+    ``frozen``: those that are not trained, in place of those that are. Tied weights come once,
+    under whichever of their names the folder has. Raises WeightsError for what the members' model
+    would not be: a tensor that is missing, unknown, of another shape, not finite, or, if members do
+    not train it, of other values than theirs.
     """
     model = build_meta_model(model_config)
-    names: dict[int, list[str]] = {}
+    names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+        names.setdefault(parameter, []).append(name)
     buffers = dict(model.named_buffers())
     with ExitStack() as stack:
         files: dict[str, Any] = {}
@@ -110,7 +114,10 @@ def read_weights(folder: Path, model_config: Mapping[str, Any]) -> Iterator[Tens
                     "them",
                     "give a model without such a tensor",
                 )
-        for (name, shape), group in zip(schema_of(model), names.values(), strict=True):
+        for parameter, group in names.items():
+            if parameter.requires_grad == frozen:
+                continue
+            name, shape = group[0], tuple(parameter.shape)
             there = [alias for alias in group if alias in files]
             if not there:
                 raise WeightsError(
@@ -126,6 +133,19 @@ def read_weights(folder: Path, model_config: Mapping[str, Any]) -> Iterator[Tens
                         "set tie_word_embeddings to false in its config.json",
                     )
             yield weight
+
+
+def write_frozen(path: Path, model_config: Mapping[str, Any], folder: Path | None) -> None:
+    """Write the tensors that nobody trains, float32, from a folder or with initial values.
+
+    Raises OSError, and WeightsError as :func:`read_weights`.
+    """
+    schema = schema_of(build_meta_model(model_config), frozen=True)
+    if folder is None:
+        values: Iterable[Tensor] = initial_weights(model_config, seed=0, frozen=True)
+    else:
+        values = read_weights(folder, model_config, frozen=True)
+    write_safetensors(path, [(name, torch.float32, shape) for name, shape in schema], values)
 
 
 def digest_weights(weights: Iterable[Tensor]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,10 +25,12 @@ from distributed_training.config.settings import TrainingSettings
 
 from .collectives import ParameterShard, RowStream, row_range
 from .copies import BoundaryCopier, BoundaryCopies
+from .frozen import FrozenTensors
 from .held_weights import HeldWeights
-from .model import build_meta_model, plain_name, schema_of
+from .model import build_meta_model, plain_name, schema_of, tied_names
 from .outer_rule import outer_rule_of
 from .outer_step import OuterStep
+from .sharding import load_file
 
 #: Covers each collective of the host-memory streams.
 STREAM_TIMEOUT = timedelta(minutes=10)
@@ -131,8 +134,9 @@ class ScriptWeights(HeldWeights):
     """The weights of ``model``, which the script's ``steps`` train. Collective.
 
     ``tokens_per_step``: of all ranks, as the script said last. ``in_step``: micro-batches of an
-    inner step were given out that no checkpoint has. Raises ValueError on all ranks alike, with one
-    line, for a model that is not that of ``model_config`` or that ``optimizers`` do not train.
+    inner step were given out that no checkpoint has. ``frozen``: rank 0's safetensors file of the
+    network's frozen parameters, which the model gets. Raises ValueError on all ranks alike, with
+    one line, for a model that is not that of ``model_config`` or that ``optimizers`` do not train.
     """
 
     def __init__(
@@ -143,6 +147,7 @@ class ScriptWeights(HeldWeights):
         settings: TrainingSettings,
         model_config: Mapping[str, Any],
         stream: RowStream,
+        frozen: Path | None = None,
     ) -> None:
         self.tokens_per_step, self.in_step = 0, False
         size = settings.local_batch_size_train
@@ -151,28 +156,22 @@ class ScriptWeights(HeldWeights):
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._reshard()  # else names lead to gathered weights
         meta = build_meta_model(model_config)
-        schema, named = schema_of(meta), _named(model)
-        first = {id(parameter): plain_name(name) for name, parameter in meta.named_parameters()}
-        tied = {
-            plain_name(name): first[id(parameter)]
-            for name, parameter in meta.named_parameters(remove_duplicate=False)
-            if plain_name(name) != first[id(parameter)]
-        }
+        named, tied = _named(model), tied_names(meta)
         trained = {id(p) for each in optimizers for g in each.param_groups for p in g["params"]}
-        layout = stream.layout
-        problems = _problems(dict(schema), tied, named, trained, layout.world_size)
+        problems = _problems(meta, tied, named, trained, stream.world_size)
         stream.raise_if_any(next(problems, None), ValueError)
-        shards = [
-            ParameterShard(
-                name, shape, *row_range(shape[0], layout.world_size, layout.rank), named[name]
-            )
-            for name, shape in schema
-        ]
+        shards = [_shard(name, named[name], stream) for name, _ in schema_of(meta)]
+        held = {name: named[name] for name, _ in schema_of(meta, frozen=True)}
+        if held:
+            path = stream.from_rank_0(frozen)
+            assert path is not None  # the file that freezes them names it
+            whole = [_shard(name, each, stream, whole=True) for name, each in held.items()]
+            load_file(whole, tied, path, stream)
         # None of them before all ranks are known to continue: they would count for ever.
         self.steps = Steps(optimizers)
         super().__init__(
             shards=shards,
-            schema=schema,
+            schema=[(shard.name, shard.shape) for shard in shards],
             tied=tied,
             stream=stream,
             outer=OuterStep(
@@ -184,6 +183,10 @@ class ScriptWeights(HeldWeights):
             copier=BoundaryCopier(shards, self.steps),
             device=shards[0].local.device,
         )
+        # Buffers of a checkpoint, as BatchNorm's: what training makes of them is in no upload.
+        states = model.state_dict(keep_vars=True).items()
+        kept = {name: each for name, each in states if not isinstance(each, nn.Parameter)}
+        self.frozen = FrozenTensors({n: _local(each) for n, each in {**held, **kept}.items()})
 
     @property
     def tokens(self) -> int:
@@ -196,7 +199,7 @@ class ScriptWeights(HeldWeights):
         for shard in self.shards if world > 1 else ():
             if isinstance(shard.dtensor, DTensor):
                 continue
-            whole = shard.dtensor.detach()
+            whole = shard.dtensor.detach().view(shard.shape)
             for rank in range(world):
                 start, stop = row_range(shard.shape[0], world, rank)
                 if stop > start:
@@ -236,6 +239,21 @@ class ScriptWeights(HeldWeights):
             module.reshard()
 
 
+def _shard(
+    name: str, parameter: nn.Parameter, stream: RowStream, *, whole: bool = False
+) -> ParameterShard:
+    """Return the rows that this rank owns; ``whole``: all of a plain tensor, which it holds."""
+    shape = tuple(parameter.shape) or (1,)
+    rows = row_range(shape[0], stream.world_size, stream.rank)
+    if whole and not isinstance(parameter.data, DTensor):
+        rows = (0, shape[0])
+    return ParameterShard(name, shape, *rows, parameter)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _named(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters by all their names, without those of wrappers."""
     for module in model.modules():  # torch.compile may be around it
@@ -247,63 +265,57 @@ def _named(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _describe_missing(
-    missing: str, schema: Collection[str], named: Mapping[str, nn.Parameter], other: str
+    missing: str, wanted: Collection[str], named: Mapping[str, nn.Parameter], other: str
 ) -> str:
     """Return the line for a model that lacks a parameter: what the model is, and a remedy."""
-    if any("lora_" in name or name.startswith("base_model.") for name in named):
-        return (
-            f"the model has adapters (LoRA, PEFT), and in this network all parameters of the model "
-            f"itself are trained, {_NOTHING}: join with the model without adapters"
-        )
     for found in named:
         prefix = found.removesuffix(missing)
-        if prefix != found and prefix.endswith(".") and all(prefix + n in named for n in schema):
+        if prefix != found and prefix.endswith(".") and all(prefix + n in named for n in wanted):
             inner = prefix.removesuffix(".")
             return (
                 f"the model is a wrapper that holds the network's model as {inner}, {_NOTHING}: "
                 f"give model.{inner} in its place"
             )
+    if any("lora_" in name or name.startswith("base_model.") for name in named):
+        return (
+            f"the model has adapters (LoRA, PEFT) and no {missing}, which the network's has, "
+            f"{_NOTHING}: join with the model without adapters, unless the network trains adapters"
+        )
     return f"the model has no parameter {missing}, which the network's has, {_NOTHING}: {other}"
 
 
 def _problems(
-    schema: dict[str, tuple[int, ...]],
+    network: nn.Module,
     tied: Mapping[str, str],
     named: Mapping[str, nn.Parameter],
     trained: set[int],
     world_size: int,
 ) -> Iterator[str]:
-    """Yield why these parameters are not the network's, or cannot be trained in it."""
+    """Yield why these parameters are not the network's, or cannot be trained in it.
+
+    ``network``: the network's model, on the meta device.
+    """
     other = "build the model from the network's config.json (distributed_training.model_config())"
-    if missing := next((name for name in schema if name not in named), ""):
-        yield _describe_missing(missing, schema, named, other)
+    wanted = {plain_name(name): each for name, each in network.named_parameters()}
+    if missing := next((name for name in wanted if name not in named), ""):
+        yield _describe_missing(missing, wanted, named, other)
         return
-    for name, shape in schema.items():
+    for name, theirs in wanted.items():
         parameter = named[name]
-        if tuple(parameter.shape) != shape:
+        if parameter.shape != theirs.shape:
             yield (
-                f"{name} has the shape {tuple(parameter.shape)} and the network's {shape}, "
-                f"{_NOTHING}: {other}"
+                f"{name} has the shape {tuple(parameter.shape)} and the network's "
+                f"{tuple(theirs.shape)}, {_NOTHING}: {other}"
             )
-        if parameter.dtype != torch.float32:
-            dtype = str(parameter.dtype).removeprefix("torch.")
+        if theirs.requires_grad:
+            yield from _of_trained(name, parameter, trained)
+        elif parameter.requires_grad or id(parameter) in trained:
             yield (
-                f"{name} is {dtype} and the network's weights are float32, which updates need, "
-                f"{_NOTHING}: keep parameters in float32, and compute in bfloat16 by "
-                "torch.autocast or FSDP's MixedPrecisionPolicy"
+                f"{name} is trained here, and in this network it is frozen, {_NOTHING}: call "
+                "requires_grad_(False) on it before the optimizer is made"
             )
         if parameter.is_meta:
             yield f"{name} has no memory yet (device meta), {_NOTHING}: call to_empty() first"
-        if not parameter.requires_grad:
-            yield (
-                f"{name} is frozen, and in this network all parameters are trained, {_NOTHING}: "
-                "set requires_grad"
-            )
-        elif id(parameter) not in trained:
-            yield (
-                f"{name} is in no group of the optimizer, which would never train it, {_NOTHING}: "
-                "make the optimizer of model.parameters() after fully_shard(), or give all of them"
-            )
         if isinstance(parameter.data, DTensor):
             mesh, placements = parameter.data.device_mesh, parameter.data.placements
             if (mesh.ndim, mesh.size(), *placements) != (1, world_size, Shard(0)):
@@ -312,14 +324,35 @@ def _problems(
                     f"this reads rows over all {world_size} ranks, {_NOTHING}: call "
                     "fully_shard(module) without a mesh of your own"
                 )
-    ours = {id(named[name]): name for name in reversed(schema) if name in named}
+    ours = {id(named[name]): name for name in reversed(wanted)}
     for name, parameter in named.items():
         first = ours.get(id(parameter))
         if first is None:
             why = f" ({tied[name]}, to which it is tied, is one)" if name in tied else ""
             yield f"{name} is no parameter of the network's model{why}, {_NOTHING}: {other}"
-        elif name in schema and first != name:
+        elif name in wanted and first != name:
             yield (
                 f"{name} is tied to {first} and in the network's model it is not, {_NOTHING}: "
                 "set tie_word_embeddings as its config.json has it"
             )
+
+
+def _of_trained(name: str, parameter: nn.Parameter, trained: set[int]) -> Iterator[str]:
+    """Yield why a parameter that the network trains cannot be trained as it is."""
+    if parameter.dtype != torch.float32:
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        yield (
+            f"{name} is {dtype} and the network's weights are float32, which updates need, "
+            f"{_NOTHING}: keep parameters in float32, and compute in bfloat16 by "
+            "torch.autocast or FSDP's MixedPrecisionPolicy"
+        )
+    if not parameter.requires_grad:
+        yield (
+            f"{name} is frozen, and this network trains it, {_NOTHING}: call requires_grad_(True) "
+            "on it before the optimizer is made"
+        )
+    elif id(parameter) not in trained:
+        yield (
+            f"{name} is in no group of the optimizer, which would never train it, {_NOTHING}: "
+            "make the optimizer of model.parameters() after fully_shard(), or give all of them"
+        )

@@ -26,7 +26,7 @@ import torch
 import torch._functorch.config as functorch_config
 import torch.distributed as dist
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -58,7 +58,7 @@ from .model import (
     build_meta_model,
     kind_of,
     plain_name,
-    schema_of,
+    tied_names,
 )
 from .throughput import flops_per_token
 
@@ -70,8 +70,9 @@ class ShardedModel:
     model: nn.Module  # the Hugging Face model; its parameters are DTensors
     root: ModelWithLoss  # what FSDP calls the root
     modules: list[FSDPModule]  # root last
-    shards: list[ParameterShard]  # in state-dict order
-    schema: Schema
+    shards: list[ParameterShard]  # of the trainable parameters, in state-dict order
+    frozen: list[ParameterShard]  # of the others
+    schema: Schema  # of the trainable ones
     tied: dict[str, str]  # other names of tied parameters -> the name in the schema
     device: torch.device
     compute_dtype: torch.dtype
@@ -171,10 +172,7 @@ def build_sharded_model(
     if device.type == "cuda":
         for line in set_up_gpu(device, model, dtype):
             say(line)
-    schema, first, tied = schema_of(model), dict[nn.Parameter, str](), dict[str, str]()
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if first.setdefault(param, plain_name(name)) != plain_name(name):
-            tied[plain_name(name)] = first[param]
+    tied = tied_names(model)
     flops = flops_per_token(model, length)
     plan = plan_memory(
         settings,
@@ -209,14 +207,15 @@ def build_sharded_model(
     root.to_empty(device=device)
     for name, buffer in buffers.items():
         model.get_buffer(name).copy_(buffer)
-    shards = []
+    shards, frozen = list[ParameterShard](), list[ParameterShard]()
     # Kept from here on: between forward and backward the model's are gathered tensors instead.
     for name, parameter in model.named_parameters():
         assert isinstance(parameter.data, DTensor), name
         shape = tuple(parameter.shape)
         rows = row_range(shape[0], layout.shards, layout.shard)
-        shards.append(ParameterShard(plain_name(name), shape, *rows, parameter))  # type: ignore[arg-type]
-        assert shards[-1].local.shape[0] == rows[1] - rows[0], (name, shape, rows)
+        shard_of = ParameterShard(plain_name(name), shape, *rows, parameter)  # type: ignore[arg-type]
+        assert shard_of.local.shape[0] == rows[1] - rows[0], (name, shape, rows)
+        (shards if parameter.requires_grad else frozen).append(shard_of)
     copies = f", a copy on each of {layout.replicas} nodes" if layout.replicas > 1 else ""
     say(f"FSDP: {len(modules)} group(s) over {layout.shards} rank(s){copies}")
     return ShardedModel(
@@ -224,7 +223,8 @@ def build_sharded_model(
         root=root,
         modules=modules,
         shards=shards,
-        schema=schema,
+        frozen=frozen,
+        schema=[(each.name, each.shape) for each in shards],
         tied=tied,
         device=device,
         compute_dtype=dtype,
@@ -413,18 +413,21 @@ def _reset_iter_state(root: Any) -> None:
 
 
 @torch.no_grad()
-def load(sharded: ShardedModel, path: Path | None, stream: RowStream, *, seed: int) -> None:
+def load(
+    sharded: ShardedModel, path: Path | None, stream: RowStream, *, seed: int, frozen: bool
+) -> None:
     """Load weights from rank 0's ``path``, or initialize them if it is None.
 
-    Collective. The ranks of its machine read their own rows there, and other machines get theirs
-    from them. Raises ValueError on all ranks alike, changing nothing.
+    ``frozen``: whether to initialize the frozen ones too. Collective. The ranks of its machine read
+    their own rows there, and other machines get theirs from them. Raises ValueError on all ranks
+    alike, changing nothing.
     """
     shards, tied = sharded.shards, sharded.tied
     shared = stream.from_rank_0(path)
     if shared is None:
         spread = getattr(sharded.model.config, "initializer_range", INITIAL_SPREAD)
         # Normal matrices, zero biases, unit norms: the same for every world size and device.
-        for index, shard in enumerate(shards):
+        for index, shard in enumerate((*shards, *(sharded.frozen if frozen else ()))):
             if len(shard.shape) == 1:
                 shard.local.fill_(0.0 if shard.name.endswith("bias") else 1.0)
                 continue
@@ -468,9 +471,17 @@ def _copy(
         if file is None or shard.start == shard.stop:
             rows = shard.empty_rows()
         else:
-            rows = file.get_slice(stored[shard.name])[shard.start : shard.stop].float()
+            rows = read_rows(file, stored[shard.name], shard).float()
         stream.replicate(rows)
         shard.local.copy_(rows)
+
+
+def read_rows(file: Any, name: str, shard: ParameterShard) -> Tensor:
+    """Return the rows of ``shard`` from the tensor ``name`` of an open safetensors file."""
+    found = file.get_slice(name)
+    whole = file.get_tensor(name).view(1) if not found.get_shape() else found
+    rows: Tensor = whole[shard.start : shard.stop]
+    return rows
 
 
 def _stored_names(file: Any, tied: Mapping[str, str]) -> dict[str, str]:
@@ -487,7 +498,7 @@ def _mismatch(shards: Sequence[ParameterShard], file: Any, tied: Mapping[str, st
             return f"it holds no {shard.name}"
         name = stored.pop(shard.name)
         found = file.get_slice(name)
-        shape, dtype = tuple(found.get_shape()), found.get_dtype()
+        shape, dtype = tuple(found.get_shape()) or (1,), found.get_dtype()
         if shape != shard.shape:
             return f"{name} is {shape}, the model has {shard.shape}"
         # Here: torch has no such type, or no such number, and some rows are copied by then.

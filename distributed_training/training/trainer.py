@@ -24,6 +24,7 @@ from distributed_training.protocol.types import StepReport
 from . import sharding
 from .collectives import Layout, open_stream
 from .copies import BoundaryCopier
+from .frozen import FrozenTensors
 from .held_weights import HeldWeights
 from .inner_optimizer import NEAR_THE_END, InnerOptimizer, Schedule
 from .memory_plan import plan_batch
@@ -59,6 +60,7 @@ class Trainer(HeldWeights):
         layout: This rank's place among the ranks; None: it is the only one.
         utilization: Returns the utilization of this rank's GPU in percent, or None if unknown.
         say: Is called with one line of text for each thing that was decided, and why.
+        frozen: Rank 0's safetensors file of the frozen parameters; None: initial values.
         run_folder: Remembers how many sequences the GPU holds, in ``micro-batch.json``; None:
             nothing is remembered.
 
@@ -103,6 +105,7 @@ class Trainer(HeldWeights):
         layout: Layout | None = None,
         utilization: Callable[[], float | None] | None = None,
         say: Callable[[str], None] = log.info,
+        frozen: Path | None = None,
         run_folder: Path | None = None,
     ) -> None:
         self.settings = settings
@@ -148,6 +151,11 @@ class Trainer(HeldWeights):
             copier=BoundaryCopier(shards, self.optimizer),
             device=device,
         )
+        self._frozen_file = self.stream.from_rank_0(frozen)
+        if self._frozen_file is not None:
+            frozen_shards = self.sharded.frozen
+            sharding.load_file(frozen_shards, self.sharded.tied, self._frozen_file, self.stream)
+            self.frozen = FrozenTensors({shard.name: shard.local for shard in frozen_shards})
         # After the optimizer: ``auto`` measures what is left of the device's memory.
         path = None if run_folder is None else run_folder / "micro-batch.json"
         known = KnownSize(path, facts_of(self.sharded, settings, layout.shards), stream)
@@ -207,7 +215,8 @@ class Trainer(HeldWeights):
             ValueError: On all ranks, if the file is not this model's. Nothing has changed.
         """
         self.copier.finish()
-        sharding.load(self.sharded, path, self.stream, seed=self.settings.seed)
+        seed, frozen = self.settings.seed, self._frozen_file is None
+        sharding.load(self.sharded, path, self.stream, seed=seed, frozen=frozen)
         self.drop_step()
 
     @property

@@ -1,15 +1,11 @@
-"""Begin a network: claim its global bucket, and draw the weights of its first model."""
+"""Claim the global bucket of a network."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
-import torch
 from bittensor_core import verify
-from torch import Tensor
 
 from distributed_training.config.versions import Versions
 from distributed_training.network import FILE, LARGEST_FILE, LARGEST_SHOWN, Network, Shown
@@ -19,17 +15,6 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Master, State
 from distributed_training.store.base import ObjectStore
 from distributed_training.store.errors import IntegrityError
-from distributed_training.training.model import kind_of, schema_of
-
-
-def initial_weights(model_config: Mapping[str, Any], *, seed: int) -> list[Tensor]:
-    """Draw float32 weights in schema order, the same for one seed."""
-    # Without a list torch would also save each GPU's generator, and start CUDA for it.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = kind_of(model_config).build(model_config)
-    parameters = dict(model.named_parameters())
-    return [parameters[name].detach().clone() for name, _ in schema_of(model)]
 
 
 class GlobalStateError(RuntimeError):

@@ -51,6 +51,7 @@ from distributed_training.node.start import (
 )
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Master
+from distributed_training.protocol.metadata import with_rules
 from distributed_training.protocol.types import ExitStatus, Verify
 from distributed_training.scoring.evaluator import (
     EvaluationModel,
@@ -64,7 +65,12 @@ from distributed_training.store.bucket_reader import BucketReader, states
 from distributed_training.store.errors import StoreError
 from distributed_training.telemetry import EventLog
 from distributed_training.telemetry.trackers import open_trackers
-from distributed_training.training.model import UnfitModelError, parameter_schema, without_extras
+from distributed_training.training.model import (
+    UnfitModelError,
+    initial_weights,
+    parameter_schema,
+    without_extras,
+)
 from distributed_training.training.outer_rule import rule_of_network
 from distributed_training.training.pretrained import WeightsError, digest_weights, read_weights
 from distributed_training.training.weights import GlobalState
@@ -73,7 +79,6 @@ from distributed_training.validator.exports import Exports
 from distributed_training.validator.global_state import (
     GlobalStateError,
     claim_global_bucket,
-    initial_weights,
 )
 from distributed_training.validator.judging import UploadJudge
 from distributed_training.validator.outer_steps import AnotherLeadsError, OuterSteps
@@ -279,6 +284,7 @@ def build(
     model = EvaluationModel(
         model_config=state.model_config,
         device=evaluation_device(config.miner.device),
+        frozen=config.frozen_weights,
         micro_batch=1,  # each sequence is an observation of what an upload does
         stop=stop,
     )
@@ -413,6 +419,8 @@ def initial_state(config: Config, *, vocabulary: int, eos_token: int) -> GlobalS
                 "cannot be trained on its tokens: correct --validator.model_config"
             )
         model_config = without_extras(content)
+        if rules is not None:
+            model_config = with_rules(model_config, rules.head.kind, rules.head.trainable)
     elif rules is not None and rules.model is not None:
         model_config = dict(rules.model)
     else:

@@ -27,14 +27,19 @@ RULES = [
 ]
 
 
-def test_from_nothing_to_an_upload_that_is_merged(tmp_path: Path) -> None:
+#: A part of the model that is trained: all but its embeddings.
+PART = 'model.trainable=["model.layers.*", "model.norm.weight", "lm_head.weight"]'
+
+
+@pytest.mark.parametrize("part", [(), ("--set", PART)], ids=["all", "frozen embeddings"])
+def test_from_nothing_to_an_upload_that_is_merged(tmp_path: Path, part: tuple[str, ...]) -> None:
     founder, member = tmp_path / "founder", tmp_path / "member"
     founder.mkdir()
     member.mkdir()
     (registry,) = free_ports(1)
     words = ("--name", "lab", "--exchange", "store", "--registry", f"http://127.0.0.1:{registry}")
     more = ("--miners", "1", "--data-source", "stdlib", "--store", "embedded", *RULES)
-    printed = call(founder, "dt-network", "init", "lab", *words, *more)
+    printed = call(founder, "dt-network", "init", "lab", *words, *more, *part)
     (line,) = re.findall(r"^  dt-network (run lab)$", printed, re.M)
     with (founder / "lab" / "run.toml").open("a") as file:
         file.write('preset = "local"\n')
@@ -78,6 +83,8 @@ def test_from_nothing_to_an_upload_that_is_merged(tmp_path: Path) -> None:
             PATIENCE,
             every=1.0,
         )
+        published = member / "runs" / "miner-default" / "published"
+        assert len([*published.glob("*/frozen.safetensors")]) == len(part) // 2
         miner.send_signal(signal.SIGTERM)
         assert miner.wait(120) == 0
         running.send_signal(signal.SIGTERM)

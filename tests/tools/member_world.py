@@ -87,7 +87,12 @@ class MemberWorld:
     """A network of one script, whose model is ``model``, content of a ``config.json``."""
 
     def __init__(
-        self, folder: Path, model: dict[str, Any] | None = None, *, own: bool = True
+        self,
+        folder: Path,
+        model: dict[str, Any] | None = None,
+        *,
+        own: bool = True,
+        rules: dict[str, Any] | None = None,
     ) -> None:
         self.folder, self.bucket = folder, folder / "bucket"
         self.model = model or tiny(vocab=VOCABULARY)
@@ -95,9 +100,9 @@ class MemberWorld:
         held_out = folder / "held-out.txt"
         held_out.write_text("words\n" * 100)
         # Members train on text of their own.
-        rules = {"data.own": True, "data.held_out": f"{held_out}#{sha256(held_out)}"}
-        rules = STORE_RULES | (rules if own else {})
-        self.network = network_file(folder, rules, signer=ALICE)
+        of_text = {"data.own": True, "data.held_out": f"{held_out}#{sha256(held_out)}"}
+        whole = STORE_RULES | (of_text if own else {}) | (rules or {})
+        self.network = network_file(folder, whole, signer=ALICE)
         self.run_id = member._config_of(self.network, {}).swarm.run_id
         members = {UID: MINER.ss58_address}
         self.leader = Leader(self.bucket, self.model, run_id=self.run_id, members=members)

@@ -21,7 +21,9 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import HfApi
 from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors import safe_open
 
+import distributed_training
 from distributed_training import doctor
 from distributed_training.chain.identity import load_wallet
 from distributed_training.chain.kinds import CHAINS
@@ -357,6 +359,35 @@ def test_what_cannot_found_a_network_is_refused_by_the_real_reason(
     status, said = init(tmp_path, config)
     assert status == 2 and words in said and "None" not in said and said.count("\n") == 1
     assert not (tmp_path / "lab").exists()
+
+
+def test_a_network_that_trains_a_part_publishes_the_rest(tmp_path: Path, capsys) -> None:
+    rule = 'model.trainable=["model.layers.*", "model.norm.weight", "lm_head.weight"]'
+    for wrong, words in (
+        ('model.trainable=["layer"]', "'layer', which no parameter's name matches"),
+        ("model.trainable_parameters=5", "trainable_parameters"),
+    ):
+        more = ("--set", rule) if wrong.endswith("=5") else ()
+        assert found(tmp_path / "lab", *more, "--set", wrong) == 2
+        assert words in capsys.readouterr().err and not (tmp_path / "lab").exists()
+    assert found(tmp_path / "lab", "--set", rule) == 0
+    network = read(tmp_path / "lab").network
+    head = network.head
+    assert head.exchanged == sum(math.prod(s) for _, s in parameter_schema(network.model))
+    file = str(tmp_path / "lab" / "network.toml")
+    assert {**network.model} == distributed_training.model_config(file) | {
+        "distributed_training": {"trainable": head.trainable}
+    }
+    assert f"sends {0.52 * head.exchanged / 1e6:.1f} MB" in capsys.readouterr().out
+    path = tmp_path / "lab" / "validator" / "published" / head.frozen / "frozen.safetensors"
+    with safe_open(path, "pt") as frozen:
+        (name,) = frozen.keys()
+        assert name == "model.embed_tokens.weight"
+        count = math.prod(frozen.get_slice(name).get_shape())
+    assert head.exchanged + count == head.parameters
+    # Signed again it is the same network.
+    assert main(["sign", file]) == 0
+    assert read(tmp_path / "lab").network.head.frozen == head.frozen
 
 
 @pytest.mark.parametrize("size", SHAPES)

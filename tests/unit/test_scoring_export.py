@@ -15,9 +15,13 @@ from safetensors.torch import save_file
 from distributed_training.common.llama import local_llama_config
 from distributed_training.config import load_config
 from distributed_training.data.tokenizer import build_tokenizer
+from distributed_training.node.published import list_files
+from distributed_training.protocol import keys
+from distributed_training.protocol.metadata import with_rules
 from distributed_training.scoring import export
-from distributed_training.training.model import parameter_schema
-from distributed_training.validator.global_state import initial_weights
+from distributed_training.training.model import initial_weights, parameter_schema
+from distributed_training.training.pretrained import write_frozen
+from distributed_training.training.weights import load_weights
 from tests.tools.network import network_file
 
 pytestmark = pytest.mark.timeout(120)
@@ -89,6 +93,32 @@ def test_a_model_is_measured_on_the_networks_own_text(state: Path, tmp_path: Pat
     text.write_text("ACGT")
     assert export.main([str(tmp_path / "other"), *words]) == 2
     assert "the network's file pins" in capsys.readouterr().err
+
+
+def test_an_export_holds_the_frozen_tensors_too(tmp_path: Path, capsys) -> None:
+    _, eos = build_tokenizer("bytes", tmp_path / "tokenizer")
+    content = local_llama_config(sequence_length=128) | {"eos_token_id": eos, "pad_token_id": eos}
+    trainable = ["model.layers.*", "model.norm.weight", "lm_head.weight"]
+    model = with_rules(content, None, trainable)
+    state = tmp_path / "validator"
+    place = state / "global" / "epoch-3"
+    place.mkdir(parents=True)
+    (place / "config.json").write_text(json.dumps(model))
+    schema, weights = parameter_schema(model), initial_weights(model, seed=0)
+    save_file({n: w for (n, _), w in zip(schema, weights, strict=True)}, place / keys.MODEL)
+    (base := tmp_path / "base").mkdir()
+    write_frozen(base / keys.FROZEN, model, None)
+    (published := state / "published").mkdir()
+    rules: dict[str, object] = {"model.trainable": trainable}
+    rules |= {"model.frozen": list_files(base, published)}
+    rules |= {"exchange": "store", "model.trainable_parameters": sum(w.numel() for w in weights)}
+    words = [str(tmp_path / "model"), "--from", str(state), "--preset", "local"]
+    assert export.main(words) == 1  # the file that comes with the program freezes none
+    assert "only the network's file names it" in capsys.readouterr().err
+    assert export.main([*words, "--network", network_file(tmp_path, rules)]) == 0
+    assert json.loads((tmp_path / "model" / "config.json").read_text()) == content
+    exported = load_weights(tmp_path / "model" / keys.MODEL, parameter_schema(content))
+    assert all(map(torch.equal, exported, initial_weights(content, seed=0)))
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from distributed_training.chain.base import Neuron
 from distributed_training.protocol.scoring import RESET, ScoreBoard, moving_average
 from distributed_training.scoring.evaluator import Comparison, Evaluation
 from distributed_training.scoring.upload import Cause
+from distributed_training.training.model import initial_weights
 from distributed_training.validator.global_state import (
     GlobalStateError,
-    initial_weights,
 )
 from distributed_training.validator.standings import Standings
 from tests.tools.store_world import StoreWorld

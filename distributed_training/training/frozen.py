@@ -1,0 +1,57 @@
+"""Write the tensors that nobody trains, and notice one that training has changed.
+
+Frozen tensors are sent once, before training, and never again. So a member whose frozen tensor
+differs trains another model, and no digest of the exchanged weights shows it. A checksum on the
+device does: it reads the tensors once, at each close, and waits for the device once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+#: Integers of a value's size: they are added up modulo 2**64, in any order alike.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PIECE = 1 << 22  # values at once, each of which takes 24 bytes
+
+
+class FrozenTensorError(RuntimeError):
+    """A frozen tensor has changed. The text is one line with the remedy."""
+
+
+class FrozenTensors:
+    """Tensors that nothing may change from here on.
+
+    Args:
+        tensors: This rank's own, by name, on its device.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = dict(tensors)
+        self._before = self._checksums()
+
+    def find_changed(self) -> str:
+        """Return the name of the first tensor that has changed; empty: none has."""
+        if not self._tensors:
+            return ""
+        same = (self._checksums() == self._before).all(dim=1).tolist()
+        return next((name for name, one in zip(self._tensors, same, strict=True) if not one), "")
+
+    @torch.no_grad()
+    def _checksums(self) -> Tensor:
+        """Return int64 ``(tensors, 2)``."""
+        sums = [_checksum(tensor) for tensor in self._tensors.values()]
+        return torch.stack(sums) if sums else torch.zeros(0, 2, dtype=torch.int64)
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor's words, and one that depends on their order."""
+    words = tensor.detach().contiguous().view(-1).view(_WORDS[tensor.itemsize])
+    found = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for piece in words.split(_PIECE):
+        wide = piece.to(torch.int64)
+        places = torch.arange(1, len(wide) + 1, device=wide.device)
+        found = found * 31 + torch.stack([wide.sum(), (wide * places).sum()])
+    return found

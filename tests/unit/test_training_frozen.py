@@ -1,0 +1,378 @@
+"""Networks that train a part of their model: what is exchanged, what stays, and who notices."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+import distributed_training
+from distributed_training.node.published import list_files
+from distributed_training.protocol import keys
+from distributed_training.protocol.metadata import with_rules
+from distributed_training.protocol.types import Base, Progress, Update
+from distributed_training.protocol.update_file import Header
+from distributed_training.scoring.evaluator import EvaluationModel
+from distributed_training.training.checkpoint import Checkpointer
+from distributed_training.training.collectives import Layout, open_stream
+from distributed_training.training.frozen import FrozenTensorError, FrozenTensors
+from distributed_training.training.model import (
+    UnfitModelError,
+    build_meta_model,
+    initial_weights,
+    parameter_schema,
+    schema_of,
+)
+from distributed_training.training.pretrained import write_frozen
+from distributed_training.training.script_weights import STREAM_TIMEOUT, ScriptWeights
+from distributed_training.training.trainer import Trainer
+from tests.tools.member_world import MemberWorld, batch, played
+from tests.tools.member_world import script_model as built
+from tests.tools.network import ALICE
+from tests.tools.store_leader import Leader
+from tests.tools.training_world import (
+    SETTINGS,
+    finished,
+    same,
+    save_checkpoint,
+    sequences,
+    tiny,
+    train,
+)
+from tests.tools.waiting import wait_for
+from tests.toys.model_kind import Toy, ToyModel
+
+pytestmark = pytest.mark.timeout(120)
+LAYERS = ["model.layers.*", "model.norm.weight", "lm_head.weight"]
+PART = with_rules(tiny(), None, LAYERS)
+EMBEDDINGS = "model.embed_tokens.weight"
+
+
+def frozen_file(folder: Path, model: Mapping[str, Any] = PART) -> Path:
+    path = folder / keys.FROZEN
+    write_frozen(path, model, None)
+    return path
+
+
+def trainer(frozen: Path, model: Mapping[str, Any] = PART, **changes: Any) -> Trainer:
+    settings = dataclasses.replace(SETTINGS, **changes)
+    made = Trainer(settings=settings, model_config=model, device=torch.device("cpu"), frozen=frozen)
+    made.load_weights(None)
+    made.begin_epoch(0)
+    return made
+
+
+def header() -> Header:
+    return Header(
+        kind="upload", run_id="run", outer_step=0, serial=1, hotkey="hotkey", start="0" * 64,
+        codec="4-bit", inner_steps=0, tokens=0,
+    )  # fmt: skip
+
+
+# --- what a file may say ------------------------------------------------------------------------
+
+
+def test_the_schema_has_what_is_trained() -> None:
+    whole, part = parameter_schema(tiny()), parameter_schema(PART)
+    assert [entry for entry in whole if entry not in part] == [(EMBEDDINGS, (67, 32))]
+    assert schema_of(build_meta_model(PART), frozen=True) == [(EMBEDDINGS, (67, 32))]
+    # Drawn together, so that a network with frozen tensors begins with the same model.
+    first, *rest = initial_weights(tiny(), seed=4)
+    assert same([first], initial_weights(PART, seed=4, frozen=True))
+    assert same(rest, initial_weights(PART, seed=4))
+
+
+@pytest.mark.parametrize(
+    ("tied", "patterns", "line"),
+    [
+        (False, ["model.layers.*", "head"], "'head', which no parameter's name matches"),
+        (True, ["model.layers.*", "lm_head.weight"], "are one tensor in this model"),
+    ],
+)
+def test_a_rule_that_does_not_fit_the_model_is_refused(
+    tied: bool, patterns: list[str], line: str
+) -> None:
+    model = with_rules({**tiny(), "tie_word_embeddings": tied}, None, patterns)
+    with pytest.raises(UnfitModelError, match=line):
+        build_meta_model(model)
+
+
+# --- training -----------------------------------------------------------------------------------
+
+
+def test_a_trainer_moves_only_what_is_trained_and_resumes_to_the_bit(tmp_path: Path) -> None:
+    file = frozen_file(tmp_path)
+    made = trainer(file, wrap="block")
+    held = made.sharded.frozen[0].local.clone()
+    (published,) = initial_weights(PART, seed=0, frozen=True)
+    assert torch.equal(held, published)
+    before = [shard.local.clone() for shard in made.shards]
+    train(made, 0, 2)
+    save_checkpoint(Checkpointer(trainer=made, folder=tmp_path / "kept"), Progress(0, 2, 2))
+    reports = train(made, 2, 4)
+    assert torch.equal(made.sharded.frozen[0].local, held)
+    assert all(not torch.equal(a, s.local) for a, s in zip(before, made.shards, strict=True))
+    again = trainer(file, wrap="block", seed=9)
+    assert Checkpointer(trainer=again, folder=tmp_path / "kept").restore() is not None
+    assert [r.loss for r in train(again, 2, 4)] == [r.loss for r in reports]
+
+
+def test_a_frozen_head_gets_no_gradient_and_the_rest_the_same_one(tmp_path: Path) -> None:
+    model = with_rules(tiny(), None, ["model.*"])
+    part = trainer(frozen_file(tmp_path, model), model, gradient_clip=0.0)
+    plain: Any = built(tiny())
+    with torch.no_grad():
+        for shard in (*part.shards, *part.sharded.frozen):
+            plain.get_parameter(shard.name).copy_(shard.local)
+    (report,) = train(part, 0, 1)
+    ids = sequences(0)
+    logits = plain(input_ids=ids).logits[:, :-1]
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    loss.backward()  # type: ignore[no-untyped-call]
+    grads = [p.grad for n, p in plain.named_parameters() if n != "lm_head.weight"]
+    norm = math.sqrt(sum(float(g.square().sum()) for g in grads if g is not None))
+    assert report.loss == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert report.grad_norm == pytest.approx(norm, rel=1e-4)
+
+
+# --- a tensor that changed ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64])
+def test_a_checksum_notices_one_bit_an_exchange_and_a_scalar(dtype: torch.dtype) -> None:
+    whole = torch.arange(600).view(20, 30).to(dtype)
+    tensors = {"a": torch.zeros(3, dtype=dtype), "b": whole, "c": torch.ones((), dtype=dtype)}
+    watch = FrozenTensors(tensors)
+    assert watch.find_changed() == ""
+    whole[3, 4], whole[3, 5] = whole[3, 5].clone(), whole[3, 4].clone()
+    assert watch.find_changed() == "b"
+    whole[3, 4], whole[3, 5] = whole[3, 5].clone(), whole[3, 4].clone()
+    assert watch.find_changed() == ""
+    tensors["c"] += 1
+    assert watch.find_changed() == "c"
+
+
+def test_a_miner_whose_frozen_tensor_changed_uploads_nothing(tmp_path: Path) -> None:
+    made = trainer(frozen_file(tmp_path))
+    train(made, 0, 1)
+    path = tmp_path / "upload.safetensors"
+    finished(made.write_upload(path, header(), sign=ALICE.sign))
+    assert path.stat().st_size < 0.6 * sum(math.prod(s) for _, s in made.schema) + 20_000
+    with safe_open(path, "pt") as file:
+        assert not [name for name in file.keys() if name.startswith(EMBEDDINGS)]  # noqa: SIM118
+    path.unlink()
+    made.sharded.frozen[0].local[5, 7] += 1e-6
+    with pytest.raises(FrozenTensorError, match=f"^{EMBEDDINGS} is not trained in this network"):
+        made.write_upload(path, header(), sign=ALICE.sign)
+    assert not path.exists()
+
+
+# --- readers ------------------------------------------------------------------------------------
+
+
+def test_the_judge_computes_with_the_frozen_tensors(tmp_path: Path) -> None:
+    whole, part = initial_weights(tiny(), seed=0), initial_weights(PART, seed=0)
+    device, ids = torch.device("cpu"), batch(1)
+    plain = EvaluationModel(model_config=tiny(), device=device)
+    plain.load(whole)
+    judge = EvaluationModel(model_config=PART, device=device, frozen=frozen_file(tmp_path))
+    judge.load(part)
+    assert judge.loss(ids) == plain.loss(ids)
+    assert same(judge.state(), part)
+
+
+# --- scripts ------------------------------------------------------------------------------------
+
+
+TOY = with_rules({"vocab_size": 67, "hidden_size": 8}, "toy", None)
+
+
+def test_tied_shared_and_scalar_tensors_of_another_kind_of_model(tmp_path: Path) -> None:
+    """A script of that kind uploads and takes an outer step, and the judge measures it."""
+    schema = parameter_schema(TOY)
+    assert [name for name, _ in schema] == ["scale", "table.weight", "inner.weight", "inner.bias"]
+    assert dict(schema)["scale"] == ()
+    leader = Leader(tmp_path / "bucket", TOY, run_id="run", members={1: ALICE.ss58_address})
+    torch.manual_seed(5)
+    model: Any = ToyModel()
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.03)
+    weights = ScriptWeights(
+        model,
+        [optimizer],
+        settings=SETTINGS,
+        model_config=TOY,
+        stream=open_stream(Layout(), STREAM_TIMEOUT),
+        frozen=frozen_file(tmp_path, TOY),
+    )
+    weights.load_global(tmp_path / "bucket" / "outer/0" / keys.MODEL, 0)
+    names = dict(model.named_parameters())
+    assert same([names[name].data for name, _ in schema], leader.state.weights)
+    assert same(
+        [p.data for p in model.base.parameters()], initial_weights(TOY, seed=0, frozen=True)
+    )
+    judge = EvaluationModel(
+        model_config=TOY, device=torch.device("cpu"), frozen=tmp_path / keys.FROZEN
+    )
+    judge.load(leader.state.weights)
+    before = judge.loss(batch(7))
+    for step in range(30):
+        total, count = Toy().loss(model, batch(step))
+        (total / count).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        weights.inner_step += 1
+    leader.open_close()
+    place = leader.bucket / keys.upload_key(1, 0, leader.serial)
+    place.parent.mkdir(parents=True)
+    head = dataclasses.replace(header(), hotkey=ALICE.ss58_address, serial=leader.serial)
+    finished(weights.write_upload(place, head, sign=ALICE.sign))
+    leader.take_outer_step(1)
+    update = leader.bucket / keys.outer_key(1, keys.UPDATE)
+    weights.prepare_update(Update(1, update, Base.MERGED, place, leader.chain[-1].weights))
+    weights.commit_outer_step()
+    merged = [weight.view(weight.shape or (1,)) for weight in leader.state.weights]
+    assert same(weights.outer.epoch_start, merged)
+    judge.load(leader.state.weights)
+    assert judge.loss(batch(7)) < before
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ("trained", "is trained here, and in this network it is frozen"),
+        ("frozen", "is frozen, and this network trains it"),
+        ("missing", "has no parameter base.weight"),
+        ("more", "extra is no parameter of the network's model"),
+        ("wrapped", "give model.net in its place"),
+        ("dtype", "is bfloat16 and the network's weights are float32"),
+        ("shape", r"base.bias has the shape \(9,\) and the network's \(8,\)"),
+        ("untied", "head.weight is no parameter of the network's model .table.weight, to which"),
+    ],
+)
+def test_a_script_with_another_model_is_refused_by_the_first_tensor(
+    change: str, line: str, tmp_path: Path
+) -> None:
+    model: Any = ToyModel()
+    match change:
+        case "trained":
+            model.base.requires_grad_(True)
+        case "frozen":
+            model.inner.weight.requires_grad_(False)
+        case "missing":
+            model.base = nn.Identity()
+        case "more":
+            model.extra = nn.Parameter(torch.zeros(2), requires_grad=False)
+        case "wrapped":
+            model = nn.ModuleDict({"net": model})
+        case "dtype":
+            model.scale.data = model.scale.data.bfloat16()
+        case "shape":
+            model.base.bias = nn.Parameter(torch.zeros(9), requires_grad=False)
+        case "untied":
+            model.head.weight = nn.Parameter(torch.zeros(67, 8))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=line) as refused:
+        ScriptWeights(
+            model,
+            [torch.optim.SGD(trained, lr=0.1)],
+            settings=SETTINGS,
+            model_config=TOY,
+            stream=open_stream(Layout(), STREAM_TIMEOUT),
+            frozen=frozen_file(tmp_path, TOY),
+        )
+    assert "\n" not in str(refused.value) and "nothing was joined" in str(refused.value)
+    assert same(before, [p.detach() for p in model.parameters()])
+
+
+def test_a_buffer_that_training_changes_is_named_at_the_close(tmp_path: Path) -> None:
+    model: Any = ToyModel()
+    model.norm = nn.BatchNorm1d(8, affine=False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    weights = ScriptWeights(
+        model,
+        [torch.optim.SGD(trained, lr=0.1)],
+        settings=SETTINGS,
+        model_config=TOY,
+        stream=open_stream(Layout(), STREAM_TIMEOUT),
+        frozen=frozen_file(tmp_path, TOY),
+    )
+    weights.begin_epoch(0)
+    model.norm(torch.randn(4, 8))
+    with pytest.raises(FrozenTensorError, match=r"^norm\.running_mean is not trained .* BatchNorm"):
+        weights.write_upload(tmp_path / "upload", header(), sign=ALICE.sign)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[MemberWorld]:
+    """A network whose embeddings are frozen, as published in the member's run folder."""
+    (source := tmp_path / "base").mkdir()
+    frozen_file(source)
+    published = tmp_path / "run" / "published"
+    published.mkdir(parents=True)
+    rules = {
+        "format": 3,
+        "model.trainable": LAYERS,
+        "model.trainable_parameters": sum(math.prod(s) for _, s in parameter_schema(PART)),
+        "model.frozen": list_files(source, published),
+    }
+    made = MemberWorld(tmp_path, PART, rules=rules)
+    with played(made.bucket):
+        yield made
+
+
+def test_a_script_with_frozen_embeddings_is_merged(
+    world: MemberWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = built(tiny(vocab=67))
+    model.model.embed_tokens.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
+    net = distributed_training.join(world.network, model, optimizer, **world.settings())
+    (published,) = initial_weights(PART, seed=0, frozen=True)
+    embeddings = model.model.embed_tokens.weight
+    assert torch.equal(embeddings, published)
+    number = 0
+
+    def step() -> None:
+        nonlocal number
+        number += 1
+        ids = batch(number)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        net.step(tokens=64)
+
+    for outer in (1, 2):
+        world.leader.open_close()
+        place = keys.upload_key(7, outer - 1, world.leader.serial)
+
+        def sent(path: Path = world.bucket / place) -> bool:
+            step()
+            return path.exists()
+
+        wait_for(sent, "an upload", 30)
+        world.leader.take_outer_step(7)
+
+        def there(outer: int = outer) -> bool:
+            step()
+            return net.outer_step == outer
+
+        wait_for(there, "an outer step", 30)
+    assert torch.equal(embeddings, published)
+    with torch.no_grad():
+        embeddings[3] += 0.5
+    world.leader.open_close()
+    place = keys.upload_key(7, 2, world.leader.serial)
+    with caplog.at_level(logging.WARNING):
+        wait_for(lambda: step() or "is not trained in this network" in caplog.text, "a line", 30)
+    assert f"{EMBEDDINGS} is not trained in this network and has changed here" in caplog.text
+    assert not (world.bucket / place).exists()
+    net.close()
