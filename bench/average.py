@@ -27,7 +27,8 @@ import torch
 from hivemind.p2p import P2P
 
 from bench.common import parser, table
-from distributed_training.exchange.hivemind import Answer, Order, PeerProcess, Ready, Settings
+from distributed_training.common.processes import ChildProcess
+from distributed_training.exchange.hivemind import Answer, Order, Ready, Settings, start_peer
 from distributed_training.protocol.types import Schema
 from distributed_training.protocol.update_file import Header, UpdateLayout, finish, write_rows
 
@@ -99,21 +100,16 @@ class Peers:
         while len(self._ready) < members:
             time.sleep(0.05)
 
-    def _start(self, folder: Path, i: int, **named: Any) -> PeerProcess:
+    def _start(self, folder: Path, i: int, **named: Any) -> ChildProcess:
         folder.mkdir()
         identity = str(folder / "identity.key")
         P2P.generate_identity(identity)
-        witness = i == self._witness
-        peer = PeerProcess(
-            Settings(
-                self._schema, "bench", identity, "127.0.0.1", 0, witness=witness, gather=GATHER
-            ),
+        return start_peer(
+            Settings(self._schema, "bench", identity, "127.0.0.1", 0, gather=GATHER),
             ready=lambda ready: self._ready.update({i: ready}),
             answered=lambda answer: self._answers.update({i: answer}),
             **named,
         )
-        peer.start()
-        return peer
 
     def round(self, uploads: Sequence[Path], usual: float, *, ahead: float) -> list[str]:
         """Let them average files of ``uploads`` in ``ahead`` seconds; return why it failed.
@@ -123,14 +119,17 @@ class Peers:
         self._answers.clear()
         self._serial += 1
         at = time.time() + ahead
-        found = [(ready.peer_id, ready.addresses) for _, ready in sorted(self._ready.items())]
-        witnesses = () if self._witness is None else (found[self._witness][0],)
+        found = [
+            (ready.peer_id, ready.address.rpartition("/p2p/")[0], i)
+            for i, ready in sorted(self._ready.items())
+        ]
+        leader = "" if self._witness is None else found[self._witness][0]
         for i, peer in enumerate(self.peers):
             others = tuple(each for j, each in enumerate(found) if j != i)
             upload, average = (
                 ("", str(self.folder / "average")) if i == self._witness else (str(uploads[i]), "")
             )
-            peer.order(Order(self._serial, at, at + 300, others, witnesses, usual, upload, average))
+            peer.send(Order(self._serial, at, at + 300, others, leader, usual, upload, average))
         while len(self._answers) < len(self.peers):
             time.sleep(0.05)
         return [answer.failed for answer in self._answers.values() if answer.failed]

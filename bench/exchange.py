@@ -1,6 +1,6 @@
 """Compare rounds through the store with rounds over hivemind, at links as members have them.
 
-    python -m bench.exchange                      both, 12 minutes
+    python -m bench.exchange                      both, 20 minutes
     python -m bench.exchange --exchange store --link 20 100 --period 100 --outer-steps 4
 
 Four miners of a local subnet have a machine (a network namespace) and a network link each;
@@ -429,7 +429,7 @@ def rows(results: dict[str, Found]) -> Iterator[tuple[str, ...]]:
 def main(argv: list[str] | None = None) -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--exchange", choices=KINDS, help="[both]")
-    arguments.add_argument("--period", type=int, default=90, help="seconds [90]")
+    arguments.add_argument("--period", type=int, default=150, help="seconds [150]")
     arguments.add_argument("--outer-steps", type=int, default=3, help="[3]")
     what = "Mbit/s up and down of a member with 4 billion parameters [200 200]"
     arguments.add_argument("--link", type=float, nargs=2, default=_LINK, help=what)

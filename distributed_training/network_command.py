@@ -635,13 +635,14 @@ def _choose_grace(rules: dict[str, Any], link: float | None) -> None:
         return
     link = link or _SLOWEST_LINK[rules["exchange"]]
     grace = grace_seconds(parameters, codec, link, period=period)
+    # With the whole margins, which a longer period has.
+    most = grace_seconds(parameters, codec, link, period=math.inf)
     if rules["exchange"] == "hivemind":
-        # The all-reduce comes when uploads are written, and sends 2 bytes a value twice.
+        # The all-reduce comes when uploads are written.
         of_round.setdefault("average_after", f"{grace // 2}s")
-        grace += average_seconds(parameters, link)
+        grace += average_seconds(parameters, link, period=period)
+        most += average_seconds(parameters, link, period=math.inf)
     if grace > period / 3:
-        # With the whole margin, which a longer period has.
-        most = grace_seconds(parameters, codec, link, period=math.inf)
         raise ConfigError(
             f"an upload of {file_bytes(parameters, codec) / 1e6:.0f} MB with {link:g} Mbit/s, and "
             f"the checkpoint before it, take {grace} s, above a third of the period of "

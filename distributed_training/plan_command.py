@@ -139,8 +139,9 @@ class Plan:
     @property
     def _averages(self) -> float:
         rules = self.rules
-        over_hivemind = rules.exchange == "hivemind"
-        return average_seconds(rules.shape.parameters, self.up) if over_hivemind else 0.0
+        if rules.exchange == "store":
+            return 0.0
+        return average_seconds(rules.shape.parameters, self.up, period=rules.period)
 
     @property
     def average_after(self) -> float:

@@ -13,13 +13,9 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import signal
 import statistics
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,9 +33,11 @@ log = logging.getLogger(__name__)
 
 #: Causes of a refusal that are no fault of what a member averages.
 NO_FAULT = frozenset({"late", "not-judged"})
-_HANGS = 15.0  # seconds after the end of an order in which a peer process must answer
-_FAILURES = 2  # in a row, after which a peer process is started again: it may have lost all peers
-Addresses = tuple[tuple[str, tuple[str, ...]], ...]  # of members, by peer id
+HANGS = 15.0  # seconds after the end of an order in which a peer process must answer
+
+
+class NoAllReduce(Exception):
+    """Says why there is no all-reduce at a close."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,6 @@ class Settings:
     listen: str
     port: int
     address: str = ""  # full, to announce, without peer id; empty: p2pd's own guess
-    witness: bool = False  # it is the validator's
     gather: float = 6.0  # of matchmaking
     chunk: float = 20.0  # without a byte of a peer
     longest: float = 600.0  # of a transfer
@@ -60,10 +57,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class Ready:
-    """The peer process listens."""
+    """The peer process listens. ``address``: as it knows it, ``/ip4/.../tcp/PORT/...``."""
 
     peer_id: str
-    addresses: tuple[str, ...]
+    address: str
 
 
 @dataclass(frozen=True)
@@ -73,11 +70,16 @@ class Order:
     serial: int
     at: float  # Unix seconds, by this machine's clock
     ends: float  # the same
-    members: Addresses  # the others
-    witnesses: tuple[str, ...]  # peer ids that reduce nothing
+    members: tuple[tuple[str, str, int], ...]  # the others: peer id, address, uid
+    leader: str  # peer id of the validator, which reduces nothing
     usual: float  # norm of an upload, by the last manifest
-    upload: str = ""  # file whose values are averaged; empty: zeros
+    upload: str = ""  # file whose values are averaged; empty: zeros with nearly no weight
     average: str = ""  # file to write the average into; empty: it is not kept
+
+    @property
+    def longest(self) -> float:
+        """Norm to which longer uploads are clipped, as in a merge; a longer average is refused."""
+        return 2.0 * self.usual
 
     def scale(self, values: int) -> float:
         """Return the power of two that brings ``values`` of an upload to about 1, for float16."""
@@ -92,32 +94,6 @@ class Answer:
     # Peer id and reduced values of each peer, in their order
     shares: tuple[tuple[str, int], ...] = ()
     failed: str = ""  # why there is no average
-    seconds: float = 0.0
-
-
-def usual_norm(manifest: Manifest | None) -> float | None:
-    """Return the median norm of the uploads that a manifest has merged; None: it has none."""
-    named = manifest.merged if manifest else ()
-    merged = [one.norm * one.factor / one.share for one in named if one.factor]
-    return statistics.median_low(merged) if merged else None
-
-
-def left_out(manifest: Manifest) -> set[str]:
-    """Return the hotkeys whose uploads the manifest has refused: they sit the next one out."""
-    return {one.hotkey for one in manifest.refused if one.cause not in NO_FAULT}
-
-
-def find_partners(neurons: Sequence[Neuron], manifest: Manifest, *, own: str) -> Addresses:
-    """Return who may take part in an all-reduce, as the chain has it, without the hotkey ``own``.
-
-    A member whose upload the last manifest has refused is left out.
-    """
-    without = left_out(manifest) | {own}
-    return tuple(
-        (one.peer, (f"/ip{6 if ':' in one.ip else 4}/{one.ip}/tcp/{one.port}/p2p/{one.peer}",))
-        for one in neurons
-        if one.peer and one.port and one.hotkey not in without
-    )
 
 
 @dataclass(frozen=True)
@@ -131,88 +107,56 @@ class Membership:
 
     def build_order(
         self, close: Close | State, now: float, manifest: Manifest | None, **file: str
-    ) -> Order | None:
-        """Return the order for a close; None: the network has merged nothing to go by yet.
+    ) -> Order:
+        """Return the order for a close. A member that ``manifest`` refuses sits it out.
 
-        ``now``: by the store's clock. ``file``: ``upload`` or ``average``. Raises ChainError.
+        ``now``: by the store's clock. ``manifest``: the last one. ``file``: ``upload`` or
+        ``average``. Raises NoAllReduce, ChainError.
         """
-        usual = usual_norm(manifest)
-        if manifest is None or usual is None:
-            return None
-        neurons, closed_at = self.neurons(), close.closes_at + time.time() - now
+        merged = [each for each in manifest.merged if each.factor] if manifest else []
+        if manifest is None or not merged:
+            raise NoAllReduce("nothing was merged before, so no norm is known to go by")
+        refused = {one.hotkey for one in manifest.refused if one.cause not in NO_FAULT}
+        if self.hotkey in refused:
+            raise NoAllReduce("the last upload of this member was refused")
+        peers = [each for each in self.neurons() if each.peer and each.port]
+        closed_at = close.closes_at + time.time() - now
         return Order(
             serial=close.serial,
             at=closed_at + self.average_after,
             ends=closed_at + close.grace,
-            members=find_partners(neurons, manifest, own=self.hotkey),
-            witnesses=tuple(one.peer for one in neurons if one.hotkey == self.master),
-            usual=usual,
+            members=tuple(
+                (each.peer, f"/ip{6 if ':' in each.ip else 4}/{each.ip}/tcp/{each.port}", each.uid)
+                for each in peers
+                if each.hotkey not in refused | {self.hotkey}
+            ),
+            leader="".join(each.peer for each in peers if each.hotkey == self.master),
+            usual=statistics.median_low(one.norm * one.factor / one.share for one in merged),
             **file,
         )
 
 
-class PeerProcess(ChildProcess):
-    """Keeps a peer process running, and passes orders to it.
+def start_peer(
+    settings: Settings,
+    *,
+    ready: Callable[[Ready], None],
+    answered: Callable[[Answer], None],
+    module: str = "distributed_training.exchange.hivemind_peer",
+) -> ChildProcess:
+    """Start a peer process, which takes each :class:`Order` that it is sent. Raises OSError.
 
-    ``ready`` is called after each start, ``answered`` once for each order, from threads.
+    ``ready`` is called after each start, ``answered`` after each order, unless the process ends or
+    hangs meanwhile; both from a thread.
     """
-
-    def __init__(
-        self,
-        settings: Settings,
-        *,
-        ready: Callable[[Ready], None],
-        answered: Callable[[Answer], None],
-        module: str = "distributed_training.exchange.hivemind_peer",
-    ) -> None:
-        super().__init__(
-            "The DHT peer",
-            module,
-            effect="rounds go on without its average, and uploads count as before",
-            begin=self._on_start,
-            receive=self._on_message,
-        )
-        self._settings, self._ready, self._answered = settings, ready, answered
-        self._order: Order | None = None  # until it is answered
-        self._failures = 0
-
-    def order(self, order: Order) -> None:
-        """Have the values of an upload averaged; an order that is not answered yet has failed."""
-        self._fail(self._order, "another close has come")
-        with self.lock:
-            self._order = order
-            self.send(order)
-        left = max(0.0, order.ends - time.time()) + _HANGS
-        watch = threading.Timer(left, self._fail, (order, "it hangs"))
-        watch.daemon = True
-        watch.start()
-
-    def _on_start(self) -> None:
-        self.send(self._settings)
-        self._fail(self._order, "the DHT peer ended", kill=False)
-
-    def _fail(self, order: Order | None, why: str, *, kill: bool = True) -> None:
-        """Answer an order that the process leaves unanswered, and start the process again."""
-        if order is None or self._order is not order or self._closing.is_set():
-            return
-        self._on_message(Answer(order.serial, failed=why))
-        if kill:
-            self._kill()
-
-    def _kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-
-    def _on_message(self, message: Any) -> None:
-        if isinstance(message, Ready):
-            self._ready(message)
-        elif self._order and message.serial == self._order.serial:
-            self._order = None
-            self._answered(message)
-            self._failures = self._failures + 1 if message.failed else 0
-            if self._failures >= _FAILURES:
-                self._failures = 0
-                self._kill()
+    peer = ChildProcess(
+        "The DHT peer",
+        module,
+        effect="rounds go on without its average, and uploads count as before",
+        begin=lambda: peer.send(settings),
+        receive=lambda one: ready(one) if isinstance(one, Ready) else answered(one),
+    )
+    peer.start()
+    return peer
 
 
 class HivemindRounds(StoreRounds):
@@ -220,50 +164,41 @@ class HivemindRounds(StoreRounds):
 
     Args:
         membership: Finds the others.
-        settings: Returns those of the peer process, for the model's schema.
-        ready: Called each time that the peer process listens.
+        open_peer: Starts the peer process for a schema, and for what gets its answers.
     """
 
     def __init__(
         self,
         *given: Any,
         membership: Membership,
-        settings: Callable[[Schema], Settings],
-        ready: Callable[[Ready], None],
+        open_peer: Callable[[Schema, Callable[[Answer], None]], ChildProcess],
         **named: Any,
     ) -> None:
         super().__init__(*given, **named)
-        self._membership, self._settings, self._ready = membership, settings, ready
-        self._peer: PeerProcess | None = None
+        self._membership, self._open_peer = membership, open_peer
+        self._peer: ChildProcess | None = None
 
     def start(self, post: Post, *, outer_step: int, schema: Schema) -> None:
         """Start the peer process too. Raises OSError."""
-        self._peer = PeerProcess(
-            self._settings(schema), ready=self._ready, answered=self._on_answer
-        )
-        self._peer.start()
+        self._peer = self._open_peer(schema, self._on_answer)
         super().start(post, outer_step=outer_step, schema=schema)
 
     def send(self, close: Close, path: Path) -> None:
         """Send the upload, and order the all-reduce of the values that it decodes to."""
         super().send(close, path)
-        if not close.serial:  # it is for no close
+        if not close.serial or self._peer is None:  # progress is for no close
             return
-        manifest, who = self.manifest(close.outer_step), self._membership
-        if manifest is not None and who.hotkey in left_out(manifest):
-            log.warning("No all-reduce at this close: the last upload of this miner was refused")
-            return
+        manifest = self.manifest(close.outer_step)
         try:
-            order = who.build_order(close, self.now(), manifest, upload=str(path.absolute()))
-        except ChainError as error:
-            log.warning("No all-reduce at this close: %s", error)
-            return
-        if self._peer is None or order is None:
-            log.info("No all-reduce at this close: the network has merged nothing to go by yet")
+            order = self._membership.build_order(
+                close, self.now(), manifest, upload=str(path.absolute())
+            )
+        except (NoAllReduce, ChainError) as error:
+            log.info("No all-reduce at this close: %s", error)
             return
         log.info("%s", lines.AVERAGING_START)
         log.info("%s: %d other peers are known", lines.ALL_REDUCE_START, len(order.members))
-        self._peer.order(order)
+        self._peer.send(order)
 
     def _on_answer(self, answer: Answer) -> None:
         if answer.failed:
@@ -274,12 +209,7 @@ class HivemindRounds(StoreRounds):
                 answer.failed,
             )
         else:
-            log.info(
-                "%s: %d peers in %.1f s",
-                lines.ALL_REDUCE_FINISH,
-                len(answer.shares),
-                answer.seconds,
-            )
+            log.info("%s: %d peers", lines.ALL_REDUCE_FINISH, len(answer.shares))
 
     def stop(self) -> None:
         if self._peer is not None:

@@ -18,10 +18,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import mmap
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -49,9 +49,9 @@ from distributed_training.common.processes import (
     is_running,
     write_stacks_on_signal,
 )
-from distributed_training.exchange.hivemind import Addresses, Answer, Order, Ready, Settings
+from distributed_training.exchange.hivemind import HANGS, Answer, Order, Ready, Settings
 from distributed_training.protocol.average_file import write_average
-from distributed_training.protocol.update_file import UpdateFile, row_chunks, rows_and_columns
+from distributed_training.protocol.update_file import UpdateFile
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,8 @@ LONGEST = 10.0  # times the usual norm of an upload: a longer part is refused
 _MEET = 10.0  # seconds for connecting to all members
 _LAST_WORD = 5.0  # seconds in which a follower hears that its group begins
 _WITNESS = 1e-6  # weight of the validator, which sends zeros
+_START = 60  # seconds in which its DHT and averager must start
+_FAILURES = 2  # in a row, after which all processes end, and the parent starts them again
 _LOOK = 0.5  # seconds between two looks at processes whose end ends all
 
 _members: set[PeerID] = set()  # of the averager's process: who may take part in this round
@@ -97,10 +99,8 @@ class SharedTensor(Tensor):
 
     @classmethod
     def zeros(cls, shape: Sequence[int]) -> SharedTensor:
-        flat = torch.frombuffer(
-            mmap.mmap(-1, 4 * max(1, torch.Size(shape).numel())), dtype=torch.float32
-        )
-        return flat[: torch.Size(shape).numel()].view(*shape).as_subclass(cls)
+        memory = mmap.mmap(-1, 4 * torch.Size(shape).numel())
+        return torch.frombuffer(memory, dtype=torch.float32).view(*shape).as_subclass(cls)
 
     def share_memory_(self) -> SharedTensor:
         return self
@@ -109,22 +109,19 @@ class SharedTensor(Tensor):
 class Reducer(TensorPartReducer):
     """Sums no part that is not finite, weighs more than one, or is far longer than an upload."""
 
-    def __init__(
-        self, shapes: Sequence[torch.Size], senders: Sequence[PeerID], limit: float
-    ) -> None:
-        super().__init__(shapes, len(senders))
-        self._senders, self._limit = senders, limit
+    senders: Sequence[PeerID]
+    limit: float  # norm of a part
 
     async def accumulate_part(
         self, sender_index: int, part_index: int, tensor_part: Tensor, weight: float = 1.0
     ) -> Tensor:
         norm = float(torch.linalg.vector_norm(tensor_part))
         # "Not below", for NaN.
-        if not norm <= self._limit or not 0.0 < weight <= 1.0:
+        if not norm <= self.limit or not 0.0 < weight <= 1.0:
             log.warning(
                 "What %s sent in the all-reduce is refused: its part %d has norm %.3g (limit %.3g) "
                 "and weight %.3g",
-                *(self._senders[sender_index], part_index, norm, self._limit, weight),
+                *(self.senders[sender_index], part_index, norm, self.limit, weight),
             )
             raise BannedException(f"sender {sender_index}")  # the runner leaves it out from here on
         return await super().accumulate_part(sender_index, part_index, tensor_part, weight)
@@ -142,39 +139,36 @@ class Runner(AllReduceRunner):
 
     def __init__(self, *, limit: float, keeps: bool, **given: Any) -> None:
         super().__init__(**given)
+        reducer, container = self.tensor_part_reducer, self.tensor_part_container
+        reducer.__class__ = Reducer
+        reducer.senders, reducer.limit = self.sender_peer_ids, limit
         if not keeps:
-            self.tensor_part_container.__class__ = Discarded
-        theirs: TensorPartReducer = self.tensor_part_reducer  # type: ignore[has-type]
-        theirs.num_parts = 0  # else it warns of parts that it never got
-        theirs.finalize()
-        shapes = [part.shape for part in self.parts_for_local_averaging]
-        self.tensor_part_reducer = Reducer(shapes, self.sender_peer_ids, limit)
-        parts = self.tensor_part_container._input_parts_by_peer
+            container.__class__ = Discarded
+        parts = container._input_parts_by_peer
         self.sizes = [sum(part.numel() for part, _ in each) for each in parts]
+
+    def should_delay_results(self, peer_id: PeerID) -> bool:
+        # The validator, which reduces nothing, would get its first part after all that members
+        # send each other, and give up before.
+        return False
 
 
 class Averager(DecentralizedAverager):
-    """hivemind's averager among members. ``keeps``: the tensors become the average."""
+    """hivemind's averager among members."""
 
     runner_class = Runner
+    _order: Order  # that is carried out
 
-    def __init__(self, *given: Any, keeps: bool, **named: Any) -> None:
-        self._keeps, self._limit, self._witnesses = keeps, 0.0, tuple[str, ...]()
-        super().__init__(*given, **named)
-
-    def begin_round(self, order: Order, limit: float) -> None:
-        """Let a round begin, among the members of an order and under its own group key.
-
-        ``limit``: norm above which a part is refused.
-        """
+    def begin_round(self, order: Order) -> None:
+        """Let a round begin, among the members of an order and under its own group key."""
         future = MPFuture()
-        self._outer_pipe.send(("_begin_round", [future, order, limit], {}))
+        self._outer_pipe.send(("_begin_round", [order, future], {}))
         future.result()
 
-    async def _begin_round(self, future: Any, order: Order, limit: float) -> None:
-        self._witnesses, self._limit = order.witnesses, limit
+    async def _begin_round(self, order: Order, future: Any) -> None:
+        self._order = order
         _members.clear()
-        _members.update([self.peer_id, *(PeerID.from_base58(peer) for peer, _ in order.members)])
+        _members.update([self.peer_id, *(PeerID.from_base58(each) for each, _, _ in order.members)])
         self._matchmaking.group_key_manager.group_bits = f"{order.serial:b}"
         future.set_result(None)
 
@@ -211,8 +205,8 @@ class Averager(DecentralizedAverager):
             raise AllreduceException(f"its leader named {len(strangers)} who are no members")
         async with enter_asynchronously(self.get_tensors()) as tensors:
             runner = self.runner_class(
-                limit=self._limit,
-                keeps=self._keeps,
+                limit=LONGEST * self._order.usual * self._order.scale(self.total_size),
+                keeps=bool(self._order.average),
                 p2p=self._p2p,
                 servicer_type=type(self),
                 prefix=self.prefix,
@@ -221,7 +215,7 @@ class Averager(DecentralizedAverager):
                 ordered_peer_ids=peers,
                 # hivemind balances by the bandwidth and mode that each peer gives, which it may
                 # forge, and by a solver that SciPy has no longer. So all members reduce as much.
-                peer_fractions=[float(str(peer) not in self._witnesses) for peer in peers],
+                peer_fractions=[float(str(peer) != self._order.leader) for peer in peers],
                 **given,
             )
             self._running_groups[group_info.group_id].set_result(runner)
@@ -229,18 +223,15 @@ class Averager(DecentralizedAverager):
                 tensor.add_(difference)
         if lost := runner.tensor_part_container.failed_size:
             raise AllreduceException(f"{lost / self.total_size:.1%} of the values have no average")
-        return [[str(peer), size] for peer, size in zip(peers, runner.sizes, strict=True)]
+        return [*zip(map(str, peers), runner.sizes, strict=True)]
 
 
-async def _meet(_: Any, node: Any, members: Addresses) -> None:
+async def _meet(_: Any, node: Any, members: Sequence[tuple[str, str, int]]) -> None:
     """Connect to all ``members`` at once, and wait for none longer than for another."""
-    connected = {str(info.peer_id) for info in await node.p2p.list_peers()}
 
-    async def meet(peer: str, addresses: Sequence[str]) -> None:
+    async def meet(peer: str, address: str, _: int) -> None:
         async with asyncio.timeout(_MEET):
-            if peer not in connected:
-                places = [Multiaddr(address.rpartition("/p2p/")[0]) for address in addresses]
-                await node.p2p._client.connect(PeerID.from_base58(peer), places)
+            await node.p2p._client.connect(PeerID.from_base58(peer), [Multiaddr(address)])
             await node.protocol.call_ping(PeerID.from_base58(peer))
 
     await asyncio.gather(*(meet(*each) for each in members), return_exceptions=True)
@@ -253,7 +244,6 @@ class Peer:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._tensors = [SharedTensor.zeros(shape) for _, shape in settings.schema]
         self._dht = Node(
             start=True,
             host_maddrs=[f"/ip4/{settings.listen}/tcp/{settings.port}"],
@@ -262,15 +252,13 @@ class Peer:
             use_relay=False,
             nat_port_map=False,
             auto_nat=False,
-            startup_timeout=30,
+            startup_timeout=_START,
         )
-        self.peer_id = str(self._dht.peer_id)
-        self.addresses = tuple(map(str, self._dht.get_visible_maddrs()))
+        self.ready = Ready(str(self._dht.peer_id), str(self._dht.get_visible_maddrs()[0]))
         self._averager = self.averager_class(
-            self._tensors,
+            [SharedTensor.zeros(shape) for _, shape in settings.schema],
             self._dht,
             start=True,
-            keeps=settings.witness,
             prefix=f"{settings.run_id}_average",
             client_mode=False,  # server mode
             allow_state_sharing=False,
@@ -283,12 +271,11 @@ class Peer:
 
     def average(self, order: Order) -> Answer:
         """Carry out an order: average once, or return why there is no average."""
-        began = time.monotonic()
         try:
-            scale = order.scale(sum(tensor.numel() for tensor in self._tensors))
+            scale = order.scale(self._averager.total_size)
             self._fill(order, scale)
             self._dht.run_coroutine(partial(_meet, members=order.members))
-            self._averager.begin_round(order, LONGEST * order.usual * scale)
+            self._averager.begin_round(order)
             gather, now = self._settings.gather, time.time()
             if now > order.at + gather:
                 raise AllreduceException(f"its order came {now - order.at:.0f} s too late")
@@ -296,34 +283,41 @@ class Peer:
             group = self._averager.step(
                 scheduled_time=order.at + gather,
                 timeout=order.at + 3 * gather - time.time(),
-                weight=_WITNESS if self._settings.witness else 1.0,
+                weight=1.0 if order.upload else _WITNESS,
                 allow_retries=False,
             )
             if order.average:
                 names = [name for name, _ in self._settings.schema]
                 with self._averager.get_tensors() as tensors:
                     write_average(Path(order.average), names, tensors, scale)
-            shares = tuple((peer, size) for peer, size in group)
-            return Answer(order.serial, shares, seconds=time.monotonic() - began)
+            return Answer(order.serial, tuple(group))
         except Exception as error:  # noqa: BLE001 - of hivemind, peers' bytes, a disk
             return Answer(order.serial, failed=(str(error) or type(error).__name__)[:300])
 
     def _fill(self, order: Order, scale: float) -> None:
-        """Copy what the upload decodes to into the tensors, times ``scale``; zeros without one."""
+        """Copy what the upload decodes to into the tensors, clipped, times ``scale``.
+
+        Without an upload they are zeros.
+        """
         schema = self._settings.schema
         file = UpdateFile.reopen(Path(order.upload), schema) if order.upload else None
         with self._averager.get_tensors() as tensors:
-            for index, tensor in enumerate(tensors):
-                rows = tensor.view(rows_and_columns(tensor.shape))
-                for first, stop in row_chunks(*rows.shape):
-                    if file is None:
-                        rows[first:stop].zero_()
-                    else:
-                        rows[first:stop].copy_(file.rows(index, first, stop).mul_(scale))
+            for (name, shape), tensor in zip(schema, tensors, strict=True):
+                if file is None:
+                    tensor.zero_()
+                else:
+                    tensor.copy_(file.decode(name, shape).mul_(scale))
+            norm = math.hypot(*(float(torch.linalg.vector_norm(each)) for each in tensors))
+            for tensor in tensors if norm > order.longest * scale else ():
+                tensor.mul_(order.longest * scale / norm)
 
 
 def main(peer_class: type[Peer] = Peer) -> None:
-    """Carry out the parent's orders until a process ends; ``peer_class``: another one in tests."""
+    """Carry out the parent's orders until a process ends; ``peer_class``: another one in tests.
+
+    The parent starts all processes again when this one ends: by SIGALRM where it hangs, and after
+    failures in a row, since a DHT that has lost all peers never finds them again.
+    """
     parent_process = _first.parent()
     with contextlib.suppress(OSError):  # it leads a session already
         os.setpgid(0, 0)
@@ -332,20 +326,22 @@ def main(peer_class: type[Peer] = Peer) -> None:
     parent.forward_log()
     log.setLevel(logging.INFO)
     torch.set_num_threads(1)
-    peer = peer_class(_next_order(parent))
+    signal.alarm(_START)
+    peer, failures = peer_class(parent.receive()), 0
+    signal.alarm(0)
     assert parent_process is not None
-    # Without its DHT or p2pd an averager only fails. The parent starts all of them again.
+    # Without its DHT or p2pd an averager only fails.
     _end_with([parent_process, *_first.children(recursive=True)])
-    parent.send(Ready(peer.peer_id, peer.addresses))
-    while True:
-        parent.send(peer.average(_next_order(parent)))
-
-
-def _next_order(parent: ParentConnection) -> Any:
-    try:
-        return parent.receive()
-    except (EOFError, OSError):  # it is gone: no order comes any more
-        sys.exit()
+    parent.send(peer.ready)
+    with contextlib.suppress(EOFError, OSError):  # the parent is gone: no order comes any more
+        while failures < _FAILURES:
+            order = parent.receive()
+            signal.alarm(math.ceil(max(0.0, order.ends - time.time()) + HANGS))
+            answer = peer.average(order)
+            signal.alarm(0)
+            parent.send(answer)
+            failures = failures + 1 if answer.failed else 0
+    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -40,14 +40,13 @@ def open_exchange(
     if config.averages:
         # Here: a member of a store network has nothing of hivemind in its memory.
         from .hivemind import HivemindRounds, Membership
-        from .peer import announcer, peer_settings
+        from .peer import open_peer
 
         master, after = config.miner.master_ss58_address, config.miner.average_after.total_seconds()
         kind = partial(
             HivemindRounds,
             membership=Membership(member.chain.neurons, member.hotkey, master, after),
-            settings=lambda schema: peer_settings(config, schema, folder),
-            ready=announcer(config, member),
+            open_peer=partial(open_peer, config, member, folder),
         )
     return kind(
         store,

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from distributed_training.chain.identity import AddressUnknown, identity_file
+from distributed_training.common.processes import ChildProcess
 from distributed_training.config import Config
 from distributed_training.node.identity import Member, announce, public_address
 from distributed_training.protocol.types import Schema
 
-from .hivemind import Ready, Settings
+from .hivemind import Answer, Ready, Settings, start_peer
 
 log = logging.getLogger(__name__)
 
@@ -20,60 +22,46 @@ _MATCHMAKING = (2.0, 15.0)  # seconds, least and most: a tenth of what an all-re
 _CHECK = 5.0  # seconds for a connection to our own port
 
 
-def peer_settings(
-    config: Config, schema: Schema, run_folder: Path, *, witness: bool = False
-) -> Settings:
-    """Return the settings of a peer process. ``witness``: the validator's, which reduces nothing.
-
-    Raises OSError.
-    """
-    swarm = config.swarm
-    left = (config.miner.grace - config.miner.average_after).total_seconds()
-    gather = min(max(left / 10, _MATCHMAKING[0]), _MATCHMAKING[1])
-    identity = identity_file(run_folder)
+def open_peer(
+    config: Config, member: Member, folder: Path, schema: Schema, answered: Callable[[Answer], None]
+) -> ChildProcess:
+    """Start a member's peer process. ``folder``: of the run. Raises OSError."""
+    swarm, identity = config.swarm, identity_file(folder).absolute()
     identity.parent.mkdir(parents=True, exist_ok=True)
-    address = ""
-    if swarm.dht_ip and (port := swarm.dht_external_port or swarm.dht_port):
-        address = f"/ip4/{swarm.dht_ip}/tcp/{port}"
-    return Settings(
+    left = (config.miner.grace - config.miner.average_after).total_seconds()
+    port = swarm.dht_external_port or swarm.dht_port
+    settings = Settings(
         schema=[(name, tuple(shape)) for name, shape in schema],
-        run_id=config.swarm.run_id,
-        identity=str(identity.absolute()),
+        run_id=swarm.run_id,
+        identity=str(identity),
         listen=swarm.dht_listen_ip,
         port=swarm.dht_port,
-        address=address,
-        witness=witness,
-        gather=gather,
-        chunk=max(5.0, left / 6),  # a validator that judges holds up its own peer for seconds
+        address=f"/ip4/{swarm.dht_ip}/tcp/{port}" if swarm.dht_ip and port else "",
+        gather=min(max(left / 10, _MATCHMAKING[0]), _MATCHMAKING[1]),
+        chunk=max(5.0, left / 3),  # a validator that fetches and judges holds up its own peer
         longest=left,
     )
+    return start_peer(settings, ready=partial(announce_peer, config, member), answered=answered)
 
 
-def announcer(config: Config, member: Member) -> Callable[[Ready], None]:
-    """Return what writes to the chain where our peer is, each time that it is ready."""
-
-    def ready(peer: Ready) -> None:
-        listening = int(peer.addresses[0].split("/tcp/")[1].split("/")[0])
-        port = config.swarm.dht_external_port or listening
-        try:
-            ip = config.swarm.dht_ip or public_address(config)
-        except AddressUnknown as error:
-            log.warning("%s; it takes part in no all-reduce, and its uploads still count", error)
-            return
-        announce(member, ip, port, peer.peer_id)
-        log.info("DHT peer %s at %s:%d", peer.peer_id, ip, port)
-        try:
-            socket.create_connection((ip, port), timeout=_CHECK).close()
-        except OSError as error:
-            log.warning(
-                "The DHT peer's port may be closed: this machine cannot reach %s:%d (%s), as "
-                "behind routers that lead no machine back to itself. If no all-reduce finishes "
-                "with it, open TCP port %d in the firewall, forward it in the router, or give "
-                "--dht.ip; its uploads count all the same",
-                ip,
-                port,
-                error.strerror or error,
-                listening,
-            )
-
-    return ready
+def announce_peer(config: Config, member: Member, peer: Ready) -> None:
+    """Write to the chain where our peer is, and log whether this machine reaches it there."""
+    listening = int(peer.address.split("/")[4])
+    port = config.swarm.dht_external_port or listening
+    try:
+        ip = public_address(config)
+    except AddressUnknown as error:
+        log.warning("%s; it takes part in no all-reduce, and its uploads still count", error)
+        return
+    announce(member, ip, port, peer.peer_id)
+    log.info("DHT peer %s at %s:%d", peer.peer_id, ip, port)
+    try:
+        socket.create_connection((ip, port), timeout=_CHECK).close()
+    except OSError as error:
+        log.warning(
+            "The DHT peer's port may be closed: this machine cannot reach %s:%d (%s), as behind "
+            "routers that lead no machine back to itself. If no all-reduce finishes with it, open "
+            "TCP port %d in the firewall, forward it in the router, or give --dht.ip; its uploads "
+            "count all the same",
+            *(ip, port, error.strerror or error, listening),
+        )

@@ -14,6 +14,7 @@ from .types import OWN_CODECS, UPDATE_CODEC
 
 _GROUP = 256  # as in quantization.py, whose module imports torch
 _MARGIN = 60.0  # seconds: until an inner step ends, the copy, retries; less in a short period
+_MEETING = 30.0  # seconds: until members are connected and in one group; less in a short period
 CHECKPOINT = 20 / 400e6  # seconds a parameter: it lies on a plain disk before anything is sent
 _SLACK = 1.2  # of the bytes: requests, and a link that is not always as fast
 GB_MONTH = 0.015  # dollars at R2, where traffic is free: developers.cloudflare.com/r2/pricing
@@ -53,12 +54,14 @@ def grace_seconds(parameters: int, codec: str, link: float, *, period: float) ->
     return math.ceil(min(_MARGIN, period / 10) + CHECKPOINT * parameters + sending)
 
 
-def average_seconds(parameters: int, link: float) -> int:
-    """Return the seconds of an all-reduce over a link of ``link`` Mbit/s.
+def average_seconds(parameters: int, link: float, *, period: float) -> int:
+    """Return the seconds that an all-reduce gets, over a link of ``link`` Mbit/s.
 
     Each member sends and receives each value in 2 bytes, once as its own and once as the average.
+    ``period``: seconds between two closes.
     """
-    return math.ceil(8 * 4 * parameters / (link * 1e6))
+    sending = _SLACK * 8 * 4 * parameters / (link * 1e6)
+    return math.ceil(min(_MEETING, period / 20) + sending)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,226 +20,195 @@ import torch
 
 from distributed_training.chain.base import Neuron
 from distributed_training.common.files import sha256_of
+from distributed_training.common.processes import ChildProcess
 from distributed_training.config import Config
 from distributed_training.exchange.hivemind import (
+    HANGS,
     NO_FAULT,
     Answer,
     Membership,
-    PeerProcess,
-    Ready,
-    Settings,
+    NoAllReduce,
+    Order,
 )
-from distributed_training.exchange.peer import announcer, peer_settings
-from distributed_training.node.identity import Member
+from distributed_training.exchange.peer import open_peer
 from distributed_training.protocol import keys, lines
 from distributed_training.protocol.average_file import Average
 from distributed_training.protocol.manifest import Averaging, Manifest
 from distributed_training.protocol.network_report import printable
-from distributed_training.protocol.types import Schema
 from distributed_training.protocol.update_file import row_chunks, rows_and_columns
-from distributed_training.training.outer_rule import OUTER_RULES
 from distributed_training.training.weights import GlobalState
 from distributed_training.validator.fetch_close import Intake
 from distributed_training.validator.judge_close import MergedSome
-from distributed_training.validator.judging import Accepted
-from distributed_training.validator.merge import OuterState, clip_factor, longest_norm
+from distributed_training.validator.merge import OuterState, Values, clip_factor
 from distributed_training.validator.store_rounds import StoreValidator
+from distributed_training.validator.validator import Run
 
 log = logging.getLogger(__name__)
 
-_LONGEST = 2.0  # times the usual norm of an upload
 _ALIKE = 0.01  # norm of the difference from the merge, as a part of the merge's
 
 
-def kind_of_validator(
-    config: Config, member: Member, schema: Schema, folder: Path, stack: ExitStack
-) -> Callable[..., StoreValidator]:
-    """Return what builds the validator of this network, and opens what it needs."""
-    if not config.averages:
-        return StoreValidator
-
-    def open_averaging(**given: Any) -> AveragingValidator:
-        settings = peer_settings(config, schema, folder, witness=True)
-        validator = AveragingValidator(settings=settings, ready=announcer(config, member), **given)
-        validator.peer.start()
-        stack.callback(validator.peer.close)
-        return validator
-
-    return open_averaging
-
-
-class _NoAverage(Exception):
-    """Says why the update does not follow from the average."""
-
-
-class _Round:
-    """An all-reduce of one close. ``uids``: of the members, by peer id."""
-
-    def __init__(self, serial: int, uids: dict[str, int], usual: float, path: Path) -> None:
-        self.serial, self.uids, self.usual, self.path = serial, uids, usual, path
-        self.answer: Answer | None = None
-
-    @property
-    def participants(self) -> tuple[int, ...]:
-        shares = self.answer.shares if self.answer else ()
-        return tuple(sorted(self.uids[peer] for peer, _ in shares if peer in self.uids))
+def kind_of_validator(config: Config) -> type[StoreValidator]:
+    """Return the class of this network's validator."""
+    return AveragingValidator if config.averages else StoreValidator
 
 
 class AveragingValidator(StoreValidator):
-    """Leads rounds of a network over hivemind. ``settings``: of its peer process."""
+    """Leads rounds of a network over hivemind."""
 
-    def __init__(self, *, settings: Settings, ready: Callable[[Ready], None], **given: Any) -> None:
-        super().__init__(**given)
-        self.peer = PeerProcess(settings, ready=ready, answered=self._on_answer)
-        self._round: _Round | None = None
-        self._averaging: Averaging | None = None
-        self._sampled: frozenset[str] | None = None  # hotkeys; None: all
+    def __init__(self, *, run: Run, **given: Any) -> None:
+        super().__init__(run=run, **given)
+        config, own = self._rules.config, self._member.hotkey
+        after = config.validator.average_after.total_seconds()
+        self._membership = Membership(self._chain.neurons, own, own, after)
+        self._open_peer = partial(open_peer, config, self._member, run.folder)
+        self.peer: ChildProcess  # since the start
+        self._ordered: Intake | None = None  # the close for which the last order was
+        self._order: Order | None = None
+        self._answer: Answer | None = None
+        self._averaging = Averaging("merge", "")  # of the present close
+        self._sampled: Sequence[str] = ()  # hotkeys of those whose uploads are judged
+
+    def start(self, state: GlobalState, *, found: bool) -> None:
+        """Start the peer process too. Raises OSError as well."""
+        super().start(state, found=found)
+        self.peer = self._open_peer(state.schema, self._on_answer)
+
+    def run(self) -> None:
+        with self.peer:
+            super().run()
 
     # --- the all-reduce ---------------------------------------------------------------------------
 
-    def _judge_new(self, close: Intake, miners: Sequence[Neuron], now: float) -> None:
-        if self._round is None or self._round.serial != close.state.serial:
-            self._order(close, now)
-        judged = [m for m in miners if self._sampled is None or m.hotkey in self._sampled]
-        super()._judge_new(close, judged, now)
+    def _choose_awaited(self, serial: int, miners: Sequence[Neuron]) -> frozenset[str]:
+        most = self._rules.settings.sample or len(miners)
+        hotkeys = [miner.hotkey for miner in miners]
+        self._sampled = self._draw(serial).sample(hotkeys, min(most, len(hotkeys)))
+        return super()._choose_awaited(serial, miners) & {*self._sampled}
 
-    def _order(self, close: Intake, now: float) -> None:
-        state, own = close.state, self._member.hotkey
-        after = self._rules.settings.average_after.total_seconds()
-        path = self._steps.place(state.outer_step + 1) / keys.AVERAGE
-        membership = Membership(self._chain.neurons, own, own, after)
-        order = membership.build_order(state, now, self._steps.head, average=str(path.absolute()))
-        neurons = self._chain.neurons()
-        uids = {one.peer: one.uid for one in neurons if one.peer and one.hotkey != own}
-        self._round = _Round(state.serial, uids, order.usual if order else 0.0, path)
-        if order is None:
-            self._round.answer = Answer(state.serial, failed="nothing was merged before")
+    def _judge_new(self, close: Intake, miners: Sequence[Neuron], now: float) -> None:
+        if self._ordered is not close:
+            self._order_average(close, now)
+        super()._judge_new(close, [m for m in miners if m.hotkey in self._sampled], now)
+
+    def _order_average(self, close: Intake, now: float) -> None:
+        path = self._steps.place(close.state.outer_step + 1) / keys.AVERAGE
+        self._ordered, self._order, self._answer = close, None, None
+        try:
+            self._order = self._membership.build_order(
+                close.state, now, self._steps.head, average=str(path.absolute())
+            )
+        except NoAllReduce as error:
+            self._answer = Answer(close.state.serial, failed=str(error))
             return
         path.unlink(missing_ok=True)
         log.info("%s", lines.ALL_REDUCE_START)
-        self.peer.order(order)
+        self.peer.send(self._order)
 
     def _on_answer(self, answer: Answer) -> None:
-        found = self._round
-        if found is not None and found.serial == answer.serial:
-            found.answer = answer
+        if self._order is not None and answer.serial == self._order.serial:
+            self._answer = answer
 
     def _missing(self, close: Intake, miners: Sequence[Neuron], now: float) -> bool:
-        # The peer process answers each order, at the latest when it hangs.
-        unanswered = self._round is not None and self._round.answer is None
+        unanswered = self._answer is None and now < close.ends + HANGS
         return super()._missing(close, miners, now) or unanswered
-
-    def _choose_awaited(self, serial: int, miners: Sequence[Neuron]) -> frozenset[str]:
-        hotkeys, most = [miner.hotkey for miner in miners], self._rules.settings.sample
-        draw = most and len(hotkeys) > most
-        self._sampled = frozenset(self._draw(serial).sample(hotkeys, most)) if draw else None
-        awaited = super()._choose_awaited(serial, miners)
-        return awaited if self._sampled is None else awaited & self._sampled
 
     # --- average or merge -------------------------------------------------------------------------
 
     def _merge_all(self, close: Intake, uids: Sequence[int]) -> MergedSome:
-        found = self._round
-        assert found is not None
-        self._averaging = Averaging("average", "", found.participants)
+        self._averaging = Averaging("average", "")
         try:
-            merged = self._merge_average(close, uids, found)
-        except _NoAverage as error:
+            return self._merge_average(close, sorted(uids))
+        except NoAllReduce as error:
             why = printable(str(error), 300)
             self._averaging = replace(self._averaging, source="merge", why=why)
-            first = not found.usual  # nothing of a first close has failed
-            text = "No average" if first else lines.all_reduce_failed(2)
-            level = logging.INFO if first else logging.WARNING
+            # Nothing of a first close has failed.
+            text = lines.all_reduce_failed(2) if self._order else "No average"
+            level = logging.WARNING if self._order else logging.INFO
             log.log(level, "%s: %s. The outer step is the merge of the uploads", text, error)
             return super()._merge_all(close, uids)
-        log.info("%s: %d members took part", lines.ALL_REDUCE_FINISH, len(found.participants))
-        return merged
 
-    def _merge_average(self, close: Intake, uids: Sequence[int], found: _Round) -> MergedSome:
-        """Return what the average leads to. Raises _NoAverage."""
-        if found.answer is None or found.answer.failed:
-            raise _NoAverage(found.answer.failed if found.answer else "the DHT peer did not answer")
-        for uid in found.participants:
+    def _merge_average(self, close: Intake, uids: Sequence[int]) -> MergedSome:
+        """Return what the average leads to, in place of the uploads of ``uids``.
+
+        Raises NoAllReduce.
+        """
+        order, answer = self._order, self._answer
+        if order is None or answer is None or answer.failed:
+            raise NoAllReduce(answer.failed if answer else "the DHT peer did not answer")
+        by_peer = {peer: uid for peer, _, uid in order.members}
+        owners = [(by_peer.get(peer, -1), size) for peer, size in answer.shares]
+        took_part = tuple(sorted(uid for uid, _ in owners if uid >= 0))
+        self._averaging = replace(self._averaging, participants=took_part)
+        for uid in took_part:
             refused = close.refused.get(uid)
             if refused is not None and refused.cause not in NO_FAULT:
-                raise _NoAverage(
-                    f"uid {uid} took part, and its upload was refused ({refused.cause})"
-                )
-        if OUTER_RULES[self._outer_rule.name].merge is not None:
-            raise _NoAverage(f"the outer rule {self._outer_rule.name} merges the uploads itself")
-        mine = [uid for uid in sorted(uids) if uid in found.participants]
+                why = f"uid {uid} took part, and its upload was refused ({refused.cause})"
+                raise NoAllReduce(why)
+        mine = [uid for uid in uids if uid in took_part]
         if not mine:
-            raise _NoAverage("no member took part whose upload was accepted")
+            raise NoAllReduce("no member took part whose upload was accepted")
         if any(close.accepted[uid].share < 1 for uid in mine):
-            raise _NoAverage("uploads of several members are alike, and would count several times")
+            raise NoAllReduce("uploads of several members are alike, and would count several times")
         try:
-            average = Average(found.path, self.state.schema)
+            average = Average(Path(order.average), self.state.schema)
         except (ValueError, OSError) as error:
-            raise _NoAverage(str(error)) from None
-        whole = {*found.participants} <= close.accepted.keys()
-        chosen = [close.accepted[uid] for uid in sorted(uids)] if whole else []
-        norm, difference, suspects = self._compare(average, chosen, found.answer.shares, found.uids)
-        assert self._averaging is not None
-        self._averaging = replace(self._averaging, difference=difference, suspects=suspects)
-        if not math.isfinite(norm):
-            raise _NoAverage("not all of its values are finite")
-        if norm > _LONGEST * found.usual:
-            raise _NoAverage(f"its norm is {norm:.3g}, that of an upload usually {found.usual:.3g}")
-        if difference is not None and not difference <= _ALIKE:
+            raise NoAllReduce(str(error)) from None
+        # Where one was not fetched there is nothing to compare with.
+        found = [close.accepted[uid] for uid in uids] if {*took_part} <= {*uids} else []
+        chosen = [(one.file, clip_factor(one.norm, order.longest)) for one in found]
+        norm = self._compare(chosen, average, owners)
+        difference, suspects = self._averaging.difference, self._averaging.suspects
+        if not norm <= order.longest:  # "not below", for NaN
+            raise NoAllReduce(
+                f"its norm is {norm:.3g}, that of an upload usually {order.usual:.3g}"
+            )
+        if difference is not None and difference > _ALIKE:
             blamed = ", ".join(map(str, suspects))
             where = f"; it differs where uid {blamed} reduced it" if blamed else ""
-            raise _NoAverage(f"it differs by {difference:.1%} from the merge of the uploads{where}")
-        limit = self._rules.config.loss_limit(self._rules.mean(self._losses))
+            raise NoAllReduce(
+                f"it differs by {difference:.1%} from the merge of the uploads{where}"
+            )
         merged = self._merge(close, mine, average)
-        # "Not below", for NaN.
-        if not (after := self._rules.mean(merged.losses)) <= limit:
-            raise _NoAverage(f"with it the held-out loss is {after:.4f}, limit {limit:.4f}")
+        after = self._rules.mean(merged.losses)
+        limit = self._rules.config.loss_limit(self._rules.mean(self._losses))
+        if not after <= limit:
+            raise NoAllReduce(f"with it the held-out loss is {after:.4f}, limit {limit:.4f}")
+        log.info("%s: %d members took part", lines.ALL_REDUCE_FINISH, len(took_part))
         return merged
 
     def _compare(
-        self,
-        average: Average,
-        chosen: Sequence[Accepted],
-        shares: Sequence[tuple[str, int]],
-        uids: Mapping[str, int],
-    ) -> tuple[float, float | None, tuple[int, ...]]:
-        """Return the norm of the average, how it differs from the mean of ``chosen``, and where.
+        self, chosen: Sequence[tuple[Values, float]], average: Average, owners: Sequence[Any]
+    ) -> float:
+        """Return the norm of the average; note where it is not the mean of ``chosen``.
 
-        Each peer reduces a range of the values: the uids are those whose range differs. Without
-        ``chosen`` there is nothing to compare with.
+        ``chosen``: uploads and the factors that clip them; empty: nothing to compare with.
+        ``owners``: of the values, in their order: the uid that reduced them, and their count.
         """
-        # What is too short to tell has a part in it, too.
-        longest = longest_norm([one.measured for one in chosen], self._steps.history)
-        factors = [clip_factor(one.norm, longest) for one in chosen]
-        ends = torch.tensor([size for _, size in shares]).cumsum(0)
-        differs, lengths = torch.zeros(len(ends)).double(), torch.zeros(len(ends)).double()
-        square, place = 0.0, 0
+        ends = torch.tensor([size for _, size in owners]).cumsum(0)
+        # By owner: of the average, of its difference from the mean, and of the mean.
+        squares, place = torch.zeros(3, len(owners), dtype=torch.float64), 0
         for index, (_, shape) in enumerate(self.state.schema):
             for first, stop in row_chunks(*rows_and_columns(shape)):
                 rows = average.rows(index, first, stop)
-                square += float(rows.double().square().sum())
                 mean = torch.zeros_like(rows)
-                for one, factor in zip(chosen, factors, strict=True):
-                    mean.add_(one.file.rows(index, first, stop).mul_(factor))
-                mean.div_(max(1, len(chosen)))
+                for file, factor in chosen:
+                    mean.add_(file.rows(index, first, stop), alpha=factor / len(chosen))
                 places = torch.arange(place, place := place + rows.numel())
-                owners = torch.bucketize(places, ends, right=True).clamp_(max=len(ends) - 1)
-                for values, sums in ((rows - mean, differs), (mean, lengths)):
-                    sums.index_add_(0, owners, values.view(-1).double().square())
-        if not chosen:
-            return math.sqrt(square), None, ()
-        total = float(differs.sum() / lengths.sum()) ** 0.5
-        # Of each peer that reduces something.
-        bad = {
-            peer: differed > _ALIKE**2 * length
-            for (peer, size), differed, length in zip(shares, differs, lengths, strict=True)
-            if size
-        }
-        # Where all ranges differ it is what somebody sent.
-        blamed = [
-            uids[peer] for peer in bad if bad[peer] and peer in uids and not all(bad.values())
-        ]
-        return math.sqrt(square), total if math.isfinite(total) else 1e18, tuple(sorted(blamed))
+                by_owner = torch.bucketize(places, ends, right=True)
+                for values, sums in zip((rows, rows - mean, mean), squares, strict=True):
+                    sums.index_add_(0, by_owner, values.view(-1).double().square())
+        norm, difference, length = squares.sum(1).sqrt().tolist()
+        if chosen:
+            differ = ~(squares[1] <= _ALIKE**2 * squares[2])  # also NaN
+            suspects = [uid for (uid, _), each in zip(owners, differ, strict=True) if each]
+            if len(suspects) == sum(size > 0 for _, size in owners):
+                suspects = []  # where all ranges differ it is what somebody sent
+            finite = min(difference / max(length, 1e-18), 1e18) if math.isfinite(norm) else None
+            self._averaging = replace(
+                self._averaging, difference=finite, suspects=tuple(sorted(suspects))
+            )
+        return norm
 
     # --- what is published ------------------------------------------------------------------------
 
@@ -252,12 +221,10 @@ class AveragingValidator(StoreValidator):
 
     def _contributors(self, judged: int) -> int:
         averaging = self._averaging
-        return (
-            len(averaging.participants) if averaging and averaging.source == "average" else judged
-        )
+        return len(averaging.participants) if averaging.source == "average" else judged
 
     def _participants(self, close: Intake) -> frozenset[int]:
-        if self._averaging is None or self._averaging.source == "merge":
+        if self._averaging.source == "merge":
             return super()._participants(close)
         # Also of those whose uploads nobody looked at.
         for uid in self._averaging.participants:

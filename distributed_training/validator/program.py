@@ -293,7 +293,7 @@ def build(
         model.load(weights)
         return {name: model.loss(text) for name, text in parts.held_out.items()}
 
-    validator = kind_of_validator(config, parts.member, state.schema, folder, stack)(
+    validator = kind_of_validator(config)(
         rules=ValidatorRules(
             config=config,
             losses=losses,

@@ -14,7 +14,7 @@ import pytest
 from bittensor.sp_core import verify
 
 from distributed_training.chain_command import go_back
-from distributed_training.exchange.hivemind import find_partners
+from distributed_training.exchange.hivemind import Membership
 from distributed_training.protocol.manifest import Manifest, Master
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.validator.merge import digest_of
@@ -128,5 +128,7 @@ def test_an_expelled_member_has_no_part_and_the_others_lose_nothing(world: World
     assert gone not in {one.hotkey for one in manifest.refused}
     assert EXPELLED not in manifest.scores
     if isinstance(world, OverHivemind):
-        peers = {peer for peer, _ in find_partners(world.chain.neurons(), manifest, own="")}
-        assert world.peers[EXPELLED].id not in peers
+        master = world.master.ss58_address
+        membership = Membership(world.chain.neurons, master, master, 0.0)
+        order = membership.build_order(world.state, world.clock(), manifest)
+        assert {uid for _, _, uid in order.members} == set(world.uids) - {EXPELLED}

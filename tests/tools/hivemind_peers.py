@@ -73,12 +73,12 @@ class Runner(hivemind_peer.Runner):
 class Averager(hivemind_peer.Averager):  # its name is part of its RPCs' names
     runner_class = Runner
 
-    async def _begin_round(self, future: Any, order: Order, limit: float) -> None:
+    async def _begin_round(self, order: Order, future: Any) -> None:
         _read_kind()  # in the averager's process
         # The validator's is the only one whose average counts.
-        members = [peer for peer, _ in order.members if peer not in order.witnesses]
-        _victim[:] = members[:1] if kind == "lie-to-a-member" else order.witnesses[:1]
-        await super()._begin_round(future, order, limit)
+        members = [peer for peer, _, _ in order.members if peer != order.leader]
+        _victim[:] = members[:1] if kind == "lie-to-a-member" else [order.leader]
+        await super()._begin_round(order, future)
 
 
 class Peer(hivemind_peer.Peer):

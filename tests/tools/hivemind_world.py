@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,11 @@ from hivemind.p2p import P2P, PeerID
 from distributed_training.chain.identity import identity_file
 from distributed_training.config import Config
 from distributed_training.exchange.hivemind import (
-    Answer,
     Membership,
-    PeerProcess,
+    NoAllReduce,
     Ready,
     Settings,
-    left_out,
+    start_peer,
 )
 from distributed_training.protocol.manifest import Manifest
 from distributed_training.validator.average import AveragingValidator
@@ -45,23 +45,20 @@ class MemberPeer:
         self.id = str(PeerID.from_identity(identity.read_bytes()))
         self._kind = identity.parent / "kind"
         self.behave(kind)
-        settings = world.peer_settings(identity)
         self.readies: list[Ready] = []
-        self.answers: list[Answer] = []
-        self.process = PeerProcess(
-            settings,
+        self.process = start_peer(
+            world.peer_settings(identity),
             ready=self._on_ready,
-            answered=self.answers.append,
+            answered=lambda answer: None,
             module="tests.tools.hivemind_peers",
         )
-        self.process.start()
 
     def behave(self, kind: str) -> None:
         """Misbehave as ``kind`` says from the next order on; "": not at all."""
         self._kind.write_text(kind)
 
     def _on_ready(self, ready: Ready) -> None:
-        port = int(ready.addresses[0].split("/")[4])
+        port = int(ready.address.split("/")[4])
         self.world.ledger.serve(
             keypair(f"miner-{self.uid}").ss58_address, "127.0.0.1", port, self.id
         )
@@ -74,9 +71,8 @@ class MemberPeer:
         own = keypair(f"miner-{self.uid}").ss58_address
         upload = str(world.folder / f"upload-{self.uid}.safetensors")
         members = Membership(world.chain.neurons, own, world.master.ss58_address, AFTER)
-        order = members.build_order(state, world.clock(), manifest, upload=upload)
-        if order is not None and own not in left_out(manifest):
-            self.process.order(order)
+        with suppress(NoAllReduce):
+            self.process.send(members.build_order(state, world.clock(), manifest, upload=upload))
 
 
 class HivemindWorld(StoreWorld):
@@ -85,7 +81,6 @@ class HivemindWorld(StoreWorld):
     def __init__(
         self, folder: Path, *, uids: Sequence[int] = (3, 5, 17), kinds: Any = None, **changes: Any
     ) -> None:
-        self.readies: list[Ready] = []
         super().__init__(folder, uids=uids, own=True, **changes)
         kinds = kinds or {}
         self.peers = {uid: MemberPeer(self, uid, kinds.get(uid, "")) for uid in uids}
@@ -98,14 +93,13 @@ class HivemindWorld(StoreWorld):
 
         wait_for(all_ready, "every peer is ready", 120)
 
-    def peer_settings(self, identity: Path, *, witness: bool = False) -> Settings:
+    def peer_settings(self, identity: Path) -> Settings:
         return Settings(
             schema=[(name, tuple(shape)) for name, shape in self.schema],
             run_id=self.run_id,
             identity=str(identity),
             listen="127.0.0.1",
             port=0,
-            witness=witness,
             gather=GATHER,
             chunk=3.0,
             longest=LONGEST - AFTER,
@@ -113,13 +107,21 @@ class HivemindWorld(StoreWorld):
 
     def restart(self, *, folder: Path | None = None) -> None:
         self.config = _averaging(self.config)
+        self.stop_peer()
         super().restart(folder=folder)
         assert isinstance(self.validator, AveragingValidator)
 
     def close(self) -> None:
         for peer in self.peers.values():
             peer.process.close()
+        self.stop_peer()
         self.closing.close()
+
+    def stop_peer(self) -> None:
+        """End the validator's peer, as its end does."""
+        if hasattr(self, "validator") and hasattr(self.validator, "peer"):
+            self.validator.peer.close()
+            self.ledger.serve(self.master.ss58_address, "127.0.0.1", 0, "")
 
     # --- a round --------------------------------------------------------------------------------
 
@@ -129,17 +131,17 @@ class HivemindWorld(StoreWorld):
         (self.folder / f"upload-{miner.uid}.safetensors").write_bytes(data)
         miner.upload(data)
 
-    def average_round(self, *, absent: Sequence[int] = (), silent: Sequence[int] = ()) -> Manifest:
+    def average_round(self, *, silent: Sequence[int] = ()) -> Manifest:
         """Let all train, upload and average, and the validator end the round.
 
-        ``absent``: members that do nothing; ``silent``: that upload and do not average.
+        ``silent``: members that upload and do not average.
         """
-        before, present = self.state.outer_step, [u for u in self.uids if u not in absent]
-        self.train(*present)
+        before = self.state.outer_step
+        self.train()
         self.until_close()
-        for uid in present:
+        for uid in self.uids:
             self.upload(self.miners[uid])
-        for uid in present:
+        for uid in self.uids:
             if uid not in silent:
                 self.peers[uid].order()
         self.until_step(before + 1)

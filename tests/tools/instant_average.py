@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed_training.exchange.hivemind import Answer, Order, Ready, Settings
+from distributed_training.exchange.hivemind import Answer, Order
 from distributed_training.protocol import keys
 from distributed_training.protocol.average_file import write_average
 from distributed_training.protocol.manifest import Manifest
@@ -54,23 +54,13 @@ def fetched_bytes(world: StoreWorld) -> int:
 class InstantPeer:
     """Stands for the validator's peer process: answers an order at once, from all uploads."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        *,
-        ready: Callable[[Ready], None],
-        answered: Callable[[Answer], None],
-        world: InstantWorld,
-    ) -> None:
-        self._ready, self._answered, self._world = ready, answered, world
-
-    def start(self) -> None:
-        self._ready(Ready("peer-of-master", ("/ip4/127.0.0.1/tcp/9/p2p/peer-of-master",)))
+    def __init__(self, answered: Callable[[Answer], None], world: InstantWorld) -> None:
+        self._answered, self._world = answered, world
 
     def close(self) -> None:
         pass
 
-    def order(self, order: Order) -> None:
+    def send(self, order: Order) -> None:
         world, sums, senders = self._world, list[Tensor](), list[str]()
         schema = world.validator.state.schema
         scale = order.scale(sum(torch.Size(shape).numel() for _, shape in schema))
@@ -101,10 +91,7 @@ class InstantWorld(HivemindWorld):
         uids: Sequence[int] = (3, 5, 17),
         **changes: Any,
     ) -> None:
-        patch.setattr(
-            average, "PeerProcess", lambda *given, **named: InstantPeer(*given, **named, world=self)
-        )
-        self.readies = []
+        patch.setattr(average, "open_peer", lambda *given: InstantPeer(given[-1], self))
         StoreWorld.__init__(self, folder, uids=uids, own=True, **changes)
         self.peers = {}
         for uid in uids:

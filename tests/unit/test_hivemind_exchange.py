@@ -6,6 +6,7 @@ import asyncio
 import math
 import socket
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,8 +26,6 @@ from distributed_training.exchange.hivemind import (
     Membership,
     Order,
     Ready,
-    find_partners,
-    usual_norm,
 )
 from distributed_training.exchange.own_uploads import OwnUploads
 from distributed_training.protocol.average_file import Average, write_average
@@ -51,7 +50,7 @@ class Peer:
     def __init__(self) -> None:
         self.orders: list[Order] = []
 
-    def order(self, order: Order) -> None:
+    def send(self, order: Order) -> None:
         self.orders.append(order)
 
     def close(self) -> None: ...
@@ -70,8 +69,7 @@ class World:
             uploads=OwnUploads(self.store, folder / "uploads", UID),
             clocks=Clocks(self.time.steady, self.time.unix),
             membership=Membership(lambda: self.neurons, MEMBER, "B", 10.0),
-            settings=lambda schema: pytest.fail("it starts no peer"),
-            ready=lambda ready: None,
+            open_peer=lambda schema, answered: pytest.fail("it starts no peer"),
         )
         self.folder = folder
         self.rounds._peer = self.peer  # type: ignore[assignment]
@@ -97,12 +95,12 @@ def test_the_first_close_has_no_norm_to_go_by_and_no_all_reduce(world: World) ->
     assert not world.send()
     world.leader.take_outer_step()
     (order,) = world.send()
-    assert order.usual == usual_norm(world.leader.chain[1])
-    assert dict(order.members) == {
-        PEERS["a"]: (f"/ip4/192.0.2.1/tcp/8009/p2p/{PEERS['a']}",),
-        PEERS["b"]: (f"/ip6/2001:db8::1/tcp/8010/p2p/{PEERS['b']}",),
-    }
-    assert order.witnesses == (PEERS["b"],) and not order.average
+    assert order.usual == 1.0
+    assert order.members == (
+        (PEERS["a"], "/ip4/192.0.2.1/tcp/8009", 1),
+        (PEERS["b"], "/ip6/2001:db8::1/tcp/8010", 2),
+    )
+    assert order.leader == PEERS["b"] and not order.average
     assert order.ends - order.at == pytest.approx(world.leader.close.grace - 10.0)
     assert order.upload.endswith(f"1.{order.serial}.safetensors")
 
@@ -113,7 +111,8 @@ def test_who_was_refused_for_the_upload_sits_the_next_one_out(world: World, caus
     world.leader.take_outer_step(refused=(ours,))
     assert len(world.send()) == (cause in ("late", "not-judged"))
     others = replace(world.leader.chain[1], refused=(replace(ours, hotkey="A" * 48),))
-    assert len(find_partners(NEURONS, others, own=MEMBER)) == 1 + (cause in ("late", "not-judged"))
+    order = world.rounds._membership.build_order(world.leader.close, 0.0, others)
+    assert len(order.members) == 1 + (cause in ("late", "not-judged"))
 
 
 def test_a_chain_that_does_not_answer_costs_one_average(world: World) -> None:
@@ -177,10 +176,28 @@ def test_an_average_is_read_as_it_was_written_and_nothing_else(tmp_path: Path) -
 
 @pytest.mark.parametrize("usual", [1e-9, 3e-5, 1.0, 7e6])
 def test_values_of_the_usual_size_fill_float16(usual: float) -> None:
-    order = Order(1, 0.0, 1.0, (), (), usual)
+    order = Order(1, 0.0, 1.0, (), "", usual)
     values = 1_000_000
     size = usual / math.sqrt(values) * order.scale(values)
     assert 0.5 < size < 2 and math.log2(order.scale(values)).is_integer()
+
+
+@pytest.mark.parametrize("size", [1.0, 3.0])
+def test_an_upload_is_averaged_as_a_merge_would_clip_it(
+    size: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from distributed_training.exchange import hivemind_peer
+
+    schema = (("w", (3, 4)), ("b", (4,)))
+    file = SimpleNamespace(decode=lambda name, shape: torch.full(shape, size))
+    monkeypatch.setattr(hivemind_peer.UpdateFile, "reopen", lambda path, schema: file)
+    tensors = [torch.zeros(shape) for _, shape in schema]
+    averager = SimpleNamespace(get_tensors=lambda: nullcontext(tensors))
+    own: Any = SimpleNamespace(_settings=SimpleNamespace(schema=schema), _averager=averager)
+    # Usual is 4.0, the norm of 16 ones.
+    hivemind_peer.Peer._fill(own, Order(1, 0.0, 1.0, (), "", 4.0, upload="upload"), 8.0)
+    for tensor in tensors:
+        assert torch.allclose(tensor, torch.full(tensor.shape, 8.0 * min(size, 2.0)))
 
 
 @pytest.mark.parametrize("is_open", [True, False])
@@ -194,8 +211,8 @@ def test_a_port_that_cannot_be_reached_is_named_at_the_start(
         port = server.getsockname()[1]
         if not is_open:
             server.close()
-        ready = Ready(PEERS["a"], (f"/ip4/0.0.0.0/tcp/{port}/p2p/{PEERS['a']}",))
-        peer.announcer(config, cast(Any, None))(ready)
+        ready = Ready(PEERS["a"], f"/ip4/0.0.0.0/tcp/{port}/p2p/{PEERS['a']}")
+        peer.announce_peer(config, cast(Any, None), ready)
     assert announced == [("127.0.0.1", port, PEERS["a"])]  # its uploads count, and others try it
     assert (f"open TCP port {port}" in caplog.text) is not is_open
 
@@ -203,18 +220,15 @@ def test_a_port_that_cannot_be_reached_is_named_at_the_start(
 def test_addresses_that_do_not_answer_are_tried_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from distributed_training.exchange import hivemind_peer
 
-    async def connected() -> list[Any]:
-        return []
-
     async def connect(*place: Any) -> None:
         tried.append(place)
         await asyncio.sleep(3600)
 
     tried: list[Any] = []
     client = SimpleNamespace(connect=connect)
-    node = SimpleNamespace(p2p=SimpleNamespace(list_peers=connected, _client=client))
-    members = [(PEERS["a"], (f"/ip4/192.0.2.1/tcp/{n}/p2p/{PEERS['a']}",)) for n in range(1, 51)]
+    node = SimpleNamespace(p2p=SimpleNamespace(_client=client))
+    members = [(PEERS["a"], f"/ip4/192.0.2.1/tcp/{n}", n) for n in range(1, 51)]
     monkeypatch.setattr(hivemind_peer, "_MEET", 0.2)
     began = time.monotonic()
-    asyncio.run(hivemind_peer._meet(None, node, tuple(members)))
+    asyncio.run(hivemind_peer._meet(None, node, members))
     assert len(tried) == 50 and time.monotonic() - began < 5
