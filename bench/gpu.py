@@ -5,7 +5,6 @@
     python bench/gpu.py --minutes 20             more rows of the parts that are cut by time
     python bench/gpu.py --length 4096            tokens of a sequence
     python bench/gpu.py --device cpu --quick     every part's code at toy size; no figure counts
-    python bench/gpu.py --plan                   what is to be expected on paper; needs no GPU
     python bench/gpu.py --table FILE.json        put a report into docs/performance.md
 
 Needs Python 3.11 or newer and these packages with what they require: torch (2.11 or newer),
@@ -95,12 +94,6 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     if options.table is not None:
         print(fill_document(options.table))
-        return 0
-    if options.plan:
-        from bench import common, gpu_plan
-
-        for titles, rows in gpu_plan.tables():
-            common.table(titles, rows)
         return 0
     if options.child:
         from bench import gpu_parts, gpu_ranks
@@ -308,7 +301,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="toy sizes")
     parser.add_argument("--minutes", type=float, help=_LENGTHS)
     parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
-    parser.add_argument("--plan", action="store_true", help="predict on paper; needs no GPU")
     parser.add_argument("--table", type=Path, metavar="FILE.json", help="fill the document with it")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)

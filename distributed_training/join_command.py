@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import argparse
 import getpass
+import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +35,16 @@ from distributed_training.chain.base import ChainError
 from distributed_training.chain.kinds import how_to_register
 from distributed_training.common.files import atomic_file, write_bytes
 from distributed_training.config import OPERATORS_FILE, Config, ConfigError, exit_with, load_config
-from distributed_training.config.loader import WALLET, Parser, argument, read_argv, read_toml
+from distributed_training.config.loader import (
+    WALLET,
+    Parser,
+    argument,
+    argv_of,
+    read_argv,
+    read_dotenv,
+    read_toml,
+    unprintable,
+)
 from distributed_training.config.model import (
     check_addresses,
     check_installed,
@@ -44,13 +55,6 @@ from distributed_training.config.schema import schema
 from distributed_training.config.types import File
 from distributed_training.health.gpus import visible_gpu_count
 from distributed_training.health.machine import refuse_model
-from distributed_training.miner.init_command import (
-    DOTENV,
-    INVITATION,
-    argv_of,
-    dotenv_with,
-    toml_of,
-)
 from distributed_training.network import BUILT_IN, save_copy
 from distributed_training.node.buckets import open_own
 from distributed_training.protocol.keys import miner_bucket
@@ -59,6 +63,11 @@ from distributed_training.store.errors import BucketMissingError, StoreError
 from distributed_training.store.s3 import S3ObjectStore
 
 _NOTHING = "so nothing was written"
+_DOTENV, _INVITATION = Path(".env"), "DT_INVITATION"
+_HEAD = """\
+# The settings of a miner, by `dt-join`. Secrets belong in .env; flags win over this file.
+# Every flag of `dt-miner --help-all` may stand here: [section] and name.
+"""
 
 
 class _Unfinished(RuntimeError):
@@ -119,8 +128,8 @@ def join(options: argparse.Namespace, words: Sequence[str]) -> int:
         if token:
             config = replace(config, chain=replace(config.chain, invitation=SecretStr(token)))
         variables = {name: os.environ.get(name, "") for name in config.key_variables}
-        secret = {INVITATION: token} if token else {}
-        dotenv_with(variables | secret)  # it may refuse one
+        secret = {_INVITATION: token} if token else {}
+        _dotenv_with(variables | secret)  # it may refuse one
         uid, admitted = _register(config, undo)
         undo.pop_all()
     if admitted:  # any other secret nobody has checked
@@ -131,12 +140,12 @@ def join(options: argparse.Namespace, words: Sequence[str]) -> int:
     config.run_folder.mkdir(parents=True, exist_ok=True)
     save_copy(config.network, config.run_folder)
     if not OPERATORS_FILE.exists():
-        write_bytes(OPERATORS_FILE, toml_of(given, ports=config.takes_ports).encode())
-    with atomic_file(DOTENV, private=True) as file:
-        file.write(dotenv_with(variables).encode())
+        write_bytes(OPERATORS_FILE, _toml_of(given, ports=config.takes_ports).encode())
+    with atomic_file(_DOTENV, private=True) as file:
+        file.write(_dotenv_with(variables).encode())
     here = Path.cwd()
     secrets = "keys" if config.has_bucket else "invitation"
-    print(f"{config.network.line}\nsettings {here / OPERATORS_FILE}, {secrets} {here / DOTENV}")
+    print(f"{config.network.line}\nsettings {here / OPERATORS_FILE}, {secrets} {here / _DOTENV}")
     if not config.takes_ports:
         print(
             "a script of yours joins here too: distributed_training.model_config() is the model's "
@@ -306,6 +315,47 @@ def _remove(*paths: Path) -> None:
     for path in paths:
         with suppress(OSError):
             path.rmdir() if path.is_dir() else path.unlink()
+
+
+def _toml_of(given: Mapping[str, str], *, ports: bool) -> str:
+    """Return the text of a ``--config`` file with the flags ``given``.
+
+    ``ports``: other members connect to this machine, so its port is there too.
+    """
+    known = schema("miner")
+    found = {"dht.port": str(known.find("dht.port").default)} if ports else {}
+    found |= given
+    # By section, those without one first; an older spelling before the rest of its section.
+    places = {setting.name: place for place, setting in enumerate(known)}
+    lines, section = [_HEAD], ""
+    for name in sorted(found, key=lambda name: (name.rpartition(".")[0], places.get(name, 0))):
+        text = found[name]
+        part, _, key = name.rpartition(".")
+        if part != section:
+            section = part
+            lines.append(f"\n[{section}]\n")
+        value = text if text.isdigit() and text == str(int(text)) else json.dumps(text)
+        lines.append(f"{key} = {value}\n")
+    return "".join(lines)
+
+
+def _dotenv_with(keys: Mapping[str, str]) -> str:
+    """Return the text of ``.env`` with ``keys``, each in its line if it has one there.
+
+    Raises ConfigError.
+    """
+    held = read_dotenv(_DOTENV)
+    # Some editors begin a file with a mark, which would become part of the first name.
+    lines = _DOTENV.read_text(encoding="utf-8-sig").splitlines() if _DOTENV.exists() else []
+    for name, value in keys.items():
+        if value == held.get(name) or (not value and name in held):
+            continue
+        if (why := unprintable(value)) or "'" in value:
+            raise ConfigError(f"{name} {why or 'holds a quotation mark'}: copy it again")
+        line = f"{name}={value}" if value.isalnum() or not value else f"{name}='{value}'"
+        own = [i for i, text in enumerate(lines) if re.match(rf"\s*(export\s+)?{name}\s*=", text)]
+        lines[slice(own[-1], own[-1] + 1) if own else slice(len(lines), None)] = [line]
+    return "".join(f"{line}\n" for line in lines)
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ from distributed_training.common.backoff import Repeats
 from distributed_training.common.kinds import import_plugins
 from distributed_training.common.processes import Mark
 from distributed_training.config import OPERATORS_FILE, Config, ConfigError, load_config, problems
+from distributed_training.config.loader import argv_of
 from distributed_training.config.schema import schema
 from distributed_training.config.versions import parse_version, under
 from distributed_training.miner import build
@@ -53,7 +54,6 @@ from distributed_training.miner import events as ev
 from distributed_training.miner.build import RankContext, open_data
 from distributed_training.miner.controller import IDLE_WAIT
 from distributed_training.miner.events import Action, Command, LocalPart
-from distributed_training.miner.init_command import argv_of
 from distributed_training.miner.launcher import occupied
 from distributed_training.miner.loop import RankLoop
 from distributed_training.miner.ranks import RankChannel

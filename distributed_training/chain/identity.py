@@ -67,7 +67,7 @@ def require_hotkey(settings: ChainSettings) -> None:
         is_public = settings.kind == "bittensor"  # a registry's members have no btcli
         raise ConfigError(
             f"no hotkey at {path}, so the miner has no identity: check --wallet.name, "
-            "--wallet.hotkey and --wallet.path (dt-miner init asks for them), or "
+            "--wallet.hotkey and --wallet.path, or "
             + ("create it with `btcli wallet new-hotkey`" if is_public else "join with dt-join")
         )
     if not os.access(path, os.R_OK):

@@ -48,17 +48,10 @@ def peak_flops(device_name: str) -> float | None:
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU that plans are made for. ``memory`` in GB, ``bandwidth`` of it in TB/s.
-
-    ``bus``: GB/s to the host by the data sheet. ``link``: GB/s that a collective of several in one
-    machine sends from each. ``price``: dollars an hour.
-    """
+    """A GPU that plans are made for. ``memory`` in GB; ``price``: dollars an hour."""
 
     name: str
     memory: float
-    bandwidth: float
-    bus: float
-    link: float
     price: float
 
     @property
@@ -72,18 +65,14 @@ class Card:
 #: Of the prices below: medians of what is rented by the hour, without a contract
 #: (aimultiple.com/gpu-index, mercatus-ai.com/blog/cloud-gpu-pricing). They change each month.
 PRICED = "2026-05"
-#: Links: NVLink at 0.8 of its data sheet, as NCCL reaches it. PCIe with peer access 20 GB/s.
-#: GeForce cards have none, and all passes through host memory: 4 GB/s were measured between two of
-#: four rented RTX 4090 (cortwave.github.io/posts/multi-gpu). On a good board it may be several
-#: times as much (github.com/NVIDIA/nccl/issues/1639), so measure yours with nccl-tests.
 CARDS = {
-    "h200": Card("H200", 141, 4.8, 64, 360, 4.00),
-    "h100": Card("H100", 80, 3.35, 64, 360, 2.95),
-    "b200": Card("B200", 180, 8.0, 64, 720, 6.00),
-    "a100": Card("A100", 80, 2.039, 32, 240, 1.30),
-    "l40s": Card("L40S", 48, 0.864, 32, 20, 0.90),
-    "a6000": Card("RTX A6000", 48, 0.768, 32, 20, 0.50),
-    "5090": Card("RTX 5090", 32, 1.792, 64, 5, 0.65),
-    "4090": Card("RTX 4090", 24, 1.008, 32, 5, 0.40),
-    "3090": Card("RTX 3090", 24, 0.936, 32, 5, 0.20),
+    "h200": Card("H200", 141, 4.00),
+    "h100": Card("H100", 80, 2.95),
+    "b200": Card("B200", 180, 6.00),
+    "a100": Card("A100", 80, 1.30),
+    "l40s": Card("L40S", 48, 0.90),
+    "a6000": Card("RTX A6000", 48, 0.50),
+    "5090": Card("RTX 5090", 32, 0.65),
+    "4090": Card("RTX 4090", 24, 0.40),
+    "3090": Card("RTX 3090", 24, 0.20),
 }

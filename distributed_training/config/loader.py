@@ -177,7 +177,7 @@ class _HelpAll(argparse.Action):
 
 
 _COMMANDS = (
-    "Without a command it trains. `dt-miner init` writes miner.toml and .env of a new miner, "
+    "Without a command it trains. `dt-join` writes miner.toml and .env of a new miner, "
     "`dt-miner config` shows every setting and where it comes from, `dt-miner check` refuses "
     "settings as a start would, `dt-miner completion bash` (or zsh) completes flags in a shell. "
 )
@@ -281,6 +281,16 @@ def read_argv(
         name: Given("true" if text == "" and name in REMOVED else text, f"--{name}")
         for name, text in joined.items()
     }
+
+
+def argv_of(given: Mapping[str, str]) -> list[str]:
+    """Return the words of a miner's command line with these flags."""
+    known, argv = schema("miner"), []
+    for name, text in given.items():
+        setting = known.get(name)
+        many = setting is not None and setting.many
+        argv += [f"--{name}", *text.split()] if many else [f"--{name}={text}"]
+    return argv
 
 
 def _refuse_secret(name: str, known: Schema, why: str) -> None:

@@ -489,10 +489,9 @@ def check_keys(config: Config) -> Iterator[str]:
     missing = [variable for variable, text in _keys_of(config).items() if not text]
     # Only this line: keys that are not there need no comparison.
     if missing:
-        asks = ", or run dt-miner init, which asks for them" if config.kind == "miner" else ""
         yield (
             f"{', '.join(missing)} not set, so nothing could be uploaded: put them into .env "
-            f"({where} to read, {wanted}){asks}"
+            f"({where} to read, {wanted})"
         )
         return
     yield from key_faults(config)

@@ -265,7 +265,7 @@ def _entry(config: Config, setting: Setting) -> str:
 
 def completion(shell: str) -> str:
     """Return a script by which ``shell``, bash or zsh, completes commands and flags of dt-miner."""
-    words, cases = ["init", "config", "check", "completion", "--help", "--help-all"], []
+    words, cases = ["config", "check", "completion", "--help", "--help-all"], []
     for setting in schema("miner").flags:
         if not setting.secret:
             words.append(f"--{setting.name}")

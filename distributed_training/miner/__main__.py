@@ -1,7 +1,6 @@
 """The miner as a program: train, upload and average until a stop.
 
     python -m distributed_training.miner --wallet.name W --wallet.hotkey H --nproc_per_node 4 ...
-    python -m distributed_training.miner init       write miner.toml and .env
     python -m distributed_training.miner config ... show every setting and where it is from
     python -m distributed_training.miner check ...  refuse settings as a start would, and end
     python -m distributed_training.miner completion bash|zsh   flags for this shell to complete
@@ -52,10 +51,6 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
     The configuration is read here and nowhere else: the launcher hands it to its ranks.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["init"]:
-        from distributed_training.miner import init_command
-
-        return init_command.main(argv[1:])
     if argv[:1] == ["completion"]:
         if list(argv[1:]) not in (["bash"], ["zsh"]):
             return exit_with(ConfigError("dt-miner completion needs a shell: bash or zsh"))

@@ -10,7 +10,6 @@ import pytest
 from distributed_training import join_command, network_command
 from distributed_training.config.loader import parser_of
 from distributed_training.config.schema import schema
-from distributed_training.miner import init_command
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -29,7 +28,6 @@ PARSERS = [
     for parent in (
         network_command.build_parser(),
         join_command.build_parser(),
-        init_command.build_parser(),
         parser_of(schema("validator"), everything=True),
     )
     for parser in commands(parent)

@@ -23,7 +23,6 @@ OF_0_2 = Path(__file__).parents[1] / "vectors" / "flags-0.2.0.toml"
 PROGRAMS = {
     "miner": ("miner.__main__", []),
     "miner before torchrun": ("miner.__main__", ["check"]),
-    "dt-miner init": ("miner.__main__", ["init", "--yes"]),
     "validator": ("validator.__main__", []),
     "dt-doctor": ("doctor", ["--offline"]),
     "dt-score": ("scoring.command", []),

@@ -13,7 +13,6 @@ import tarfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -21,7 +20,6 @@ from typing import Any, NoReturn
 import pytest
 
 from distributed_training import doctor
-from distributed_training.chain.identity import require_hotkey
 from distributed_training.common.llama import named_config
 from distributed_training.common.memory import ModelShape
 from distributed_training.common.ports import free_ports
@@ -652,11 +650,6 @@ def test_in_an_empty_folder_the_doctor_names_the_command_that_fills_it(
         monkeypatch.delenv(name)
     assert doctor.main([]) == 2
     assert "join a network with dt-join" in capsys.readouterr().err
-    asked = Examination(load_config("miner", [], environ={}, check=False), 1)
-    (keys, *_) = machine.check_configuration(asked)
-    assert "R2_ACCOUNT_ID" in keys.finding and "dt-miner init" in keys.remedy
-    with pytest.raises(ConfigError, match="dt-miner init"):
-        require_hotkey(replace(asked.config.chain, wallet_path=str(tmp_path)))
 
 
 def test_checks_that_wait_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

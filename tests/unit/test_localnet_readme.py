@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from distributed_training import network_command, plan_command, status_command
+from distributed_training import join_command, network_command, plan_command, status_command
 from distributed_training.config.removed import REMOVED
 from distributed_training.config.schema import schema
 from distributed_training.doctor import build_parser as doctor_parser
 from distributed_training.localnet.command import build_parser
-from distributed_training.miner import init_command
 from distributed_training.registry.__main__ import parser as registry_parser
 from distributed_training.scoring import command, export
 
@@ -102,12 +101,12 @@ def test_flags_exist(page: Path) -> None:
     ours = set(build_parser()._option_string_actions)
     doctors = set(doctor_parser()._option_string_actions)
     for program in (
-        *(module.build_parser() for module in (export, init_command, network_command, command)),
+        plan_command.build_parser(),
+        *(module.build_parser() for module in (export, join_command, network_command, command)),
         registry_parser(),
     ):
         ours |= options_of(program)
     ours |= set(re.findall(r"--[a-z]+", status_command.__doc__ or ""))
-    ours |= set(re.findall(r"\"(--[a-z]+)\"", Path(plan_command.__file__).read_text()))
     ours |= set(re.findall(r"--[a-z-]+", help_of("examples/compare.py")))
     for text in [*commands(page), *inline(page)]:
         for flag in re.findall(r"(?<![\w-])--([a-z][\w.-]*)", text):

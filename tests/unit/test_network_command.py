@@ -240,8 +240,6 @@ def test_the_table_of_the_guide_is_what_init_writes_and_dt_plan_prints(
         dollars = cells["GPUs of all members, prices of May 2026"].removesuffix(" dollars")
         hours = cells["time of the whole training"]
         assert f"  {hours}, {dollars} $ of all members" in said
-        judging = cells["the validator's GPU meanwhile, judging"].removesuffix(" dollars")
-        assert f"a day, {judging} $ in all" in said
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from distributed_training.config import Config, ConfigError, loader
 from distributed_training.config.model import KEY_VARIABLES
 from distributed_training.health import machine
 from distributed_training.health.machine import Examination
-from distributed_training.miner.init_command import main as miner_init
 from distributed_training.network import (
     needless_keys,
     of_exchange,
@@ -225,20 +224,8 @@ def test_a_network_stays_of_its_kind(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "exchange is another one than in version 1" in capsys.readouterr().err
 
 
-def test_a_member_is_asked_for_no_port_and_no_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_member_needs_no_port_and_no_key(tmp_path: Path) -> None:
     assert found(tmp_path / "lab") == 0
-    monkeypatch.chdir(tmp_path)
-    asked: list[str] = []
-    monkeypatch.setattr("builtins.input", lambda prompt: asked.append(prompt) or "")
-    file = str(tmp_path / "lab" / "network.toml")
-    assert miner_init(["--network", file, "--wallet.hotkey", "mine"]) == 0
-    said = capsys.readouterr().out.partition("wrote miner.toml")[2]
-    assert asked and not [prompt for prompt in asked if "ort" in prompt.split() or "R2" in prompt]
-    assert "port" not in (tmp_path / "miner.toml").read_text()
-    assert (tmp_path / ".env").read_text() == ""
-    assert "dt-miner" in said and "bucket" not in said
     config = read(tmp_path / "lab")
     names = {check.name for check in machine.start_checks(config, ranks=1)}
     assert names and not [name for name in names if name.startswith("port")]
