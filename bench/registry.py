@@ -111,7 +111,7 @@ def serve(folder: Path, count: int, seconds: float, **how: bool) -> tuple[Measur
     """Return what ``count`` pollers measured, and the registry's share of one core."""
     (port,) = free_ports(1)
     flags = ("--port", str(port), "--folder", str(folder))
-    command = [sys.executable, "-m", "distributed_training.registry", "serve", *flags]
+    command = [sys.executable, "-m", "distributed_training.network_command", "serve", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

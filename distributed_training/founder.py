@@ -59,7 +59,7 @@ MARK = "DT_FOUNDED"  # environment variable; its value is the folder
 STORE = "store"  # name of the folder that the registry serves where --store is embedded
 _REGISTRY, _VALIDATOR = "registry", "validator"
 _PROGRAMS = {
-    _REGISTRY: ("dt-registry serve", "distributed_training.registry serve"),
+    _REGISTRY: ("dt-network serve", "distributed_training.network_command serve"),
     _VALIDATOR: ("dt-validator", "distributed_training.validator"),
 }
 _EFFECT = {
@@ -182,7 +182,7 @@ def _own_store(folder: Path, config: Config) -> Path | None:
 
     Raises ConfigError for one of the edition before, or where it is not there.
     """
-    from distributed_training.registry.__main__ import refuse_old_store
+    from distributed_training.registry.command import refuse_old_store
 
     store, endpoint = folder / STORE, config.store.endpoint_url
     own = endpoint is not None and endpoint == config.chain.registry_url
@@ -225,11 +225,11 @@ def check(plan: FounderPlan) -> Config:
     """
     from distributed_training.chain.identity import load_wallet
     from distributed_training.health.machine import refuse_model, refuse_unknown_kinds
-    from distributed_training.registry.__main__ import parser
+    from distributed_training.registry.command import parse_serve
 
     require(validator="a validator")
     if _REGISTRY in plan.words:
-        parser().parse_args(["serve", *plan.words[_REGISTRY]])  # ends with status 2 and its line
+        parse_serve(plan.words[_REGISTRY])  # ends with status 2 and its line
     config = load_config("validator", plan.words[_VALIDATOR], environ=plan.environ)
     refuse_unknown_kinds(config)
     refuse_model(config, ranks=1)
@@ -418,7 +418,8 @@ def _invite(plan: FounderPlan, network: Network) -> None:
         return
 
     def registry(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "distributed_training.registry", *plan.invite, *words]
+        program = [sys.executable, "-m", "distributed_training.network_command"]
+        command = [*program, *plan.invite, *words]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
     done = registry()

@@ -1,428 +1,406 @@
-"""Check a founder's model, tokenizer and data, and pin them, before the file is signed.
-
-A wrong word in that file costs every member weeks. So data and tokenizer are read, and the model is
-built and compared with ``transformers``. What may change later is written into the rules: a commit,
-a row count, a digest.
-"""
+"""Create a network: its rules, its keys and its signed file, in a folder of its founder."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
-import sys
-from collections.abc import Mapping
+import argparse
+import ipaddress
+import math
+import shlex
+import shutil
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
+from urllib.parse import urlsplit
 
-from distributed_training.common.proxies import HUB, share
-from distributed_training.config import ConfigError
-from distributed_training.config.types import DOMAIN_NAME, ConfigAway
-from distributed_training.network import HELD_OUT
-from distributed_training.node.start import hub_is_away
-from distributed_training.protocol.keys import FROZEN
-from distributed_training.protocol.metadata import with_rules
-from distributed_training.protocol.pages import HELD_OUT_PAGES
+from distributed_training.common.addresses import Reach, reach
+from distributed_training.common.files import write_bytes
+from distributed_training.config import ConfigError, load_config
+from distributed_training.config.installed import require
+from distributed_training.config.settings import ChainSettings
+from distributed_training.config.types import show as show_value
+from distributed_training.founder import INVITATION, MASTER, RUN_FILE, STORE
+from distributed_training.founding_checks import (
+    check_model,
+    choose_pages,
+    pin_data,
+    pin_tokenizer,
+    pin_weights,
+    publish_folders,
+    read_model,
+    refuse_vocabulary,
+)
+from distributed_training.network import (
+    FILE,
+    FORMATS,
+    HELD_OUT,
+    USUAL,
+    NetworkFileError,
+    flatten,
+    needless_keys,
+    read_text,
+    signed,
+    to_toml,
+    toml_value,
+    tree_of,
+)
+from distributed_training.protocol.growth import (
+    Growth,
+    amount,
+    average_seconds,
+    file_bytes,
+    fitting_period,
+    fitting_schedule,
+    grace_seconds,
+)
+from distributed_training.protocol.keys import CONFIG
+from distributed_training.protocol.metadata import LONGEST_KEY
+from distributed_training.protocol.types import UPDATE_CODEC
+from distributed_training.signing import seconds_of, show, write_file
 
-_HELD_OUT_SHARE = 16  # in a small data set one of this many pages is held out
-_HUB_SECONDS = 10.0  # of the question for a tokenizer's commit
+EMBEDDED = "embedded"  # instead of a store's URL
+EXCHANGE = "store"  # of a network whose founder names none
+#: Mbit/s up, of a member. An all-reduce sends 4 bytes a parameter, an upload half a byte.
+SLOWEST_LINK = {"store": 20.0, "hivemind": 500.0}
+_CARRIED = ("data", "training", "round", "limits", "stop")
+_SAMPLE = "sample/100BT"  # of the usual dataset, which has its texts several times
+_MANY_WORDS = 32_000  # of a tokenizer; with fewer, less can be learned and lost
 
 
-def pin_data(data: dict[str, Any], *, unpinned: bool) -> None:
-    """Add commit and row count to ``[data]``, as its source serves them now, unless it says them.
-
-    The standard library's text stays free: it is for trials, on one machine. ``unpinned``: add
-    nothing. Then, and where the file says it, a source that is away is no reason to stop.
-
-    Raises ConfigError for a source that no miner could read.
-    """
-    from pydantic import ValidationError
-
-    from distributed_training.config.settings import DataSettings
-    from distributed_training.data.block_builder import readable
-    from distributed_training.data.page_source import NothingToRead, PageUnavailable
-    from distributed_training.data.sources import kind_of
-
-    sources = DataSettings(source=data["source"]).sources
-    if any(kind_of(source).for_trials for source in sources):
-        return
-    read = ("source", "dataset", "folder", "rows_url", "text_column")
-    given = {key: data[key] for key in read if key in data}
-    free = unpinned or bool({"revision", "rows"} & set(data))
-    try:
-        found = readable(DataSettings(**given, request_attempts=1 if free else 2))
-    except ValidationError:
-        return  # the whole file is refused with its line
-    except NothingToRead as error:
+def init(options: argparse.Namespace) -> None:
+    """Create a network. Raises ConfigError, NetworkFileError; no folder is left then."""
+    folder: Path = options.folder.absolute()
+    if folder.exists():
         raise ConfigError(
-            f"no miner could read the data ({error}), so no network was created: correct "
-            "--data-source, or data.dataset, data.folder and data.text_column with --set"
+            f"{folder} exists already, so no network was created: give a folder that is not there, "
+            "or change its network.toml and run dt-network sign"
+        )
+    if options.weights is not None:
+        from distributed_training.data.tokenizer import name_of_folder
+
+        options.weights = options.weights.absolute()
+        options.model = options.weights / CONFIG
+        options.tokenizer = options.tokenizer or name_of_folder(options.weights)
+    options.tokenizer = options.tokenizer or "bytes"
+    options.exchange = options.exchange or EXCHANGE
+    _refuse_options(options)
+    wanted = {"hivemind": "a network over hivemind"} if options.exchange == "hivemind" else {}
+    require(**wanted)
+    rules = rules_of(options)
+    # Before the folder is made: the source of the data may be away.
+    if rules["data"].get("own") is not True:  # else nobody reads them
+        pin_data(rules["data"], unpinned=options.unpinned)
+    old = getattr(options, "of", None)
+    held_out = choose_pages(rules["data"], beside=None if old is None else old.absolute().parent)
+    if not options.unpinned:
+        pin_tokenizer(rules["tokenizer"])
+    model = rules["model"].get("config")
+    refuse_vocabulary(rules["tokenizer"], model)
+    try:
+        # For the founder only: the keys in it are the network's authority.
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be made ({error.strerror}), so no network was created: give another"
         ) from None
-    except PageUnavailable as error:
-        if free:
-            print(f"the data could not be read now, so nobody tried them: {error}", file=sys.stderr)
-            return
-        raise ConfigAway(
-            f"the data cannot be pinned ({error}), so no network was created: try again, give "
-            "--data-source parquet:DIR, or --unpinned to let them change while the network runs"
-        ) from None
-    if not free:
-        data |= {key: value for key, value in vars(found).items() if value is not None}
+    with ExitStack() as stack:
+        # Of what was made just now; Ctrl-C too.
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        from distributed_training.chain.identity import create_wallet
+
+        master = create_wallet(folder / "wallets", MASTER)
+        # What git picked up would be in every clone.
+        (folder / "wallets" / ".gitignore").write_text("*\n")
+        secret = ("wallets", INVITATION, "registry", "store", "validator")
+        (folder / ".gitignore").write_text("".join(f"/{name}\n" for name in secret))
+        for name, content in held_out.items():
+            (folder / HELD_OUT).mkdir(exist_ok=True)
+            write_bytes(folder / HELD_OUT / name, content)
+        rules["chain"].setdefault("master_hotkey", master.ss58)
+        published = folder / "validator" / "published"
+        published.parent.mkdir()
+        pin_weights(rules["model"], published, options.weights)
+        if not options.unpinned:
+            publish_folders(rules, published)
+        text = (
+            f"# The rules of the network {options.name} (docs/network-file.md). After a change:\n"
+            f"# dt-network sign {FILE}\n" + to_toml(rules)
+        )
+        write_file(folder / FILE, signed(text, master.hotkey, nearby=_no_file_nearby))
+        write_bytes(folder / RUN_FILE, _run_file(options).encode())
+        if options.store == EMBEDDED:
+            (folder / STORE / rules["store"]["global_bucket"]).mkdir(parents=True)
+        stack.pop_all()
+    show(folder / FILE, rules=False)
+    print(_describe_training(folder / FILE, options.miners))
+    print(_what_to_run(options, folder))
 
 
-def choose_pages(data: dict[str, Any], *, beside: Path | None = None) -> dict[str, bytes]:
-    """Give pinned data the draw by which nobody shares a page, and hold pages out.
+def _describe_training(file: Path, members: int) -> str:
+    """Return the schedule and, with a store, the bytes that members send and the store keeps."""
+    config = load_config(
+        "validator", ["--network", str(file)], environ={}, dotenv=None, check=False
+    )
+    rounds, training = config.validator, config.training
+    assert config.network is not None
+    tokens = members * config.tokens_of_step * training.total_steps
+    schedule = (
+        f"learning rate {training.learning_rate:g} after {training.warmup_steps} inner steps; its "
+        f"schedule ends at inner step {training.total_steps}, after {amount(tokens)} tokens of "
+        f"{members} members (--tokens, --miners)"
+    )
+    growth = Growth(
+        members,
+        config.network.head.exchanged,
+        codec=rounds.codec,
+        weights_every=rounds.weights_every,
+        keep_uploads=rounds.keep_uploads,
+    )
+    return (
+        f"{schedule}\n"
+        f"each {show_value(config.round_period)} a member sends {growth.upload / 1e6:.1f} MB "
+        f"within {show_value(rounds.grace)} and receives {growth.update / 1e6:.1f} MB; "
+        f"{growth.describe_store()}"
+    )
 
-    Pin files of held-out text; return those of this machine by the names that the network's file
-    gives them. ``beside``: folder of a network's file whose held-out text may be named.
 
-    Raises ConfigError.
+def succeed(options: argparse.Namespace) -> None:
+    """Create a network with the last weights and the rules of another. Raises as :func:`init`."""
+    from distributed_training.scoring import export
+
+    old = flatten(tree_of(read_text(options.of)))
+    options.exchange = options.exchange or str(old.get("exchange"))
+    own = {"data.source", "data.files", "tokenizer.files"}  # pinned again, as its members read them
+    needless = needless_keys(options.exchange)
+    carried = [
+        (key, value)
+        for key, value in old.items()
+        if (key.partition(".")[0] in _CARRIED or key in ("model.kind", "model.trainable"))
+        and key not in own | needless
+    ]
+    options.more = [*carried, *options.more]
+    options.data_source = options.data_source or old.get("data.source", "hf")
+    if options.weights is None:
+        options.weights = options.folder.absolute().with_name(f"{options.folder.name}-weights")
+        words = [str(options.weights), "--network", str(options.of)]
+        kept = options.of.absolute().parent / "validator"
+        words += ["--from", str(kept)] if (kept / "global").is_dir() else []
+        if status := export.main(words):
+            raise SystemExit(status)
+    init(options)
+
+
+def _is_private(options: argparse.Namespace) -> bool:
+    """Return whether the founder's address is one of a private network. Raises ConfigError."""
+    host = _host_of(options)
+    try:
+        found = reach(host)
+    except ValueError:  # a name counts as public: --set private=true
+        return False
+    if found > ChainSettings(private=True, registry_url=options.registry).narrowest:
+        raise ConfigError(
+            f"--host {host} cannot be reached from other machines, so no network was "
+            "created: give this machine's address in the network of all its peers; for a trial on "
+            "one machine the --registry's too is 127.0.0.1"
+        )
+    return found is not Reach.EVERYWHERE
+
+
+def _host_of(options: argparse.Namespace) -> str:
+    """Return the address of the founder's machine: ``--host``, or where its registry is."""
+    return options.host or urlsplit(options.registry or "").hostname or ""
+
+
+def _refuse_options(options: argparse.Namespace) -> None:
+    """Raise ConfigError for options that are missing, or do not fit this exchange."""
+    if _own_buckets(options):
+        return
+    if options.registry is None:
+        raise ConfigError(
+            "--exchange store without --registry, so nobody would give members access to the store "
+            "and no network was created: give --registry, or --set store.access=own, by which each "
+            "member has a bucket of its own"
+        )
+    if options.store is None:
+        raise ConfigError(
+            "--store is missing, so no member could upload and no network was created: give the "
+            "URL of an S3 store (of R2 https://ACCOUNT.r2.cloudflarestorage.com), or embedded"
+        )
+
+
+def _own_buckets(options: argparse.Namespace) -> bool:
+    embedded = options.store == EMBEDDED
+    default = "own" if options.exchange == "hivemind" and not embedded else "registry"
+    return bool(dict(options.more).get("store.access", default) == "own")
+
+
+def _choose_schedule(rules: dict[str, Any], options: argparse.Namespace) -> None:
+    """Write the rules of training that fit the model and the tokens, unless they are given.
+
+    With a store the period too, and a held-out rise for models of few words.
     """
-    named, kept = data.get("held_out"), dict[str, bytes]()
-    files = [named] if isinstance(named, str) else named
-    if named in ("pages", "python") or not (
-        isinstance(files, list) and all(isinstance(file, str) for file in files)
-    ):
-        files = []
-    pinned = [_pin_file(file, data["text_column"], kept, beside) for file in files]
-    if pinned:
-        data["held_out"] = pinned if isinstance(named, list) else pinned[0]
-    if data.get("rows") is not None:
-        data.setdefault("selection", 2)
-    rows, of_a_page = data.get("rows"), data["rows_per_page"]
+    given, training, of_round = dict(options.more), rules["training"], rules["round"]
+    sizes = [training.get(key) for key in ("effective_batch", "sequence_length")]
     # What is of another type is refused with the whole file.
-    if data.get("selection") == 2 and type(rows) is type(of_a_page) is int and of_a_page > 0:
-        share = rows // of_a_page // _HELD_OUT_SHARE
-        # Pages that nobody is judged on are trained on, but for the one that the draw needs.
-        share = 1 if pinned else min(HELD_OUT_PAGES, share)
-        data.setdefault("held_out_pages", max(1, share))
-    return kept
-
-
-def _pin_file(named: str, column: str, kept: dict[str, bytes], beside: Path | None) -> str:
-    """Return a file of held-out text, or a domain ``NAME=FILE``, with its digest.
-
-    One of this machine is named without its folder, which concerns no member, and added to
-    ``kept``. Raises ConfigError for one that cannot be read.
-    """
-    from distributed_training.data.held_out import file_rows, read_file
-    from distributed_training.data.page_source import PageUnavailable
-
-    start = re.match(DOMAIN_NAME, named)
-    assert start is not None  # all of it may be missing
-    place, _, digest = named[start.end() :].partition("#")
-    try:
-        source = place
-        if "://" not in place and beside is not None and (beside / HELD_OUT / place).is_file():
-            source = str(beside / HELD_OUT / place)
-        content = read_file(source, digest or None)
-    except PageUnavailable as error:
-        raise ConfigAway(f"{error}, so no network was created: try again") from None
-    file_rows(place, content, column)
-    digest = hashlib.sha256(content).hexdigest()
-    if "://" not in place:
-        place = re.sub(r"[^\w.-]", "-", Path(place).name)
-        if kept.setdefault(place, content) != content:  # another of the same name
-            place = f"{digest[:8]}-{place}"
-            kept[place] = content
-    return f"{start[0]}{place}#{digest}"
-
-
-def pin_tokenizer(table: dict[str, Any]) -> None:
-    """Add the commit of a tokenizer of the hub to ``[tokenizer]``, unless it is there.
-
-    A hub that does not tell it costs a line: then the newest is everybody's.
-    """
-    name = table["name"]
-    if name == "bytes" or "revision" in table or Path(name).is_dir():
+    if not all(type(size) is int and size > 0 for size in sizes):
         return
-    import httpx
-    from huggingface_hub import HfApi
-
-    share(HUB)
-    try:
-        if commit := HfApi().model_info(name, timeout=_HUB_SECONDS).sha:
-            table["revision"] = commit
-            return
-        why: object = "it names none"
-    # ValueError: a name that is none.
-    except (OSError, ValueError, httpx.HTTPError) as error:
-        why = " ".join(str(error).split())[:200]
-    print(
-        f"the hub does not tell the commit of the tokenizer {name} ({why}), so it is not pinned: "
-        "a change of it there would divide the peers. Add tokenizer.revision and sign",
-        file=sys.stderr,
+    parameters, words = rules["model"]["parameters"], rules["model"]["config"].get("vocab_size")
+    fits = fitting_schedule(
+        parameters,
+        options.miners * math.prod(sizes),
+        options.tokens,
+        warmup=given.get("training.warmup_steps"),
+        total=given.get("training.total_steps"),
     )
+    if options.weights is not None:  # a higher rate first undoes what low rates have learned
+        fits = replace(fits, learning_rate=fits.learning_rate / 10)
+    training |= {k: v for k, v in asdict(fits).items() if f"training.{k}" not in given}
+    if type(words) is int and 1 < words < _MANY_WORDS and "round.held_out_rise" not in given:
+        # The same share of all that can be learned, which is the logarithm of the words.
+        of_round["held_out_rise"] = round(0.25 * math.log(words) / math.log(_MANY_WORDS), 3)
+    if options.exchange == "store" and "round.period" not in given:
+        codec = of_round.get("codec", UPDATE_CODEC)
+        period = fitting_period(parameters, codec, options.slowest_link or SLOWEST_LINK["store"])
+        of_round["period"] = f"{period / 60:g}m"
 
 
-def refuse_vocabulary(table: Mapping[str, Any], model: Any) -> None:
-    """Raise ConfigError for a tokenizer that cannot be used, or has more words than the model.
+def _choose_grace(rules: dict[str, Any], link: float | None) -> None:
+    """Add the time in which the slowest member has uploaded, unless the rules have it.
 
-    One of the hub is looked at where its commit is known.
+    Raises ConfigError where it is above a third of the period.
     """
-    from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
-
-    name, words = table["name"], model.get("vocab_size") if isinstance(model, dict) else None
-    if not isinstance(name, str) or not isinstance(words, int):
-        return  # the whole file is refused with its line
-    revision = table.get("revision")
-    pinned = isinstance(revision, str) and re.fullmatch(r"[0-9a-f]{40}", revision)
-    if not (name == "bytes" or Path(name).is_dir() or pinned):
+    of_round, parameters = rules["round"], rules["model"]["parameters"]
+    codec, period = of_round.get("codec", UPDATE_CODEC), seconds_of(of_round.get("period"))
+    if "grace" in of_round or period is None:
         return
-    try:
-        with TemporaryDirectory() as folder:
-            path, end = build_tokenizer(name, Path(folder), revision=revision)
-            needed = TextTokenizer(path, eos_id=end).vocabulary
-    except (ValueError, OSError) as error:  # OSError: of the folder's disk
-        if hub_is_away(error):
-            print(f"the tokenizer was not looked at: {error}", file=sys.stderr)
-            return
-        raise ConfigError(f"no network was created: {error}") from None
-    if needed > words:
+    link = link or SLOWEST_LINK[rules["exchange"]]
+    grace = grace_seconds(parameters, codec, link, period=period)
+    # With the whole margins, which a longer period has.
+    most = grace_seconds(parameters, codec, link, period=math.inf)
+    if rules["exchange"] == "hivemind":
+        # The all-reduce comes when uploads are written.
+        of_round.setdefault("average_after", f"{grace // 2}s")
+        grace += average_seconds(parameters, link, period=period)
+        most += average_seconds(parameters, link, period=math.inf)
+    if grace > period / 3:
         raise ConfigError(
-            f"the tokenizer {name} has {needed} words and the model's vocab_size is {words}, so it "
-            "could not be trained on its text and no network was created: give --model with a "
-            "larger one, or another --tokenizer"
+            f"an upload of {file_bytes(parameters, codec) / 1e6:.0f} MB with {link:g} Mbit/s, and "
+            f"the checkpoint before it, take {grace} s, above a third of the period of "
+            f"{period:g} s, so no network was created: --set "
+            f"round.period={math.ceil(3 * most)}s, or a faster "
+            "--slowest-link, or --set round.codec={SMALLEST}"
         )
+    of_round["grace"] = f"{grace}s"
 
 
-def publish_folders(rules: dict[str, Any], target: Path) -> None:
-    """Copy a tokenizer and data that lie on this machine to ``target``, and name them by digest.
+def rules_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the usual rules, with what the options say in their place.
 
-    The validator publishes what is there, so that no member needs the founder's path. Raises
-    ConfigError.
+    Raises ConfigError for a key that is no place for a value, or a host that no other reaches.
     """
-    from distributed_training.config.settings import DataSettings
-    from distributed_training.data.sources import kind_of
-    from distributed_training.node.published import TOKENIZER_FILES, list_files
-
-    tokenizer, data = rules["tokenizer"], rules["data"]
-    sources = DataSettings(source=data["source"]).sources
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        if "files" not in tokenizer and (source := Path(tokenizer["name"])).is_dir():
-            tokenizer["files"] = list_files(source, target, names=TOKENIZER_FILES)
-            _compare_tokenizers(source, target / tokenizer["files"])
-            tokenizer["name"] = "tokenizer"
-        folder = sources[0].folder
-        local = len(sources) == 1 and folder is not None and kind_of(sources[0]).tokens is None
-        if local and folder is not None and "files" not in data and data.get("own") is not True:
-            data["files"] = list_files(folder, target)
-            data["source"] = f"{sources[0].kind}:data"
-    except OSError as error:
-        raise ConfigError(
-            f"{error.filename} cannot be copied for the members ({error.strerror}), so no network "
-            "was created: make room, or give --unpinned and hand it out yourself"
-        ) from None
-
-
-def _compare_tokenizers(given: Path, copied: Path) -> None:
-    """Raise ConfigError where the copied files are not a whole tokenizer."""
-    from distributed_training.data.tokenizer import build_tokenizer, tokenizer_hash
-
-    found = []
-    try:
-        for folder in (given, copied):
-            with TemporaryDirectory() as scratch:
-                path, end = build_tokenizer(str(folder), Path(scratch))
-                found.append((tokenizer_hash(path), end))
-    except ValueError as error:
-        raise ConfigError(f"no network was created: {error}") from None
-    if found[0] != found[1]:
-        raise ConfigError(
-            f"the tokenizer of {given} needs files that are not published, so no network was "
-            "created: save it with transformers' save_pretrained, and give that folder"
-        )
-
-
-def read_model(path: Path | None, *, tokenizer: str) -> dict[str, Any]:
-    """Return ``[model.config]``: a config.json, a named size, or a tiny model on bytes.
-
-    Raises ConfigError.
-    """
-    from distributed_training.common.llama import SHAPES, local_llama_config, named_config
-
-    try:
-        if str(path) in SHAPES:
-            content = named_config(str(path))
-        elif path is not None:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        elif tokenizer == "bytes":
-            # 1.9 million parameters on bytes: trains on a laptop. Its token 256 ends a text.
-            ends = {"eos_token_id": 256, "pad_token_id": 256}
-            content = local_llama_config(sequence_length=1024) | ends
-        else:
-            raise ValueError("the tiny model is for the tokenizer 'bytes'")
-        return _without_nulls_of_meaning(content)
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(
-            f"there is no model to create a network with ({error}), so nothing was created: give "
-            "--model with 125m, 1b, 4b or the config.json of a Llama-like model"
-        ) from None
-
-
-def check_model(model: dict[str, Any], length: Any) -> None:
-    """Compare ``[model]`` with the model that peers build, and write its number of parameters.
-
-    ``length``: of a sequence; what is no number is refused with the whole file.
-
-    Raises ConfigError for a model that would be computed otherwise here, or another number.
-    """
-    from distributed_training.common.memory import ModelShape
-    from distributed_training.training.model import blocks_of, build_meta_model
-
-    content = model["config"]
-    try:
-        # Of sizes that fill the memory, before they are built.
-        ModelShape.from_config(_with_usual_names(content), 1)
-        built: Any = build_meta_model(_of_table(model))
-        blocks_of(built)
-    except (ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"there is no model to create a network with ({error}), so nothing was signed: give "
-            "the config.json of a Llama-like model"
-        ) from None
-    count = sum(parameter.numel() for parameter in built.parameters())
-    if model.setdefault("parameters", count) != count:
-        raise ConfigError(
-            f"model.parameters is {model['parameters']} and the model has {count}, by which memory "
-            "and disk are planned, so nothing was signed: correct model.parameters"
-        )
-    trained = sum(each.numel() for each in built.parameters() if each.requires_grad)
-    if trained < count and model.setdefault("trainable_parameters", trained) != trained:
-        raise ConfigError(
-            f"model.trainable_parameters is {model['trainable_parameters']} and the model has "
-            f"{trained} that are trained, by which uploads are planned, so nothing was signed: "
-            "correct model.trainable_parameters"
-        )
-    positions = getattr(built.config, "max_position_embeddings", None)
-    if isinstance(length, int) and isinstance(positions, int) and length > positions:
-        raise ConfigError(
-            f"training.sequence_length {length} is above {positions}, the positions that the model "
-            f"has, so nothing was signed: --set training.sequence_length={positions}, or "
-            "correct max_position_embeddings"
-        )
-    experts, window = (
-        getattr(built.config, name, None) for name in ("num_experts_per_tok", "sliding_window")
-    )
-    if experts:
-        print(
-            "a mixture of experts is trained without a router loss here: experts may collapse",
-            file=sys.stderr,
-        )
-    if window and isinstance(length, int) and window < length:
-        print(
-            f"layers with a window of {window} tokens get a mask, for which GPUs have no flash "
-            "kernel: their attention is slower, and takes memory for each pair of tokens",
-            file=sys.stderr,
-        )
-
-
-def _of_table(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``config.json`` of ``[model]``, with what the file says of it."""
-    return with_rules(model["config"], model.get("kind"), model.get("trainable"))
-
-
-def pin_weights(model: dict[str, Any], target: Path, folder: Path | None) -> None:
-    """Name by digest the weights that the network begins with, and copy the frozen ones.
-
-    Args:
-        model: The table ``[model]`` of the file.
-        target: Folder of what the validator publishes.
-        folder: Of a transformers model to begin with; None: the weights are random.
-
-    Raises:
-        ConfigError: Where the weights are not the model's, or the disk has no room.
-    """
-    from distributed_training.node.published import list_files
-    from distributed_training.training.pretrained import (
-        WeightsError,
-        digest_weights,
-        read_weights,
-        write_frozen,
-    )
-
-    content = _of_table(model)
-    try:
-        if folder is not None:
-            model["weights"] = digest_weights(read_weights(folder, content))
-        if "trainable_parameters" in model and "frozen" not in model:
-            with TemporaryDirectory(dir=target.parent) as made:
-                write_frozen(Path(made, FROZEN), content, folder)
-                target.mkdir(parents=True, exist_ok=True)
-                model["frozen"] = list_files(Path(made), target)
-    except WeightsError as error:
-        raise ConfigError(f"{error}, so no network was created: {error.remedy}") from None
-    except OSError as error:
-        raise ConfigError(
-            f"the frozen tensors cannot be written ({error.strerror}), so no network was created: "
-            "make room"
-        ) from None
-
-
-def _with_usual_names(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a ``config.json`` with its sizes by a Llama's names too, as transformers maps them.
-
-    Raises ValueError for a model that predicts no next token.
-    """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    from distributed_training.training.model import hf_config
-
-    kind = content.get("model_type")
-    if kind in CONFIG_MAPPING_NAMES and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ValueError(
-            f"model_type {kind!r} is no decoder that predicts the next token, and a network trains "
-            "only those"
-        )
-    try:
-        read = hf_config(content)
-    except Exception:  # noqa: BLE001 - what transformers refuses is refused when it is built
-        return content
-    if "hidden_size" not in (named := type(read).attribute_map):
-        return content
-    usual = {name: getattr(read, name, None) for name in (*named, "vocab_size")}
-    usual["intermediate_size"] = getattr(read, "n_inner", None) or 4 * read.hidden_size  # GPT-2's
-    return {name: value for name, value in usual.items() if value is not None} | content
-
-
-def _without_nulls_of_meaning(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a ``config.json`` without nulls, for the same model.
-
-    Where a key is absent transformers takes its default, which null replaces: the window of a
-    Mistral model without one would be 4096. Raises ValueError for such a null.
-    """
-    from distributed_training.training.model import hf_config
-
-    found = dict(_without_nulls(content))
-    for key in content:
-        if content[key] is not None or key.endswith("_token_id"):
-            continue
-        try:
-            read = getattr(hf_config(found), key, None)
-            meant = getattr(hf_config(found | {key: None}), key, None)
-        except Exception:  # noqa: BLE001 - what transformers refuses is refused when it is built
-            continue
-        positions = content.get("max_position_embeddings")
-        if meant == read or not read:  # false, 0 and nothing are the same
-            continue
-        if key != "sliding_window" or not isinstance(positions, int):
-            raise ValueError(
-                f"its {key} is null, which the network's file cannot say, and without it "
-                f"transformers takes {read!r:.50}: write a value of that key"
+    rules: dict[str, Any] = {}
+    for key, value in USUAL.items():
+        section, _, name = key.partition(".")
+        rules.setdefault(section, {})[name] = value
+    chain: dict[str, Any] = {"kind": "registry", "url": options.registry}
+    if options.registry is None:
+        chain = {"kind": "bittensor", "endpoint": "finney", "netuid": options.netuid}
+    rules |= {"format": FORMATS[-1], "name": options.name, "version": 1}
+    if _is_private(options):
+        rules["private"] = True
+    rules |= {"chain": chain, "model": {}, "tokenizer": {"name": options.tokenizer}}
+    rules["data"]["source"] = options.data_source or "hub"
+    rules["store"] = {"global_bucket": options.name}
+    if options.store == EMBEDDED:
+        rules["store"] |= {"endpoint": options.registry, "access": "registry"}
+    elif options.store:
+        rules["store"]["endpoint"] = options.store
+    rules["training"]["weight_decay_on"] = "matrices"
+    rules["exchange"] = options.exchange
+    rules["training"]["late_overlap"] = "dropped"  # see bench.store_loss
+    for key, value in options.more:
+        table, name = rules, key
+        if "." in key:
+            section, _, name = key.partition(".")
+            table = rules.setdefault(section, {})
+        # What is read of the rules later would not be of the kind that it has to be.
+        if not isinstance(table, dict) or (key in rules and isinstance(rules[key], dict)):
+            raise ConfigError(
+                f"--set {key}: the file has no such key, so no network was created: "
+                "docs/network-file.md lists all"
             )
-        found[key] = positions  # no sequence is longer
-    return found
+        table[name] = value
+    if options.store == EMBEDDED:
+        if options.registry is None:
+            raise ConfigError(
+                "--store embedded with --netuid, so nobody would serve it and no network was "
+                "created: give --registry, or --store the URL of another"
+            )
+        if _own_buckets(options):
+            raise ConfigError(
+                "--store embedded with store.access=own, and the registry serves one bucket, so no "
+                "network was created: leave store.access out, or give --store the URL of another"
+            )
+    data = rules["data"]
+    as_built_in = data["source"] == "hub" and data["dataset"] == USUAL["data.dataset"]
+    if "data.dataset" not in dict(options.more) and data["source"] not in ("hub", "hf"):
+        data["dataset"] = str(data["source"]).partition(":")[0]  # no dataset of the hub is read
+    if as_built_in and not {"folder", "revision", "rows"} & set(data):
+        data["folder"] = _SAMPLE
+    # What is given counts for the model too; a number of its parameters is compared with it.
+    config = read_model(options.model, tokenizer=options.tokenizer)
+    rules["model"] = {"config": config} | rules["model"]
+    check_model(rules["model"], rules["training"].get("sequence_length"))
+    _choose_schedule(rules, options)
+    _choose_grace(rules, options.slowest_link)
+    return rules
 
 
-def _without_nulls(value: Any) -> Any:
-    """Return JSON without its nulls, which TOML does not have."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    if isinstance(value, list):
-        if None in value:
-            raise ValueError("it has a list with a null in it")
-        return [_without_nulls(inner) for inner in value]
-    return value
+def _no_file_nearby(name: str) -> str:
+    raise NetworkFileError(f"model.config_file {name} is not supported here", "use model.config")
+
+
+def _run_file(options: argparse.Namespace) -> str:
+    """Return the text of the file of flags that do not follow from the network's file."""
+    flags: dict[str, Any] = {}
+    if options.exchange == "hivemind":
+        flags["dht.port"] = options.dht_port
+        with suppress(ValueError):  # a name is looked up by the validator itself
+            flags["dht.ip"] = str(ipaddress.IPv4Address(options.host or ""))
+    if options.weights:
+        flags["validator.weights"] = str(options.weights)
+    if options.plugins:
+        flags["plugins"] = options.plugins
+    return (
+        "# More flags than those that `dt-network run` finds itself (--print shows all), without\n"
+        '# the dashes: "neuron.device" = "cuda:1" below [validator]. [registry] and [store] too.\n'
+        "[validator]\n"
+        + "".join(f'"{name}" = {toml_value(value)}\n' for name, value in flags.items())
+    )
+
+
+def _what_to_run(options: argparse.Namespace, folder: Path) -> str:
+    lines = [
+        f"{folder / 'wallets'} is the network's authority: keep a copy, never give it away.",
+    ]
+    if options.store != EMBEDDED:
+        bucket = dict(options.more).get("store.global_bucket", options.name)
+        keys = "two keys"
+        if not _own_buckets(options):
+            keys = "a key that reads, writes and deletes objects"
+        lines.append(f"\nInto .env here: {keys} of the global bucket {bucket}, which you make.")
+        lengths = f"of up to {LONGEST_KEY} characters, and no account"
+        if options.registry is None:
+            lengths = "of R2's lengths (account 32, key 32, secret 64): a public chain has no other"
+        lines += [f"Keys of {options.store}: {lengths}."] if options.store else []
+    lines += [
+        "\nThen, on this machine (--print shows what that starts):",
+        f"  dt-network run {shlex.quote(str(options.folder))}",
+    ]
+    words, what = "the file, published for example over https", FILE
+    if options.registry is not None:
+        place = options.folder / INVITATION
+        lines.append(f"Its first start makes an invitation for five who join: {place}")
+        words, what = "what that says", "INVITATION"
+    lines.append(f"\nEvery other machine, with {words}:\n  dt-join {what}\n  dt-miner")
+    return "\n".join(lines)

@@ -55,7 +55,8 @@ from distributed_training.config.schema import schema
 from distributed_training.config.types import File
 from distributed_training.health.gpus import visible_gpu_count
 from distributed_training.health.machine import refuse_model
-from distributed_training.network import BUILT_IN, save_copy
+from distributed_training.network import BUILT_IN
+from distributed_training.network_place import save_copy
 from distributed_training.node.buckets import open_own
 from distributed_training.protocol.keys import miner_bucket
 from distributed_training.protocol.types import ExitStatus

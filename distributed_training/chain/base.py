@@ -101,8 +101,7 @@ class Chain(abc.ABC):
     state up to date by :meth:`_saw`.
 
     ``own``: our hotkey. ``master``: a hotkey that every true list of the members has; None: not
-    known. ``belief``: how long our registration is believed that the chain does not show any more.
-    ``monotonic``: the clock of ages, in seconds.
+    known. ``monotonic``: the clock of ages, in seconds.
     """
 
     def __init__(
@@ -110,13 +109,9 @@ class Chain(abc.ABC):
         *,
         own: str = "",
         master: str | None = None,
-        belief: timedelta = timedelta(0),
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._own = own
         self._expected = master if master != own else None  # it registers itself
-        self._belief = belief.total_seconds()
-        self._missing_since: float | None = None  # since when the chain does not show us
         self._monotonic = monotonic
         self._ready = threading.Event()
         self._counts: Counter[str] = Counter()
@@ -145,7 +140,7 @@ class Chain(abc.ABC):
         """
         if self._expected is not None and find(neurons, self._expected) is None:
             raise ChainError(f"its list of members lacks the master hotkey {self._expected}")
-        self._show(self._believed(neurons))
+        self._show(neurons)
         if commitments is not None:
             self._commitments = commitments
         self._read_at = self._monotonic()
@@ -160,26 +155,6 @@ class Chain(abc.ABC):
         if neurons != self._neurons:
             self._by_hotkey = {n.hotkey: n for n in neurons}
             self._neurons = neurons
-
-    def _believed(self, neurons: tuple[Neuron, ...]) -> tuple[Neuron, ...]:
-        """Return ``neurons`` with ours as last seen, for as long as that is believed."""
-        ours = self._by_hotkey.get(self._own)
-        if ours is None or not self._belief or find(neurons, self._own) is not None:
-            self._missing_since = None
-            return neurons
-        if self._missing_since is None:
-            self._missing_since = self._monotonic()
-            log.warning(
-                "The chain does not show hotkey %s any more: its node may be behind, so training "
-                "continues, and stops if this lasts %.0f minutes; see whether it is registered, or "
-                "give another node with --subtensor.chain_endpoint",
-                self._own,
-                self._belief / 60,
-            )
-        if self._monotonic() - self._missing_since >= self._belief:
-            return neurons
-        others = (n for n in neurons if n.uid != ours.uid)
-        return tuple(sorted((ours, *others), key=lambda n: n.uid))
 
     def state(self, chain: str) -> ChainState | None:
         """Return the state for a later start; None before all of it was read."""
@@ -266,7 +241,7 @@ class Chain(abc.ABC):
         return timedelta(seconds=max(0.0, self._monotonic() - read_at))
 
     def join(self) -> int | None:
-        """Return the uid that the chain gives our hotkey on the operator's invitation; else None.
+        """Return the uid that the chain gives our hotkey if it may have one; else None.
 
         Blocks. A refusal is logged.
         """

@@ -72,9 +72,7 @@ def _open_subtensor(settings: ChainSettings, wallet: Wallet | None, master: str 
 
 CHAINS.register(
     "registry",
-    ChainKind(
-        _open_registry, lambda settings: f"dt-registry register --url {settings.registry_url}"
-    ),
+    ChainKind(_open_registry, lambda settings: "dt-join INVITATION"),
 )
 CHAINS.register(
     "bittensor",

@@ -35,7 +35,8 @@ from distributed_training.common.addresses import keeps_secrets
 from distributed_training.common.backoff import Backoff
 from distributed_training.common.transports import AsyncTransport
 from distributed_training.config.types import ConfigError
-from distributed_training.network import NetworkFileError, certificates
+from distributed_training.network import NetworkFileError
+from distributed_training.network_place import certificates
 from distributed_training.protocol.network_report import NetworkReport
 
 from .base import Chain, ChainError, ChainUnavailable, Neuron
@@ -200,8 +201,6 @@ class RegistryChain(Chain):
         return int(self._write("register", self._registration()))
 
     def join(self) -> int | None:
-        if self._invitation is None:
-            return None
         try:
             uid = self.register()
         except ChainError as error:
@@ -218,10 +217,6 @@ class RegistryChain(Chain):
         """
         self._refuse_plain("access")
         return self._write("access", dict(request), changes=False)
-
-    def deregister(self) -> None:
-        """Give our uid back."""
-        self._write("deregister", {})
 
     def enroll(self, hotkey: str, *, uid: int | None = None) -> int:
         """Register another's hotkey, or give it another uid. For the founder only."""

@@ -29,8 +29,6 @@ from .identity import Wallet
 
 log = logging.getLogger(__name__)
 
-#: How long a registration is believed that the chain does not show any more.
-BELIEF = timedelta(minutes=30)
 FIRST_PAUSE = timedelta(seconds=1)  # after a failure; doubled by each further one
 _ENDING, _LOOK = 1.0, 0.2  # seconds: of a call that is given up; between two looks at a close
 _COMMITMENTS = ("Commitments", "CommitmentOf")  # pallet and storage map
@@ -63,7 +61,7 @@ class BittensorChain(Chain):
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         own = wallet.ss58 if wallet is not None else ""
-        super().__init__(own=own, master=master, belief=BELIEF, monotonic=monotonic)
+        super().__init__(own=own, master=master, monotonic=monotonic)
         self._settings, self._wallet, self._substrate = settings, wallet, substrate
         self._netuid, self._endpoint = settings.netuid, chain_endpoint(settings)
         self._closed = threading.Event()

@@ -45,8 +45,8 @@ from distributed_training.network import (
     NetworkAway,
     NetworkFileError,
     needless_keys,
-    read_network,
 )
+from distributed_training.network_place import read_network
 
 from .model import OPERATORS_FILE, PRESETS, TASKS, TITLES, Config, Kind, problems
 from .removed import NO_EFFECT, REMOVED, RULES, why_refused

@@ -24,7 +24,8 @@ diagnostics.expected_step_max diagnostics.expected_step_min diagnostics.low_gpu_
 diagnostics.slow_step
 logging.info logging.logging_dir logging.record_log
 neuron.all_reduce_compression neuron.allow_failed_peers neuron.allreduce_timeout
-neuron.begin_at_peak neuron.block_on_preview neuron.blocks_per_allreduce neuron.compile_mode
+neuron.begin_at_peak neuron.block_on_preview neuron.blocks_per_allreduce
+neuron.compile_mode neuron.deregistered_wait
 neuron.dont_save_events
 neuron.dont_wandb_log neuron.epoch_check_blocks neuron.epoch_length neuron.error_feedback
 neuron.events_retention_size

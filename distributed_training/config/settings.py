@@ -325,8 +325,6 @@ class MinerSettings(RoundSettings):
     hang_timeout: Patience = flag("neuron.hang_timeout", 1200 * SECOND)
     """After this long without progress the ranks write stacks.txt and restart from their
     checkpoint."""
-    deregistered_wait: Duration = flag("neuron.deregistered_wait", DAY, ge=SECOND, le=365 * DAY)
-    """How long a miner that lost its uid waits for a new one before it ends with status 3."""
     global_tokenizer_name: str = rule("tokenizer.name", "bytes")
     """tokenizer, by its Hugging Face name or as a folder"""
     master_ss58_address: Hotkey = rule("chain.master_hotkey", _NOBODY)

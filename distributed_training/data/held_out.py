@@ -20,7 +20,8 @@ from distributed_training.common.files import open_at_once, write_bytes
 from distributed_training.common.http import TooLong, run_to_end
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.types import Domain
-from distributed_training.network import HELD_OUT, NetworkAway, NetworkFileError, download
+from distributed_training.network import HELD_OUT, NetworkAway, NetworkFileError
+from distributed_training.network_place import download
 
 from .block_builder import open_source
 from .page_source import Counts, PageUnavailable, StdlibSource, usable_texts

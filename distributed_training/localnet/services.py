@@ -492,18 +492,15 @@ class Services:
         self._store.child.start()  # it imports for a second; meanwhile:
         from distributed_training.chain.identity import create_wallet
 
-        validator = self._validator
         for plan in self.plans:
             self._wallets[plan.name] = create_wallet(self._wallet_folder, plan.name)
-        founding = {"name": "local", "master": self.wallet(validator).ss58}
         environment = self._clean_environment()
-        if self._hands_out:  # URLs of the store, by what the file says and with the store's keys
-            founding = {"network": str(self.network)}
+        if self._hands_out:  # URLs of the store, with the store's keys
             environment |= self._store.keys
         self._write_network()
         flags = {
             "folder": str(self._chain_folder.absolute()),
-            **founding,
+            "network": str(self.network),
             "admission": "open",
             "port": str(self._chain_port),
             "requests-per-address": "10000",  # all come from one
@@ -511,7 +508,7 @@ class Services:
         words = [word for name, value in flags.items() for word in (f"--{name}", value)]
         chain = Child(
             name="chain",
-            command=[sys.executable, "-m", "distributed_training.registry", "serve", *words],
+            command=[sys.executable, "-m", "distributed_training.network_command", "serve", *words],
             environment=environment,
             folder=self._chain_folder,
         )

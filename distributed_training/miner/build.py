@@ -264,7 +264,7 @@ def open_connections(
     choose_kind(CODECS, config.miner.codec, key="round.codec")
     if config.network is None or config.data.own:
         require_data(config)
-    member = join_network(config, folder, stack, wanted)
+    member = join_network(config, folder, stack)
     own = miner_bucket(config.store.global_model_name, member.uid) if config.has_bucket else ""
     log.info(
         "Miner %s: uid %d, hotkey %s, netuid %d%s",

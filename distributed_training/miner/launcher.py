@@ -60,7 +60,7 @@ from distributed_training.miner.run_folder import (
     stop_seconds,
     write_instance,
 )
-from distributed_training.network import save_copy
+from distributed_training.network_place import save_copy
 from distributed_training.node.start import (
     StopNow,
     StopSignals,

@@ -123,7 +123,7 @@ class Metrics:
         file.registry.labelled("build_info", "version", {__version__: 1.0})
         for name in ("start", "last_step"):
             file.registry.set(f"{name}_timestamp_seconds", time.time())
-        file.registry.set("registered", 1)  # a start that waits for a uid writes 0
+        file.registry.set("registered", 1)  # a start without a uid writes 0
 
     def on_event(self, event: ev.Event, state: MinerState) -> None:
         registry = self._file.registry

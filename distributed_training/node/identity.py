@@ -23,7 +23,7 @@ from distributed_training.common.backoff import doubling
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.settings import ChainSettings
 from distributed_training.node.buckets import NoBucket, PeerBuckets
-from distributed_training.node.start import NetworkFailure, NotRegistered
+from distributed_training.node.start import Deregistered, NetworkFailure, NotRegistered
 from distributed_training.protocol import keys, lines
 from distributed_training.protocol.types import Check
 from distributed_training.store.errors import StoreError
@@ -106,20 +106,12 @@ def follow_chain(
     return chain
 
 
-def join_subnet(
-    config: Config,
-    stack: ExitStack,
-    *,
-    folder: Path | None = None,
-    absent: Callable[[Chain, str, NotRegistered], int] | None = None,
-) -> Member:
+def join_subnet(config: Config, stack: ExitStack, *, folder: Path | None = None) -> Member:
     """Load the wallet, connect the chain (``stack`` closes it) and find the hotkey's uid.
 
-    Raises ConfigError, NetworkFailure.
-
-    ``absent``: returns the uid of a hotkey that is not registered; it may wait, or raise the error
-    that it gets.
-    ``folder``: a run folder, whose kept state of the chain serves while the chain is away.
+    ``folder``: a run folder, whose kept state of the chain serves while the chain is away. Raises
+    ConfigError, NetworkFailure; NotRegistered where the hotkey has no uid, and Deregistered where
+    the founder has expelled it.
     """
     # Before any network: a wrong name or a locked file is reported at once.
     wallet = load_wallet(config.chain)
@@ -131,26 +123,20 @@ def join_subnet(
     master = config.miner.master_ss58_address
     chain = follow_chain(config.chain, stack, wallet, kept=kept, master=master)
     uid = chain.uid(wallet.ss58)
-    expelled = uid is None and chain.expelled(wallet.ss58)
-    if uid is None and not expelled:
-        # If it is refused the start ends below, with the line that names the hotkey.
-        uid = chain.join()
-    if uid is None:
+    if uid is None and chain.expelled(wallet.ss58):
+        raise Deregistered(
+            f"the founder expelled hotkey {wallet.ss58} from this network, "
+            f"{_UNREGISTERED[config.kind]}: ask the founder, who can let it in again with "
+            "`dt-network expel --again`"
+        )
+    # If it is refused the start ends below, with the line that names the hotkey.
+    if uid is None and (uid := chain.join()) is None:
         registry = config.chain.registry_url
         where = f"at {registry}" if registry else f"on subnet {config.chain.netuid}"
-        problem = NotRegistered(
+        raise NotRegistered(
             f"hotkey {wallet.ss58} is not registered {where}, {_UNREGISTERED[config.kind]}: "
             f"register it with `{how_to_register(config.chain)}`, or give another --wallet.hotkey"
         )
-        if expelled:
-            problem = NotRegistered(
-                f"the founder expelled hotkey {wallet.ss58} from this network, "
-                f"{_UNREGISTERED[config.kind]}: ask the founder, who can let it in again with "
-                "`dt-network expel --again`"
-            )
-        if absent is None:
-            raise problem
-        uid = absent(chain, wallet.ss58, problem)
     if uid >= config.miner.max_uids:
         raise ConfigError(
             f"hotkey {wallet.ss58} has uid {uid} and this network's are below "

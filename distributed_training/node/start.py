@@ -84,7 +84,7 @@ class OtherRules(NetworkFailure):
 
 
 class Deregistered(NotRegistered):
-    """The hotkey lost its uid and was not registered again in time. Exit status 3."""
+    """The founder has expelled the hotkey. Exit status 3."""
 
 
 def exit_status_of(error: Exception) -> ExitStatus:

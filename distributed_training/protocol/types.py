@@ -34,7 +34,7 @@ class ExitStatus(enum.IntEnum):
     STOPPED = 0  # as asked
     FAULT = 1  # a start may help
     BAD_CONFIGURATION = 2  # parsing, the settings themselves, or for minutes node 0 refuse them
-    DEREGISTERED = 3  # the hotkey had no uid for long
+    DEREGISTERED = 3  # the founder has expelled the hotkey
     FINISHED = 4  # the network has reached its [stop]; a start would find the same
     AGAIN = 5  # another version of the network's file, or another uid: to be started again at once
     INTERRUPTED = 130  # commands: by Ctrl-C, after which a neuron ends with STOPPED

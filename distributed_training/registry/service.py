@@ -6,7 +6,7 @@ thread stores them, one after the other, while reads continue.
 
 ``GET /state``, ``/health``, ``/metrics``, ``/network.toml`` and ``/``, the page; ``/store/``
 (:mod:`.files`).
-``POST /register``, ``/access``, ``/deregister``, ``/commit``, ``/serve``;
+``POST /register``, ``/access``, ``/commit``, ``/serve``;
 for the founder also ``/enroll``, ``/expel``, ``/invite``, ``/invitations``,
 ``/revoke``, ``/allow``, ``/report``.
 """
@@ -127,7 +127,6 @@ class Service:
         )
         writes: dict[str, Callable[..., Any]] = {
             "/register": registry.join,
-            "/deregister": registry.remove,
             "/commit": registry.commit,
             "/serve": self._write_endpoint,
             "/enroll": registry.enroll,
@@ -344,9 +343,6 @@ class Service:
         }
         content = json.dumps(fields).encode()[:-1] + b", " + view.content + b"}"
         return _Pieces(content, headers=headers, media_type="application/json")
-
-    def _metrics(self, request: Request) -> Response:
-        return _Pieces(figures(self.registry, self.counters()), media_type="text/plain")
 
     def _page(self, request: Request) -> Response:
         # Whoever reloads it for ever costs no more than one page a second.

@@ -17,7 +17,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import secrets
 import sqlite3
 import time
@@ -33,14 +32,14 @@ from distributed_training.chain.base import ChainError
 from distributed_training.common.backoff import Throttle
 from distributed_training.common.files import sync_folder
 from distributed_training.config.types import ConfigError, Hotkey
+from distributed_training.network import LAST_OF_SUBNET_38
 
 from .ledger import TABLES, Ledger, Uid
 
 log = logging.getLogger(__name__)
 
 FILE = "registry.db"
-NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}")
-SCHEMA = 5
+SCHEMA, _OLDEST = 5, 3
 _GAP = 64  # uids above those of a restored backup, which may have been given out since
 #: Seconds that a caller's clock may be ahead of ours.
 CLOCK_SKEW = 4.0
@@ -185,10 +184,6 @@ class Registry(Ledger):
         if charter is not None and not (folder / FILE).exists():
             found(folder, charter)
         registry = cls(folder)
-        # Of a backup that is older than its expulsion.
-        for hotkey in registry.view.expelled:
-            if registry.uid_of(hotkey) is not None:
-                registry.deregister(hotkey)
         if not registry.view.members:
             registry.enroll(registry.charter.master)
         return registry
@@ -344,12 +339,6 @@ class Registry(Ledger):
                 raise ChainError(f"enroll: uid {uid} is the founder's")
             return self.register(hotkey, uid=uid)
 
-    def remove(self, hotkey: str) -> None:
-        """Deregister ``hotkey``; the founder stays, or nobody would believe this registry."""
-        if hotkey == self.charter.master:
-            raise ChainError("deregister: the founder's hotkey stays registered")
-        self.deregister(hotkey)
-
     def expel(self, hotkey: Hotkey, again: bool = False) -> dict[str, Any]:
         """Take the uid of ``hotkey``, give it none any more, and end the invitation it came by.
 
@@ -437,7 +426,7 @@ def _lock(folder: Path) -> Any:
     if not (folder / FILE).is_file():
         raise ConfigError(
             f"there is no registry in {folder}, so nothing was started: correct --folder, or found "
-            "one with `dt-registry serve --network FILE`"
+            "one with `dt-network serve --network FILE`"
         )
     file = (folder / "registry.lock").open("ab")
     try:
@@ -481,77 +470,37 @@ def _open(path: Path) -> sqlite3.Connection:
         )
     except sqlite3.Error as error:
         raise _unusable(path, error) from None
-    if application != _APPLICATION or not 1 <= schema <= SCHEMA:
+    if application != _APPLICATION or not _OLDEST <= schema <= SCHEMA:
         db.close()
         raise ConfigError(
             f"{path} is no registry of this version (schema {schema}, not {SCHEMA}), so nothing "
-            "was done: correct the path, or use the version that wrote it"
+            "was done: correct the path, or use the version that wrote it; one of 0.2.0 is "
+            f"upgraded by a start with commit {LAST_OF_SUBNET_38} first"
         )
     return db
 
 
-#: By schema, the statements that bring a file to the next one. ``{now}``: ns, with clock skew.
-_UPGRADES = {
-    # Only the last nonces are known. One of the future is remembered as used; nonces that
-    # were accepted while the clocks were ahead cannot be told from unused ones.
-    1: """
-    CREATE TABLE used (hotkey TEXT, nonce INTEGER, PRIMARY KEY (hotkey, nonce)) WITHOUT ROWID;
-    CREATE TABLE expelled (hotkey TEXT PRIMARY KEY);
-    CREATE TABLE joined (hotkey TEXT PRIMARY KEY, hash TEXT NOT NULL);
-    ALTER TABLE nonces ADD COLUMN floor INTEGER NOT NULL DEFAULT -1;
-    UPDATE nonces SET floor = min(nonce, {now});
-    INSERT INTO used SELECT hotkey, nonce FROM nonces WHERE nonce > {now};
-    """,
-    # A neuron was one text of JSON.
-    2: """
-    CREATE TABLE neurons (
-        uid INTEGER PRIMARY KEY, hotkey TEXT NOT NULL UNIQUE, ip TEXT NOT NULL, port INTEGER,
-        stake REAL NOT NULL, permit INTEGER NOT NULL, incentive REAL NOT NULL DEFAULT 0,
-        last_update INTEGER NOT NULL, since_block INTEGER NOT NULL, since REAL NOT NULL,
-        commitment TEXT, earned REAL NOT NULL DEFAULT 0, counted REAL
-    );
-    CREATE TABLE weights (
-        voter INTEGER, uid INTEGER, weight REAL NOT NULL, PRIMARY KEY (voter, uid)
-    ) WITHOUT ROWID;
-    CREATE TABLE losses (outer_step INTEGER PRIMARY KEY, loss REAL NOT NULL, at REAL NOT NULL);
-    INSERT INTO neurons SELECT uid, json_extract(content, '$.neuron.hotkey'),
-        json_extract(content, '$.neuron.ip'), json_extract(content, '$.neuron.port'),
-        json_extract(content, '$.neuron.stake'),
-        json_extract(content, '$.neuron.validator_permit'),
-        json_extract(content, '$.neuron.incentive'),
-        json_extract(content, '$.neuron.last_update'),
-        json_extract(content, '$.since.block'), json_extract(content, '$.since.at'),
-        json_extract(content, '$.commitment'),
-        coalesce(json_extract(content, '$.earned[0]'), 0), json_extract(content, '$.earned[1]')
-        FROM slots;
-    INSERT INTO weights SELECT slots.uid, CAST(given.key AS INTEGER), given.value
-        FROM slots, json_each(slots.content, '$.weights') AS given
-        WHERE json_type(slots.content, '$.weights') = 'object';
-    INSERT INTO losses SELECT CAST(given.key AS INTEGER),
-        json_extract(given.value, '$[0]'), json_extract(given.value, '$[1]')
-        FROM meta, json_each(meta.value) AS given WHERE meta.key = 'losses';
-    DELETE FROM meta WHERE key = 'losses';
-    DROP TABLE slots;
-    """,
-    3: "CREATE TABLE peers (hotkey TEXT PRIMARY KEY, peer TEXT NOT NULL UNIQUE);",
-    # Stake, weights and shares were those of a chain.
-    4: TABLES.partition("CREATE TABLE losses")[0]
+#: The statements that bring a file of the edition before, whose schema is 3 or 4, to this one.
+#: Stake, weights and shares were those of a chain.
+_UPGRADE = (
+    """
+    CREATE TABLE IF NOT EXISTS peers (hotkey TEXT PRIMARY KEY, peer TEXT NOT NULL UNIQUE);
+    """
+    + TABLES.partition("CREATE TABLE losses")[0]
     + """
     INSERT INTO members SELECT uid, hotkey, ip, port, coalesce(peer, ''), since, commitment
         FROM neurons LEFT JOIN peers USING (hotkey);
     DROP TABLE neurons;
     DROP TABLE weights;
     DROP TABLE peers;
-    """,
-}
+    """
+)
 
 
 def _upgrade(db: sqlite3.Connection) -> None:
-    """Upgrade an older file to the tables of this version; each step is atomic."""
-    now = time.time_ns() + round(CLOCK_SKEW * 1e9)
-    for schema in range(db.execute("PRAGMA user_version").fetchone()[0], SCHEMA):
-        step = _UPGRADES[schema].replace("{now}", str(now))
-        db.executescript(f"BEGIN IMMEDIATE; {step} PRAGMA user_version = {schema + 1}; COMMIT;")
+    """Upgrade an older file to the tables of this version, or leave it as it is."""
+    if db.execute("PRAGMA user_version").fetchone()[0] < SCHEMA:
+        db.executescript(f"BEGIN IMMEDIATE; {_UPGRADE} PRAGMA user_version = {SCHEMA}; COMMIT;")
 
 
 def backup(source: Path, target: Path, *, to_restore: bool = False) -> int:
@@ -612,9 +561,9 @@ def restore(source: Path, folder: Path) -> Path | None:
             backup(path, kept)
             with contextlib.closing(_open(kept)) as db, contextlib.closing(_open(temporary)) as new:
                 _upgrade(new)
-                found: list[tuple[str]] = []  # hotkeys expelled since the backup stay expelled
-                with contextlib.suppress(sqlite3.OperationalError):  # of a version without the word
-                    found = db.execute("SELECT hotkey FROM expelled").fetchall()
+                # Hotkeys that were expelled since the backup stay expelled.
+                found = db.execute("SELECT hotkey FROM expelled").fetchall()
                 new.executemany("INSERT OR IGNORE INTO expelled VALUES (?)", found)
+                new.execute("DELETE FROM members WHERE hotkey IN (SELECT hotkey FROM expelled)")
         _publish(temporary, path)
     return kept if kept.exists() else None

@@ -30,8 +30,6 @@ SETTINGS = "its settings"
 TORCHRUN = "its ranks have ended; torchrun's log names the cause"
 SCRIPT = "its script ended"  # that joined a network
 FINISHED = "finished"  # its network is
-#: How the stage of a start begins that waits until the registry shows its hotkey again.
-UNREGISTERED = "not registered: "
 #: What became of a close, as a ``round`` event says it. MISSED: nothing was sent.
 MERGED, REFUSED, MISSED = "merged", "refused", "missed"  # or "not merged"
 TOO_EARLY = "too early"  # for the close before its first upload

@@ -27,7 +27,6 @@ from distributed_training.telemetry.facts import (
     REFUSED,
     SETTINGS,
     SILENT_AFTER,
-    UNREGISTERED,
     Disk,
     Fact,
     Facts,
@@ -273,14 +272,6 @@ class _Seen:
         return f"{ends}{_because(how)}" if ends else ""
 
     @property
-    def lost(self) -> tuple[str, str] | None:
-        """Why a start waits for its registration, and what to do."""
-        stage = self.launch.stage
-        if self.state != "starting" or not stage.startswith(UNREGISTERED):
-            return None
-        return split(stage.removeprefix(UNREGISTERED).rpartition(" (")[0])
-
-    @property
     def refusal(self) -> tuple[str, str]:
         """Why a start was refused, and what to do."""
         return split(self.launch.text or "no cause given")
@@ -418,9 +409,8 @@ _bad = partial(Row, level=Level.BAD, alert="counts")
 #: The first row that holds is the verdict. The last one always holds.
 TABLE: tuple[Row, ...] = (
     # --- the process
-    Row(V.STARTING, lambda s: s.state == "starting" and not s.lost and s.launch.attempt < 2,
+    Row(V.STARTING, lambda s: s.state == "starting" and s.launch.attempt < 2,
         "it is not ready yet: {s.stage}"),
-    _bad(V.NOT_REGISTERED, lambda s: s.lost, "{s.lost[0]}", "{s.lost[1]}"),
     # From the second refusal on, whatever is tried meanwhile: else the verdict would flip.
     _bad(V.CANNOT_START, lambda s: s.state in ("starting", "refused"), "{s.refusal[0]}{s.attempt}",
          "{s.then}after a change of .env or a setting: pm2 restart", alert="start"),

@@ -29,7 +29,7 @@ from distributed_training.config import Config, ConfigError
 from distributed_training.config.versions import Versions, under
 from distributed_training.data.held_out import held_out_batches
 from distributed_training.data.page_source import PageUnavailable
-from distributed_training.network import save_copy
+from distributed_training.network_place import save_copy
 from distributed_training.node.buckets import PeerBuckets, check_own, open_own, own_commitment
 from distributed_training.node.identity import Member, commit, join_subnet
 from distributed_training.node.published import fetch_published, open_versions, publish

@@ -152,7 +152,7 @@ def test_a_hotkey_that_is_not_registered_is_tried_again(world: World, tries: int
     assert process.returncode == 0 and "Traceback" not in output, output[-3000:]
     reasons = re.findall(r"Cannot train: (.*)\. Trying again in", output)
     assert len(reasons) == tries and len(set(reasons)) == 1 and "| ERROR |" not in output
-    assert "not registered" in reasons[0] and "dt-registry register" in reasons[0]
+    assert "not registered" in reasons[0] and "dt-join INVITATION" in reasons[0]
     assert leaves_nothing(world)
 
 

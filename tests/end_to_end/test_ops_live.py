@@ -12,7 +12,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,6 @@ import yaml
 
 from distributed_training.common.ports import free_ports
 from distributed_training.miner import events as ev
-from distributed_training.miner import registration
 from distributed_training.miner.events import MinerState, Mode
 from distributed_training.miner.launcher import Outages
 from distributed_training.miner.metrics import MachineGauges, Metrics
@@ -34,9 +32,6 @@ from distributed_training.telemetry import MetricsFile, unix_time
 from distributed_training.telemetry.metrics import METRICS
 from distributed_training.telemetry.page import PageProcess
 from distributed_training.telemetry.run_state import LauncherFile
-from tests.tools.chain_memory import MemoryChain, MemoryLedger
-from tests.tools.chain_world import MINER, VALIDATOR
-from tests.tools.settings import load_config
 from tests.tools.waiting import wait_for
 from tests.unit.test_ops import queries
 
@@ -202,40 +197,3 @@ def test_every_metric_of_the_catalogue_arrives(prometheus: Prometheus) -> None:
     assert missing <= {"dt_registered", "dt_launcher_running"}, missing
     described = prometheus.get("metadata")
     assert all(described[name][0]["help"] for name in names if name.startswith("dt_train"))
-
-
-def test_a_miner_that_waits_for_its_registration_fires_one_alert_until_it_is_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The waiting start of the product writes the file that the page serves."""
-    ledger = MemoryLedger()
-    ledger.register(VALIDATOR.ss58)
-    chain = MemoryChain(hotkey=MINER.ss58, ledger=ledger)
-    config = load_config("miner", [], environ={}, dotenv=None, check=False)
-    config = replace(config, miner=replace(config.miner, master_ss58_address=VALIDATOR.ss58))
-    monkeypatch.setattr(registration, "pause_start", lambda wanted: time.sleep(0.05))
-    record = registration.RegistrationRecord(MINER.ss58, 7)
-    waits = (config, chain, record, tmp_path, lambda: True)
-    said: list[str] = []
-    with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
-        stack.enter_context(PageProcess([tmp_path], told=said.append))
-        address = wait_for(lambda: said, "the page")[0].removeprefix("page: http://").rstrip("/")
-        prometheus = stack.enter_context(closing(Prometheus(tmp_path, address)))
-
-        def firing() -> list[str]:
-            groups = prometheus.get("rules")["groups"]
-            return [r["name"] for g in groups for r in g["rules"] if r["state"] == "firing"]
-
-        wait_for(prometheus.answers, "a scrape before there are figures")
-        assert firing() == []
-        start = pool.submit(registration.wait_for_registration, *waits)
-        stack.callback(ledger.register, MINER.ss58)  # or the start would wait on
-        wait_for(lambda: firing() == ["Deregistered"], "the alert")
-        scrapes = "count_over_time(dt_registered[5m]) >= 5"
-        wait_for(lambda: prometheus.query(scrapes), "more scrapes")
-        assert firing() == ["Deregistered"], "the series stays while the miner waits"
-        ledger.register(MINER.ss58)
-        assert start.result(60) == chain.uid(MINER.ss58)
-        metrics = Metrics(file=MetricsFile(tmp_path / "metrics.prom"), counts={}, gauges={})
-        metrics.on_event(ev.Tick(0.0), TRAINING)
-        wait_for(lambda: firing() == [], "the end of the alert")

@@ -46,7 +46,7 @@ def test_a_restart_while_chain_and_store_are_away_trains_from_the_disk(
     )
     subnet.kill_miner(0)
     last = list(read_events(miner.plan.events, "step"))[-1]
-    servers = ("weed server", "distributed_training.registry")
+    servers = ("weed server", "network_command serve")
     away = [
         process
         for process in subnet.mark.processes()

@@ -23,7 +23,6 @@ from distributed_training.common.ports import free_ports
 from distributed_training.config import load_config
 from distributed_training.config.loader import read_dotenv
 from distributed_training.localnet.services import ObjectStoreServer
-from distributed_training.registry import __main__ as registry
 from tests.tools.chain_program import serve_command, url_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -39,7 +38,7 @@ class Lab:
     def serve(self, *more: str) -> None:
         where = ("--network", str(self.file), "--port", self.url.rpartition(":")[2])
         self.served = subprocess.Popen(
-            serve_command(self.folder / "registry", *where, "--requests-per-hotkey", "100", *more),
+            serve_command(self.folder / "registry", *where, *more),
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -57,7 +56,7 @@ class Lab:
 
     def founder(self, *words: str) -> int:
         wallet = ("--wallet.path", str(self.folder / "lab" / "wallets"))
-        return registry.main([*words, *wallet, "--wallet.name", "master"])
+        return network_command.main([*words, *wallet, "--wallet.name", "master"])
 
 
 @pytest.fixture(scope="module")

@@ -102,7 +102,7 @@ class TestSubnet:
             subnet.wait_until(lambda: subnet.miners[0].state.starts == 2, LONG, "the restart")
             assert stop_miner(subnet, 1) == 0
             named = {command_of(p): p for p in subnet.mark.processes()}
-            (chain,) = (p for line, p in named.items() if "distributed_training.registry" in line)
+            (chain,) = (p for line, p in named.items() if "network_command serve" in line)
             chain.kill()
             subnet.wait_for_outer_steps(9, LONG)
         assert not subnet.mark.processes()

@@ -6,7 +6,6 @@ import itertools
 import json
 import logging
 import math
-import os
 import resource
 import shutil
 import signal
@@ -29,6 +28,7 @@ import pytest
 from bittensor import http_auth
 from pydantic import SecretStr
 
+from distributed_training import network_command as program
 from distributed_training.chain.base import ChainError, find
 from distributed_training.chain.identity import Wallet, create_wallet
 from distributed_training.chain.registry import RegistryAnswer, RegistryChain
@@ -36,7 +36,6 @@ from distributed_training.common import files
 from distributed_training.common.connections import BoundedConnection
 from distributed_training.common.ports import free_ports
 from distributed_training.protocol.network_report import NetworkReport
-from distributed_training.registry import __main__ as program
 from distributed_training.registry import store
 from distributed_training.registry.files import SECRET
 from distributed_training.registry.page import draw_page
@@ -626,11 +625,8 @@ class TestKept:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--name", "other"), "--name other differs from the registry"),
-        (("--most-uids", "3"), "--most-uids 3 differs from"),
         (("--network", str(NETWORK)), "name local in "),
         (("--folder", "{empty}"), "give --network FILE"),
-        (("--folder", "{empty}", "--name", "A b", "--master", PEER.ss58), "lower-case"),
         (("--port", "70000"), "--port"),
         (("--host", "nowhere"), "--host"),
     ],
@@ -667,7 +663,7 @@ def test_refusal_from_outside_is_status_1_and_pm2_tries_again(
     disk.mkdir()
     fstab.write_text(f"UUID=ab {disk} ext4 nofail 0 2\n")
     monkeypatch.setattr(files, "FSTAB", fstab)
-    founding = ["--folder", str(disk / "registry"), "--name", "n", "--master", PEER.ss58]
+    founding = ["--folder", str(disk / "registry"), "--network", str(NETWORK)]
     assert program.main(["serve", *founding]) == 1
     assert not list(disk.iterdir()), "no second registry is created in a disk's place"
     lines = capsys.readouterr().err.splitlines()
@@ -676,43 +672,50 @@ def test_refusal_from_outside_is_status_1_and_pm2_tries_again(
 
 
 @pytest.mark.slow
-def test_a_network_is_founded_and_joined_by_commands(tmp_path: Path) -> None:
+def test_members_come_and_go_by_commands(tmp_path: Path) -> None:
     folder, wallets = tmp_path / "registry", tmp_path / "wallets"
-    founder, miner = (create_wallet(wallets, name).ss58 for name in ("founder", "miner"))
-    new = ("--name", "lab", "--master", founder, "--port", "0")
-    served = subprocess.Popen(serve_command(folder, *new), stdout=subprocess.PIPE, text=True)
+    founder, miner = (create_wallet(wallets, name) for name in ("founder", "miner"))
+    Registry.at(folder, store.Charter("lab", founder.ss58, 256, "invited")).close()
+    served = subprocess.Popen(
+        serve_command(folder, "--port", "0"), stdout=subprocess.PIPE, text=True
+    )
     try:
         url = url_of(served)
 
-        def run(command: str, *words: str, wallet: str = "founder", **more: str) -> str:
-            names = ("--wallet.path", str(wallets), "--wallet.name", wallet)
-            where = ("--url", url, *(names if command != "status" else ()))
+        def run(command: str, *words: str) -> str:
+            names = ("--wallet.path", str(wallets), "--wallet.name", "founder")
+            where = ("--url", url, *(names if command != "members" else ()))
             return subprocess.run(
-                [sys.executable, "-m", "distributed_training.registry", command, *where, *words],
-                env={**os.environ, **more},
+                [sys.executable, "-m", "distributed_training.network_command", command, *where,
+                 *words],
                 cwd=tmp_path,
                 capture_output=True,
                 text=True,
                 timeout=60,
-            ).stdout
+            ).stdout  # fmt: skip
+
+        def register(token: str) -> int:
+            with chain_of(url, miner, invitation=SecretStr(token)) as chain:
+                return chain.register()
 
         token = run("invite", "--uses", "1").split("DT_INVITATION=")[1].strip()
-        assert run("register", wallet="miner", DT_INVITATION=token) == "uid 1\n"
+        assert register(token) == 1
         shown = run("invite", "--list")
-        assert shown.startswith(hash_of(token)[:12]) and f"used up; {miner}" in shown
-        assert "it had uid 1" in run("expel", miner)
-        assert f"- {miner}  expelled" in run("status")
-        assert run("register", wallet="miner", DT_INVITATION=token) == ""
-        assert "may register again" in run("expel", miner, "--again")
+        assert shown.startswith(hash_of(token)[:12]) and f"used up; {miner.ss58}" in shown
+        assert "it had uid 1" in run("expel", miner.ss58)
+        assert f"- {miner.ss58}  expelled" in run("members")
+        with pytest.raises(ChainError, match="the founder expelled"):
+            register(token)
+        assert "may register again" in run("expel", miner.ss58, "--again")
         another = run("invite", "--uses", "2")
         token, known = another.split("DT_INVITATION=")[1].strip(), run("invite", "--list")
         assert hash_of(token)[:12] in another and "good for 2 until" in known
-        assert run("register", wallet="miner", DT_INVITATION=token) == "uid 1\n"
-        assert f"stay: {miner}" in run("invite", "--revoke", hash_of(token)[:12])
+        assert register(token) == 1
+        assert f"stay: {miner.ss58}" in run("invite", "--revoke", hash_of(token)[:12])
         assert "taken back" in run("invite", "--list")
-        assert run("enroll", miner, "--uid", "5") == "uid 5\n"
-        shown = run("status")
-        assert f"5 {miner}  member, no endpoint" in shown and f"0 {founder}  validator" in shown
+        shown = run("members")
+        assert f"1 {miner.ss58}  member, no endpoint" in shown
+        assert f"0 {founder.ss58}  validator" in shown
         done = ["backup", "--folder", str(folder), str(tmp_path / "copy.db")]
         assert program.main(done) == 0
     finally:
@@ -787,18 +790,14 @@ class TestReading:
             found = {step: loss for step, (loss, _) in server.registry.view.losses.items()}
             assert found == {0: 4.0, 7: 2.5}, "a step that was taken back is none"
             assert "dt_registry_held_out_loss 2.5" in self.get(server, "/metrics").text
-            named = "nats per token on 8 pages of the data"
-            shown = "2.5000 nats per token at outer step 7 on 8 pages of the data;"
-            assert shown in self.get(server, "/").text
-            help_line = f"# HELP dt_registry_held_out_loss {named}\n"
-            assert help_line in self.get(server, "/metrics").text
+            assert "<tr><td>7</td><td>2.5000</td></tr>" in self.get(server, "/").text
             domains = {"code": 2.0, "prose": 3.0}
             wrong_names = ({"a": math.nan}, {"x" * 101: 1.0}, {f"d{i}": 1.0 for i in range(17)})
             for losses in wrong_names:
                 with pytest.raises(ChainError):
                     founder.report(replace(report_of(8, 2.25), losses=losses))
             founder.report(replace(report_of(8, 2.25), losses=domains))
-            assert "outer step 8 on code, prose; " in draw_page(server.registry)
+            assert "2.2500 nats per token on code, prose" in draw_page(server.registry)
             assert (
                 'dt_registry_domain_loss{domain="prose"} 3.0' in self.get(server, "/metrics").text
             )

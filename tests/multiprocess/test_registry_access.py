@@ -29,12 +29,13 @@ from pydantic import TypeAdapter, ValidationError
 from distributed_training.chain.registry import Busy, RefusedWrite, RegistryChain
 from distributed_training.common.ports import free_ports, listen
 from distributed_training.config.settings import StoreSettings
-from distributed_training.config.types import ConfigError
+from distributed_training.config.types import ConfigError, load_config
+from distributed_training.network_command import build_parser
 from distributed_training.node.buckets import open_by_registry
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Master
-from distributed_training.registry import __main__ as program
 from distributed_training.registry import access, service
+from distributed_training.registry import command as program
 from distributed_training.registry.files import SECRET
 from distributed_training.store import presigned
 from distributed_training.store.base import ObjectInfo, md5_of, put_once
@@ -699,24 +700,20 @@ def test_the_program_has_the_stores_own_key(
         else:
             monkeypatch.delenv(name, raising=False)
     assert not any(value in words for value in keys_of_store.values())
-    options = program.parser().parse_args(words)
-    with closing(program._registry(options)):
-        if where == "nowhere":
-            with pytest.raises(ConfigError, match="R2_WRITE_ACCESS_KEY_ID is not set"):
-                options.access(VALIDATOR.ss58)
-            return
-        with closing(options.access(VALIDATOR.ss58)[0]) as made:
-            url = made.grant(1, "read", keys.STATE)["urls"]["get_object"]
-            answer = httpx.get(url, trust_env=False)
-            assert answer.content == world.owner.get(keys.STATE, limit=10**6)
+    options = build_parser().parse_args(words)
+    config = load_config("validator", ["--network", options.network], check=False)
+    assert not config.has_bucket
+    if where == "nowhere":
+        with pytest.raises(ConfigError, match="R2_WRITE_ACCESS_KEY_ID is not set"):
+            program.open_access(config, options, VALIDATOR.ss58)
+        return
+    with closing(program.open_access(config, options, VALIDATOR.ss58)[0]) as made:
+        url = made.grant(1, "read", keys.STATE)["urls"]["get_object"]
+        answer = httpx.get(url, trust_env=False)
+        assert answer.content == world.owner.get(keys.STATE, limit=10**6)
 
 
 def test_a_network_of_the_other_kind_grants_nothing(tmp_path: Path) -> None:
-    rules = {"chain.url": "http://127.0.0.1:1"}
-    words = ["--network", network_file(tmp_path / "network", rules)]
-    options = program.parser().parse_args(["serve", *words, "--folder", str(tmp_path / "served")])
-    with closing(program._registry(options)):
-        assert options.access is None
     with (
         RegistryServer(tmp_path / "other") as server,
         closing(RegistryChain(url=server.url, wallet=PEER, timeout=timedelta(seconds=60))) as chain,

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from distributed_training.registry.store import Charter, Registry
 from tests.tools.chain_world import VALIDATOR
 
 
 def serve_command(folder: Path, *flags: str) -> list[str]:
-    program = [sys.executable, "-m", "distributed_training.registry", "serve"]
+    program = [sys.executable, "-m", "distributed_training.network_command", "serve"]
     return [*program, "--folder", str(folder), *flags]
 
 
@@ -23,9 +24,10 @@ def chain_program(
 ) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """At a free port: its URL, which takes requests at once, and its process."""
     with tempfile.TemporaryDirectory() as made:
-        new = ("--name", "test", "--master", master, "--admission", "open", "--port", "0")
-        more = ("--requests-per-address", "10000")
-        command = serve_command(folder or Path(made), *new, *more, *flags)
+        folder = folder or Path(made)
+        Registry.at(folder, Charter("test", master, 256, "open")).close()
+        more = ("--port", "0", "--requests-per-address", "10000")
+        command = serve_command(folder, *more, *flags)
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             yield url_of(process), process

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 MODULES = {
     "dt-network": "distributed_training.network_command",
     "dt-join": "distributed_training.join_command",
-    "dt-registry": "distributed_training.registry",
+    "dt-registry": "distributed_training.network_command",
     "dt-validator": "distributed_training.validator",
     "dt-miner": "distributed_training.miner",
     "dt-export": "distributed_training.scoring.export",

@@ -32,7 +32,6 @@ from distributed_training.chain.base import ChainState
 from distributed_training.data.page_source import Counts
 from distributed_training.data.parquet import FolderSource, ParquetSource
 from distributed_training.miner import run_folder
-from distributed_training.miner.registration import RegistrationRecord
 from distributed_training.network import Shown
 from distributed_training.protocol.metadata import parse_commitment
 from distributed_training.protocol.update_file import (
@@ -86,12 +85,6 @@ def _instance(path: Path) -> Any:
     pid = run_folder.launcher_pid(path.parent)
     assert pid is None or pid > 0
     return run_folder.mark_of(path.parent), run_folder.read_exit_status(path.parent, instance="x")
-
-
-def _registration(path: Path) -> Any:
-    record = RegistrationRecord.load(path)
-    assert record.waited >= 0
-    return record
 
 
 def _honest_chain_state() -> bytes:
@@ -182,9 +175,6 @@ READERS: dict[str, Reader] = {
     "lines": Reader("events.jsonl", _lines, lambda: _LINE * 9),
     "instance": Reader("instance.json", _instance, _json(_STATUS)),
     "exit": Reader("exit_status.json", _instance, _json(_STATUS)),
-    "registration": Reader(
-        "registration.json", _registration, _json({"hotkey": "5F", "uid": 3, "waited": 9.5})
-    ),
     "chain": Reader(
         "chain.json",
         lambda path: ChainState.load(path, chain=CHAIN, hotkey="5F"),

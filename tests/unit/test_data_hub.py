@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distributed_training import network_command
+from distributed_training import founding, network_command
 from distributed_training.config import load_config
 from distributed_training.config.settings import DataSettings
 from distributed_training.data import hub as hub_module
@@ -437,4 +437,4 @@ def test_the_built_in_dataset_is_read_from_one_folder(monkeypatch: pytest.Monkey
     ):
         options = network_command.build_parser().parse_args([*init, *more])
         options.exchange, options.tokenizer = "store", "bytes"
-        assert network_command._rules(options)["data"].get("folder") == folder
+        assert founding.rules_of(options)["data"].get("folder") == folder

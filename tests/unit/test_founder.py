@@ -23,9 +23,8 @@ from distributed_training import founder
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import ChildLog, Mark, Program
 from distributed_training.config import load_config
-from distributed_training.network_command import main
+from distributed_training.network_command import build_parser, main
 from distributed_training.node.start import StopSignals
-from distributed_training.registry.__main__ import parser as registry_parser
 from tests.tools.pm2 import needs_node
 
 pytestmark = pytest.mark.timeout(120)
@@ -59,14 +58,14 @@ def lab(template: tuple[Path, list[int]], tmp_path: Path, monkeypatch) -> Path:
 def test_every_program_takes_the_words_that_it_is_started_with(lab: Path, capsys) -> None:
     plan = founder.FounderPlan.of(lab)
     assert list(plan.words) == ["registry", "validator"]
-    assert registry_parser().parse_args(["serve", *plan.words["registry"]]).store == lab / "store"
+    assert build_parser().parse_args(["serve", *plan.words["registry"]]).store == lab / "store"
     config = load_config("validator", plan.words["validator"], environ=plan.environ, dotenv=None)
     assert config.in_folder and config.averages and config.swarm.dht_ip == "127.0.0.1"
     assert founder.check(plan).network.head.name == "lab"
     assert main(["run", "lab", "--print"]) == 0
     *lines, invite = capsys.readouterr().out.splitlines()
-    assert [shlex.split(line)[0] for line in lines] == ["dt-registry", "dt-validator"]
-    assert registry_parser().parse_args(shlex.split(invite)[1:]).uses == 5
+    assert [shlex.split(line)[0] for line in lines] == ["dt-network", "dt-validator"]
+    assert build_parser().parse_args(shlex.split(invite)[1:]).uses == 5
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from distributed_training.chain.base import ChainState
 from distributed_training.common import files
 from distributed_training.common.backoff import Repeats
 from distributed_training.common.files import atomic_file
-from distributed_training.miner.registration import RegistrationRecord
 from distributed_training.store.journal import Journal, UploadRecord
 from distributed_training.telemetry import EventLog, MetricsFile, events
 
@@ -31,7 +30,6 @@ def writers(folder: Path) -> list[Callable[[], object]]:
     return [
         lambda: ChainState("registry", float(next(number)), (), {}).save(folder / "chain.json"),
         lambda: journal.put(UploadRecord("b", "k", "u", next(number), "i", 5, "etag")),
-        lambda: RegistrationRecord("5Miner", next(number)).save(folder / "registration.json"),
         lambda: log.write("step", number=next(number)),
         lambda: metrics.write(lambda: None),
     ]

@@ -17,7 +17,6 @@ from distributed_training.config.removed import REMOVED
 from distributed_training.config.schema import schema
 from distributed_training.doctor import build_parser as doctor_parser
 from distributed_training.localnet.command import build_parser
-from distributed_training.registry.__main__ import parser as registry_parser
 from distributed_training.scoring import command, export
 
 pytestmark = pytest.mark.timeout(60)
@@ -103,7 +102,6 @@ def test_flags_exist(page: Path) -> None:
     for program in (
         plan_command.build_parser(),
         *(module.build_parser() for module in (export, join_command, network_command, command)),
-        registry_parser(),
     ):
         ours |= options_of(program)
     ours |= set(re.findall(r"--[a-z]+", status_command.__doc__ or ""))

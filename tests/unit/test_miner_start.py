@@ -295,43 +295,23 @@ def test_a_rank_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Lost:
-    """A miner's start on a chain that does not show its hotkey; time passes only in ``pause``."""
+    """A miner's start on a chain that may not show its hotkey."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.folder = 0.0, folder
-        self.at: dict[float, Callable[[], object]] = {}  # what happens when
-        self.ledger = MemoryLedger()
+        self.folder, self.ledger = folder, MemoryLedger()
         self.ledger.register(VALIDATOR.ss58)
         self.uid = self.ledger.register(MINER.ss58)
-        self.chain = MemoryChain(
-            hotkey=MINER.ss58,
-            ledger=self.ledger,
-            master=VALIDATOR.ss58,
-            monotonic=lambda: self.now,
-        )
-        config = config_of("--neuron.deregistered_wait", "6h")
+        self.chain = MemoryChain(hotkey=MINER.ss58, ledger=self.ledger, master=VALIDATOR.ss58)
+        config = config_of()
         miner = replace(config.miner, master_ss58_address=VALIDATOR.ss58)
         self.config = replace(config, miner=miner)
         monkeypatch.setattr(node_chain, "load_wallet", lambda _: MINER)
         monkeypatch.setattr(node_chain, "follow_chain", lambda *_, **named: self.chain)
-        monkeypatch.setattr(registration, "pause_start", self.pause)
-        monkeypatch.setattr(registration, "time", SimpleNamespace(monotonic=lambda: self.now))
 
-    def pause(self, wanted: Callable[[], bool]) -> None:
-        if not wanted():
-            raise network_watch.StopBeforeStart
-        self.now += 60.0
-        for moment in [m for m in self.at if m <= self.now]:
-            self.at.pop(moment)()
-
-    def join(self, *_: object, wanted: Callable[[], bool] = lambda: True) -> tuple[int, str]:
+    def join(self, *_: object) -> tuple[int, str]:
         with ExitStack() as stack:
-            member = registration.join_network(self.config, self.folder, stack, wanted)
+            member = registration.join_network(self.config, self.folder, stack)
             return ExitStatus.STOPPED, f"uid {member.uid}"
-
-    @property
-    def metrics(self) -> str:
-        return (self.folder / "metrics.prom").read_text()
 
 
 @pytest.fixture
@@ -339,76 +319,26 @@ def lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lost:
     return Lost(tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("uid", [1, 41])
-def test_a_miner_that_lost_its_uid_continues_when_it_is_registered_again(
-    uid: int, lost: Lost, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert lost.join() == (ExitStatus.STOPPED, f"uid {lost.uid}")
-    lost.ledger.deregister(MINER.ss58)
-    lost.at[7200.0] = lambda: lost.ledger.register(MINER.ss58, uid=uid)
-    lost.at[3600.0] = lambda: seen.append(lost.metrics)
-    seen: list[str] = []
-    assert lost.join() == (ExitStatus.STOPPED, f"uid {uid}")
-    assert lost.now == 7200.0
-    assert "dt_registered 0" in seen[0] and "dt_metrics_written" in seen[0]
-    told = [m for m in caplog.messages if "neuron.deregistered_wait" in m]
-    assert len(told) == 4 and "btcli subnet register --netuid 38" in told[0]
-    assert "status 3 in 4.5 h" in told[-1]
-    # The next time it waits as long again.
-    lost.ledger.deregister(MINER.ss58)
-    lost.at[7200.0 + 5 * 3600] = lambda: lost.ledger.register(MINER.ss58, uid=3)
-    assert lost.join() == (ExitStatus.STOPPED, "uid 3")
-
-
-def test_a_miner_that_was_expelled_waits_for_the_founder(
-    lost: Lost, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lost.join()
-    lost.ledger.deregister(MINER.ss58)
-    monkeypatch.setattr(lost.chain, "expelled", lambda hotkey: hotkey == MINER.ss58)
-    lost.at[3600.0] = lambda: lost.ledger.register(MINER.ss58)
-    caplog.clear()
-    assert lost.join() == (ExitStatus.STOPPED, "uid 1")
-    told = [m for m in caplog.messages if "neuron.deregistered_wait" in m]
-    assert told and all("The founder expelled hotkey" in m and "--again" in m for m in told)
-
-
-def test_the_wait_for_a_registration_ends_with_status_3_also_over_restarts(
+def test_a_start_without_a_uid_is_tried_again_until_the_hotkey_is_registered(
     lost: Lost, rank_ends: Callable[..., Any]
 ) -> None:
-    """Each start counts on; a chain that does not answer, or shows nobody, says nothing of us."""
-    lost.join()
     lost.ledger.deregister(MINER.ss58)
-    for _ in range(2):  # stopped by hand, or killed, after two hours
-        begun = lost.now
-        with pytest.raises(network_watch.StopBeforeStart):
-            lost.join(wanted=lambda begun=begun: lost.now < begun + 7200)
-    shown = lost.ledger.save()
-    lost.at[14_460.0] = lost.ledger.clear
-    lost.at[20_000.0] = lambda: lost.ledger.restore(shown)
-    lost.at[21_000.0] = lambda: setattr(lost.ledger, "up", False)
-    lost.at[25_000.0] = lambda: setattr(lost.ledger, "up", True)
+    status, (told, reason, outside) = rank_ends(lost.join)
+    assert status == told == ExitStatus.FAULT and outside
+    assert "is not registered on subnet 38" in reason and "btcli" in reason
+    assert "dt_registered 0" in (lost.folder / "metrics.prom").read_text()
+    lost.ledger.register(MINER.ss58, uid=41)
+    assert lost.join() == (ExitStatus.STOPPED, "uid 41")
+
+
+def test_an_expelled_miner_ends_for_good(
+    lost: Lost, rank_ends: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost.ledger.deregister(MINER.ss58)
+    monkeypatch.setattr(lost.chain, "expelled", lambda hotkey: hotkey == MINER.ss58)
     status, (told, reason, outside) = rank_ends(lost.join)
     assert status == told == ExitStatus.DEREGISTERED and not outside
-    assert "--neuron.deregistered_wait (6.0 h)" in reason and "weights are kept" in reason
-    assert lost.now == pytest.approx(21_600 + 5_540 + 4_000 - 2 * 660, abs=300)
-    # Whoever starts it by hand may register it afterwards.
-    lost.at[lost.now + 20_000] = lambda: lost.ledger.register(MINER.ss58)
-    assert lost.join() == (ExitStatus.STOPPED, "uid 1")
-
-
-@pytest.mark.parametrize("before", ["nobody", "another hotkey"])
-def test_a_hotkey_that_never_ran_here_is_refused_and_tried_again(
-    before: str, lost: Lost, rank_ends: Callable[..., Any]
-) -> None:
-    if before != "nobody":
-        registration.RegistrationRecord("5Another", 3).save(
-            lost.folder / registration.REGISTRATION_FILE
-        )
-    lost.ledger.deregister(MINER.ss58)
-    status, (told, reason, outside) = rank_ends(lost.join)
-    assert status == told == ExitStatus.FAULT and outside and lost.now == 0
-    assert "is not registered on subnet 38" in reason and "btcli" in reason
+    assert "the founder expelled hotkey" in reason and "--again" in reason
 
 
 @pytest.mark.parametrize("shown", ["nobody", "others, without the master hotkey"])
@@ -426,7 +356,7 @@ def test_a_list_that_cannot_be_the_networks_is_not_used(
 
     def join(*_: object) -> tuple[int, str]:
         with ExitStack() as stack:
-            registration.join_network(config, tmp_path, stack, lambda: True)
+            registration.join_network(config, tmp_path, stack)
             pytest.fail("it has begun")
 
     status, (told, reason, outside) = rank_ends(join)
@@ -439,7 +369,7 @@ def test_a_list_that_cannot_be_the_networks_is_not_used(
     [
         (lambda lost: lost.ledger.register(MINER.ss58, uid=41), "is uid 41 now, no longer 1", 5),
         (lambda lost: lost.ledger.deregister(MINER.ss58), "`btcli subnet register --netuid 38`", 1),
-        (None, "the founder expelled hotkey", 1),
+        (None, "the founder expelled hotkey", 3),
     ],
 )
 def test_a_changed_registration_ends_this_run_once(

@@ -173,7 +173,6 @@ def test_a_founder_is_asked_for_nothing_of_a_swarm(
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (("--dht-port", "8009"), "--dht-port is of --exchange hivemind"),
         (
             ("--slowest-link", "0.005", "--set", "round.period=4800"),
             "above a third of the period of 4800 s",

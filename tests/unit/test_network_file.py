@@ -17,7 +17,7 @@ import httpx
 import pytest
 from bittensor_core import Keypair
 
-from distributed_training import network
+from distributed_training import network_place
 from distributed_training.chain.registry import RegistryChain
 from distributed_training.common.ports import free_ports
 from distributed_training.config import Config, ConfigError, describe
@@ -27,11 +27,11 @@ from distributed_training.network import (
     NetworkFileError,
     digest_of,
     flatten,
-    save_copy,
     signed,
     to_toml,
     tree_of,
 )
+from distributed_training.network_place import save_copy
 from distributed_training.protocol.pages import PageDraw
 from distributed_training.protocol.types import ExitStatus
 from tests.tools.chain_raw import trickle
@@ -461,13 +461,13 @@ def test_redirects_lead_over_https_and_not_inside(
         return httpx.Response(200, text="found")
 
     monkeypatch.setattr("distributed_training.common.addresses.socket.getaddrinfo", resolve)
-    monkeypatch.setattr(network, "_FIRST_WAIT", 0.0)
-    monkeypatch.setattr(network, "_client", by(answer))
+    monkeypatch.setattr(network_place, "_FIRST_WAIT", 0.0)
+    monkeypatch.setattr(network_place, "_client", by(answer))
     if not words:
-        assert network._fetch(url) == "found" and len(asked) == 1 + len(steps)
+        assert network_place._fetch(url) == "found" and len(asked) == 1 + len(steps)
         return
     with pytest.raises(NetworkAway, match=re.escape(words)):
-        network._fetch(url)
+        network_place._fetch(url)
     assert not [place for place in asked if "http://" in place or "admin" in place]
     assert all(place.startswith(url[:20]) for place in asked)
 
@@ -478,7 +478,7 @@ def test_a_digest_or_a_copy_says_whose_file_comes_over_http(
     url, argv = "http://10.0.0.5:8100/network.toml", ("--neuron.run_folder", str(tmp_path))
     bobs = signed(EXAMPLE.replace(ALICE.ss58_address, BOB.ss58_address), BOB, nearby=nearby)
     served = {"text": EXAMPLE}
-    monkeypatch.setattr(network, "_client", by(lambda _: httpx.Response(200, **served)))
+    monkeypatch.setattr(network_place, "_client", by(lambda _: httpx.Response(200, **served)))
 
     def configuration(place: str) -> Config:
         return load_config("miner", (*argv, "--network", place), environ=KEYS, dotenv=None)
@@ -502,7 +502,7 @@ def test_a_digest_or_a_copy_says_whose_file_comes_over_http(
 def test_network_given_by_url_is_read_from_its_kept_copy_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(network, "_FIRST_WAIT", 0.0)
+    monkeypatch.setattr(network_place, "_FIRST_WAIT", 0.0)
     url = f"https://127.0.0.1:{free_ports(1)[0]}/network.toml"
     argv = ("--neuron.run_folder", str(tmp_path / "run"), "--network", url)
 
@@ -513,7 +513,7 @@ def test_network_given_by_url_is_read_from_its_kept_copy_offline(
         configuration()
     assert error.value.status == ExitStatus.FAULT and not (tmp_path / "run").exists()
     with monkeypatch.context() as answered:
-        answered.setattr(network, "_client", by(lambda _: httpx.Response(200, text=EXAMPLE)))
+        answered.setattr(network_place, "_client", by(lambda _: httpx.Response(200, text=EXAMPLE)))
         config = configuration()
     (tmp_path / "run").mkdir()
     save_copy(config.network, tmp_path / "run")
@@ -533,7 +533,7 @@ def test_network_given_by_url_is_read_from_its_kept_copy_offline(
     for text, words in answers.items():
         with monkeypatch.context() as answered:
             says = by(lambda _, text=text: httpx.Response(200, text=text))
-            answered.setattr(network, "_client", says)
+            answered.setattr(network_place, "_client", says)
             again = configuration()
             assert again.network == config.network
             assert [words in line and "the copy" in line for line in again.warnings] == [True]
@@ -547,12 +547,12 @@ def test_network_given_by_url_is_read_from_its_kept_copy_offline(
         return httpx.Response(200, text=EXAMPLE)
 
     with monkeypatch.context() as answered:
-        answered.setattr(network, "_client", by(lead_astray))
+        answered.setattr(network_place, "_client", by(lead_astray))
         assert "leads to http://" in configuration().warnings[0]
     with monkeypatch.context() as answered, trickle() as port:
-        answered.setattr(network, "_LONGEST", 0.5)
+        answered.setattr(network_place, "_LONGEST", 0.5)
         answered.setattr(
-            network, "_client", lambda: httpx.AsyncClient(proxy=f"http://127.0.0.1:{port}")
+            network_place, "_client", lambda: httpx.AsyncClient(proxy=f"http://127.0.0.1:{port}")
         )
         assert "no end of it" in configuration().warnings[0]
     for damaged in (b"\xff\xfe", b"name = ["):

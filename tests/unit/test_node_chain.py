@@ -174,7 +174,7 @@ def test_an_invitation_gives_a_uid_at_the_start(
                 if secret == "token":
                     assert node_chain.join_subnet(config, stack).uid == 1
                     continue
-                with pytest.raises(NotRegistered, match="dt-registry register --url"):
+                with pytest.raises(NotRegistered, match="dt-join INVITATION"):
                     node_chain.join_subnet(config, stack)
         server.registry.expel(MINER.ss58)
         caplog.clear()

@@ -125,7 +125,7 @@ def test_no_variable_of_another_program_ends_or_changes_the_store_s_client(
 
 # --- python -OO -----------------------------------------------------------------------------------
 
-COMMANDS = ["miner", "doctor", "registry", "join_command", "network_command", "status_command"]
+COMMANDS = ["miner", "doctor", "join_command", "network_command", "status_command"]
 COMMANDS += ["plan_command", "scoring.command", "scoring.export", "localnet.command"]
 
 HELPS = """

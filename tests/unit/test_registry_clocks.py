@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import time
 from contextlib import closing, suppress
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 
 from distributed_training.chain.auth import BTAUTH_MAX_AGE, Claim, RefusedRequest
 from distributed_training.chain.base import ChainError
+from distributed_training.config import ConfigError
 from distributed_training.protocol.metadata import LONGEST
 from distributed_training.registry import ledger, service, store
 from distributed_training.registry.store import CLOCK_SKEW, Charter, Registry, Replayed
@@ -202,75 +202,60 @@ def test_a_start_on_a_full_disk_writes_nothing(
     assert world.registry.uid_of(VALIDATOR.ss58) == 0
 
 
-OLD_TABLES = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE slots (uid INTEGER PRIMARY KEY, content TEXT NOT NULL);
-CREATE TABLE nonces (hotkey TEXT PRIMARY KEY, nonce INTEGER NOT NULL);
-CREATE TABLE invitations (hash TEXT PRIMARY KEY, uses INTEGER NOT NULL, expires REAL NOT NULL);
-CREATE TABLE allowed (hotkey TEXT PRIMARY KEY);
+EARLIER_TABLES = """
+ALTER TABLE members RENAME TO kept;
+CREATE TABLE neurons (
+    uid INTEGER PRIMARY KEY, hotkey TEXT NOT NULL UNIQUE, ip TEXT NOT NULL, port INTEGER,
+    stake REAL NOT NULL, permit INTEGER NOT NULL, incentive REAL NOT NULL DEFAULT 0,
+    last_update INTEGER NOT NULL, since_block INTEGER NOT NULL, since REAL NOT NULL,
+    commitment TEXT, earned REAL NOT NULL DEFAULT 0, counted REAL
+);
+CREATE TABLE weights (
+    voter INTEGER, uid INTEGER, weight REAL NOT NULL, PRIMARY KEY (voter, uid)
+) WITHOUT ROWID;
+INSERT INTO neurons SELECT uid, hotkey, ip, port, 1.0, 0, 0.5, 9, 9, since, commitment, 0, 0
+    FROM kept;
+DROP TABLE kept;
+PRAGMA user_version = 3;
 """
 
 
-def write_as_0_2_0(world: World, nonces: dict[str, int]) -> None:
-    """Replace the registry's file by one with the tables of 0.2.0, which are of schema 1."""
-    members = {member.neuron.uid: member for member in world.registry.view.members}
-    world.registry.close()
-    (world.folder / store.FILE).unlink()
-    with closing(sqlite3.connect(world.folder / store.FILE)) as db, db:
-        db.executescript(
-            f"PRAGMA application_id = {store._APPLICATION}; PRAGMA user_version = 1; {OLD_TABLES}"
-        )
-        charter = {**vars(world.registry.charter), "seconds_per_block": 12.0, "founded_at": START}
-        losses = {"7": [3.5, START], "8": [3.25, START + 1]}
-        meta = {"charter": charter, "version": 40, "reserved": 1010, "losses": losses}
-        rows = [(key, json.dumps(value)) for key, value in meta.items()]
-        db.executemany("INSERT INTO meta VALUES (?, ?)", rows)
-        for uid, member in members.items():
-            content = {
-                "neuron": {
-                    **vars(member.neuron),
-                    "port": 8091 if uid else None,
-                    "last_update": 1001,
-                },
-                "since": {"block": 1001, "at": START},
-                "commitment": "text" if uid else None,
-                "weights": {"1": 3.0, "2": 1.0} if not uid else None,
-                "earned": [0.5, START] if uid else None,
-            }
-            db.execute("INSERT INTO slots VALUES (?, ?)", (uid, json.dumps(content)))
-        db.executemany("INSERT INTO nonces VALUES (?, ?)", nonces.items())
-        db.execute("INSERT INTO invitations VALUES (?, 3, 1e10)", ("0" * 64,))
-
-
-def test_a_file_of_0_2_0_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_the_edition_before_is_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = World(tmp_path, monkeypatch)
     for hotkey in (PEER.ss58, MINER.ss58):
         world.sign(hotkey)
-    locked_out = round((START + 365 * DAY) * NS)
-    last = dict(world.accepted)
-    write_as_0_2_0(world, {**last, PEER.ss58: locked_out})
+    world.registry.commit(PEER.ss58, "text")
+    before = world.registry.view
+    world.registry.close()
+    with closing(sqlite3.connect(tmp_path / store.FILE)) as db:
+        db.executescript(EARLIER_TABLES)
     store.backup(tmp_path / store.FILE, tmp_path / "old.db")
     world.open()
-    founder, peer, _ = world.registry.view.members
-    assert (founder.neuron.hotkey, founder.neuron.validator_permit) == (VALIDATOR.ss58, True)
-    assert (peer.neuron.hotkey, peer.neuron.port, peer.commitment) == (PEER.ss58, 8091, "text")
-    assert peer.since == START
-    assert world.registry.view.losses == {7: (3.5, START), 8: (3.25, START + 1)}
-    assert world.registry.view.version == 40
-    with closing(sqlite3.connect(tmp_path / "schema-1.db")) as before:  # 0.2.0 could continue it
-        assert before.execute("PRAGMA user_version").fetchone() == (1,)
-        assert before.execute("SELECT count(*) FROM slots").fetchone() == (3,)
+    assert world.registry.view.members == before.members
+    with closing(sqlite3.connect(tmp_path / "schema-3.db")) as kept:  # that edition reads it
+        assert kept.execute("PRAGMA user_version").fetchone() == (3,)
     _replay_all(world)
-    world.accepted.append((PEER.ss58, locked_out))
     world.now += WINDOW
-    for hotkey in (PEER.ss58, MINER.ss58):
-        world.sign(hotkey)
-    assert world.registry.invitations()[0]["uses"] == 3
-    _replay_all(world)
+    world.sign(PEER.ss58)
     world.registry.close()
     store.restore(tmp_path / "old.db", tmp_path)
     world.open()
     assert world.registry.uid_of(PEER.ss58) == 1
+
+
+def test_a_file_of_0_2_0_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path, monkeypatch)
+    world.registry.close()
+    with closing(sqlite3.connect(tmp_path / store.FILE)) as db:
+        db.execute("PRAGMA user_version = 1")
+    content = (tmp_path / store.FILE).read_bytes()
+    with pytest.raises(ConfigError, match=r"schema 1, not 5.* commit 10170bb9"):
+        world.open()
+    assert (tmp_path / store.FILE).read_bytes() == content
 
 
 def test_the_list_of_members_stays_readable_with_all_commitments() -> None:

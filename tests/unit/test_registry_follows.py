@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from distributed_training import founder, network, network_command
+from distributed_training import founder, network, network_command, network_place
 from distributed_training.config import ConfigError, load_config
 from distributed_training.network import digest_of, flatten, signed, tree_of
-from distributed_training.registry import __main__ as registry
+from distributed_training.registry import command as registry
 from tests.tools.network import ALICE
 
 pytestmark = pytest.mark.timeout(60)
@@ -117,7 +117,7 @@ def test_an_invitation_is_good_for_each_version_that_descends_from_its_own(
         except KeyError:
             raise network.NetworkAway("HTTP 404") from None
 
-    monkeypatch.setattr(network, "_fetch", fetch)
+    monkeypatch.setattr(network_place, "_fetch", fetch)
     words = ["--network", f"{URL}/network.toml#{pinned}", "--neuron.run_folder", str(lab / "run")]
     if fault in ("none", "direct"):
         found = load_config("miner", words, environ={}, dotenv=None, check=False)

@@ -24,8 +24,6 @@ from distributed_training.telemetry.notify import Notifier
 from distributed_training.telemetry.run_state import (
     LauncherFile,
     LauncherState,
-    read_launcher,
-    report_stage,
 )
 from tests.tools.settings import load_config
 from tests.tools.webhooks import Webhooks, webhooks
@@ -187,14 +185,6 @@ def test_another_trouble_does_not_end_the_hour_of_uploads_that_do_not_count(mine
     miner.chain_at = miner.store_silent_since = None
     told = miner.passes(1800)
     assert [text.partition(" ")[0] for text in told] == ["Over", "Uploads"]
-
-
-def test_a_start_that_waits_for_its_registration_is_told_of(miner: Miner, tmp_path: Path) -> None:
-    miner.file.start()
-    report_stage(tmp_path, 2, "not registered: the founder expelled it: ask the founder")
-    miner.launch = read_launcher(tmp_path)
-    (told,) = miner.passes(3700)
-    assert told.endswith("not registered: the founder expelled it; ask the founder")
 
 
 def test_waiting_is_no_trouble(miner: Miner) -> None:

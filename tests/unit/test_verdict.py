@@ -38,7 +38,6 @@ PAYS = replace(WELL, pays=True)
 STARTS = Launch("starting", "loading global state 12.4 of 32.0 GB", NOW - 60, 1620.0)
 SETTING = Launch("stopped", stopped_by="its settings", text="192 is not its: leave it out")
 REFUSED = Launch("refused", text="no hotkey", attempt=6, next_try_at=NOW + 40)
-LOST = Launch("starting", "not registered: the founder expelled it: ask the founder (2 of 5)")
 
 
 def launched(launch: Launch, **more: Any) -> dict[str, Any]:
@@ -69,7 +68,6 @@ CASES: list[tuple[Facts, dict[str, Any], Verdict, Level, str]] = [
     (BLANK, launched(STARTS), V.STARTING, ORANGE, "12.4 of 32.0 GB, 26 min left; then it trains"),
     (BLANK, launched(STARTS, text="no hotkey", attempt=1), V.STARTING, ORANGE, "2; the one"),
     (BLANK, launched(STARTS, text="no hotkey", attempt=2), V.CANNOT_START, RED, "key (attempt 3"),
-    (BLANK, launched(LOST), V.NOT_REGISTERED, RED, "the founder expelled it; ask the founder"),
     (BLANK, launched(SETTING), V.CANNOT_START, RED, "leave it out; then pm2 start app.config.js"),
     (BLANK, launched(REFUSED), V.CANNOT_START, RED, "no hotkey (attempt 6, next try in 40 s)"),
     (WELL, launched(Launch("running")), V.COUNTS, GREEN, ""),

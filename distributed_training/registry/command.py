@@ -1,16 +1,12 @@
-"""Create, serve and administer the registry of a network that has no public chain.
+"""The registry's commands of ``dt-network``: serve it, and administer its members.
 
-    dt-registry serve --folder F --network FILE                 create it, or continue with it
-    dt-network invite --network FILE --uses 3                  print an invitation (founder)
-    dt-network allow --url URL HOTKEY...                       list hotkeys (founder)
-    dt-registry enroll --url URL HOTKEY --uid 7                 give a uid (founder)
-    dt-network expel --url URL HOTKEY...                       shut them out (founder)
-    dt-registry register --url URL                              take a uid; DT_INVITATION in .env
-    dt-network members --url URL                                list the members
-    dt-network backup --folder F FILE                          while it serves
-    dt-network restore --folder F FILE                         while it does not
-
-`dt-registry` is `python -m distributed_training.registry`.
+dt-network serve --folder F --network FILE     create it, or continue with it
+dt-network invite --network FILE --uses 3      print an invitation
+dt-network allow --url URL HOTKEY...           list hotkeys
+dt-network expel --url URL HOTKEY...           shut them out
+dt-network members --url URL                   list the members
+dt-network backup --folder F FILE              while it serves
+dt-network restore --folder F FILE             while it does not
 """
 
 from __future__ import annotations
@@ -20,35 +16,26 @@ import logging
 import os
 import secrets
 import signal
-import sqlite3
-import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import SecretStr
-
-from distributed_training import NO_HELP
 from distributed_training.common.kinds import UnknownKindError
 from distributed_training.config.loader import (
     Parser,
     add_wallet,
     argument,
-    exit_with,
     load_config,
     ranged,
-    read_dotenv,
 )
 from distributed_training.config.types import (
     ConfigError,
     File,
-    FileName,
     Hotkey,
     IpAddress,
     WebUrl,
@@ -56,10 +43,11 @@ from distributed_training.config.types import (
 )
 from distributed_training.network import FILE, VERSIONS, Network, NetworkFileError, read_text
 from distributed_training.protocol.growth import file_bytes
-from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry.logs import LineFormatter
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from distributed_training.chain.registry import RegistryChain
     from distributed_training.config.model import Config
     from distributed_training.registry.access import Access
@@ -68,125 +56,103 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: Rules that a registry keeps for good, by the names that its charter has for them.
+FIXED = {"name": "name", "master": "chain.master_hotkey", "most_uids": "limits.max_uids"}
 _FOLLOWS = 15.0  # seconds, in which a registry serves a version that was signed just now
 #: Rules that a registry reads at its start only.
 _AT_START = ("private", "store.endpoint", "store.region", "store.global_bucket", "store.access")
 _OTHER_FILES = 64  # that the service opens in addition to its connections
 
 
-def parser() -> Parser:
-    lines = (__doc__ or NO_HELP).splitlines()
-    made = Parser(
-        prog="dt-registry",
-        description=lines[0],
-        epilog="\n".join(lines[2:]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = made.add_subparsers(dest="command", required=True, parser_class=Parser)
-    command: argparse.ArgumentParser
-    command = commands.add_parser("serve", help="create a registry, or continue with it")
-    _add_folder(command)
-    new = command.add_argument_group("of a new registry")
-    new.add_argument(
-        "--network",
-        metavar="FILE",
-        help="the network's file or its URL, served to all: gives name, founder, number of uids",
-    )
-    new.add_argument("--name", type=argument(FileName), help="the network's: letters, digits, - .")
-    new.add_argument("--master", type=argument(Hotkey), help="the founder's hotkey")
-    new.add_argument("--most-uids", type=ranged(2, 4096), help="[256] (2 to 4096)")
-    command.add_argument(
-        "--admission",
-        choices=("open", "invited", "listed"),
-        help="who may register; may be changed with a restart [invited]",
-    )
-    command.add_argument(
-        "--host", type=argument(IpAddress), default="127.0.0.1", help="address [127.0.0.1]"
-    )
-    command.add_argument(
-        "--store",
-        type=argument(File),
-        metavar="FOLDER",
-        help="serve the network's bucket from this folder, in place of an S3 store",
-    )
-    command.add_argument("--port", type=ranged(0, 65535), default=8100, help="[8100] 0: a free one")
-    command.add_argument(
-        "--proxy",
-        type=argument(IpAddress),
-        help="address of the TLS proxy in front, whose X-Forwarded-For is believed",
-    )
-    command.add_argument(
-        "--host-name",
-        action="append",
-        default=[],
-        help="name at which browsers may open the page; several are possible [loopback's]",
-    )
-    command.add_argument("--requests-per-address", type=ranged(0.1, 1e6), default=50.0, help="[50]")
-    command.add_argument("--requests-per-hotkey", type=ranged(0.1, 1e6), default=5.0, help="[5]")
-    command.add_argument("--max-connections", type=ranged(1, 65535), default=8192, help="[8192]")
-    for name, text in (("backup", "copy it to FILE while it serves"), ("restore", "put FILE back")):
-        command = commands.add_parser(name, help=text)
-        _add_folder(command)
-        command.add_argument("file", type=argument(File), metavar="FILE")
-    command = _client(commands, "invite", "print an invitation; for the founder", url=False)
-    command.add_argument(
-        "--network",
-        metavar="FILE",
-        help="the network's file, which names the registry, or its https URL",
-    )
-    command.add_argument(
-        "--uses", type=ranged(1, 4096), default=1, help="how many hotkeys it admits [1]"
-    )
-    command.add_argument(
-        "--days", type=ranged(0.001, 365.0), default=7.0, help="days until it expires [7]"
-    )
-    instead = command.add_mutually_exclusive_group()
-    instead.add_argument("--list", action="store_true", help="print all invitations")
-    instead.add_argument(
-        "--revoke", metavar="ID", help="revoke the invitation that --list shows under ID"
-    )
-    command = _client(commands, "allow", "list hotkeys that may register; for the founder")
-    command.add_argument("hotkeys", nargs="+", type=argument(Hotkey), metavar="HOTKEY")
-    command.add_argument("--remove", action="store_true", help="take them off the list")
-    command = _client(commands, "expel", "shut hotkeys out for good; for the founder")
-    command.add_argument("hotkeys", nargs="+", type=argument(Hotkey), metavar="HOTKEY")
-    command.add_argument("--again", action="store_true", help="let them in again")
-    command = _client(commands, "enroll", "register a hotkey, or move it to a uid; for the founder")
-    command.add_argument("hotkey", type=argument(Hotkey), metavar="HOTKEY")
-    command.add_argument("--uid", type=ranged(0, 4095), help="its uid (default: the first free)")
-    _client(commands, "register", "take a uid with this wallet's hotkey")
-    command = commands.add_parser("status", help="list the members")
-    command.add_argument("--url", type=argument(WebUrl), required=True, help="the registry's")
-    return made
+def add_commands(commands: Any) -> None:
+    """Add the commands to those of ``dt-network``."""
+
+    def made(run: Callable[[argparse.Namespace], None], text: str) -> Callable[..., Any]:
+        command = commands.add_parser(run.__name__, help=text)
+        command.set_defaults(run=run)
+        add: Callable[..., Any] = command.add_argument
+        return add
+
+    def of_founder(run: Callable[[argparse.Namespace], None], text: str) -> Callable[..., Any]:
+        add = made(run, text)
+        add_wallet(commands.choices[run.__name__])
+        return add
+
+    folder = {"type": argument(File), "default": Path("runs/registry"), "help": "[runs/registry]"}
+    url = {"type": argument(WebUrl), "help": "the registry's URL"}
+    hotkeys = {
+        "nargs": "+",
+        "type": argument(Hotkey),
+        "metavar": "HOTKEY",
+        "help": "ss58 addresses",
+    }
+    add = made(serve, "create a registry, or continue with it")
+    add("--folder", **folder)
+    add("--network", metavar="FILE", help="the network's file or its URL, served to all")
+    of_admission = "who may register; may be changed with a restart [invited]"
+    add("--admission", choices=("open", "invited", "listed"), help=of_admission)
+    add("--host", type=argument(IpAddress), default="127.0.0.1", help="address [127.0.0.1]")
+    of_store = "serve the network's bucket from this folder, in place of an S3 store"
+    add("--store", type=argument(File), metavar="FOLDER", help=of_store)
+    add("--port", type=ranged(0, 65535), default=8100, help="[8100] 0: a free one")
+    of_proxy = "address of the TLS proxy in front, whose X-Forwarded-For is believed"
+    add("--proxy", type=argument(IpAddress), help=of_proxy)
+    of_name = "name at which browsers may open the page; several are possible [loopback's]"
+    add("--host-name", action="append", default=[], help=of_name)
+    of_rate = "requests per second and address that are answered [50.0]"
+    add("--requests-per-address", type=ranged(0.1, 1e6), default=50.0, help=of_rate)
+    for run, text in ((backup, "copy it to FILE while it serves"), (restore, "put FILE back")):
+        add = made(run, text)
+        add("--folder", **folder)
+        add("file", type=argument(File), metavar="FILE", help="the copy")
+    add = of_founder(invite, "print an invitation")
+    of_file = "the network's file, which names the registry, or its https URL"
+    add("--network", metavar="FILE", help=of_file)
+    add("--url", **url)
+    add("--uses", type=ranged(1, 4096), default=1, help="how many hotkeys it admits [1]")
+    add("--days", type=ranged(0.001, 365.0), default=7.0, help="days until it expires [7.0]")
+    add("--list", action="store_true", help="print all invitations")
+    add("--revoke", metavar="ID", help="revoke the invitation that --list shows under ID")
+    add = of_founder(allow, "list hotkeys that may register")
+    add("--url", required=True, **url)
+    add("hotkeys", **hotkeys)
+    add("--remove", action="store_true", help="take them off the list")
+    add = of_founder(expel, "shut hotkeys out for good")
+    add("--url", required=True, **url)
+    add("hotkeys", **hotkeys)
+    add("--again", action="store_true", help="let them in again")
+    made(members, "list the members")("--url", required=True, **url)
 
 
-def _add_folder(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--folder", type=argument(File), default=Path("runs/registry"), help="[runs/registry]"
-    )
-
-
-def _client(commands: Any, name: str, text: str, *, url: bool = True) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(name, help=text)
-    command.add_argument("--url", type=argument(WebUrl), required=url, help="the registry's")
-    add_wallet(command)
-    return command
+def parse_serve(words: Sequence[str]) -> argparse.Namespace:
+    """Return the arguments of ``serve``. Ends the program with status 2 and a line."""
+    parser = Parser(prog="dt-network")
+    add_commands(parser.add_subparsers(dest="command"))
+    return parser.parse_args(["serve", *words])
 
 
 # --- the service ----------------------------------------------------------------------------------
 
 
 def serve(given: argparse.Namespace) -> None:
-    """Serve until SIGTERM or Ctrl-C."""
+    """Serve until SIGTERM or Ctrl-C. Raises ConfigError, StoreFault, OSError."""
     from distributed_training.common.ports import listen
     from distributed_training.common.processes import limit_resources
     from distributed_training.registry.service import Limits, Service
 
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter(rank=0))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     # Before anything is opened: a stop that comes meanwhile must still close it.
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    with closing(_registry(given)) as registry:
+    config = None
+    if given.network is not None:
+        config = load_config("validator", ["--network", given.network], check=False)
+    _check_store(given, config)
+    with ExitStack() as stack:
+        registry = stack.enter_context(closing(open_registry(given, config)))
         follow = _Followed(given.network, registry).look
         follow()
         host = f"[{given.host}]" if ":" in given.host else given.host
@@ -199,29 +165,25 @@ def serve(given: argparse.Namespace) -> None:
             ) from None
         limits = Limits(
             requests_per_address=given.requests_per_address,
-            requests_per_hotkey=given.requests_per_hotkey,
             # What the system does not let it open would keep the rest out instead.
-            max_connections=min(given.max_connections, limit_resources() - _OTHER_FILES),
+            max_connections=min(Limits.max_connections, limit_resources() - _OTHER_FILES),
             proxy=given.proxy,
             host_names=(host, *given.host_name),
-            private=given.private,
+            private=config is not None and config.chain.private,
         )
         access, files = None, None
-        if given.access is not None:
-            access, files = given.access(registry.charter.master)
-        with (
-            closing(access) if access is not None else nullcontext(),
-            closing(
-                Service(registry, sock, limits, access=access, files=files, follow=follow)
-            ) as service,
-        ):
-            service.start()
-            port, charter = sock.getsockname()[1], registry.charter
-            print(f"registry {charter.name} at http://{host}:{port}")
-            print(f"created by {charter.master}; registration: {charter.admission}")
-            # With the pid: a log that is appended to has the READY of earlier starts.
-            print(f"READY {os.getpid()}", flush=True)
-            stop.wait()
+        if config is not None and not config.has_bucket:
+            access, files = open_access(config, given, registry.charter.master)
+            stack.enter_context(closing(access))
+        service = Service(registry, sock, limits, access=access, files=files, follow=follow)
+        stack.enter_context(closing(service))
+        service.start()
+        port, charter = sock.getsockname()[1], registry.charter
+        print(f"registry {charter.name} at http://{host}:{port}")
+        print(f"created by {charter.master}; registration: {charter.admission}")
+        # With the pid: a log that is appended to has the READY of earlier starts.
+        print(f"READY {os.getpid()}", flush=True)
+        stop.wait()
 
 
 class _Followed:
@@ -271,48 +233,36 @@ class _Followed:
             log.info("Serving version %d of %s", network.head.version, path)
 
 
-def _registry(given: argparse.Namespace) -> Registry:
+def _check_store(given: argparse.Namespace, config: Config | None) -> None:
+    """Raise ConfigError where ``--store`` is a folder that the registry would serve to nobody."""
+    if given.store is None or (config is not None and not config.has_bucket):
+        return
+    why, remedy = "without --network, so the members' buckets would have no name", "give it too"
+    if config is not None:
+        why = f"and in {given.network} each member has a bucket of its own (store.access)"
+        remedy = "leave it out"
+    raise ConfigError(f"--store {why}, so nothing was started: {remedy}")
+
+
+def open_registry(given: argparse.Namespace, config: Config | None) -> Registry:
     """Open the registry of ``--folder``, or create it. Raises ConfigError, StoreFault."""
     from distributed_training.common.files import FSTAB, late_mount
     from distributed_training.registry import store
 
     # Read again at every start: its values are compared with the registry's own.
-    in_file, given.private, given.access = [], False, None
-    if given.store is not None and given.network is None:
-        raise ConfigError(
-            "--store without --network, so the buckets of the members would have no name and "
-            "nothing was started: give --network too"
-        )
-    if given.network is not None:
-        config = load_config("validator", ["--network", given.network], check=False)
-        network = config.network
-        assert network is not None  # it was named
-        given.private = config.chain.private
-        if not config.has_bucket:
-            given.access = partial(_open_access, config, given)
-        elif given.store is not None:
-            raise ConfigError(
-                f"--store, and in {given.network} each member has a bucket of its own "
-                "(store.access), so the registry would serve the folder to nobody and nothing was "
-                "started: leave it out"
-            )
-        in_network = {**network.values, "name": network.head.name}
-        in_file = [field for field in FIXED if getattr(given, field) is None]
-        for field in in_file:
-            setattr(given, field, in_network.get(FIXED[field]))
+    terms: dict[str, Any] = {}
+    if config is not None and config.network is not None:
+        in_network = {**config.network.values, "name": config.network.head.name}
+        terms = {field: in_network[key] for field, key in FIXED.items()}
     if (given.folder / store.FILE).exists():
         registry = store.Registry.at(given.folder, None)
-        for field, key in FIXED.items():
-            wanted, has = getattr(given, field), getattr(registry.charter, field)
-            if wanted is not None and wanted != has:
+        for field, wanted in terms.items():
+            if wanted != (has := getattr(registry.charter, field)):
                 registry.close()
-                said, remedy = f"--{field.replace('_', '-')} {wanted}", "leave it out"
-                if field in in_file:
-                    said = f"{key} {wanted} in {given.network}"
-                    remedy = "set it back there (dt-network sign), leave --network out"
                 raise ConfigError(
-                    f"{said} differs from the registry in {given.folder}, created with {has}, "
-                    f"so nothing was started: {remedy}, or give another --folder"
+                    f"{FIXED[field]} {wanted} in {given.network} differs from the registry in "
+                    f"{given.folder}, created with {has}, so nothing was started: set it back "
+                    "there (dt-network sign), leave --network out, or give another --folder"
                 )
         if given.admission is not None:
             registry.change_charter(admission=given.admission)
@@ -322,26 +272,17 @@ def _registry(given: argparse.Namespace) -> Registry:
             f"{given.folder} is on {mount} of {FSTAB}, which is not mounted, so a second registry "
             f"would be created in its place and everybody lose the uid: mount {mount}"
         )
-    if given.name is None or given.master is None:
+    if not terms:
         raise ConfigError(
             f"there is no registry in {given.folder}, so nothing was started: correct --folder, or "
-            "give --network FILE (or --name and --master) to create one"
+            "give --network FILE to create one"
         )
-    if not store.NAME.fullmatch(given.name):
-        raise ConfigError(
-            f"--name {given.name!r} is not 1 to 63 lower-case letters, digits, '-' and '.', so "
-            "nothing was started: correct --name"
-        )
-    charter = store.Charter(
-        name=given.name,
-        master=given.master,
-        most_uids=given.most_uids or 256,
-        admission=given.admission or "invited",
+    return store.Registry.at(
+        given.folder, store.Charter(**terms, admission=given.admission or "invited")
     )
-    return store.Registry.at(given.folder, charter)
 
 
-def _open_access(
+def open_access(
     config: Config, given: argparse.Namespace, master: str
 ) -> tuple[Access, ServedFolder | None]:
     """Open the global bucket, whose URLs the registry signs for members.
@@ -400,14 +341,6 @@ def refuse_old_store(folder: Path) -> None:
         )
 
 
-#: The final settings of a new registry, and each one's key in a network's file.
-FIXED = {
-    "name": "name",
-    "master": "chain.master_hotkey",
-    "most_uids": "limits.max_uids",
-}
-
-
 def backup(given: argparse.Namespace) -> None:
     from distributed_training.registry import store
 
@@ -438,13 +371,9 @@ def _chain(given: argparse.Namespace) -> AbstractContextManager[RegistryChain]:
 
     flags = {name: value for name, value in vars(given).items() if name.startswith("wallet.")}
     settings = ChainSettings(**{name.replace(".", "_"): value for name, value in flags.items()})
-    # Not a flag: other users of the machine can read command lines.
-    found = {**read_dotenv(Path(".env")), **os.environ}.get("DT_INVITATION", "")
-    return answering(
-        url=given.url,
-        wallet=load_wallet(settings) if flags else None,
-        invitation=SecretStr(found) if found else None,
-    )
+    # Its line for each request would stand among the command's own output.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    return answering(url=given.url, wallet=load_wallet(settings) if flags else None)
 
 
 def invite(given: argparse.Namespace) -> None:
@@ -527,18 +456,7 @@ def expel(given: argparse.Namespace) -> None:
                 print(f"by the same invitation came, and stay: {' '.join(done['others'])}")
 
 
-def enroll(given: argparse.Namespace) -> None:
-    with _chain(given) as chain:
-        uid = chain.enroll(given.hotkey, uid=given.uid)
-    print(f"uid {uid}")
-
-
-def register(given: argparse.Namespace) -> None:
-    with _chain(given) as chain:
-        print(f"uid {chain.register()}")
-
-
-def status(given: argparse.Namespace) -> None:
+def members(given: argparse.Namespace) -> None:
     with _chain(given) as chain:
         neurons = chain.neurons()
         print(chain.identity)
@@ -548,33 +466,3 @@ def status(given: argparse.Namespace) -> None:
             print(f"{n.uid:4} {n.hotkey}  {role}, {where}")
         for hotkey in sorted(chain.all_expelled):
             print(f"   - {hotkey}  expelled")
-
-
-_COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
-    function.__name__: function
-    for function in (serve, invite, allow, enroll, expel, register, status, backup, restore)
-}
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run a command; return 2 for refused flags, 1 for a fault outside of the program."""
-    given = parser().parse_args(argv)
-    handler = logging.StreamHandler()
-    handler.setFormatter(LineFormatter(rank=0))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
-    # Its line for each request would stand among the command's own output.
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    try:
-        _COMMANDS[given.command](given)
-        return ExitStatus.STOPPED
-    except ConfigError as error:
-        return exit_with(error, of_service=given.command == "serve")
-    except (RuntimeError, OSError, sqlite3.Error) as error:  # StoreFault, ChainError; a disk
-        print(f"error: {error}", file=sys.stderr)
-        return ExitStatus.FAULT
-    except KeyboardInterrupt:
-        return ExitStatus.INTERRUPTED
-
-
-if __name__ == "__main__":
-    sys.exit(main())

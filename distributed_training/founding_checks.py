@@ -1,0 +1,428 @@
+"""Check a founder's model, tokenizer and data, and pin them, before the file is signed.
+
+A wrong word in that file costs every member weeks. So data and tokenizer are read, and the model is
+built and compared with ``transformers``. What may change later is written into the rules: a commit,
+a row count, a digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from distributed_training.common.proxies import HUB, share
+from distributed_training.config import ConfigError
+from distributed_training.config.types import DOMAIN_NAME, ConfigAway
+from distributed_training.network import HELD_OUT
+from distributed_training.node.start import hub_is_away
+from distributed_training.protocol.keys import FROZEN
+from distributed_training.protocol.metadata import with_rules
+from distributed_training.protocol.pages import HELD_OUT_PAGES
+
+_HELD_OUT_SHARE = 16  # in a small data set one of this many pages is held out
+_HUB_SECONDS = 10.0  # of the question for a tokenizer's commit
+
+
+def pin_data(data: dict[str, Any], *, unpinned: bool) -> None:
+    """Add commit and row count to ``[data]``, as its source serves them now, unless it says them.
+
+    The standard library's text stays free: it is for trials, on one machine. ``unpinned``: add
+    nothing. Then, and where the file says it, a source that is away is no reason to stop.
+
+    Raises ConfigError for a source that no miner could read.
+    """
+    from pydantic import ValidationError
+
+    from distributed_training.config.settings import DataSettings
+    from distributed_training.data.block_builder import readable
+    from distributed_training.data.page_source import NothingToRead, PageUnavailable
+    from distributed_training.data.sources import kind_of
+
+    sources = DataSettings(source=data["source"]).sources
+    if any(kind_of(source).for_trials for source in sources):
+        return
+    read = ("source", "dataset", "folder", "rows_url", "text_column")
+    given = {key: data[key] for key in read if key in data}
+    free = unpinned or bool({"revision", "rows"} & set(data))
+    try:
+        found = readable(DataSettings(**given, request_attempts=1 if free else 2))
+    except ValidationError:
+        return  # the whole file is refused with its line
+    except NothingToRead as error:
+        raise ConfigError(
+            f"no miner could read the data ({error}), so no network was created: correct "
+            "--data-source, or data.dataset, data.folder and data.text_column with --set"
+        ) from None
+    except PageUnavailable as error:
+        if free:
+            print(f"the data could not be read now, so nobody tried them: {error}", file=sys.stderr)
+            return
+        raise ConfigAway(
+            f"the data cannot be pinned ({error}), so no network was created: try again, give "
+            "--data-source parquet:DIR, or --unpinned to let them change while the network runs"
+        ) from None
+    if not free:
+        data |= {key: value for key, value in vars(found).items() if value is not None}
+
+
+def choose_pages(data: dict[str, Any], *, beside: Path | None = None) -> dict[str, bytes]:
+    """Give pinned data the draw by which nobody shares a page, and hold pages out.
+
+    Pin files of held-out text; return those of this machine by the names that the network's file
+    gives them. ``beside``: folder of a network's file whose held-out text may be named.
+
+    Raises ConfigError.
+    """
+    named, kept = data.get("held_out"), dict[str, bytes]()
+    files = [named] if isinstance(named, str) else named
+    if named in ("pages", "python") or not (
+        isinstance(files, list) and all(isinstance(file, str) for file in files)
+    ):
+        files = []
+    pinned = [_pin_file(file, data["text_column"], kept, beside) for file in files]
+    if pinned:
+        data["held_out"] = pinned if isinstance(named, list) else pinned[0]
+    if data.get("rows") is not None:
+        data.setdefault("selection", 2)
+    rows, of_a_page = data.get("rows"), data["rows_per_page"]
+    # What is of another type is refused with the whole file.
+    if data.get("selection") == 2 and type(rows) is type(of_a_page) is int and of_a_page > 0:
+        share = rows // of_a_page // _HELD_OUT_SHARE
+        # Pages that nobody is judged on are trained on, but for the one that the draw needs.
+        share = 1 if pinned else min(HELD_OUT_PAGES, share)
+        data.setdefault("held_out_pages", max(1, share))
+    return kept
+
+
+def _pin_file(named: str, column: str, kept: dict[str, bytes], beside: Path | None) -> str:
+    """Return a file of held-out text, or a domain ``NAME=FILE``, with its digest.
+
+    One of this machine is named without its folder, which concerns no member, and added to
+    ``kept``. Raises ConfigError for one that cannot be read.
+    """
+    from distributed_training.data.held_out import file_rows, read_file
+    from distributed_training.data.page_source import PageUnavailable
+
+    start = re.match(DOMAIN_NAME, named)
+    assert start is not None  # all of it may be missing
+    place, _, digest = named[start.end() :].partition("#")
+    try:
+        source = place
+        if "://" not in place and beside is not None and (beside / HELD_OUT / place).is_file():
+            source = str(beside / HELD_OUT / place)
+        content = read_file(source, digest or None)
+    except PageUnavailable as error:
+        raise ConfigAway(f"{error}, so no network was created: try again") from None
+    file_rows(place, content, column)
+    digest = hashlib.sha256(content).hexdigest()
+    if "://" not in place:
+        place = re.sub(r"[^\w.-]", "-", Path(place).name)
+        if kept.setdefault(place, content) != content:  # another of the same name
+            place = f"{digest[:8]}-{place}"
+            kept[place] = content
+    return f"{start[0]}{place}#{digest}"
+
+
+def pin_tokenizer(table: dict[str, Any]) -> None:
+    """Add the commit of a tokenizer of the hub to ``[tokenizer]``, unless it is there.
+
+    A hub that does not tell it costs a line: then the newest is everybody's.
+    """
+    name = table["name"]
+    if name == "bytes" or "revision" in table or Path(name).is_dir():
+        return
+    import httpx
+    from huggingface_hub import HfApi
+
+    share(HUB)
+    try:
+        if commit := HfApi().model_info(name, timeout=_HUB_SECONDS).sha:
+            table["revision"] = commit
+            return
+        why: object = "it names none"
+    # ValueError: a name that is none.
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        why = " ".join(str(error).split())[:200]
+    print(
+        f"the hub does not tell the commit of the tokenizer {name} ({why}), so it is not pinned: "
+        "a change of it there would divide the peers. Add tokenizer.revision and sign",
+        file=sys.stderr,
+    )
+
+
+def refuse_vocabulary(table: Mapping[str, Any], model: Any) -> None:
+    """Raise ConfigError for a tokenizer that cannot be used, or has more words than the model.
+
+    One of the hub is looked at where its commit is known.
+    """
+    from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
+
+    name, words = table["name"], model.get("vocab_size") if isinstance(model, dict) else None
+    if not isinstance(name, str) or not isinstance(words, int):
+        return  # the whole file is refused with its line
+    revision = table.get("revision")
+    pinned = isinstance(revision, str) and re.fullmatch(r"[0-9a-f]{40}", revision)
+    if not (name == "bytes" or Path(name).is_dir() or pinned):
+        return
+    try:
+        with TemporaryDirectory() as folder:
+            path, end = build_tokenizer(name, Path(folder), revision=revision)
+            needed = TextTokenizer(path, eos_id=end).vocabulary
+    except (ValueError, OSError) as error:  # OSError: of the folder's disk
+        if hub_is_away(error):
+            print(f"the tokenizer was not looked at: {error}", file=sys.stderr)
+            return
+        raise ConfigError(f"no network was created: {error}") from None
+    if needed > words:
+        raise ConfigError(
+            f"the tokenizer {name} has {needed} words and the model's vocab_size is {words}, so it "
+            "could not be trained on its text and no network was created: give --model with a "
+            "larger one, or another --tokenizer"
+        )
+
+
+def publish_folders(rules: dict[str, Any], target: Path) -> None:
+    """Copy a tokenizer and data that lie on this machine to ``target``, and name them by digest.
+
+    The validator publishes what is there, so that no member needs the founder's path. Raises
+    ConfigError.
+    """
+    from distributed_training.config.settings import DataSettings
+    from distributed_training.data.sources import kind_of
+    from distributed_training.node.published import TOKENIZER_FILES, list_files
+
+    tokenizer, data = rules["tokenizer"], rules["data"]
+    sources = DataSettings(source=data["source"]).sources
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        if "files" not in tokenizer and (source := Path(tokenizer["name"])).is_dir():
+            tokenizer["files"] = list_files(source, target, names=TOKENIZER_FILES)
+            _compare_tokenizers(source, target / tokenizer["files"])
+            tokenizer["name"] = "tokenizer"
+        folder = sources[0].folder
+        local = len(sources) == 1 and folder is not None and kind_of(sources[0]).tokens is None
+        if local and folder is not None and "files" not in data and data.get("own") is not True:
+            data["files"] = list_files(folder, target)
+            data["source"] = f"{sources[0].kind}:data"
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename} cannot be copied for the members ({error.strerror}), so no network "
+            "was created: make room, or give --unpinned and hand it out yourself"
+        ) from None
+
+
+def _compare_tokenizers(given: Path, copied: Path) -> None:
+    """Raise ConfigError where the copied files are not a whole tokenizer."""
+    from distributed_training.data.tokenizer import build_tokenizer, tokenizer_hash
+
+    found = []
+    try:
+        for folder in (given, copied):
+            with TemporaryDirectory() as scratch:
+                path, end = build_tokenizer(str(folder), Path(scratch))
+                found.append((tokenizer_hash(path), end))
+    except ValueError as error:
+        raise ConfigError(f"no network was created: {error}") from None
+    if found[0] != found[1]:
+        raise ConfigError(
+            f"the tokenizer of {given} needs files that are not published, so no network was "
+            "created: save it with transformers' save_pretrained, and give that folder"
+        )
+
+
+def read_model(path: Path | None, *, tokenizer: str) -> dict[str, Any]:
+    """Return ``[model.config]``: a config.json, a named size, or a tiny model on bytes.
+
+    Raises ConfigError.
+    """
+    from distributed_training.common.llama import SHAPES, local_llama_config, named_config
+
+    try:
+        if str(path) in SHAPES:
+            content = named_config(str(path))
+        elif path is not None:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        elif tokenizer == "bytes":
+            # 1.9 million parameters on bytes: trains on a laptop. Its token 256 ends a text.
+            ends = {"eos_token_id": 256, "pad_token_id": 256}
+            content = local_llama_config(sequence_length=1024) | ends
+        else:
+            raise ValueError("the tiny model is for the tokenizer 'bytes'")
+        return _without_nulls_of_meaning(content)
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"there is no model to create a network with ({error}), so nothing was created: give "
+            "--model with 125m, 1b, 4b or the config.json of a Llama-like model"
+        ) from None
+
+
+def check_model(model: dict[str, Any], length: Any) -> None:
+    """Compare ``[model]`` with the model that peers build, and write its number of parameters.
+
+    ``length``: of a sequence; what is no number is refused with the whole file.
+
+    Raises ConfigError for a model that would be computed otherwise here, or another number.
+    """
+    from distributed_training.common.memory import ModelShape
+    from distributed_training.training.model import blocks_of, build_meta_model
+
+    content = model["config"]
+    try:
+        # Of sizes that fill the memory, before they are built.
+        ModelShape.from_config(_with_usual_names(content), 1)
+        built: Any = build_meta_model(_of_table(model))
+        blocks_of(built)
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"there is no model to create a network with ({error}), so nothing was signed: give "
+            "the config.json of a Llama-like model"
+        ) from None
+    count = sum(parameter.numel() for parameter in built.parameters())
+    if model.setdefault("parameters", count) != count:
+        raise ConfigError(
+            f"model.parameters is {model['parameters']} and the model has {count}, by which memory "
+            "and disk are planned, so nothing was signed: correct model.parameters"
+        )
+    trained = sum(each.numel() for each in built.parameters() if each.requires_grad)
+    if trained < count and model.setdefault("trainable_parameters", trained) != trained:
+        raise ConfigError(
+            f"model.trainable_parameters is {model['trainable_parameters']} and the model has "
+            f"{trained} that are trained, by which uploads are planned, so nothing was signed: "
+            "correct model.trainable_parameters"
+        )
+    positions = getattr(built.config, "max_position_embeddings", None)
+    if isinstance(length, int) and isinstance(positions, int) and length > positions:
+        raise ConfigError(
+            f"training.sequence_length {length} is above {positions}, the positions that the model "
+            f"has, so nothing was signed: --set training.sequence_length={positions}, or "
+            "correct max_position_embeddings"
+        )
+    experts, window = (
+        getattr(built.config, name, None) for name in ("num_experts_per_tok", "sliding_window")
+    )
+    if experts:
+        print(
+            "a mixture of experts is trained without a router loss here: experts may collapse",
+            file=sys.stderr,
+        )
+    if window and isinstance(length, int) and window < length:
+        print(
+            f"layers with a window of {window} tokens get a mask, for which GPUs have no flash "
+            "kernel: their attention is slower, and takes memory for each pair of tokens",
+            file=sys.stderr,
+        )
+
+
+def _of_table(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``config.json`` of ``[model]``, with what the file says of it."""
+    return with_rules(model["config"], model.get("kind"), model.get("trainable"))
+
+
+def pin_weights(model: dict[str, Any], target: Path, folder: Path | None) -> None:
+    """Name by digest the weights that the network begins with, and copy the frozen ones.
+
+    Args:
+        model: The table ``[model]`` of the file.
+        target: Folder of what the validator publishes.
+        folder: Of a transformers model to begin with; None: the weights are random.
+
+    Raises:
+        ConfigError: Where the weights are not the model's, or the disk has no room.
+    """
+    from distributed_training.node.published import list_files
+    from distributed_training.training.pretrained import (
+        WeightsError,
+        digest_weights,
+        read_weights,
+        write_frozen,
+    )
+
+    content = _of_table(model)
+    try:
+        if folder is not None:
+            model["weights"] = digest_weights(read_weights(folder, content))
+        if "trainable_parameters" in model and "frozen" not in model:
+            with TemporaryDirectory(dir=target.parent) as made:
+                write_frozen(Path(made, FROZEN), content, folder)
+                target.mkdir(parents=True, exist_ok=True)
+                model["frozen"] = list_files(Path(made), target)
+    except WeightsError as error:
+        raise ConfigError(f"{error}, so no network was created: {error.remedy}") from None
+    except OSError as error:
+        raise ConfigError(
+            f"the frozen tensors cannot be written ({error.strerror}), so no network was created: "
+            "make room"
+        ) from None
+
+
+def _with_usual_names(content: dict[str, Any]) -> dict[str, Any]:
+    """Return a ``config.json`` with its sizes by a Llama's names too, as transformers maps them.
+
+    Raises ValueError for a model that predicts no next token.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from distributed_training.training.model import hf_config
+
+    kind = content.get("model_type")
+    if kind in CONFIG_MAPPING_NAMES and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError(
+            f"model_type {kind!r} is no decoder that predicts the next token, and a network trains "
+            "only those"
+        )
+    try:
+        read = hf_config(content)
+    except Exception:  # noqa: BLE001 - what transformers refuses is refused when it is built
+        return content
+    if "hidden_size" not in (named := type(read).attribute_map):
+        return content
+    usual = {name: getattr(read, name, None) for name in (*named, "vocab_size")}
+    usual["intermediate_size"] = getattr(read, "n_inner", None) or 4 * read.hidden_size  # GPT-2's
+    return {name: value for name, value in usual.items() if value is not None} | content
+
+
+def _without_nulls_of_meaning(content: dict[str, Any]) -> dict[str, Any]:
+    """Return a ``config.json`` without nulls, for the same model.
+
+    Where a key is absent transformers takes its default, which null replaces: the window of a
+    Mistral model without one would be 4096. Raises ValueError for such a null.
+    """
+    from distributed_training.training.model import hf_config
+
+    found = dict(_without_nulls(content))
+    for key in content:
+        if content[key] is not None or key.endswith("_token_id"):
+            continue
+        try:
+            read = getattr(hf_config(found), key, None)
+            meant = getattr(hf_config(found | {key: None}), key, None)
+        except Exception:  # noqa: BLE001 - what transformers refuses is refused when it is built
+            continue
+        positions = content.get("max_position_embeddings")
+        if meant == read or not read:  # false, 0 and nothing are the same
+            continue
+        if key != "sliding_window" or not isinstance(positions, int):
+            raise ValueError(
+                f"its {key} is null, which the network's file cannot say, and without it "
+                f"transformers takes {read!r:.50}: write a value of that key"
+            )
+        found[key] = positions  # no sequence is longer
+    return found
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return JSON without its nulls, which TOML does not have."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        if None in value:
+            raise ValueError("it has a list with a null in it")
+        return [_without_nulls(inner) for inner in value]
+    return value

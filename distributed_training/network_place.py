@@ -1,0 +1,255 @@
+"""Find a network's file: at a path, or at an https URL with the last good copy behind it.
+
+What comes from a URL is bounded in bytes, seconds and redirects before it is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urljoin, urlsplit
+
+from distributed_training.common.addresses import is_inside
+from distributed_training.common.files import write_bytes
+from distributed_training.common.http import TooLong, ask, run_to_end
+from distributed_training.common.proxies import proxy_for
+from distributed_training.network import (
+    BUILT_IN,
+    FILE,
+    KEPT,
+    LARGEST_FILE,
+    VERSIONS,
+    Network,
+    NetworkAway,
+    NetworkFileError,
+    decode_text,
+    parse,
+    read_text,
+    tree_of,
+)
+
+if TYPE_CHECKING:
+    import ssl
+
+    import httpx
+
+_ATTEMPTS, _FIRST_WAIT, _TIMEOUT = 3, 1.0, 10.0  # seconds
+_LONGEST = 30.0  # seconds, of a whole reply with the redirects before it
+_MOST_REDIRECTS = 5
+_MOST_VERSIONS = 100  # between an invitation's and the newest
+
+
+def read_network(
+    place: str, *, keys: Collection[str], kept: Path, tell: Callable[[str], None]
+) -> Network:
+    """Return the network of the file at ``place``: a path, an https URL, or a built-in's name.
+
+    A URL may end with ``#`` and the digest that the file must have; then, and where a copy says
+    whose file it is, http does as well.
+
+    Args:
+        keys: See :func:`parse`.
+        kept: Run folder, which may hold the copy of an earlier start from the same URL.
+        tell: Gets the one line that says that the copy is used.
+
+    A file of another founder than the copy's counts as no answer: whoever can write to that web
+    site must not move miners to a network of their own.
+
+    Raises:
+        NetworkFileError: The file is refused, or cannot be read.
+        NetworkAway: The URL does not answer, or not with such a file, and there is no copy.
+    """
+    if "://" not in place:
+        path = BUILT_IN.get(place) or Path(os.path.expanduser(place))
+        return parse(
+            read_text(path),
+            place=place,
+            keys=keys,
+            nearby=lambda name: read_text(path.with_name(name)),
+        )
+    place, _, pinned = place.partition("#")
+    try:
+        url = urlsplit(place)
+    except ValueError:  # "[" without "]"
+        url = urlsplit("")
+    if pinned and not re.fullmatch(r"[0-9a-f]{64}", pinned):
+        raise NetworkFileError(
+            "what stands behind # is no digest of 64 letters and digits", "copy the line again"
+        )
+    copy = kept / KEPT
+    # Read before the URL is asked: its founder decides what counts as an answer.
+    known = None
+    with contextlib.suppress(OSError, ValueError):  # NetworkFileError too: none, or a damaged one
+        if (copy / "url").read_text(encoding="utf-8") == place:
+            known = parse(
+                read_text(copy / FILE),
+                place=place,
+                keys=keys,
+                nearby=lambda name: read_text(copy / name),
+            )
+    if known is not None and pinned not in ("", known.digest):
+        known = None
+    # What comes over http anybody on the way may write: it must be known whose file it has to be.
+    safe = ("https", "http") if pinned or known is not None else ("https",)
+    if url.scheme not in safe or "@" in url.netloc:
+        raise NetworkFileError(
+            "it is no https:// URL without user and password",
+            "give a path or such a URL"
+            if url.scheme != "http"
+            else "give the whole invitation, whose part behind # is missing here, or a path",
+        )
+    try:
+        text = _fetch(place)
+        try:
+            is_one = "format" in tree_of(text)
+        except NetworkFileError:
+            is_one = False
+        if not is_one:  # a page for maintenance, or of a proxy
+            raise NetworkAway(f"what {place} answers is no network's file")
+        found = parse(
+            text, place=place, keys=keys, nearby=lambda name: _fetch(urljoin(place, name))
+        )
+        if pinned not in ("", found.digest) and not _descends(found, pinned, place, keys):
+            raise NetworkFileError(
+                f"version {found.head.version} of {found.head.name}, which {place} answers, has "
+                f"the digest {found.digest[:12]}..., and expected is {pinned[:12]}...: its rules "
+                "are not those of the invitation",
+                "ask the founder for a new invitation",
+            )
+        founder = found.values["chain.master_hotkey"]
+        followed = founder if known is None else known.values["chain.master_hotkey"]
+        if founder != followed:
+            raise NetworkAway(
+                f"the network's file at {place} is another founder's ({founder}) than that "
+                f"of earlier starts ({followed}); to join that network, delete {copy}"
+            )
+        return found
+    except NetworkAway as away:
+        if known is None:
+            raise
+        tell(f"{away}: the copy of an earlier start in {copy} is used")
+        return known
+
+
+def _descends(found: Network, pinned: str, place: str, keys: Collection[str]) -> bool:
+    """Return whether ``found`` is a later version of the file with the digest ``pinned``.
+
+    The versions between them lie next to the newest one, and each names the digest of the one
+    before. Raises NetworkAway.
+    """
+    version = found
+    for _ in range(_MOST_VERSIONS):
+        before = version.head.previous
+        if before is None:
+            return False
+        url = urljoin(place, f"{VERSIONS}/{version.head.version - 1}.toml")
+        try:
+            text = _fetch(url)
+            version = parse(text, place=url, keys=keys, nearby=found.files.__getitem__)
+        except (NetworkFileError, LookupError):
+            return False
+        # Of another founder it could name any version, also that of an invitation.
+        same = version.values["run_id"] == found.values["run_id"]
+        if not same or f"sha256:{version.digest}" != before:
+            return False
+        if version.digest == pinned:
+            return True
+    return False
+
+
+def save_copy(network: Network, folder: Path) -> None:
+    """Keep a copy in the run folder, for a start at which the URL does not answer."""
+    if "://" not in network.place:
+        return
+    copy = folder / KEPT
+    copy.mkdir(exist_ok=True)
+    # The URL last: until it is there, the rest counts for no copy.
+    for name, text in {**network.files, "url": network.place}.items():
+        write_bytes(copy / name, text.encode())
+
+
+def _fetch(url: str) -> str:
+    """Return the text at ``url``, after up to three tries. Raises NetworkAway, NetworkFileError."""
+    import httpx  # here, since few starts fetch anything
+
+    why = ""
+    for attempt in range(_ATTEMPTS):
+        if attempt:
+            time.sleep(_FIRST_WAIT * 2 ** (attempt - 1))
+        try:
+            data = run_to_end(download(url))
+            break
+        except TooLong as error:  # a page of something else
+            raise NetworkAway(f"what {url} answers is no network's file: {error}") from None
+        except httpx.HTTPStatusError as error:
+            why = f"HTTP {error.response.status_code}"
+        except TimeoutError:
+            why = f"no end of it within {_LONGEST:.0f} s"
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            why = str(error) or type(error).__name__
+    else:
+        raise NetworkAway(f"the network's file at {url} does not answer ({why})")
+    try:
+        return decode_text(data)
+    except NetworkFileError as error:  # a page of something else
+        raise NetworkAway(f"what {url} answers is no network's file: {error}") from None
+
+
+async def download(url: str, *, most: int = LARGEST_FILE, seconds: float | None = None) -> bytes:
+    """Return the content of ``url``. Raises NetworkAway, TooLong, TimeoutError, httpx's errors."""
+    place, seconds = url, seconds or _LONGEST
+    async with asyncio.timeout(seconds), _client() as client:
+        for _ in range(1 + _MOST_REDIRECTS):
+            reply, data = await ask(client, "GET", place, most=most, seconds=seconds)
+            if not reply.has_redirect_location:
+                reply.raise_for_status()
+                return data
+            location = reply.headers["location"]
+            try:
+                place = urljoin(place, location)
+                parts = urlsplit(place)
+            except ValueError:  # httpx takes some of those for names
+                raise NetworkAway(f"{url} leads to {location!r:.200}, which is no URL") from None
+            shown = repr(place)[1:201]
+            # The signature tells who wrote the file, not that it is today's.
+            if parts.scheme != "https" or "@" in parts.netloc or not parts.hostname:
+                raise NetworkAway(f"{url} leads to {shown}, which anybody on the way writes")
+            # Before anything is asked of it: whoever can write to the founder's web site would have
+            # this machine ask its neighbours. An operator's own URL may be of the own network. A
+            # proxy reaches no private address.
+            if proxy_for(place) is None and is_inside(place) and not is_inside(url):
+                raise NetworkAway(
+                    f"{url} leads to {shown}, an internal address, so it was not asked"
+                )
+    raise NetworkAway(f"{url} leads on more than {_MOST_REDIRECTS} times")
+
+
+def _client() -> httpx.AsyncClient:
+    import httpx  # here, since few starts fetch anything
+
+    from distributed_training.common.transports import AsyncTransport
+
+    transport = AsyncTransport(verify=certificates())
+    return httpx.AsyncClient(transport=transport, timeout=_TIMEOUT)
+
+
+def certificates() -> ssl.SSLContext:
+    """Return the authorities that https servers are checked against. Raises NetworkFileError.
+
+    They are httpx's own, or those that SSL_CERT_FILE or SSL_CERT_DIR name.
+    """
+    import httpx
+
+    try:
+        return httpx.create_ssl_context()
+    except OSError as error:  # ssl's errors too
+        raise NetworkFileError(
+            f"the certificates of SSL_CERT_FILE or SSL_CERT_DIR cannot be read ({error.strerror})",
+            "correct that variable, or unset it",
+        ) from None

@@ -1,0 +1,281 @@
+"""Sign a network's file as its next version, after every check that a member's start makes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from distributed_training.common.files import write_bytes
+from distributed_training.config import ConfigError, load_config
+from distributed_training.config.model import check_exchange, check_schedule
+from distributed_training.config.settings import ChainSettings
+from distributed_training.config.types import parse_duration
+from distributed_training.config.versions import describe, parse_version
+from distributed_training.founder import MASTER
+from distributed_training.founding_checks import check_model
+from distributed_training.network import (
+    FORMATS,
+    VERSION_KEYS,
+    VERSIONS,
+    digest_of,
+    flatten,
+    is_identity,
+    load_model,
+    read_text,
+    signed,
+    toml_value,
+    tree_of,
+    without_blocks,
+)
+from distributed_training.protocol.keys import CONFIG
+from distributed_training.protocol.metadata import parse_config
+from distributed_training.registry.command import FIXED
+
+_LONGEST_PERIOD = 7 * 86400.0  # seconds
+_HIGHEST_RATE = 0.1  # of AdamW and Muon
+
+
+def show(place: str | Path, *, rules: bool = True) -> None:
+    """Print the line of a network and, with ``rules``, each rule. Raises ConfigError."""
+    given = ["--network", str(place)]
+    config = load_config("miner", given, environ={}, dotenv=None, check=False)
+    assert config.network is not None
+    print(config.network.line)
+    if rules:
+        for key, value in config.network.values.items():
+            print(f"  {key} = {toml_value(value)}")
+
+
+def sign(options: argparse.Namespace, text: str | None = None) -> None:
+    """Sign the file as its next version. Raises ConfigError.
+
+    ``text``: takes the place of the file's.
+    """
+    from distributed_training.chain.identity import load_wallet
+
+    path: Path = options.file
+
+    def nearby(name: str) -> str:
+        return read_text(path.with_name(name))
+
+    wallets = path.absolute().parent / "wallets"
+    master = load_wallet(ChainSettings(wallet_path=str(wallets), wallet_name=MASTER))
+    text = without_blocks(text or read_text(path))
+    flat = flatten(tree_of(text))
+    named = flat.get("chain.master_hotkey")
+    if named != master.ss58:
+        raise ConfigError(
+            f"{path} names the master {named} and the wallet in {wallets} is {master.ss58}, so "
+            "nothing was signed: put the master's there"
+        )
+    load_model(flat, nearby)
+    if "model.config" in flat:
+        model = {key.removeprefix("model."): flat[key] for key in flat if key.startswith("model.")}
+        check_model(model, flat.get("training.sequence_length"))
+    head = None
+    # What is of subnet 38, or of no known format, is refused with the whole file.
+    if flat.get("format") == 3 or (flat.get("format"), flat.get("exchange")) == (2, "store"):
+        flat["format"] = FORMATS[-1]  # the same network in the newest format
+        head = {"format": flat["format"], **_next_version(options, flat, nearby)}
+    write_file(path, signed(text, master.hotkey, nearby=nearby, head=head))
+    show(path, rules=False)
+    if head is not None and head["previous"] is not None:
+        given = ["--network", str(path)]
+        after = load_config("miner", given, environ={}, dotenv=None, check=False).network
+        assert after is not None
+        before = read_text(path.absolute().parent / VERSIONS / f"{after.head.version - 1}.toml")
+        print(describe(parse_version(before, after), after))
+
+
+def decay(options: argparse.Namespace) -> None:
+    """Write the two keys into the file, and sign it as the next version. Raises ConfigError."""
+    path, begins = options.file, options.begins
+    outer_step, inner_steps = _place_of_the_validator(path)
+    text = read_text(path)
+    flat = flatten(tree_of(text))
+    before = flat.get("from_outer_step", 0)
+    if not isinstance(before, int):
+        raise ConfigError(f"from_outer_step {before!r:.50} of {path} is no number: remove the line")
+    at = _first_outer_step(options, outer_step, before)
+    if begins is None and outer_step and inner_steps:
+        begins = round(inner_steps * max(1.0, at / outer_step))  # at the pace until now
+    if not begins:
+        raise ConfigError(
+            f"{path.absolute().parent / 'validator'} does not say at which inner step the network "
+            "is, so nothing was signed: give --from with total_inner_steps of config.json in the "
+            "global bucket"
+        )
+    added = {"training.decay_from": begins, "training.decay_steps": options.steps}
+    wanted = flat | added
+    text = re.sub(r"(?m)^[ \t]*decay_(from|steps)[ \t]*=.*\n", "", text)
+    lines = "".join(f"{key.partition('.')[2]} = {value}\n" for key, value in added.items())
+    text = re.sub(r"(?m)^\[training\].*\n", lambda head: head[0] + lines, text, count=1)
+    # Of every layout that TOML allows: not all is found by such patterns.
+    if flatten(tree_of(text)) != wanted:
+        raise ConfigError(
+            f"{path} is not laid out as dt-network init writes it, so nothing was signed: write "
+            f"{' and '.join(f'{key} = {value}' for key, value in added.items())} into it, and run "
+            "dt-network sign"
+        )
+    sign(options, text)
+    print(
+        f"the learning rate falls to 0 from inner step {begins} of the network on, until "
+        f"{begins + options.steps}. Weights, outer step and the place in the schedule stay"
+    )
+
+
+def _next_version(
+    options: argparse.Namespace, flat: Mapping[str, Any], nearby: Callable[[str], str]
+) -> dict[str, Any]:
+    """Return the first lines by which a file follows the version before it. Raises ConfigError."""
+    path: Path = options.file
+    folder = path.absolute().parent / VERSIONS
+    kept = {int(p.stem): p for p in folder.glob("*.toml") if p.stem.isdecimal()}
+    if not kept:
+        if flat.get("version") != 1:
+            raise ConfigError(
+                f"{path} is version {flat.get('version')} and {folder} has none before it, so "
+                "nothing was signed: restore that folder, or set version = 1 for a new network"
+            )
+        return dict.fromkeys(VERSION_KEYS) | {"version": 1}
+    newest = max(kept)
+    before = flatten(tree_of(read_text(kept[newest])))
+    load_model(before, nearby)
+    if flat.get("exchange") != before.get("exchange"):
+        raise ConfigError(
+            f"exchange is another one than in version {newest}, and members of the two cannot "
+            "meet, so nothing was signed: create that network with dt-network succeed"
+        )
+    apart = {*VERSION_KEYS, "signature"}
+    changed = {k for k in flat.keys() | before.keys() if flat.get(k) != before.get(k)} - apart
+    for key in sorted(filter(is_identity, changed)):
+        raise ConfigError(
+            f"{key} is another one than in version {newest}, so this would be another network and "
+            "nothing was signed: create that one with dt-network init"
+        )
+    if flat.get("chain.kind") == "registry" and (fixed := changed & {*FIXED.values()}):
+        raise ConfigError(
+            f"{min(fixed)} is another one than in version {newest}, and a registry keeps for good "
+            "what it was created with, so nothing was signed: set it back there"
+        )
+    # Nothing would publish the new files, and members read those that they have.
+    if "data.files" in changed or ("data.files" in flat and "data.source" in changed):
+        raise ConfigError(
+            f"the data are others than in version {newest}, and those of data.files are published "
+            "when a network is created, so nothing was signed: set data.source and data.files back "
+            "there, or continue with the new data by dt-network succeed"
+        )
+    holds = before.get("from_outer_step", 0)
+    if not changed and options.at in (None, holds):
+        return {key: before.get(key) for key in VERSION_KEYS}
+    if not changed and options.at > holds:
+        raise ConfigError(
+            f"version {newest} has these rules and holds from outer step {holds} on, so one from "
+            f"{options.at} on would put nothing off and nothing was signed: take the change back "
+            f"with --at {holds}, and make it again with --at {options.at}"
+        )
+    return {
+        "version": newest + 1,
+        "previous": f"sha256:{digest_of(before)}",
+        "from_outer_step": _first_outer_step(options, _place_of_the_validator(path)[0], holds),
+    }
+
+
+def _first_outer_step(options: argparse.Namespace, now: int | None, before: int) -> int:
+    """Return the outer step from which a new version holds, as the one ``before`` it does.
+
+    Raises ConfigError.
+    """
+    if options.at is None and now is None:
+        raise ConfigError(
+            f"the validator's run folder is not next to {options.file}, so nothing was signed: "
+            "give --at with the outer step from which the new version is to hold, later than the "
+            "network's"
+        )
+    if options.at is None:
+        # A round may be under way. What the version before is to change later comes no earlier.
+        return max(0 if now == -1 else int(now or 0) + 2, before)
+    if now is not None and options.at <= now:
+        raise ConfigError(
+            f"--at {options.at} is past, the network is at outer step {now}, so nothing was "
+            f"signed: give {now + 1} or later"
+        )
+    return int(options.at)
+
+
+def _place_of_the_validator(path: Path) -> tuple[int | None, int | None]:
+    """Return outer step and inner steps of the newest global state that the founder's machine has.
+
+    None where the validator's run folder next to the file does not say; outer step -1 where that
+    folder is as ``init`` made it.
+    """
+    from distributed_training.store.bucket_reader import states
+
+    folder = path.absolute().parent / "validator"
+    found = []
+    with suppress(OSError):
+        found = states(folder / "global")
+    if not found:
+        return (-1 if folder.is_dir() and not (folder / "ledger.json").exists() else None), None
+    with suppress(OSError, ValueError):
+        config = (found[-1][1] / CONFIG).read_bytes()
+        return found[-1][0], parse_config(config)[1].total_inner_steps
+    return found[-1][0], None
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a network's file if a miner accepts it. Raises ConfigError and keeps the old file."""
+    _refuse_period(flatten(tree_of(text)))
+    # Next to the file: a model's file is looked for in the same folder.
+    trial = path.with_name(f".{path.name}")
+    write_bytes(trial, text.encode())
+    try:
+        given = ["--network", str(trial)]
+        config = load_config("miner", given, environ={}, dotenv=None, check=False)
+        problems = [*check_schedule(config), *check_exchange(config)]
+        rate = config.training.learning_rate
+        name = {"adamw": "AdamW", "muon": "Muon"}.get(config.training.optimizer)
+        if name and rate > _HIGHEST_RATE:
+            problems.append(
+                f"training.learning_rate {rate} is above {_HIGHEST_RATE}, at which {name} trains "
+                "no model, so nothing was signed: give a rate such as 2.5e-4"
+            )
+        if problems:
+            raise ConfigError(problems[0])
+        if config.network:
+            kept = path.absolute().parent / VERSIONS
+            kept.mkdir(exist_ok=True)
+            # First: a version that is not there could be signed a second time, otherwise.
+            write_bytes(kept / f"{config.network.head.version}.toml", text.encode())
+        os.replace(trial, path)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(str(trial), str(path))) from None
+    finally:
+        trial.unlink(missing_ok=True)
+
+
+def _refuse_period(flat: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a period that the grace does not fit into, or of over a week."""
+    period, grace = (seconds_of(flat.get(f"round.{key}")) for key in ("period", "grace"))
+    if period is None or grace is None or 3 * grace <= period <= _LONGEST_PERIOD:
+        return
+    why = f"round.grace {flat['round.grace']} is above a third of the period of {period:g} s"
+    if period > _LONGEST_PERIOD:
+        why = f"round.period {flat['round.period']} is longer than a week"
+    raise ConfigError(
+        f"{why}, so nothing was signed: set round.period to {3 * grace:g}s, the smallest that fits "
+        "round.grace, or to more, and at most to 7d"
+    )
+
+
+def seconds_of(value: Any) -> float | None:
+    """Return the seconds of a duration in a file; None for what is refused with the whole file."""
+    try:
+        return parse_duration(str(value)).total_seconds()
+    except ValueError:
+        return None
