@@ -5,12 +5,8 @@ It is checked in two halves, so that the server can put its cheap checks between
 signature (43 us). It signs the lines of :func:`_btauth_text`. It is bittensor's (its guide "Signed
 requests"), and is here because a member of a registry's network needs only the keys of bittensor.
 
-*Replay.* A nonce is the caller's clock in nanoseconds. A call is fresh while its nonce is at most
-some seconds old by our clock (:func:`check_fresh`), and a replay when the same call was accepted
-before. Both clocks are wall clocks, by protocol, and may be set at any time. So accepted calls are
-remembered for much longer than they could stay fresh (``KEPT``), by a monotonic clock. When a call
-is forgotten at last, everything as old or older is refused from then on (the floor); one of the
-future, accepted while both clocks were ahead, is kept until its time comes.
+A nonce is the caller's clock in nanoseconds. A call is fresh while its nonce is at most some
+seconds old by our clock (:func:`check_fresh`). Whoever answers remembers the nonces of each hotkey.
 """
 
 from __future__ import annotations
@@ -18,12 +14,9 @@ from __future__ import annotations
 import enum
 import hashlib
 import re
-import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 
 from bittensor_core import CRYPTO_ED25519, CRYPTO_SR25519
 from bittensor_core import verify as verify_signature
@@ -135,63 +128,6 @@ def _btauth_text(
     digest = hashlib.sha256(body).hexdigest()
     lines = ("btauth/1", _SCHEMES[crypto], "POST", path, digest, str(nonce), sender, receiver)
     return "\n".join(lines).encode()
-
-
-KEPT = timedelta(hours=2)
-# All hotkeys of a subnet (256) at the rate each may call (5/s) fill this in 25 s: longer than a
-# call stays fresh.
-MOST_CALLS = 32_768
-
-Call = tuple[str, int]  # hotkey, nonce
-
-
-class NonceMemory:
-    """Replay memory. Thread-safe.
-
-    ``window``: the longest age at which any call is accepted plus ``skew``, how far a caller's
-    clock may be ahead of ours. ``clock`` is the wall clock in ns, ``monotonic`` seconds.
-    """
-
-    def __init__(
-        self,
-        *,
-        window: timedelta,
-        clock: Callable[[], int] = time.time_ns,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._clock = clock
-        self._monotonic = monotonic
-        self._window = _nanoseconds(window)
-        self._lock = threading.Lock()
-        self._accepted: OrderedDict[Call, float] = OrderedDict()  # when, monotonic
-        self._floor = -1  # calls with a nonce up to it are refused
-
-    def use(self, hotkey: str, nonce: int) -> bool:
-        """Record a verified call; False (and nothing recorded) when it was used before."""
-        call = (hotkey, nonce)
-        with self._lock:
-            # One lock for check and record: of two threads with one call, one is refused.
-            if call in self._accepted or nonce <= self._floor:
-                return False
-            now = self._monotonic()
-            self._accepted[call] = now
-            self._forget(now)
-            return True
-
-    def _forget(self, now: float) -> None:
-        """Forget calls that are too old or too many. The raised floor keeps them refused."""
-        future, oldest = self._clock() + self._window, now - KEPT.total_seconds()
-        while len(self._accepted) > MOST_CALLS or next(iter(self._accepted.values())) < oldest:
-            call, _ = self._accepted.popitem(last=False)
-            if call[1] > future and len(self._accepted) < MOST_CALLS:
-                # As a floor it would shut all out until then.
-                self._accepted[call] = now
-            else:
-                self._floor = max(self._floor, call[1])
-
-
-def _nanoseconds(duration: timedelta) -> int:
-    return round(duration.total_seconds() * 1e9)
 
 
 def sign_btauth(wallet: Wallet, *, path: str, body: bytes, receiver: str) -> dict[str, str]:

@@ -12,22 +12,19 @@ import json
 import logging
 import random
 import re
-import reprlib
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Annotated, Any, NamedTuple
 
 import httpx
 from pydantic import (
-    BeforeValidator,
     Field,
     SecretStr,
     TypeAdapter,
-    ValidationError,
 )
 
 from distributed_training.common import http
@@ -56,32 +53,6 @@ _OURS = "could not be asked, by a fault of this program"  # in the place of: doe
 _CLOCK_APART = 4.0  # seconds, from which a refused write names the clocks
 
 _Row = tuple[int, Neuron | None, str | None]
-_ROW: TypeAdapter[_Row] = TypeAdapter(_Row)
-
-
-def _usable(rows: Any) -> Any:
-    """Leave out values that are no rows: one must not hide all others.
-
-    A list with more such values than rows is another program's, and none of it is taken.
-    """
-    if not isinstance(rows, list):
-        return rows
-    found, damaged = [], []
-    for row in rows:
-        try:
-            found.append(_ROW.validate_python(row))
-        except ValidationError:
-            damaged.append(row)
-    if len(damaged) > len(found):
-        return rows
-    if damaged:
-        log.warning(
-            "%d of %d rows of the registry are damaged and left out: %s",
-            len(damaged),
-            len(rows),
-            reprlib.repr(damaged[0]),
-        )
-    return found
 
 
 @dataclass(frozen=True)
@@ -96,7 +67,7 @@ class RegistryState:
     start: Annotated[str, Field(pattern="^[0-9a-f]{1,32}$")]
     version: int
     time: float
-    rows: Annotated[tuple[_Row, ...], BeforeValidator(_usable)] = field(default=())
+    rows: tuple[_Row, ...] = ()
     expelled: tuple[str, ...] = ()
     etag: str = ""  # of rows and expelled
 

@@ -20,7 +20,7 @@ from bittensor._transport.codec import RuntimeCodec
 from distributed_training.chain import subtensor
 from distributed_training.chain.base import ChainError, ChainUnavailable
 from distributed_training.chain.identity import create_wallet
-from distributed_training.chain.subtensor import BELIEF, BittensorChain
+from distributed_training.chain.subtensor import BittensorChain
 from distributed_training.common.ports import free_ports
 from tests.tools.chain_memory import MemoryLedger
 from tests.tools.chain_substrate import QUICK, QUICK_READS, LedgerSubstrate, commitment_entry
@@ -174,34 +174,6 @@ def test_an_endpoint_that_is_dead_or_mute_is_a_line(mute: bool, world: World) ->
         wait_for(lambda: chain.trouble)
         assert ("no answer of the chain within 1 s" in chain.trouble) == mute
         chain.close()
-
-
-def test_our_registration_is_believed_for_half_an_hour(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
-    chain = world.open()
-    assert chain.wait_ready(LONG)
-    own, kept = world.wallet.ss58, world.ledger.save()
-    for _ in range(2):  # the second time from the beginning
-        world.ledger.deregister(own)
-        world.ledger.register("5New", uid=1)
-        caplog.clear()
-        for minutes in (0, 15, 29):
-            world.now += 60.0 * minutes - (world.now % 3600)
-            world.look(chain)
-            assert chain.uid(own) == 1 and chain.uid("5New") is None
-            assert [n.uid for n in chain.neurons()] == [0, 1, 2]
-        assert caplog.text.count(f"does not show hotkey {own} any more") == 1
-        assert "stops if this lasts 30 minutes" in caplog.text
-        world.ledger.restore(kept)
-        world.look(chain)
-        world.now += 3600.0 - world.now % 3600
-    world.ledger.deregister(own)
-    world.ledger.register("5New", uid=1)
-    world.look(chain)
-    world.now += BELIEF.total_seconds()
-    wait_for(lambda: chain.uid(own) is None)
-    assert chain.uid("5New") == 1
 
 
 HOSTILE: dict[str, Any] = {
