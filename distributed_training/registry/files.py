@@ -213,13 +213,17 @@ class ServedFolder(FolderStore):
                 file.write(block)
                 digest.update(block)
 
-        blocks, size = list[bytes](), 0
-        async for block in request.stream():
-            blocks.append(block)
-            size += len(block)
-            if size >= _PIECE:
-                await asyncio.to_thread(write, blocks)
-                blocks, size = [], 0
+        blocks, size, writing = list[bytes](), 0, asyncio.ensure_future(asyncio.sleep(0))
+        try:
+            async for block in request.stream():
+                blocks.append(block)
+                size += len(block)
+                if size >= _PIECE:
+                    await writing  # of the piece before: meanwhile this one came
+                    writing = asyncio.ensure_future(asyncio.to_thread(write, blocks))
+                    blocks, size = [], 0
+        finally:  # the file is closed after this, also where the client is gone
+            await writing
         await asyncio.to_thread(write, blocks)
         file.flush()
         await asyncio.to_thread(os.fsync, file.fileno())

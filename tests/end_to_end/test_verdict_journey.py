@@ -292,16 +292,18 @@ def test_members_are_told_of_full_disks_and_of_expulsion(tmp_path: Path) -> None
 
 
 def expelled(journey: Journey) -> None:
-    """The founder expels the hotkey, and lets it in again: the miner continues by itself."""
+    """The founder expels the hotkey, and lets it in again: the miner ends, and may start again."""
     services = journey.subnet.services
     assert services is not None
     hotkey = services.wallet(journey.miner.plan).ss58
     with contextlib.closing(services.founders_chain()) as founder:
+        journey.miner.child.stopping = True  # the test's doing
         founder.expel(hotkey)
-        found = journey.expect("not registered", bad=True, says="expelled")
-        assert "ask the founder" in found["remedy"] and found["status"] == 1
+        assert journey.miner.child.wait(timedelta(seconds=180)) == 3
+        assert "expelled hotkey" in journey.status()["cause"]
         founder.expel(hotkey, again=True)
         founder.enroll(hotkey, uid=journey.miner.plan.uid)
+    journey.subnet.restart_miner(0)
     journey.expect("counts", bad=False)
 
 

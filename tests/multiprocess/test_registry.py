@@ -168,7 +168,7 @@ def test_a_restored_backup_gives_no_uid_out_twice(tmp_path: Path, most: int, fir
     with closing(Registry.at(folder, charter)) as registry:
         registry.invite(hash_of("ends"), uses=9, expires=time.time() + 3600)
         assert registry.join(PEER.ss58, "ends") == 1 and registry.join("since", "ends") == 2
-        registry.remove("since")  # uid 2 is free in the backup, and given away after it
+        registry.deregister("since")  # uid 2 is free in the backup, and given away after it
         store.backup(folder / store.FILE, copy)
         assert registry.join(MINER.ss58, "ends") == 2
         assert registry.join("later", "ends") == 3
@@ -742,7 +742,7 @@ class TestReading:
             assert [row[::2] for row in second.json()["rows"]] == [[0, None], [1, "x"]]
             chain.commit("x")
             assert self.get(server, "/state").headers["etag"] == second.headers["etag"]
-            chain.deregister()
+            server.registry.deregister(PEER.ss58)
             assert [row[0] for row in self.get(server, "/state").json()["rows"]] == [0]
             for odd in ("?since=-1", "?since=9" + "9" * 40, "?start=%ff&since=x", "?&&&&&&"):
                 assert self.get(server, "/state" + odd).json()["rows"]

@@ -330,7 +330,7 @@ PROGRAMS = {
     "miner": ["miner", "--neuron.run_folder", "run", "--neuron.device", "cpu", "--network"],
     "validator": ["validator", "--neuron.run_folder", "run", "--neuron.device", "cpu", "--network"],
     "join": ["network_command", "join", "--wallet.path", "wallets"],
-    "registry": ["registry", "serve", "--folder", "registry", "--network"],
+    "registry": ["network_command", "serve", "--folder", "registry", "--network"],
 }
 
 

@@ -1,0 +1,239 @@
+"""Measure a registry under attack, at a close, and as the store of a network.
+
+    python -m bench.server                    about 3 minutes
+    python -m bench.server --parts store      floods, close, store
+
+*floods*: 2,000 clients send slow heads or bodies, or open connections, and 640 do not read; an
+honest client asks meanwhile. *close*: 1,000 members ask for the URL of an upload at once. *store*:
+a member sends and gets 1 GB in parts of 64 MB, next to the speed at which the same uvicorn serves a
+file. Goals: answers within 1 s, all URLs within 10 s, 80 % of that speed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import psutil
+import uvicorn
+from bittensor_core import Keypair
+from starlette.responses import FileResponse
+from starlette.routing import Route, Router
+
+from bench.common import parser, some_of, table
+from distributed_training import network_command
+from distributed_training.chain.auth import sign_btauth
+from distributed_training.chain.identity import Wallet
+from distributed_training.common.ports import free_ports
+from distributed_training.config import load_config
+from distributed_training.founder import FounderPlan
+from distributed_training.protocol import keys
+from distributed_training.protocol.manifest import State
+from distributed_training.registry.store import Charter, Registry
+from distributed_training.store.presigned import PART
+
+PARTS = ("floods", "close", "store")
+MEMBERS, UPLOAD = 1000, 1_000_000_000
+STATE = b"GET /state HTTP/1.1\r\nhost: x\r\n"
+FLOODS = (  # name, first bytes, clients, addresses
+    ("nobody", b"", 0, 1),
+    ("slow heads", STATE + b"x: ", 2000, 60),
+    ("slow bodies", b"POST /access HTTP/1.1\r\ncontent-length: 200000\r\n\r\n", 2000, 60),
+    ("connections of one address", b"", 2000, 1),
+    ("clients that do not read", STATE + b"\r\n", 640, 64),
+    ("heads of a megabyte", STATE + b"x: " + b"y" * 2**20, 200, 20),
+)
+
+
+class World:
+    """A network with an embedded store, whose registry serves as a program."""
+
+    def __init__(self, folder: Path) -> None:
+        (port,) = free_ports(1)
+        self.url, lab = f"http://127.0.0.1:{port}", folder / "lab"
+        words = ["--name", "lab", "--registry", self.url, "--store", "embedded", "--set"]
+        words += ["private=true", "--data-source", "stdlib", "--model", "1b"]
+        assert not network_command.main(["init", str(lab), *words])
+        given = ["--network", str(lab / "network.toml")]
+        config = load_config("validator", given, environ={}, dotenv=None, check=False)
+        assert config.network is not None
+        from distributed_training.chain.identity import load_wallet
+
+        master = {"wallet_path": str(lab / "wallets"), "wallet_name": "master"}
+        self.master = load_wallet(type(config.chain)(**master))
+        self.members = [Wallet(Keypair.create_from_uri(f"//{n}"), None) for n in range(MEMBERS)]
+        charter = Charter("lab", self.master.ss58, 256, "open")
+        registry = Registry.at(lab / "registry", charter)
+        with closing(registry), registry.change():
+            registry.most_uids = MEMBERS + 1
+            for member in self.members:
+                registry.register(member.ss58)
+                registry.commit(member.ss58, "0123456789abcdef" * 8)
+        self.identity = charter.identity
+        now = time.time()
+        digest = "0" * 64
+        state = State(config.swarm.run_id, 7, 9, now + 3600, 600.0, digest, (), now, now + 7200)
+        self.bucket = lab / "store" / "lab"
+        (self.bucket / keys.STATE).write_bytes(state.to_bytes(self.master.hotkey.sign))
+        self.words = FounderPlan.of(lab, {}).words["registry"]
+
+    @contextmanager
+    def served(self) -> Iterator[psutil.Process]:
+        command = [sys.executable, "-m", "distributed_training.network_command", "serve"]
+        more = ["--requests-per-address", "1e6"]
+        with subprocess.Popen([*command, *self.words, *more], stdout=subprocess.PIPE) as process:
+            try:
+                assert process.stdout is not None
+                while not process.stdout.readline().startswith(b"READY"):
+                    assert process.poll() is None
+                yield psutil.Process(process.pid)
+            finally:
+                process.terminate()
+
+    async def ask(
+        self, client: httpx.AsyncClient, member: int, do: str, size: int, md5: list[str]
+    ) -> dict[str, str]:
+        """Return the URLs that a member gets for its upload."""
+        key = keys.upload_key(member + 1, 7, 9)
+        body = json.dumps({"do": do, "key": key, "size": size, "md5": md5}).encode()
+        wallet = self.members[member]
+        headers = sign_btauth(wallet, path="/access", body=body, receiver=self.identity)
+        answer = await client.post(self.url + "/access", content=body, headers=headers)
+        answer.raise_for_status()
+        urls: dict[str, str] = answer.json()["result"]["urls"]
+        return urls
+
+
+def floods(world: World) -> Iterator[tuple[str, ...]]:
+    """Yield what each flood costs: an honest client's answers, memory, and connections held."""
+    port = int(world.url.rpartition(":")[2])
+    for name, first, clients, addresses in FLOODS:
+        with world.served() as process, ExitStack() as stack:
+            before, took = process.memory_info().rss, []
+            for number in range(clients):
+                one = stack.enter_context(socket.socket())
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                one.settimeout(1.0)
+                with suppress(OSError):
+                    one.bind((f"127.8.{number % addresses}.7", 0))
+                    one.connect(("127.0.0.1", port))
+                    one.sendall(first)
+            for _ in range(20):
+                began = time.perf_counter()
+                httpx.get(world.url + "/health", trust_env=False, timeout=60).raise_for_status()
+                took.append(time.perf_counter() - began)
+            grown = (process.memory_info().rss - before) / 2**20
+            times = statistics.median(took), max(took)
+            median, worst = (f"{1e3 * each:.0f} ms" for each in times)
+            yield f"{clients} {name}" if clients else name, median, worst, f"{grown:.0f} MiB more"
+
+
+def close(world: World) -> Iterator[tuple[str, ...]]:
+    """Yield the seconds in which all members have the URL of an upload."""
+
+    async def run() -> list[float]:
+        md5 = [hashlib.md5(b"x", usedforsecurity=False).hexdigest()]
+        limits, took = httpx.Limits(max_connections=60), list[float]()
+        async with httpx.AsyncClient(limits=limits, timeout=60, trust_env=False) as client:
+
+            async def one(member: int) -> None:
+                began = time.perf_counter()
+                await world.ask(client, member, "write", 1, md5)
+                took.append(time.perf_counter() - began)
+
+            await asyncio.gather(*map(one, range(MEMBERS)))
+        return took
+
+    with world.served() as process:
+        began, used = time.perf_counter(), sum(process.cpu_times()[:2])
+        asyncio.run(run())
+        wall, cpu = time.perf_counter() - began, sum(process.cpu_times()[:2]) - used
+    yield f"URLs of {MEMBERS} members", f"{wall:.1f} s", f"{cpu:.1f} s of CPU", "10 s"
+
+
+def store(world: World) -> Iterator[tuple[str, ...]]:
+    """Yield the speed of 1 GB down and up, and that of a file from the same uvicorn."""
+    data = os.urandom(PART)
+    count = -(-UPLOAD // PART)
+    plain = world.bucket / "outer" / "file"
+    plain.parent.mkdir(parents=True, exist_ok=True)
+    plain.write_bytes(data * count)
+
+    def down(url: str) -> float:
+        began = time.perf_counter()
+        with httpx.stream("GET", url, trust_env=False, timeout=600) as answer:
+            answer.raise_for_status()
+            received = sum(len(part) for part in answer.iter_raw())
+        return received / (time.perf_counter() - began)
+
+    (port,) = free_ports(1)
+    app = Router([Route("/file", lambda _: FileResponse(plain))])
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", http="h11"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.05)
+    usual = max(down(f"http://127.0.0.1:{port}/file") for _ in range(3))
+    server.should_exit = True
+    thread.join(30)
+
+    md5 = hashlib.md5(data, usedforsecurity=False).digest()
+    digests = [md5.hex()] * count
+
+    async def urls(do: str, key: str = "") -> dict[str, str]:
+        async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+            if do != "read":
+                return await world.ask(client, 0, do, count * PART, digests)
+            body = json.dumps({"do": "read", "key": key}).encode()
+            signed = sign_btauth(
+                world.members[0], path="/access", body=body, receiver=world.identity
+            )
+            answer = await client.post(world.url + "/access", content=body, headers=signed)
+            found: dict[str, str] = answer.json()["result"]["urls"]
+            return found
+
+    def up() -> float:
+        headers = {"content-md5": base64.b64encode(md5).decode()}
+        parts = asyncio.run(urls("write"))
+        began = time.perf_counter()
+        with httpx.Client(timeout=600, trust_env=False) as client:
+            for url in parts.values():
+                client.put(url, content=data, headers=headers).raise_for_status()
+        return len(parts) * PART / (time.perf_counter() - began)
+
+    with world.served():
+        read = asyncio.run(urls("read", "outer/file"))["get_object"]
+        found: list[tuple[str, Callable[[], float]]] = [("down", lambda: down(read)), ("up", up)]
+        for name, measure in found:
+            speed = measure() if name == "up" else max(measure() for _ in range(3))
+            share = f"{speed / usual:.0%} of a file's {usual / 1e6:.0f} MB/s"
+            yield f"1 GB {name}", f"{speed / 1e6:.0f} MB/s", share, "80 %"
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser(__doc__)
+    arguments.add_argument("--parts", type=some_of(PARTS), default=list(PARTS))
+    given = arguments.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        world = World(Path(folder))
+        for name in given.parts:
+            table((name, "median", "worst", "and"), globals()[name](world))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
