@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -73,8 +74,9 @@ class World:
         assert config.network is not None
         from distributed_training.chain.identity import load_wallet
 
-        master = {"wallet_path": str(lab / "wallets"), "wallet_name": "master"}
-        self.master = load_wallet(type(config.chain)(**master))
+        self.master = load_wallet(
+            replace(config.chain, wallet_path=str(lab / "wallets"), wallet_name="master")
+        )
         self.members = [Wallet(Keypair.create_from_uri(f"//{n}"), None) for n in range(MEMBERS)]
         charter = Charter("lab", self.master.ss58, 256, "open")
         registry = Registry.at(lab / "registry", charter)

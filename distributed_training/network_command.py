@@ -152,7 +152,7 @@ def build_parser() -> Parser:
     seen = "an outer step that a member has seen [what bucket, run folder and registry show]"
     add("--above", **outer_step, help=seen)
     for each in made:
-        own = {"nargs": "+", "default": [], "metavar": "MODULE"}
+        own: dict[str, Any] = {"nargs": "+", "default": [], "metavar": "MODULE"}
         each.add_argument("--plugins", **own, help="your own modules to import first [none]")
     registry.add_commands(commands)
     return parser

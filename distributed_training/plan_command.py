@@ -198,13 +198,14 @@ def _rules_of(options: argparse.Namespace) -> tuple[Any, ModelShape, str]:
 
     Raises ConfigError.
     """
+    rules: Any
+    like: Any
     if options.network is not None:
         words = ["--network", options.network]
-        config = load_config("miner", words, environ={}, dotenv=None, check=False)
-        assert config.network is not None  # it was named
+        rules = load_config("miner", words, environ={}, dotenv=None, check=False)
         # The file for this machine has no more than the number of its parameters.
-        like = config.network.model or named_config("tiny")
-        given, rules, count = options.network, config, config.network.head.parameters
+        like = rules.network.model or named_config("tiny")
+        given, count = options.network, rules.network.head.parameters
     else:
         given, count = f"--model {options.model}", None
         rules = SimpleNamespace(training=TrainingSettings(), miner=MinerSettings())

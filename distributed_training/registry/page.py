@@ -42,13 +42,13 @@ def draw_page(registry: Registry) -> str:
     if report is not None:
         parts.insert(0, _table("Now", ("figure", "value"), _now(report, age)))
         rounds = (_round(report, n, received) for n in reversed(range(len(report.rounds))))
-        heads = ("ended (UTC)", "outer step", "result", "participants", "length")
-        parts.append(_table("Rounds", heads, rounds))
+        titles = ("ended (UTC)", "outer step", "result", "participants", "length")
+        parts.append(_table("Rounds", titles, rounds))
         losses = ((name, f"{loss:.4f}") for name, loss in report.losses.items())
         parts.append(_table("Held-out loss by text", ("text", "nats per token"), losses))
     steps = sorted(view.losses.items(), reverse=True)
-    heads = ("outer step", "nats per token")
-    parts.append(_table("Held-out loss", heads, ((str(s), f"{x:.4f}") for s, (x, _) in steps)))
+    told_losses = ((str(step), f"{loss:.4f}") for step, (loss, _) in steps)
+    parts.append(_table("Held-out loss", ("outer step", "nats per token"), told_losses))
     facts = f"{len(view.members)} of {registry.most_uids} uids; registration: {charter.admission}"
     if registry.file_version is not None:
         facts += f"; version {registry.file_version} of the network's file"

@@ -67,7 +67,12 @@ def made(request, tmp_path: Path, monkeypatch) -> Iterator[Setup]:
         mine = RegistryChain(url=server.url, wallet=me, master=me.ss58, poll_interval=QUICK)
         others = RegistryChain(url=server.url, wallet=other, poll_interval=QUICK)
         others.register()
-        yield Setup(mine, me, other, others, server.stop, lambda: server.start(), others.deregister)
+
+        def gone() -> None:
+            assert server.registry is not None
+            server.registry.deregister(other.ss58)
+
+        yield Setup(mine, me, other, others, server.stop, lambda: server.start(), gone)
         mine.close()
         others.close()
         server.stop()

@@ -28,8 +28,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from distributed_training.chain.registry import Busy, RefusedWrite, RegistryChain
 from distributed_training.common.ports import free_ports, listen
+from distributed_training.config import ConfigError, load_config
 from distributed_training.config.settings import StoreSettings
-from distributed_training.config.types import ConfigError, load_config
 from distributed_training.network_command import build_parser
 from distributed_training.node.buckets import open_by_registry
 from distributed_training.protocol import keys
