@@ -1,4 +1,4 @@
-"""The programs of a founded network, its rules, and the outer steps of a run folder."""
+"""The programs of a network, its rules, and the outer steps of a run folder."""
 
 from __future__ import annotations
 
