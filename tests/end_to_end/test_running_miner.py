@@ -104,7 +104,7 @@ def test_a_miner_whose_hotkey_gets_another_uid_continues_with_it(subnet: LocalSu
             founder.enroll(services.wallet(miner.plan).ss58, uid=41)
         subnet.wait_until(lambda: count(miner, "start") > starts, WAIT, "another start")
         stop = list(read_events(miner.plan.events, "stop"))[stops]
-        assert stop["exit_status"] == 1 and "is uid 41 now" in stop["reason"]
+        assert stop["exit_status"] == 5 and "is uid 41 now" in stop["reason"]
         steps = count(miner, "step")
         last = list(read_events(miner.plan.events, "step"))[-1]
         subnet.wait_until(lambda: count(miner, "step") > steps, WAIT, "a step")
