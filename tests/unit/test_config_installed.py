@@ -18,7 +18,6 @@ WORDS = "--name lab --data-source stdlib --registry http://10.0.0.5:8100 --host 
 REFUSED = [
     ("miner.__main__", "--network local", "hivemind"),
     ("miner.__main__", f"--network {STORE} --network local", "hivemind"),
-    ("miner.__main__", "init --yes --network local", "hivemind"),
     ("miner.__main__", "check --network local", "hivemind"),
     ("validator.__main__", f"--network {STORE}", "validator"),
     ("doctor", "--network local", "hivemind"),
