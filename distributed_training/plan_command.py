@@ -74,7 +74,8 @@ def figures(options: argparse.Namespace) -> dict[str, Any]:
     count, length, members = shape.parameters, training.sequence_length, options.peers
     founded, gpus = options.network is None, machine.gpus * machine.machines
     period, grace = (each.total_seconds() for each in (miner.period, miner.grace))
-    average = average_seconds(count, up, period=period) if exchange == "hivemind" else 0
+    trained = count if founded else rules.network.head.exchanged
+    average = average_seconds(trained, up, period=period) if exchange == "hivemind" else 0
     if founded:  # as dt-network init chooses them
         period = fitting_period(count, miner.codec, up) if exchange == "store" else period
         grace = grace_seconds(count, miner.codec, up, period=period) + average
@@ -89,12 +90,12 @@ def figures(options: argparse.Namespace) -> dict[str, Any]:
     )
     speed = options.speed or _MFU * machine.card.peak * gpus / (_FLOPS * count)
     tokens = options.tokens or float(TOKENS_A_PARAMETER * count)
-    growth = Growth(members, count, miner.codec, miner.weights_every, miner.keep_uploads)
+    growth = Growth(members, trained, miner.codec, miner.weights_every, miner.keep_uploads)
     days = tokens / (members * speed) / 86400
     price = machine.card.price if options.price is None else options.price
     sent, received = growth.upload, growth.update
     upload = 8 * sent / (up * 1e6)
-    moves = 4 * count if average else 0
+    moves = 4 * trained if average else 0
     device = device_memory(shape, least)
     return {
         "parameters": count,
