@@ -1,17 +1,16 @@
-"""Training does not wait for its data: ours against the public miner's way.
+"""Training does not wait for its data: ours against fetching, tokenizing and training by turns.
 
-    python -m bench.data                         about 4 minutes on two cores
+    python -m bench.data                         about 3 minutes on two cores
     python -m bench.data --repeat 1 --blocks 2   a quick look
 
-A small model trains on blocks from a rows API on loopback, 300 ms latency and 5 % errors. Baseline
-``fetch, tokenize, train``: the public miner's way (protocol page, section 3): the table twice, all
-pages, tokens, then steps; its waits after an error are a second here instead of a minute. Ours is
-the DataPipeline. Tokens per second and the share of the time that training waited for data; both
-alternate, medians are compared.
+A small model trains on blocks of Parquet files that a stand-in of the hub serves by ranges, with
+150 ms latency for each of a page's two requests. Baseline ``fetch, tokenize, train``: all pages of
+a block at once, tokens, then steps. Ours is the DataPipeline. Tokens per second and the share of
+the time that training waited for data; both alternate, medians are compared.
 
-Then eight ranks prepare blocks of Parquet files that a stand-in of the hub serves by ranges, with
-50 ms latency and nothing to train: how many tokens a second come in, how many a second of a core
-brings, and how many requests and bytes that takes.
+Then eight ranks prepare blocks with 50 ms latency and nothing to train: how many tokens a second
+come in, how many a second of a core brings, how many requests and bytes that takes, and how long
+it takes until the first blocks are there.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import psutil
 import pyarrow as pa
@@ -42,14 +41,15 @@ from tokenizers import ByteLevelBPETokenizer
 from bench.common import alone, parser
 from distributed_training.common.llama import local_llama_config
 from distributed_training.config.settings import DataSettings, TrainingSettings
-from distributed_training.data.block_builder import Prepared, WorkerPool, WorkerSpec
-from distributed_training.data.page_source import StdlibSource
-from distributed_training.data.pipeline import DataPipeline
+from distributed_training.data.block_builder import Prepared, WorkerSpec
+from distributed_training.data.hub import HubSource
+from distributed_training.data.page_source import Counts, StdlibSource
+from distributed_training.data.pipeline import DataPipeline, DataWorker
 from distributed_training.data.tokenizer import TextTokenizer
 from distributed_training.protocol.pages import PageDraw
 from distributed_training.training.trainer import Trainer
 from tests.tools.hub_server import COMMIT, Hub
-from tests.tools.support_data import DATASET, RowsServer
+from tests.tools.support_data import DATASET
 
 SEQUENCE, MICRO, EFFECTIVE, VOCABULARY = 256, 4, 16, 8192
 
@@ -78,58 +78,24 @@ def make_tokenizer(path: Path, rows: list[str]) -> Path:
     return path
 
 
-def _serve(connection: Any, latency: float, error_rate: float) -> None:
-    with RowsServer(corpus(), latency=latency, error_rate=error_rate) as server:
-        connection.send(server.url)
-        connection.recv()
-
-
-@contextlib.contextmanager
-def rows_server(*, latency: float, error_rate: float) -> Iterator[str]:
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(
-        target=_serve, args=(theirs, latency, error_rate), daemon=True
-    )
-    process.start()
-    yield ours.recv()
-    ours.send(None)
-    process.join(5)
-    process.kill()
-
-
 class FetchTokenizeTrain:
-    """The public miner's way with one block."""
+    """The baseline, with one block."""
 
-    def __init__(self, settings: DataSettings, tokenizer: Path) -> None:
+    def __init__(self, settings: DataSettings, tokenizer: Path, hub: str) -> None:
         self._settings = settings
         self._tokenizer = TextTokenizer(tokenizer, eos_id=0)
-        self._client = httpx.Client(timeout=20.0)
-
-    def _get(self, path: str, **query: Any) -> Any:
-        for attempt in range(1, 101):
-            answer = self._client.get(
-                f"{self._settings.rows_url}/{path}", params={"dataset": DATASET, **query}
-            )
-            if answer.status_code == 200:
-                return answer.json()
-            time.sleep(1.0 * attempt)  # 60 s there
-        raise RuntimeError("no answer")
+        self._source = HubSource(settings, hub=hub, cache=settings.cache_dir, counts=Counts())
 
     def block(self, block: int) -> Iterator[torch.Tensor]:
-        for _ in range(2):
-            splits = self._get("size")["size"]["splits"]
-        table = {s["config"]: s["num_rows"] for s in splits if s["config"] != "default"}
         pages = DRAW(
             uid=3, outer_step=0, first=5 * block, count=self._settings.pages_per_block,
-            num_rows=table,
+            num_rows=self._source.num_rows(),
         )  # fmt: skip
 
         def fetch(page: tuple[str, int, str]) -> list[str]:
-            rows = self._get(
-                "rows", config=page[0], split=page[2], offset=page[1],
-                length=self._settings.rows_per_page,
-            )  # fmt: skip
-            return [row["row"]["text"] for row in rows["rows"]]
+            config, row, split = page
+            limit = self._settings.rows_per_page
+            return self._source.rows(config, row, split=split, limit=limit)
 
         with ThreadPoolExecutor(5) as pool:
             rows = [row for page in pool.map(fetch, pages) for row in page]
@@ -207,12 +173,12 @@ def compare(
     trainer.load_weights(None)
     trainer.begin_epoch(0)
     found: dict[str, list[tuple[float, float]]] = {"public": [], "ours": []}
-    with rows_server(latency=0.3, error_rate=0.05) as url:
+    with hub_server(folder / "files", latency=0.15) as hub:
         settings = DataSettings(
-            source="hf", dataset=DATASET, rows_url=url, rows_per_page=rows, pages_per_block=5,
-            cache_gb=0.0, workers=workers,
+            source="hub", dataset=DATASET, revision=COMMIT, rows_per_page=rows, pages_per_block=5,
+            workers=workers, cache_dir=folder / "ends", rows=40_000,
         )  # fmt: skip
-        public = FetchTokenizeTrain(settings, tokenizer)
+        public = FetchTokenizeTrain(settings, tokenizer, hub.url)
         ours = Pipeline(settings, tokenizer, folder / f"ours-{rows}-{workers}")
         train_on(trainer, ours, range(1, 3))  # the first steps and the first blocks warm up
         for i in range(options.repeat):
@@ -233,6 +199,35 @@ def compare(
     )
 
 
+class HubServer:
+    """A stand-in of the hub in a process of its own; ``HF_ENDPOINT`` names it."""
+
+    def __init__(self, folder: Path, latency: float) -> None:
+        self._ours, theirs = multiprocessing.Pipe()
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=_serve_hub, args=(theirs, folder, latency), daemon=True
+        )
+        self._process.start()
+        self.url: str = self._ours.recv()
+        os.environ["HF_ENDPOINT"] = self.url
+
+    def counted(self) -> tuple[int, int]:
+        """End it; return how many ranges were asked for, and their bytes."""
+        self._ours.send(None)
+        counted: tuple[int, int] = self._ours.recv()
+        self._process.join(5)
+        return counted
+
+
+@contextlib.contextmanager
+def hub_server(folder: Path, *, latency: float) -> Iterator[HubServer]:
+    server = HubServer(folder, latency)
+    try:
+        yield server
+    finally:
+        server._process.kill()
+
+
 def _serve_hub(connection: Any, folder: Path, latency: float) -> None:
     with Hub(folder, latency=latency) as hub:
         connection.send(hub.url)
@@ -251,70 +246,60 @@ def write_files(folder: Path, rows: list[str]) -> None:
         pq.write_table(table, folder / f"{number}.parquet", row_group_size=1000, compression="zstd")
 
 
-def feed(folder: Path, tokenizer: Path, rows: list[str], *, ranks: int, blocks: int) -> None:
-    (folder / "files").mkdir()
-    write_files(folder / "files", rows)
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(
-        target=_serve_hub, args=(theirs, folder / "files", 0.05), daemon=True
-    )
-    process.start()
-    os.environ["HF_ENDPOINT"] = ours.recv()
+def feed(folder: Path, tokenizer: Path, *, ranks: int, blocks: int) -> None:
+    server = HubServer(folder / "files", 0.05)
     settings = DataSettings(
-        source="hub", dataset=DATASET, revision=COMMIT, cache_dir=folder / "ends", rows=40_000
+        source="hub", dataset=DATASET, revision=COMMIT, cache_dir=folder / "feed-ends", rows=40_000
     )
-    pools = [
-        WorkerPool(
-            WorkerSpec(
-                settings=settings,
-                uid=3,
-                rank=rank,
-                world_size=ranks,
-                sequence_length=1024,
-                tokenizer_path=tokenizer,
-                eos_id=0,
-                folder=folder / "feed",
-                draw_pages=DRAW,
-            ),
-            count=1,
-        )
-        for rank in range(ranks)
-    ]
-    workers = [p for p in psutil.Process().children() if "block_builder" in " ".join(p.cmdline())]
+    of_rank = WorkerSpec(
+        settings=settings,
+        uid=3,
+        rank=0,
+        world_size=ranks,
+        sequence_length=1024,
+        tokenizer_path=tokenizer,
+        eos_id=0,
+        folder=folder / "feed",
+        draw_pages=DRAW,
+    )
+    workers = [DataWorker(replace(of_rank, rank=rank)) for rank in range(ranks)]
+    processes = [psutil.Process(worker.child.pid) for worker in workers]
 
     def prepare(numbers: range) -> int:
         """Return the tokens of blocks of all ranks."""
         for number in numbers:
-            for pool in pools:
-                pool.submit(number)
+            for worker in workers:
+                worker.submit(number)
         left, tokens = ranks * len(numbers), 0
         while left:
-            for pool in pools:
-                for answer in pool.answers():
+            for worker in workers:
+                for answer in worker.answers():
                     assert isinstance(answer, Prepared) and not answer.missing, answer
                     left, tokens = left - 1, tokens + answer.sequences * 1024
             time.sleep(0.01)
         return tokens
 
     def used() -> float:
-        return sum(sum(worker.cpu_times()[:2]) for worker in workers)
+        return sum(sum(process.cpu_times()[:2]) for process in processes)
 
+    began = time.monotonic()
     prepare(range(1, 2))  # imports, and the ends of the files
+    first = time.monotonic() - began
+    memory = statistics.median(process.memory_info().rss for process in processes) / 1e6
     began, before = time.monotonic(), used()
     tokens = prepare(range(100, 100 + blocks))
     seconds, cores = time.monotonic() - began, used() - before
-    for pool in pools:
-        pool.close()
-    ours.send(None)
-    requests, size = ours.recv()
-    process.join(5)
+    for worker in workers:
+        worker.child.close()
+    requests, size = server.counted()
     pages = 5 * ranks * (blocks + 1)
     print(
         f"{ranks} ranks from Parquet by ranges, 50 ms a request: {tokens / seconds:,.0f} tokens/s; "
         f"a second of a core brings {tokens / cores:,.0f}, so 560,000 need "
         f"{560_000 * cores / tokens:.1f} cores; {cores / seconds:.2f} cores were busy with it; "
         f"{requests / pages:.2f} requests and {size / pages / 1e6:.2f} MB a page of "
-        f"{tokens / (5 * ranks * blocks):,.0f} tokens",
+        f"{tokens / (5 * ranks * blocks):,.0f} tokens; first blocks after {first:.1f} s; "
+        f"{memory:.0f} MB a worker",
         flush=True,
     )
 
@@ -323,18 +308,17 @@ def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--repeat", type=int, default=3)
     arguments.add_argument("--blocks", type=int, default=6, help="of each repetition")
-    arguments.add_argument("--only", choices=("rows", "hub"), help="of the two sources")
     options = arguments.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     # On one thread: workers and server have the other core, as they would have theirs.
     with alone(), tempfile.TemporaryDirectory() as folder:
         rows = [row for table in corpus().values() for row in table]
         tokenizer = make_tokenizer(Path(folder) / "tokenizer.json", rows[:4000])
-        if options.only != "hub":
-            compare(Path(folder), tokenizer, options, rows=5, workers=1)
-            compare(Path(folder), tokenizer, options, rows=2, workers=3)
-        if options.only != "rows":
-            feed(Path(folder), tokenizer, rows, ranks=8, blocks=options.blocks)
+        (Path(folder) / "files").mkdir()
+        write_files(Path(folder) / "files", rows)
+        compare(Path(folder), tokenizer, options, rows=5, workers=1)
+        compare(Path(folder), tokenizer, options, rows=2, workers=3)
+        feed(Path(folder), tokenizer, ranks=8, blocks=options.blocks)
     return 0
 
 

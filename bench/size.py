@@ -28,7 +28,7 @@ from pathlib import Path
 from bench.common import parser
 
 PRODUCT = ("distributed_training", "neurons", "scripts")
-OTHERS = ("extras", "tests", "bench", "examples")
+OTHERS = ("tests", "bench", "examples")
 DOCUMENTS = ("*.md", "docs/**/*.md", "bench/*.md", "ops/*.md")
 LANDED = Path(__file__).with_suffix(".toml")
 _ANY_LINE = 3  # characters of a line that is code; a single bracket says nothing of density
@@ -202,7 +202,6 @@ def rows(found: Tree) -> Iterator[Row]:
     yield Row("files with code", sum(count > 0 for count in found.files.values()))
     yield Row("settings", len(found.flags), "<= 45")
     for top, goal in (
-        ("extras", ""),
         ("tests", "<= 30000"),
         ("bench", "<= 3000"),
         ("examples", ""),

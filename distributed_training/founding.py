@@ -170,7 +170,8 @@ def succeed(options: argparse.Namespace) -> None:
 
     old = flatten(tree_of(read_text(options.of)))
     options.exchange = options.exchange or str(old.get("exchange"))
-    own = {"data.source", "data.files", "tokenizer.files"}  # pinned again, as its members read them
+    # Pinned again, as its members read them; the last is of earlier editions.
+    own = {"data.source", "data.files", "tokenizer.files", "data.rows_url"}
     needless = needless_keys(options.exchange)
     carried = [
         (key, value)
@@ -179,7 +180,7 @@ def succeed(options: argparse.Namespace) -> None:
         and key not in own | needless
     ]
     options.more = [*carried, *options.more]
-    options.data_source = options.data_source or old.get("data.source", "hf")
+    options.data_source = options.data_source or old.get("data.source", "hub")
     if options.weights is None:
         options.weights = options.folder.absolute().with_name(f"{options.folder.name}-weights")
         words = [str(options.weights), "--network", str(options.of)]
@@ -343,7 +344,7 @@ def rules_of(options: argparse.Namespace) -> dict[str, Any]:
             )
     data = rules["data"]
     as_built_in = data["source"] == "hub" and data["dataset"] == USUAL["data.dataset"]
-    if "data.dataset" not in dict(options.more) and data["source"] not in ("hub", "hf"):
+    if "data.dataset" not in dict(options.more) and data["source"] != "hub":
         data["dataset"] = str(data["source"]).partition(":")[0]  # no dataset of the hub is read
     if as_built_in and not {"folder", "revision", "rows"} & set(data):
         data["folder"] = _SAMPLE

@@ -40,18 +40,16 @@ def pin_data(data: dict[str, Any], *, unpinned: bool) -> None:
     from pydantic import ValidationError
 
     from distributed_training.config.settings import DataSettings
-    from distributed_training.data.block_builder import readable
     from distributed_training.data.page_source import NothingToRead, PageUnavailable
-    from distributed_training.data.sources import kind_of
+    from distributed_training.data.sources import kind_of, readable
 
-    sources = DataSettings(source=data["source"]).sources
-    if any(kind_of(source).for_trials for source in sources):
+    if kind_of(DataSettings(source=data["source"]).spec).for_trials:
         return
-    read = ("source", "dataset", "folder", "rows_url", "text_column")
+    read = ("source", "dataset", "folder", "text_column")
     given = {key: data[key] for key in read if key in data}
     free = unpinned or bool({"revision", "rows"} & set(data))
     try:
-        found = readable(DataSettings(**given, request_attempts=1 if free else 2))
+        found = readable(DataSettings(**given))
     except ValidationError:
         return  # the whole file is refused with its line
     except NothingToRead as error:
@@ -198,18 +196,17 @@ def publish_folders(rules: dict[str, Any], target: Path) -> None:
     from distributed_training.node.published import TOKENIZER_FILES, list_files
 
     tokenizer, data = rules["tokenizer"], rules["data"]
-    sources = DataSettings(source=data["source"]).sources
+    spec = DataSettings(source=data["source"]).spec
     try:
         target.mkdir(parents=True, exist_ok=True)
         if "files" not in tokenizer and (source := Path(tokenizer["name"])).is_dir():
             tokenizer["files"] = list_files(source, target, names=TOKENIZER_FILES)
             _compare_tokenizers(source, target / tokenizer["files"])
             tokenizer["name"] = "tokenizer"
-        folder = sources[0].folder
-        local = len(sources) == 1 and folder is not None and kind_of(sources[0]).tokens is None
-        if local and folder is not None and "files" not in data and data.get("own") is not True:
+        folder = spec.folder if kind_of(spec).open is not None else None
+        if folder is not None and "files" not in data and data.get("own") is not True:
             data["files"] = list_files(folder, target)
-            data["source"] = f"{sources[0].kind}:data"
+            data["source"] = f"{spec.kind}:data"
     except OSError as error:
         raise ConfigError(
             f"{error.filename} cannot be copied for the members ({error.strerror}), so no network "

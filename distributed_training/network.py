@@ -58,7 +58,8 @@ _OF_AVERAGE = frozenset({"round.average_after"})
 _BITS = "round.bits"  # what earlier files have in place of round.codec: 4, 3 or 2
 #: What earlier files have in place of round.period: seconds, their number, and a rule that is gone.
 _BLOCKS = ("round.seconds_per_block", "round.blocks_per_allreduce", "round.epoch_length")
-_EARLIER = {_BITS, *_BLOCKS}
+_ROWS_API = "data.rows_url"  # of earlier files; without effect where the source is another
+_EARLIER = {_BITS, *_BLOCKS, _ROWS_API}
 #: Keys that only format 3 has.
 NEWEST = _OF_AVERAGE | {
     *("model.kind", "model.trainable", "model.trainable_parameters", "model.frozen"),
@@ -97,9 +98,8 @@ OF_EXCHANGE = {"store": _OF_CLOSES, "hivemind": _OF_CLOSES | _OF_AVERAGE}
 BUILT_IN = {"local": Path(__file__).parent / "networks" / "local.toml"}
 #: The rules of a network whose founder names no other, by key; they are the settings' defaults too.
 USUAL: Mapping[str, Any] = {
-    "data.source": "hf",
+    "data.source": "hub",
     "data.dataset": "HuggingFaceFW/fineweb-edu",
-    "data.rows_url": "https://datasets-server.huggingface.co",
     "data.text_column": "text",
     "data.pages_per_block": 5,
     "data.rows_per_page": 100,
@@ -531,6 +531,11 @@ def without_blocks(text: str) -> str:
 
 def _refuse_data(flat: Mapping[str, Any]) -> None:
     """Refuse keys of [data] that are wrong together. Raises NetworkFileError."""
+    if flat.get("data.source") == "hf":
+        raise NetworkFileError(
+            "data.source is hf, the rows API, which is not read any more",
+            'set data.source = "hub" with its data.revision and data.rows, and sign it',
+        )
     if flat.get("data.own") is True and (
         flat.get("data.selection", 1) != 1
         or flat.get("data.held_out", "python") in ("pages", "python")

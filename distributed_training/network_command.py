@@ -72,7 +72,7 @@ def _add_init_options(init: argparse.ArgumentParser) -> None:
     model("--from", type=path, metavar="DIR", dest="weights", help=weights)
     tokenizer = "tokenizer at Hugging Face or in a folder [the one of --from, else bytes]"
     add("--tokenizer", type=text, metavar="NAME|DIR", help=tokenizer)
-    source = "where members read text: hub, hf, stdlib or parquet:DIR [hub]"
+    source = "where members read text: hub, stdlib or parquet:DIR [hub]"
     add("--data-source", type=text, metavar="SOURCE", help=source)
     unpinned = "let data and tokenizer change later, and publish neither"
     add("--unpinned", action="store_true", help=unpinned)

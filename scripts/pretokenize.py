@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tokenize a source once into shards: see ``extras/pretokenize.py`` and ``--help``."""
+"""Tokenize a source once into shards: see ``examples/pretokenize.py`` and ``--help``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from extras.pretokenize import main
+from examples.pretokenize import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

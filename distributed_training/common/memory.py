@@ -285,7 +285,7 @@ def disk_space(shape: ModelShape, *, keep_checkpoints: int, moments: float = 2) 
     the last close, a newer one, the update in use and the one being fetched. *Global states* 8
     each: weights and outer momentum; the one in use, the one before, and the one being fetched.
 
-    Data cache and events come on top; they have bounds of their own (``--data.cache_gb``, 2 GiB).
+    Kept data and events come on top; they have bounds of their own (2 GB, 2 GiB).
     """
     checkpoints = (max(1, keep_checkpoints) + 1) * checkpoint_bytes(shape.tensors, moments)
     return checkpoints + round((4 * _FILE + 3 * 8) * shape.parameters)

@@ -350,15 +350,9 @@ def check_values(config: Config) -> Iterator[str]:
             f"would go where no validator looks: leave out /{name}"
         )
     try:
-        sources = config.data.sources
+        _ = config.data.spec
     except ConfigError as error:
         yield str(error)
-        sources = ()
-    if len(sources) > 1 and (config.data.revision, config.data.rows) != (None, None):
-        yield (
-            f"--data.source {config.data.source} names several sources and the network's file pins "
-            "one, so its pages would not be those of the other peers: give one"
-        )
 
 
 def check_exports(config: Config) -> Iterator[str]:
@@ -392,10 +386,10 @@ def check_own_text(config: Config) -> Iterator[str]:
             "data.own of the network's file is true and --data.own_text names no text, so there is "
             "nothing to train on: give your files, or a folder of them"
         )
-    if own and (data.mix or config.sources.get("data.source") == "--data.source"):
+    if own and config.sources.get("data.source") == "--data.source":
         yield (
-            "data.own of the network's file is true, so --data.source and --data.mix would not be "
-            "read: leave them out, and give --data.own_text"
+            "data.own of the network's file is true, so --data.source would not be read: leave it "
+            "out, and give --data.own_text"
         )
     if data.own_text and not own:
         yield (

@@ -18,7 +18,8 @@ chain.call_timeout chain.neurons_interval chain.poll_interval chain.seconds_per_
 chain.write_timeout
 clamp.allreduce_timeout clamp.min_group_size clamp.min_matchmaking_time clamp.next_chunk_timeout
 clamp.request_timeout clamp.timeout
-data.connections data.page_deadline data.request_attempts data.request_timeout data.table_age
+data.cache_gb data.connections data.page_deadline data.request_attempts data.request_timeout
+data.rows_url data.table_age
 dht.start_timeout
 diagnostics.expected_step_max diagnostics.expected_step_min diagnostics.low_gpu_memory_gb
 diagnostics.slow_step
@@ -73,6 +74,7 @@ MOVED: dict[str, str] = {
     "node_rank": _TORCHRUN,
     "rdzv_endpoint": _TORCHRUN,
     "neuron.nproc_per_node": "give --nproc_per_node",
+    "data.mix": "name the sources in mix.toml of a folder (examples/mixture.py)",
 }
 
 #: Flag -> key in the network's file, which gives the value. Another value is refused.
@@ -85,7 +87,6 @@ RULES: dict[str, str] = {
     "data.revision": "data.revision",
     "data.rows": "data.rows",
     "data.rows_per_page": "data.rows_per_page",
-    "data.rows_url": "data.rows_url",
     "data.text_column": "data.text_column",
     "neuron.adam_beta1": "training.adam_beta1",
     "neuron.adam_beta2": "training.adam_beta2",

@@ -52,7 +52,6 @@ from .types import (
     WebUrl,
     Words,
     flag,
-    load_optional,
     rule,
 )
 
@@ -135,53 +134,26 @@ class ChainSettings:
 
 @dataclasses.dataclass(frozen=True)
 class SourceSpec:
-    """One source of a mixture, of a kind that ``data/sources.py`` registers.
+    """A source of text, of a kind that ``data/sources.py`` registers."""
 
-    ``weight`` is its share of the sequences, all shares sum to 1.
-    """
-
-    name: str
     kind: str
     folder: Path | None
-    weight: float = 1.0
 
     @property
     def text(self) -> str:
         return f"{self.kind}:{self.folder}" if self.folder else self.kind
 
 
-def parse_source(name: str, text: str) -> SourceSpec:
-    """Read one source (``jsonl:DIR``) of the name ``name``. Raises ConfigError."""
+def parse_source(text: str) -> SourceSpec:
+    """Read one source (``parquet:DIR``). Raises ConfigError."""
     kind, _, folder = text.partition(":")
     try:
-        return SourceSpec(name, kind, Path(folder).expanduser() if folder else None)
+        return SourceSpec(kind, Path(folder).expanduser() if folder else None)
     except RuntimeError:
         raise ConfigError(
             f"--data.source {text}: no user has this name, so there is nothing to train on: give "
             "the whole path"
         ) from None
-
-
-def parse_sources(source: str, mix: str) -> tuple[SourceSpec, ...]:
-    """Parse ``--data.source`` and ``--data.mix`` to specifications.
-
-    ``source`` is one source (``jsonl:DIR``) or named ones (``web=hf,code=jsonl:DIR``), ``mix`` the
-    weights of the named ones (``web=0.7,code=0.3``). Raises ConfigError.
-    """
-    entries = [entry.strip() for entry in source.split(",") if entry.strip()]
-    if not entries:
-        raise ConfigError("--data.source is empty, so there is nothing to train on: give e.g. hf")
-    if len(entries) == 1 and "=" not in entries[0].partition(":")[0]:
-        if mix:
-            raise ConfigError(
-                f"--data.mix {mix} weighs several sources but --data.source names one, so the mix "
-                "is not defined: give --data.source name=SOURCE,other=SOURCE"
-            )
-        return (parse_source("", entries[0]),)
-    named: tuple[SourceSpec, ...] = load_optional(
-        "mixture", wanted_by=f"--data.source {source}"
-    ).parse_named(source, mix)
-    return named
 
 
 @dataclass(frozen=True, config=SETTINGS)
@@ -190,21 +162,16 @@ class DataSettings:
 
     # An operator may read a mirror. Pinned revision and rows keep it the same data.
     source: str = flag("data.source", network="data.source")
-    """Where text is read: hf (rows API), hub (Parquet files there), stdlib (Python sources, for
-    trials), parquet:DIR, jsonl:DIR, text:DIR, shards:DIR (packed tokens), or several as
-    web=hf,code=jsonl:DIR."""
-    mix: Text = flag("data.mix", "")
-    """Shares of several sources, such as web=0.7,code=0.3."""
+    """Where text is read: hub (Parquet files at Hugging Face), parquet:DIR, stdlib (Python sources,
+    for trials), or a kind that a module of --plugins registers."""
     dataset: str = rule("data.dataset")
-    """dataset of --data.source hub and hf"""
+    """dataset of --data.source hub"""
     folder: RepositoryFolder = rule("data.folder", "")
     """with --data.source hub: folder of the dataset that is read; empty: all of it"""
     revision: str | None = rule("data.revision")
     """commit of the dataset that the network pins; a source that serves another one is refused"""
     rows: int | None = rule("data.rows", ge=1, le=10**13)
     """rows of all its configs that the network pins; a source that has others is refused"""
-    rows_url: WebUrl = rule("data.rows_url")
-    """server of the rows API"""
     text_column: str = rule("data.text_column")
     """column or key that holds a row's text"""
     pages_per_block: int = rule("data.pages_per_block", ge=1, le=1000)
@@ -234,25 +201,14 @@ class DataSettings:
     workers: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = flag("data.workers", "auto")
     """Processes of each rank that fetch and tokenize. 'auto' starts one, and up to four if training
     waits."""
-    request_timeout: timedelta = 20 * SECOND  # of one HTTP request for rows, body included
-    request_attempts: int = 6  # for a page, with growing waits, before it is left out
-    page_deadline: timedelta = 120 * SECOND  # of all attempts for a page, waits included
-    # Besides, for a server that answers 429: Hugging Face counts in windows of five minutes.
-    longest_pause: timedelta = 330 * SECOND
-    connections: int = 4  # pages of a block that are fetched at once
     cache_dir: File | None = flag("data.cache_dir", None)
-    """Folder for fetched data, which several miners may share. By default data/ in the run
-    folder."""
-    cache_gb: float = flag("data.cache_gb", 2.0, ge=0, le=1_000_000)
-    """Largest size of the fetched data, in GB. 0 keeps none."""
-    table_age: timedelta = 6 * HOUR  # at which the dataset's table of configs is asked for again
+    """Folder for what is kept of the data's files, which several miners may share. By default data/
+    in the run folder."""
 
     @property
-    def sources(self) -> tuple[SourceSpec, ...]:
-        """The sources with their shares of the sequences. Raises ConfigError."""
-        if self.own:
-            return (SourceSpec("", "own", None),)
-        return parse_sources(self.source, self.mix)
+    def spec(self) -> SourceSpec:
+        """The source. Raises ConfigError."""
+        return SourceSpec("own", None) if self.own else parse_source(self.source)
 
 
 @dataclass(frozen=True, config=SETTINGS)

@@ -17,13 +17,11 @@ error there would otherwise show as a network whose files nobody has signed.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import ipaddress
 import re
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -63,26 +61,6 @@ def choose_kind(kinds: Kinds[Made], name: str, *, key: str) -> Made:
 def no_such_kind(error: UnknownKindError, *, key: str, done: str = "started") -> ConfigError:
     """Return the line for a kind that nobody registered. ``done``: what was not done for it."""
     return ConfigError(f"{key}: {error}, so nothing was {done}: give one of these")
-
-
-def load_optional(module: str, *, wanted_by: str) -> ModuleType:
-    """Import ``extras.<module>``, optional functions that a flag asks for.
-
-    The product loads that package only here, so whoever does not use them does not read their
-    code. Raises ConfigError, which names the flag ``wanted_by``, where it is not installed.
-    """
-    name = f"extras.{module}"
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        # A library that the module itself needs: the remedy below would be false.
-        if error.name not in ("extras", name):
-            raise
-        raise ConfigError(
-            f"{wanted_by} needs the package 'extras' of the miner's repository, which is not "
-            "installed, so the miner does not start: install the whole repository (make setup), "
-            "or leave the flag out"
-        ) from None
 
 
 #: The ``config=`` of every settings class. The string below a field is its help text.

@@ -23,8 +23,8 @@ from distributed_training.config.types import Domain
 from distributed_training.network import HELD_OUT, NetworkAway, NetworkFileError
 from distributed_training.network_place import download
 
-from .block_builder import open_source
 from .page_source import Counts, PageUnavailable, StdlibSource, usable_texts
+from .sources import Source
 from .tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _rows(config: Config, domain: Domain) -> tuple[list[str], int]:
     if domain.digest is not None:
         content = _read_pinned(domain.place, domain.digest, config)
         return file_rows(domain.place, content, config.data.text_column), _WHOLE
-    source, draw = open_source(config.data, cache=config.data_cache), config.draw_pages
+    source, draw = Source(config.data, cache=config.data_cache), config.draw_pages
     rows: list[str] = []
     try:
         pages = draw.held_out(source.num_rows())

@@ -26,7 +26,7 @@ from distributed_training.config.types import ConfigAway, ConfigError
 
 from .page_source import PAGE, TOO_LONG, Counts, PageUnavailable, SourceTokens, usable_texts
 from .parquet import ParquetSource, files_below, open_arrow, raise_if_it_may_pass
-from .tokenizer import TextTokenizer
+from .tokenizer import TextTokenizer, text_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class OwnTokens:
     def __init__(self, spec: Any, counts: Counts) -> None:
         self._spec = spec
         self._counts = counts
-        self._tokenizer = TextTokenizer(spec.tokenizer_path, eos_id=spec.eos_id)
+        self._tokenizer = text_tokenizer(spec.tokenizer_path, spec.eos_id)
         self._text: OwnText | None = None
         self._orders: dict[int, np.ndarray[Any, Any]] = {}
 

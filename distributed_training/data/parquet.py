@@ -1,7 +1,8 @@
-"""Rows of a local folder of Parquet files, as of a mirror of the dataset.
+"""Rows of a folder of Parquet files: on this machine, or at Hugging Face (:mod:`.hub`).
 
 Each folder that holds files is a config (the given folder itself is called ``root``); its rows are
-those of its files, sorted by name, one after the other.
+those of its files, sorted by name, one after the other. Of a file only its end is read, and the
+column of text of the row groups that a page is in.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,11 @@ from .page_source import MINIMUM_ROWS, Counts, NothingToRead, PageUnavailable, u
 log = logging.getLogger(__name__)
 
 #: Bytes of decoded row groups that are kept for the pages to come. Each data worker keeps its own.
-KEPT = 256 * 2**20
+KEPT = 64 * 2**20
+#: Bytes of a file's end, which says where its rows are: parsed it takes many times as many.
+LARGEST_END = 16 * 2**20
+_TAIL = 2**16  # bytes of an end that pyarrow reads first
+_AT_ONCE = 8  # files that are scanned
 #: Rows decoded at once. A dictionary may hold a megabyte for each of them.
 _ROWS = 64
 _BUFFER = 2**20  # bytes read from a column at once
@@ -162,17 +168,18 @@ class FolderSource:
         """
         with self._lock:
             if not self._ends:
-                for path in itertools.chain.from_iterable(self._paths.values()):
-                    if path in self._scanned:
-                        continue
-                    try:
-                        self._scanned[path] = self._scan(path)
-                    except (OSError, ValueError) as error:
+                files = itertools.chain.from_iterable(self._paths.values())
+                unknown = [path for path in files if path not in self._scanned]
+                with ThreadPoolExecutor(_AT_ONCE) as pool:
+                    for path, found in zip(unknown, pool.map(self._try, unknown), strict=True):
+                        if isinstance(found, int):
+                            self._scanned[path] = found
+                            continue
                         # Left out once, it is left out until a restart, and the rows behind it have
                         # other numbers than at the validators. So what may pass is waited for.
-                        raise_if_it_may_pass(error, path)
+                        raise_if_it_may_pass(found, path)
                         self._counts.add("files_unreadable")
-                        log.warning("%s is left out: %s", path, error)
+                        log.warning("%s is left out: %s", path, found)
                 for config, paths in self._paths.items():
                     paths[:] = [path for path in paths if path in self._scanned]
                     rows = (self._scanned[path] for path in paths)
@@ -196,6 +203,13 @@ class FolderSource:
                 why = " ".join(str(error).split())  # Arrow's have several lines
                 raise PageUnavailable(f"{path}, row {begin}: {why:.300}") from error
 
+    def _try(self, path: Path) -> int | Exception:
+        """Return what :meth:`_scan` does, or its error."""
+        try:
+            return self._scan(path)
+        except (OSError, ValueError) as error:
+            return error
+
     def _scan(self, path: Path) -> int:
         """Count the rows of a file. Raises OSError, ValueError."""
         raise NotImplementedError
@@ -215,13 +229,8 @@ class ParquetSource(FolderSource):
 
     def __init__(self, folder: Path, *, text_column: str, counts: Counts) -> None:
         self._column = text_column
-        self._most_kept = KEPT
         self._group_ends: dict[Path, list[int]] = {}
         self._groups: OrderedDict[tuple[Path, int], list[Any]] = OrderedDict()
-        self._kept = 0  # bytes of them
-        self._kept_lock = threading.Lock()
-        # One thread decodes, the others find it done.
-        self._one_decodes: contextlib.AbstractContextManager[Any] = threading.Lock()
         self._too_large: set[tuple[Path, int]] = set()
         super().__init__(folder, counts=counts)
 
@@ -232,90 +241,82 @@ class ParquetSource(FolderSource):
                 f"it has no column {self._column!r}: see data.text_column of the network's file"
             )
         groups = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
-        self._group_ends[path] = list(itertools.accumulate(groups))
         # Of a damaged file: rows would be asked for in groups that it does not have.
         if sum(groups) != meta.num_rows or min(groups, default=0) < 0:
             raise ValueError(f"its row groups do not add up to its {meta.num_rows} rows")
+        self._group_ends[path] = list(itertools.accumulate(groups))
         return int(meta.num_rows)
+
+    def _open(self, path: Path) -> Any:
+        """Open a file as pyarrow's."""
+        return open_arrow(path)
 
     def _metadata(self, path: Path) -> Any:
         import pyarrow.parquet as pq
 
-        return pq.read_metadata(open_arrow(path))
+        with self._open(path) as file:
+            file.seek(max(0, file.size() - _TAIL))
+            length = int.from_bytes(file.read()[-8:-4], "little")
+            if length > LARGEST_END:
+                raise ValueError(f"its end, which says where rows are, has {length / 1e6:.0f} MB")
+            return pq.read_metadata(file)
 
-    def _open(self, path: Path, group: int) -> Any:
-        """Open a file as pyarrow's, to read one group of it."""
-        del group
+    def _parquet(self, path: Path) -> Any:
         import pyarrow.parquet as pq
 
         # By default Arrow reads all of a group's column before the first row.
-        return pq.ParquetFile(open_arrow(path), buffer_size=_BUFFER, pre_buffer=False)
+        return pq.ParquetFile(self._open(path), buffer_size=_BUFFER, pre_buffer=False)
 
     def _read(self, path: Path, first: int, count: int) -> Iterator[object]:
         import pyarrow as pa
 
         for group, begin, rows in spans(self._group_ends[path], first, first + count):
-            with self._one_decodes:
-                at = 0
-                for batch in self._batches(path, group, begin + rows):
-                    skipped = max(0, begin - at)
-                    part = batch.slice(skipped, max(0, begin + rows - max(at, begin)))
-                    at += len(batch)
-                    # Arrow does not check what a file claims to be UTF-8.
-                    if pa.types.is_string(part.type):
-                        part = part.cast(pa.binary())
-                    elif pa.types.is_large_string(part.type):
-                        part = part.cast(pa.large_binary())
-                    for scalar in part:
-                        text = scalar.as_py()
-                        # Bytes that are not UTF-8 keep lone surrogates.
-                        is_text = isinstance(text, bytes)
-                        yield text.decode("utf-8", "surrogateescape") if is_text else text
+            at = 0
+            for batch in self._batches(path, group, begin + rows):
+                skipped = max(0, begin - at)
+                part = batch.slice(skipped, max(0, begin + rows - max(at, begin)))
+                at += len(batch)
+                # Arrow does not check what a file claims to be UTF-8.
+                if pa.types.is_string(part.type):
+                    part = part.cast(pa.binary())
+                elif pa.types.is_large_string(part.type):
+                    part = part.cast(pa.large_binary())
+                for scalar in part:
+                    text = scalar.as_py()
+                    # Bytes that are not UTF-8 keep lone surrogates.
+                    is_text = isinstance(text, bytes)
+                    yield text.decode("utf-8", "surrogateescape") if is_text else text
 
     def _batches(self, path: Path, group: int, end: int) -> Iterator[Any]:
         """Yield the arrays of a group's column, at least up to row ``end``; keep them if they fit.
 
         More of them are decoded than are asked for, as long as all may fit.
         """
-        key = (path, group)
-        with self._kept_lock:
+        key, rows, size = (path, group), 0, 0
+        decoded: list[Any] = []
+        with self._lock:
             known = self._groups.get(key)
-            if known is not None:
-                self._groups.move_to_end(key)
         if known is not None:
             yield from known
             return
-        decoded: list[Any] | None = None if key in self._too_large else []
-        rows = size = 0
         # Opened for each group: a mirror has more files than a process may have open.
-        with self._open(path, group) as file:
+        with self._parquet(path) as file:
             # Arrow would take a thread for each core, which the ranks need.
             how: dict[str, Any] = {"columns": [self._column], "use_threads": False}
             for table in file.iter_batches(batch_size=_ROWS, row_groups=[group], **how):
                 batch = table.column(0)
-                if decoded is not None:
-                    size += batch.nbytes
-                    decoded.append(batch)
-                    with self._kept_lock:
-                        while self._groups and self._kept + size > self._most_kept:
-                            _, oldest = self._groups.popitem(last=False)
-                            self._kept -= sum(part.nbytes for part in oldest)
-                    if size > self._most_kept:
-                        decoded = None
-                        if not self._too_large:
-                            log.warning(
-                                "A row group of %s has more than %d MB of text, so it is decoded "
-                                "again for each page: write the files with smaller row groups "
-                                "(10,000 rows)",
-                                path,
-                                self._most_kept // 2**20,
-                            )
-                        self._too_large.add(key)
                 yield batch
-                rows += len(batch)
-                if decoded is None and rows >= end:
+                rows, size = rows + len(batch), size + batch.nbytes
+                if size > KEPT:
+                    self._too_large.add(key)
+                if key not in self._too_large:
+                    decoded.append(batch)
+                elif rows >= end:
                     return
-        with self._kept_lock:
-            if decoded is not None and key not in self._groups:
+                else:
+                    decoded.clear()
+        if key not in self._too_large:
+            with self._lock:
                 self._groups[key] = decoded
-                self._kept += size
+                while sum(part.nbytes for parts in self._groups.values() for part in parts) > KEPT:
+                    self._groups.popitem(last=False)

@@ -5,6 +5,9 @@ as many, tokenized and cut into sequences. It is requested ahead of need, prepar
 process, and stays on disk until it was trained on, so a restart continues at the next sequence.
 Rank 0 decides which block begins, once every rank has it. Batches are copied to a GPU while it
 computes.
+
+A worker may end for its own reasons (no memory, a kill) or because of a block. The one in its place
+gets its blocks; a block that ends three workers in a row is left out.
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ import contextlib
 import logging
 import math
 import os
+import queue
 import shutil
 import time
 from collections import Counter, OrderedDict
-from dataclasses import dataclass
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +31,13 @@ import torch
 from distributed_training.common.backoff import Repeats, Throttle
 from distributed_training.common.files import FULL
 from distributed_training.common.memory import MOST_WORKERS
-from distributed_training.config.types import load_optional
+from distributed_training.common.processes import ChildProcess
 
-from .block_builder import Failure, Prepared, WorkerPool, WorkerSpec, check_folder
+from . import block_builder
+from .block_builder import Failure, Prepared, WorkerSpec
 from .own_text import units_of_block
 from .shards import SUFFIX, ShardError, open_shard
+from .sources import check_folder
 
 log = logging.getLogger(__name__)
 
@@ -86,10 +93,62 @@ _TIMED_LEAST = 3  # blocks, before what is measured is more than the start of ev
 _NARROW = 0.8
 
 
-@dataclass
-class _Block:
-    sequences: np.ndarray[Any, Any]  # (sequences, sequence_length), memory-mapped
-    order: np.ndarray[Any, Any]  # int64, indices into it as they are served
+_MOST_BLAMED = 2  # workers that may end over one block
+
+
+class DataWorker:
+    """The rank's end of a worker. Nothing here waits for it.
+
+    A worker that ended gets the blocks that were under way again. One that ends workers again and
+    again is answered with a :class:`Failure`.
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
+        self.blocks: dict[int, int | None] = {}  # under way, in order, and the place of each
+        self._arrived: queue.SimpleQueue[Prepared | Failure] = queue.SimpleQueue()
+        self._blamed: Counter[int] = Counter()  # block: workers that ended over it
+        self.child = ChildProcess(
+            "A data worker",
+            block_builder.__name__,
+            begin=self._begin,
+            receive=self._receive,
+            effect="its blocks are prepared again",
+            keep={"HF_TOKEN"},
+            start_new_session=True,  # a Ctrl-C in the terminal is the rank's to handle
+        )
+        self.child.start()
+
+    def submit(self, block: int, place: int | None = None) -> None:
+        """Have ``block`` prepared, of own text from ``place`` on."""
+        with self.child.lock:
+            self.blocks[block] = place
+            self.child.send((block, place))
+
+    def answers(self) -> Iterator[Prepared | Failure]:
+        """Yield the answers since the last call."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield self._arrived.get_nowait()
+
+    def _begin(self) -> None:
+        if self.child.starts > 1 and self.blocks:
+            # The first was under way; those behind it had not begun.
+            block = next(iter(self.blocks))
+            self._blamed[block] += 1
+            if self._blamed[block] > _MOST_BLAMED:
+                log.warning("Block %d ends the data worker again and again: it is left out", block)
+                self._receive(Failure(block, "it ended the data worker"))
+        self.child.send(self._spec)
+        for under_way in self.blocks.items():
+            self.child.send(under_way)
+
+    def _receive(self, answer: Prepared | Failure) -> None:
+        with self.child.lock:
+            # Here, not when it is asked for: a worker that ends now is not to prepare it again.
+            self.blocks.pop(answer.block, None)
+            self._blamed.pop(answer.block, None)
+        self._arrived.put(answer)
 
 
 class DataPipeline:
@@ -107,14 +166,12 @@ class DataPipeline:
         self, spec: WorkerSpec, *, micro_batch_size: int, device: torch.device | None = None
     ) -> None:
         settings = spec.settings
-        for source in settings.sources:
-            check_folder(source)
+        check_folder(settings.spec)
         self._spec = spec
         self._settings = settings
         self._micro_batch_size = micro_batch_size
-        self._weights = [source.weight for source in settings.sources]
-        # Blocks that are here
-        self._blocks: OrderedDict[int, _Block | None] = OrderedDict()  # None: it has nothing
+        # Blocks that are here: memory-mapped (sequences, sequence_length); None: it has nothing
+        self._blocks: OrderedDict[int, np.ndarray[Any, Any] | None] = OrderedDict()
         self._used: OrderedDict[int, None] = OrderedDict()  # the last begun is the last
         self._pending: set[int] = set()
         # The place in own text at which each block begins, and the next one's
@@ -137,7 +194,6 @@ class DataPipeline:
         self._slow_line = Throttle(_SLOW_LINE_EVERY)
         # What works for it
         self._counts: Counter[str] = Counter()
-        self._refused = 0  # requests, up to the last line about slow data
         self._full_disk = Repeats(_SLOW_LINE_EVERY)
         self._block_folder = spec.blocks
         self._block_folder.mkdir(parents=True, exist_ok=True)
@@ -148,9 +204,8 @@ class DataPipeline:
             left.unlink(missing_ok=True)
         self._buffer = DeviceBuffer(device) if device and device.type == "cuda" else None
         # Last: a worker may write as soon as it runs, and what earlier ones left is removed above.
-        self._workers = WorkerPool(
-            spec, count=1 if settings.workers == "auto" else settings.workers
-        )
+        count = 1 if settings.workers == "auto" else settings.workers
+        self._workers = [DataWorker(spec) for _ in range(count)]
 
     # --- blocks ahead --------------------------------------------------------------------------
 
@@ -160,8 +215,9 @@ class DataPipeline:
         At each boundary: a worker that dies while it has nothing to do is to be there again before
         it is needed.
         """
-        for answer in self._workers.answers():
-            self._receive(answer)
+        for worker in self._workers:
+            for answer in worker.answers():
+                self._receive(answer)
 
     def request(self, block: int) -> None:
         """Start preparing ``block``, unless it is here or under way. Returns at once."""
@@ -170,7 +226,9 @@ class DataPipeline:
             return
         self._blocks.pop(block, None)
         self._pending.add(block)
-        self._workers.submit(block, self._place(block) if self._settings.own else None)
+        # By what is under way, not in turn: a worker may hang in one slow page.
+        worker = min(self._workers, key=lambda worker: len(worker.blocks))
+        worker.submit(block, self._place(block) if self._settings.own else None)
 
     def _place(self, block: int) -> int:
         """Return where ``block`` begins in own text: at a place of its own, once it has one."""
@@ -192,7 +250,7 @@ class DataPipeline:
         if block not in self._blocks:
             return None
         held = self._blocks[block]
-        return len(held.order) if held is not None else 0
+        return len(held) if held is not None else 0
 
     def _receive(self, answer: Prepared | Failure) -> None:
         self._pending.discard(answer.block)
@@ -215,20 +273,14 @@ class DataPipeline:
             self._prepare_seconds = _mean(self._prepare_seconds, answer.seconds)
         self._blocks[answer.block] = self._open(answer) if answer.sequences else None
 
-    def _open(self, prepared: Prepared) -> _Block | None:
+    def _open(self, prepared: Prepared) -> np.ndarray[Any, Any] | None:
         try:
             # The worker has checked or just written it; the tokens are not read twice.
-            header, sequences = open_shard(prepared.path, verify=False)
+            return open_shard(prepared.path, verify=False)[1]
         except (OSError, ShardError) as error:
             log.warning("Block %d is left out: %s", prepared.block, error)
             self._counts["blocks_failed"] += 1
             return None
-        counts = header.extra["sources"]  # sequences of each; a single one keeps them in order
-        if len(self._weights) == 1:
-            return _Block(sequences, np.arange(counts[0]))
-        mixture = load_optional("mixture", wanted_by="--data.source with several sources")
-        order, _ = mixture.interleave(self._weights, counts, self._micro_batch_size)
-        return _Block(sequences, order)
 
     # --- the block in training -----------------------------------------------------------------
 
@@ -239,7 +291,7 @@ class DataPipeline:
         Raises KeyError if the block is not ready, ValueError if it has fewer sequences.
         """
         held = self._blocks[block]
-        have = len(held.order) if held is not None else 0
+        have = len(held) if held is not None else 0
         if held is None or sequences > have:
             raise ValueError(f"block {block} has {have} sequences, {sequences} were ordered")
         now = time.monotonic()
@@ -266,11 +318,9 @@ class DataPipeline:
     def _compare_speeds(self) -> None:
         """Start one more worker, or warn, where blocks are prepared more slowly than trained on."""
         per_worker = self._prepare_seconds / len(self._workers)
-        # None helps against a server that refuses requests.
-        refused = self._counts["http_429"] - self._refused
         may_grow = self._settings.workers == "auto" and len(self._workers) < MOST_WORKERS
-        if may_grow and not refused and per_worker > _NARROW * self._train_seconds:
-            self._workers.add()
+        if may_grow and per_worker > _NARROW * self._train_seconds:
+            self._workers.append(DataWorker(self._spec))
             self._timed = 0  # what is measured next is of one more
             log.info(
                 "Data: a block is prepared in %.1f s and trained on in %.1f s, so this rank has %d "
@@ -280,15 +330,11 @@ class DataPipeline:
                 len(self._workers),
             )
         elif per_worker > self._train_seconds and self._slow_line():
-            self._refused += refused
             log.warning(
                 "Data is prepared more slowly (%.1f s a block) than it is trained on (%.1f s), so "
-                "training will wait: %s",
+                "training will wait: raise --data.workers, and see docs/data.md",
                 per_worker,
                 self._train_seconds,
-                f"{refused} requests were refused as too many (429), see docs/data.md"
-                if refused
-                else "raise --data.workers",
             )
 
     def next(self) -> torch.Tensor | None:
@@ -323,8 +369,7 @@ class DataPipeline:
         end = offset + self._micro_batch_size
         if held is None or end > self._sequences:
             return None
-        chosen = held.sequences[held.order[offset:end]]
-        return torch.from_numpy(chosen.astype(np.int64))
+        return torch.from_numpy(held[offset:end].astype(np.int64))
 
     def _stage(self) -> None:
         """Send the batch after the one just taken on its way to the device."""
@@ -374,7 +419,8 @@ class DataPipeline:
 
     def counters(self) -> dict[str, int]:
         """Return counts since the start, by name: pages, rows left out and why, failures."""
-        return {**self._counts, "worker_restarts": self._workers.restarts}
+        restarts = sum(worker.child.starts - 1 for worker in self._workers)
+        return {**self._counts, "worker_restarts": restarts}
 
     @property
     def depth(self) -> int:
@@ -409,7 +455,8 @@ class DataPipeline:
 
     def close(self) -> None:
         """End the workers. Batches handed out stay valid."""
-        self._workers.close()
+        for worker in self._workers:
+            worker.child.close(timeout=timedelta(seconds=3))
         self._blocks.clear()
 
 

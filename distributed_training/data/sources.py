@@ -10,27 +10,23 @@ so a program that only checks its settings stays small.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import Any
 
 from distributed_training.common.kinds import Kinds
-from distributed_training.common.proxies import HUB
+from distributed_training.common.proxies import HUB, share
 from distributed_training.config.settings import DataSettings, SourceSpec
-from distributed_training.config.types import ConfigError, choose_kind, load_optional
+from distributed_training.config.types import ConfigError, choose_kind
+from distributed_training.protocol.pages import PageDraw
 
-from .page_source import Counts, PageSource, StdlibSource
-
-if TYPE_CHECKING:
-    from .dataset_server import PageCache
+from .page_source import Counts, NothingToRead, PageSource, Pin, StdlibSource
 
 
 @dataclass(frozen=True)
 class Opening:
-    """The arguments of an opening. ``cache``: folder for pages and indexes, or None."""
+    """The arguments of an opening. ``cache``: folder for what is kept of a source, or None."""
 
     settings: DataSettings
     spec: SourceSpec
@@ -43,39 +39,40 @@ class Opening:
         assert self.spec.folder is not None
         return self.spec.folder
 
-    def page_cache(self) -> PageCache | None:
-        """Return the cache of what is fetched, in the bounds of the settings."""
-        from .dataset_server import PageCache
-
-        size = round(self.settings.cache_gb * 1e9)
-        return PageCache(self.cache, limit_bytes=size) if self.cache and size > 0 else None
-
 
 @dataclass(frozen=True)
 class SourceKind:
     """One kind of source.
 
-    ``open`` returns the rows; it raises ConfigError, or PageUnavailable to be tried again.
-    ``in_folder``: a folder stands after the colon. ``checks_pin``: it compares itself what it
-    serves with what the network's file pins. ``for_trials``: no network's file pins it.
-    ``caches_no_pages``: what it keeps is the same for whoever reads, and no page.
-    ``tokens``: of a kind that holds no rows; returns a ``block_builder.TokenSource`` for a
+    ``open`` returns the rows; it raises ConfigError, or PageUnavailable to be tried again. None
+    for a kind of which nobody else can read the rows.
+    ``in_folder``: a folder stands after the colon. ``for_trials``: no network's file pins it.
+    ``tokens``: of a kind that holds no rows; returns a ``blocks.TokenSource`` for a
     ``WorkerSpec``, the specification and the counters.
     """
 
-    open: Callable[[Opening], PageSource]
+    open: Callable[[Opening], PageSource] | None = None
     in_folder: bool = False
-    checks_pin: bool = False
     for_trials: bool = False
-    caches_no_pages: bool = False
     tokens: Callable[[Any, SourceSpec, Counts], Any] | None = None
 
 
 SOURCES: Kinds[SourceKind] = Kinds("data source")
+#: What earlier editions read by themselves, and what reads it now.
+_MOVED = {
+    "hf": "the rows API is not read any more: give hub, which reads the dataset's Parquet files",
+    **dict.fromkeys(("jsonl", "text"), "give --plugins examples.line_files, which reads it"),
+    "shards": "give --plugins examples.shard_source, which reads it",
+}
 
 
 def kind_of(spec: SourceSpec) -> SourceKind:
-    """Return the kind of one source. Raises ConfigError."""
+    """Return the kind of a source. Raises ConfigError."""
+    if spec.kind in _MOVED and spec.kind not in SOURCES:
+        raise ConfigError(
+            f"--data.source {spec.text} is of earlier editions, so nothing was started: "
+            f"{_MOVED[spec.kind]}"
+        )
     kind = choose_kind(SOURCES, spec.kind, key=f"--data.source {spec.text}")
     if kind.in_folder != (spec.folder is not None):
         raise ConfigError(
@@ -85,41 +82,104 @@ def kind_of(spec: SourceSpec) -> SourceKind:
     return kind
 
 
+def check_folder(spec: SourceSpec) -> None:
+    """Raise ConfigError when the folder of ``--data.source`` does not exist."""
+    if spec.folder is not None and not spec.folder.is_dir():
+        raise ConfigError(
+            f"--data.source {spec.text}: {spec.folder} is no folder, so there is nothing to train "
+            "on: correct the path"
+        )
+
+
+class Source:
+    """The rows of ``--data.source``, opened when they are first asked for.
+
+    While that fails it is opened again each time: a mount may come late, and a hub return.
+    ``cache``: folder for what is kept of it, such as where a file's rows begin.
+
+    Raises ConfigError for a folder that does not exist, and for a kind without rows.
+    """
+
+    def __init__(
+        self, settings: DataSettings, *, cache: Path | None = None, counts: Counts | None = None
+    ) -> None:
+        self._opening = Opening(settings, settings.spec, cache, counts or Counts())
+        self._source: PageSource | None = None
+        kind = kind_of(settings.spec)
+        if kind.open is None:
+            raise ConfigError(
+                f"--data.source {settings.spec.text} holds no rows that others read too, so pages "
+                "cannot be compared: give the network's data here"
+            )
+        self._open = kind.open
+        check_folder(settings.spec)
+
+    def num_rows(self) -> Mapping[str, int]:
+        """Count the rows of each config.
+
+        Raises PageUnavailable: OtherData where it is not what the network's file pins.
+        """
+        if self._source is None:
+            settings, source = self._opening.settings, self._open(self._opening)
+            pin = Pin(settings.revision, settings.rows)
+            if pin != Pin():
+                where, found = f"--data.source {settings.spec.text}", self._pin_of(source)
+                pin.check(where, revision=found.revision, rows=found.rows)
+            self._source = source
+        return self._source.num_rows()
+
+    def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
+        assert self._source is not None  # pages are chosen by its rows
+        return self._source.rows(config, row, split=split, limit=limit)
+
+    def pin(self) -> Pin:
+        """Return what it serves now; its revision is None where it does not say it.
+
+        Raises PageUnavailable.
+        """
+        self.num_rows()
+        assert self._source is not None
+        return self._pin_of(self._source)
+
+    def _pin_of(self, source: PageSource) -> Pin:
+        revision = getattr(source, "revision", None)  # of a hub
+        folder = self._opening.spec.folder
+        if revision is None and folder is not None:
+            from .parquet import folder_revision
+
+            revision = folder_revision(folder, wanted=self._opening.settings.revision)
+        return Pin(revision, sum(source.num_rows().values()))
+
+
+def readable(settings: DataSettings) -> Pin:
+    """Read a page of ``--data.source`` and return what it serves.
+
+    Raises ConfigError, and PageUnavailable: NothingToRead where no miner could ever read it.
+    """
+    source = Source(settings)
+    pin = source.pin()
+    try:
+        draw = PageDraw("", "", settings.rows_per_page, held_out_pages=0)
+        table = source.num_rows()
+        ((config, row, split),) = draw(uid=0, outer_step=0, first=0, count=1, num_rows=table)
+    except ValueError as error:  # no config that a page can be drawn from
+        raise NothingToRead(f"--data.source {settings.source}: {error}") from None
+    if not source.rows(config, row, split=split, limit=settings.rows_per_page):
+        raise NothingToRead(
+            f"the rows of {config} have no text in the column {settings.text_column!r}"
+        )
+    return pin
+
+
 # --- the product's own ----------------------------------------------------------------------------
 
 
-def _open_rows_api(opening: Opening) -> PageSource:
-    # httpx: only for this source, and not for whoever only trains.
-    from .dataset_server import RowsApiSource
-
-    settings = opening.settings
-    # Hugging Face's own convention, only for its hub, which HF_ENDPOINT may name: a network's file
-    # may name any other server.
-    token, asked = None, urlsplit(settings.rows_url)
-    for hub in map(urlsplit, ("https://huggingface.co", HUB)):
-        below = f".{asked.hostname}".endswith(f".{hub.hostname}")
-        if below and asked.scheme == hub.scheme:
-            token = os.environ.get("HF_TOKEN")
-    return RowsApiSource(
-        settings=settings,
-        token=token,
-        cache=opening.page_cache(),
-        counts=opening.counts,
-        shared=opening.cache,
-    )
-
-
 def _open_hub(opening: Opening) -> PageSource:
+    share(HUB)  # its client reads the environment
+
     from .hub import HubSource
 
-    return HubSource(
-        opening.settings,
-        hub=HUB,
-        token=os.environ.get("HF_TOKEN"),
-        cache=opening.page_cache(),
-        shared=opening.cache,
-        counts=opening.counts,
-    )
+    return HubSource(opening.settings, hub=HUB, cache=opening.cache, counts=opening.counts)
 
 
 def _open_parquet(opening: Opening) -> PageSource:
@@ -129,47 +189,13 @@ def _open_parquet(opening: Opening) -> PageSource:
     return ParquetSource(opening.folder, text_column=column, counts=opening.counts)
 
 
-def _open_lines(opening: Opening) -> PageSource:
-    lines = load_optional("line_files", wanted_by=f"--data.source {opening.spec.text}")
-    opened: PageSource = lines.open_lines(
-        opening.spec,
-        text_key=opening.settings.text_column,
-        index=opening.cache,
-        counts=opening.counts,
-    )
-    return opened
-
-
-def _refuse_shards(opening: Opening) -> PageSource:
-    raise ConfigError(
-        f"--data.source {opening.spec.text} holds tokens instead of rows of text, so pages cannot "
-        "be compared with other neurons': give another source here"
-    )
-
-
-def _open_shards(worker: Any, spec: SourceSpec, counts: Counts) -> Any:
-    shards = load_optional("shard_source", wanted_by=f"--data.source {spec.text}")
-    return shards.ShardTokens(worker, spec, counts)
-
-
-def _refuse_own(opening: Opening) -> PageSource:
-    raise ConfigError(
-        "data.own of the network's file is true, so members train on text of their own, which "
-        "nobody else reads: there are no pages to compare"
-    )
-
-
 def _open_own(worker: Any, spec: SourceSpec, counts: Counts) -> Any:
     from .own_text import OwnTokens
 
     return OwnTokens(worker, counts)
 
 
-SOURCES.register("hf", SourceKind(_open_rows_api, checks_pin=True))
-SOURCES.register("hub", SourceKind(_open_hub, checks_pin=True, caches_no_pages=True))
+SOURCES.register("hub", SourceKind(_open_hub))
 SOURCES.register("stdlib", SourceKind(lambda _: StdlibSource(), for_trials=True))
 SOURCES.register("parquet", SourceKind(_open_parquet, in_folder=True))
-SOURCES.register("jsonl", SourceKind(_open_lines, in_folder=True))
-SOURCES.register("text", SourceKind(_open_lines, in_folder=True))
-SOURCES.register("shards", SourceKind(_refuse_shards, in_folder=True, tokens=_open_shards))
-SOURCES.register("own", SourceKind(_refuse_own, tokens=_open_own))
+SOURCES.register("own", SourceKind(tokens=_open_own))

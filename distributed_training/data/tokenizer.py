@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from distributed_training.common.files import write_bytes, write_json
 from distributed_training.common.proxies import HUB, share
 
-from .long_rows import Fronts
 from .page_source import Counts
 
 log = logging.getLogger(__name__)
 
-#: Characters of a row that are tokenized at most: 3 s and 280 MB.
-LONGEST = 2**21
+#: Characters of a row that are tokenized, for each wanted token and at most: a tokenizer reads all
+#: of a row, and 2 million characters take 3 s and 280 MB.
+_PER_TOKEN, LONGEST = 64, 2**21
 _BATCH = 2**20
 EOS = "<eos>"
 #: A multiple of 8 above 256 bytes and EOS.
@@ -53,9 +53,7 @@ class TextTokenizer:
 
     def __init__(self, path: Path, *, eos_id: int) -> None:
         self._tokenizer = Tokenizer.from_file(str(path))
-        self._fronts = Fronts(self._tokenizer)
         self._truncated_at: int | None = None
-        self._told = False  # of a row that is too long
         self.eos_id = eos_id
         self.hash = tokenizer_hash(path)
         largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -72,8 +70,7 @@ class TextTokenizer:
         """Cut each row to ``max_length`` tokens, add EOS, join all: int32 (tokens,).
 
         A row is left out if it holds an id of ``vocabulary`` or more, which the model does not
-        have. So is one whose first tokens can only be known from more than ``LONGEST`` characters,
-        and one at which the tokenizer fails. ``counts`` counts each kind. Not for several threads
+        have, and if the tokenizer fails at it. ``counts`` counts each kind. Not for several threads
         at once.
         """
         counts = counts or Counts()
@@ -81,23 +78,9 @@ class TextTokenizer:
             # As transformers does: special tokens that the tokenizer adds count, and stay.
             self._tokenizer.enable_truncation(max_length)
             self._truncated_at = max_length
-        fronts = []
-        for row in rows:
-            front = row if len(row) <= LONGEST else None
-            with contextlib.suppress(ValueError), _foreign("of the data"):
-                front = self._fronts.of(row, max_length=max_length, most=LONGEST)
-            fronts.append(front)
-        if too_long := fronts.count(None):
-            counts.add("rows_too_long", too_long)
-            if not self._told:
-                self._told = True
-                log.warning(
-                    "A row of more than %d characters is left out, as all such rows: this "
-                    "tokenizer may have to read it to its end. Split long rows of the data",
-                    LONGEST,
-                )
+        longest = min(LONGEST, _PER_TOKEN * max_length)
         pieces = []
-        for batch in _batches(front for front in fronts if front is not None):
+        for batch in _batches(row[:longest] for row in rows):
             for ids in self._ids_of(batch):
                 if ids is None:
                     counts.add("rows_not_tokenized")
@@ -117,6 +100,12 @@ class TextTokenizer:
             encodings = self._tokenizer.encode_batch_fast(rows, add_special_tokens=True)
             return [encoding.ids for encoding in encodings]
         return [None] if len(rows) == 1 else [ids for row in rows for ids in self._ids_of([row])]
+
+
+@functools.cache
+def text_tokenizer(path: Path, eos_id: int) -> TextTokenizer:
+    """Return this process's one tokenizer of a file: a large one takes 100 MB."""
+    return TextTokenizer(path, eos_id=eos_id)
 
 
 def _batches(rows: Iterable[str]) -> Iterator[list[str]]:
@@ -207,31 +196,7 @@ def load_pretrained(name: str, *, revision: str | None = None) -> Any:
     if revision is None:
         del how["revision"]
     with _foreign(name):
-        try:
-            return AutoTokenizer.from_pretrained(name, **how)
-        except OSError as error:
-            # Refused, if it began with a hub that answered 401.
-            cause: BaseException | None = error
-            while cause is not None:
-                if getattr(getattr(cause, "response", None), "status_code", None) == 401:
-                    break
-                cause = cause.__cause__ or cause.__context__
-            if cause is None or not os.environ.get("HF_TOKEN"):
-                raise
-            refusal = error
-        # A public tokenizer needs none.
-        try:
-            loaded = AutoTokenizer.from_pretrained(name, **how, token=False)
-        except OSError:
-            raise ValueError(
-                "the hub refuses the token in HF_TOKEN: renew it, or unset it"
-            ) from refusal
-        log.warning(
-            "The hub refuses the token in HF_TOKEN, so the tokenizer %s was fetched without it: "
-            "renew it, or unset it",
-            name,
-        )
-        return loaded
+        return AutoTokenizer.from_pretrained(name, **how)
 
 
 @contextlib.contextmanager

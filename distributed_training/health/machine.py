@@ -378,8 +378,7 @@ def count_moments(training: TrainingSettings, shape: ModelShape) -> float:
 def refuse_unknown_kinds(config: Config) -> None:
     """Raise ConfigError where the kind of the chain, or of ``--data.source``, is unknown."""
     chain_kind(config.chain)
-    for spec in config.data.sources:
-        kind_of(spec)
+    kind_of(config.data.spec)
 
 
 def refuse_model(config: Config, *, ranks: int) -> None:

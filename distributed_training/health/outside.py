@@ -86,9 +86,8 @@ def check_proxies(examination: Examination) -> list[Check]:
         places = {"chain": [chain_endpoint(chain)]}
     with suppress(ValueError):  # no account yet
         places["store"] = [endpoint_of(config.store)]
-    of_kind = {"hf": data.rows_url, "hub": HUB}
-    if urls := [of_kind[spec.kind] for spec in data.sources if spec.kind in of_kind]:
-        places["data"] = urls
+    if data.spec.kind == "hub":
+        places["data"] = [HUB]
     if config.miner.global_tokenizer_name != "bytes":
         places["tokenizer"] = [HUB]
     used = [place for place, urls in places.items() if any(map(proxy_for, urls))]
@@ -365,9 +364,9 @@ def check_tokenizer(examination: Examination) -> Check:
 @listed(CHECKS, alone=True)
 def check_data(examination: Examination) -> Check:
     """Ask for the table of rows and for one page."""
-    from distributed_training.data.block_builder import open_source
     from distributed_training.data.own_text import OwnText
     from distributed_training.data.page_source import Counts
+    from distributed_training.data.sources import Source
 
     data, place = examination.config.data, examination.config.published.get("data", Path())
     if not place.exists():
@@ -376,16 +375,12 @@ def check_data(examination: Examination) -> Check:
         if data.own:
             found = OwnText(data, Counts())
             return Check("data", "warn" if found.left_out else "ok", f"own text: {found.finding}")
-        # Two tries, so that a doctor ends in a minute; a miner has more.
-        settings = dataclasses.replace(
-            data, request_attempts=2, longest_pause=timedelta(seconds=30)
-        )
-        source = open_source(settings, cache=examination.config.data_cache)
+        source = Source(data, cache=examination.config.data_cache)
         table = source.num_rows()
         start = time.monotonic()
         texts = source.rows(min(table), 0, split="train", limit=data.rows_per_page)
     except _WRONG as error:
-        remedy = "check the network, --data.source and data.rows_url"
+        remedy = "check the network, --data.source and data.dataset"
         return _failure("data", RuntimeError(f"{data.source}: {error}"), remedy)
     seconds = time.monotonic() - start
     finding = f"{len(table)} configs, {sum(table.values())} rows; a page of {len(texts)} rows in "

@@ -27,8 +27,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -270,21 +268,19 @@ def require_data(config: Config) -> None:
 
     A source that does not answer is no other data: whoever reads its pages later asks again.
     """
-    from distributed_training.data.block_builder import served
     from distributed_training.data.own_text import require_own_text
     from distributed_training.data.page_source import OtherData, PageUnavailable
+    from distributed_training.data.sources import Source, kind_of
 
-    if config.data.own:
+    data = config.data
+    if data.own:
         if config.kind == "miner" and config.reads_text:
-            require_own_text(config.data)
+            require_own_text(data)
         return
-    data, sources = config.data, config.data.sources
-    if (data.revision, data.rows) == (None, None) or [s.kind for s in sources] == ["shards"]:
+    if (data.revision, data.rows) == (None, None) or kind_of(data.spec).open is None:
         return
     try:
-        # Once: a source that is away holds up no start, and whoever reads it later is patient.
-        quick = replace(data, request_attempts=1, longest_pause=timedelta(0))
-        served(quick, cache=config.data_cache)
+        Source(data, cache=config.data_cache).num_rows()
     except OtherData as error:
         raise WrongData(str(error)) from None
     except PageUnavailable as error:

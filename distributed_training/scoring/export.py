@@ -229,7 +229,7 @@ def model_card(config: Config, name: str, outer_step: int, figures: str) -> str:
             "Parameters": network.head.parameters,
             **rows,
         }
-    of_hub = config.data.source in ("hf", "hub")
+    of_hub = config.data.source == "hub"
     rows |= {"Data": config.data.dataset if of_hub else config.data.source}
     rows |= {"Measured": figures} if figures else {}
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())

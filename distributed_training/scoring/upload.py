@@ -12,7 +12,7 @@ import errno
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from distributed_training.chain.base import Neuron
 from distributed_training.config import Config
-from distributed_training.data.block_builder import open_source
 from distributed_training.data.held_out import domain_tokens
 from distributed_training.data.page_source import PageSource, PageUnavailable
+from distributed_training.data.sources import Source
 from distributed_training.data.tokenizer import TextTokenizer
 from distributed_training.node.start import NetworkFailure
 from distributed_training.protocol.pages import (
@@ -163,10 +163,8 @@ class PageReader:
         Raises:
             ConfigError: If the data source cannot be opened.
         """
-        # A validator leads no round while it waits for a page, and asks for it again later.
-        data = replace(config.data, longest_pause=timedelta(minutes=1))
         return cls(
-            source=open_source(data, cache=config.data_cache),
+            source=Source(config.data, cache=config.data_cache),
             tokenizer=TextTokenizer(tokenizer_path, eos_id=eos_id),
             sequence_length=config.training.sequence_length,
             rows_per_page=config.data.rows_per_page,

@@ -60,8 +60,7 @@ def test_without_keys_network_and_gpu_each_check_says_why(tmp_path: Path) -> Non
     """An address of TEST-NET-1 takes no packets, and a name below .invalid has no address."""
     rules = {
         "chain.url": "https://nowhere.invalid:9944",
-        "data.source": "hf",
-        "data.rows_url": "http://nowhere.invalid",
+        "data.source": "hub",
         "model.parameters": 4_000_000_000,
         "store.endpoint": "http://127.0.0.1:1",
         "tokenizer.name": "dstrbtd/llama-1b",

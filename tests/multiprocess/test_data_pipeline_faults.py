@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -23,19 +23,19 @@ import numpy as np
 import pytest
 
 from distributed_training.common import processes
-from distributed_training.common.backoff import Throttle
 from distributed_training.data import block_builder
 from distributed_training.data.pipeline import DataPipeline
 from distributed_training.data.shards import open_shard
 from distributed_training.data.tokenizer import TextTokenizer
 from distributed_training.protocol.pages import Page, PageDraw, place_of
+from tests.tools.hub_server import COMMIT, Hub
 from tests.tools.support_data import (
     DATASET,
     Fault,
-    RowsServer,
     tables,
     wait_ready,
     worker_spec,
+    write_tables,
 )
 from tests.tools.waiting import wait_for
 
@@ -49,18 +49,26 @@ LENGTH = 64
 DRAW = PageDraw("0123456789ab", "lab", rows_per_page=100, held_out_pages=0)
 
 
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tables as Parquet files, one for each page."""
+    return write_tables(tmp_path_factory.mktemp("files"), TABLES, rows=100)
+
+
 @contextlib.contextmanager
 def pipeline(
-    server: RowsServer, tokenizer: tuple[Path, int], folder: Path, **changes: Any
+    hub: Hub, tokenizer: tuple[Path, int], folder: Path, **changes: Any
 ) -> Iterator[DataPipeline]:
-    values = {"pages_per_block": 5, "rows_per_page": 100, "request_attempts": 4, **changes}
-    values |= {"dataset": DATASET, "rows_url": server.url}
-    spec = worker_spec(tokenizer, folder, "hf", uid=11, sequence_length=LENGTH, **values)
-    made = DataPipeline(replace(spec, draw_pages=DRAW), micro_batch_size=2)
-    try:
-        yield made
-    finally:
-        made.close()
+    values = {"pages_per_block": 5, "rows_per_page": 100, "dataset": DATASET, **changes}
+    values |= {"revision": COMMIT}
+    spec = worker_spec(tokenizer, folder, "hub", uid=11, sequence_length=LENGTH, **values)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_ENDPOINT", hub.url)
+        made = DataPipeline(replace(spec, draw_pages=DRAW), micro_batch_size=2)
+        try:
+            yield made
+        finally:
+            made.close()
 
 
 def serve(made: DataPipeline, block: int, sequences: int | None = None) -> np.ndarray:
@@ -87,89 +95,83 @@ def expected(tokenizer: tuple[Path, int], block: int) -> np.ndarray:
 
 
 def test_the_tokens_are_the_same_after_every_fault(
-    tokenizer: tuple[Path, int], tmp_path: Path
+    files: Path, tokenizer: tuple[Path, int], tmp_path: Path
 ) -> None:
     blocks = [1000, 1001, 1003]
     whole = [expected(tokenizer, block) for block in blocks]
-    runs = [
-        {"prefetch": 1, "latency": 0.0, "errors": 0.0, "connections": 1, "workers": 1},
-        {"prefetch": 3, "latency": 0.05, "errors": 0.3, "connections": 5, "workers": 2},
-    ]
-    for number, run in enumerate(runs):
-        with RowsServer(
-            TABLES, latency=run["latency"], error_rate=run["errors"], seed=number
-        ) as server:
-            with pipeline(
-                server,
-                tokenizer,
-                tmp_path / str(number),
-                connections=run["connections"],
-                workers=run["workers"],
-                request_attempts=12,
-            ) as made:
-                ahead = iter(blocks)
-                for block in itertools.islice(ahead, int(run["prefetch"])):
-                    made.request(block)
-                for block, tokens in zip(blocks, whole, strict=True):
-                    served = serve(made, block)
-                    assert np.array_equal(served, tokens[: len(served)])
-                    assert len(tokens) - len(served) < 2
-                    for following in itertools.islice(ahead, 1):
-                        made.request(following)
-                counts = made.counters()
+    for number, (ahead, errors, workers) in enumerate([(1, 0.0, 1), (3, 0.1, 2)]):
+        folder = tmp_path / str(number)
+        with (
+            Hub(files, latency=errors / 2, error_rate=errors) as hub,
+            pipeline(hub, tokenizer, folder, workers=workers) as made,
+        ):
+            following = iter(blocks)
+            for block in itertools.islice(following, ahead):
+                made.request(block)
+            for block, tokens in zip(blocks, whole, strict=True):
+                served = serve(made, block)
+                assert np.array_equal(served, tokens[: len(served)])
+                assert len(tokens) - len(served) < 2
+                for later in itertools.islice(following, 1):
+                    made.request(later)
+            counts = made.counters()
         assert counts["sequences_served"] == sum(len(tokens) // 2 * 2 for tokens in whole)
 
 
-def without(page: tuple[str, int, str]) -> Callable[[Mapping[str, str]], Fault | None]:
-    """Return what a server decides that has all pages but this one."""
-    of_page = {"config": page[0], "offset": str(page[1])}
-    return lambda query: Fault(status=404) if of_page.items() <= query.items() else None
+def file_of(page: Page) -> str:
+    return f"{page[0]}/{page[1]:06d}.parquet"
+
+
+def without(page: Page) -> Callable[[str], Fault | None]:
+    """Return what a hub decides that has all pages but this one."""
+    return lambda name: Fault(status=404) if name == file_of(page) else None
 
 
 def test_one_failing_page_does_not_stop_the_others(
-    tokenizer: tuple[Path, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    files: Path, tokenizer: tuple[Path, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pages = pages_of(5)
-    config, row, _ = pages[1]
-    with RowsServer(TABLES, decide=without(pages[1])) as server:
-        with pipeline(server, tokenizer, tmp_path) as made:
-            made.request(5)
-            served = serve(made, 5)
-            counts = made.counters()
-    assert counts["pages_missing"] == 1 and counts["pages_fetched"] == 4
-    assert counts["http_404"] == 1
-    assert f"A page of block 5 is left out: /rows {config}, {row}: HTTP 404" in caplog.text
+    page = pages_of(5)[1]
+    with Hub(files) as hub, pipeline(hub, tokenizer, tmp_path) as made:
+        made.request(1000)
+        assert wait_ready(made, 1000)  # where rows lie is known
+        before = made.counters()["pages_fetched"]
+        hub.decide = without(page)
+        made.request(5)
+        served = serve(made, 5)
+        counts = made.counters()
+    assert counts["pages_missing"] == 1 and counts["pages_fetched"] - before == 4
+    (line,) = [line for line in caplog.messages if "A page of block 5 is left out" in line]
+    assert file_of(page) in line and "HTTP 404" in line
     (path,) = (tmp_path / "blocks").rglob("5.tokens")
     _, sequences = open_shard(path)
     assert np.array_equal(served, sequences[: len(served)])
 
 
-def test_a_dead_source_costs_no_waiting_and_cached_blocks_stay(
-    tokenizer: tuple[Path, int], tmp_path: Path
+def test_a_dead_source_costs_no_waiting_and_kept_blocks_stay(
+    files: Path, tokenizer: tuple[Path, int], tmp_path: Path
 ) -> None:
-    with RowsServer(TABLES) as server:
-        with pipeline(server, tokenizer, tmp_path, request_attempts=2) as made:
-            made.request(1)
-            first = serve(made, 1)
-            for block in (6, 11):  # other pages than those of the first
-                answered = threading.Event()
+    with Hub(files) as hub, pipeline(hub, tokenizer, tmp_path) as made:
+        made.request(1)
+        first = serve(made, 1)
+        for block in (6, 11):  # other pages than those of the first
+            answered = threading.Event()
 
-                def hang_up(query: Mapping[str, str], may: threading.Event = answered) -> Fault:
-                    assert may.wait(60)
-                    return Fault(hang_up=True)
+            def refuse(name: str, may: threading.Event = answered) -> Fault:
+                assert may.wait(60)
+                return Fault(status=404)
 
-                server.decide = hang_up
-                asked = len(server.row_requests())
-                made.request(block)
-                wait_for(lambda n=asked: len(server.row_requests()) > n, "the source is asked")
-                assert made.ready(block) is None, "asking never waits for the source"
-                answered.set()
-                assert wait_ready(made, block) == 0
-            assert np.array_equal(serve(made, 1), first)
-            # A block that could not be had is asked for again when it is requested again.
-            server.decide = None
-            made.request(6)
-            assert wait_ready(made, 6) > 0
+            hub.decide = refuse
+            asked = len(hub.ranges())
+            made.request(block)
+            wait_for(lambda n=asked: len(hub.ranges()) > n, "the source is asked")
+            assert made.ready(block) is None, "asking never waits for the source"
+            answered.set()
+            assert wait_ready(made, block) == 0
+        assert np.array_equal(serve(made, 1), first)
+        # A block that could not be had is asked for again when it is requested again.
+        hub.decide = None
+        made.request(6)
+        assert wait_ready(made, 6) > 0
 
 
 CHILD = """
@@ -180,10 +182,10 @@ from distributed_training.data.pipeline import DataPipeline
 from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.protocol.pages import PageDraw
 
-url, dataset, tokenizer, eos, folder = sys.argv[1:6]
+dataset, revision, tokenizer, eos, folder = sys.argv[1:6]
 made = DataPipeline(
     WorkerSpec(
-        settings=DataSettings(source="hf", dataset=dataset, rows_url=url),
+        settings=DataSettings(source="hub", dataset=dataset, revision=revision),
         uid=11, rank=0, world_size=4, sequence_length=64,
         tokenizer_path=Path(tokenizer), eos_id=int(eos), folder=Path(folder),
         draw_pages=PageDraw("0123456789ab", "lab", rows_per_page=100, held_out_pages=0),
@@ -197,23 +199,26 @@ made.begin(40, made.ready(40))
 for _ in range(7):
     made.next()
 made.request(41)
-workers = [worker.child.pid for worker in made._workers._workers]
+workers = [worker.child.pid for worker in made._workers]
 print(json.dumps({"cursor": made.state_dict(), "workers": workers}), flush=True)
 time.sleep(600)
 """
 
 
 def test_after_a_kill_the_pipeline_continues_at_the_next_sequence(
-    tokenizer: tuple[Path, int], tmp_path: Path
+    files: Path, tokenizer: tuple[Path, int], tmp_path: Path
 ) -> None:
     # A page of the block is missing when it is first prepared, and there after the restart: the
     # kept block still has the tokens that the position counts.
-    pages = pages_of(40)
-    with RowsServer(TABLES, decide=without(pages[0])) as server:
+    with Hub(files) as hub:
+        with pipeline(hub, tokenizer, tmp_path) as made:
+            made.request(1000)
+            wait_ready(made, 1000)  # where rows lie is known
+        hub.decide = without(pages_of(40)[0])
         child = subprocess.Popen(
-            [sys.executable, "-c", CHILD, server.url, DATASET, *map(str, tokenizer), str(tmp_path)],
+            [sys.executable, "-c", CHILD, DATASET, COMMIT, *map(str, tokenizer), str(tmp_path)],
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.getcwd()},
+            env={**os.environ, "PYTHONPATH": os.getcwd(), "HF_ENDPOINT": hub.url},
         )
         assert child.stdout is not None
         told = json.loads(child.stdout.readline())
@@ -221,14 +226,14 @@ def test_after_a_kill_the_pipeline_continues_at_the_next_sequence(
         child.wait(10)
         child.stdout.close()
         wait_for(lambda: not any(_alive(pid) for pid in told["workers"]), "their end")
-        server.decide = None
+        hub.decide = None
         cursor = told["cursor"]
         assert (cursor["page_block"], cursor["offset"]) == (40, 14)
-        fetched = len(server.row_requests())
-        with pipeline(server, tokenizer, tmp_path) as made:
+        fetched = len(hub.ranges())
+        with pipeline(hub, tokenizer, tmp_path) as made:
             made.load_state_dict(cursor)
             assert wait_ready(made, 40) == cursor["sequences"]
-            assert len(server.row_requests()) == fetched
+            assert len(hub.ranges()) == fetched
             made.begin(40, cursor["sequences"], start=cursor["offset"])
             assert made.state_dict() == cursor
             rest = np.concatenate([b.numpy() for b in iter(made.next, None)])
@@ -237,11 +242,11 @@ def test_after_a_kill_the_pipeline_continues_at_the_next_sequence(
 
 
 def test_blocks_on_disk_are_bounded_and_damage_is_repaired(
-    tokenizer: tuple[Path, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: Path, tokenizer: tuple[Path, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("distributed_training.data.pipeline._KEPT_FILES", 4)
-    with RowsServer(TABLES) as server:
-        with pipeline(server, tokenizer, tmp_path) as made:
+    with Hub(files) as hub:
+        with pipeline(hub, tokenizer, tmp_path) as made:
             for block in range(100, 112):
                 made.request(block)
                 serve(made, block)
@@ -252,19 +257,19 @@ def test_blocks_on_disk_are_bounded_and_damage_is_repaired(
         data = bytearray(kept.read_bytes())
         data[-1] ^= 1
         kept.write_bytes(data)
-        with pipeline(server, tokenizer, tmp_path) as made:
+        with pipeline(hub, tokenizer, tmp_path) as made:
             made.request(111)
             tokens = expected(tokenizer, 111)
             assert np.array_equal(serve(made, 111), tokens[: len(tokens) // 2 * 2])
         # Other settings do not find these blocks.
-        with pipeline(server, tokenizer, tmp_path, pages_per_block=2) as made:
+        with pipeline(hub, tokenizer, tmp_path, pages_per_block=2) as made:
             assert not folder.exists() and made._block_folder != folder
 
 
 def test_a_worker_that_cannot_work_says_why(
-    tokenizer: tuple[Path, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    files: Path, tokenizer: tuple[Path, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with RowsServer(TABLES) as server, pipeline(server, tokenizer, tmp_path, cache_gb=0.0) as made:
+    with Hub(files) as hub, pipeline(hub, tokenizer, tmp_path) as made:
         folder = made._block_folder
         made.request(1)
         wait_ready(made, 1)
@@ -274,7 +279,7 @@ def test_a_worker_that_cannot_work_says_why(
         folder.write_text("in the way")
         made.request(2)
         assert wait_ready(made, 2) == 0
-        made._workers._workers[0].child._process.kill()
+        made._workers[0].child._process.kill()
         made.request(3)  # the next worker finds it in the way from its start
         assert wait_ready(made, 3) == 0
         folder.unlink()
@@ -285,10 +290,10 @@ def test_a_worker_that_cannot_work_says_why(
 
 
 def test_last_message_of_a_dead_worker_is_heard(
-    tokenizer: tuple[Path, int], tmp_path: Path
+    files: Path, tokenizer: tuple[Path, int], tmp_path: Path
 ) -> None:
-    with RowsServer(TABLES) as server, pipeline(server, tokenizer, tmp_path) as made:
-        worker = made._workers._workers[0]
+    with Hub(files) as hub, pipeline(hub, tokenizer, tmp_path) as made:
+        worker = made._workers[0]
         made.request(7)
         wait_for(lambda: not worker.blocks, "its answer")
         worker.child._process.kill()
@@ -299,7 +304,7 @@ def test_last_message_of_a_dead_worker_is_heard(
 
 
 def test_a_worker_that_could_not_be_started_is_not_its_block_s_fault(
-    tokenizer: tuple[Path, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: Path, tokenizer: tuple[Path, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = processes.start_child
     failed: list[str] = []
@@ -311,22 +316,22 @@ def test_a_worker_that_could_not_be_started_is_not_its_block_s_fault(
         return real(module, **options)
 
     monkeypatch.setattr(processes, "_FIRST_WAIT", timedelta(seconds=0.1))
-    with RowsServer(TABLES, latency=0.3) as server, pipeline(server, tokenizer, tmp_path) as made:
+    with Hub(files, latency=0.3) as hub, pipeline(hub, tokenizer, tmp_path) as made:
         made.request(7)
-        made._workers._workers[0].child._start_process = partial(
+        made._workers[0].child._start_process = partial(
             start, block_builder.__name__, keep={"HF_TOKEN"}
         )
-        made._workers._workers[0].child._process.kill()
+        made._workers[0].child._process.kill()
         assert wait_ready(made, 7) > 0
     assert len(failed) == 2
 
 
 def test_training_that_waits_for_its_data_is_not_taken_for_slow_training(
-    tokenizer: tuple[Path, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    files: Path, tokenizer: tuple[Path, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    with RowsServer(TABLES, latency=0.2) as server:
-        with pipeline(server, tokenizer, tmp_path, connections=1, cache_gb=0.0) as made:
+    with Hub(files, latency=0.2) as hub:
+        with pipeline(hub, tokenizer, tmp_path) as made:
             for block in (1, 50, 90):
                 made.request(block)  # only when the one before is used up
                 serve(made, block)
@@ -341,16 +346,12 @@ def test_training_that_waits_for_its_data_is_not_taken_for_slow_training(
             assert made._train_seconds < made._prepare_seconds / 2
             assert "Data is prepared more slowly" in caplog.text
             assert "raise --data.workers" in caplog.text
-            made._counts["http_429"] += 7  # as workers count them
-            made._slow_line = Throttle(0.0)
-            made.begin(120, 2)
-            assert "7 requests were refused as too many (429)" in caplog.text
 
 
 def test_blocks_that_wait_are_not_forgotten_for_later_ones_that_failed(
-    tokenizer: tuple[Path, int], tmp_path: Path
+    files: Path, tokenizer: tuple[Path, int], tmp_path: Path
 ) -> None:
-    with RowsServer(TABLES) as server, pipeline(server, tokenizer, tmp_path) as made:
+    with Hub(files) as hub, pipeline(hub, tokenizer, tmp_path) as made:
         for block in (1, 2, 3):
             made.request(block)
             wait_ready(made, block)
@@ -363,9 +364,11 @@ def test_blocks_that_wait_are_not_forgotten_for_later_ones_that_failed(
         assert len(made._blocks) <= 32 + 6, "those passed over go"
 
 
-def test_prefetch_depth_follows_the_source(tokenizer: tuple[Path, int], tmp_path: Path) -> None:
-    with RowsServer(TABLES, latency=0.1) as server:
-        with pipeline(server, tokenizer, tmp_path, connections=1, prefetch_blocks=1) as made:
+def test_prefetch_depth_follows_the_source(
+    files: Path, tokenizer: tuple[Path, int], tmp_path: Path
+) -> None:
+    with Hub(files, latency=0.1) as hub:
+        with pipeline(hub, tokenizer, tmp_path, prefetch_blocks=1) as made:
             assert made.depth == 1
             for block in (1, 50, 90):
                 made.request(block)

@@ -21,7 +21,7 @@ from distributed_training import network_command
 from distributed_training.common.llama import local_llama_config
 from distributed_training.config import Config, load_config
 from distributed_training.config.settings import StoreSettings
-from distributed_training.data.block_builder import open_source
+from distributed_training.data.sources import Source
 from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.node import published
@@ -104,7 +104,7 @@ def test_a_member_needs_no_path(
     require_data(member)
     path, end = fetch_tokenizer(member, tmp_path / "scratch")
     assert TextTokenizer(path, eos_id=end).encode_rows(["ab"], max_length=9).tolist()[-1] == 256
-    source = open_source(member.data)
+    source = Source(member.data)
     assert source.num_rows() == {"root": 300, "more": 300}
     assert source.rows("more", 7, split="train", limit=2) == ["two row 7", "two row 8"]
     names = {p.name for p in member.published["tokenizer"].iterdir()}

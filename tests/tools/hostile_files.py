@@ -46,7 +46,7 @@ from distributed_training.store.journal import Journal
 from distributed_training.store.transfer import deadline_in, download
 from distributed_training.telemetry.events import EventFollower, read_events
 from distributed_training.validator.standings import Standings
-from extras.line_files import JsonLinesSource
+from examples.line_files import JsonLinesSource
 from tests.tools.memory_store import MemoryObjectStore
 
 MEBI = 1024 * 1024

@@ -1,12 +1,14 @@
 """A stand-in for Hugging Face on 127.0.0.1: lists of files, and ranges of them from another host.
 
+It answers what ``huggingface_hub.HfFileSystem`` asks for.
+
 The other host is a second port: as at the hub, a ``/resolve/`` URL leads there.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
+import random
 import re
 import threading
 import time
@@ -30,8 +32,8 @@ class Hub:
     """Serves ``folder`` as the dataset ``DATASET`` at ``COMMIT``. Use as a context manager.
 
     ``limit``: requests in ``window`` seconds, after which it answers 429. ``script``: faults of the
-    next ranges, in order; None is a good answer. ``tag``: what ETags are made of. ``leads_to``:
-    where ``/resolve/`` leads instead. ``whole``: it knows no ranges.
+    next ranges, in order; None is a good answer. ``decide`` chooses one by a file's name instead.
+    ``error_rate``: share of ranges that fail. ``whole``: it knows no ranges.
     """
 
     folder: Path
@@ -39,9 +41,8 @@ class Hub:
     limit: int = 10**9
     window: float = 1.0
     page: int = 1000  # entries of a list
-    tag: str = "one"
     commit: str = COMMIT
-    leads_to: str = ""
+    error_rate: float = 0.0
     whole: bool = False
     script: list[Fault | None] = field(default_factory=list)
     decide: Callable[[str], Fault | None] | None = None  # by a file's name
@@ -50,6 +51,7 @@ class Hub:
 
     def __enter__(self) -> Hub:
         self._lock, self._times = threading.Lock(), deque[float]()
+        self._random = random.Random(7)
         self._stack = ExitStack()
         self.url = self._serve(self._answer_hub)
         self.files = self._serve(self._answer_files)
@@ -112,26 +114,23 @@ class Hub:
         path = unquote(parts.path)
         self._note("hub", path, handler)
         if (left := self._too_many()) is not None:
-            headers = {"Retry-After": str(int(left) + 1)}
-            return _send(handler, 429, b'{"error": "too many requests"}', headers)
-        api, resolved = f"/api/datasets/{DATASET}/", f"/datasets/{DATASET}/resolve/{self.commit}/"
-        if path == f"{api}revision/main":
-            return _send(handler, 200, json.dumps({"sha": self.commit}).encode())
-        if path.startswith(f"{api}tree/{self.commit}"):
-            below = path.removeprefix(f"{api}tree/{self.commit}").strip("/")
+            limits = {"RateLimit": f'"resolvers";r=0;t={int(left)}'}
+            return _send(handler, 429, b'{"error": "too many requests"}', limits)
+        api, resolved = f"/api/datasets/{DATASET}", f"/datasets/{DATASET}/resolve/{self.commit}/"
+        if path in (api, f"{api}/revision/main", f"{api}/revision/{self.commit}"):
+            known = {"id": DATASET, "sha": self.commit, "siblings": [], "tags": []}
+            return _send(handler, 200, json.dumps(known).encode())
+        if path.startswith(f"{api}/tree/{self.commit}"):
+            below = path.removeprefix(f"{api}/tree/{self.commit}").strip("/")
             return self._send_list(handler, below, parse_qs(parts.query))
         if path.startswith(resolved) and (self.folder / path.removeprefix(resolved)).is_file():
             name = path.removeprefix(resolved)
-            headers = {
-                "Location": f"{self.leads_to or self.files}/{quote(name)}?Signature=abc",
-                "X-Linked-ETag": self._tag(name),
-                "X-Repo-Commit": self.commit,
-            }
-            return _send(handler, 302, b"", headers)
-        return _send(handler, 404, b'{"error": "Entry not found"}')
-
-    def _tag(self, name: str) -> str:
-        return f'"{hashlib.sha256(f"{self.tag} {name}".encode()).hexdigest()}"'
+            return _send(
+                handler, 302, b"", {"Location": f"{self.files}/{quote(name)}?Signature=abc"}
+            )
+        known_dataset = path.startswith((f"{api}/", f"/datasets/{DATASET}/"))
+        error = "RevisionNotFound" if known_dataset else "RepoNotFound"
+        return _send(handler, 404, b'{"error": "not found"}', {"X-Error-Code": error})
 
     def _send_list(self, handler: Any, below: str, query: dict[str, list[str]]) -> None:
         found = sorted((self.folder / below).rglob("*"))
@@ -147,16 +146,19 @@ class Hub:
         first = int(query.get("cursor", ["0"])[0])
         last, headers = first + self.page, {}
         if last < len(entries):
-            # Whoever follows it as it is would leave the hub.
-            headers["Link"] = f'<http://127.0.0.1:9/elsewhere?cursor={last}>; rel="next"'
-        status = 200 if (self.folder / below).is_dir() else 404
-        _send(handler, status, json.dumps(entries[first:last]).encode(), headers)
+            following = f"{self.url}{handler.path.partition('?')[0]}?recursive=true&cursor={last}"
+            headers["Link"] = f'<{following}>; rel="next"'
+        if not (self.folder / below).is_dir():
+            return _send(handler, 404, b"", {"X-Error-Code": "EntryNotFound"})
+        return _send(handler, 200, json.dumps(entries[first:last]).encode(), headers)
 
     def _answer_files(self, handler: Any) -> None:
         name = unquote(urlsplit(handler.path).path).lstrip("/")
         self._note("files", name, handler)
         with self._lock:
             fault = self.script.pop(0) if self.script else None
+            if fault is None and self._random.random() < self.error_rate:
+                fault = Fault(status=self._random.choice([500, 502, 503]))
         fault = fault or (self.decide(name) if self.decide is not None else None) or Fault()
         if fault.hang_up:
             handler.close_connection = True
@@ -172,9 +174,7 @@ class Hub:
         with (self.folder / name).open("rb") as file:
             file.seek(begin)
             body = file.read(end - begin) if fault.body is None else fault.body
-        headers = {"ETag": self._tag(name)}
-        if not self.whole:
-            headers["Content-Range"] = f"bytes {begin}-{end - 1}/{size}"
+        headers = {} if self.whole else {"Content-Range": f"bytes {begin}-{end - 1}/{size}"}
         _send(handler, 200 if self.whole else 206, body, headers, fault=fault)
 
 

@@ -1,17 +1,17 @@
-"""Rows for tests: a rows API on 127.0.0.1 with scripted and random faults, and local files."""
+"""Rows for tests: local files, and faults of a server."""
 
 from __future__ import annotations
 
 import json
 import random
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from distributed_training.config.settings import DataSettings
 from distributed_training.data.block_builder import WorkerSpec
@@ -48,131 +48,6 @@ class Fault:
     hang_up: bool = False
 
 
-@dataclass
-class RowsServer:
-    """Serves ``tables`` (config -> texts). Use as a context manager.
-
-    ``script``: faults for the next requests of ``/rows``, in order; None is a good answer.
-    ``decide`` may choose a fault for a request's query instead. ``revision``: the commit that each
-    reply names.
-    """
-
-    tables: Mapping[str, Sequence[Any]]
-    latency: float = 0.0
-    error_rate: float = 0.0
-    seed: int = 0
-    script: list[Fault | None] = field(default_factory=list)
-    size_script: list[Fault | None] = field(default_factory=list)
-    size_left_out: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    revision: str = ""
-    decide: Callable[[Mapping[str, str]], Fault | None] | None = None
-    requests: list[tuple[float, str, dict[str, str]]] = field(default_factory=list)
-
-    def __enter__(self) -> RowsServer:
-        self._lock = threading.Lock()
-        self._random = random.Random(self.seed)
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True
-
-            def do_GET(self) -> None:
-                outer._answer(self)
-
-            def log_message(self, format: str, *args: object) -> None:
-                del format, args
-
-        self._server = QuietServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(10)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    def row_requests(self) -> list[dict[str, str]]:
-        return [query for _, path, query in self.requests if path == "/rows"]
-
-    def _answer(self, handler: BaseHTTPRequestHandler) -> None:
-        parts = urlsplit(handler.path)
-        query = {key: values[0] for key, values in parse_qs(parts.query).items()}
-        with self._lock:
-            self.requests.append((time.monotonic(), parts.path, query))
-            fault = self._fault(parts.path, query)
-        try:
-            time.sleep(self.latency)
-            self._send(handler, parts.path, query, fault or Fault())
-        except (BrokenPipeError, ConnectionResetError):
-            handler.close_connection = True
-
-    def _fault(self, path: str, query: Mapping[str, str]) -> Fault | None:
-        script = self.script if path == "/rows" else self.size_script
-        if script:
-            return script.pop(0)
-        if self.decide is not None and path == "/rows":
-            return self.decide(query)
-        if path == "/rows" and self._random.random() < self.error_rate:
-            return Fault(status=self._random.choice([429, 500, 502, 503]))
-        return None
-
-    def _send(
-        self, handler: BaseHTTPRequestHandler, path: str, query: Mapping[str, str], fault: Fault
-    ) -> None:
-        if fault.hang_up:
-            handler.close_connection = True
-            return
-        status, content = fault.status, {"error": f"status {fault.status}"}
-        if fault.status == 200:
-            status, content = self._content(path, query)
-        body = fault.body if fault.body is not None else json.dumps(content).encode()
-        handler.send_response(status)
-        handler.send_header("Content-Type", "application/json")
-        handler.send_header("Content-Length", str(len(body)))
-        if self.revision:
-            handler.send_header("X-Revision", self.revision)
-        if fault.retry_after is not None:
-            handler.send_header("Retry-After", fault.retry_after)
-        handler.end_headers()
-        if fault.cut:
-            handler.wfile.write(body[: len(body) // 2])
-            handler.close_connection = True
-            return
-        if fault.drip:
-            pieces = 20
-            step = -(-len(body) // pieces)
-            for i in range(pieces):
-                handler.wfile.write(body[i * step : (i + 1) * step])
-                time.sleep(fault.drip / pieces)
-            return
-        handler.wfile.write(body)
-
-    def _content(self, path: str, query: Mapping[str, str]) -> tuple[int, Any]:
-        if query.get("dataset") != DATASET:
-            return 404, {"error": "The dataset does not exist."}
-        if path == "/size":
-            splits = [
-                {"dataset": DATASET, "config": config, "split": "train", "num_rows": len(rows)}
-                for config, rows in {**self.tables, "default": []}.items()
-            ]
-            return 200, {"size": {"splits": splits}, **self.size_left_out}
-        rows = self.tables.get(query["config"])
-        offset, length = int(query["offset"]), int(query["length"])
-        if path != "/rows" or rows is None or length > 100:
-            return 422, {"error": "Parameter is wrong."}
-        entries = [
-            {"row_idx": offset + i, "row": {"text": text, "id": offset + i}, "truncated_cells": []}
-            for i, text in enumerate(rows[offset : offset + length])
-        ]
-        return 200, {"features": [], "rows": entries, "num_rows_total": len(rows)}
-
-
 def tables(configs: int = 3, rows: int = 400, *, words: int = 30) -> dict[str, list[str]]:
     """Texts that are all different, the same in every process."""
     chosen = random.Random(7)
@@ -183,6 +58,16 @@ def tables(configs: int = 3, rows: int = 400, *, words: int = 30) -> dict[str, l
         ]
         for i in range(configs)
     }
+
+
+def write_tables(folder: Path, texts: Mapping[str, Sequence[str]], *, rows: int) -> Path:
+    """Write ``texts`` (config -> rows) as Parquet files of ``rows`` rows, and return the folder."""
+    for config, all_rows in texts.items():
+        (folder / config).mkdir(parents=True)
+        for first in range(0, len(all_rows), rows):
+            table = pa.table({"text": all_rows[first : first + rows]})
+            pq.write_table(table, folder / config / f"{first:06d}.parquet")
+    return folder
 
 
 DRAW = PageDraw("0123456789ab", "lab", rows_per_page=20, held_out_pages=0)

@@ -26,9 +26,7 @@ from distributed_training.chain.registry import RegistryChain
 from distributed_training.common import proxies
 from distributed_training.common.proxies import proxy_for, share, unusable
 from distributed_training.common.transports import AsyncTransport, Transport
-from distributed_training.config.settings import DataSettings, StoreSettings
-from distributed_training.data.dataset_server import RowsApiSource
-from distributed_training.data.page_source import Counts, PageUnavailable
+from distributed_training.config.settings import StoreSettings
 from distributed_training.health.clock import ClockUnknown, store_offset
 from distributed_training.store.errors import StoreError
 from distributed_training.store.s3 import AccessKeys, S3ObjectStore
@@ -268,9 +266,6 @@ def _ask_everybody(host: str) -> None:
     flags = ["--preset", "local", "--r2.endpoint_url", at("clock")]
     with suppress(ClockUnknown):
         store_offset(load_config("miner", flags, check=False))
-    quick = DataSettings(rows_url=at("data"), request_attempts=1)
-    with pytest.raises(PageUnavailable):
-        RowsApiSource(settings=quick, token=None, cache=None, counts=Counts()).num_rows()
     keys = AccessKeys(SecretStr("key"), SecretStr("secret"))
     store = S3ObjectStore(bucket="b-7", endpoint_url=at("store"), keys=keys, settings=SETTINGS)
     with closing(store), pytest.raises(StoreError):
@@ -279,7 +274,7 @@ def _ask_everybody(host: str) -> None:
         wait_for(lambda: bool(chain.trouble), "the registry's first answer")
 
 
-def test_chain_store_and_data_use_the_proxy_only_for_others(
+def test_chain_and_store_use_the_proxy_only_for_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
@@ -289,6 +284,6 @@ def test_chain_store_and_data_use_the_proxy_only_for_others(
         _ask_everybody("127.0.0.1")
         assert set() == Refusing.asked
         _ask_everybody("lab.example")
-        names = {f"{name}.lab.example" for name in ("clock", "data", "store", "registry")}
+        names = {f"{name}.lab.example" for name in ("clock", "store", "registry")}
         assert names == Refusing.asked
         server.shutdown()

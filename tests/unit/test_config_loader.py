@@ -139,7 +139,7 @@ def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/operator")
     config = load("--neuron.run_folder", "~/run", "--data.source", "jsonl:~/text")
     assert config.run_folder == Path("/home/operator/run")
-    assert config.data.sources[0].folder == Path("/home/operator/text")
+    assert config.data.spec.folder == Path("/home/operator/text")
     assert "no user has this name" in refused("--data.source", "jsonl:~nobody-x/a")
 
 

@@ -24,7 +24,7 @@ SCRIPTS = {
     "abort_multipart_uploads": ("scripts.abort_multipart_uploads", ("llama-4b-ws-4-007",)),
     "diagnose": ("distributed_training.doctor", ()),
     "localnet": ("distributed_training.localnet.command", ()),
-    "pretokenize": ("extras.pretokenize", ("stdlib", "/tmp/shards", "--tokenizer", "bytes")),
+    "pretokenize": ("examples.pretokenize", ("stdlib", "/tmp/shards", "--tokenizer", "bytes")),
     "score": ("distributed_training.scoring.command", ()),
 }
 # These take the miner's flags and nothing else, or no arguments at all.

@@ -19,16 +19,17 @@ import pytest
 from distributed_training.common.kinds import import_plugins
 from distributed_training.config import ConfigError
 from distributed_training.config.settings import DataSettings
-from distributed_training.data.block_builder import BlockMaker, open_source
+from distributed_training.data.block_builder import BlockMaker
 from distributed_training.data.page_source import Counts, PageUnavailable
 from distributed_training.data.parquet import ParquetSource
 from distributed_training.data.pipeline import DataPipeline
 from distributed_training.data.shards import ShardError, open_shard, write_shard
+from distributed_training.data.sources import Source
 from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 from distributed_training.miner.launcher import launch
 from tests.tools.r2_keys import KEYS
 from tests.tools.settings import load_config
-from tests.tools.support_data import wait_ready, write_jsonl
+from tests.tools.support_data import wait_ready
 from tests.tools.support_data import worker_spec as spec
 
 pytestmark = pytest.mark.timeout(60)
@@ -39,8 +40,8 @@ ROWS = [f"row {i} " + "x" * (i % 17) for i in range(500)]
 
 def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no folder"):
-        open_source(DataSettings(source=f"text:{tmp_path / 'nowhere'}"))
-    late = open_source(DataSettings(source=f"parquet:{tmp_path}"))  # of a mount that is not there
+        Source(DataSettings(source=f"parquet:{tmp_path / 'nowhere'}"))
+    late = Source(DataSettings(source=f"parquet:{tmp_path}"))  # of a mount that is not there
     with pytest.raises(PageUnavailable, match=r"holds no \.parquet files"):
         late.num_rows()
     pq.write_table(pa.table({"text": ROWS}), tmp_path / "0.parquet")
@@ -125,7 +126,7 @@ def test_a_disk_that_is_away_for_a_moment_leaves_no_file_out(
     assert made.num_rows() == {"root": 1000}
 
 
-def _stale(path: Path) -> None:
+def _stale(file: Any) -> None:
     raise OSError(errno.ESTALE, "Stale file handle")
 
 
@@ -162,8 +163,9 @@ def test_special_tokens_and_truncation_as_transformers(tmp_path: Path) -> None:
 def test_rows_beyond_the_models_vocabulary_are_left_out(
     tmp_path: Path, tokenizer: tuple[Path, int]
 ) -> None:
-    write_jsonl(tmp_path / "data" / "x.jsonl", ["plain text"] * 200)
-    maker = BlockMaker(spec(tokenizer, tmp_path, f"jsonl:{tmp_path / 'data'}", vocabulary=200))
+    (tmp_path / "data").mkdir()
+    pq.write_table(pa.table({"text": ["plain text"] * 200}), tmp_path / "data" / "0.parquet")
+    maker = BlockMaker(spec(tokenizer, tmp_path, f"parquet:{tmp_path / 'data'}", vocabulary=200))
     prepared = maker.prepare(1)  # EOS is 256, so every row holds an id the model does not know
     assert prepared.sequences == 0
     assert prepared.counts["rows_beyond_vocabulary"] == 80

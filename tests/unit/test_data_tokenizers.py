@@ -7,13 +7,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-import transformers
-from huggingface_hub.errors import HfHubHTTPError
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from distributed_training.config import ConfigError
+from distributed_training.data import tokenizer
 from distributed_training.data.page_source import Counts
 from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 from distributed_training.node.start import fetch_tokenizer
@@ -104,36 +102,17 @@ def test_a_row_at_which_the_tokenizer_fails_costs_itself(tmp_path: Path) -> None
     assert counts.drain() == {"rows": 2, "rows_not_tokenized": 2}
 
 
-class Hub:
-    """Stands for AutoTokenizer at a hub that refuses a token."""
-
-    def __init__(self, folder: Path, *, public: bool) -> None:
-        self.folder, self.public = folder, public
-        self.asked: list[dict[str, Any]] = []
-        self.real = transformers.AutoTokenizer.from_pretrained
-
-    def __call__(self, name: str, **how: Any) -> Any:
-        self.asked.append(how)
-        if how.get("token") is False and self.public:
-            return self.real(str(self.folder))
-        reply = httpx.Response(401, request=httpx.Request("GET", "https://hub.invalid"))
-        raise OSError(f"{name} is not a valid model identifier") from HfHubHTTPError(
-            "401", response=reply
-        )
-
-
-@pytest.mark.parametrize("public", [True, False])
-def test_a_refused_token_of_the_hub_is_named(
-    public: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("character", ["a", " ", "é", "中"])
+def test_of_a_long_row_64_characters_for_each_wanted_token_are_tokenized(
+    character: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_old")
-    hub = Hub(a_folder(tmp_path / "it"), public=public)
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", hub)
-    if public:
-        build_tokenizer("some/name", tmp_path)
-        assert "HF_TOKEN" in caplog.text and "hf_old" not in caplog.text
-    else:
-        with pytest.raises(ValueError, match="the hub refuses the token in HF_TOKEN"):
-            build_tokenizer("some/name", tmp_path)
-    assert len(hub.asked) == 2
-    assert all(how["trust_remote_code"] is False for how in hub.asked)
+    monkeypatch.setattr(tokenizer, "LONGEST", 5000)
+    path, eos = build_tokenizer(str(a_folder(tmp_path / "it")), tmp_path / "made")
+    made, read = TextTokenizer(path, eos_id=eos), list[str]()
+    encode = made._ids_of
+    monkeypatch.setattr(made, "_ids_of", lambda rows: read.extend(rows) or encode(rows))
+    whole = made.encode_rows([character * 640], max_length=10)
+    cut = made.encode_rows([character * 30_000], max_length=10)
+    assert cut.tolist() == whole.tolist() and len(cut) == 11
+    made.encode_rows([character * 30_000], max_length=10**9)
+    assert [len(row) for row in read] == [640, 640, 5000], "and 2 million at most"

@@ -25,7 +25,7 @@ CITED = re.compile(
 
 def test_every_section_and_document_that_is_cited_is_there() -> None:
     sections = set(re.findall(r"^## (\d+)\. ", (ROOT / "docs" / "protocol.md").read_text(), re.M))
-    folders = [ROOT / name for name in ("distributed_training", "bench", "tests", "extras")]
+    folders = [ROOT / name for name in ("distributed_training", "bench", "tests", "examples")]
     paths = [path for folder in folders for path in folder.rglob("*.py")]
     cited = {
         number: path

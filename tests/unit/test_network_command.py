@@ -45,7 +45,6 @@ from distributed_training.training.model import parameter_schema
 from tests.tools.model_families import FAMILIES, init
 from tests.tools.network import network_file
 from tests.tools.r2_keys import KEYS
-from tests.tools.support_data import DATASET, Fault, RowsServer
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -107,7 +106,9 @@ def test_a_member_on_a_plug_ins_chain_reads_how_to_register(
     assert "gets its uid by: nothing: it takes everybody\n" in capsys.readouterr().out
 
 
-def test_the_data_are_pinned_as_their_source_serves_them(tmp_path: Path, capsys) -> None:
+def test_the_data_are_pinned_as_their_source_serves_them(
+    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commit = "0123456789abcdef0123456789abcdef01234567"
     data = tmp_path / "snapshots" / commit
     data.mkdir(parents=True)
@@ -119,7 +120,8 @@ def test_the_data_are_pinned_as_their_source_serves_them(tmp_path: Path, capsys)
     same = ("--data-source", f"parquet:{data}", "--set", "data.selection=1")
     assert found(tmp_path / "shared", *same) == 0
     assert read(tmp_path / "shared").data.selection == 1
-    away = ("--data-source", "hf", "--set", "data.rows_url=http://127.0.0.1:1")
+    monkeypatch.setattr("distributed_training.data.sources.HUB", "http://127.0.0.1:1")
+    away = ("--data-source", "hub")
     assert found(tmp_path / "other", *away) == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert "the data cannot be pinned" in line and not (tmp_path / "other").exists()
@@ -270,9 +272,8 @@ def test_files_of_other_endings_are_named_and_no_wait_for_a_source_that_is_away(
     data = tmp_path / "fasta"
     data.mkdir()
     (data / "genome.fa").write_text(">1\nACGT\n" * 99)
-    assert found(tmp_path / "lab", "--data-source", f"text:{data}") == 2
-    said = capsys.readouterr().err
-    assert "holds no .txt or .md or .rst files, only others such as *.fa" in said
+    assert found(tmp_path / "lab", "--data-source", f"parquet:{data}") == 2
+    assert "holds no .parquet files, only others such as *.fa" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("more", [(), ("--unpinned",), ("--set", "data.rows=300")])
@@ -283,14 +284,6 @@ def test_no_network_is_founded_on_text_that_no_miner_can_read(
     data.mkdir()
     pq.write_table(pa.table({"text": ["a row"] * 9}), data / "0.parquet")
     of = ("--data-source", f"parquet:{data}", *more)
-    sizes = [{"config": "default", "split": "test", "num_rows": 500}]
-    reply = Fault(body=json.dumps({"size": {"splits": sizes}}).encode())
-    with RowsServer({}, size_script=[reply]) as server:
-        hf = ("--data-source", "hf", "--set", f"data.rows_url={server.url}", *more)
-        assert found(tmp_path / "lab", *hf, "--set", f"data.dataset={DATASET}") == 2
-        assert "names no config" in capsys.readouterr().err
-        assert found(tmp_path / "lab", *hf) == 2  # the server knows no such data set
-        assert "The dataset does not exist." in capsys.readouterr().err
     pq.write_table(
         pa.table({"text": [None] * 300}, pa.schema([("text", pa.string())])), data / "0.parquet"
     )

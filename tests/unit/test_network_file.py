@@ -192,6 +192,7 @@ def test_the_canonical_form_is_the_documents() -> None:
         ('exchange = "hivemind"', 'exchange = "pigeons"', "exchange 'pigeons'"),
         ('exchange = "hivemind"', "", "exchange is missing"),
         ("\nrows = 1", "\nselection = 3\nrows = 1", "3 is more than 2"),
+        ('source = "hub"', 'source = "hf"', "the rows API, which is not read any more"),
         ("\nrows = 1_200_000", "\nselection = 2", "data.selection is 2 without data.rows"),
         ("\nrows = 1_200_000", "\nselection = 2\nrows = 3299", "makes 32 pages of 100 rows and"),
         ("\nrows = 1_200_000", '\nselection = 2\nrows = "a"', "data.rows in"),
@@ -370,6 +371,13 @@ def test_a_bad_file_ends_a_program_with_status_2_and_nothing_is_written(
 def test_a_flag_that_only_a_network_may_set(tmp_path: Path, flags, words) -> None:
     text = refused(EXAMPLE, tmp_path, *flags)
     assert all(word in text for word in words)
+
+
+def test_the_server_of_the_rows_api_in_a_file_of_earlier_editions_has_no_effect(
+    tmp_path: Path,
+) -> None:
+    text = changed("\nrows = 1", '\nrows_url = "https://datasets-server.example"\nrows = 1')
+    assert load(text, tmp_path).data == load(EXAMPLE, tmp_path).data
 
 
 def test_equal_values_and_an_operators_own_settings_are_accepted(tmp_path: Path) -> None:

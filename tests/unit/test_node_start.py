@@ -14,7 +14,6 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from distributed_training.chain.identity import create_wallet
 from distributed_training.config import Config, ConfigError, problems
-from distributed_training.data.patient_client import Hold
 from distributed_training.node.start import (
     NetworkFailure,
     exit_status_of,
@@ -83,21 +82,13 @@ def test_a_copy_of_other_data_than_the_pinned_ends_a_start_with_status_2(
     assert "\n" not in str(error.value)
 
 
-AWAY = {"data.source": "hf", "data.rows_url": "http://127.0.0.1:1", "data.rows": 5}
-
-
-def test_a_source_that_is_away_is_no_other_data(caplog: pytest.LogCaptureFixture) -> None:
-    require_data(config_of(rules=AWAY))
-    assert "is not known yet" in caplog.text
-
-
-def test_a_pause_that_the_data_server_asked_for_holds_up_no_start(
+def test_a_source_that_is_away_is_no_other_data_and_holds_up_no_start(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Hold, "seconds", lambda self: 200.0)
+    monkeypatch.setattr("distributed_training.data.sources.HUB", "http://127.0.0.1:1")
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"a start waits {seconds} s"))
-    require_data(config_of(rules=AWAY))
-    assert "asked for a pause of 200 s" in caplog.text
+    require_data(config_of(rules={"data.source": "hub", "data.rows": 5}))
+    assert "is not known yet" in caplog.text
 
 
 def named(folder: Path, *flags: str) -> Config:

@@ -94,7 +94,7 @@ def test_a_miner_and_the_validator_draw_the_same_pages(
         )  # fmt: skip
         assert own.blocks != replace(own, draw_pages=DRAW).blocks
         for block in blocks:
-            RowsTokens(own, source, ByteTokenizer(), Counts()).block(block, 3)
+            RowsTokens(own, source, Counts()).block(block, 3)
         of_rank = {(config, row) for config, row, _, limit in source.asked if limit == 20}
         assert len(of_rank) == 3 * len(blocks) and not of_rank & read, "none is read twice"
         read |= of_rank

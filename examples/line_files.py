@@ -1,4 +1,4 @@
-"""Rows of local text: JSON lines (``jsonl:DIR``) and plain text (``text:DIR``).
+"""Train on local text: ``--plugins examples.line_files --data.source jsonl:DIR``, or ``text:DIR``.
 
 Rows are runs of lines; where they begin is found once.
 """
@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from distributed_training.common.files import atomic_file
-from distributed_training.config.settings import SourceSpec
 from distributed_training.data.page_source import PAGE, TOO_LONG, Counts
 from distributed_training.data.parquet import FolderSource
+from distributed_training.data.sources import SOURCES, Opening, SourceKind
 
 log = logging.getLogger(__name__)
 
@@ -31,20 +31,6 @@ _DAMAGED = (
     *(OSError, ValueError, EOFError, LookupError, OverflowError, SyntaxError),
     *(zipfile.BadZipFile, tokenize.TokenError),
 )
-
-
-def open_lines(
-    spec: SourceSpec, *, text_key: str, index: Path | None, counts: Counts
-) -> FolderSource:
-    """Open a folder of JSON lines or of text.
-
-    ``index``: folder that keeps where lines begin; None: nowhere. Raises PageUnavailable when
-    there are no such files.
-    """
-    assert spec.folder is not None
-    if spec.kind == "jsonl":
-        return JsonLinesSource(spec.folder, text_key=text_key, index=index, counts=counts)
-    return TextSource(spec.folder, counts=counts)
 
 
 class _LinesSource(FolderSource):
@@ -145,3 +131,17 @@ def _scan_lines(path: Path, *, stretch: int = 1) -> np.ndarray[Any, Any]:
                 pieces.append(starts)
     found = np.concatenate(pieces)
     return np.append(found[found < at], at)
+
+
+def _open_jsonl(opening: Opening) -> FolderSource:
+    key, counts = opening.settings.text_column, opening.counts
+    return JsonLinesSource(opening.folder, text_key=key, index=opening.cache, counts=counts)
+
+
+def _open_text(opening: Opening) -> FolderSource:
+    return TextSource(opening.folder, counts=opening.counts)
+
+
+KINDS = {"jsonl": _open_jsonl, "text": _open_text}
+for _kind, _open in KINDS.items():
+    SOURCES.register(_kind, SourceKind(_open, in_folder=True))

@@ -3,9 +3,9 @@
     python scripts/pretokenize.py SOURCE OUT --tokenizer NAME [--sequence-length 1024]
     python scripts/pretokenize.py SOURCE OUT --tokenizer NAME --check
 
-SOURCE is as for --data.source: parquet:DIR, jsonl:DIR, text:DIR or stdlib. Then train with
---data.source shards:OUT. The same command continues a run that was interrupted; --check
-reads every shard and compares its checksum instead.
+SOURCE is parquet:DIR, jsonl:DIR, text:DIR or stdlib. Then train with
+--plugins examples.shard_source --data.source shards:OUT. The same command continues a run that was
+interrupted; --check reads every shard and compares its checksum instead.
 
 Exit status: 0 done, 1 some shards are missing, damaged or could not be made, 2 bad input,
 130 interrupted.
@@ -45,15 +45,16 @@ from distributed_training.config.settings import (
     DataSettings,
     SourceSpec,
     TrainingSettings,
-    parse_sources,
+    parse_source,
 )
 from distributed_training.config.types import File
-from distributed_training.data.block_builder import check_folder, open_rows
 from distributed_training.data.page_source import Counts, PageUnavailable, StdlibSource
 from distributed_training.data.parquet import FolderSource
 from distributed_training.data.shards import SUFFIX, ShardError, open_shard, write_shard
+from distributed_training.data.sources import Opening, check_folder, kind_of
 from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 from distributed_training.protocol.types import ExitStatus
+from examples import line_files
 
 MANIFEST = "pretokenize.json"
 _ROWS_AT_ONCE = 256  # tokenized together
@@ -104,12 +105,8 @@ def main(argv: list[str]) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    specs = parse_sources(args.source, "")
-    if len(specs) != 1:
-        raise ConfigError(
-            f"{args.source} names several sources, so nothing was done: pretokenize each by itself"
-        )
-    check_source(specs[0])  # what can be refused at once, before the network is asked
+    spec = parse_source(args.source)
+    check_source(spec)  # what can be refused at once, before the network is asked
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -125,7 +122,7 @@ def _run(args: argparse.Namespace) -> int:
             f"the tokenizer {args.tokenizer} cannot be used, so nothing can be tokenized: {text}"
         ) from error
     plan = Plan(
-        source=specs[0],
+        source=spec,
         text_column=args.text_column,
         tokenizer_path=tokenizer,
         eos_id=eos_id,
@@ -177,7 +174,7 @@ def _make_shards(plan: Plan, out: Path, units: list[Unit], processes: int) -> in
         f"{shards} shards ({kept} were there already), {tokens} tokens in {seconds:.1f} s: "
         f"{new_tokens / seconds:.0f} new tokens/s, {100 * share:.0f} % of {processes} cores"
     )
-    print(f"train from them with --data.source shards:{out}")
+    print(f"train from them with --plugins examples.shard_source --data.source shards:{out}")
     return 1 if problems else 0
 
 
@@ -266,23 +263,25 @@ class Made:
 
 def check_source(spec: SourceSpec) -> None:
     """Raise ConfigError for a source whose rows cannot be read from one end to the other."""
-    check_folder(spec)
-    if spec.kind in ("hf", "shards"):
+    if spec.kind not in ("stdlib", "parquet", *line_files.KINDS):
         raise ConfigError(
             f"{spec.text} cannot be pretokenized, so no shards are made: give stdlib, parquet:DIR, "
             "jsonl:DIR or text:DIR (a Hugging Face dataset can be downloaded as Parquet files)"
         )
+    kind_of(spec)
+    check_folder(spec)
 
 
 def open_rows_of(plan: Plan, counts: Counts) -> StdlibSource | FolderSource:
     """Open a source that :func:`check_source` lets pass. Raises ConfigError."""
-    settings, spec = DataSettings(text_column=plan.text_column), plan.source
+    settings, kind = DataSettings(text_column=plan.text_column), kind_of(plan.source)
+    assert kind.open is not None
     try:
-        opened = open_rows(settings, spec, cache=None, counts=counts)
+        opened = kind.open(Opening(settings, plan.source, None, counts))
         return cast("StdlibSource | FolderSource", opened)
     except PageUnavailable as error:
         raise ConfigError(
-            f"{spec.text}: {error}, so there is nothing to tokenize: correct it"
+            f"{plan.source.text}: {error}, so there is nothing to tokenize: correct it"
         ) from error
 
 

@@ -1,4 +1,7 @@
-"""Shards of tokens as a source (``--data.source shards:DIR``). Imports no torch."""
+"""Train on shards of tokens: ``--plugins examples.shard_source --data.source shards:DIR``.
+
+``scripts/pretokenize.py`` makes them.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from distributed_training.config.settings import SourceSpec
-from distributed_training.data.block_builder import SourceTokens, WorkerSpec, check_folder
-from distributed_training.data.page_source import Counts, PageUnavailable
+from distributed_training.data.block_builder import WorkerSpec
+from distributed_training.data.page_source import Counts, PageUnavailable, SourceTokens
 from distributed_training.data.parquet import raise_if_it_may_pass
 from distributed_training.data.shards import SUFFIX, ShardError, open_shard, read_header
+from distributed_training.data.sources import SOURCES, SourceKind, check_folder
 from distributed_training.data.tokenizer import tokenizer_hash
 
 log = logging.getLogger(__name__)
@@ -135,3 +139,6 @@ class ShardTokens:
             log.warning("%s: its pages are left out", error)
             raise
         self._verified.add(shard)
+
+
+SOURCES.register("shards", SourceKind(in_folder=True, tokens=ShardTokens))

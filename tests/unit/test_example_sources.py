@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import logging
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,17 +14,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distributed_training.common.kinds import Kinds
 from distributed_training.config import ConfigError
-from distributed_training.config.settings import DataSettings, parse_sources
-from distributed_training.config.types import load_optional
-from distributed_training.data.block_builder import BlockMaker, open_source
+from distributed_training.config.settings import parse_source
+from distributed_training.data import sources
+from distributed_training.data.block_builder import BlockMaker
 from distributed_training.data.page_source import Counts, PageUnavailable
 from distributed_training.data.shards import open_shard, write_shard
 from distributed_training.data.sources import kind_of
 from distributed_training.data.tokenizer import TextTokenizer
-from extras import shard_source
-from extras.line_files import JsonLinesSource, TextSource
-from extras.mixture import interleave, pages_of, schedule
+from examples import shard_source
+from examples.line_files import JsonLinesSource, TextSource
+from examples.mixture import interleave
 from tests.tools.support_data import worker_spec as spec
 from tests.tools.support_data import write_jsonl
 
@@ -39,50 +38,23 @@ def tokens(maker: BlockMaker, block: int) -> np.ndarray:
     return np.array(open_shard(maker.prepare(block).path)[1])
 
 
-def test_sources_and_weights() -> None:
-    web, code = parse_sources("web=hf,code=jsonl:/some/dir", "web=3,code=1")
-    assert (web.name, web.kind, web.folder, web.weight) == ("web", "hf", None, 0.75)
-    assert (code.text, code.weight) == ("jsonl:/some/dir", 0.25)
-    assert [s.name for s in parse_sources("a=hf,b=stdlib", "a=1,b=0")] == ["a"]
-    assert [s.weight for s in parse_sources("a=hf,b=stdlib", "")] == [0.5, 0.5]
-    assert parse_sources("text:/with=sign", "")[0].folder == Path("/with=sign")
-
-
-@pytest.mark.parametrize(
-    ("source", "mix"),
-    [
-        ("fineweb", ""),
-        ("jsonl", ""),
-        ("hf:dir", ""),
-        ("", ""),
-        ("hf", "a=1"),
-        ("a=hf,b=stdlib", "a=1"),
-        ("a=hf,b=stdlib", "a=1,b=x"),
-        ("a=hf,b=stdlib", "a=0,b=0"),
-        ("a=hf,b=stdlib", "a=nan,b=1"),
-        ("a=hf,b=stdlib", "a=-1,b=1"),
-        ("a=hf,a=stdlib", ""),
-        ("hf,stdlib", ""),
-    ],
-)
-def test_sources_that_are_none(source: str, mix: str) -> None:
-    with pytest.raises(ConfigError, match=r"--data\.(source|mix)") as caught:
-        for spec in parse_sources(source, mix):
-            kind_of(spec)
-    assert "\n" not in str(caught.value) and ": give" in str(caught.value)
-
-
-def test_without_the_package_the_flag_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("kind", ["jsonl", "text", "shards", "hf"])
+def test_a_source_of_earlier_editions_is_refused_with_its_new_place(
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert load_optional("mixture", wanted_by="--data.mix").pages_of([1.0], 2) == [2]
-    for name in ("extras", "extras.mixture", "extras.line_files"):
-        monkeypatch.setitem(sys.modules, name, None)  # as where the package is not installed
-    for source in ("a=hf,b=stdlib", f"text:{tmp_path}"):
-        with pytest.raises(ConfigError, match=f"--data.source {source} needs the package") as found:
-            open_source(DataSettings(source=source))
-        assert "\n" not in str(found.value) and "make setup" in str(found.value)
-    assert open_source(DataSettings(source="stdlib")).num_rows()
+    monkeypatch.setattr(sources, "SOURCES", Kinds("data source"))  # as without --plugins
+    with pytest.raises(ConfigError, match=f"--data.source {kind}.* is of earlier editions") as said:
+        kind_of(parse_source(kind if kind == "hf" else f"{kind}:/some/dir"))
+    line = str(said.value)
+    assert "\n" not in line and "nothing was started" in line
+    assert ("give hub" if kind == "hf" else "give --plugins examples.") in line
+
+
+@pytest.mark.parametrize("source", ["fineweb", "jsonl", "hub:dir", "", "hub,stdlib"])
+def test_sources_that_are_none(source: str) -> None:
+    with pytest.raises(ConfigError, match=r"--data\.source") as caught:
+        kind_of(parse_source(source))
+    assert "\n" not in str(caught.value) and ": give" in str(caught.value)
 
 
 def test_jsonl_rows_across_files_and_configs(tmp_path: Path) -> None:
@@ -242,49 +214,66 @@ def test_tokens_beyond_the_models_vocabulary_are_not_trained_on(
         assert prepared.counts.get("sequences_beyond_vocabulary", 0) == 60 - left
 
 
-weights_and_lengths = st.integers(2, 5).flatmap(
+def mix_of(folder: Path, content: str) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "mix.toml").write_text(content)
+    return f"mix:{folder}"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "does not give each source a share above 0"),
+        ("stdlib = 0", "does not give each source"),
+        ("stdlib = nan", "does not give each source"),
+        ("stdlib = true", "does not give each source"),
+        ("stdlib", "cannot be read"),
+        ("fineweb = 1", "--data.source fineweb"),
+        ('"parquet:/nowhere" = 1', "is no folder"),
+    ],
+)
+def test_a_mix_that_is_none_is_one_line(
+    content: str, said: str, tmp_path: Path, tokenizer: tuple[Path, int]
+) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        BlockMaker(spec(tokenizer, tmp_path, mix_of(tmp_path / "mix", content)))
+    assert "\n" not in str(caught.value)
+
+
+shares_and_counts = st.integers(1, 5).flatmap(
     lambda n: st.tuples(
         st.lists(st.floats(0.01, 1.0), min_size=n, max_size=n),
         st.lists(st.integers(0, 60), min_size=n, max_size=n),
-        st.integers(1, 4),
     )
 )
 
 
-@given(weights_and_lengths)
-def test_a_mixture_keeps_its_shares(case: tuple[list[float], list[int], int]) -> None:
-    weights, lengths, size = case
-    order, sources = interleave(weights, lengths, size)
-    assert len(order) == len(sources) * size
-    assert len(set(order.tolist())) == len(order)  # no sequence twice
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    for begin, end in itertools.pairwise(starts.tolist()):
-        own = [x for x in order.tolist() if begin <= x < end]
-        assert own == list(range(begin, begin + len(own)))  # in their order
-    if all(count >= size for count in lengths):
-        share = np.array(weights) / sum(weights)
-        for k in range(1, len(sources) + 1):
-            counts = np.bincount(sources[:k], minlength=len(weights))
-            assert np.abs(counts - share * k).max() <= len(weights) - 1
+@given(shares_and_counts)
+def test_a_mixture_keeps_its_shares(case: tuple[list[float], list[int]]) -> None:
+    shares, counts = case
+    order = interleave(shares, counts)
+    assert bool(order) is any(counts)
+    for source, count in enumerate(counts):
+        own = [number for of, number in order if of == source]
+        assert own == list(range(len(own))) and len(own) <= count  # in their order, each once
+    if all(counts):
+        share = np.array(shares) / sum(shares)
+        for k in range(1, len(order) + 1):
+            had = np.bincount([source for source, _ in order[:k]], minlength=len(shares))
+            assert np.abs(had - share * k).max() <= len(shares) - 1
 
 
-@given(st.lists(st.floats(0.01, 1.0), min_size=2, max_size=5), st.integers(0, 80))
-def test_the_schedule_depends_only_on_the_weights(weights: list[float], length: int) -> None:
-    # So ranks whose pages hold different amounts train on the same source at the same time.
-    long = schedule(weights, 200)
-    assert schedule(weights, length) == long[:length]
-    assert all(n >= 1 for n in pages_of(weights, 5))
-
-
-def test_a_mixture_continues_without_a_source_that_is_down(
+def test_a_mixture_trains_on_both_and_continues_without_a_source_that_is_down(
     tmp_path: Path, tokenizer: tuple[Path, int]
 ) -> None:
-    write_jsonl(tmp_path / "a" / "x.jsonl", ROWS)
-    (tmp_path / "b").mkdir()
-    mixed = f"up=jsonl:{tmp_path / 'a'},down=jsonl:{tmp_path / 'b'}"
-    prepared = BlockMaker(spec(tokenizer, tmp_path, mixed, mix="up=0.5,down=0.5")).prepare(3)
-    header, _ = open_shard(prepared.path)
-    up, down = header.extra["sources"]
-    assert up > 0 and down == 0 and prepared.missing[0].startswith("down: ")
-    order, sources = interleave([0.5, 0.5], [up, down], 2)
-    assert len(order) == up // 2 * 2 and set(sources) == {0, 1}
+    for name in ("a", "b"):
+        write_jsonl(tmp_path / name / "x.jsonl", [f"{name * 40} {row}" for row in range(300)])
+    content = f'"jsonl:{tmp_path / "a"}" = 0.75\n"jsonl:{tmp_path / "b"}" = 0.25\n'
+    source = mix_of(tmp_path / "mix", content)
+    mixed = tokens(BlockMaker(spec(tokenizer, tmp_path / "1", source)), 3)
+    letters = [[(sequence == tokenizer_id).sum() > 8 for sequence in mixed]
+               for tokenizer_id in (64, 65)]  # fmt: skip
+    assert 0.6 < np.mean(letters[0]) < 0.9 and 0.1 < np.mean(letters[1]) < 0.4
+    (tmp_path / "b" / "x.jsonl").unlink()
+    prepared = BlockMaker(spec(tokenizer, tmp_path / "2", source)).prepare(3)
+    assert prepared.sequences > 0 and any("holds no .jsonl" in line for line in prepared.missing)

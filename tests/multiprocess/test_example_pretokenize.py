@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
+from distributed_training.common.kinds import import_plugins
 from distributed_training.data.pipeline import DataPipeline
 from distributed_training.data.shards import open_shard
 from distributed_training.data.tokenizer import TextTokenizer
@@ -99,6 +100,7 @@ def test_every_usable_row_is_in_the_shards_in_order(made: tuple[Path, str], sour
 
 
 def test_the_miner_trains_from_them(made: tuple[Path, str], tmp_path: Path) -> None:
+    import_plugins(["examples.shard_source"])
     out, _ = made
     tokenizer, pages = (out / "tokenizer.json", 256), {"pages_per_block": 1, "rows_per_page": 8}
     spec = worker_spec(tokenizer, tmp_path, f"shards:{out}", sequence_length=64, **pages)
@@ -183,7 +185,7 @@ def test_rows_beyond_the_models_vocabulary_are_left_out(source: Path, tmp_path: 
     ("source", "said"),
     [
         ("jsonl:{empty}", "holds no .jsonl or .ndjson files"),
-        ("a=stdlib,b=stdlib", "pretokenize each by itself"),
+        ("hub", "cannot be pretokenized"),
     ],
 )
 def test_sources_that_are_none(source: str, said: str, tmp_path: Path) -> None:
