@@ -15,7 +15,7 @@ PY := .venv/bin/python
 # come first (conftest.py).
 WORKERS := -n 5 --dist loadfile --no-loadscope-reorder
 # No test of these needs what another of its file has set up, and half of their time is waiting.
-UNIT := -n 4 --dist worksteal tests/unit tests/contract
+UNIT := -n 4 --dist worksteal tests/unit tests/contract bench
 # The oldest that the project allows; `make test-long` runs the tests of training with it too.
 OLDEST_TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 # Hundreds of programs are started: what one has compiled the next one reads, wherever that is off.

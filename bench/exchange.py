@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common import parser, table
+from distributed_training.common.llama import llama_config
 from distributed_training.common.memory import ModelShape
 from distributed_training.localnet.services import SubnetOptions
 from distributed_training.localnet.subnet import LocalNeuron, LocalSubnet, SubnetFailure
@@ -42,24 +43,13 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.growth import Growth, grace_seconds
 from distributed_training.protocol.manifest import Manifest
 from distributed_training.telemetry import read_events
-from tests.tools.namespaces import Machine, ip, join, run, shape
+from testbed.namespaces import Machine, ip, join, run, shape
 
 KINDS = ("hivemind", "store")  # the first is the baseline
 MINERS = 4
-MODEL: dict[str, Any] = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 264,
-    "hidden_size": 640,
-    "intermediate_size": 1728,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 10,
-    "num_key_value_heads": 10,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "eos_token_id": 256,
-    "pad_token_id": 256,
-}
+MODEL = llama_config(
+    hidden=640, layers=2, heads=10, kv_heads=10, intermediate=1728, vocab=264, max_positions=64
+)
 PARAMETERS = ModelShape.from_config(MODEL).parameters
 FIRST = 1  # outer step from which on bytes and time are counted: at the start all load the model
 GOAL_BYTES, GOAL_UTILIZATION = 0.55, 0.945

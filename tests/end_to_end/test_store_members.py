@@ -14,37 +14,25 @@ import subprocess
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from bench.common import table
+from distributed_training.common.llama import llama_config
 from distributed_training.common.memory import ModelShape
 from distributed_training.common.processes import Mark
 from distributed_training.founder import MARK
 from distributed_training.telemetry import read_events
+from testbed.namespaces import Machine, machines
 from tests.end_to_end.test_founder_run import PATIENCE, call, start
 from tests.end_to_end.test_store_join import RULES
 from tests.tools.founded import outer_steps
-from tests.tools.namespaces import Machine, machines
 from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 REGISTRY, STORE = 8100, 9000  # ports of the founder
-MODEL: dict[str, Any] = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 264,
-    "hidden_size": 640,
-    "intermediate_size": 1728,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 10,
-    "num_key_value_heads": 10,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-    "eos_token_id": 256,
-    "pad_token_id": 256,
-}
+MODEL = llama_config(
+    hidden=640, layers=2, heads=10, kv_heads=10, intermediate=1728, vocab=264, max_positions=128
+)
 PARAMETERS = ModelShape.from_config(MODEL).parameters
 FIRST, LAST = 2, 6  # outer steps between which bytes are counted
 JOINED = 600.0  # seconds from an empty home to an upload that is merged
@@ -154,7 +142,9 @@ def test_a_member_needs_two_commands_and_sends_only_its_upload(tmp_path: Path, b
     taken = [e for e in events if e["kind"] == "outer_step"]
     joined = next(e["time"] for e in taken if len(e["participants"]) == 2) - began
     whole = [e["outer_step"] for e in taken if len(e["participants"]) == 2]
-    rows, means = [], {}
+    size = f"{PARAMETERS / 1e6:.1f} M parameters, {bits} bits a value up"
+    print(f"\n{size}, two members, outer steps {FIRST} to {LAST}, bytes a parameter in each")
+    means = {}
     for name, column in (("sent", 0), ("received", 1)):
         each = [
             (counted[home, step + 1][column] - counted[home, step][column]) / PARAMETERS
@@ -162,10 +152,7 @@ def test_a_member_needs_two_commands_and_sends_only_its_upload(tmp_path: Path, b
             for step in range(FIRST, LAST)
         ]
         means[name] = statistics.mean(each)
-        rows.append((name, f"{means[name]:.3f}", f"{min(each):.3f}", f"{max(each):.3f}"))
-    size = f"{PARAMETERS / 1e6:.1f} M parameters, {bits} bits a value up"
-    print(f"\n{size}, two members, outer steps {FIRST} to {LAST}")
-    table(("bytes a parameter in an outer step", "mean", "least", "most"), rows)
+        print(f"{name} {means[name]:.3f} (least {min(each):.3f}, most {max(each):.3f})")
     print(f"from two empty homes to an update of both uploads: {joined:.0f} s; {len(whole)} such")
     assert joined <= JOINED
     assert all(mean <= GOALS[bits][name] for name, mean in means.items()), means

@@ -16,22 +16,18 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 from bittensor_core import verify
 
-from bench.workers import Network
 from distributed_training.config import load_config
 from distributed_training.localnet.services import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.localnet.summary import Summary
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Manifest, Master, State
-from distributed_training.protocol.update_file import UpdateFile
 from distributed_training.scoring import command, export
 from distributed_training.telemetry import read_events
 from distributed_training.training.model import parameter_schema
 from distributed_training.training.weights import load_weights
-from distributed_training.validator.merge import OuterState, Rule, measured, whole_uploads
 from tests.end_to_end.test_doctor import doctor
 from tests.tools.subnet_tools import paced, steps_of
 
@@ -152,30 +148,6 @@ def test_every_outer_step_has_the_uploads_of_all(run: Run) -> None:
 def test_the_uploads_that_were_merged_are_scored(run: Run) -> None:
     assert all(miner.uploads_scored > 0 for miner in run.summary.miners)
     assert set(run.chain[-1].scores) == run.uids
-
-
-def test_the_benchs_merge_makes_the_same_updates_of_these_uploads(run: Run, tmp_path: Path) -> None:
-    start = run.copy / keys.outer_key(0, "")
-    schema = parameter_schema(json.loads((start / keys.CONFIG).read_text()))
-    names = [name for name, _ in schema]
-    state = OuterState(load_weights(start / keys.MODEL, schema))
-    for step, manifest in enumerate(run.chain[1:], 1):
-        uploads = [
-            UpdateFile.reopen(run.copy / keys.merged_key(step, one.uid), schema)
-            for one in manifest.merged
-            if one.factor  # what is carried over is not published
-        ]
-        rule = Rule(manifest.rule, manifest.learning_rate, manifest.mu)
-        network = Network(rule, names, [state])
-        factors = [one.factor for one in manifest.merged if one.factor]
-        divisor = whole_uploads(measured(manifest))
-        update = network.merge(uploads, factors, divisor, tmp_path, step)
-        published = UpdateFile.reopen(run.copy / keys.outer_key(step, keys.UPDATE), schema)
-        for name, shape in schema:
-            assert torch.equal(update.decode(name, shape), published.decode(name, shape)), name
-        digests = manifest.weights, manifest.momentum, manifest.residual
-        state = network.state
-        assert state.digests == digests, step
 
 
 def test_all_begin_each_outer_step_with_the_same_weights(run: Run) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from distributed_training.common.processes import Mark
+from testbed.namespaces import Machine, machines
 from tests.tools.founded import MODULES, ROOT, outer_steps
-from tests.tools.namespaces import Machine, machines
 from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]

@@ -22,9 +22,9 @@ import torch
 
 from distributed_training.common.ports import free_ports
 from distributed_training.telemetry import read_events
+from testbed.namespaces import Machine, machines
 from tests.multiprocess.test_launcher_tree import COMMON, KEYS
 from tests.tools import small_miner
-from tests.tools.namespaces import Machine, machines
 from tests.tools.network import network_file
 from tests.tools.store_ranks import STORE_RULES
 from tests.tools.waiting import wait_for

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-CODE = ("distributed_training", "neurons", "scripts", "bench", "examples", "tests")
+CODE = ("distributed_training", "neurons", "scripts", "bench", "testbed", "examples", "tests")
 DOCUMENTS = ("*.md", "docs/*.md", "docs/skills/*/*.md", "ops/*.md")
 LONGEST = 35  # words of a sentence; a colon or semicolon ends it too
 BANNED = re.compile(

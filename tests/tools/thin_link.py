@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.tools.namespaces import Machine, ip
+from testbed.namespaces import Machine, ip
 
 _PIECE = 4096  # bytes that wait for their turn together
 

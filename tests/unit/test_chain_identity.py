@@ -21,9 +21,9 @@ from distributed_training.chain.identity import (
 )
 from distributed_training.config.settings import ChainSettings
 from distributed_training.config.types import ConfigError
+from testbed.namespaces import machines
 from tests.tools.chain_raw import trickle
 from tests.tools.chain_world import answers
-from tests.tools.namespaces import machines
 
 pytestmark = pytest.mark.timeout(60)
 

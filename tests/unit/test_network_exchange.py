@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import tomllib
 from pathlib import Path
@@ -13,7 +12,6 @@ from bittensor_core import Keypair
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.growth import Network, rows
 from distributed_training import founder
 from distributed_training.common.llama import named_config
 from distributed_training.config import Config, ConfigError, loader
@@ -256,13 +254,6 @@ def test_the_formula_gives_the_bytes_of_a_real_file(codec: str) -> None:
     schema = parameter_schema(named_config("1b"))
     count = sum(math.prod(shape) for _, shape in schema)
     assert largest_file(schema, codec) == pytest.approx(file_bytes(count, codec), rel=0.005)
-
-
-def test_the_table_of_growth_is_the_documents() -> None:
-    network = Network(4 * 10**9, 4800.0, 1000.0, 1000.0, 2 * 100 * 1024, 400.0)
-    figure = json.loads((ROOT / "docs" / "figures" / "growth.json").read_text())
-    found = [[row[0].removesuffix(", 4-bit"), *row[1:]] for row in rows(network, "4-bit")]
-    assert found == figure["rows"]
 
 
 @given(

@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 
 from bench import gpu
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 def test_a_report_fills_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Machines of one test: network namespaces joined by a bridge, each with one address."""
+"""Machines of a test or a bench: network namespaces joined by a bridge, each with one address."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import os
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-
-import pytest
 
 _CLONE_NEWNET = 0x40000000
 _HEADERS = 1600  # bytes a bucket must hold at least: one whole frame
@@ -55,6 +53,8 @@ def machines(
                 bucket = f"tbf rate {rate} burst 64kb latency 200ms".split()
                 run("tc", "-n", machine.name, "qdisc", "add", "dev", "eth0", "root", *bucket)
         except (OSError, subprocess.CalledProcessError) as error:
+            import pytest  # benches go without
+
             said = getattr(error, "stderr", "") or error
             pytest.skip(f"network namespaces cannot be made here: {said}")
         yield made

@@ -11,7 +11,7 @@ import pytest
 
 from bench import size
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("grown", [None, "product", "tests", "settings"])
