@@ -270,7 +270,8 @@ def _choose_grace(rules: dict[str, Any], link: float | None) -> None:
 
     Raises ConfigError where it is above a third of the period.
     """
-    of_round, parameters = rules["round"], rules["model"]["parameters"]
+    of_round, model = rules["round"], rules["model"]
+    parameters = model.get("trainable_parameters", model["parameters"])
     codec, period = of_round.get("codec", UPDATE_CODEC), seconds_of(of_round.get("period"))
     if "grace" in of_round or period is None:
         return

@@ -17,24 +17,28 @@ from typing import Any
 
 import torch
 
+from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.types import Schema, Sign, Update
 from distributed_training.protocol.update_file import Header
 
 from . import sharding
 from .collectives import ParameterShard, RowStream
-from .copies import BoundaryCopier, BoundaryCopies
+from .copies import BoundaryCopier, BoundaryCopies, Stepped
 from .frozen import FrozenTensorError, FrozenTensors
+from .outer_rule import outer_rule_of
 from .outer_step import OuterStep, UploadHandle
 
 log = logging.getLogger(__name__)
+
+_PROGRESS = ("outer_step", "inner_step", "total_inner_steps")
 
 
 class HeldWeights(ABC):
     """One rank's weights and counters. All ranks call the same methods in the same order.
 
-    ``shards``: this rank's rows of every parameter; ``schema``: names and shapes in state-dict
-    order, as peers average and upload them; ``tied``: other names of tied parameters, by which a
-    file may have them. ``outer`` and ``copier`` work on the same rows.
+    ``shards``: this rank's rows of every trained parameter, in state-dict order; ``tied``: other
+    names of tied parameters, by which a file may have them. ``outer`` and ``copier`` work on the
+    same rows; ``steps`` counts the steps that change them.
     """
 
     micro_batch_size: int  # sequences
@@ -44,16 +48,21 @@ class HeldWeights(ABC):
         self,
         *,
         shards: Sequence[ParameterShard],
-        schema: Schema,
         tied: Mapping[str, str],
         stream: RowStream,
-        outer: OuterStep,
-        copier: BoundaryCopier,
+        settings: TrainingSettings,
+        steps: Stepped,
         device: torch.device,
     ) -> None:
-        self.shards, self.schema, self.tied = shards, schema, tied
-        self.stream, self.device = stream, device
-        self.outer, self.copier = outer, copier
+        self.shards, self.tied, self.stream, self.device = shards, tied, stream, device
+        self.schema: Schema = [(shard.name, shard.shape) for shard in shards]
+        self.outer = OuterStep(
+            shards=shards,
+            stream=stream,
+            rule=outer_rule_of(settings),
+            drop_overlap=settings.late_overlap == "dropped",
+        )
+        self.copier = BoundaryCopier(shards, steps)
         self.outer_step = self.inner_step = self.total_inner_steps = 0
 
     @property
@@ -125,6 +134,15 @@ class HeldWeights(ABC):
         Tensors are the very ones. Of weights and the inner optimizer's rows, which the next step
         overwrites, :attr:`copier` has copies; no other is ever changed in place.
         """
+
+    @property
+    def _progress(self) -> dict[str, int]:
+        """What a state says of the place in training."""
+        return {name: getattr(self, name) for name in _PROGRESS}
+
+    def _load_progress(self, state: Mapping[str, Any]) -> None:
+        for name in _PROGRESS:
+            setattr(self, name, int(state[name]))
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> bool:

@@ -24,12 +24,10 @@ from torch.optim import Optimizer
 from distributed_training.config.settings import TrainingSettings
 
 from .collectives import ParameterShard, RowStream, row_range
-from .copies import BoundaryCopier, BoundaryCopies
+from .copies import BoundaryCopies
 from .frozen import FrozenTensors
 from .held_weights import HeldWeights
 from .model import build_meta_model, plain_name, schema_of, tied_names
-from .outer_rule import outer_rule_of
-from .outer_step import OuterStep
 from .sharding import load_file
 
 #: Covers each collective of the host-memory streams.
@@ -171,16 +169,10 @@ class ScriptWeights(HeldWeights):
         self.steps = Steps(optimizers)
         super().__init__(
             shards=shards,
-            schema=[(shard.name, shard.shape) for shard in shards],
             tied=tied,
             stream=stream,
-            outer=OuterStep(
-                shards=shards,
-                stream=stream,
-                rule=outer_rule_of(settings),
-                drop_overlap=settings.late_overlap == "dropped",
-            ),
-            copier=BoundaryCopier(shards, self.steps),
+            settings=settings,
+            steps=self.steps,
             device=shards[0].local.device,
         )
         # Buffers of a checkpoint, as BatchNorm's: what training makes of them is in no upload.
@@ -215,9 +207,7 @@ class ScriptWeights(HeldWeights):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "outer_step": self.outer_step,
-            "inner_step": self.inner_step,
-            "total_inner_steps": self.total_inner_steps,
+            **self._progress,
             "in_step": self.in_step,
             "weights": [shard.local for shard in self.shards],
             **self.outer.state_dict(),
@@ -228,9 +218,7 @@ class ScriptWeights(HeldWeights):
         for shard, rows in zip(self.shards, state["weights"], strict=True):
             shard.local.copy_(rows)
         self.outer.load_state_dict(state)
-        self.outer_step = int(state["outer_step"])
-        self.inner_step = int(state["inner_step"])
-        self.total_inner_steps = int(state["total_inner_steps"])
+        self._load_progress(state)
         self.drop_step()
         return not state["in_step"]
 

@@ -23,14 +23,11 @@ from distributed_training.protocol.types import StepReport
 
 from . import sharding
 from .collectives import Layout, open_stream
-from .copies import BoundaryCopier
 from .frozen import FrozenTensors
 from .held_weights import HeldWeights
 from .inner_optimizer import NEAR_THE_END, InnerOptimizer, Schedule
 from .memory_plan import plan_batch
 from .micro_batches import KnownSize, MicroBatches, facts_of, measured_micro_batch
-from .outer_rule import outer_rule_of
-from .outer_step import OuterStep
 from .sharding import build_sharded_model
 from .throughput import StepMeter, start_profiler
 
@@ -139,16 +136,10 @@ class Trainer(HeldWeights):
         self._say(self.optimizer.line)
         super().__init__(
             shards=shards,
-            schema=self.sharded.schema,
             tied=self.sharded.tied,
             stream=stream,
-            outer=OuterStep(
-                shards=shards,
-                stream=stream,
-                rule=outer_rule_of(settings),
-                drop_overlap=settings.late_overlap == "dropped",
-            ),
-            copier=BoundaryCopier(shards, self.optimizer),
+            settings=settings,
+            steps=self.optimizer,
             device=device,
         )
         self._frozen_file = self.stream.from_rank_0(frozen)
@@ -251,9 +242,7 @@ class Trainer(HeldWeights):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state for a checkpoint (see :meth:`.HeldWeights.state_dict`)."""
         state = {
-            "outer_step": self.outer_step,
-            "inner_step": self.inner_step,
-            "total_inner_steps": self.total_inner_steps,
+            **self._progress,
             "schedule": self.schedule.state_dict(),
             "pending": self.step.pending(),  # so that no micro-batch is lost or trained twice
             # One for each, alike on all ranks: at another layout none is there to run again.
@@ -278,9 +267,7 @@ class Trainer(HeldWeights):
         for component in self.components:
             component.load_state_dict(state)
         self.schedule.load_state_dict(state["schedule"])
-        self.outer_step = int(state["outer_step"])
-        self.inner_step = int(state["inner_step"])
-        self.total_inner_steps = int(state["total_inner_steps"])
+        self._load_progress(state)
         if state["pending"] is None:
             return not state["domains"]
         # Run again, since their gradients were not stored, unless they fit no step of these flags.
