@@ -4,7 +4,7 @@
 //   DT_APP=network DT_FLAGS=lab pm2 start app.config.js   the programs of the network in folder lab (dt-network
 //                                              run lab); DT_APP=validator or DT_APP=registry: only one of them
 //   DT_NAME=two pm2 start app.config.js        a second miner here; its .env and override are in two/
-//   DT_PRESET=local pm2 start app.config.js    a miner of a subnet on this machine (see `make run`), whose
+//   DT_NETWORK=local pm2 start app.config.js   a miner of a subnet on this machine (see `make run`), whose
 //                                              flags are in DT_FLAGS and keys in the environment
 //   pm2 logs distributed_training_miner
 //   pm2 stop distributed_training_miner        finishes the micro-batch, checkpoints, exits 0
@@ -22,8 +22,7 @@ const flags = [
   // ["--wallet.name", "default"],                or BT_WALLET_NAME, BT_WALLET_HOTKEY in .env
   // ["--wallet.hotkey", "default"],
   // ["--dht.port", "8009"],                      over hivemind peers average here: reachable from outside
-  // ["--preset", "public-24gb"],                 or DT_PRESET: GPUs with this much memory
-  // ["--neuron.local_batch_size_train", "1"],    default: auto, or what the preset says
+  // ["--neuron.local_batch_size_train", "1"],    default: auto, as much as fits
   // ["--neuron.stop_timeout", "60"],             seconds; pm2's kill_timeout below follows it
   // ["--nproc_per_node", "4"],                   default: one rank per visible GPU
   // ["--dht.external_port", "48009"],            where the outside port is another than 8009
@@ -60,9 +59,8 @@ function rows(file) {
   if (Array.isArray(found) && found.every(Array.isArray)) return found;
   throw new Error(`${file} exports no rows: module.exports = [["--wallet.name", "mine"]];`);
 }
-const local = process.env.DT_PRESET === "local";
-const ours = { miner: local ? [["--preset", "local"]] : flags, validator: [], registry: [["serve"]], network: [["run"]] };
-const given = local ? [] : rows(override);
+const ours = { miner: flags, validator: [], registry: [["serve"]], network: [["run"]] };
+const given = rows(override);
 // Of several machines: a row ["torchrun", "--nnodes", "2", ...], see docs/several-machines.md.
 const torchrun = given.filter((row) => row[0] === "torchrun").flat().slice(1).map(String);
 const args = [
@@ -73,6 +71,8 @@ const args = [
   .map(String);
 const words = (process.env.DT_FLAGS || "").match(/(?:'[^']*'|"[^"]*"|[^\s'"])+/g) || [];
 args.push(...words.map((word) => word.replace(/'([^']*)'|"([^"]*)"/g, "$1$2")));
+
+const pagePort = args[args.lastIndexOf("--neuron.page_port") + 1];
 
 // How long a stop may take, in seconds: the miner's own parser is asked, since the flag may stand in
 // miner.toml too. Settings that it refuses are named here and by the start.
@@ -97,7 +97,7 @@ function script(file) {
   return path.join(link, file);
 }
 
-// None for a subnet of this machine, which has one for all, nor under torchrun, whose rank 0 has it.
+// None where the flags say off, nor under torchrun, whose rank 0 has it.
 const page = {
   name: `distributed_training_page${name && "_" + name}`,
   script: script("distributed_training/__main__.py"),
@@ -139,6 +139,6 @@ module.exports = {
       merge_logs: true,
       time: false, // the lines carry their time
     },
-    ...(app === "miner" && !local && !torchrun.length ? [page] : []),
+    ...(app === "miner" && pagePort !== "off" && !torchrun.length ? [page] : []),
   ],
 };

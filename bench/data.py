@@ -81,10 +81,10 @@ def make_tokenizer(path: Path, rows: list[str]) -> Path:
 class FetchTokenizeTrain:
     """The baseline, with one block."""
 
-    def __init__(self, settings: DataSettings, tokenizer: Path, hub: str) -> None:
+    def __init__(self, settings: DataSettings, tokenizer: Path, hub: str, cache: Path) -> None:
         self._settings = settings
         self._tokenizer = TextTokenizer(tokenizer, eos_id=0)
-        self._source = HubSource(settings, hub=hub, cache=settings.cache_dir, counts=Counts())
+        self._source = HubSource(settings, hub=hub, cache=cache, counts=Counts())
 
     def block(self, block: int) -> Iterator[torch.Tensor]:
         pages = DRAW(
@@ -176,9 +176,9 @@ def compare(
     with hub_server(folder / "files", latency=0.15) as hub:
         settings = DataSettings(
             source="hub", dataset=DATASET, revision=COMMIT, rows_per_page=rows, pages_per_block=5,
-            workers=workers, cache_dir=folder / "ends", rows=40_000,
+            workers=workers, rows=40_000,
         )  # fmt: skip
-        public = FetchTokenizeTrain(settings, tokenizer, hub.url)
+        public = FetchTokenizeTrain(settings, tokenizer, hub.url, folder / "ends")
         ours = Pipeline(settings, tokenizer, folder / f"ours-{rows}-{workers}")
         train_on(trainer, ours, range(1, 3))  # the first steps and the first blocks warm up
         for i in range(options.repeat):
@@ -248,9 +248,7 @@ def write_files(folder: Path, rows: list[str]) -> None:
 
 def feed(folder: Path, tokenizer: Path, *, ranks: int, blocks: int) -> None:
     server = HubServer(folder / "files", 0.05)
-    settings = DataSettings(
-        source="hub", dataset=DATASET, revision=COMMIT, cache_dir=folder / "feed-ends", rows=40_000
-    )
+    settings = DataSettings(source="hub", dataset=DATASET, revision=COMMIT, rows=40_000)
     of_rank = WorkerSpec(
         settings=settings,
         uid=3,

@@ -55,10 +55,7 @@ FIRST = 1  # outer step from which on bytes and time are counted: at the start a
 GOAL_BYTES, GOAL_UTILIZATION = 0.55, 0.945
 _PACED = Path(__file__).parents[1] / "tests" / "tools" / "paced_miner.py"
 _STEP = 2.5  # seconds of a paced inner step
-_FLAGS = (
-    *("--neuron.local_batch_size_train", "1", "--data.prefetch_blocks", "1"),
-    *("--data.max_prefetch_blocks", "1"),
-)
+_FLAGS = (*("--neuron.local_batch_size_train", "1", "--data.prefetch_blocks", "1"),)
 _BIG = 4e9, 4800.0  # parameters, seconds from close to close
 _LINK = (200.0, 200.0)  # Mbit/s of its members, up and down
 
@@ -138,7 +135,7 @@ class ApartSubnet(LocalSubnet):
         else:
             place = self._made[1 + self.miners.index(neuron)]
         if self.options.exchange == "hivemind":
-            address = ("--dht.ip", place.address, "--dht.listen_ip", place.address)
+            address = ("--dht.ip", place.address)
             neuron.child.command += address
         with place.inside():
             super()._start_neuron(neuron)
@@ -240,7 +237,7 @@ def measure(
         least_miners=MINERS - 1,
         miner_script=_PACED,
         miner_flags=_FLAGS,
-        validator_flags=("--validator.model_config", str(model)),
+        validator_flags=("--validator.model", str(model)),
         rules={**_rules(exchange, period, up), **(rules or {})},
     )
     os.environ["PACED_STEP"] = str(_STEP)

@@ -34,7 +34,6 @@ from distributed_training.common.memory import (
     device_memory,
     loss_chunk,
 )
-from distributed_training.config.model import CARDS
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.types import StepReport
 from distributed_training.training import sharding
@@ -293,12 +292,7 @@ def compare(
 
 def inner_4b(bench: Bench) -> None:
     """Compare one after the other, since both at once do not fit."""
-    how: dict[str, Any] = {"local_batch_size_train": 2, "activation_checkpointing": "none"}
-    if bench.cuda:
-        card = max((c for c in CARDS if c * 1e9 <= 1.05 * bench.total), default=min(CARDS))
-        fits = max(1, CARDS[card][1] * 1024 // bench.length)
-        how = {"activation_checkpointing": CARDS[card][0], "local_batch_size_train": fits}
-        bench.row("plan", f"--preset public-{card}gb: {how}")
+    how: dict[str, Any] = {"local_batch_size_train": "auto" if bench.cuda else 2}
     effective = 4 if bench.quick else 64
     trainer = bench.trainer("4b", local_batch_size_train_effective=effective, **how)
     bench.row("memory plan", trainer.sharded.plan.note)

@@ -10,7 +10,7 @@
     ... doctor --probe 203.0.113.7:48009   the same, at a rented container's outside port
 
     ... doctor                                 the network that miner.toml names
-    ... doctor --preset local --offline        only this machine
+    ... doctor --network local --offline       only this machine
     ... doctor --model 1b --nproc_per_node 4   another model, four ranks
     ... doctor --diagnostics.measure 0         without the 10-second measurement
     ... doctor --bundle help.tar.gz            rows, log, settings, events, versions for a helper,
@@ -96,14 +96,19 @@ WARM_UP_STEPS = 2  # micro-batches: the first ones compile kernels and fill cach
 
 # Of a running miner: inner steps that count, and the events that hold them.
 _RECENT_STEPS, _RECENT_BYTES = 50, 1 << 20
+_MEASURED = 10.0  # seconds of training
+_TINY = 50_000_000  # parameters of a model for trials, at most
 #: With one of these failed, no training can be measured.
 _DECISIVE = ("torch", "gpu", "gpu memory", "host memory", "batch")
 
 
-def examine(examination: Examination, flags: Sequence[str]) -> list[Check]:
+def examine(
+    examination: Examination, flags: Sequence[str], *, seconds: float = _MEASURED
+) -> list[Check]:
     """Make all checks. Each reports what went wrong itself, so there is nothing to catch.
 
-    ``flags``: as the miner is started. A line on stderr says what takes long.
+    ``flags``: as the miner is started. ``seconds``: of the measured training. A line on stderr
+    says what takes long.
     """
     entries = [Entry(check_verdict), *machine.CHECKS]
     why_not = ""
@@ -119,7 +124,7 @@ def examine(examination: Examination, flags: Sequence[str]) -> list[Check]:
 
         entries += outside.CHECKS
     # Last: it takes seconds, and is left out where torch or memory failed above.
-    entries.append(Entry(lambda e: check_step_time(e, flags)))
+    entries.append(Entry(lambda e: check_step_time(e, flags, seconds)))
     # Daemons: an interrupted doctor waits for none.
     apart = {entry: _begin(entry, examination) for entry in entries if entry.alone}
     for entry in entries:
@@ -181,7 +186,8 @@ def model_config(config: Config, wanted: str | None) -> tuple[dict[str, Any], st
     for path in sorted(found, key=lambda path: found[path], reverse=True):
         if content := read_json_object(path):
             return content, str(path)
-    name = "tiny" if config.preset == "local" else "4b"
+    named = config.network.head.parameters if config.network is not None else None
+    name = "tiny" if named is not None and named < _TINY else "4b"
     return named_config(name), f"assumed: {name}; --model tells otherwise"
 
 
@@ -195,6 +201,7 @@ def build_parser() -> Parser:
     parser.add_argument("--notify", action="store_true")
     parser.add_argument("--bundle", type=argument(File))
     parser.add_argument("--log", type=argument(File))
+    parser.add_argument("--diagnostics.measure", type=ranged(0.0, 3600.0), default=_MEASURED)
     parser.add_argument("-h", "--help", action="store_true")
     return parser
 
@@ -232,7 +239,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             step=recent_step(config.run_folder) if processes else None,
             own_ports=frozenset(ports),
         )
-        status = report(examine(examination, flags), as_json=options.json)
+        seconds = vars(options)["diagnostics.measure"]
+        found = examine(examination, flags, seconds=seconds)
+        status = report(found, as_json=options.json)
         if options.bundle:
             log = options.log or find_log(launcher_pid(config.run_folder) if processes else None)
             lines = write_bundle(options.bundle, config, examination.found, log=log)
@@ -375,7 +384,7 @@ def check_verdict(examination: Examination) -> list[Check]:
     return [Check("miner", status, f"{found.verdict}: {found.cause}", found.remedy)]
 
 
-def check_step_time(examination: Examination, flags: Sequence[str]) -> list[Check]:
+def check_step_time(examination: Examination, flags: Sequence[str], seconds: float) -> list[Check]:
     """Measure an inner step; compare it with the warning threshold and the period's length."""
     config = examination.config
     if examination.running and examination.step is None:
@@ -384,7 +393,6 @@ def check_step_time(examination: Examination, flags: Sequence[str]) -> list[Chec
     if (taken := examination.step) is not None:
         text = f"about {taken.total_seconds():.1f} s per inner step of the running miner"
         return _judge_step(config, taken, f"{text}, the median of its last {_RECENT_STEPS}")
-    seconds = config.diagnostics.measure.total_seconds()
     if seconds <= 0:
         return [Check("step time", "skip", "not measured: --diagnostics.measure 0")]
     if obstacle := examination.failed(*_DECISIVE):

@@ -370,7 +370,7 @@ def _run_file(options: argparse.Namespace) -> str:
         with suppress(ValueError):  # a name is looked up by the validator itself
             flags["dht.ip"] = str(ipaddress.IPv4Address(options.host or ""))
     if options.weights:
-        flags["validator.weights"] = str(options.weights)
+        flags["validator.model"] = str(options.weights)
     if options.plugins:
         flags["plugins"] = options.plugins
     return (

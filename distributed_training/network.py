@@ -54,7 +54,7 @@ _OF_CLOSES = frozenset(
         "training.late_overlap",
     }
 )
-_OF_AVERAGE = frozenset({"round.average_after"})
+_OF_AVERAGE = frozenset({"round.average_after", "round.sample"})
 _BITS = "round.bits"  # what earlier files have in place of round.codec: 4, 3 or 2
 #: What earlier files have in place of round.period: seconds, their number, and a rule that is gone.
 _BLOCKS = ("round.seconds_per_block", "round.blocks_per_allreduce", "round.epoch_length")

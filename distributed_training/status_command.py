@@ -24,7 +24,6 @@ import contextlib
 import csv
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,7 +54,6 @@ from distributed_training.telemetry.verdict import MUST_ACT, NOT_RUNNING, Verdic
 _SAME = 1.0  # seconds between a step's event and its fact
 _EVERY = 2.0  # seconds between two looks of --watch
 _TAIL = 2**20  # bytes of events, hours of inner steps
-_PRICE = re.compile(r"\d+(\.\d+)?(e[+-]?\d\d?)?")  # as config.txt shows it
 _HOUR = 3600
 _LAST_TIME = 4e9  # Unix seconds; a later one was written by a clock that was wrong
 _LARGEST = 1e18  # of a figure in an event
@@ -150,7 +148,6 @@ def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
     with contextlib.suppress(OSError):  # a disk that fails: the earlier facts stay
         neuron.poll()
     settings = read_settings(folder)
-    price = settings.get("cost.price_per_hour", "")
     facts = observe(folder, now)
     found = judge(facts, now)
     launch, due = facts.launch, facts.expected_round(now)
@@ -193,7 +190,6 @@ def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
         "restarts": launch.restarts if launch else 0,
         "last_crash": asdict(launch.last_crash) if launch and launch.last_crash.text else None,
         "tokens_a_day": neuron.tokens_a_day(now),
-        "price_a_day": 24 * float(price) if _PRICE.fullmatch(price) else None,
     }
 
 
@@ -309,12 +305,8 @@ def describe_upload(row: dict[str, Any]) -> str:
 
 
 def describe_day(row: dict[str, Any]) -> str:
-    tokens, price = row["tokens_a_day"], row["price_a_day"]
-    parts = [] if tokens is None else [f"{tokens / 1e6:.1f} million tokens"]
-    if price is not None:
-        each = f" ({price / tokens * 1e9:.2f} per billion tokens)" if tokens else ""
-        parts.append(f"costs {price:.2f}{each}")
-    return ", ".join(parts)
+    tokens = row["tokens_a_day"]
+    return "" if tokens is None else f"{tokens / 1e6:.1f} million tokens"
 
 
 def ago(at: float, now: float) -> str:

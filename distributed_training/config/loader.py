@@ -1,7 +1,7 @@
-"""Load the configuration: from flags, environment, files and presets to one frozen ``Config``.
+"""Load the configuration: from flags, environment and files to one frozen ``Config``.
 
 Strongest first: flags, environment variables, ``.env``, ``miner.toml`` (or the ``--config`` file),
-the network's file, preset, default. Secrets come from the environment or ``.env`` only. argparse
+the network's file, default. Secrets come from the environment or ``.env`` only. argparse
 reads the command line, pydantic converts and checks; this module merges and remembers where each
 value came from, so that an error names the place to correct. (pydantic-settings would merge as
 well, but does not name the place, and reads lists as JSON and ``${...}`` in a secret.) Files are
@@ -38,7 +38,6 @@ from pydantic.fields import FieldInfo
 
 from distributed_training.common.files import parse_toml
 from distributed_training.common.kinds import PluginError, import_plugins
-from distributed_training.common.processes import is_secret
 from distributed_training.network import (
     LAST_OF_SUBNET_38,
     Network,
@@ -48,15 +47,12 @@ from distributed_training.network import (
 )
 from distributed_training.network_place import read_network
 
-from .model import OPERATORS_FILE, PRESETS, TASKS, TITLES, Config, Kind, problems
-from .removed import NO_EFFECT, REMOVED, RULES, why_refused
+from .model import OPERATORS_FILE, TASKS, TITLES, Config, Kind, problems
+from .removed import REFUSED, RENAMED, RULES, is_removed
 from .schema import Given, Schema, Setting, canonical, schema
 from .types import ConfigAway, ConfigError, NoNetworkNamed, hide_user, show
 
 _LONGEST_TEXT = 4096  # characters of one value
-_BATCH, _MICRO = "neuron.local_batch_size_train_effective", "neuron.local_batch_size_train"
-#: Flags of operators' guides, in whose place a rule of the network's file holds.
-_YIELD = ("netuid", "chain.endpoint", _BATCH)
 #: The name by which ``--network`` knew subnet 38, whose file came with the program.
 _SUBNET_38 = "sn38"
 
@@ -154,8 +150,6 @@ def fault(setting: Setting, text: str, error: Mapping[str, Any]) -> str:
     return f"{'its value' if setting.secret else repr(shown)} is not {wanted}"
 
 
-# Only the name: in a value dashes and capitals count.
-_FLAG = re.compile(r"(?<=^--)[^=]+")
 _OURS = ("R2_", "BT_", "DT_")  # what variables of settings begin with
 _LARGEST_FILE = 1 << 20  # bytes; a complete configuration has about 20 thousand
 
@@ -179,7 +173,7 @@ class _HelpAll(argparse.Action):
 _COMMANDS = (
     "Without a command it trains. `dt-join` writes miner.toml and .env of a new miner, "
     "`dt-miner config` shows every setting and where it comes from, `dt-miner check` refuses "
-    "settings as a start would, `dt-miner completion bash` (or zsh) completes flags in a shell. "
+    "settings as a start would. "
 )
 
 
@@ -199,7 +193,7 @@ def parser_of(known: Schema, *, everything: bool = False) -> Parser:
         usage=f"%(prog)s {'[COMMAND] ' if known.kind == 'miner' else ''}[--flag value]...",
         description=(_COMMANDS if known.kind == "miner" else "")
         + "Dashes and underscores in a flag are the same. Strongest first: flags, "
-        f"environment, .env, {file}, the network's file, preset, default. Secrets come from the "
+        f"environment, .env, {file}, the network's file, default. Secrets come from the "
         "environment or .env only.",
         epilog=None if everything else f"All {len(known.flags)} flags: --help-all.",
         formatter_class=lambda prog: argparse.HelpFormatter(
@@ -231,9 +225,6 @@ def parser_of(known: Schema, *, everything: bool = False) -> Parser:
                     metavar=setting.metavar,
                     **arity,
                 )
-    for name in REMOVED:
-        # Some start scripts gave it a value, some did not.
-        parser.add_argument(f"--{name}", dest=name, nargs="*", help=argparse.SUPPRESS)
     return parser
 
 
@@ -259,12 +250,27 @@ def read_argv(
 
     Raises ConfigError; SystemExit(0) for ``--help`` and ``--version``, which print.
     """
-    words = [_FLAG.sub(lambda match: canonical(match[0]), word) for word in argv]
+    given: dict[str, str] = {}
+    words: list[str] = []
+    at = ""  # the flag of before that the words belong to: some scripts gave it a value, some not
+    for word in argv:
+        if word.startswith("--"):
+            name, separate, text = word[2:].partition("=")
+            name = RENAMED.get(canonical(name), canonical(name))
+            word = f"--{name}{separate}{text}"
+            at = name if known.get(name) is None and is_removed(name) else ""
+            if at:
+                given[at] = text
+                continue
+        if at:
+            given[at] = f"{given[at]} {word}".strip()
+        else:
+            words.append(word)
     # argparse itself would name all unknown words in one line and suggest nothing.
     namespace, unknown = parser_of(known).parse_known_args(words)
-    given: dict[str, Any] = vars(namespace)
-    for name in given:
+    for name, value in vars(namespace).items():
         _refuse_secret(name, known, "other users of this machine can read command lines")
+        given[name] = value if isinstance(value, str) else " ".join(value)
     for word in unknown:
         if word.startswith("--") and len(word) > 2:
             known.find(word[2:].partition("=")[0])
@@ -274,13 +280,7 @@ def read_argv(
         raise ConfigError(
             f"{word!r} is not a flag, so nothing was started: flags start with --; see --help"
         )
-    joined = {
-        name: text if isinstance(text, str) else " ".join(text) for name, text in given.items()
-    }
-    return {
-        name: Given("true" if text == "" and name in REMOVED else text, f"--{name}")
-        for name, text in joined.items()
-    }
+    return {name: Given(text, f"--{name}") for name, text in given.items()}
 
 
 def argv_of(given: Mapping[str, str]) -> list[str]:
@@ -296,12 +296,10 @@ def argv_of(given: Mapping[str, str]) -> list[str]:
 def _refuse_secret(name: str, known: Schema, why: str) -> None:
     setting = known.get(name)
     if setting is not None and setting.secret:
-        remedy = f"put {setting.env}=... into .env"
-    elif name in NO_EFFECT and is_secret(name.rpartition(".")[2]):
-        remedy = "leave it out"
-    else:
-        return
-    raise ConfigError(f"--{name} is a secret, and {why}, so nothing was started: {remedy}")
+        raise ConfigError(
+            f"--{name} is a secret, and {why}, so nothing was started: put {setting.env}=... into "
+            ".env"
+        )
 
 
 # --- environment and files ----------------------------------------------------------------------
@@ -310,6 +308,7 @@ def _refuse_secret(name: str, known: Schema, why: str) -> None:
 def read_environment(environ: Mapping[str, str], known: Schema) -> dict[str, Given]:
     """Read the variables that name a setting; empty ones count as not set."""
     names = {setting.env: setting.name for setting in known if setting.env}
+    names["DT_PRESET"] = "preset"  # of the edition before
     return {name: Given(environ[env], env) for env, name in names.items() if environ.get(env)}
 
 
@@ -381,8 +380,10 @@ def read_toml(path: Path, known: Schema) -> dict[str, Given]:
         ) from None
     found = {}
     for name, value in _flatten(tree, ""):
+        name = RENAMED.get(canonical(name), canonical(name))
         # The removed ones are settled later, with those of the command line.
-        name = canonical(name) if canonical(name) in REMOVED else known.find(name).name
+        if known.get(name) is not None or not is_removed(name):
+            name = known.find(name).name
         _refuse_secret(name, known, f"must not stand in a configuration file such as {path}")
         found[name] = Given(_words(value), f"{name} in {path}")
     return found
@@ -452,22 +453,19 @@ def load_config(
         given["config"] = Given(str(file), str(file))
     if "config" in given:
         given = {**read_toml(Path(_text(given["config"])), known), **given}
-    # After the file, which may name the preset.
-    preset = _text(given["preset"]) if "preset" in given else "public"
-    # One preset serves both kinds: a miner does not know the validator's flags.
-    defaults = {
-        name: Given(text, f"preset {preset}")
-        for name, text in PRESETS.get(preset, {}).items()
-        if known.get(name) is not None or name in known.fields
-    }
     # After the merge: a removed flag that stands in several places counts once.
-    removed = {name: given.pop(name) for name in REMOVED & given.keys()}
-    reasons = {entry.source: why_refused(name, _text(entry)) for name, entry in removed.items()}
-    _refuse([f"{source} {reason}" for source, reason in sorted(reasons.items()) if reason])
-    given |= {RULES[name]: removed[name] for name in RULES.keys() & removed.keys()}
+    removed = {n: given.pop(n) for n in list(given) if known.get(n) is None}
+    rules = {key: removed.pop(name) for name, key in RULES.items() if name in removed}
+    _refuse(
+        [
+            f"{removed[name].source} is no setting any more, so nothing was started: {remedy}"
+            for name, (same, remedy) in REFUSED.items()
+            if name in removed and _text(removed[name]).lower() not in same
+        ]
+    )
     warnings = []
     if removed:
-        sources = ", ".join(sorted(reasons))
+        sources = ", ".join(sorted(entry.source for entry in removed.values()))
         warnings += [f"no settings any more, without effect, and can be taken out: {sources}"]
     if "plugins" in given:  # before any other value, which may name a kind that they register
         try:
@@ -482,7 +480,7 @@ def load_config(
         )
     unread = tuple(unread_variables(lines_of_dotenv, known))
     warnings += (*odd, *unread) if from_dotenv else unread
-    config = _with_rules(known, defaults, given, warnings)
+    config = _with_rules(known, given, rules, warnings)
     node = (os.environ if environ is None else environ).get("GROUP_RANK", "")  # torchrun's
     config = replace(config, node=int(node) if node.isdecimal() and len(node) < 6 else 0)
     if check:
@@ -491,14 +489,15 @@ def load_config(
 
 
 def _with_rules(
-    known: Schema, defaults: Mapping[str, Given], given: Mapping[str, Given], warnings: list[str]
+    known: Schema, given: Mapping[str, Given], yielding: Mapping[str, Given], warnings: list[str]
 ) -> Config:
-    """Return the configuration with the network's rules between preset and operator.
+    """Return the configuration with the network's rules below what the operator gives.
 
+    ``yielding``: what is given in vain, by the key of the rule that holds in its place.
     Raises NoNetworkNamed, ConfigError, ConfigAway.
     """
     # Without them: the place of the network's file is a setting itself.
-    alone = _build(known, {**defaults, **given})
+    alone = _build(known, given)
     place = alone.general.network
     named = given.get("network")
     if place in (None, _SUBNET_38):
@@ -510,7 +509,7 @@ def _with_rules(
             "--network https://URL (its founder's) or --network local; subnet 38, the default up "
             f"to 0.2.0, has ended: commit {LAST_OF_SUBNET_38} is the last that speaks its protocol"
         )
-    source = given["network"].source if "network" in given else "--network"  # of the preset
+    source = given["network"].source
     try:
         network = read_network(
             place,
@@ -529,59 +528,24 @@ def _with_rules(
             "network, or give a file"
         ) from None
     rules = _given_by(network, known, place=f" in {place}")
-    # Values are compared and not texts: 1m and 60s are the same rule.
-    shared = _build(known, {**defaults, **rules})
-    wanted = _build(known, {**defaults, **rules, **given}, network=network)
-    given = dict(given)
-    warnings.extend(_yielding(wanted, shared, given))
-    ours = _build(known, {**defaults, **rules, **given}, warnings=tuple(warnings), network=network)
-    _refuse(
-        [
-            f"{given[setting.name].source} {show(ours.get(setting.name))} is not what "
-            f"{setting.network} in {place} says "
-            f"({show(shared.get(setting.name))}), so no peer of this network would have the same "
-            "rules and nothing was started: leave it out"
-            for setting in known
-            if setting.name in given
-            and (setting.is_rule or (setting.fixed and not network.built_in))
-            and ours.get(setting.name) != shared.get(setting.name)
-            and not (setting.name == "r2.endpoint_url" and ours.in_folder)
-        ]
-    )
-    return at_published(ours)
-
-
-def _yielding(wanted: Config, shared: Config, given: dict[str, Given]) -> Iterator[str]:
-    """Take flags in whose place a rule of the network holds out of ``given``; yield their lines.
-
-    Operators' guides tell everybody to give these flags, so none of them ends a start.
-    ``wanted``: what they would make of the configuration, ``shared``: only the rules.
-    """
-    known, network = schema(wanted.kind), wanted.network
-    assert network is not None
-    why = {
-        name: f"because {network.place} says {known.settings[name].network} = "
-        f"{show(shared.get(name))} for all members"
-        for name in _YIELD
-        # In a network that comes with the program the batch is the operator's affair.
-        if wanted.get(name) != shared.get(name) and not (network.built_in and name == _BATCH)
-    }
-    if not shared.has_bucket:
-        why["neuron.upload_steps"] = "because members of this network upload once for each close"
-    for name in why.keys() & given.keys():
-        entry = given.pop(name)
-        # The chain is the network's affair, and a node of it the operator's.
-        more = ", or give --subtensor.chain_endpoint" if name == "chain.endpoint" else ""
-        given_as = show(wanted.get(name))  # without a password of the URL
-        yield f"{entry.source} {given_as} has no effect, {why[name]}: leave it out{more}"
-    most, size = (wanted if _BATCH in given else shared).get(_BATCH), wanted.get(_MICRO)
-    if isinstance(size, int) and size > most:
-        source = given[_MICRO].source if _MICRO in given else f"preset {wanted.preset}"
-        given[_MICRO] = Given(str(most), source)
-        yield (
-            f"{source}: micro-batches have {most} sequences and not {size}, because an inner step "
-            f"of this network has no more: give --{_MICRO} {most} or less"
+    ours = _build(known, {**rules, **given}, network=network)
+    store, of_file = given.get("r2.endpoint_url"), network.values.get("store.endpoint")
+    if store and _text(store) != of_file and not (network.built_in or ours.in_folder):
+        raise ConfigError(
+            f"{store.source} {show(_text(store))} is not what store.endpoint in {place} says "
+            f"({show(of_file)}), so no peer of this network would find what is uploaded and "
+            "nothing was started: leave it out"
         )
+    because = {
+        entry.source: f"{place} says {key} = {show(ours.get(key))} for all members: "
+        # The chain is the network's affair, and a node of it the operator's.
+        + ("give --subtensor.chain_endpoint, or " if key == "chain.endpoint" else "")
+        for key, entry in yielding.items()
+    }
+    if not ours.has_bucket and "neuron.upload_steps" in given:
+        because[given["neuron.upload_steps"].source] = "members upload once for each close there: "
+    warnings += [f"{name} has no effect, because {because[name]}leave it out" for name in because]
+    return at_published(replace(ours, warnings=tuple(warnings)))
 
 
 def named(name: str, argv: Sequence[str]) -> str:
@@ -665,16 +629,11 @@ def _build(
     known: Schema,
     given: Mapping[str, Given],
     *,
-    warnings: tuple[str, ...] = (),
     network: Network | None = None,
 ) -> Config:
     arguments: dict[str, dict[str, Any]] = {package: {} for package in known.classes}
     for name, entry in given.items():
         text = _text(entry)
-        if name in known.fields:
-            package, _, field = name.partition(".")
-            arguments[package][field] = text
-            continue
         setting = known.settings[name]
         empty = setting.optional and text.strip().lower() in ("", "none")
         for package, field in setting.places:
@@ -706,7 +665,6 @@ def _build(
         kind=known.kind,
         values=values,
         sources={name: entry.source for name, entry in given.items()},
-        warnings=warnings,
         network=network,
         **packages,
     )

@@ -1,10 +1,4 @@
-"""The resolved configuration: a settings object for each package, the presets, and the checks.
-
-A preset is a named set of flag values between a flag's default and what the operator gives.
-``public`` holds nothing: the network's file says it all. ``public-24gb`` and its like are what fits
-GPUs of so much memory. ``local`` is a neuron of a subnet on one machine without a GPU, whose rules
-are in ``networks/local.toml``.
-"""
+"""The resolved configuration: a settings object for each package, and the checks across them."""
 
 from __future__ import annotations
 
@@ -47,7 +41,6 @@ TASKS: Mapping[str, tuple[str, ...]] = {
     ),
     "Where others reach this machine": ("dht.port", "dht.ip", "dht.external_port"),
     "This machine": (
-        "preset",
         "nproc_per_node",
         "neuron.device",
         "neuron.local_batch_size_train",
@@ -56,7 +49,7 @@ TASKS: Mapping[str, tuple[str, ...]] = {
         "neuron.run_folder",
         "config",
     ),
-    "Data": ("data.source", "data.workers", "data.cache_dir"),
+    "Data": ("data.source", "data.own_text"),
     "Uploads": ("r2.account_id", "neuron.upload_steps"),
     "Watching and stopping": ("neuron.page_port", "neuron.stop_timeout"),
 }
@@ -71,50 +64,9 @@ TITLES: Mapping[str, str] = {
     "store": "Object store",
     "swarm": "Peers over hivemind",
     "chain": "Chain and wallet",
-    "diagnostics": "Doctor",
     "telemetry": "Logs and dashboard",
     "validator": "Validator",
     "network": "Set by the network's file",
-}
-
-
-# Memory of one GPU in GB -> activation checkpointing, sequences per micro-batch, and how many such
-# GPUs a model of 4 billion parameters takes then. Estimates of common.memory.
-# Where the optimizer's state lies and when gradients are reduced stays 'auto':
-# that depends on the number of GPUs, and the start works it out from the memory there is.
-CARDS: Mapping[int, tuple[str, int, int]] = {
-    12: ("full", 4, 8),
-    16: ("full", 4, 4),
-    24: ("full", 4, 2),
-    40: ("budget", 4, 2),
-    48: ("budget", 4, 1),
-    80: ("none", 4, 1),
-    141: ("none", 8, 1),
-}
-
-#: By flag, or ``package.field`` of a setting that has none.
-PRESETS: dict[str, Mapping[str, str]] = {
-    "public": {},
-    **{
-        f"public-{size}gb": {
-            "neuron.activation_checkpointing": checkpointing,
-            "neuron.local_batch_size_train": str(micro_batch),
-        }
-        for size, (checkpointing, micro_batch, _) in CARDS.items()
-    },
-    # Of a neuron. The subnet's rules are in its file.
-    "local": {
-        "network": "local",
-        "neuron.device": "cpu",
-        "neuron.page_port": "off",  # the whole subnet has one
-        "neuron.local_batch_size_train": "2",
-        "neuron.checkpoint_steps": "10",
-        "neuron.checkpoint_interval": "0",
-        "neuron.stop_timeout": "30",
-        "dht.ip": "127.0.0.1",
-        "dht.listen_ip": "127.0.0.1",
-        "diagnostics.minimum_disk_gb": "0.5",
-    },
 }
 
 
@@ -171,15 +123,6 @@ class Config(AllSettings):
         return KEY_VARIABLES[1:] if self.any_key else KEY_VARIABLES
 
     @property
-    def preset(self) -> str:
-        return self.general.preset
-
-    @property
-    def is_public(self) -> bool:
-        """True on the internet: any preset but that of a subnet on this machine."""
-        return self.preset.startswith("public")
-
-    @property
     def tokenizer_revision(self) -> str | None:
         """The commit of the tokenizer that the network's file pins; None: the newest."""
         return self.network.head.tokenizer_revision if self.network is not None else None
@@ -213,8 +156,6 @@ class Config(AllSettings):
     @property
     def data_cache(self) -> Path | None:
         """The folder of fetched data; None before a first start has made it."""
-        if self.data.cache_dir is not None:
-            return self.data.cache_dir
         return self.run_folder / "data" / "pages" if self.run_folder.is_dir() else None
 
     @property
@@ -458,7 +399,7 @@ def check_addresses(config: Config) -> Iterator[str]:
     if not config.averages:
         return  # nobody calls its members
     address, chain = (config.swarm.dht_ip or "").strip("[]"), config.chain
-    if config.is_public and address and reach(address) > chain.narrowest:
+    if address and reach(address) > chain.narrowest:
         whose = "its address in the private network" if chain.private else "its public address"
         yield (
             f"--dht.ip {address} cannot be reached from other machines, so no peer of the network "
@@ -512,7 +453,7 @@ def key_faults(config: Config) -> Iterator[str]:
                 "the chain for ever, so anybody could overwrite this bucket: make a second token "
                 "that may only read (at R2: dashboard, Manage API tokens) and put it into .env"
             )
-    if not config.is_public or config.any_key:
+    if config.any_key:
         return
     for variable, text in keys.items():
         published, length = "_WRITE_" not in variable, _KEYS[variable.removeprefix("R2_").lower()]

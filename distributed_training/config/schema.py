@@ -52,7 +52,6 @@ class Setting:
     places: tuple[tuple[str, str], ...]  # (package, field name)
     default: Any = None
     network: str = ""  # its key in the network's file
-    fixed: bool = False  # there: an operator may not give another value
     is_rule: bool = False  # only the network's file gives it
 
     @property
@@ -123,8 +122,6 @@ class Schema:
         self.kind = kind
         self.classes: dict[str, Any] = typing.get_type_hints(AllSettings)
         self.settings: dict[str, Setting] = {}
-        #: ``store.part_size``: those without a flag, which a preset or a test gives.
-        self.fields: set[str] = set()
         for package, settings_class in self.classes.items():
             if package != "validator" or kind == "validator":
                 defaults = settings_class()
@@ -136,12 +133,9 @@ class Schema:
                     field = declared[field_name]
                     if field.json_schema_extra:
                         self._add(package, field_name, field, getattr(defaults, field_name))
-                    else:
-                        self.fields.add(f"{package}.{field_name}")
         order = list(TITLES)
         grouped = sorted(self.settings.items(), key=lambda item: order.index(item[1].group))
         self.settings = dict(grouped)
-        self.fields -= self.settings.keys()
         self.flags = [setting for setting in self if not setting.is_rule]
         self._spellings = {canonical(setting.name): setting for setting in self.flags}
 
@@ -165,7 +159,6 @@ class Schema:
             places=tuple(places),
             default=default,
             network=declared["network"],
-            fixed=declared["fixed"],
             is_rule=is_rule,
         )
 
@@ -226,16 +219,16 @@ def describe(config: Config) -> list[str]:
 
     They begin the log of every start; all settings are in :data:`SETTINGS_FILE`.
     """
-    preset, place = f"preset {config.preset}", config.general.network
-    # What a preset or the network's file gave was not given by this operator.
+    place = config.general.network
+    # What the network's file gave was not given by this operator.
     given = [
         s
         for s in schema(config.kind)
-        if config.sources.get(s.name, preset) not in (preset, f"{s.network} in {place}")
+        if config.sources.get(s.name) not in (None, f"{s.network} in {place}")
     ]
     lines = [f"This is {config.network.line}"] if config.network else []
     lines += [
-        f"Configuration of this {config.kind} ({preset}): {len(given)} settings are given; "
+        f"Configuration of this {config.kind}: {len(given)} settings are given; "
         f"all of them: {SETTINGS_FILE} in the run folder"
     ]
     lines += [_entry(config, setting) for setting in given]
@@ -244,9 +237,7 @@ def describe(config: Config) -> list[str]:
 
 def all_settings(config: Config) -> str:
     """Return the text of :data:`SETTINGS_FILE`: every setting, grouped by subject."""
-    lines = [
-        f"All settings of this {config.kind} (preset {config.preset}), and where each is from."
-    ]
+    lines = [f"All settings of this {config.kind}, and where each is from."]
     for group, settings in groupby(schema(config.kind), key=lambda setting: setting.group):
         lines += ["", TITLES[group], *(_entry(config, setting) for setting in settings)]
     return "\n".join(lines) + "\n"
@@ -261,28 +252,6 @@ def _entry(config: Config, setting: Setting) -> str:
     on_argv = source == f"--{setting.name}"
     origin = f"   ({'command line' if on_argv else source or 'default'})"
     return f"  {label:<46} {show(value) or '-'}{origin}"
-
-
-def completion(shell: str) -> str:
-    """Return a script by which ``shell``, bash or zsh, completes commands and flags of dt-miner."""
-    words, cases = ["config", "check", "completion", "--help", "--help-all"], []
-    for setting in schema("miner").flags:
-        if not setting.secret:
-            words.append(f"--{setting.name}")
-            if setting.choices:
-                cases.append(f"    --{setting.name}) words='{' '.join(setting.choices)}';;")
-    lines = [
-        *(["autoload -U +X compinit bashcompinit; compinit; bashcompinit"] * (shell == "zsh")),
-        "_dt_miner() {",
-        f"  local words='{' '.join(words)}'",
-        '  case "${COMP_WORDS[COMP_CWORD-1]}" in',
-        *cases,
-        "  esac",
-        '  COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))',
-        "}",
-        "complete -o default -F _dt_miner dt-miner",
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def read_settings(folder: Path) -> dict[str, str]:
@@ -310,7 +279,7 @@ def markdown() -> str:
         "3. the same variable in `.env`;",
         "4. `miner.toml`, or the TOML file that `--config` names;",
         "5. [the network's file](network-file.md);",
-        "6. the preset, then the default.",
+        "6. the default.",
         "",
         "Secrets are read from the environment or `.env` only. A start refuses unknown flags and",
         "values outside of the range, and says what to do about a flag of an earlier version.",

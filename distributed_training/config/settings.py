@@ -1,8 +1,8 @@
 """All settings, one class for each package.
 
-Presets (``model.py``) replace defaults as a group. A ``rule`` is a value that all members share: a
-network's file gives it and nothing else. The class
-docstrings say what each group is for; the text below a field is its help.
+A ``flag`` is an operator's. A ``rule`` is a value that all members share: a network's file gives it
+and nothing else. A plain field is a constant, which only a test replaces. The class docstrings say
+what each group is for; the text below a field is its help.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from distributed_training.protocol.pages import HELD_OUT_PAGES
 
 from .types import (
     DAY,
-    HOUR,
     MINUTE,
     SECOND,
     SETTINGS,
@@ -45,7 +44,6 @@ from .types import (
     Port,
     RepositoryFolder,
     Secret,
-    Span,
     Subtensor,
     Text,
     Webhook,
@@ -66,11 +64,6 @@ class GeneralSettings:
 
     network: str | None = flag("network", None, env="DT_NETWORK")
     """The network to join: its file, its https:// URL, or local. Nothing starts without it."""
-    preset: Literal[
-        "public", "public-12gb", "public-16gb", "public-24gb", "public-40gb", "public-48gb",
-        "public-80gb", "public-141gb", "local",
-    ] = flag("preset", "public", env="DT_PRESET")  # fmt: skip
-    """Settings that fit GPUs with this much memory. 'local' serves a subnet on this machine."""
     config: File | None = flag("config", None)
     """TOML file of flags, read in place of miner.toml."""
     plugins: Words[str] = flag("plugins", (), env="DT_PLUGINS")
@@ -86,8 +79,6 @@ class ChainSettings:
     """
 
     # identity
-    netuid: int = flag("netuid", 0, network="chain.netuid", fixed=True, ge=0, le=65535)
-    """Number of the subnet."""
     wallet_name: FileName = flag("wallet.name", "default", env="BT_WALLET_NAME")
     """Folder of the wallet. Its coldkey is not read."""
     wallet_hotkey: FileName = flag("wallet.hotkey", "default", env="BT_WALLET_HOTKEY")
@@ -96,6 +87,8 @@ class ChainSettings:
     """Folder that holds all wallets."""
 
     # chain
+    netuid: int = rule("chain.netuid", 0, ge=0, le=65535)
+    """number of the subnet on a Bittensor chain"""
     kind: str = rule("chain.kind", "bittensor")
     """bittensor, registry, or a kind of --plugins"""
     network: Subtensor = rule("chain.endpoint", "finney")
@@ -113,8 +106,7 @@ class ChainSettings:
     poll_interval: timedelta = 6 * SECOND  # between two reads of a registry
     neurons_interval: timedelta = 60 * SECOND  # between two reads of a Bittensor chain
     call_timeout: timedelta = 120 * SECOND  # of one read or write there, with its connection
-    start_timeout: Duration = flag("chain.start_timeout", 120 * SECOND, ge=SECOND / 10, le=DAY)
-    """How long the start waits for the chain's first answer."""
+    start_timeout: timedelta = 120 * SECOND  # that a start waits for the chain's first answer
 
     @property
     def narrowest(self) -> Reach:
@@ -194,34 +186,19 @@ class DataSettings:
     own_text: Words[str] = flag("data.own_text", ())
     """Files or folders of your own text (Parquet, .jsonl, UTF-8), if the network's file says
     data.own."""
-    prefetch_blocks: int = flag("data.prefetch_blocks", 2, ge=1, le=1000)
-    """Data blocks prepared ahead of the one in training."""
-    max_prefetch_blocks: int = flag("data.max_prefetch_blocks", 8, ge=1, le=1000)
-    """Most data blocks prepared ahead while the source is slow."""
+    prefetch_blocks: Annotated[int, Field(ge=1, le=1000)] | Literal["auto"] = flag(
+        "data.prefetch_blocks", "auto"
+    )
+    """Data blocks prepared ahead of the one in training. 'auto' prepares two, and up to eight while
+    the source is slow."""
     workers: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = flag("data.workers", "auto")
     """Processes of each rank that fetch and tokenize. 'auto' starts one, and up to four if training
     waits."""
-    cache_dir: File | None = flag("data.cache_dir", None)
-    """Folder for what is kept of the data's files, which several miners may share. By default data/
-    in the run folder."""
 
     @property
     def spec(self) -> SourceSpec:
         """The source. Raises ConfigError."""
         return SourceSpec("own", None) if self.own else parse_source(self.source)
-
-
-@dataclass(frozen=True, config=SETTINGS)
-class DiagnosticsSettings:
-    """Settings of the doctor and of the checks at a start."""
-
-    minimum_disk_gb: float | None = flag("diagnostics.minimum_disk_gb", None, ge=0, le=1e9)
-    """Free disk, in GB, that the doctor demands in addition to the checkpoints. By default 1 to 10,
-    as much as they take."""
-    measure: Duration = flag("diagnostics.measure", 10 * SECOND, ge=0 * SECOND, le=HOUR)
-    """How long the doctor trains to estimate the step time. 0 skips this."""
-    start_check: bool = flag("diagnostics.start_check", True)
-    """Run the doctor's quick checks at the start, and refuse to start if one fails."""
 
 
 @dataclass(frozen=True, config=SETTINGS)
@@ -237,6 +214,9 @@ class RoundSettings:
     average_after: Duration = rule("round.average_after", 60 * SECOND, ge=0 * SECOND, le=DAY)
     """with exchange 'hivemind': how long after a close the members average, which has
     until the end of round.grace; by then all must have written their uploads"""
+    sample: CountFrom0 = rule("round.sample", 0)
+    """with exchange 'hivemind': uploads of a close that the validator fetches and judges, drawn at
+    random; 0: all"""
     least: Count = rule("round.least", 1)
     """fewest accepted uploads of an outer step; with fewer the close moves
     by a period"""
@@ -285,12 +265,10 @@ class MinerSettings(RoundSettings):
     """tokenizer, by its Hugging Face name or as a folder"""
     master_ss58_address: Hotkey = rule("chain.master_hotkey", _NOBODY)
     """hotkey of the validator, which owns the global bucket and signs what it publishes"""
-    checkpoint_steps: Count = flag("neuron.checkpoint_steps", 25)
-    """Fewest inner steps between two checkpoints. Outer steps and stops write one too."""
-    checkpoint_interval: Span = flag("neuron.checkpoint_interval", 600 * SECOND)
-    """Shortest time of training between two checkpoints."""
-    keep_checkpoints: int = flag("neuron.keep_checkpoints", 2, ge=1, le=1000)
-    """Local checkpoints to keep."""
+    checkpoint_steps: Count | Literal["auto"] = flag("neuron.checkpoint_steps", "auto")
+    """Inner steps between two checkpoints. 'auto' lets 25 pass, and ten minutes. Outer steps and
+    stops write one too."""
+    keep_checkpoints: int = 2
 
 
 @dataclass(frozen=True, config=SETTINGS)
@@ -315,13 +293,11 @@ class StoreSettings:
     )
     """Secret of the writing key. It is never published."""
     endpoint_url: EndpointUrl | None = flag(
-        "r2.endpoint_url", network="store.endpoint", fixed=True, env="R2_ENDPOINT_URL"
+        "r2.endpoint_url", network="store.endpoint", env="R2_ENDPOINT_URL"
     )
     """Object store in place of R2, such as https://s3.example.org or folder:///PLACE."""
-    jurisdiction: Literal["default", "eu", "fedramp", "us"] = flag("r2.jurisdiction", "default")
-    """R2 jurisdiction of the buckets."""
-    region: str = flag("r2.region", "auto", network="store.region")
-    """Region for which requests are signed."""
+    region: str = rule("store.region", "auto")
+    """region for which requests are signed"""
     addressing: Literal["path", "virtual"] = rule("store.addressing", "path")
     """where the bucket's name stands: after the store's host, or in it, before the rest"""
     access: Literal["registry", "own"] = rule("store.access", "registry")
@@ -357,10 +333,13 @@ class SwarmSettings:
     tell it."""
     dht_external_port: OuterPort | None = flag("dht.external_port", None)
     """Over hivemind: port at which peers reach --dht.port if a router maps another one to it."""
-    dht_listen_ip: Ipv4Address = flag("dht.listen_ip", "0.0.0.0")
-    """Over hivemind: IPv4 address on which the DHT peer listens."""
     run_id: str = rule("run_id", "local")
     """names the run in signed files and among DHT peers; it follows from the file"""
+
+    @property
+    def dht_listen_ip(self) -> str:
+        """The address on which the DHT peer listens: all, unless it is for this machine only."""
+        return "127.0.0.1" if (self.dht_ip or "").startswith("127.") else "0.0.0.0"
 
 
 @dataclass(frozen=True, config=SETTINGS)
@@ -368,9 +347,7 @@ class TelemetrySettings:
     """Settings of logs, metrics and events, and of their places."""
 
     debug: bool = flag("logging.debug", False)
-    """Log debug lines. They hold no secrets."""
-    trace: bool = flag("logging.trace", False)
-    """Log debug lines of hivemind, bittensor and boto3 too."""
+    """Log debug lines, those of hivemind, bittensor and boto3 too. They hold no secrets."""
     page_port: Port | Literal["off"] = flag("neuron.page_port", 8010)
     """Port of this neuron's dashboard. 0 takes a free one. A validator's default is 8011."""
     page_host: Text = flag("neuron.page_host", "127.0.0.1")
@@ -380,14 +357,11 @@ class TelemetrySettings:
     notify_url: Webhook | None = flag("notify.url", None, env="DT_NOTIFY_URL")
     """Webhook of ntfy, Slack, Discord, Telegram (.../sendMessage?chat_id=ID) or your own, for
     alerts and a daily report."""
-    price_per_hour: float | None = flag("cost.price_per_hour", None, ge=0, le=1e6)
-    """Price of this machine for an hour. The dashboard shows the cost of a day."""
     tensorboard_dir: File | None = flag("neuron.tensorboard_dir", None)
     """Folder in which each step's figures are written for TensorBoard."""
     wandb: Literal["off", "online", "offline"] = flag("neuron.wandb", "off")
-    """Send each step's figures to Weights & Biases. 'offline' keeps them for wandb sync."""
-    wandb_project: Text = flag("neuron.wandb_project", "distributed_training")
-    """Project of W&B. Set WANDB_ENTITY for another team than the key's."""
+    """Send each step's figures to Weights & Biases, by its own WANDB_PROJECT and WANDB_ENTITY.
+    'offline' keeps them for wandb sync."""
     wandb_api_key: Secret | None = flag("neuron.wandb_api_key", None, env="WANDB_API_KEY")
     """Key of W&B. By default the one of wandb login."""
 
@@ -402,11 +376,10 @@ class TrainingSettings:
     local_batch_size_train: MicroBatch | Literal["auto"] = flag(
         "neuron.local_batch_size_train", "auto"
     )
-    """Sequences of a micro-batch on each rank. 'auto' measures which size is the fastest."""
-    local_batch_size_train_effective: Count = flag(
-        "neuron.local_batch_size_train_effective", network="training.effective_batch", fixed=True
-    )
-    """Sequences of an inner step over all ranks, rounded up to whole micro-batches."""
+    """Sequences of a micro-batch on each rank. 'auto' measures which size is the fastest, and takes
+    half where memory runs out."""
+    local_batch_size_train_effective: Count = rule("training.effective_batch")
+    """sequences of an inner step over all ranks, rounded up to whole micro-batches"""
     sequence_length: int = rule("training.sequence_length", ge=2, le=1_000_000)
     """tokens per sequence, as the validators evaluate"""
     learning_rate: float = rule("training.learning_rate", ge=0, le=10)
@@ -444,18 +417,13 @@ class TrainingSettings:
     was on its way"""
     outer_rule: str = rule("training.outer_rule", "nesterov")
     """the outer rule, by the name that it is registered with"""
-    precision: Literal["auto", "bf16", "fp32"] = flag("neuron.precision", "auto")
-    """Precision of the computation. 'auto' takes bf16 if the hardware has it. Weights stay
-    float32."""
-    activation_checkpointing: Literal["none", "budget", "selective", "full"] = flag(
-        "neuron.activation_checkpointing", "none"
+    precision: Literal["auto", "bf16", "fp32"] = "auto"  # of the computation; weights are float32
+    activation_checkpointing: Literal["auto", "none", "budget", "selective", "full"] = flag(
+        "neuron.activation_checkpointing", "auto"
     )
     """Recompute activations to save memory, up to a third slower: 'budget' half of each layer,
-    'selective' every second layer, 'full' all."""
-    compile: Literal["auto", "on", "off"] = flag("neuron.compile", "auto")
-    """Compile decoder layers with torch.compile. 'auto' does so on a GPU."""
-    deterministic: bool = flag("neuron.deterministic", False)
-    """Train to the same bits at each start on a GPU too, but more slowly."""
+    'selective' every second layer, 'full' all. 'auto' does as little as fits."""
+    compile: Literal["auto", "on", "off"] = "auto"  # decoder layers; auto: on a GPU
     # When ranks reduce their gradients: at the last micro-batch of a step (fastest; holds the whole
     # gradient on each GPU) or at every one. auto: by memory, as the next one.
     gradient_sync: Literal["auto", "last", "every"] = "auto"
@@ -463,8 +431,7 @@ class TrainingSettings:
     wrap: Literal["auto", "block", "root"] = "auto"  # what FSDP gathers at once; auto: by size
     offload_optimizer: Literal["auto", "on", "off"] = flag("neuron.offload_optimizer", "auto")
     """Keep the optimizer's state in host memory. 'auto' does so if the GPU cannot hold it."""
-    seed: int = flag("neuron.seed", 42, ge=0, le=2**63 - 1)
-    """Seed of random initial weights."""
+    seed: int = 42  # of random initial weights
     profile_steps: int = flag("profile.steps", 0, ge=0, le=10_000)
     """Write a torch profiler trace of this many inner steps."""
 
@@ -476,13 +443,9 @@ class ValidatorSettings(RoundSettings):
     tick: timedelta = SECOND  # between two looks at the clock
 
     # the initial model, only when the global bucket is empty
-    model_config: File | None = flag("validator.model_config", None)
-    """config.json of the model to publish into an empty bucket. By default a Llama of 2 million
-    parameters."""
-    weights: File | None = flag("validator.weights", None)
-    """Folder of a transformers model to publish as outer step 0 into an empty bucket."""
-    model_from: Literal["none"] | None = flag("validator.model_from", None)
-    """'none' fills a lost bucket with outer step 0."""
+    model: File | None = flag("validator.model", None)
+    """Model to publish as outer step 0 into an empty bucket: a config.json, or the folder of a
+    transformers model with weights. By default that of the network's file, or a tiny Llama."""
 
     take_over: bool = flag("take_over", False)
     """Lead the network at once, although another validator may: that one stops."""
@@ -490,15 +453,12 @@ class ValidatorSettings(RoundSettings):
     # the founder's look at the model
     export_every: CountFrom0 = flag("validator.export_every", 0)
     """Outer steps between two exports into exports/ of the run folder. 0 exports none."""
-    keep_exports: int = flag("validator.keep_exports", 3, ge=1, le=10_000)
-    """Newest exports to keep."""
+    keep_exports: int = 3  # the newest
     export_command: Text = flag("validator.export_command", "")
     """Command to run with each export's folder and outer step. Its last line, numbers, is
     recorded."""
 
     held_out_sequences: int = 32  # on which each outer step is judged
-    sample: CountFrom0 = flag("validator.sample", 0)
-    """Over hivemind: fetch and judge this many uploads of a close, drawn at random. 0: all."""
     seed: int = 0  # of the random pages; 0: from the system
 
 
@@ -513,6 +473,5 @@ class AllSettings:
     store: StoreSettings
     swarm: SwarmSettings
     chain: ChainSettings
-    diagnostics: DiagnosticsSettings
     telemetry: TelemetrySettings
     validator: ValidatorSettings

@@ -86,17 +86,15 @@ def flag(
     le: Any = None,
     env: str | None = None,
     network: str = "",
-    fixed: bool = False,
 ) -> Any:
     """Declare a field as a setting that the flag ``--name`` gives (``neuron.upload_steps``).
 
     ``ge`` and ``le`` are the smallest and largest value; every number, duration and size has both,
     here or in its type. ``env`` names an environment variable that may give the value as well. A
     field of type ``Secret`` comes from ``env`` only. ``network``: the key under which a network's
-    file gives the value where the operator does not. Where it is ``fixed``, an operator who names a
-    network's file may not give another.
+    file gives the value where the operator does not.
     """
-    declared: dict[str, Any] = {"name": name, "env": env, "network": network, "fixed": fixed}
+    declared: dict[str, Any] = {"name": name, "env": env, "network": network}
     if network:
         default = USUAL.get(network, default)
     return Field(default, ge=ge, le=le, json_schema_extra=declared)
@@ -108,8 +106,7 @@ def rule(key: str, default: Any = None, *, ge: Any = None, le: Any = None) -> An
     ``ge`` and ``le`` are those of :func:`flag`. The default is that of :data:`USUAL`, or else
     ``default``.
     """
-    declared: dict[str, Any] = {"name": key, "env": None, "network": key, "fixed": True}
-    declared |= {"rule": True}
+    declared: dict[str, Any] = {"name": key, "env": None, "network": key, "rule": True}
     return Field(USUAL.get(key, default), ge=ge, le=le, json_schema_extra=declared)
 
 

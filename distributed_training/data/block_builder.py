@@ -79,7 +79,7 @@ class WorkerSpec:
 
     @property
     def cache(self) -> Path:
-        return self.settings.cache_dir or self.folder / "pages"
+        return self.folder / "pages"
 
 
 class TokenSource(Protocol):

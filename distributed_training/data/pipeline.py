@@ -84,6 +84,7 @@ class DeviceBuffer:
         self._staged = None
 
 
+_LEAST_AHEAD, _MOST_AHEAD = 2, 8  # blocks prepared ahead; more while the source is slow
 _KEPT_BLOCKS = 4  # used blocks kept, to train on again should the source die
 _MOST_BLOCKS = 32
 _KEPT_FILES = 16  # prepared blocks on disk, of this rank
@@ -428,11 +429,12 @@ class DataPipeline:
 
         More while preparing one takes long compared with training on one.
         """
-        least, most = self._settings.prefetch_blocks, self._settings.max_prefetch_blocks
+        if (fixed := self._settings.prefetch_blocks) != "auto":
+            return fixed
         if not self._train_seconds:
-            return least
+            return _LEAST_AHEAD
         needed = math.ceil(self._prepare_seconds / self._train_seconds) + 1
-        return max(least, min(most, needed))
+        return max(_LEAST_AHEAD, min(_MOST_AHEAD, needed))
 
     def _forget(self, earlier: list[int]) -> None:
         """Drop used blocks beyond the last few, and ``earlier`` ones that were never ordered.

@@ -61,6 +61,7 @@ _DESCRIPTORS = 1024  # files, shards and connections
 _COMFORTABLE = 0.9  # share of the memory
 TESTED_TORCH = "2.13.0"  # the newest one, as constraints.txt has it
 _MOST_SPARE = 10_000_000_000  # bytes of disk beside all that a miner keeps, for data and logs
+_SPARE_BYTES = 100  # of a parameter, of all that a miner keeps (docs/requirements.md)
 _TOO_MUCH = 1.15  # share of the memory; the estimate is not exact enough to refuse a near miss
 
 
@@ -90,8 +91,10 @@ class Examination:
     @property
     def micro_batch(self) -> int | None:
         """Return the sequences of a micro-batch; None for ``auto``."""
-        wanted = self.config.training.local_batch_size_train
-        return wanted if isinstance(wanted, int) else None
+        training = self.config.training
+        wanted = training.local_batch_size_train
+        most = training.local_batch_size_train_effective
+        return min(wanted, most) if isinstance(wanted, int) else None
 
     def failed(self, *names: str) -> str:
         """Return the first check that failed whose name begins with one of these, or nothing."""
@@ -149,7 +152,7 @@ def listed(
 def start_checks(config: Config, *, ranks: int) -> list[Check]:
     """Check the machine before anything is started: no torch, no network, below 1 s.
 
-    The miner's launcher refuses to start on a failure unless ``--diagnostics.start_check false``.
+    The miner's launcher refuses to start on a failure.
     """
     start = Examination(config, ranks)
     return [check for entry in CHECKS if entry.at_start for check in entry.check(start)]
@@ -172,8 +175,7 @@ def check_configuration(examination: Examination) -> list[Check]:
         cause, _, remedy = line.rpartition(": ")
         status: Literal["fail", "warn"] = "fail" if line in wrong else "warn"
         found.append(Check("configuration", status, cause or line, remedy if cause else ""))
-    right = f"preset {config.preset}, {examination.ranks} rank(s)"
-    return found or [Check("configuration", "ok", right)]
+    return found or [Check("configuration", "ok", f"{examination.ranks} rank(s)")]
 
 
 @listed(CHECKS)
@@ -224,7 +226,7 @@ def check_gpus(examination: Examination) -> Iterator[Check]:
             remedy = "check nvidia-smi and CUDA_VISIBLE_DEVICES, or give --neuron.device cpu"
             yield Check("gpu", "fail", finding, remedy)
             return
-        remedy = "fine for --preset local; otherwise check nvidia-smi and CUDA_VISIBLE_DEVICES"
+        remedy = "fine for a tiny model; otherwise check nvidia-smi and CUDA_VISIBLE_DEVICES"
         yield Check("gpu", "warn", finding, remedy)
         return
     if hidden := gpus_hidden_by_mig():
@@ -263,8 +265,8 @@ def check_batch(examination: Examination) -> Check:
     actual = steps * micro_batch * ranks
     finding = f"{actual} sequences = {steps} micro-batches of {micro_batch} on {ranks} rank(s)"
     if actual != effective:
-        remedy = f"give --neuron.local_batch_size_train_effective {actual}"
-        return Check(name, "warn", f"{finding}: rounded up from {effective}", remedy)
+        finding += f": rounded up from {effective}"
+        return Check(name, "warn", finding, "give --neuron.local_batch_size_train auto")
     return Check(name, "ok", finding)
 
 
@@ -303,12 +305,12 @@ def arrange(
     gpu: int | None,
 ) -> Arrangement:
     """Return how this machine trains the model; ``gpu``: bytes of its first, None without one."""
-    training = config.training
+    training, recompute = config.training, config.training.activation_checkpointing
     return Arrangement(
         world_size=ranks,
         micro_batch=micro_batch,
         sequence_length=training.sequence_length,
-        checkpointing=training.activation_checkpointing,  # type: ignore[arg-type]
+        checkpointing="full" if recompute == "auto" else recompute,
         keep_unsharded=training.keep_unsharded == "on",
         reduce_at_last=training.gradient_sync == "last",
         offload_optimizer=offload,
@@ -341,7 +343,7 @@ def check_memory(examination: Examination) -> Iterator[Check]:
             "gpu memory",
             device_memory(shape, how),
             gpu,
-            "give --neuron.local_batch_size_train 1, --neuron.activation_checkpointing full, "
+            "give --neuron.local_batch_size_train auto, --neuron.activation_checkpointing auto, "
             "--neuron.offload_optimizer on, or more GPUs",
         ),
         (
@@ -389,7 +391,7 @@ def refuse_model(config: Config, *, ranks: int) -> None:
     memory, nothing is refused; nor within a sixth, since the estimate is no more exact.
     """
     network = config.network
-    if network is None or network.model is None or not config.diagnostics.start_check:
+    if network is None or network.model is None:
         return
     try:
         shape = network.shape
@@ -442,15 +444,14 @@ def check_room(examination: Examination) -> Check:
     The folder's file system must take a file, too.
     """
     config, shape = examination.config, examination.shape
-    given = config.diagnostics.minimum_disk_gb
-    needed = _MOST_SPARE if given is None else round(given * 1e9)
+    needed = _MOST_SPARE
+    if config.network is not None and examination.shape is None:  # at a start
+        needed = min(needed, _SPARE_BYTES * config.network.head.parameters)
     folder = config.run_folder.absolute()
     if shape is not None:
         keep, moments = config.miner.keep_checkpoints, count_moments(config.training, shape)
         most = disk_space(shape, keep_checkpoints=keep, moments=moments)
-        if given is None:  # a small model writes little else too
-            needed = min(needed, most)
-        needed = max(needed, DISK_RESERVE)
+        needed = max(min(needed, most), DISK_RESERVE)  # a small model writes little else too
         # What is there is part of the need: counted twice, a restart on a disk of the documented
         # size would be refused.
         needed += max(0, most - bytes_under(folder))
@@ -471,9 +472,7 @@ def check_room(examination: Examination) -> Check:
         return Check("disk", "warn", finding, "see to that yourself: room is not checked there")
     if free < needed:
         finding += ", so checkpoints and uploads would fail"
-        remedy = (
-            "free space, lower --neuron.keep_checkpoints, or give --neuron.run_folder elsewhere"
-        )
+        remedy = "free space, or give --neuron.run_folder elsewhere"
         return Check("disk", "fail", finding, remedy)
     if free < 2 * needed:
         return Check("disk", "warn", finding, "free space soon: less than twice the need is left")

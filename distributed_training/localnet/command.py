@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         shutil.rmtree(folder, ignore_errors=True)
         config = load_config(
             "validator",
-            ["--preset", "local", "--network", str(subnet.folder / "network.toml")],
+            ["--network", str(subnet.folder / "network.toml")],
             check=False,
         )
         try:

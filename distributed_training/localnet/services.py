@@ -620,7 +620,11 @@ class Services:
     def _settings(self, plan: NeuronPlan) -> dict[str, str]:
         """Return the neuron's settings by flag."""
         flags = {
-            "preset": "local",
+            "neuron.device": "cpu",
+            "neuron.page_port": "off",  # the whole subnet has one
+            "neuron.local_batch_size_train": "2",
+            "neuron.checkpoint_steps": "10",
+            "neuron.stop_timeout": "30",
             "network": str(self.network),
             "neuron.name": plan.name,
             "neuron.run_folder": str(plan.folder),

@@ -3,7 +3,6 @@
     python -m distributed_training.miner --wallet.name W --wallet.hotkey H --nproc_per_node 4 ...
     python -m distributed_training.miner config ... show every setting and where it is from
     python -m distributed_training.miner check ...  refuse settings as a start would, and end
-    python -m distributed_training.miner completion bash|zsh   flags for this shell to complete
     torchrun --nnodes 2 ... neurons/miner.py ...    one rank, of a miner of several machines
 
 Started plainly it is the launcher: it checks the configuration, starts one rank per GPU, restarts
@@ -33,7 +32,6 @@ from distributed_training.config import (
     problems,
     run_folder_of,
 )
-from distributed_training.config.schema import completion
 from distributed_training.miner.rank_group import PROGRAM
 from distributed_training.protocol.types import FINAL, ExitStatus
 
@@ -51,11 +49,6 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
     The configuration is read here and nowhere else: the launcher hands it to its ranks.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["completion"]:
-        if list(argv[1:]) not in (["bash"], ["zsh"]):
-            return exit_with(ConfigError("dt-miner completion needs a shell: bash or zsh"))
-        print(completion(argv[1]), end="")
-        return ExitStatus.STOPPED
     try:
         if argv[:1] == ["config"]:
             config = load_config("miner", argv[1:], file=OPERATORS_FILE, check=False)

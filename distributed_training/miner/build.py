@@ -74,6 +74,8 @@ log = logging.getLogger(__name__)
 
 _NO_DIGEST = "0" * 64
 _SAY_AGAIN = 600.0  # seconds between two lines of one cause
+#: How often "auto" writes a checkpoint: after so many inner steps, and seconds of training.
+_CHECKPOINT_STEPS, _CHECKPOINT_SECONDS = 25, 600.0
 
 
 @dataclass(frozen=True)
@@ -355,14 +357,15 @@ class RankZero:
         shapes = [shape for _, shape in trainer.schema]
         needed = largest_file(trainer.schema, config.miner.codec)
         needed += checkpoint_bytes(shapes, trainer.moments)
+        often = config.miner.checkpoint_steps
         self.blocks = open_blocks(context, training, uid=info.uid)
         self.controller = Controller(
             state=MinerState(
                 mode=Mode.TRAINING, outer_step=trainer.outer_step, inner_step=trainer.inner_step
             ),
             rules=Rules(
-                checkpoint_steps=config.miner.checkpoint_steps,
-                checkpoint_seconds=config.miner.checkpoint_interval.total_seconds(),
+                checkpoint_steps=_CHECKPOINT_STEPS if often == "auto" else often,
+                checkpoint_seconds=_CHECKPOINT_SECONDS if often == "auto" else 0.0,
                 tick_seconds=context.tick.total_seconds(),
                 upload_from=config.store.minimum_valid_inner_step,
                 progress_steps=config.store.upload_steps if config.has_bucket else 0,

@@ -259,7 +259,7 @@ def _train(
     # Before any process is started: by this mark the next launcher finds what a SIGKILL left.
     write_instance(folder, mark, gpus=gpus)
     for check in start_checks(config, ranks=ranks):
-        if check.status == "fail" and config.diagnostics.start_check:
+        if check.status == "fail":
             raise ConfigError(check.line)
         if check.status != "ok":
             log.warning("%s", check.line)

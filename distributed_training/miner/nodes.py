@@ -62,7 +62,7 @@ _LOG_GRACE = timedelta(seconds=5)
 #: Settings outside of the packages training and data that must be equal on all nodes.
 _OF_ALL = {"store.global_bucket", "tokenizer.name"}
 #: Settings inside that need not be: where things lie, and how much of the machine is used.
-_OF_ONE_NODE = frozenset({"data.cache_dir", "data.workers", "profile.steps"})
+_OF_ONE_NODE = frozenset({"data.workers", "profile.steps"})
 
 
 def under_torchrun() -> bool:

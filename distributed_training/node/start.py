@@ -113,7 +113,6 @@ def make_run_folder(config: Config, *, fstab: Path = FSTAB) -> Path:
     """
     for folder, flag, consequence in (
         (config.run_folder, "--neuron.run_folder", "nothing could be saved"),
-        (config.data.cache_dir, "--data.cache_dir", "every page would be fetched again"),
         (config.telemetry.tensorboard_dir, "--neuron.tensorboard_dir", "no curve would be drawn"),
     ):
         if folder is None:

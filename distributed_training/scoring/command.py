@@ -98,7 +98,7 @@ def subnet_flags(folder: Path | None) -> list[str]:
             "shown: start one with `make run`, or correct the path"
         )
     return [
-        *("--preset", "local", "--network", str(folder / "network.toml")),
+        *("--network", str(folder / "network.toml")),
         *("--neuron.run_folder", str(folder)),
         # Only members read a network that exchanges through the store.
         *("--wallet.path", str(folder / "wallets"), "--wallet.name", "validator"),

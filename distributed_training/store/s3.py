@@ -137,11 +137,7 @@ def endpoint_of(settings: StoreSettings, account_id: str | None = None) -> str:
     if settings.endpoint_url:
         return settings.endpoint_url
     account = account_id or settings.account_id or ""
-    url = r2_endpoint(account)
-    # Another miner's jurisdiction is not in its commitment; ours is known.
-    if account_id in (None, settings.account_id) and settings.jurisdiction != "default":
-        url = url.replace(".r2.", f".{settings.jurisdiction}.r2.", 1)
-    return url
+    return r2_endpoint(account)
 
 
 @dataclass(frozen=True)
@@ -636,8 +632,8 @@ class S3ObjectStore:
             named = re.match(r"([a-z0-9-]{2,40}) ", text)
             if named := named or re.search(r"expecting '([a-z0-9-]+)'", text):
                 return StoreError(
-                    f"{place}: the store answered {answer}: give --r2.region {named[1]} instead "
-                    f"of {self._region}"
+                    f"{place}: the store answered {answer}: the founder sets store.region of the "
+                    f"network's file to {named[1]} instead of {self._region}"
                 )
         if code in _BAD_KEYS or status == 401:
             what, where = self._keys.what, " from the R2 dashboard" if self._is_r2 else ""
@@ -669,7 +665,7 @@ class S3ObjectStore:
             kind = TransientError if status in (302, 303, 307) else StoreError
             return kind(
                 f"{place}: {self._endpoint} redirects elsewhere ({answer}): correct "
-                "--r2.endpoint_url or --r2.region, or the proxy before it"
+                "store.endpoint or store.region of the network's file, or the proxy before it"
             )
         if status == 413:
             return RefusedError(

@@ -223,7 +223,7 @@ def deadline_in(duration: timedelta) -> float:
 
 RANGE = 16 * 1024 * 1024
 NO_PROGRESS = timedelta(minutes=5)  # that one range is tried again and again
-_MAKE_ROOM = "free the disk, lower --neuron.keep_checkpoints or move --neuron.run_folder"
+_MAKE_ROOM = "free the disk, or move --neuron.run_folder"
 
 
 def download(

@@ -131,12 +131,12 @@ def setup_logging(
         root.removeHandler(handler)
         handler.close()
     root.addHandler(output)
-    root.setLevel(logging.DEBUG if settings.debug or settings.trace else logging.INFO)
+    root.setLevel(logging.DEBUG if settings.debug else logging.INFO)
     logging.captureWarnings(True)
     logging.raiseExceptions = False  # a full disk or a closed pipe must not end training
     # hivemind reads these when it is imported; they reach the processes that it forks.
     os.environ.setdefault("HIVEMIND_COLORS", "0")
-    os.environ.setdefault("HIVEMIND_LOGLEVEL", "DEBUG" if settings.trace else "WARNING")
+    os.environ.setdefault("HIVEMIND_LOGLEVEL", "DEBUG" if settings.debug else "WARNING")
     for library in _LIBRARIES:
         logger = logging.getLogger(library)
         for handler in list(logger.handlers):
@@ -144,9 +144,9 @@ def setup_logging(
         logger.propagate = True
         # logging.config of a library may have switched it off, errors included.
         logger.disabled = False
-        logger.setLevel(logging.DEBUG if settings.trace else logging.WARNING)
+        logger.setLevel(logging.DEBUG if settings.debug else logging.WARNING)
     warnings = logging.getLogger("py.warnings")
-    warnings.setLevel(logging.WARNING if settings.trace else logging.ERROR)
+    warnings.setLevel(logging.WARNING if settings.debug else logging.ERROR)
     log = logging.getLogger("distributed_training")
 
     def uncaught(error: BaseException | None, where: str = "") -> None:

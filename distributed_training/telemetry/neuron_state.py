@@ -224,12 +224,8 @@ class NeuronState:
     def measured(self) -> dict[str, Any]:
         """Return the part of :meth:`facts` that changes without an event, or counts many."""
         now = time.time()
-        settings, price = read_settings(self.folder), None
-        with contextlib.suppress(*_DAMAGED):
-            price = finite(float(settings["cost.price_per_hour"]))
         return {
-            "title": settings.get("neuron.name") or self.name,
-            "price_per_hour": price,
+            "title": read_settings(self.folder).get("neuron.name") or self.name,
             "tokens_a_day": self.tokens_a_day(now),
             "counts": self.counts(),
             "gauges": read_metrics(self.folder / "metrics.prom"),

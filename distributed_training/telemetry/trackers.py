@@ -106,7 +106,6 @@ class WandB:
         self._connection.send(
             {
                 "mode": settings.wandb,
-                "project": settings.wandb_project,
                 "name": name,
                 "key": key.get_secret_value() if key is not None else None,
                 "folder": str(folder),
@@ -236,7 +235,7 @@ def main() -> None:
     problem = ""
     try:
         options: dict[str, Any] = {
-            "project": given["project"],
+            "project": os.environ.get("WANDB_PROJECT", "distributed_training"),
             "name": given["name"],
             "group": given["name"],
             "dir": given["folder"],

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -86,17 +86,29 @@ def plan_batch(*, micro_batch: int, effective: int, world_size: int) -> BatchPla
 class MemoryPlan:
     """Decided by :func:`plan_memory`, for the network's inner optimizer.
 
-    ``bytes_needed`` is an estimate for one rank's device.
+    ``bytes_needed`` is an estimate for one rank's device. ``rung``: of the ladder, where 0 is the
+    fastest; ``is_last``: nothing takes less memory.
     """
 
     per_block: bool
-    keep_unsharded: bool
-    sync_every: bool
-    offload_optimizer: bool
     bytes_needed: int
-    note: str
     shape: ModelShape
     way: Arrangement
+    note: str
+    rung: int
+    is_last: bool
+
+    @property
+    def keep_unsharded(self) -> bool:
+        return self.way.keep_unsharded
+
+    @property
+    def sync_every(self) -> bool:
+        return not self.way.reduce_at_last
+
+    @property
+    def offload_optimizer(self) -> bool:
+        return self.way.offload_optimizer
 
     def bytes_with(self, micro_batch: int) -> int:
         """Estimate the bytes of one rank's device with micro-batches of another size."""
@@ -112,14 +124,16 @@ def plan_memory(
     micro_batch: int,
     device_bytes: int | None,
     host_bytes: int | None = None,
+    rung: int = 0,
 ) -> MemoryPlan:
     """Return the fastest arrangement that fits ``device_bytes`` (None: no limit is set).
 
     Gathered weights and whole gradients kept through a step cost memory and save a gather and a
-    reduction per micro-batch. The optimizer's state in host memory costs one trip over the bus per
-    step; where ``host_bytes`` (None: enough) cannot hold it that is the last resort. What the
-    operator fixed by flag stays fixed. Raises ConfigError for a model whose ``config.json`` does
-    not give its size as a Llama's does.
+    reduction per micro-batch. Activations that are computed again cost up to a third of a step. The
+    optimizer's state in host memory costs one trip over the bus per step; where ``host_bytes``
+    (None: enough) cannot hold it that is the last resort. What the operator fixed by flag stays
+    fixed. ``rung``: arrangements to skip, which should fit and did not; the next ones take less.
+    Raises ConfigError for a model whose ``config.json`` does not give its size as a Llama's does.
     """
     try:
         shape = ModelShape.from_config(model_config, parameters)
@@ -135,57 +149,51 @@ def plan_memory(
     keeps = _choices(settings.keep_unsharded, "on")[::-1]
     if not per_block:
         keeps = keeps[:1]  # one group is whole in forward and backward anyway
-    moments = shape.moments(*moments_of(settings))
     how = Arrangement(
         world_size=world_size,
         micro_batch=micro_batch,
         sequence_length=settings.sequence_length,
-        checkpointing=cast(Checkpointing, settings.activation_checkpointing),
         cuda=device_bytes is not None,
         compiled=settings.compile != "off",
         loss_chunk=loss_chunk(device_bytes),
-        moments=moments,
+        moments=shape.moments(*moments_of(settings)),
         workers=MOST_WORKERS * world_size,
     )
-    every = _choices(settings.gradient_sync, "every")
-    ways = list_ways(
-        how, keep=keeps, every=every, offload=_choices(settings.offload_optimizer, "on")
+    recompute = settings.activation_checkpointing
+    kinds: tuple[Checkpointing, ...] = (
+        ("none", "budget", "full") if recompute == "auto" else (recompute,)
     )
+    every = _choices(settings.gradient_sync, "every")
+    offload = _choices(settings.offload_optimizer, "on")
+    ways = [
+        replace(way, checkpointing=kind)
+        for way in list_ways(how, keep=keeps, every=every, offload=offload)
+        for kind in kinds
+    ]
     offloaded = replace(how, offload_optimizer=True, cuda=True)
     if host_bytes is not None and host_memory(shape, offloaded) > host_bytes:
         ways.sort(key=lambda way: way.offload_optimizer)
-    chosen: MemoryPlan | None = None
-    for way in ways:
-        need = device_memory(shape, way)
-        fits = device_bytes is None or need <= device_bytes * MARGIN
-        where = "host" if way.offload_optimizer else "device"
-        size = f"{need / 1e9:.1f} GB" if need >= 1e8 else f"{need / 1e6:.0f} MB"
-        note = (
-            f"Memory: about {size} per rank. FSDP: "
-            f"{'a group per decoder layer' if per_block else 'one group'}, gathered "
-            f"weights {'kept through a step' if way.keep_unsharded else 'dropped after use'}, "
-            f"gradients reduced at {'the last' if way.reduce_at_last else 'every'} micro-batch, "
-            f"{settings.optimizer}'s state in {where} memory"
-        )
-        if device_bytes is not None and not fits:
-            note += (
-                f"; more than {MARGIN:.0%} of the device's {device_bytes / 1e9:.1f} GB: "
-                "if it runs out, use --neuron.activation_checkpointing full or more GPUs"
-            )
-        chosen = MemoryPlan(
-            per_block,
-            way.keep_unsharded,
-            not way.reduce_at_last,
-            way.offload_optimizer,
-            need,
-            note,
-            shape,
-            way,
-        )
-        if fits:
-            break
-    assert chosen is not None
-    return chosen
+    limit = math.inf if device_bytes is None else device_bytes * MARGIN
+    ladder = list[tuple[int, Arrangement]]()
+    for way in [way for way in ways if device_memory(shape, way) <= limit] or ways[-1:]:
+        if not ladder or device_memory(shape, way) < ladder[-1][0]:
+            ladder.append((device_memory(shape, way), way))
+    rung = min(rung, len(ladder) - 1)
+    need, way = ladder[rung]
+    size = f"{need / 1e9:.1f} GB" if need >= 1e8 else f"{need / 1e6:.0f} MB"
+    note = (
+        f"Memory: about {size} per rank. FSDP: "
+        f"{'a group per decoder layer' if per_block else 'one group'}, gathered "
+        f"weights {'kept through a step' if way.keep_unsharded else 'dropped after use'}, "
+        f"gradients reduced at {'the last' if way.reduce_at_last else 'every'} micro-batch, "
+        f"activation checkpointing {way.checkpointing}, "
+        f"{settings.optimizer}'s state in {'host' if way.offload_optimizer else 'device'} memory"
+    )
+    if need > limit:
+        note += f"; more than {MARGIN:.0%} of the device's memory: if it runs out, use more GPUs"
+    if rung:
+        note += f"; {rung} faster arrangements ran out of memory before"
+    return MemoryPlan(per_block, need, shape, way, note, rung, rung == len(ladder) - 1)
 
 
 def _choices(value: str, on: str) -> list[bool]:

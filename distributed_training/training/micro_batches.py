@@ -1,19 +1,22 @@
 """The micro-batches of one inner step: forward, backward, and gradients of the whole.
 
 FSDP adds gradients up where they are computed and reduces them over ranks once, with the last
-micro-batch; where memory is short at each. ``--neuron.local_batch_size_train auto``
-measures the micro-batch size instead of guessing it.
+micro-batch; where memory is short at each. ``--neuron.local_batch_size_train auto`` measures the
+size of a micro-batch.
 
-Running out of memory is no reason to lose a day. A single rank runs the step again in pieces of
-half the size. With several ranks the others wait in a collective that the failed rank left, so all
-end and start again from the last checkpoint; :class:`KnownSize` remembers the smaller size for
-them. Both train on the same micro-batches as before, each in pieces, so nothing else changes.
+Where memory runs out, the miner steps down a ladder, and :class:`KnownSize` remembers in the run
+folder where it stands: half the sequences at once; at one sequence the next arrangement of
+:func:`~.memory_plan.plan_memory`, which recomputes activations or keeps the optimizer's state in
+host memory. A single rank runs the step again in smaller pieces. Otherwise the ranks start again
+from the last checkpoint. The micro-batches stay the same, so nothing else changes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
+import json
 import logging
 import math
 import statistics
@@ -32,21 +35,21 @@ from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError
 
 from .collectives import RowStream
-from .memory_plan import BatchPlan, MemoryPlan, plan_batch
+from .memory_plan import BatchPlan, plan_batch
 from .sharding import ShardedModel
 
 log = logging.getLogger(__name__)
 
 OUT_OF_MEMORY_ADVICE = (
-    "lower --neuron.local_batch_size_train (or give auto), add --neuron.activation_checkpointing "
-    "full or --neuron.offload_optimizer on; --neuron.local_batch_size_train_effective does not "
-    "change memory"
+    "use more GPUs; --neuron.local_batch_size_train, --neuron.activation_checkpointing and "
+    "--neuron.offload_optimizer save most as auto; the effective batch does not change memory"
 )
 
 
 @dataclass(frozen=True)
 class _Known:
     facts: dict[str, Any]
+    rung: Annotated[int, Field(ge=0)] = 0
     most: Annotated[int, Field(gt=0)] | None = None
     fastest: Annotated[int, Field(gt=0)] | None = None
 
@@ -55,21 +58,30 @@ class KnownSize:
     """Facts found out about this model on these GPUs, kept in a file of the run folder.
 
     ``path`` None: nothing is remembered. ``facts``: all that it depends on; another model, length,
-    inner optimizer or GPU starts without knowledge. ``most``: sequences at once that fit, None
-    while it never ran out. ``fastest``: the size that ``auto`` found. Of all ranks the smallest:
-    all of them make one.
+    inner optimizer or GPU starts without knowledge. ``rung``: arrangements of memory in which not
+    even one sequence fitted. ``most``: sequences at once that fit, None while it never ran out.
+    ``fastest``: the size that ``auto`` found.
     """
 
-    def __init__(self, path: Path | None, facts: Mapping[str, Any], stream: RowStream) -> None:
+    def __init__(self, path: Path | None, facts: Mapping[str, Any]) -> None:
         self._path = path
         self._facts = dict(facts)
         lost = "the size that fits is found out again"
         found = read_state(path, _Known, lost=lost) if path is not None else None
         if found is None or found.facts != self._facts:
             found = _Known(self._facts)
-        # Nodes have files of their own, and GPUs of one machine may differ, so that its file holds
-        # for some of them only. A rank that measures by itself would wait for the others forever.
-        answers = stream.all_gather((found.most, found.fastest))
+        self.rung, self.most, self.fastest = found.rung, found.most, found.fastest
+
+    def agree(self, stream: RowStream, rung: int) -> None:
+        """Take the smallest sizes of all ranks, which stand on ``rung``. Collective.
+
+        Machines have files of their own, and GPUs of one machine may differ, so that its file
+        holds for some of them only. A rank that measures by itself would wait for the others
+        forever.
+        """
+        if rung != self.rung:
+            self.rung, self.most, self.fastest = rung, None, None
+        answers = stream.all_gather((self.most, self.fastest))
         most, fastest = ([n for n in each if n] for each in zip(*answers, strict=True))
         self.most = min(most, default=None)
         # One rank that knows nothing: all measure.
@@ -85,44 +97,44 @@ class KnownSize:
         self._write()
         return self.most
 
+    def step_down(self) -> None:
+        """Note that not even one sequence fits as memory is arranged now. Any rank may call it."""
+        self.rung, self.most, self.fastest = self.rung + 1, None, None
+        self._write()
+
     def measured(self, fastest: int) -> None:
         self.fastest = fastest
         self._write()
 
     def _write(self) -> None:
         if self._path is not None:
-            known = _Known(self._facts, self.most, self.fastest)
+            known = _Known(self._facts, self.rung, self.most, self.fastest)
             write_state(self._path, known, lost="a restart finds out the size that fits again")
 
 
-# Of a trial. A size that an older one found is measured again: up to 1 neither the reduction of
-# gradients nor the optimizer's step was in it, so what it found may not fit.
-_METHOD = 2
-
-
-def facts_of(sharded: ShardedModel, settings: TrainingSettings, ranks: int) -> dict[str, Any]:
+def facts_of(
+    settings: TrainingSettings, model_config: Mapping[str, Any], device: torch.device, ranks: int
+) -> dict[str, Any]:
     """Return everything that the size that fits depends on; ``ranks``: of one copy."""
-    device, hardware, size = sharded.device, "cpu", 0
+    hardware, size = "cpu", 0
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
         size = torch.cuda.get_device_properties(device).total_memory
+    model = json.dumps(model_config, sort_keys=True, default=str)
     return {
-        "measured": _METHOD,
         "device": hardware,
         "device_bytes": size,
-        "model": [[name, list(shape)] for name, shape in sharded.schema[:12]]
-        + [len(sharded.schema)],
+        "model": hashlib.sha256(model.encode()).hexdigest(),
         "ranks": ranks,
-        "sequence_length": settings.sequence_length,
-        "activation_checkpointing": settings.activation_checkpointing,
-        "optimizer": settings.optimizer,
-        "offload_optimizer": sharded.plan.offload_optimizer,
-        "keep_unsharded": sharded.plan.keep_unsharded,
-        "reduces_each": sharded.plan.sync_every,
-        "precision": str(sharded.compute_dtype),
-        "compiled": sharded.compiled,
         "torch": torch.__version__,
-    }
+        **{
+            name: getattr(settings, name)
+            for name in (
+                "sequence_length", "optimizer", "activation_checkpointing", "offload_optimizer",
+                "gradient_sync", "keep_unsharded", "precision", "compile",
+            )
+        },
+    }  # fmt: skip
 
 
 _TIMED = 3  # passes of a trial that are timed
@@ -158,6 +170,13 @@ class MicroBatches:
         if known.most is not None:
             say(f"At most {known.most} sequences at once: more ran out of memory before")
 
+    def lower(self) -> str:
+        """Let the next start arrange memory in another way; return what comes of it."""
+        if self.sharded.plan.is_last:
+            return OUT_OF_MEMORY_ADVICE
+        self.known.step_down()
+        return "it starts again, and arranges memory in the next way that takes less"
+
     @property
     def failures(self) -> tuple[type[Exception], ...]:
         """The errors of a pass after which the step can be run again."""
@@ -175,9 +194,7 @@ class MicroBatches:
         was = self.at_once(plan.micro_batch)
         found = f"out of memory with {was} sequences at once ({_first_line(error)})"
         if was == 1:
-            raise torch.OutOfMemoryError(
-                f"{found}, so the miner stops: {OUT_OF_MEMORY_ADVICE}"
-            ) from error
+            raise torch.OutOfMemoryError(f"{found}, so the miner stops: {self.lower()}") from error
         # On disk before this rank ends, or the next start would run out again.
         fits = self.known.ran_out(was)
         if self.stream.world_size > 1:
@@ -330,27 +347,6 @@ def _compiler_errors(compiled: bool) -> tuple[type[Exception], ...]:
 # Of the memory that is free; the rest is for what comes later: the codes of an upload.
 _MARGIN = 0.85
 
-
-class DeviceBudget:
-    """Bytes of a CUDA device that micro-batches may fill; made once the model is there."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        free, _ = torch.cuda.mem_get_info(device)
-        self.limit = round((free + torch.cuda.memory_reserved(device)) * _MARGIN)
-        self.peak()  # of what came before
-
-    def peak(self) -> int:
-        """Return the most that the allocator held since the last call.
-
-        Held, not used: FSDP's streams have pools that share nothing.
-        """
-        held = torch.cuda.max_memory_reserved(self._device)
-        torch.cuda.empty_cache()  # what this size left in the allocator's pools
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return held
-
-
 # At 1024 tokens this number of sequences fills any GPU. A block of data has about 300: larger
 # micro-batches lose more of its end, and one larger than a block would train on nothing.
 AUTO_AT_MOST = 32
@@ -383,148 +379,91 @@ def sizes_to_try(
         sizes.append(size)
 
 
+def find_micro_batch(
+    seconds_of: Callable[[int], float | None], sizes: Sequence[int], first: int
+) -> tuple[int, dict[int, float]]:
+    """Return the fastest of ``sizes`` that fits, 0 if none does, and sequences per second by size.
+
+    ``seconds_of``: seconds of a sequence in micro-batches of a size; None: it does not fit. Each
+    trial compiles, so the search begins at ``first``, where memory is expected to end: down until
+    one fits, or up while a doubling gains 2 %, since one that gains less is not worth its memory.
+    """
+    at = sizes.index(first)
+    while (seconds := seconds_of(sizes[at])) is None:
+        if at == 0:
+            return 0, {}
+        at -= 1
+    best, rates = sizes[at], {sizes[at]: 1 / seconds}
+    for size in sizes[at + 1 :] if best == first else ():
+        if (seconds := seconds_of(size)) is None:
+            break
+        rates[size] = 1 / seconds
+        if rates[size] < 1.02 * rates[best]:
+            break
+        best = size
+    return best, rates
+
+
 def measured_micro_batch(
-    step: MicroBatches,
-    settings: TrainingSettings,
-    *,
-    end_step: Callable[[], None],
+    step: MicroBatches, settings: TrainingSettings, *, end_step: Callable[[], None]
 ) -> int:
     """Return what an earlier start found for ``auto``, or the result of trying.
 
-    All ranks call this. ``end_step``: norm and optimizer, on the gradients of a trial.
-    Raises ConfigError if not even one sequence fits, RuntimeError if a size ran out of memory while
-    other ranks continued (they start again then, and it is known).
+    All ranks call this; all return the same size. ``end_step``: norm and optimizer, on the
+    gradients of a trial. Raises torch.OutOfMemoryError if not even one sequence fits, or if a size
+    ran out of memory while other ranks continued: what was found out is known to the next start.
+    Raises ConfigError if no other arrangement of memory is left.
     """
-    known = step.known
-    stream, device = step.stream, step.sharded.device
+    known, stream, device = step.known, step.stream, step.sharded.device
     sizes, why = sizes_to_try(settings, stream.world_size, device)
     if known.fastest in sizes:  # the effective batch may be another now
         step.say(f"--neuron.local_batch_size_train auto: {known.fastest}, as found before")
         return known.fastest
-
-    def seconds(sequences: int) -> float:
-        try:
-            return step.seconds_per_sequence(sequences, settings.sequence_length, end_step=end_step)
-        except torch.OutOfMemoryError as error:
-            if stream.world_size > 1 and sequences > 1:
-                fits = known.ran_out(sequences)
-                raise RuntimeError(
-                    f"{sequences} sequences at once ran out of memory on rank {stream.rank}: the "
-                    f"ranks start again and try at most {fits}"
-                ) from error
-            raise
-
     if known.most is not None and known.most < sizes[-1]:
         sizes = [size for size in sizes if size <= known.most]
         why = f"more than {known.most} ran out of memory before"
-    budget = DeviceBudget(device) if device.type == "cuda" else None
-    found = find_micro_batch(
-        seconds,
-        sizes,
-        first=min(stream.all_gather(_predict(step.sharded.plan, sizes, budget))),
-        why=why,
-        vote=stream.vote_error,
-        say=step.say,
-        budget=budget,
-    )
-    # One rank writes for each node: the ranks of a node share the file.
-    if stream.layout.shard == 0:
-        known.measured(found)
-    return found
+    room, first = math.inf, sizes[0]
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        room = (free + torch.cuda.memory_reserved(device)) * _MARGIN
+        plan = step.sharded.plan
+        first = max((size for size in sizes if plan.bytes_with(size) <= room), default=first)
+    first = min(stream.all_gather(first))
 
-
-def _predict(plan: MemoryPlan, sizes: Sequence[int], budget: DeviceBudget | None) -> int:
-    """Return the largest size that fits by the model of memory; the smallest on a CPU."""
-    limit = 0 if budget is None else budget.limit
-    return max((size for size in sizes if plan.bytes_with(size) <= limit), default=sizes[0])
-
-
-def find_micro_batch(
-    seconds_per_sequence: Callable[[int], float],
-    sizes: Sequence[int],
-    *,
-    first: int = 1,
-    why: str,
-    vote: Callable[[str | None], str | None],
-    say: Callable[[str], None],
-    budget: DeviceBudget | None = None,
-) -> int:
-    """Return the fastest micro-batch that fits, of ``sizes``: 1, 2, 4, ...
-
-    ``seconds_per_sequence(n)`` runs one of ``n`` sequences; ``why``: the reason, for the log, that
-    no larger one is tried. All ranks call this; all take the same size. Each trial compiles, so the
-    search begins at ``first``, where memory is expected to end, and compares it with its half. A
-    doubling that gains less than 2 % is not worth its memory. Memory grows by the same amount for
-    each sequence, so from the third size on it is known before the trial whether it would fit
-    ``budget``: a rank that ran out would leave the others in a collective. Raises ConfigError if
-    not even one sequence fits.
-    """
-    found: dict[int, float] = {}
-    peaks: dict[int, int] = {}
-
-    def problem_of(size: int) -> str | None:
-        """Try a size; return in words why it is not to be taken, the same on all ranks."""
-        # Before and after each size all ranks vote: one that stopped would leave the others
-        # in a collective.
-        problem = vote(_too_large(size, peaks, budget))
-        if problem is not None:
-            return problem
-        seconds = math.nan
+    def seconds_of(size: int) -> float | None:
+        """Try a size; return None, on all ranks, where it does not fit."""
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        seconds: float | None = None
         with contextlib.suppress(torch.OutOfMemoryError):
-            seconds = seconds_per_sequence(size)
-        if math.isnan(seconds):  # and the error is gone, whose frames hold the activations
+            seconds = step.seconds_per_sequence(size, settings.sequence_length, end_step=end_step)
+        if seconds is None:  # and the error is gone, whose frames hold the activations
             _free_memory()
-            problem = f"{size} does not fit the GPU's memory"
-        elif budget is not None:
-            peaks[size] = budget.peak()
-            if peaks[size] > budget.limit:
-                share = peaks[size] / budget.limit
-                problem = f"{size} would fill {share:.0%} of what may be filled"
-        problem = vote(problem)
-        if problem is None:
-            found[size] = seconds
-        return problem
+            if stream.world_size > 1:  # the others wait in a collective
+                then = f"at most {known.ran_out(size)} are tried" if size > 1 else step.lower()
+                raise torch.OutOfMemoryError(
+                    f"{size} sequences at once ran out of memory on rank {stream.rank}: the ranks "
+                    f"start again, and {then}"
+                )
+        # Held, not used: FSDP's streams have pools that share nothing.
+        elif device.type == "cuda" and torch.cuda.max_memory_reserved(device) > room:
+            seconds = None
+        answers = [each for each in stream.all_gather(seconds) if each is not None]
+        return max(answers) if len(answers) == stream.world_size else None
 
-    def is_slow(size: int) -> bool:
-        """Return whether a size is hardly faster than its half, on any rank."""
-        slow = found[size] > 0.98 * found[size // 2]
-        return vote("slower" if slow else None) is not None
-
-    at = sizes.index(first)
-    while (problem := problem_of(sizes[at])) is not None:
-        if at == 0:
-            raise ConfigError(
-                f"--neuron.local_batch_size_train auto: not even one sequence fits: "
-                f"{OUT_OF_MEMORY_ADVICE}"
-            )
-        at, why = at - 1, problem
-    best = sizes[at]
-    larger = sizes[at + 1 :] if best == first else []  # else that did not fit
-    if best == first > sizes[0] and problem_of(first // 2) is None and is_slow(first):
-        best, larger, why = first // 2, [], f"{first} is not faster than {first // 2}"
-    for size in larger:
-        if (problem := problem_of(size)) is not None:
-            why = problem
-            break
-        if is_slow(size):
-            why = f"{size} is not faster than {size // 2}"
-            break
-        best = size
-    rates = ", ".join(f"{n}: {1 / s:.2f}" for n, s in found.items())
-    say(
-        f"--neuron.local_batch_size_train auto: {best} (sequences/s by micro-batch: {rates}; {why})"
+    best, rates = find_micro_batch(seconds_of, sizes, first)
+    if not best:
+        line = f"--neuron.local_batch_size_train auto: not even one sequence fits: {step.lower()}"
+        raise ConfigError(line) if step.sharded.plan.is_last else torch.OutOfMemoryError(line)
+    tried = ", ".join(f"{size}: {rate:.2f}" for size, rate in rates.items())
+    step.say(
+        f"--neuron.local_batch_size_train auto: {best} (sequences/s by micro-batch: {tried}; {why})"
     )
+    # One rank writes for each machine: the ranks of a machine share the file.
+    if stream.layout.shard == 0:
+        known.measured(best)
     return best
-
-
-def _too_large(size: int, peaks: Mapping[int, int], budget: DeviceBudget | None) -> str | None:
-    """Predict from the two sizes before whether ``size`` fits; the peak is a straight line."""
-    if budget is None or size // 4 not in peaks:
-        return None
-    expected = 3 * peaks[size // 2] - 2 * peaks[size // 4]
-    if expected <= budget.limit:
-        return None
-    return f"{size} would take {expected / 1e9:.1f} of {budget.limit / 1e9:.1f} GB"
 
 
 def _free_memory() -> None:

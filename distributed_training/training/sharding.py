@@ -146,11 +146,13 @@ def build_sharded_model(
     device: torch.device,
     layout: Layout,
     micro_batch: int,
+    rung: int = 0,
     say: Callable[[str], None],
 ) -> ShardedModel:
     """Build the model and shard it over all ranks, which all call this.
 
-    ``micro_batch``: for the estimate of memory. ``say`` gets a line for each decision. Raises
+    ``micro_batch``: for the estimate of memory. ``rung``: arrangements of memory in which this rank
+    ran out of it. ``say`` gets a line for each decision. Raises
     ConfigError for what this model or hardware cannot do.
     """
     memory = None
@@ -158,8 +160,6 @@ def build_sharded_model(
         memory = torch.cuda.get_device_properties(device).total_memory
     dtype, line = compute_dtype(settings.precision, device)
     say(line)
-    if line := choose_algorithms(device, deterministic=settings.deterministic):
-        say(line)
     length = settings.sequence_length
     model = build_meta_model(model_config)
     config: Any = model.config
@@ -182,10 +182,11 @@ def build_sharded_model(
         micro_batch=micro_batch,
         device_bytes=memory,
         host_bytes=None if memory is None else _least(host_bytes()),
+        rung=-_least(-rung),
     )
     say(plan.note)
     say(attention_line(config, device, dtype, length))
-    compiled = _recompute_and_compile(model, settings, device, say)
+    compiled = _recompute_and_compile(model, settings, plan.way.checkpointing, device, say)
     root = ModelWithLoss(kind_of(model_config), model)
     root.kind.compile(compiled and device.type == "cuda")
     # Parameters are gathered and used in ``dtype``; shards and gradients are float32. So is the
@@ -242,30 +243,6 @@ def _least(here: int | None) -> int:
     return int(number)
 
 
-def choose_algorithms(device: torch.device, *, deterministic: bool) -> str:
-    """Let the process's operations add in one order or in any; return a line of what follows.
-
-    On a CPU all that is run here adds in one order anyway, so there is nothing to say.
-    """
-    # Of the process, so it is set in both cases.
-    torch.use_deterministic_algorithms(deterministic)
-    if not deterministic:
-        line = (
-            "Restarts: the same losses except for rounding, since attention's backward adds in any "
-            "order on a GPU; --neuron.deterministic makes them the same to the bit"
-        )
-        return line if device.type == "cuda" else ""
-    import torch._inductor.config as inductor
-
-    # Read at cuBLAS's first product: with more buffers two streams may take each other's.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # Else each new tensor is filled with NaN first. Here all are written before they are read.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    # Else the fastest of several kernels is chosen, another one each time.
-    inductor.deterministic = True
-    return "✓ Deterministic: a restart on the same GPUs trains to the same bits"
-
-
 def set_up_gpu(device: torch.device, model: nn.Module, compute_dtype: torch.dtype) -> list[str]:
     """Set what holds for a GPU as a whole; return a line for each.
 
@@ -290,7 +267,11 @@ def set_up_gpu(device: torch.device, model: nn.Module, compute_dtype: torch.dtyp
 
 
 def _recompute_and_compile(
-    model: nn.Module, settings: TrainingSettings, device: torch.device, say: Callable[[str], None]
+    model: nn.Module,
+    settings: TrainingSettings,
+    mode: str,
+    device: torch.device,
+    say: Callable[[str], None],
 ) -> bool:
     """Set up activation checkpointing, then torch.compile; return whether blocks are compiled.
 
@@ -298,7 +279,6 @@ def _recompute_and_compile(
     backward ``full`` recomputes every block, ``selective`` every second, ``budget`` of each block
     what costs least, until half of what it kept is gone, which torch.compile works out.
     """
-    mode = settings.activation_checkpointing
     wanted = settings.compile == "on" or (settings.compile == "auto" and device.type == "cuda")
     problem = None
     if wanted:

@@ -112,7 +112,11 @@ class Trainer(HeldWeights):
 
         wanted = settings.local_batch_size_train
         # The plan of memory needs a size before one can be measured.
-        self.plan_micro_batches(1 if isinstance(wanted, str) else wanted)
+        effective = settings.local_batch_size_train_effective
+        self.plan_micro_batches(1 if isinstance(wanted, str) else min(wanted, effective))
+        # Before the model, which memory's arrangement shapes.
+        path = None if run_folder is None else run_folder / "micro-batch.json"
+        known = KnownSize(path, facts_of(settings, model_config, device, layout.shards))
         torch.manual_seed(settings.seed)
         self.sharded = build_sharded_model(
             settings,
@@ -120,6 +124,7 @@ class Trainer(HeldWeights):
             device=device,
             layout=layout,
             micro_batch=self.micro_batch_size,
+            rung=known.rung,
             say=self._say,
         )
         # After the model: all ranks must make their groups in one order.
@@ -147,9 +152,7 @@ class Trainer(HeldWeights):
             frozen_shards = self.sharded.frozen
             sharding.load_file(frozen_shards, self.sharded.tied, self._frozen_file, self.stream)
             self.frozen = FrozenTensors({shard.name: shard.local for shard in frozen_shards})
-        # After the optimizer: ``auto`` measures what is left of the device's memory.
-        path = None if run_folder is None else run_folder / "micro-batch.json"
-        known = KnownSize(path, facts_of(self.sharded, settings, layout.shards), stream)
+        known.agree(stream, self.sharded.plan.rung)
         self.step = MicroBatches(
             sharded=self.sharded, stream=self.stream, known=known, say=self._say
         )
@@ -165,7 +168,7 @@ class Trainer(HeldWeights):
         if settings.profile_steps:
             self._profiler = start_profiler(steps=settings.profile_steps, rank=self.rank)
         if isinstance(wanted, str):
-
+            # After the optimizer: ``auto`` measures what is left of the device's memory.
             def end_step() -> None:
                 # Norm and optimizer, before there are weights: the optimizer is as new after it.
                 gradients = self.step.gradients()

@@ -136,7 +136,7 @@ class Exports:
         if (free := free_bytes(self._folder)) is not None and free < needed:
             raise OSError(
                 f"{free / 1e9:.1f} GB are free in {self._folder} and {needed / 1e9:.1f} GB are "
-                "needed, so nothing was exported: free the disk, or lower --validator.keep_exports"
+                "needed, so nothing was exported: free the disk, or move old exports away"
             )
         words = [sys.executable, "-m", "distributed_training.scoring.export", str(target)]
         words += ["--outer-step", str(state.outer_step), "--from", str(self._run_folder)]

@@ -345,19 +345,17 @@ def find_state(
         parts.member.wallet.hotkey.sign,
         keep_uploads=settings.keep_uploads,
     )
-    if settings.model_from == "none" and not steps.own.listed():
-        steps.forget()
     if steps.load():
         state = steps.read_state()
         # Of a process that was killed after the publication that they belong to.
         with suppress(FileNotFoundError):
             os.replace(steps.place(state.outer_step) / LEDGER, folder / LEDGER)
         return steps, state, True
-    if states(folder / "global") and settings.model_from != "none":
+    if states(folder / "global"):
         raise GlobalStateError(
             f"the global bucket is empty and {folder / 'global'} has outer steps of it without "
             f"their signed manifests, so nothing was published: restore the bucket and {RECOVER}, "
-            "or give --validator.model_from none for outer step 0"
+            "or move that folder away for outer step 0"
         )
     state = initial_state(config, vocabulary=parts.vocabulary, eos_token=parts.eos_id)
     return steps, state, False
@@ -398,25 +396,24 @@ def open_exports(
 def initial_state(config: Config, *, vocabulary: int, eos_token: int) -> GlobalState:
     """Return the state that a network begins with.
 
-    Its weights are those of ``--validator.weights``, or random. Raises ConfigError for a file or a
-    folder that cannot be used.
+    Its weights are those of the folder ``--validator.model``, or random. Raises ConfigError for a
+    file or a folder that cannot be used.
     """
-    folder, rules = config.validator.weights, config.network
-    path = config.validator.model_config
-    if path is None and folder is not None and (rules is None or rules.model is None):
-        path = folder / keys.CONFIG
+    path, rules = config.validator.model, config.network
+    if path is not None and path.is_dir():  # its weights count, and the file's model where it is
+        path = path / keys.CONFIG if rules is None or rules.model is None else None
     if path is not None:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{path} cannot be read as a config.json ({error}), so there is no model to "
-                "publish: correct --validator.model_config"
+                "publish: correct --validator.model"
             ) from None
         if not isinstance(content, dict) or int(content.get("vocab_size", 0)) < vocabulary:
             raise ConfigError(
                 f"the model of {path} has fewer words than the tokenizer's {vocabulary}, so it "
-                "cannot be trained on its tokens: correct --validator.model_config"
+                "cannot be trained on its tokens: correct --validator.model"
             )
         model_config = without_extras(content)
         if rules is not None:
@@ -437,14 +434,14 @@ def initial_state(config: Config, *, vocabulary: int, eos_token: int) -> GlobalS
 
 def _first_weights(config: Config, model_config: Mapping[str, Any]) -> list[Tensor]:
     """Return the weights of outer step 0 in schema order. Raises ConfigError."""
-    folder = config.validator.weights
+    folder = config.validator.model
     named = config.network.head.weights if config.network is not None else None
-    if folder is None:
+    if folder is None or not folder.is_dir():
         if named is None:
             return initial_weights(model_config, seed=config.training.seed)
         raise ConfigError(
             "the network's file names the weights that it begins with and the global bucket is "
-            "empty, so nothing was published: give their folder with --validator.weights"
+            "empty, so nothing was published: give their folder with --validator.model"
         )
     try:
         weights = list(read_weights(folder, model_config))
@@ -453,6 +450,6 @@ def _first_weights(config: Config, model_config: Mapping[str, Any]) -> list[Tens
     if named not in (None, digest_weights(weights)):
         raise ConfigError(
             f"{folder} has other weights than the network's file names, so nothing was published: "
-            "give --validator.weights the folder that dt-network init --from was given"
+            "give --validator.model the folder that dt-network init --from was given"
         )
     return weights

@@ -515,7 +515,7 @@ def test_others_read_a_bucket_by_its_owners_commitment_with_any_keys(any_server:
 
 def test_the_doctor_is_content_with_keys_of_any_store(any_server: Any) -> None:
     settings = settings_for(any_server, access="own")
-    config = replace(load_config("miner", ["--preset", "local"], check=False), store=settings)
+    config = replace(load_config("miner", ["--network", "local"], check=False), store=settings)
     bucket = keys.miner_bucket(settings.global_model_name, 7)
     S3ObjectStore.from_settings(settings, bucket=bucket, write=True).create_bucket()
     examination: Any = SimpleNamespace(config=config, uid=7, shape=None)
@@ -567,7 +567,7 @@ def test_writes_of_one_key_keep_their_distance(
 def test_a_bucket_that_keeps_versions_says_so(server: ObjectStoreServer) -> None:
     settings = settings_for(server)
     store = new_bucket(server, settings)
-    config = load_config("miner", ["--preset", "local"], check=False)
+    config = load_config("miner", ["--network", "local"], check=False)
     config = replace(config, store=settings)
     assert outside.check_versions(config, store.bucket) == []
     enabled = {"Status": "Enabled"}

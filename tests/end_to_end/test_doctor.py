@@ -67,7 +67,6 @@ def test_without_keys_network_and_gpu_each_check_says_why(tmp_path: Path) -> Non
     }
     status, checks, _ = doctor(
         f"--network={network_file(tmp_path / 'net', rules)}",
-        "--chain.start_timeout=2",
         "--dht.ip=8.8.4.4",  # or public services are asked
         folder=tmp_path,
         environ={"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://nowhere.invalid"},

@@ -18,6 +18,7 @@ from distributed_training.common.processes import Mark
 from distributed_training.founder import MARK
 from distributed_training.telemetry import read_events
 from tests.tools.founded import MODULES, ROOT, RULES
+from tests.tools.settings import LOCAL
 from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
@@ -69,7 +70,7 @@ def test_from_nothing_to_a_member_that_uploads(tmp_path: Path) -> None:
     printed = call(founder, "dt-network", "init", "lab", "--name", "lab", *words, *more)
     (line,) = re.findall(r"^  dt-network (run lab)$", printed, re.M)
     with (founder / "lab" / "run.toml").open("a") as file:
-        file.write('preset = "local"\n')
+        file.write('"neuron.page_port" = "off"\n')
     mark = Mark(MARK, str((founder / "lab").resolve()))
     running, log = start(founder, "dt-network", *line.split())
     miner = None
@@ -84,7 +85,7 @@ def test_from_nothing_to_a_member_that_uploads(tmp_path: Path) -> None:
         token = re.search(r"^dt-join (\S+)$", invitation.read_text(), re.M)
         assert token is not None and token[1] not in log.read_text(), "a secret is in no log"
         wait_for(lambda: said("Outer step 0, held-out loss"), "a model", PATIENCE)
-        ours = ("--preset", "local", "--dht.port", member_dht)
+        ours = (*LOCAL, "--dht.port", member_dht)
         call(member, "dt-join", token[1], *ours, status=(0, 1, 2))
         assert "R2_" not in (member / ".env").read_text()
         miner, miners_log = start(member, "dt-miner")

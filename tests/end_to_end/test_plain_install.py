@@ -96,7 +96,7 @@ def founded(folder: Path) -> Iterator[str]:
     more = ("--miners", "1", "--data-source", "stdlib", "--store", "embedded", *RULES)
     call(folder, "dt-network", "init", "lab", *words, *more)
     with (folder / "lab" / "run.toml").open("a") as file:
-        file.write('preset = "local"\n')
+        file.write('"neuron.page_port" = "off"\n')
     mark = Mark(MARK, str((folder / "lab").resolve()))
     running, log = start(folder, "dt-network", "run", "lab")
     try:

@@ -57,8 +57,6 @@ def test_a_restart_while_chain_and_store_are_away_trains_from_the_disk(
     for process in away:
         process.suspend()
     try:
-        # How long a start waits for a chain; for the store it waits a minute, twice.
-        miner.child.command += ["--chain.start_timeout", "10s"]
         subnet.restart_miner(0)
         subnet.wait_until(
             lambda: count(miner, "step") > steps, timedelta(seconds=240), "an inner step"

@@ -16,6 +16,7 @@ from distributed_training.founder import MARK
 from distributed_training.network import built_in_rules, flatten, of_exchange, toml_value
 from distributed_training.telemetry import read_events
 from tests.end_to_end.test_founder_run import PATIENCE, call, start
+from tests.tools.settings import LOCAL
 from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
@@ -42,7 +43,7 @@ def test_from_nothing_to_an_upload_that_is_merged(tmp_path: Path, part: tuple[st
     printed = call(founder, "dt-network", "init", "lab", *words, *more, *part)
     (line,) = re.findall(r"^  dt-network (run lab)$", printed, re.M)
     with (founder / "lab" / "run.toml").open("a") as file:
-        file.write('preset = "local"\n')
+        file.write('"neuron.page_port" = "off"\n')
     mark = Mark(MARK, str((founder / "lab").resolve()))
     running, log = start(founder, "dt-network", *line.split())
     miner = None
@@ -56,7 +57,7 @@ def test_from_nothing_to_an_upload_that_is_merged(tmp_path: Path, part: tuple[st
         invitation = founder / "lab" / "invitation.txt"
         token = re.search(r"^dt-join (\S+)$", invitation.read_text(), re.M)
         assert token is not None
-        call(member, "dt-join", token[1], "--preset", "local", status=(0, 1))
+        call(member, "dt-join", token[1], *LOCAL, status=(0, 1))
         assert "R2_" not in (member / ".env").read_text()
         assert "port" not in (member / "miner.toml").read_text()
         miner, miners_log = start(member, "dt-miner")

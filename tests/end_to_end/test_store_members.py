@@ -26,6 +26,7 @@ from testbed.namespaces import Machine, machines
 from tests.end_to_end.test_founder_run import PATIENCE, call, start
 from tests.end_to_end.test_store_join import RULES
 from tests.tools.founded import outer_steps
+from tests.tools.settings import LOCAL
 from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
@@ -78,7 +79,7 @@ def found(home: Path, host: str, bits: int) -> str:
     words += [w for rule in own for w in ("--set", rule)]
     printed = call(home, "dt-network", *words)
     with (home / "lab" / "run.toml").open("a") as file:
-        file.write('preset = "local"\n')
+        file.write('"neuron.page_port" = "off"\n')
     (line,) = re.findall(r"^  dt-network (run lab)$", printed, re.M)
     return line
 
@@ -111,8 +112,8 @@ def test_a_member_needs_two_commands_and_sends_only_its_upload(tmp_path: Path, b
             for home, machine in members.items():
                 home.mkdir()
                 with machine.inside():
-                    call(home, "dt-join", token[1], "--preset", "local", status=(0, 1))
-                    running.append(start(home, "dt-miner", "--preset", "local"))
+                    call(home, "dt-join", token[1], *LOCAL, status=(0, 1))
+                    running.append(start(home, "dt-miner", *LOCAL))
             counted: dict[tuple[Path, int], tuple[int, int]] = {}
 
             def last() -> bool:

@@ -26,13 +26,14 @@ from distributed_training.telemetry.run_state import read_launcher
 from tests.tools.forked import Program
 from tests.tools.miner_parts import config_of
 from tests.tools.r2_keys import KEYS
+from tests.tools.settings import LOCAL
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(150)
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "tests" / "tools" / "launcher_of_fakes.py"
-COMMON = ["--preset", "local", "--dht.port", "0"]
+COMMON = ["--network", "local", *LOCAL, "--dht.port", "0"]
 
 
 class Launched:

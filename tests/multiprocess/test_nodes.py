@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "tools" / "node_program.py"
-FLAGS = small_miner.FLAGS | {"diagnostics.start_check": "false"}
+FLAGS = small_miner.FLAGS
 RULES = STORE_RULES | {"tokenizer.name": "bytes"}
 AGAIN = 90.0  # seconds from the last beat until training continues, on top of 60 of silence
 
@@ -190,11 +190,11 @@ def _straight(folder: Path, *, ranks: int, steps: int) -> dict[int, float]:
 def test_nodes_that_differ_say_so_and_a_stop_of_one_saves_on_both(
     pair: Pair, tmp_path: Path
 ) -> None:
-    pair[1].start(steps=12, again=False, **{"neuron.seed": "nine"})
-    assert pair[1].wait() == 2 and "--neuron.seed: 'nine' is not" in pair[1].output
-    line = "--neuron.seed is 9 on node 1 and 42 on node 0, so the nodes cannot train"
+    pair[1].start(steps=12, again=False, **{"data.prefetch_blocks": "nine"})
+    assert pair[1].wait() == 2 and "--data.prefetch_blocks: 'nine' is not" in pair[1].output
+    line = "--data.prefetch_blocks is 9 on node 1 and 1 on node 0, so the nodes cannot train"
     pair[0].start(steps=12, again=False)
-    pair[1].start(steps=12, again=False, **{"neuron.seed": "9"})
+    pair[1].start(steps=12, again=False, **{"data.prefetch_blocks": "9"})
     assert [node.wait() for node in pair] == [1, 1]
     assert all(line in node.output for node in pair)
     _start(pair, steps=4000, past=3, again=False)

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -52,22 +53,22 @@ def chain_url(wallet: Wallet) -> Iterator[str]:
 
 
 def _config(
-    tmp_path: Path, url: str, store: ObjectStoreServer, master: Wallet, patience: str = "30"
+    tmp_path: Path, url: str, store: ObjectStoreServer, master: Wallet, patience: float = 30
 ) -> Config:
     rules = {"exchange": "store", "store.global_bucket": "global", "chain.url": url}
     words = {
-        "preset": "local",
+        "neuron.page_port": "off",
         "neuron.run_folder": str(tmp_path / "run"),
         "network": network_file(tmp_path / "founder", rules, signer=master.hotkey),
         "wallet.path": str(tmp_path / "wallets"),
         "wallet.name": "validator",
         "wallet.hotkey": "default",
-        "chain.start_timeout": patience,
     }
     argv = [word for name, value in words.items() for word in (f"--{name}", value)]
     config = load_config("validator", argv, environ={}, dotenv=None, check=False)
     settings = dataclasses.replace(config.store, **access_to(store))
-    return dataclasses.replace(config, store=settings)
+    chain = dataclasses.replace(config.chain, start_timeout=timedelta(seconds=patience))
+    return dataclasses.replace(config, store=settings, chain=chain)
 
 
 def _run(config: Config, folder: Path, starts: int) -> tuple[int, float]:

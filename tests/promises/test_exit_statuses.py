@@ -48,7 +48,7 @@ def test_a_refused_setting_is_status_2_and_one_line_with_its_remedy(
     for name, key in KEYS.items():
         monkeypatch.setenv(name, key)
     monkeypatch.chdir(tmp_path)
-    status = main(["--network", place, "--preset", "local", flag, value])
+    status = main(["--network", place, flag, value])
     assert status == ExitStatus.BAD_CONFIGURATION
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line]
     assert "error" in line and flag.removeprefix("--") in line and "nothing was started" in line

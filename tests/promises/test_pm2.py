@@ -33,7 +33,7 @@ from tests.tools.pm2 import (
     start_update,
 )
 from tests.tools.r2_keys import KEYS
-from tests.tools.settings import load_config, usual_network
+from tests.tools.settings import LOCAL, load_config, usual_network
 from tests.tools.waiting import wait_for
 
 
@@ -54,11 +54,11 @@ def app(folder: Path = ROOT, **environ: str) -> dict[str, Any]:
 
 @needs_node
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("preset", ["public", "local"])
-def test_the_flags_are_understood_and_the_kill_timeout_covers_the_stop(preset: str) -> None:
-    settings = app(DT_PRESET=preset, DT_FLAGS="--neuron.name  from-environment")
+@pytest.mark.parametrize("network", ["", "local"])
+def test_the_flags_are_understood_and_the_kill_timeout_covers_the_stop(network: str) -> None:
+    settings = app(DT_NETWORK=network, DT_FLAGS="--neuron.name  from-environment")
     config = load_config("miner", settings["args"], environ=KEYS, dotenv=None)
-    assert config.preset == preset and config.miner.name == "from-environment"
+    assert config.miner.name == "from-environment"
     longest = config.miner.stop_timeout + 2 * TERMINATE_GRACE + SETTLE
     assert settings["kill_timeout"] >= 1000 * (longest.total_seconds() + TERMINATE_GRACE.seconds)
     assert settings["stop_exit_codes"] == [2, 3, 4] and settings["treekill"] is False
@@ -90,8 +90,9 @@ class FakeMiner(Pm2):
         environ = {
             **KEYS,
             "BT_WALLET_PATH": str(hotkey.parents[2]),
-            "DT_PRESET": "local",
-            "DT_FLAGS": f"--neuron.run_folder {home / 'run'} --nproc_per_node 1 --dht.port 0",
+            "DT_NETWORK": "local",
+            "DT_FLAGS": f"{' '.join(LOCAL)} --neuron.run_folder {home / 'run'} --nproc_per_node 1 "
+            "--dht.port 0",
             "OMP_NUM_THREADS": "1",
         }
         super().__init__(home / "pm2", environ)
@@ -186,8 +187,8 @@ def test_a_reboot_brings_the_miner_back(pm2: FakeMiner) -> None:
 def test_the_dashboard_runs_next_to_the_miner_and_leaves_no_orphan(pm2: FakeMiner) -> None:
     """While it runs, is killed, and is stopped; until pm2 itself is killed."""
     (port,) = free_ports(1)
-    flags = f"--preset local --network local --neuron.page_port {port} {pm2.environ['DT_FLAGS']}"
-    pm2.environ |= {"DT_PRESET": "", "DT_FLAGS": flags}
+    flags = f"{pm2.environ['DT_FLAGS']} --neuron.page_port {port}"
+    pm2.environ |= {"DT_FLAGS": flags}
     pm2("start", str(pm2.write_app()), FAKE_MODE="stray")
     ready = pm2.home / "run" / "ready-0"
     wait_for(ready.exists, "the rank")

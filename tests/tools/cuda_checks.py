@@ -27,7 +27,6 @@ from distributed_training.training.model import (
     linear_cross_entropy,
     logit_gradient,
 )
-from distributed_training.training.sharding import choose_algorithms
 from distributed_training.training.trainer import Trainer
 from tests.tools import training_world
 from tests.tools.outer_steps import header, sign
@@ -99,19 +98,6 @@ def no_micro_batch_waits_for_the_device(device: torch.device, folder: Path) -> N
         for part in before:
             assert made.add_micro_batch(part) is None
     assert made.add_micro_batch(last) is not None
-
-
-def a_deterministic_run_is_repeated_to_the_bit(device: torch.device, folder: Path) -> None:
-    how = {"deterministic": True, "precision": "auto", "compile": "auto"}
-    try:
-        runs = [make(device, **how) for _ in range(2)]
-        losses = [train(made, 0, 4) for made in runs]
-        assert losses[0] == losses[1]
-        assert all(torch.equal(a, b) for a, b in zip(*map(weights, runs), strict=True))
-        # torch refuses operations that it has in no fixed order: an upload needs none of them.
-        an_outer_step_commits_or_leaves_every_bit(device, folder)
-    finally:
-        choose_algorithms(device, deterministic=False)
 
 
 def ways_of_a_step_give_the_same_losses(device: torch.device, folder: Path) -> None:
@@ -279,7 +265,6 @@ CHECKS: tuple[Check, ...] = (
     no_micro_batch_waits_for_the_device,
     float32_gives_the_cpus_losses,
     a_checkpoint_in_mid_step_goes_on_where_it_was,
-    a_deterministic_run_is_repeated_to_the_bit,
     an_outer_step_commits_or_leaves_every_bit,
     an_offloaded_optimizer_gives_the_same_bits,
     an_upload_is_encoded_and_decoded_to_the_cpus_bits,

@@ -158,9 +158,7 @@ class HivemindWorld(StoreWorld):
 
 
 def _averaging(config: Config) -> Config:
-    swarm = dataclasses.replace(
-        config.swarm, dht_ip="127.0.0.1", dht_listen_ip="127.0.0.1", dht_port=0
-    )
+    swarm = dataclasses.replace(config.swarm, dht_ip="127.0.0.1", dht_port=0)
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     from datetime import timedelta
 

@@ -114,7 +114,6 @@ class MemberWorld:
 def settings_in(folder: Path) -> dict[str, Any]:
     return {
         "neuron_run_folder": str(folder / "run"),
-        "neuron_checkpoint_interval": "0s",
         "neuron_checkpoint_steps": "5",
     }
 

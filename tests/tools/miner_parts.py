@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,12 @@ def config_of(*argv: str, rules: Mapping[str, Any] = {}, signer: Any = ALICE) ->
             file = network_file(Path(folder), rules, signer=signer)
             argv = ("--network", file, *argv)
         return load_config("miner", argv, environ={}, dotenv=None, check=False)
+
+
+def impatient(config: Config, *, start_timeout: float) -> Config:
+    """Return ``config`` with a start that waits this number of seconds for the chain."""
+    wait = timedelta(seconds=start_timeout)
+    return replace(config, chain=replace(config.chain, start_timeout=wait))
 
 
 def step_report(inner_step: int = 7, *, outer_step: int = 3, **changes: Any) -> StepReport:

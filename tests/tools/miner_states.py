@@ -198,7 +198,7 @@ def make_miner(place: Path, state: str, uid: int = 17, **gauges: float) -> Path:
     if not alive:
         with subprocess.Popen(["true"]) as gone:  # its pid is nobody's afterwards
             launcher = replace(launcher, pid=gone.pid)
-    name = f"--neuron.name {state} miner\n  --cost.price_per_hour 2.5   (miner.toml)\n"
+    name = f"--neuron.name {state} miner\n"
     (folder / "config.txt").write_text(f"  {name}")
     (folder / FACTS_FILE).write_text(
         json.dumps(asdict(replace(facts, name=f"{state} miner", uid=uid)))

@@ -16,6 +16,16 @@ from distributed_training.config.model import Kind
 from distributed_training.config.types import NoNetworkNamed
 from distributed_training.network import USUAL, signed, to_toml
 
+#: Flags of a miner of a tiny model that others run next to.
+LOCAL = (
+    "--neuron.device",
+    "cpu",
+    "--neuron.page_port",
+    "off",
+    "--neuron.local_batch_size_train",
+    "2",
+)
+
 
 @cache
 def usual_network() -> str:

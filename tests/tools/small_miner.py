@@ -5,14 +5,11 @@ from __future__ import annotations
 FLAGS = {
     # as training_world.SETTINGS
     "neuron.device": "cpu",
-    "neuron.precision": "fp32",
     "neuron.local_batch_size_train": "2",
     "neuron.checkpoint_steps": "5",
-    "neuron.checkpoint_interval": "0",
     # one block ahead: they come in order whatever the ranks' pace
     "data.source": "stdlib",
     "data.prefetch_blocks": "1",
-    "data.max_prefetch_blocks": "1",
 }
 
 #: By key of the network's file.

@@ -16,13 +16,13 @@ from distributed_training.localnet.subnet import LocalSubnet
 
 PACED = Path(__file__).with_name("paced_miner.py")
 #: One block ahead: it lasts longer, and what is uploaded must not be of an old one.
-_PACED_FLAGS = ("--data.prefetch_blocks", "1", "--data.max_prefetch_blocks", "1")
+_PACED_FLAGS = ("--data.prefetch_blocks", "1")
 
 
 def paced(options: SubnetOptions, samples: int = 8) -> SubnetOptions:
     """The same subnet, but its miners leave the cores to others for most of the time.
 
-    ``samples``: of an inner step. 8 is half of the preset's, so that steps take little longer than
+    ``samples``: of an inner step. 8 is half of the usual, so that steps take little longer than
     another miner's. 2 is one micro-batch: where steps need only continue and nobody learns.
     """
     flags = (*_PACED_FLAGS, *options.miner_flags)

@@ -88,14 +88,13 @@ def config_of(
     model = folder / "model.json"
     model.write_text(json.dumps(MODEL_CONFIG))
     words = {
-        "preset": "local",
         "neuron.run_folder": str(folder),
         "network": network_file(folder, RULES, signer=signer),
         "wallet.name": "w",
     }
     argv = [word for name, value in words.items() for word in (f"--{name}", value)]
     config = load_config("validator", [*argv, *flags], environ={}, dotenv=None, check=False)
-    return replace(config, validator=replace(settings, model_config=model))
+    return replace(config, validator=replace(settings, model=model))
 
 
 def settings(**changes: Any) -> ValidatorSettings:

@@ -263,7 +263,7 @@ def _ask_everybody(host: str) -> None:
     def at(name: str) -> str:
         return f"http://{name}.{host}:9" if host[-1].isalpha() else f"http://{host}:9"
 
-    flags = ["--preset", "local", "--r2.endpoint_url", at("clock")]
+    flags = ["--network", "local", "--r2.endpoint_url", at("clock")]
     with suppress(ClockUnknown):
         store_offset(load_config("miner", flags, check=False))
     keys = AccessKeys(SecretStr("key"), SecretStr("secret"))

@@ -196,7 +196,7 @@ def test_any_bytes_in_the_files(tmp_path: Path, content: bytes) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [["miner", "--data.cache_gb", "nan"], ["validator", "--dht.port", "99999"]],
+    [["miner", "--neuron.stop_timeout", "nan"], ["validator", "--dht.port", "99999"]],
     ids=lambda command: command[0],
 )
 def test_a_real_start_is_refused_at_once(command: list[str], tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_real_start_is_refused_at_once(command: list[str], tmp_path: Path) -> 
 def folder_flags() -> list[str]:
     """Return the flags of folders to write to; the other flags name a folder or file to read."""
     paths = {setting.name for setting in FLAGS if Path in setting.parts}
-    return sorted(paths - {"config", "validator.model_config", "validator.weights"})
+    return sorted(paths - {"config", "validator.model"})
 
 
 @pytest.mark.parametrize("flag", folder_flags())

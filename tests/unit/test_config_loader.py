@@ -7,11 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from distributed_training.common.llama import named_config
-from distributed_training.common.memory import Arrangement, ModelShape, device_memory
 from distributed_training.config import Config, ConfigError, all_settings, describe
-from distributed_training.config.model import CARDS, PRESETS
-from distributed_training.config.removed import REMOVED
+from distributed_training.config.removed import is_removed
 from distributed_training.config.schema import schema
 from distributed_training.health.machine import Examination, check_configuration
 from tests.tools import r2_keys
@@ -67,7 +64,7 @@ nproc_per_node show_all_rank_logs
 def test_every_flag_of_the_protocol_page_is_known() -> None:
     known = schema("miner")
     unknown = [name for name in SPEC_FLAGS.split() if known.get(name) is None]
-    assert set(unknown) <= REMOVED
+    assert all(map(is_removed, unknown))
 
 
 def test_the_commands_of_the_public_guides_start() -> None:
@@ -75,46 +72,8 @@ def test_the_commands_of_the_public_guides_start() -> None:
     rules = ("--netuid", "38", "--neuron.local_batch_size_train_effective", "256")
     own = ("--nproc_per_node", "4", "--neuron.local_batch_size_train", "2")
     config = load(*rules, *own, "--neuron.upload_steps", "5", "--neuron.use_dct=false")
-    assert len(config.warnings) == 2 and config.chain.netuid == 38
+    assert len(config.warnings) == 3 and config.chain.netuid == 38
     assert config.training.local_batch_size_train_effective == 512
-
-
-def test_every_preset_can_be_asked_for() -> None:
-    assert set(schema("miner").settings["preset"].choices) == set(PRESETS)
-    for preset in PRESETS:
-        config = load("--preset", preset)
-        assert config.preset == preset and config.is_public == (preset != "local")
-        names = {*schema("validator").settings, *schema("validator").fields}
-        assert PRESETS[preset].keys() <= names
-
-
-@pytest.mark.parametrize("card", CARDS)
-def test_a_preset_for_a_card_fits_it(card: int) -> None:
-    """The memory model says so for the guide's number of cards, and refuses half of them."""
-    _, _, cards = CARDS[card]
-    training = load("--preset", f"public-{card}gb").training
-    shape = ModelShape.from_config(named_config("4b"))
-
-    def fits(world_size: int) -> bool:
-        needs = (
-            Arrangement(
-                world_size=world_size,
-                micro_batch=int(training.local_batch_size_train),
-                sequence_length=training.sequence_length,
-                checkpointing=training.activation_checkpointing,
-                keep_unsharded=False,
-                reduce_at_last=at_last,
-                offload_optimizer=offload,
-                cuda=True,
-            )
-            for at_last in (False, True)
-            for offload in (False, True)
-        )
-        return any(device_memory(shape, how) < 0.9e9 * card for how in needs)
-
-    assert fits(cards) and (cards == 1 or not fits(cards // 2))
-    row = f"| `public-{card}gb` | {cards} |"
-    assert row in (ROOT / "docs" / "requirements.md").read_text(encoding="utf-8")
 
 
 def test_unknown_flags_name_the_nearest() -> None:
@@ -154,19 +113,19 @@ def test_lists_take_several_words_commas_and_repetition() -> None:
 
 def test_precedence_of_settings(tmp_path: Path) -> None:
     toml = tmp_path / "miner.toml"
-    toml.write_text('preset = "local"\n[neuron]\ncheckpoint-steps = 7\nname = "file"\n')
+    toml.write_text('network = "local"\n[neuron]\ncheckpoint-steps = 7\nname = "file"\n')
     dotenv = tmp_path / ".env"
     dotenv.write_text("export BT_WALLET_NAME='from dotenv'\nBT_WALLET_HOTKEY=h1 # comment\n")
     config = load("--config", str(toml), dotenv=dotenv)
-    assert config.preset == "local" and config.get("neuron.checkpoint_steps") == 7
+    assert config.general.network == "local" and config.get("neuron.checkpoint_steps") == 7
     assert config.get("wallet.name") == "from dotenv" and config.get("wallet.hotkey") == "h1"
     assert config.run_folder == Path("runs/file-h1")
     config = load(
-        *("--config", str(toml), "--neuron.checkpoint_steps", "9", "--preset", "public"),
+        *("--config", str(toml), "--neuron.checkpoint_steps", "9"),
         environ={"BT_WALLET_NAME": "from environment"},
         dotenv=dotenv,
     )
-    assert config.preset == "public" and config.get("neuron.checkpoint_steps") == 9
+    assert config.get("neuron.checkpoint_steps") == 9
     assert config.get("wallet.name") == "from environment"
 
 
@@ -180,7 +139,7 @@ def test_the_operators_file_is_read_unless_another_is_named(tmp_path: Path) -> N
     example = re.sub(r"(?m)^#(?=\w)", "", (ROOT / "miner.toml.example").read_text())
     ours.write_text(example.replace('"network.toml"', '"local"'))  # all that it suggests
     config = load_config("miner", (), environ=KEYS, dotenv=None, file=ours, check=False)
-    assert config.preset == "public-24gb" and config.swarm.dht_external_port == 48009
+    assert config.swarm.dht_external_port == 48009 and not config.warnings
     ours.write_text("[dht]\nport = 7001\n")
     other.write_text("[dht]\nport = 7002\n")
     assert port() == 7001
@@ -220,8 +179,8 @@ def test_secrets_come_from_dotenv_and_are_never_shown(tmp_path: Path) -> None:
 
 
 def test_secrets_are_refused_on_the_command_line_and_in_files(tmp_path: Path) -> None:
-    text = refused("--neuron.influxdb_token", "t0ken-value")
-    assert "is a secret" in text and "leave it out" in text and "t0ken" not in text
+    (line,) = load("--neuron.influxdb_token", "t0ken-value").warnings
+    assert line.endswith("can be taken out: --neuron.influxdb_token")
     secret = next(s for s in schema("miner") if s.env == "R2_WRITE_SECRET_ACCESS_KEY")
     text = refused(f"--{secret.name}", "hunter2hunter2")
     assert "R2_WRITE_SECRET_ACCESS_KEY=" in text and "hunter2" not in text
@@ -235,10 +194,10 @@ def test_a_start_prints_given_settings_and_keeps_all(tmp_path: Path) -> None:
     dotenv = tmp_path / ".env"
     dotenv.write_text("R2_WRITE_SECRET_ACCESS_KEY=" + "a" * 64 + "\n")
     dotenv.chmod(0o600)
-    config = load("--neuron.checkpoint_steps", "60", "--preset", "public-24gb", dotenv=dotenv)
+    config = load("--neuron.checkpoint_steps", "60", dotenv=dotenv)
     network, first, *lines = describe(config)
     assert network == f"This is {config.network.line}"
-    assert len(lines) < 12 and "config.txt" in first and "preset public-24gb" in first
+    assert len(lines) < 12 and "config.txt" in first
     (line,) = [x for x in lines if "checkpoint_steps" in x]
     assert line.split() == ["--neuron.checkpoint_steps", "60", "(command", "line)"]
     everything = all_settings(config).splitlines()
@@ -249,19 +208,12 @@ def test_a_start_prints_given_settings_and_keeps_all(tmp_path: Path) -> None:
     assert "a" * 64 not in all_settings(config) and "********" in all_settings(config)
 
 
-def test_a_preset_gives_values_to_settings_without_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PRESETS, "public", {"store.part_size": "5"})
-    assert load().store.part_size == 5
-    assert "--store.part_size is not a known flag" in refused("--store.part_size", "5")
-
-
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "cannot be read" in refused("--config", str(tmp_path / "missing.toml"))
     bad = tmp_path / "bad.toml"
     for text in ("neuron = = 1", f"neuron = {'1' * 5000}"):
         bad.write_text(text)
         assert "is not TOML" in refused("--config", str(bad))
-    assert refused("--preset", "lokal").startswith("--preset: 'lokal' is not one of public")
 
 
 @pytest.mark.parametrize(

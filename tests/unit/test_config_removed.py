@@ -1,50 +1,41 @@
-"""Start scripts and files of before: taken, or refused in one line, and nothing is written."""
+"""Start scripts and files of before: taken over, or refused in one line; nothing is written."""
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from distributed_training.config import Config, ConfigError, removed
+from distributed_training.config import Config, ConfigError
 from distributed_training.config.loader import parser_of
-from distributed_training.config.removed import FIXED, MOVED, NO_EFFECT, REMOVED, RULES
+from distributed_training.config.removed import GONE, REFUSED, RENAMED, RULES, is_removed
 from distributed_training.config.schema import schema
-from distributed_training.config.types import show
-from tests.tools.settings import load_config
+from tests.tools.r2_keys import KEYS
+from tests.tools.settings import load_config, usual_network
 
 pytestmark = pytest.mark.timeout(60)
 
-OF_0_2 = Path(__file__).parents[1] / "vectors" / "flags-0.2.0.toml"
+VECTORS = Path(__file__).parents[1] / "vectors"
+OF_0_2 = VECTORS / "flags-0.2.0.toml"
 FLAGS: dict[str, list[str]] = tomllib.loads(OF_0_2.read_text(encoding="utf-8"))
-#: Rules of the network that ended: every other network has other ones.
-OF_ITS_NETWORK = {
-    f"neuron.{name}"
-    for name in ("global_model_name", "global_tokenizer_name", "master_ss58_address", "run_id")
-}
 
 
 def load(*argv: str) -> Config:
     return load_config("validator", argv, environ={}, dotenv=None, check=False)
 
 
-def refused(*argv: str) -> str:
-    with pytest.raises(ConfigError) as error:
-        load(*argv)
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
 def test_a_file_of_version_0_2_0_with_every_default_is_taken_over(tmp_path: Path) -> None:
     file = tmp_path / "miner.toml"
-    kept = {name: texts for name, texts in FLAGS.items() if name not in OF_ITS_NETWORK}
-    file.write_text("".join(f'"{n}" = "{text}"\n' for n, (text, _) in kept.items() if text))
+    file.write_text("".join(f'"{n}" = "{text}"\n' for n, (text, _) in FLAGS.items() if text))
     config = load("--config", str(file))
-    (line,) = (line for line in config.warnings if "can be taken out" in line)
-    for name, (text, _) in kept.items():
-        gone = bool(text) and schema("validator").get(name) is None
-        assert (f" {name} in {file}" in line) is gone
+    (gone,) = (line for line in config.warnings if "can be taken out" in line)
+    for name, (text, _) in FLAGS.items():
+        if text and schema("validator").get(name) is None:
+            ruled = [w for w in config.warnings if w.startswith(f"{name} in {file} has no effect")]
+            assert (f" {name} in {file}" in gone) is (name not in RULES and name not in RENAMED)
+            assert len(ruled) == (name in RULES)
     assert list(tmp_path.iterdir()) == [file]
 
 
@@ -52,65 +43,68 @@ def test_a_file_of_version_0_2_0_with_every_default_is_taken_over(tmp_path: Path
 def test_another_value_is_taken_over_or_refused_by_name_and_place(
     name: str, tmp_path: Path
 ) -> None:
-    file, value = tmp_path / "miner.toml", FLAGS[name][0 if name in OF_ITS_NETWORK else 1]
-    file.write_text(f'"{name}" = "{value}"\n')
-    known = schema("validator").get(name)
-    if name in ("netuid", "neuron.local_batch_size_train_effective"):
-        (line,) = load("--config", str(file)).warnings
-        assert line.startswith(f"{name} in {file} {value} has no effect")
-    elif name == "r2.endpoint_url":  # the network names no store of its own
-        assert "store.endpoint" in refused("--config", str(file))
-    elif known is not None and name not in ("config", "network"):
-        assert load("--config", str(file)).sources[known.name] == f"{name} in {file}"
-    elif name == "subtensor.network":  # the guides name it
-        assert "has no effect" in load("--config", str(file)).warnings[-1]
-    elif name in NO_EFFECT:
-        assert name in load("--config", str(file)).warnings[0]
-    elif known is None:
-        place = RULES.get(name) or MOVED.get(name) or FIXED[name]
-        line = refused("--config", str(file))
-        assert line.startswith(f"{name} in {file}") and place in line
-        assert "nothing was started" in line
+    file = tmp_path / "miner.toml"
+    file.write_text(f'"{name}" = "{FLAGS[name][1]}"\n')
+    new = RENAMED.get(name, name)
+    if name == "r2.endpoint_url":  # the network names no store of its own
+        wanted, text = "store.endpoint", ""
+    else:
+        wanted, text = REFUSED[name][1] if name in REFUSED else "", ""
+    try:
+        config = load("--config", str(file))
+    except ConfigError as error:
+        text = str(error)
+    if wanted:
+        assert text.startswith(f"{name} in {file}") and wanted in text and "\n" not in text
+        assert "nothing was started" in text
+    elif schema("validator").get(new) is not None:
+        if name not in ("config", "network"):
+            assert config.sources[new] == f"{new} in {file}"
+    else:
+        (line,) = config.warnings
+        assert f"{name} in {file}" in line and line.endswith(("leave it out", f"{name} in {file}"))
+        assert RULES.get(name, "") in line
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_removed_flags_of_any_spelling_are_one_line(tmp_path: Path) -> None:
-    toml = tmp_path / "miner.toml"
-    settings = schema("validator").settings
-    rules = {n: settings[key].default for n, key in RULES.items() if n not in OF_ITS_NETWORK}
-    values = {name: show(value) for name, value in rules.items()} | FIXED
-    for name in sorted({*NO_EFFECT, *values} - {"neuron.influxdb_token"}):
-        value = values.get(name, "7")
-        value = "none" if value == "-" else value  # of one that the public network does not have
-        toml.write_text(f'"{name}" = "{value}"\n')
+@pytest.mark.parametrize("commit", ["10170bb9", "5e5e1336"])
+def test_the_example_files_of_earlier_editions_are_taken_over(commit: str, tmp_path: Path) -> None:
+    """With all that they suggest."""
+    for name in ("miner.toml", ".env"):
+        example = VECTORS / "editions" / commit / f"{name.removeprefix('.')}.example"
+        text = re.sub(r"(?m)^#(?=\w)", "", example.read_text(encoding="utf-8"))
+        (tmp_path / name).write_text(text.replace("network.toml", usual_network()))
+    (tmp_path / ".env").chmod(0o600)
+    config = load_config(
+        "miner", [], environ=KEYS, dotenv=tmp_path / ".env", file=tmp_path / "miner.toml"
+    )
+    assert all("can be taken out" in line or "has no effect" in line for line in config.warnings)
+    named = [name for name in ("preset", "axon.port") if f"{name} in" in config.warnings[0]]
+    assert named == (["preset"] if commit == "5e5e1336" else ["preset", "axon.port"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".env", "miner.toml"]
+
+
+def test_removed_flags_of_any_spelling_are_one_line() -> None:
+    for name in (gone.replace("*", "x") for gone in GONE):
         dashes = f"--{name.replace('_', '-')}"
-        for spelling in ((f"--{name}={value}",), (dashes, value), ("--config", str(toml))):
+        for spelling in ((f"--{name}=7",), (dashes, "7"), (dashes, "7", "8"), (dashes,)):
             (line,) = load(*spelling).warnings
-            assert name in line and line.startswith("no settings any more")
-        if name in FIXED:
-            assert f"it is always {value} now" in refused(f"--{name}", "another")
+            assert line.endswith(f"without effect, and can be taken out: --{name}")
     assert load("--no_prompt", "--strict").warnings[0].endswith(": --no_prompt, --strict")
+    assert load("--no_prompt", "--dht.port", "7").swarm.dht_port == 7
     line = load("--subtensor.network", "ws://me:word@10.0.0.5:9944").warnings[-1]
     assert "--subtensor.chain_endpoint" in line and "word" not in line and "no effect" in line
-    for name in ("archive_endpoints", "retry_forever", "websocket_shutdown_timer"):
-        line = refused(f"--subtensor.{name}", "5")
-        assert line.endswith("nothing was started: did you mean --subtensor.chain_endpoint?")
-    for name in MOVED:
-        assert MOVED[name] in refused(f"--{name}", "another")
-    assert not [n for n in REMOVED if f"--{n} " in parser_of(schema("miner")).format_help()]
-    assert not [name for name in REMOVED if schema("validator").get(name)]
+    with pytest.raises(ConfigError, match=r"did you mean --subtensor\.chain_endpoint\?"):
+        load("--subtensor.retry_forever", "5")
+    text = parser_of(schema("miner")).format_help()
+    known = schema("validator")
+    assert not [n for n in FLAGS if f"--{n} " in text and known.get(n) is None]
+    assert not [setting.name for setting in known.flags if setting.name in RULES | REFUSED]
+    assert all(is_removed(name) or known.get(RENAMED.get(name, name)) for name in FLAGS)
 
 
-@pytest.mark.parametrize(
-    ("text", "fixed", "same"),
-    [
-        ("1m", "60s", True), ("2.50", "2.5", True),
-        ("off", "false", True), ("b,a", "a b", True), ("61", "60s", False),
-        ("b", "a b", False), ("yes", "false", False), ("", "60s", False),
-    ],
-)  # fmt: skip
-def test_a_removed_flag_may_have_the_value_that_holds(
-    text: str, fixed: str, same: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(removed.FIXED, "neuron.shard_across_nodes", fixed)
-    assert (removed.why_refused("neuron.shard_across_nodes", text) is None) is same
+def test_a_preset_in_the_environment_is_named() -> None:
+    config = load_config("miner", [], environ=KEYS | {"DT_PRESET": "public-24gb"}, dotenv=None)
+    assert config.warnings == (
+        "no settings any more, without effect, and can be taken out: DT_PRESET",
+    )

@@ -103,7 +103,7 @@ def test_every_positional_with_every_hostile_value(script: str, capfd) -> None:
         (("abort_multipart_uploads", "bucket-1", "--plugins", "no_such"), "--plugins"),
         (("abort_multipart_uploads", "bucket-1"), "no network is named"),
         (("diagnose", "--network", "local", "--model", "MODEL.json"), "--model MODEL.json"),
-        (("diagnose", "--neuron.local_batch_size_train_effective", "0"), "effective"),
+        (("diagnose", "--neuron.local_batch_size_train", "0"), "local_batch_size_train"),
         (("localnet", "--miner-flags", "'"), "--miner-flags"),
         (("diagnose", "--probe", "nowhere:"), "--probe"),
         (("pretokenize", "hf", "out"), "--tokenizer"),

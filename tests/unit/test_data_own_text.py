@@ -359,7 +359,7 @@ def configured(folder: Path, *flags: str, kind: str = "miner", **rules: object) 
     digest = hashlib.sha256(held.read_bytes()).hexdigest()
     values = {"data.own": True, "data.held_out": f"{held}#{digest}"} | rules
     file = network_file(folder / "lab", {"exchange": "store", **values})
-    argv = ["--network", file, "--preset", "local", *flags]
+    argv = ["--network", file, *flags]
     return load_config(kind, argv, environ={}, dotenv=None, check=False)  # type: ignore[arg-type]
 
 

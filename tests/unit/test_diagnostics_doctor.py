@@ -131,11 +131,13 @@ def test_port() -> None:
 
 def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def check_room(folder: Path) -> Check:
-        given = ["--neuron.run_folder", str(folder), "--diagnostics.minimum_disk_gb"]
-        return machine.check_room(Examination(config_of(*given, str(needed)), ranks=1))
+        monkeypatch.setattr(machine, "_MOST_SPARE", needed)
+        config = config_of("--neuron.run_folder", str(folder))
+        return machine.check_room(Examination(config, ranks=1))
 
     monkeypatch.setattr(machine, "DISK_RESERVE", 1)
-    needed = 1e-9
+    monkeypatch.setattr(machine, "_SPARE_BYTES", 10**9)
+    needed = 1
     missing = tmp_path / "not" / "yet"
     assert check_room(missing).status == "ok"
     assert not missing.exists()
@@ -143,14 +145,14 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in (tmp_path / "file", tmp_path / "file" / "run"):
         assert "is no folder" in check_room(folder).finding
     assert check_room(tmp_path / ("long" * 99)).finding  # no traceback
-    needed = 1e9
+    needed = 10**18
     check = check_room(missing)
     assert check.status == "fail" and "--neuron.run_folder" in check.remedy
 
 
 def test_disk_reserve_is_part_of_the_need(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a start passes with 0.6 GB, and waits for ever for room to download anything."""
-    config = load_config("miner", ["--preset", "local"], environ={}, check=False)
+    config = load_config("miner", ["--network", "local"], environ={}, check=False)
     for free, status in ((6 * 10**8, "fail"), (3 * 10**9, "ok")):
         usage = SimpleNamespace(total=10**12, free=free)
         monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
@@ -165,7 +167,7 @@ def test_a_disk_that_does_not_answer_fails_its_checks_and_ends_nothing(
         raise OSError(errno.ESTALE, "Stale file handle")
 
     monkeypatch.setattr(shutil, "disk_usage", stale)
-    flags = ["--neuron.run_folder", str(tmp_path), "--preset", "local"]
+    flags = ["--neuron.run_folder", str(tmp_path), "--network", "local"]
     asked = Examination(load_config("miner", flags, check=False), 1)
     asked.shape = ModelShape.from_config(named_config("tiny"))
     for check in (machine.check_room(asked), machine.check_disk_speed(asked)):
@@ -213,7 +215,7 @@ def test_a_line_is_judged_by_the_time_an_upload_really_has(
     clock = SimpleNamespace(perf_counter=lambda: now)
     monkeypatch.setattr(outside, "time", clock)
     monkeypatch.setattr(S3ObjectStore, "from_settings", lambda *given, **fields: SlowStore())
-    check = outside.check_line(config_of("--preset", "local"), "bucket", shape)
+    check = outside.check_line(config_of("--network", "local"), "bucket", shape)
     assert check.status == verdict and said in check.finding
 
 
@@ -519,7 +521,7 @@ def test_gpus_in_use_are_named(fake_nvml: FakeNvml) -> None:
 
 def test_the_doctor_names_the_connections_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     rules = {"store.endpoint": "http://10.0.0.5:9000", "chain.url": "http://r.example"}
-    config = config_of("--preset", "local", rules=rules)
+    config = config_of(rules=rules | {"private": False})
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
@@ -544,7 +546,7 @@ def speed(
     monkeypatch.setattr(doctor, "SLOW_STEP", 90.0)
     network = {f"round.{key}": value for key, value in rules.items()}
     asked = Examination(config_of(*flags, rules=network), 1)
-    checks = doctor.check_step_time(asked, flags)
+    checks = doctor.check_step_time(asked, flags, 10.0)
     return {check.name: check for check in checks}
 
 
@@ -600,7 +602,7 @@ def test_nothing_is_trained_while_a_miner_runs(
     if not began:
         with (running / "events.jsonl").open("a") as file:
             file.write('\n{"kind": "start"}\n')
-    flags = ["--preset", "local", "--offline", "--neuron.run_folder", str(running), "--json"]
+    flags = ["--network", "local", "--offline", "--neuron.run_folder", str(running), "--json"]
     doctor.main(flags)
     found = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
     if began:
@@ -629,7 +631,7 @@ def test_a_bundle_has_the_rows_and_the_log_of_the_running_miner(
     monkeypatch.setattr(bundle, "distributions", lambda: [])
     monkeypatch.chdir(running)
     (running / "out.log").write_text("two lines\nof the miner\n")
-    flags = ["--preset", "local", "--offline", "--neuron.run_folder", str(running)]
+    flags = ["--network", "local", "--offline", "--neuron.run_folder", str(running)]
     for more in ([], ["--log", "out.log"]):
         doctor.main([*flags, "--bundle", f"help{len(more)}.tar.gz", *more])
         said = capsys.readouterr()
@@ -663,12 +665,16 @@ def test_checks_that_wait_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     entries = [machine.Entry(meet, alone=True), machine.Entry(meet, alone=True)]
     monkeypatch.setattr(outside, "CHECKS", entries)
     monkeypatch.setattr(machine, "CHECKS", [])
-    asked = Examination(config_of("--diagnostics.measure", "0"), ranks=1)
-    assert [check.name for check in doctor.examine(asked, [])] == ["met", "met", "step time"]
+    asked = Examination(config_of(), ranks=1)
+    assert [check.name for check in doctor.examine(asked, [], seconds=0)] == [
+        "met",
+        "met",
+        "step time",
+    ]
 
     def fail(_: Examination) -> Check:
         raise ZeroDivisionError
 
     entries[:] = [machine.Entry(fail, alone=True)]
     with pytest.raises(ZeroDivisionError):
-        doctor.examine(asked, [])
+        doctor.examine(asked, [], seconds=0)

@@ -42,7 +42,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]
     store = ("--store", "embedded")
     assert main(["init", str(place / "lab"), *HIVEMIND, *words, *store]) == 0
     with (place / "lab" / "run.toml").open("a") as file:
-        file.write('preset = "local"\n')
+        file.write('"neuron.page_port" = "off"\n')
     return place / "lab", ports
 
 
@@ -129,7 +129,7 @@ def test_missing_file_or_key_is_one_line_before_anything_starts(
 
 
 def test_flags_stand_in_run_toml_as_in_miner_toml(lab: Path) -> None:
-    (lab / "run.toml").write_text('[validator]\npreset = "local"\nneuron.page_port = 8123\n')
+    (lab / "run.toml").write_text("[validator]\nneuron.page_port = 8123\n")
     with (lab / "run.toml").open("a") as file:
         file.write('"logging.debug" = true\nplugins = ["json", "queue"]\n')
     words = founder.FounderPlan.of(lab).words["validator"]
@@ -153,7 +153,7 @@ def test_a_port_that_is_taken_is_named(
 def test_an_address_that_is_not_there_yet_is_tried_again_by_pm2(lab: Path, monkeypatch) -> None:
     monkeypatch.setattr(founder, "Program", None)
     with (lab / "run.toml").open("a") as file:
-        file.write('"dht.listen_ip" = "192.0.2.1"\n')
+        file.write('[registry]\nhost = "192.0.2.1"\n')
     assert main(["run", "lab"]) == 1
 
 

@@ -22,7 +22,7 @@ from distributed_training.protocol.types import Check
 
 pytestmark = pytest.mark.timeout(60)
 CONFIG = load_config(
-    "miner", ["--r2.endpoint_url", "http://127.0.0.1:9", "--preset", "local"], check=False
+    "miner", ["--r2.endpoint_url", "http://127.0.0.1:9", "--network", "local"], check=False
 )
 
 

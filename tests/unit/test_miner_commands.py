@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from distributed_training import __version__
 from distributed_training.__main__ import main as commands
+from distributed_training.config.loader import parser_of
 from distributed_training.config.model import KEY_VARIABLES
+from distributed_training.config.schema import schema
 from distributed_training.miner.__main__ import main
 
 pytestmark = pytest.mark.timeout(30)
@@ -50,25 +51,6 @@ def test_every_setting_is_shown_with_its_origin_and_no_secret(
     assert len(secrets) == 2 and not [text for text in secrets if text in shown.out + shown.err]
 
 
-def test_a_shell_completes_commands_flags_and_choices(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["completion", "zsh"]) == 0 and main(["completion"]) == 2
-    capsys.readouterr()
-    assert main(["completion", "bash"]) == 0
-    script = capsys.readouterr().out
-    for words, found in (
-        ("dt-miner conf", "config"),
-        ("dt-miner --neuron.upload_s", "--neuron.upload_steps"),
-        ("dt-miner --preset loc", "local"),
-        ("dt-miner --r2.write_sec", ""),  # refused there
-    ):
-        count = len(words.split()) - 1
-        typed = f"COMP_WORDS=({words}); COMP_CWORD={count}; _dt_miner; echo ${{COMPREPLY[@]}}"
-        done = subprocess.run(["bash", "-c", script + typed], capture_output=True, text=True)
-        assert done.stdout.strip() == found, (words, done.stderr)
-
-
 def test_the_help_names_the_program_and_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
@@ -77,3 +59,12 @@ def test_the_help_names_the_program_and_its_commands(capsys: pytest.CaptureFixtu
     assert "--help-all" in text and "--help_all" not in text
     for words, said in ((["--help"], "doctor"), (["--version"], __version__)):
         assert commands(words) == 0 and said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["miner", "validator"])
+def test_the_help_shows_what_is_common_and_all_on_request(kind: str) -> None:
+    known = schema(kind)  # type: ignore[arg-type]
+    for everything in (False, True):
+        text = parser_of(known, everything=everything).format_help()
+        shown = [flag for flag in known.flags if f"  --{flag.name} " in text]
+        assert len(shown) == len(known.flags) if everything else 10 < len(shown) <= 25

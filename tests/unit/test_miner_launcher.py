@@ -121,7 +121,7 @@ def argv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setenv(name, value)
     create_wallet(tmp_path / "wallets", "default")
     flags = {
-        "preset": "local",
+        "network": "local",
         "wallet.path": str(tmp_path / "wallets"),
         "neuron.run_folder": str(tmp_path / "run"),
         "neuron.page_port": "off",

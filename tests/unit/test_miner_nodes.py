@@ -123,8 +123,10 @@ def test_a_failure_of_one_rank_ends_all(pair: list[Watched], status: ExitStatus)
 
 def test_different_settings_of_two_nodes_are_logged_on_both() -> None:
     store = dist.HashStore()
-    facts = [list_facts(config_of("--neuron.seed", seed), ranks=1) for seed in ("42", "9")]
-    line = "--neuron.seed is 9 on node 1 and 42 on node 0, so the nodes cannot train one model"
+    facts = [list_facts(config_of("--data.prefetch_blocks", text), ranks=1) for text in ("2", "9")]
+    line = (
+        "--data.prefetch_blocks is 9 on node 1 and 2 on node 0, so the nodes cannot train one model"
+    )
     with ThreadPoolExecutor(2) as pool:
         for each in [pool.submit(Watched(store, r).compare, facts[r]) for r in range(2)]:
             with pytest.raises(NetworkFailure, match=line):

@@ -37,7 +37,7 @@ from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.model import hf_config
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_world import MINER, VALIDATOR
-from tests.tools.miner_parts import config_of
+from tests.tools.miner_parts import config_of, impatient
 from tests.tools.training_world import sequences, tiny, trainer, whole_weights
 
 pytestmark = pytest.mark.timeout(30)
@@ -352,7 +352,7 @@ def test_a_list_that_cannot_be_the_networks_is_not_used(
     chain = MemoryChain(hotkey=MINER.ss58, ledger=ledger, master=VALIDATOR.ss58)
     monkeypatch.setattr(node_chain, "load_wallet", lambda _: MINER)
     monkeypatch.setattr(node_chain, "chain_kind", lambda _: SimpleNamespace(open=lambda *_: chain))
-    config = config_of("--chain.start_timeout", "0.1")
+    config = impatient(config_of(), start_timeout=0.1)
 
     def join(*_: object) -> tuple[int, str]:
         with ExitStack() as stack:

@@ -358,19 +358,10 @@ def test_a_bad_file_ends_a_program_with_status_2_and_nothing_is_written(
     assert [entry.name for entry in tmp_path.iterdir()] == ["network.toml"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (
-            ("--neuron.sequence_length", "512"),
-            ("--neuron.sequence_length 512", "training.sequence_length in", "(1024)"),
-        ),
-        (("--neuron.run_id", "v1_2_7_r5"), ("--neuron.run_id v1_2_7_r5", "run_id in")),
-    ],
-)
-def test_a_flag_that_only_a_network_may_set(tmp_path: Path, flags, words) -> None:
-    text = refused(EXAMPLE, tmp_path, *flags)
-    assert all(word in text for word in words)
+def test_a_flag_that_only_a_network_may_set_is_one_warning(tmp_path: Path) -> None:
+    config = load(EXAMPLE, tmp_path, "--neuron.sequence_length", "512")
+    (line,) = config.warnings
+    assert config.training.sequence_length == 1024 and "training.sequence_length = 1024" in line
 
 
 def test_the_server_of_the_rows_api_in_a_file_of_earlier_editions_has_no_effect(
@@ -380,23 +371,17 @@ def test_the_server_of_the_rows_api_in_a_file_of_earlier_editions_has_no_effect(
     assert load(text, tmp_path).data == load(EXAMPLE, tmp_path).data
 
 
-def test_equal_values_and_an_operators_own_settings_are_accepted(tmp_path: Path) -> None:
-    mine = ("--neuron.sequence_length", "1024", "--data.source", "parquet:/data")
-    config = load(EXAMPLE, tmp_path, *mine, "--preset", "public-24gb")
+def test_an_operators_own_settings_are_accepted(tmp_path: Path) -> None:
+    config = load(
+        EXAMPLE,
+        tmp_path,
+        "--data.source",
+        "parquet:/data",
+        "--neuron.activation_checkpointing",
+        "full",
+    )
     assert config.data.source == "parquet:/data"
     assert config.training.activation_checkpointing == "full"
-
-
-@pytest.mark.parametrize("network", ["local"])
-def test_an_operator_may_train_on_another_batch_in_a_network_of_the_program(network: str) -> None:
-    argv = ("--neuron.local_batch_size_train_effective", "64")
-    argv += ("--network", network)
-    assert (
-        load_config(
-            "miner", argv, environ=KEYS, dotenv=None
-        ).training.local_batch_size_train_effective
-        == 64
-    )
 
 
 def by(answer: Callable[[httpx.Request], httpx.Response]) -> Callable[[], httpx.AsyncClient]:

@@ -25,7 +25,7 @@ from distributed_training.registry.store import hash_of
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_server_thread import RegistryServer
 from tests.tools.chain_world import MINER, PEER, VALIDATOR
-from tests.tools.miner_parts import config_of
+from tests.tools.miner_parts import config_of, impatient
 from tests.tools.network import network_file
 from tests.tools.settings import load_config
 from tests.tools.waiting import wait_for
@@ -68,7 +68,7 @@ class Kept:
 
     def at(self, url: str) -> Config:
         rules = {"chain.url": url}
-        return config_of("--chain.start_timeout", "0.3", rules=rules, signer=VALIDATOR.hotkey)
+        return impatient(config_of(rules=rules, signer=VALIDATOR.hotkey), start_timeout=0.3)
 
     @contextmanager
     def join(self) -> Iterator[node_chain.Member]:

@@ -103,9 +103,9 @@ def test_no_run_folder_is_made_in_the_place_of_a_mount_that_is_late(tmp_path: Pa
     assert not (tmp_path / "data").exists()
     (tmp_path / "data").mkdir()  # it is mounted, and new
     assert make_run_folder(config) == tmp_path / "data" / "miner"
-    cache = named(tmp_path / "run", "--data.cache_dir", str(tmp_path / "cache" / "pages"))
-    with pytest.raises(ConfigError, match=r"--data\.cache_dir"):
-        make_run_folder(cache)
+    curves = named(tmp_path / "run", "--neuron.tensorboard_dir", str(tmp_path / "cache" / "curves"))
+    with pytest.raises(ConfigError, match=r"--neuron\.tensorboard_dir"):
+        make_run_folder(curves)
 
 
 def test_a_relative_run_folder_is_made_with_its_parents(

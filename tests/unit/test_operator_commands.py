@@ -28,7 +28,7 @@ def test_a_doctor_that_is_interrupted_says_so_and_nothing_else(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(doctor, "examine", interrupted)
-    assert doctor.main(["--preset", "local", "--offline"]) == 130
+    assert doctor.main(["--network", "local", "--offline"]) == 130
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith("interrupted, so nothing is known")
     assert said.err.count("\n") == 1
@@ -44,15 +44,15 @@ def test_a_message_is_sent_to_the_webhook_on_request(
     with webhooks(monkeypatch) as world:
         world.manner = manner
         monkeypatch.setenv("DT_NOTIFY_URL", world.url("Telegram"))
-        assert doctor.main(["--preset", "local", "--notify"]) == status
+        assert doctor.main(["--network", "local", "--notify"]) == status
         assert [text for _, text in world.taken] == ["miner: " + TEST] * (not manner)
         said = capsys.readouterr()
         assert "Telegram has" in said.out and "secretsecret" not in said.out + said.err
-        config = load_config("miner", ["--preset", "local"], check=False)
+        config = load_config("miner", ["--network", "local"], check=False)
         (row,) = check_webhook(Examination(config, ranks=1))
         assert "messages go to Telegram" in row.finding
     monkeypatch.delenv("DT_NOTIFY_URL")
-    assert doctor.main(["--preset", "local", "--notify"]) == 1
+    assert doctor.main(["--network", "local", "--notify"]) == 1
     assert "put DT_NOTIFY_URL=... into .env" in capsys.readouterr().out
 
 

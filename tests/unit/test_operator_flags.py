@@ -38,12 +38,12 @@ NAMED = [
     ["--nproc_per_node=4"],
     ["--nproc_per_node", "8"],
 ]
-#: Those that the file's rule replaces, by kind of network.
+#: Those in whose place something of the network holds, by kind of network.
 REPLACED = {
     "store": {"netuid", "local_batch_size_train_effective", "upload_steps"},
     # There each member has a bucket, and sends progress to it.
     "hivemind": {"netuid", "local_batch_size_train_effective"},
-    "local": {"netuid"},
+    "local": {"netuid", "local_batch_size_train_effective"},
 }
 
 
@@ -72,32 +72,7 @@ def test_a_flag_of_the_guides_never_ends_a_miner(
     assert len(gone) == (name == "use_dct") and len(config.warnings) <= 1
     if told:
         assert told[0].endswith("leave it out") and "\n" not in told[0]
-        assert config.get(f"neuron.{name}") == plain.get(f"neuron.{name}")
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--neuron.local_batch_size_train", "17"],
-        ["--neuron.local_batch_size_train", "64", "--neuron.local_batch_size_train_effective", "8"],
-        ["--preset", "public-141gb"],
-    ],
-    ids=str,
-)
-def test_a_micro_batch_is_at_most_an_inner_step(words: list[str], tmp_path: Path) -> None:
-    place = network_file(tmp_path, {**STORE, "training.effective_batch": 4})
-    config = load_config("miner", ["--network", place, *words], environ=KEYS, dotenv=None)
-    assert config.training.local_batch_size_train == 4
-    (told,) = (line for line in config.warnings if "micro-batches have 4 sequences" in line)
-    assert told.startswith(words[0] if words[0] != "--preset" else "preset public-141gb")
-
-
-def test_a_batch_that_cannot_be_read_is_still_refused(tmp_path: Path) -> None:
-    for word in ("many", "0", "-1"):
-        with pytest.raises(ValueError, match="local_batch_size_train_effective"):
-            place = place_of("store", tmp_path / word)
-            flags = ["--network", place, "--neuron.local_batch_size_train_effective", word]
-            load_config("miner", flags, environ=KEYS, dotenv=None)
+        assert config.training == plain.training and config.chain == plain.chain
 
 
 def test_a_key_of_the_other_exchange_has_no_value(tmp_path: Path) -> None:

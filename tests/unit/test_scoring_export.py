@@ -25,7 +25,7 @@ from distributed_training.training.weights import load_weights
 from tests.tools.network import network_file
 
 pytestmark = pytest.mark.timeout(120)
-CONFIG = load_config("validator", ["--preset", "local"], environ={}, dotenv=None, check=False)
+CONFIG = load_config("validator", ["--network", "local"], environ={}, dotenv=None, check=False)
 NAME = "model.norm.weight"
 
 
@@ -47,7 +47,7 @@ def state(tmp_path: Path) -> Path:
 
 def test_transformers_loads_the_newest_state(state: Path, tmp_path: Path, capsys) -> None:
     made = tmp_path / "model"
-    words = [str(made), "--from", str(state), "--preset", "local"]
+    words = [str(made), "--from", str(state), "--network", "local"]
     assert export.main([*words, "--sample", "def ", "--tokens", "4", "--eval", "2"]) == 0
     out = capsys.readouterr().out
     assert "of outer step 3" in out and "\ndef " in out and "on text of random pages" in out
@@ -112,7 +112,7 @@ def test_an_export_holds_the_frozen_tensors_too(tmp_path: Path, capsys) -> None:
     rules: dict[str, object] = {"model.trainable": trainable}
     rules |= {"model.frozen": list_files(base, published)}
     rules |= {"exchange": "store", "model.trainable_parameters": sum(w.numel() for w in weights)}
-    words = [str(tmp_path / "model"), "--from", str(state), "--preset", "local"]
+    words = [str(tmp_path / "model"), "--from", str(state), "--network", "local"]
     assert export.main(words) == 1  # the file that comes with the program freezes none
     assert "only the network's file names it" in capsys.readouterr().err
     assert export.main([*words, "--network", network_file(tmp_path, rules)]) == 0

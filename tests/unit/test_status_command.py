@@ -194,7 +194,7 @@ def test_without_a_folder_the_miners_of_this_machine_are_found(
     make_miner(tmp_path / "two" / "runs", "stopped")
     assert status.main(["--json"]) == 3, "settings that are refused hide no miner"
     make_miner(tmp_path, "counts").rename(tmp_path / "runs" / "miner-default")
-    (tmp_path / "miner.toml").write_text('preset = "local"\n')
+    (tmp_path / "miner.toml").write_text('network = "local"\n')
     capsys.readouterr()
     assert status.main(["--json"]) == 3
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -162,7 +162,7 @@ def test_a_member_behind_a_cache_goes_by_the_right_time_without_a_line(
 
 def test_the_doctor_measures_no_clock_by_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(
-        "miner", ["--r2.endpoint_url", "http://127.0.0.1:9", "--preset", "local"], check=False
+        "miner", ["--r2.endpoint_url", "http://127.0.0.1:9", "--network", "local"], check=False
     )
     headers = {"date": _date(ORIGIN), "age": "0"}
     monkeypatch.setattr(

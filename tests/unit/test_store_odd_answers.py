@@ -293,11 +293,14 @@ def test_a_refusal_has_the_stores_own_sentence_on_one_line_and_no_secret() -> No
         (507, "XMinioStorageFull", "full", "TransientError", {}),
         (
             *(400, "AuthorizationHeaderMalformed", "the region 'auto' is wrong; expecting 'eu-1'"),
-            *("StoreError: .* --r2.region eu-1 instead of auto", {}),
+            *("StoreError: .* store.region of the network.s file to eu-1 instead of auto", {}),
         ),
         (
             *(400, "AuthorizationHeaderMalformed", "wrong region"),
-            *("StoreError: .* --r2.region eu-2 instead", {"Region": "eu-2"}),
+            *(
+                "StoreError: .* store.region of the network.s file to eu-2 instead",
+                {"Region": "eu-2"},
+            ),
         ),
         (403, "AccessDenied", "Access Denied", "AccessDeniedError: .* permission to write$", {}),
     ],

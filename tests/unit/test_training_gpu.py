@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
+import json
 import os
 import threading
 from collections import Counter
@@ -22,14 +24,12 @@ from distributed_training.protocol.types import Progress
 from distributed_training.training import (
     collectives,
     copies,
-    micro_batches,
     model,
 )
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import HostCopies
-from distributed_training.training.memory_plan import plan_memory
+from distributed_training.training.memory_plan import MemoryPlan, plan_memory
 from distributed_training.training.micro_batches import (
-    DeviceBudget,
     KnownSize,
     find_micro_batch,
     sizes_to_try,
@@ -144,104 +144,78 @@ def test_tf32_is_for_a_float32_computation_and_never_for_the_rotary_embedding(
 # --- memory -------------------------------------------------------------------------------------
 
 
-class Card(DeviceBudget):
-    """10 bytes of weights, 3 for a sequence; tries beyond ``limit`` are an error."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit, self._sequences = limit, 0
-        self.tried: list[int] = []
-
-    def run(self, sequences: int) -> float:
-        self._sequences = sequences
-        self.tried.append(sequences)
-        assert sequences <= 2 or self.peak() <= self.limit, "a rank would have run out of memory"
-        return 1.0 / sequences
-
-    def peak(self) -> int:
-        return 10 + 3 * self._sequences
-
-
 SIZES = (1, 2, 4, 8, 16, 32, 64)
-SEARCH: dict[str, Any] = {"why": "no more", "vote": lambda problem: problem, "say": print}
 
 
-@pytest.mark.parametrize("limit", [13, 16, 21, 22, 33, 34, 58, 59, 1000])
-def test_auto_never_tries_a_size_that_cannot_fit(limit: int) -> None:
-    card = Card(limit)
-    fits = [n for n in SIZES if 10 + 3 * n <= limit]
-    assert find_micro_batch(card.run, SIZES, budget=card, **SEARCH) == max(fits)
-
-
-def test_auto_begins_where_memory_is_expected_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two trials where that is right; whatever is expected, the found size fits and is fast."""
-    monkeypatch.setattr(micro_batches, "_free_memory", lambda: None)
-    for holds, fast, first in itertools.product(SIZES, repeat=3):
+@pytest.mark.parametrize("first", SIZES)
+def test_auto_finds_the_fastest_size_that_fits(first: int) -> None:
+    """Wherever memory is expected to end; and no size is tried twice, since each compiles."""
+    for holds, fast in itertools.product((0, *SIZES), SIZES):
         tried = list[int]()
 
-        def seconds(sequences: int, *, tried=tried, holds=holds, fast=fast) -> float:
-            tried.append(sequences)
-            if sequences > holds:
-                raise torch.OutOfMemoryError("no")
-            return 1.0 / min(sequences, fast)
+        def seconds(size: int, *, tried=tried, holds=holds, fast=fast) -> float | None:
+            tried.append(size)
+            return 1.0 / min(size, fast) if size <= holds else None
 
-        found = find_micro_batch(seconds, SIZES, first=first, **SEARCH)
-        assert found <= holds and len(tried) == len(set(tried))
-        assert found == min(fast, holds) or min(found, fast) == min(first, holds, fast)
-        assert first != holds or len(tried) <= 3
-        if first == 2 * fast <= holds:
-            assert tried == [first, fast]
+        found, rates = find_micro_batch(seconds, SIZES, first)
+        assert len(tried) == len(set(tried)) and found <= holds
+        assert list(rates) == [size for size in tried if size <= holds]
+        if holds:
+            assert found == (min(holds, max(first, fast)) if holds >= first else holds)
+        assert first != holds or len(tried) <= 2
 
 
-def test_auto_on_an_h200_compiles_twice() -> None:
-    """The estimate of memory and the speeds measured on an H200 decide it."""
-    config, tried = named_config("1b"), list[int]()
-    budget: Any = SimpleNamespace(limit=round(0.85 * 150e9))
+def test_auto_on_an_h200_begins_with_the_largest() -> None:
+    """The estimate of memory decides it."""
     plan = plan_memory(
-        TrainingSettings(), model_config=config, world_size=1, micro_batch=1,
+        TrainingSettings(), model_config=named_config("1b"), world_size=1, micro_batch=1,
         device_bytes=round(150e9), host_bytes=None,
     )  # fmt: skip
-    sizes, why = sizes_to_try(
-        TrainingSettings(local_batch_size_train_effective=512), 1, torch.device("cuda")
-    )
-    rates = {8: 74_753, 16: 78_552, 32: 78_684}
-
-    def seconds(sequences: int) -> float:
-        tried.append(sequences)
-        return 1024 / rates[sequences]
-
-    options = SEARCH | {"why": why}
-    first = micro_batches._predict(plan, sizes, budget)
-    assert find_micro_batch(seconds, sizes, first=first, **options) == 16
-    assert tried == [32, 16]
-    assert micro_batches._predict(plan, sizes, None) == 1, "on a CPU from 1 on"
+    settings = TrainingSettings(local_batch_size_train_effective=512)
+    sizes, _ = sizes_to_try(settings, 1, torch.device("cuda"))
+    assert max(size for size in sizes if plan.bytes_with(size) <= 0.85 * 150e9) == 32 == sizes[-1]
+    assert plan.way.checkpointing == "none" and plan.rung == 0
 
 
-@pytest.mark.parametrize(
-    ("holds", "fast_up_to", "found", "why"),
-    [
-        (4, 99, 4, "8 does not fit"),
-        (99, 2, 2, "4 is not faster than 2"),
-        (99, 99, 64, "no more"),
-    ],
-)
-def test_auto_stops_where_memory_ends_or_speed_does(
-    holds: int, fast_up_to: int, found: int, why: str
-) -> None:
-    def seconds(sequences: int) -> float:
-        if sequences > holds:
-            raise torch.OutOfMemoryError("no")
-        return 1.0 / min(sequences, fast_up_to)
+@pytest.mark.parametrize("card", [24, 48, 80])
+def test_where_memory_runs_out_the_next_arrangement_takes_less(card: int) -> None:
+    """Activations first, then the optimizer's state; flags stay; the last one says so."""
 
-    said: list[str] = []
-    options = SEARCH | {"say": said.append}
-    assert find_micro_batch(seconds, SIZES, **options) == found and why in said[0]
+    def plan(rung: int, **fixed: Any) -> MemoryPlan:
+        return plan_memory(
+            TrainingSettings(**fixed), model_config=named_config("1b"), world_size=1,
+            micro_batch=1, device_bytes=card * 10**9, rung=rung,
+        )  # fmt: skip
+
+    ladder = [plan(0)]
+    while not ladder[-1].is_last:
+        ladder.append(plan(len(ladder)))
+    needs = [each.bytes_needed for each in ladder]
+    assert needs == sorted(needs, reverse=True) and len(set(needs)) == len(needs) >= 2
+    assert [each.rung for each in ladder] == list(range(len(ladder)))
+    first, last = ladder[0].way, ladder[-1].way
+    assert last.checkpointing == "full" and last.offload_optimizer
+    if card == 80:
+        assert (first.checkpointing, first.offload_optimizer) == ("none", False)
+        assert [each.way.checkpointing for each in ladder[:3]] == ["none", "budget", "full"]
+    assert plan(99).way == last and "ran out of memory before" in plan(99).note
+    fixed = plan(99, activation_checkpointing="none", offload_optimizer="off").way
+    assert (fixed.checkpointing, fixed.offload_optimizer) == ("none", False)
 
 
-def test_one_rank_without_room_stops_the_search_of_all() -> None:
-    card, answers = Card(1000), iter([None] * 5 + ["rank 3: 4 would take 9.0 of 8.0 GB"])
-    vote = {"vote": lambda problem: problem or next(answers)}
-    found = find_micro_batch(card.run, SIZES, budget=card, **(SEARCH | vote))
-    assert found == 2 and card.tried == [1, 2]
+def test_a_single_sequence_that_does_not_fit_leads_to_the_next_arrangement(tmp_path: Path) -> None:
+    made = trainer(run_folder=tmp_path)
+    made.step.known.most = 1
+    made.sharded.plan = dataclasses.replace(made.sharded.plan, is_last=False)
+    with pytest.raises(torch.OutOfMemoryError, match="it starts again, and arranges memory"):
+        made.step.prepare_again(torch.OutOfMemoryError("no"), made.batch_plan)
+    kept = json.loads((tmp_path / "micro-batch.json").read_text())
+    assert (kept["rung"], kept["most"], kept["fastest"]) == (1, None, None)
+    again = trainer(run_folder=tmp_path)  # on a CPU there is one arrangement
+    assert again.sharded.plan.is_last and again.step.known.rung == 0
+    again.step.known.most = 1
+    with pytest.raises(torch.OutOfMemoryError, match="the miner stops: use more GPUs"):
+        again.step.prepare_again(torch.OutOfMemoryError("no"), again.batch_plan)
 
 
 @pytest.mark.slow
@@ -301,17 +275,30 @@ ALONE: Any = SimpleNamespace(all_gather=lambda value: [value])
 
 def test_micro_batch_that_ran_out_is_remembered_for_this_model_on_this_gpu(tmp_path: Path) -> None:
     path, facts = tmp_path / "micro-batch.json", {"device": "H200", "sequence_length": 1024}
-    first = KnownSize(path, facts, ALONE)
-    assert (first.most, first.fastest) == (None, None)
+    first = KnownSize(path, facts)
+    assert (first.rung, first.most, first.fastest) == (0, None, None)
     first.measured(16)
     assert first.ran_out(16) == 8
-    again = KnownSize(path, dict(facts), ALONE)
+    again = KnownSize(path, dict(facts))
+    assert (again.rung, again.most, again.fastest) == (0, 8, 8)
+    again.agree(ALONE, 0)
     assert (again.most, again.fastest) == (8, 8)
-    assert KnownSize(path, facts | {"sequence_length": 2048}, ALONE).most is None
-    assert KnownSize(None, facts, ALONE).ran_out(3) == 1  # in memory only
-    for damaged in ("", "[]", '{"facts": 1}', '{"most": 8}'):
-        path.write_text(damaged)
-        assert KnownSize(path, facts, ALONE).most is None
+    again.agree(ALONE, 1)  # of another rank, whose memory is arranged in another way
+    assert (again.rung, again.most, again.fastest) == (1, None, None)
+    again.step_down()
+    assert KnownSize(path, facts).rung == 2
+    assert KnownSize(path, facts | {"sequence_length": 2048}).rung == 0
+    assert KnownSize(None, facts).ran_out(3) == 1  # in memory only
+    # The last is of the edition before.
+    for other in (
+        "",
+        "[]",
+        '{"facts": 1}',
+        '{"most": 8}',
+        '{"facts": {}, "most": 8, "fastest": 4}',
+    ):
+        path.write_text(other)
+        assert KnownSize(path, facts).most is None
 
 
 def test_a_micro_batch_is_cut_into_unequal_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

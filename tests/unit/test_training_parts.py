@@ -207,7 +207,7 @@ def test_bf16_without_hardware_falls_back_and_says_why(monkeypatch: pytest.Monke
 
 def test_memory_decides_which_activations_are_kept() -> None:
     four = named_config("4b")
-    settings = TrainingSettings()
+    settings = TrainingSettings(activation_checkpointing="none")
 
     def plan(gigabytes: float, world_size: int, host: float = 200) -> tuple[bool, bool, bool]:
         found = plan_memory(

@@ -380,14 +380,14 @@ def test_a_founder_without_the_pretrained_weights_publishes_nothing(
 ) -> None:
     source = saved(tmp_path / "source", tied=True, sharded=False, dtype=torch.float32)
     network = Founded(tmp_path, source, capsys)
-    at = network.words.index("--validator.weights")
+    at = network.words.index("--validator.model")
     del network.words[at : at + 2]
     with pytest.raises(ConfigError, match="nothing was published: give their folder with"):
         network.start(network.config())
     other = saved(tmp_path / "other", tied=True, sharded=False, dtype=torch.bfloat16)
     with pytest.raises(ConfigError, match="has other weights than the network's file names"):
-        network.start(network.config("--validator.weights", str(other)))
+        network.start(network.config("--validator.model", str(other)))
     with pytest.raises(ConfigError, match=r"config\.json has none, so nothing was published"):
         _extra(other, Draw(0))
-        network.start(network.config("--validator.weights", str(other)))
+        network.start(network.config("--validator.model", str(other)))
     assert not network.world.bucket.objects

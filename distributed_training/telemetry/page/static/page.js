@@ -215,12 +215,9 @@ function startCards(neuron) {  // how far a start has come, and when a refused o
     launcher.stage, "fresh")];
 }
 
-function dayCards(neuron) {  // what a day trains and costs
-  const made = [], { price_per_hour: price, tokens_a_day: tokens } = neuron, cost = price === null ? null : 24 * price;
-  const costs = cost === null ? "" : `costs ${number(cost)} a day`;
-  if (tokens !== null) made.push(card("Tokens a day", amount(tokens),
-    cost === null ? "of text trained on, pauses counted" : `${costs}, ${number(cost / (tokens / 1e9))} a billion`));
-  return made;
+function dayCards(neuron) {
+  const tokens = neuron.tokens_a_day;
+  return tokens === null ? [] : [card("Tokens a day", amount(tokens), "of text trained on, pauses counted")];
 }
 
 function uploadCards(neuron, running) {
