@@ -731,7 +731,8 @@ def test_the_text_that_a_network_assigns_is_given_out_and_listed(
     assert train(3, world.leader).inner_step >= 3
     (upload,) = world.bucket.glob("uploads/*/*.safetensors")
     header = UpdateFile.reopen(upload, world.leader.schema).header
-    assert header.pages[0] == 0 < header.pages[1] and header.tokens == header.inner_steps * 4 * 32
+    first, last = header.pages  # of one page there are more sequences than these steps take
+    assert first == 0 <= last < 3 and header.tokens == header.inner_steps * 4 * 32
     before = caplog.text
     net = train(2)
     assert net.inner_step >= 5

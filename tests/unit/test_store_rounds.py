@@ -755,17 +755,6 @@ def test_a_members_own_score_is_logged_when_a_manifest_brings_one(
     assert caplog.text.count("The score of") == 1
 
 
-def test_old_bytes_behind_a_new_etag_are_asked_for_again(
-    store: FaultyStore, leader: Leader, miner: Miner
-) -> None:
-    old = store.get(keys.STATE, limit=10**5)
-    leader.take_outer_step()
-    store.faults["get", keys.STATE] = lambda _: old
-    assert miner.pass_time(100) == []
-    store.faults.clear()
-    assert isinstance(miner.pass_time(30)[0], Update) and miner.head == 1
-
-
 @pytest.mark.parametrize("known", [True, False])
 def test_two_valid_manifests_of_one_step_stop_everything_and_both_are_shown(
     store: FaultyStore,
