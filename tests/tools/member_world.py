@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from bittensor_core import verify
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -20,13 +18,11 @@ from distributed_training.chain.identity import Wallet
 from distributed_training.config import Config
 from distributed_training.data.tokenizer import build_tokenizer
 from distributed_training.exchange import store_rounds
-from distributed_training.exchange.own_uploads import OwnUploads
-from distributed_training.exchange.store_rounds import StoreRounds
+from distributed_training.exchange.opening import open_exchange
 from distributed_training.miner import build
 from distributed_training.miner import events as ev
 from distributed_training.miner.resume import StartupInfo
 from distributed_training.node.identity import Member
-from distributed_training.protocol.manifest import Master
 from distributed_training.store.folder import FolderStore
 from distributed_training.training.model import hf_config
 from distributed_training.training.weights import read_model_config
@@ -48,25 +44,8 @@ def open_played(
 ) -> tuple[build.Connections, StartupInfo]:
     """In the place of ``build.open_connections``: only the chain is played."""
     store = FolderStore(bucket, writes=True)
-    chain = Chain()
-    kind: Callable[..., StoreRounds] = StoreRounds
-    if config.averages:
-        # Here: a member of a store network has none of it in its memory.
-        from distributed_training.exchange.hivemind import HivemindRounds, Membership
-        from distributed_training.exchange.peer import peer_settings
-
-        kind = partial(
-            HivemindRounds,
-            membership=Membership(chain.neurons, MINER.ss58_address, ALICE.ss58_address, 1.0),
-            settings=lambda schema: peer_settings(config, schema, folder),
-            ready=lambda peer: None,
-        )
-    rounds = kind(
-        store,
-        folder / "exchange",
-        master=Master(config.swarm.run_id, ALICE.ss58_address, verify),
-        uploads=OwnUploads(store, folder / "exchange" / "uploads", UID),
-    )
+    member = Member(Wallet(MINER, None), Chain(), UID)
+    rounds = open_exchange(config, member, folder, store=store, uploads=store, at_head=lambda: None)
     stack.callback(rounds.stop)
     resumes = any((folder / "checkpoints").glob("checkpoint-*"))
     outer_step, place, steps = build.first_weights(rounds, wanted, resumes=resumes)
@@ -80,7 +59,7 @@ def open_played(
         global_outer_step=outer_step,
         hotkey=MINER.ss58_address,
     )
-    return build.Connections(Member(Wallet(MINER, None), chain, UID), rounds, place), info
+    return build.Connections(member, rounds, place), info
 
 
 class MemberWorld:

@@ -61,7 +61,8 @@ class Chain(MemoryChain):
 
 
 def store_config(exchange: str = "store") -> Config:
-    flags = (f"--{k}={v}" for k, v in FLAGS.items())
+    flags = [f"--{k}={v}" for k, v in FLAGS.items()]
+    flags += ["--dht.ip=127.0.0.1"] if exchange == "hivemind" else []
     return config_of(*flags, rules=STORE_RULES | {"exchange": exchange})
 
 
