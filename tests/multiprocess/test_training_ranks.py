@@ -36,6 +36,17 @@ def test_nodes_with_a_copy_each_train_alike_in_groups_with_the_miners_timeout(
     assert content["losses"] == pytest.approx(GOLDEN["losses"], abs=2e-4)
 
 
+def test_frozen_tensors_are_those_of_rank_0_on_any_layout(tmp_path: Path) -> None:
+    for scenario, world in (("frozen", 1), ("frozen", 2), ("frozen_of_nodes", 2)):
+        Ranks(scenario, world, tmp_path).finish()
+    one, *others = [
+        json.loads((tmp_path / f"{name}.json").read_text())["losses"]
+        for name in ("frozen-1", "frozen-2", "frozen-nodes-2")
+    ]
+    for other in others:
+        assert other == pytest.approx(one, abs=2e-4)
+
+
 def test_ranks_that_ran_out_of_memory_start_again_and_know(tmp_path: Path) -> None:
     first = Ranks("out_of_memory", 2, tmp_path)
     try:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from distributed_training.common.kinds import import_plugins
 from distributed_training.common.processes import leave
+from distributed_training.protocol.metadata import with_rules
 from distributed_training.protocol.types import (
     Base,
     OuterStepError,
@@ -33,8 +34,11 @@ from distributed_training.training import muon as muon_module
 from distributed_training.training import trainer as trainer_module
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import COLLECTIVE_TIMEOUT
+from distributed_training.training.frozen import FrozenTensorError
 from distributed_training.training.inner_optimizer import InnerOptimizer
+from distributed_training.training.model import initial_weights
 from distributed_training.training.outer_step import UploadHandle
+from distributed_training.training.pretrained import write_frozen
 from distributed_training.training.trainer import Trainer
 from tests.tools.outer_steps import header, sign
 from tests.tools.store_member import (
@@ -68,6 +72,32 @@ def losses(folder: Path, name: str = "losses", **place: int) -> Trainer:
         content = {"losses": [r.loss for r in reports], "evaluated": evaluated}
         (folder / f"{name}-{WORLD}.json").write_text(json.dumps(content))
     return made
+
+
+def frozen(folder: Path, name: str = "frozen", **place: int) -> None:
+    """Rank 0's file freezes the embeddings of all ranks, and a change on one stops each upload."""
+    part = with_rules(tiny(), None, ["model.layers.*", "model.norm.weight", "lm_head.weight"])
+    file = folder / f"{name}-{WORLD}.safetensors"
+    if RANK == 0:
+        write_frozen(file, part, None)
+    path = file if RANK == 0 else None
+    made = trainer(rank=RANK, world_size=WORLD, model=part, frozen=path, wrap="block", **place)
+    reports = train(made, 0, 5)
+    held = made.sharded.frozen[0]
+    assert made.frozen.find_changed() == ""
+    (whole,) = initial_weights(part, seed=0, frozen=True)
+    assert torch.equal(held.local, whole[held.start : held.stop])
+    if RANK == 0:
+        content = {"losses": [r.loss for r in reports]}
+        (folder / f"{name}-{WORLD}.json").write_text(json.dumps(content))
+    if RANK == WORLD - 1:
+        held.local[0] += 1
+    with pytest.raises(FrozenTensorError, match=r"model\.embed_tokens\.weight is not trained"):
+        made.write_upload(folder / "upload", header("upload", 0), sign=sign)
+
+
+def frozen_of_nodes(folder: Path) -> None:
+    frozen(folder, "frozen-nodes", local_ranks=1)
 
 
 def losses_of_nodes(folder: Path) -> None:

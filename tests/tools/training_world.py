@@ -50,6 +50,7 @@ def trainer(
     device: torch.device | str = "cpu",
     run_folder: Path | None = None,
     local_ranks: int = 0,
+    frozen: Path | None = None,
     **changes: Any,
 ) -> Trainer:
     """Initial weights, epoch 0 begun."""
@@ -58,6 +59,7 @@ def trainer(
         model_config=model or tiny(),
         device=torch.device(device),
         layout=Layout(rank, world_size, local_ranks),
+        frozen=frozen,
         run_folder=run_folder,
     )
     made.load_weights(None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,6 @@ from distributed_training.node.published import list_files
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import with_rules
 from distributed_training.protocol.types import Base, Progress, Update
-from distributed_training.protocol.update_file import Header
 from distributed_training.scoring.evaluator import EvaluationModel
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import Layout, open_stream
@@ -33,10 +31,10 @@ from distributed_training.training.model import (
 )
 from distributed_training.training.pretrained import write_frozen
 from distributed_training.training.script_weights import STREAM_TIMEOUT, ScriptWeights
-from distributed_training.training.trainer import Trainer
 from tests.tools.member_world import MemberWorld, batch, played
 from tests.tools.member_world import script_model as built
 from tests.tools.network import ALICE
+from tests.tools.outer_steps import header
 from tests.tools.store_leader import Leader
 from tests.tools.training_world import (
     SETTINGS,
@@ -46,13 +44,14 @@ from tests.tools.training_world import (
     sequences,
     tiny,
     train,
+    trainer,
 )
 from tests.tools.waiting import wait_for
 from tests.toys.model_kind import Toy, ToyModel
 
 pytestmark = pytest.mark.timeout(120)
 LAYERS = ["model.layers.*", "model.norm.weight", "lm_head.weight"]
-PART = with_rules(tiny(), None, LAYERS)
+PART: dict[str, Any] = with_rules(tiny(), None, LAYERS)
 EMBEDDINGS = "model.embed_tokens.weight"
 
 
@@ -60,21 +59,6 @@ def frozen_file(folder: Path, model: Mapping[str, Any] = PART) -> Path:
     path = folder / keys.FROZEN
     write_frozen(path, model, None)
     return path
-
-
-def trainer(frozen: Path, model: Mapping[str, Any] = PART, **changes: Any) -> Trainer:
-    settings = dataclasses.replace(SETTINGS, **changes)
-    made = Trainer(settings=settings, model_config=model, device=torch.device("cpu"), frozen=frozen)
-    made.load_weights(None)
-    made.begin_epoch(0)
-    return made
-
-
-def header() -> Header:
-    return Header(
-        kind="upload", run_id="run", outer_step=0, serial=1, hotkey="hotkey", start="0" * 64,
-        codec="4-bit", inner_steps=0, tokens=0,
-    )  # fmt: skip
 
 
 # --- what a file may say ------------------------------------------------------------------------
@@ -110,7 +94,7 @@ def test_a_rule_that_does_not_fit_the_model_is_refused(
 
 def test_a_trainer_moves_only_what_is_trained_and_resumes_to_the_bit(tmp_path: Path) -> None:
     file = frozen_file(tmp_path)
-    made = trainer(file, wrap="block")
+    made = trainer(model=PART, frozen=file, wrap="block")
     held = made.sharded.frozen[0].local.clone()
     (published,) = initial_weights(PART, seed=0, frozen=True)
     assert torch.equal(held, published)
@@ -120,14 +104,14 @@ def test_a_trainer_moves_only_what_is_trained_and_resumes_to_the_bit(tmp_path: P
     reports = train(made, 2, 4)
     assert torch.equal(made.sharded.frozen[0].local, held)
     assert all(not torch.equal(a, s.local) for a, s in zip(before, made.shards, strict=True))
-    again = trainer(file, wrap="block", seed=9)
+    again = trainer(model=PART, frozen=file, wrap="block", seed=9)
     assert Checkpointer(trainer=again, folder=tmp_path / "kept").restore() is not None
     assert [r.loss for r in train(again, 2, 4)] == [r.loss for r in reports]
 
 
 def test_a_frozen_head_gets_no_gradient_and_the_rest_the_same_one(tmp_path: Path) -> None:
     model = with_rules(tiny(), None, ["model.*"])
-    part = trainer(frozen_file(tmp_path, model), model, gradient_clip=0.0)
+    part = trainer(model=model, frozen=frozen_file(tmp_path, model), gradient_clip=0.0)
     plain: Any = built(tiny())
     with torch.no_grad():
         for shard in (*part.shards, *part.sharded.frozen):
@@ -161,17 +145,17 @@ def test_a_checksum_notices_one_bit_an_exchange_and_a_scalar(dtype: torch.dtype)
 
 
 def test_a_miner_whose_frozen_tensor_changed_uploads_nothing(tmp_path: Path) -> None:
-    made = trainer(frozen_file(tmp_path))
+    made = trainer(model=PART, frozen=frozen_file(tmp_path))
     train(made, 0, 1)
     path = tmp_path / "upload.safetensors"
-    finished(made.write_upload(path, header(), sign=ALICE.sign))
+    finished(made.write_upload(path, header("upload", 0), sign=ALICE.sign))
     assert path.stat().st_size < 0.6 * sum(math.prod(s) for _, s in made.schema) + 20_000
     with safe_open(path, "pt") as file:
         assert not [name for name in file.keys() if name.startswith(EMBEDDINGS)]  # noqa: SIM118
     path.unlink()
     made.sharded.frozen[0].local[5, 7] += 1e-6
     with pytest.raises(FrozenTensorError, match=f"^{EMBEDDINGS} is not trained in this network"):
-        made.write_upload(path, header(), sign=ALICE.sign)
+        made.write_upload(path, header("upload", 0), sign=ALICE.sign)
     assert not path.exists()
 
 
@@ -232,7 +216,7 @@ def test_tied_shared_and_scalar_tensors_of_another_kind_of_model(tmp_path: Path)
     leader.open_close()
     place = leader.bucket / keys.upload_key(1, 0, leader.serial)
     place.parent.mkdir(parents=True)
-    head = dataclasses.replace(header(), hotkey=ALICE.ss58_address, serial=leader.serial)
+    head = header("upload", 0, hotkey=ALICE.ss58_address, serial=leader.serial, run_id="run")
     finished(weights.write_upload(place, head, sign=ALICE.sign))
     leader.take_outer_step(1)
     update = leader.bucket / keys.outer_key(1, keys.UPDATE)
@@ -308,7 +292,7 @@ def test_a_buffer_that_training_changes_is_named_at_the_close(tmp_path: Path) ->
     weights.begin_epoch(0)
     model.norm(torch.randn(4, 8))
     with pytest.raises(FrozenTensorError, match=r"^norm\.running_mean is not trained .* BatchNorm"):
-        weights.write_upload(tmp_path / "upload", header(), sign=ALICE.sign)
+        weights.write_upload(tmp_path / "upload", header("upload", 0), sign=ALICE.sign)
 
 
 @pytest.fixture
