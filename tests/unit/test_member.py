@@ -322,16 +322,10 @@ def wrong(model: nn.Module, what: str) -> tuple[nn.Module, Any]:
     first = next(iter(model.parameters()))
     parameters: Any = model.parameters()
     match what:
-        case "bfloat16":
-            model = model.bfloat16()
         case "frozen":
             first.requires_grad_(False)
         case "no group":
             parameters = list(model.parameters())[1:]
-        case "more":
-            model.register_parameter("more", nn.Parameter(torch.zeros(2)))
-        case "less":
-            model.model.norm = nn.Identity()  # type: ignore[union-attr]
         case "wrapper":
             model = nn.ModuleDict({"net": nn.ModuleDict({"inner": model})})
         case "adapters":
@@ -348,11 +342,8 @@ def wrong(model: nn.Module, what: str) -> tuple[nn.Module, Any]:
 
 def test_a_model_that_is_not_the_networks_is_refused_in_one_line(world: MemberWorld) -> None:
     lines = {
-        "bfloat16": "is bfloat16 and the network's weights are float32",
         "frozen": "is frozen",
         "no group": "is in no group of the optimizer",
-        "more": "more is no parameter of the network's model",
-        "less": "the model has no parameter model.norm.weight",
         "wrapper": r"holds the network's model as net\.inner.* give model\.net\.inner in its place",
         "adapters": r"has adapters \(LoRA, PEFT\).* join with the model without adapters",
         "another class": r"no parameter model\.embed_tokens\.weight.*model_config\(\)",
