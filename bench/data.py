@@ -48,8 +48,7 @@ from distributed_training.data.pipeline import DataPipeline, DataWorker
 from distributed_training.data.tokenizer import TextTokenizer
 from distributed_training.protocol.pages import PageDraw
 from distributed_training.training.trainer import Trainer
-from tests.tools.hub_server import COMMIT, Hub
-from tests.tools.support_data import DATASET
+from testbed.hub_server import COMMIT, DATASET, Hub
 
 SEQUENCE, MICRO, EFFECTIVE, VOCABULARY = 256, 4, 16, 8192
 

@@ -28,10 +28,8 @@ from distributed_training.data.pipeline import DataPipeline
 from distributed_training.data.shards import open_shard
 from distributed_training.data.tokenizer import TextTokenizer
 from distributed_training.protocol.pages import Page, PageDraw, place_of
-from tests.tools.hub_server import COMMIT, Hub
+from testbed.hub_server import COMMIT, DATASET, Fault, Hub
 from tests.tools.support_data import (
-    DATASET,
-    Fault,
     tables,
     wait_ready,
     worker_spec,

@@ -1,12 +1,10 @@
-"""Rows for tests: local files, and faults of a server."""
+"""Rows for tests, as local files."""
 
 from __future__ import annotations
 
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +16,6 @@ from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.data.pipeline import DataPipeline
 from distributed_training.protocol.pages import PageDraw
 from tests.tools.waiting import wait_for
-
-DATASET = "some/dataset"
-
-
-class QuietServer(ThreadingHTTPServer):
-    """A stand-in's server: many clients at once, and those that give up are part of the tests."""
-
-    daemon_threads = True
-    request_queue_size = 128
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        del request, client_address
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Name what happens to one request instead of a good answer.
-
-    ``status`` with ``retry_after``; or ``cut`` the body in the middle; or ``drip`` it out over that
-    many seconds; or send ``body`` as it is; or ``hang`` up without an answer.
-    """
-
-    status: int = 200
-    retry_after: str | None = None
-    cut: bool = False
-    drip: float = 0.0
-    body: bytes | None = None
-    hang_up: bool = False
 
 
 def tables(configs: int = 3, rows: int = 400, *, words: int = 30) -> dict[str, list[str]]:

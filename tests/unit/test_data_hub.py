@@ -24,8 +24,7 @@ from distributed_training.data.parquet import ParquetSource
 from distributed_training.data.sources import Source, readable
 from distributed_training.node.start import require_data
 from distributed_training.protocol.pages import PageDraw
-from tests.tools.hub_server import COMMIT, Hub
-from tests.tools.support_data import DATASET, Fault
+from testbed.hub_server import COMMIT, DATASET, Fault, Hub
 
 pytestmark = pytest.mark.timeout(60)
 

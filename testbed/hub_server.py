@@ -16,13 +16,40 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
-from tests.tools.support_data import DATASET, Fault, QuietServer
+DATASET = "some/dataset"
+
+
+class QuietServer(ThreadingHTTPServer):
+    """A stand-in's server: many clients at once, and those that give up are part of the tests."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        del request, client_address
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Name what happens to one request instead of a good answer.
+
+    ``status`` with ``retry_after``; or ``cut`` the body in the middle; or ``drip`` it out over that
+    many seconds; or send ``body`` as it is; or ``hang`` up without an answer.
+    """
+
+    status: int = 200
+    retry_after: str | None = None
+    cut: bool = False
+    drip: float = 0.0
+    body: bytes | None = None
+    hang_up: bool = False
+
 
 COMMIT = "c0ffee00" * 5
 
