@@ -6,7 +6,7 @@
     python -m bench.kills --phases upload --kinds rank --ranks 1         one of them
 
 Every ``--every`` seconds (give or take half of it) a process of a random kind of a random miner
-gets ``kill -9``: its ranks, launcher, fork server, DHT peer, p2pd, data workers, page. A
+gets ``kill -9``: its ranks, launcher, DHT peer, p2pd, data workers, page. A
 launcher that ends is started again, as pm2 would. Then the killing stops. The run is good when
 everybody takes the next outer step, whose weights each rank compares with the manifest's digest,
 and the stop leaves nothing. Memory, threads, descriptors and files must be what they were after the
@@ -51,16 +51,15 @@ from safetensors.torch import load_file
 
 from bench.common import folder_or_temporary, parser, some_of, table
 from distributed_training.common.files import read_json_object
-from distributed_training.common.processes import Mark, send
+from distributed_training.common.processes import is_running, send, tree_of
 from distributed_training.localnet.services import SubnetOptions, parse_ranks
 from distributed_training.localnet.subnet import LocalNeuron, LocalSubnet, SubnetFailure
-from distributed_training.miner.run_folder import launcher_pid, listening_ranks, mark_of
+from distributed_training.miner.run_folder import launcher_of, listening_ranks
 from distributed_training.telemetry import read_events
 
 #: What a process is, by a word of its command line.
 WORDS = {
-    "multiprocessing.resource_tracker": "resource tracker",
-    "multiprocessing.forkserver": "fork server",
+    "distributed_training.miner.rank_group": "rank",
     "distributed_training.exchange.hivemind_peer": "DHT peer",
     "p2pd": "p2pd",
     "distributed_training.data.block_builder": "data worker",
@@ -68,18 +67,16 @@ WORDS = {
 }
 #: What the miner's log says of the death of one.
 TOLD = {
-    "launcher": "an earlier miner of this run folder left behind",
-    "fork server": "process it was forked from ended|ranks cannot be started",
+    "launcher": "an earlier miner of this run folder left behind|Starting [0-9]+ rank",
     "rank": "(ended with|was killed by) SIGKILL",
     "DHT peer": "The DHT peer (ended|did not start)",
     "p2pd": "The DHT peer (ended|did not start)",
     "data worker": "A data worker ended",
     "page": "The page ended",
-    "resource tracker": "The resource tracker ended",
 }
 #: Those whose death ends the ranks, so that they start again.
-ENDS_RANKS = ("launcher", "fork server", "rank")
-KINDS = (*ENDS_RANKS, "DHT peer", "p2pd", "data worker", "page", "resource tracker")
+ENDS_RANKS = ("launcher", "rank")
+KINDS = tuple(TOLD)
 PHASES = ("training", "upload", "commit")
 BLOCKS = 40  # between two rounds, a second each: a start on a busy machine is to come in between
 TURN = timedelta(seconds=240)  # the longest until every miner came to its phase
@@ -89,30 +86,17 @@ _LOOK = 0.02  # seconds
 
 def processes_of(miner: LocalNeuron) -> dict[str, list[psutil.Process]]:
     """The running processes of a miner by kind."""
-    return processes_in(miner.plan.folder)
-
-
-def processes_in(folder: Path) -> dict[str, list[psutil.Process]]:
-    """As :func:`processes_of`, by the run folder."""
-    mark, launcher = mark_of(folder), launcher_pid(folder)
-    if mark is None or launcher is None:
-        return {}
-    ranks = set(listening_ranks(folder, instance=mark.value).values())
+    launcher = launcher_of(miner.plan.folder)
     found: dict[str, list[psutil.Process]] = {}
-    with contextlib.suppress(psutil.Error):
-        tree = psutil.Process(launcher)
-        found["launcher"] = [tree]
-        everybody = {p.pid: p for p in [*tree.children(recursive=True), *mark.processes()]}
-        for process in everybody.values():
-            with contextlib.suppress(psutil.Error):
-                line = " ".join(process.cmdline())
-                kinds = [kind for word, kind in WORDS.items() if word in line]
-                # A rank is a fork of the server, and its command line is the server's.
-                kind = "rank" if process.pid in ranks else kinds[0] if kinds else ""
-                if kind == "fork server" and process.ppid() != launcher:
-                    continue  # a rank that does not listen yet
-                if kind:
-                    found.setdefault(kind, []).append(process)
+    for process in tree_of(launcher.pid) if launcher and launcher.find() else []:
+        with contextlib.suppress(psutil.Error):
+            line = " ".join(process.cmdline())
+            kinds = [kind for word, kind in WORDS.items() if word in line]
+            own = "launcher" if launcher and process.pid == launcher.pid else ""
+            if kind := own or (kinds[0] if kinds else ""):
+                found.setdefault(kind, []).append(process)
+    if 0 not in listening_ranks(miner.plan.folder):
+        found.pop("rank", None)  # they do not listen yet
     return found
 
 
@@ -389,7 +373,7 @@ def run(
     )
     cells = list(itertools.product(kinds, phases))
     subnet = LocalSubnet(options=options, stop_grace=timedelta(seconds=40))
-    marks: list[Mark] = []
+    there: list[psutil.Process] = []
     with mock.patch.dict(os.environ, TMPDIR=str(temporary)), subnet:
         clean_round(subnet)
         outcome.before = {m.plan.name: usage(m) for m in subnet.miners}
@@ -399,14 +383,14 @@ def run(
             outcome.kills = kill_for(subnet, seconds, every=every, kinds=kinds, seed=seed)
         step = clean_round(subnet)
         outcome.after = {m.plan.name: usage(m) for m in subnet.miners}
-        marks += [mark for m in subnet.miners if (mark := mark_of(m.plan.folder))]
+        there += subnet.processes()
         reached = [m.state.outer_step for m in subnet.miners]
     for kind, phase in set(cells) - {(kill.kind, kill.phase) for kill in outcome.kills}:
         outcome.problems.append(f"no {kind} could be killed in {phase}")
     if set(reached) != {step}:  # another round came before the stop
         outcome.problems.append(f"the miners stand at outer steps {reached}, not {step}")
     outcome.problems += [*_unwell(outcome), *subnet.problems]
-    outcome.problems += [f"left behind: {p}" for mark in marks for p in mark.processes()]
+    outcome.problems += [f"left behind: {p}" for p in there if is_running(p)]
     caches = "torchinductor_"  # kept on purpose
     left = [path for path in temporary.iterdir() if not path.name.startswith(caches)]
     outcome.problems += [f"left behind: {path}" for path in left]

@@ -58,7 +58,12 @@ from distributed_training.common.files import read_json_object
 from distributed_training.common.llama import named_config
 from distributed_training.common.memory import ModelShape
 from distributed_training.common.ports import free_ports, is_port
-from distributed_training.common.processes import die_with_parent, without_secrets
+from distributed_training.common.processes import (
+    die_with_parent,
+    members,
+    sessions_of,
+    without_secrets,
+)
 from distributed_training.common.webhook import Message, NotSent
 from distributed_training.config import (
     OPERATORS_FILE,
@@ -77,7 +82,7 @@ from distributed_training.health.bundle import find_log, refuse_existing, write_
 from distributed_training.health.machine import Entry, Examination
 from distributed_training.miner.launcher import ranks_of
 from distributed_training.miner.rank_group import rank_environment_defaults, rank_variables
-from distributed_training.miner.run_folder import launcher_pid, mark_of, rank_environment
+from distributed_training.miner.run_folder import launcher_of, listening_ranks, rank_environment
 from distributed_training.protocol.lines import SLOW_STEP, counted
 from distributed_training.protocol.types import Check, ExitStatus
 from distributed_training.telemetry.events import EventFollower
@@ -221,8 +226,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             refuse_existing(options.bundle)  # before the checks, which take a minute
         if options.notify:
             return report([try_webhook(config)], as_json=options.json)
-        mark, ports = mark_of(config.run_folder), set()
-        processes = mark.processes() if mark is not None else []
+        ranks, ports = listening_ranks(config.run_folder).values(), set()
+        processes = members(sessions_of(ranks))
         # Of a running miner, all: another process has each port; p2pd has the DHT peer's.
         for process in processes:
             with contextlib.suppress(psutil.Error):
@@ -243,7 +248,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = examine(examination, flags, seconds=seconds)
         status = report(found, as_json=options.json)
         if options.bundle:
-            log = options.log or find_log(launcher_pid(config.run_folder) if processes else None)
+            launcher = launcher_of(config.run_folder)
+            log = options.log or find_log(launcher.pid if processes and launcher else None)
             lines = write_bundle(options.bundle, config, examination.found, log=log)
             print(f"{options.bundle} has, with secrets masked:", *lines, sep="\n", file=sys.stderr)
             if log is None:

@@ -30,9 +30,16 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit
 
 from distributed_training.common.backoff import Backoff
-from distributed_training.common.files import atomic_file, parse_toml
+from distributed_training.common.files import atomic_file, parse_toml, read_state, write_state
 from distributed_training.common.ports import listen
-from distributed_training.common.processes import ChildLog, Mark, Program, without_secrets
+from distributed_training.common.processes import (
+    ChildLog,
+    ProcessId,
+    Program,
+    end_sessions,
+    sessions_of,
+    without_secrets,
+)
 from distributed_training.config import Config, load_config
 from distributed_training.config.installed import require
 from distributed_training.config.types import ConfigAway, ConfigError
@@ -55,7 +62,7 @@ MASTER = "master"  # name of the wallet
 RUN_FILE = "run.toml"
 INVITATION = "invitation.txt"  # to the rules as they are
 REGISTRY_PORT = 8100  # behind a proxy, or where no other is named
-MARK = "DT_FOUNDED"  # environment variable; its value is the folder
+PIDS = "programs.json"  # of the programs that run, or ran last
 STORE = "store"  # name of the folder that the registry serves where --store is embedded
 _REGISTRY, _VALIDATOR = "registry", "validator"
 _PROGRAMS = {
@@ -259,12 +266,16 @@ def check(plan: FounderPlan) -> Config:
 # --- the run --------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Processes:
+    processes: list[ProcessId]
+
+
 @dataclass
 class _Running:
     """The programs of one run, and the ``signals`` by which all are asked to stop."""
 
     plan: FounderPlan
-    mark: Mark
     signals: StopSignals
     validators_stop: timedelta = _VALIDATOR_STOPS
     programs: dict[str, Program] = field(default_factory=dict)
@@ -288,8 +299,9 @@ class _Running:
         program = Program(
             f"The {name}",
             [sys.executable, "-m", *_PROGRAMS[name][1].split(), *self.plan.words[name], *once],
-            environment={**own, **path, **self.mark.environment},
+            environment={**own, **path},
             effect=_EFFECT[name],
+            begin=lambda: self._remember(program),
             log_line=log_line,
             final=FINAL,
         )
@@ -304,6 +316,13 @@ class _Running:
             ):
                 return False
         return True
+
+    def _remember(self, program: Program) -> None:
+        """Write down which processes run, for the start after a kill of this one."""
+        pids = {each.pid for each in (*self.programs.values(), program)}
+        processes = _Processes([ProcessId.of(pid) for pid in pids])
+        lost = "what is left of it after a kill is not waited for"
+        write_state(self.plan.folder / PIDS, processes, lost=lost)
 
     def follow(self) -> int:
         """Wait for the stop; return the exit status.
@@ -350,7 +369,9 @@ class _Running:
                 closing.join(0.2)
                 if self.signals.hurry:
                     program.close(timeout=timedelta(0))
-        for left in self.mark.end(settle=timedelta(seconds=5), grace=timedelta(seconds=5)):
+        pids = [program.pid for program in self.programs.values()]
+        limit = timedelta(seconds=5)
+        for left in end_sessions(pids, settle=limit, grace=limit):
             say(f"had to be ended: {left}")
 
 
@@ -382,9 +403,11 @@ def _sole_runner(plan: FounderPlan, signals: StopSignals) -> Iterator[_Running]:
     from distributed_training.node.start import sole_user
 
     with sole_user(plan.folder, "run.lock", "dt-network run", instead="wait for it"):
-        running = _Running(plan, Mark(MARK, str(plan.folder.resolve())), signals)
+        running = _Running(plan, signals)
         # What a killed one left is ending, and has its ports until then.
-        running.mark.end(settle=timedelta(seconds=90), grace=timedelta(seconds=5))
+        before = read_state(plan.folder / PIDS, _Processes, lost="they are not waited for")
+        left = sessions_of(before.processes if before else ())
+        end_sessions(left, settle=timedelta(seconds=90), grace=timedelta(seconds=5))
         try:
             yield running
         finally:

@@ -26,7 +26,6 @@ import itertools
 import logging
 import math
 import os
-import secrets
 import sys
 import time
 import weakref
@@ -44,7 +43,6 @@ from torch.optim import Optimizer
 
 from distributed_training.common.backoff import Repeats
 from distributed_training.common.kinds import import_plugins
-from distributed_training.common.processes import Mark
 from distributed_training.config import OPERATORS_FILE, Config, ConfigError, load_config, problems
 from distributed_training.config.loader import argv_of
 from distributed_training.config.schema import schema
@@ -58,7 +56,7 @@ from distributed_training.miner.launcher import occupied
 from distributed_training.miner.loop import RankLoop
 from distributed_training.miner.ranks import RankChannel
 from distributed_training.miner.resume import StartupInfo
-from distributed_training.miner.run_folder import INSTANCE, forget_ranks, write_instance
+from distributed_training.miner.run_folder import forget_ranks, write_instance
 from distributed_training.miner.start import CONTROL_TIMEOUT
 from distributed_training.node.start import NetworkFailure, make_run_folder
 from distributed_training.protocol.types import StepReport
@@ -601,7 +599,7 @@ def _open(
     stack.enter_context(occupied(config, folder))
     file.owned = True
     forget_ranks(folder)  # of a miner that ran here
-    write_instance(folder, Mark(INSTANCE, secrets.token_hex(16)))
+    write_instance(folder)
     file.start()
 
     def ended(kind: object, error: BaseException | None, trace: object) -> None:

@@ -1,19 +1,15 @@
-"""Processes of ours: their exit statuses, environments, children, trees and stack traces.
+"""Processes of ours: their exit statuses, environments, children and stack traces.
 
-A miner is a tree of processes, and a local subnet a tree of miners. Several members start sessions
-of their own and some outlive their parents, so neither a process group nor a parent id finds them
-all. What they share is the environment they were started with: a :class:`Mark` is one variable of
-it, with a value that nothing else has. Finding by mark needs ``/proc``.
+Every child is a plain program in a process group of its own, with one socket to its parent. It ends
+when that socket closes, and the kernel ends it with its parent (:func:`die_with_parent`); so do its
+own children in turn. A rank leads a *session*, which all that it starts stays in:
+:func:`members` finds them, also those whose parents are gone. :class:`ChildProcess` starts a child
+again whenever it ends, :class:`Program` any other program.
 
-That environment stays readable in ``/proc/PID/environ`` for the life of the process, also after
-``os.environ`` has lost a variable. So a process that talks to untrusted peers, or is forked from,
-is started with :func:`without_secrets`; ranks get their secrets through a pipe.
-
-A child started here is a plain program with one socket to its parent, and it ends when that socket
-closes. (``multiprocessing``'s spawn would import the parent's main module, torch included.)
-:class:`ChildProcess` starts one again whenever it ends, :class:`Program` any other program. A
-process that hangs cannot answer a request, so each writes its stacks from a signal handler
-(:func:`write_stacks_on_signal`, :func:`collect_stacks`).
+A process's environment stays readable in ``/proc/PID/environ`` for its life, also after
+``os.environ`` has lost a variable. So a child is started with :func:`without_secrets`, and gets
+what it needs of them through its socket. A process that hangs cannot answer a request, so each
+writes its stacks from a signal handler (:func:`write_stacks_on_signal`, :func:`collect_stacks`).
 """
 
 from __future__ import annotations
@@ -21,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import fcntl
 import logging
 import os
 import resource
@@ -31,19 +26,18 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any, NoReturn, Self
+from typing import Annotated, Any, NoReturn, Self
 
 import psutil
+from pydantic import Field
 
 from .backoff import Backoff
 from .kinds import import_inherited_plugins, plugin_environment
@@ -85,79 +79,78 @@ _END_SECONDS = 5.0  # for the end of one that hung up
 _LONGEST_LINE = 65536  # bytes that a program prints at once
 _STEADY_SECONDS = 600.0  # a child that lived this long ended for another reason
 _PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 _MOST_FILES = 1 << 20  # what Linux gives a process at most, by default
-_OWNER = "owner"  # in a folder of one process
-_owned: dict[str, IO[str]] = {}  # by folder: locked until it is removed or this process ends
-_awaited: set[int] = set()  # pids of children whose status wait_or_kill reads
 
 
 @dataclass(frozen=True)
-class Mark:
-    """The environment variable ``name=value`` that every process of one tree carries."""
+class ProcessId:
+    """A process as files remember it: its pid, and when it began, since pids are used again."""
 
-    name: str
-    value: str
+    pid: Annotated[int, Field(gt=0)]  # to a signal, the others are groups of processes
+    began: float = 0.0  # seconds since the epoch
 
-    @property
-    def environment(self) -> dict[str, str]:
-        return {self.name: self.value}
+    @classmethod
+    def of(cls, pid: int) -> ProcessId:
+        """Return the identity of a process; one that is gone matches none."""
+        with contextlib.suppress(psutil.Error):
+            return cls(pid, psutil.Process(pid).create_time())
+        return cls(pid)
 
-    def processes(self, *, spare: Collection[int] = ()) -> list[psutil.Process]:
-        """List the running processes of the tree, without this one and those of pids ``spare``."""
-        found = []
-        for process in psutil.process_iter():
-            if process.pid == os.getpid() or process.pid in spare:
-                continue
-            try:
-                if process.environ().get(self.name) == self.value and is_running(process):
-                    found.append(process)
-            except (psutil.Error, OSError):
-                continue  # gone meanwhile, or another user's
-        return found
+    def find(self) -> psutil.Process | None:
+        """Return the process, which may be a zombie; None if it is gone."""
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(self.pid)
+            # Not to the bit: the kernel counts from the boot, whose time a set clock moves.
+            if abs(process.create_time() - self.began) < 1.0:
+                return process
+        return None
 
-    def end(
-        self,
-        *,
-        settle: timedelta,
-        grace: timedelta,
-        spare: Collection[int] = (),
-        reap: Callable[[], None] = lambda: None,
-    ) -> list[str]:
-        """End the tree. Returns pid and command of each process that did not end by itself.
 
-        ``settle``: how long processes have that are ending on their own; SIGTERM follows.
-        ``grace``: from there to SIGKILL, and the most that the kernel then has to end them; zero
-        leaves SIGTERM out. ``reap`` is called while waiting.
-        """
-        self._wait(settle, spare, reap)
-        left = self.processes(spare=spare)
-        # Named before they are ended: afterwards there is no command line to read.
-        commands = [f"{process.pid} {command_of(process)}" for process in left]
-        steps = [(signal.SIGTERM, grace)] if grace else []
-        # Listed again before each signal: one that was ending may have started another.
-        for number, wait in (*steps, (signal.SIGKILL, grace or timedelta(seconds=5))):
-            for process in self.processes(spare=spare):
-                send(process, number)
-            if self._wait(wait, spare, reap):
-                break
-        return commands
+def sessions_of(leaders: Iterable[ProcessId]) -> list[int]:
+    """Return the pids of the leaders, without those that are another process's by now."""
+    return [each.pid for each in leaders if each.find() or not psutil.pid_exists(each.pid)]
 
-    def _wait(self, longest: timedelta, spare: Collection[int], reap: Callable[[], None]) -> bool:
-        """Return whether none is left.
 
-        It takes two empty lists: execve leaves a process without an environment for a moment.
-        """
-        deadline = time.monotonic() + longest.total_seconds()
-        empty = 0
-        while True:
-            reap()
-            empty = 0 if self.processes(spare=spare) else empty + 1
-            if empty == 2:
-                return True
-            if not empty and time.monotonic() >= deadline:
-                return False
-            time.sleep(_POLL_SECONDS)
+def members(leaders: Collection[int]) -> list[psutil.Process]:
+    """List the running processes of the sessions that ``leaders`` (pids) lead or led.
+
+    The kernel gives a pid to nobody else while a session has its number.
+    """
+    found = []
+    for pid in psutil.pids():
+        with contextlib.suppress(psutil.Error, OSError):  # gone meanwhile
+            if os.getsid(pid) in leaders and is_running(process := psutil.Process(pid)):
+                found.append(process)
+    return found
+
+
+def end_sessions(leaders: Collection[int], *, settle: timedelta, grace: timedelta) -> list[str]:
+    """End the sessions. Returns pid and command of each process that did not end by itself.
+
+    ``settle``: how long processes have that are ending on their own; SIGTERM follows. ``grace``:
+    from there to SIGKILL, and the most that the kernel then has to end them; zero leaves SIGTERM
+    out.
+    """
+    _wait_for_end(leaders, settle)
+    # Named before they are ended: afterwards there is no command line to read.
+    commands = [f"{process.pid} {command_of(process)}" for process in members(leaders)]
+    steps = [(signal.SIGTERM, grace)] if grace else []
+    # Listed again before each signal: one that was ending may have started another.
+    for number, wait in (*steps, (signal.SIGKILL, grace or timedelta(seconds=_KILL_SECONDS))):
+        for process in members(leaders):
+            send(process, number)
+        if _wait_for_end(leaders, wait):
+            break
+    return commands
+
+
+def _wait_for_end(leaders: Collection[int], longest: timedelta) -> bool:
+    deadline = time.monotonic() + longest.total_seconds()
+    while members(leaders):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
 
 
 def is_running(process: psutil.Process) -> bool:
@@ -188,36 +181,18 @@ def send(process: psutil.Process, number: signal.Signals) -> bool:
     return True
 
 
+def tree_of(pid: int) -> list[psutil.Process]:
+    """List a process and all its descendants; none if it is gone."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        return [root, *root.children(recursive=True)]
+    return []
+
+
 def kill_tree(pid: int) -> None:
     """Send SIGKILL to a process and all its descendants, as a crash of the machine would."""
-    try:
-        root = psutil.Process(pid)
-        # Before the first signal: an orphan is no descendant any more.
-        tree = [root, *root.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return
-    for process in tree:
+    for process in tree_of(pid):
         send(process, signal.SIGKILL)
-
-
-def become_subreaper() -> bool:
-    """Make orphaned descendants our children, so that they can be waited for."""
-    return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def reap_orphans(*, spare: Collection[int]) -> None:
-    """Wait for the children that have ended.
-
-    ``spare``: pids that somebody else waits for, in addition to those of :func:`start_child`.
-    """
-    if not hasattr(os, "waitid"):
-        return
-    with contextlib.suppress(ChildProcessError):  # none left
-        # WNOWAIT looks and takes nothing: whoever waits for such a pid must still find its status.
-        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            if ended.si_pid in spare or ended.si_pid in _awaited:
-                return  # it hides those behind it until it was waited for
-            os.waitpid(ended.si_pid, 0)
 
 
 def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
@@ -226,55 +201,10 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
     Call it in the main thread. Not inherited by children. Does nothing where there is no prctl.
     """
     parent = os.getppid()
-    if _prctl(_PR_SET_PDEATHSIG, int(number)) and os.getppid() != parent:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    if os.getppid() != parent:
         os.kill(os.getpid(), number)  # it ended before the kernel knew
-
-
-def end_with_starter() -> None:
-    """Do as :func:`die_with_parent` for a process that a fork server started.
-
-    Its parent is not the process that asked for it. Starts a thread.
-    """
-    starter = parent_process()
-    # Started by hand or by a test: nobody to follow.
-    if starter is None:
-        return
-
-    def watch() -> None:
-        starter.join()
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, name="starter-watch", daemon=True).start()
-
-
-def process_folder(prefix: str, base: str | None = None) -> str:
-    """Make a temporary folder of this process, and remove those of processes that were killed.
-
-    ``base``: where; None: where temporary files are.
-
-    Other containers, and other machines on a network disk, may use the same place, and their
-    processes are not seen from here. So each folder holds a lock that lives as long as its process,
-    and the kernel's boot id: only a folder of this kernel whose lock is free is removed.
-    """
-    try:  # what tells this kernel, since its start, from every other
-        kernel = Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        kernel = ""
-    base = base or tempfile.gettempdir()
-    for old in Path(base).glob(f"{prefix}*"):
-        with contextlib.suppress(OSError), (old / _OWNER).open("r+") as owner:
-            if kernel and owner.read() == kernel:
-                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if the process lives
-                shutil.rmtree(old, ignore_errors=True)
-    folder = tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=base)
-    owner = (Path(folder) / _OWNER).open("w")
-    with contextlib.suppress(OSError):  # a disk without locks: then nothing is removed there
-        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Only now that it is locked: by the boot id others take a folder for a dead process's.
-        owner.write(kernel)
-        owner.flush()
-    _owned[folder] = owner
-    return folder
 
 
 def limit_resources() -> int:
@@ -305,15 +235,6 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _prctl(option: int, value: int) -> bool:
-    if sys.platform != "linux":
-        return False
-    try:
-        return ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) == 0
-    except (OSError, AttributeError):
-        return False
-
-
 _ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -322,25 +243,33 @@ _ONE_THREAD = {
 
 
 def start_child(
-    module: str, *arguments: str, keep: Collection[str] = (), **options: Any
+    module: str,
+    *arguments: str,
+    keep: Collection[str] = (),
+    variables: Mapping[str, str] = _ONE_THREAD,
+    **options: Any,
 ) -> tuple[subprocess.Popen[bytes], Connection]:
     """Run ``python -m module arguments... FD``; FD is the child's end of the socket.
 
-    ``keep``: secrets that it is meant to have in its environment; ``options``: of Popen. Raises
-    OSError.
+    It leads a process group, so a Ctrl-C in the terminal is ours to handle.
+
+    ``keep``: secrets that it is meant to have in its environment; ``variables``: more of that;
+    ``options``: of Popen. Raises OSError.
     """
     ours, theirs = socket.socketpair()
+    # Python sets both in this order, and a session's leader can lead no other group.
+    group = None if options.get("start_new_session") else 0
     path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
+            pass_fds=[theirs.fileno(), *options.pop("pass_fds", ())],
             stdin=subprocess.DEVNULL,
             # The cores belong to the ranks: a library with a thread for each would slow training.
-            env=without_secrets(keep=keep) | path | _ONE_THREAD | plugin_environment(),
+            env={**without_secrets(keep=keep), **path, **variables, **plugin_environment()},
+            process_group=group,
             **options,
         )
-    _awaited.add(process.pid)
     return process, Connection(ours.detach())
 
 
@@ -360,7 +289,6 @@ def wait_or_kill(process: subprocess.Popen[Any], seconds: float) -> None:
             process.pid,
             _KILL_SECONDS,
         )
-    _awaited.discard(process.pid)
 
 
 def describe_end(status: int) -> str:
@@ -526,10 +454,11 @@ class Program(ChildProcess):
         *,
         environment: Mapping[str, str],
         effect: str,
+        begin: Callable[[], None] = lambda: None,
         log_line: Callable[[ChildLog], None],
         final: Collection[int],
     ) -> None:
-        super().__init__(name, "", effect=effect, log_line=log_line)
+        super().__init__(name, "", effect=effect, begin=begin, log_line=log_line)
         self._final = final
         self._start_process = partial(_start_program, command, environment)
 
@@ -545,7 +474,6 @@ def _start_program(
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
-    _awaited.add(process.pid)
     return process, _Printed(process)
 
 
@@ -589,12 +517,17 @@ class _Printed:
 
 
 class ParentConnection:
-    """The child's end, of the socket that its command line ends with.
+    """The child's end, of the socket that its command line ends with. Make it in the main thread.
 
-    ``plugins``: whether the operator's modules are imported here too.
+    ``plugins``: whether the operator's modules are imported here too. ``ends``: the signal that it
+    gets when its parent ends; None: only the socket tells it.
     """
 
-    def __init__(self, *, plugins: bool = True) -> None:
+    def __init__(
+        self, *, plugins: bool = True, ends: signal.Signals | None = signal.SIGKILL
+    ) -> None:
+        if ends is not None:
+            die_with_parent(ends)  # also one that is stopped, or hangs
         if plugins:
             import_inherited_plugins()
         self._connection = Connection(int(sys.argv[-1]))

@@ -116,7 +116,6 @@ class DataWorker:
             receive=self._receive,
             effect="its blocks are prepared again",
             keep={"HF_TOKEN"},
-            start_new_session=True,  # a Ctrl-C in the terminal is the rank's to handle
         )
         self.child.start()
 

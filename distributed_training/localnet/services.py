@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from distributed_training.common.files import atomic_file, write_bytes
 from distributed_training.common.kinds import plugin_environment
 from distributed_training.common.ports import free_ports
-from distributed_training.common.processes import Mark, kill_tree, with_starter
+from distributed_training.common.processes import kill_tree, with_starter
 from distributed_training.config.installed import install
 from distributed_training.config.settings import Exchange
 from distributed_training.config.types import ConfigError, parse_duration
@@ -173,8 +173,6 @@ def plan_neurons(options: SubnetOptions, folder: Path) -> list[NeuronPlan]:
 
 
 # --- children -----------------------------------------------------------------------------------
-
-MARK = "DT_LOCAL_SUBNET"  # environment variable; its value is the subnet's id
 
 
 class ChildFailure(RuntimeError):
@@ -430,10 +428,7 @@ def _store_keys(path: Path) -> dict[str, str]:
 
 
 class Services:
-    """Object store and chain as processes, one wallet per neuron, one bucket per miner.
-
-    ``mark``: carried by every process of the subnet.
-    """
+    """Object store and chain as processes, one wallet per neuron, one bucket per miner."""
 
     def __init__(
         self,
@@ -441,11 +436,9 @@ class Services:
         folder: Path,
         options: SubnetOptions,
         plans: Sequence[NeuronPlan],
-        mark: Mark,
     ) -> None:
         self.options = options
         self.plans = plans
-        self._mark = mark
         self._wallet_folder = folder / "wallets"
         self._wallets: dict[str, Wallet] = {}
         self.network = folder.absolute() / "network.toml"
@@ -656,7 +649,6 @@ class Services:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN_PREFIXES)}
         path = os.pathsep.join(filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH")]))
         return inherited | {
-            **self._mark.environment,
             # Neurons share this machine: a thread for each core would slow all of them.
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": path,

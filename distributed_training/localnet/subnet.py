@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import fcntl
 import os
-import secrets
 import shlex
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,13 +22,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+
 from distributed_training.common.control_groups import usable_cores
 from distributed_training.common.files import write_json
-from distributed_training.common.processes import Mark
+from distributed_training.common.processes import command_of, is_running, send, tree_of
 from distributed_training.config.types import ConfigError
 from distributed_training.localnet.pace import measure_slowness
 from distributed_training.localnet.services import (
-    MARK,
     Child,
     ChildFailure,
     NeuronPlan,
@@ -45,6 +46,7 @@ STATE_FILE = "localnet.json"  # also tells that a folder is ours
 LOCK_FILE = ".lock"
 _START = timedelta(seconds=120)  # of the validator, the first model's publication included
 _TURN = 12.0  # seconds that a miner's first inner step may delay the next miner's start
+_SETTLE = 5.0  # seconds in which a process ends after the one that started it
 GUEST = "guest"  # folder of a miner that joins by hand
 
 
@@ -168,7 +170,6 @@ class LocalSubnet:
         self._tell = tell
         self._refresh = refresh
         # what there is
-        self.mark = Mark(MARK, secrets.token_hex(8))  # of every process of this subnet
         self.neurons: list[LocalNeuron] = []
         self.services: Services | None = None
         self._folder = RunFolder(options.folder)
@@ -202,9 +203,7 @@ class LocalSubnet:
                         f"from round to round it is {self.options.seconds / 60:.1f} minutes"
                     )
             plans = plan_neurons(self.options, self.folder)
-            self.services = Services(
-                folder=self.folder, options=self.options, plans=plans, mark=self.mark
-            )
+            self.services = Services(folder=self.folder, options=self.options, plans=plans)
             self._write_state()
             try:
                 self.services.start()
@@ -244,6 +243,7 @@ class LocalSubnet:
             return []
         self._stopped = True
         grace = grace if grace is not None else self.stop_grace
+        tree = self.processes()
         # Miners first: while they stop they still upload, and call store, chain and validator.
         problems = stop_together([n.child for n in self.neurons if n.plan.kind == "miner"], grace)
         problems += stop_together([n.child for n in self.neurons], grace / 2)
@@ -256,8 +256,13 @@ class LocalSubnet:
                 problems.append(f"{neuron.plan.name} ended with status {status} when stopped")
         if self.services is not None:
             problems += self.services.stop()
-        # By mark: the children of a killed miner have no parent here any more.
-        self.strays = self.mark.end(settle=timedelta(seconds=5), grace=timedelta(0))
+        deadline = time.monotonic() + _SETTLE
+        while any(map(is_running, tree)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        left = [process for process in tree if is_running(process)]
+        self.strays = [f"{process.pid} {command_of(process)}" for process in left]
+        for process in left:
+            send(process, signal.SIGKILL)
         problems += [f"left behind, killed: {stray}" for stray in self.strays]
         self._folder.release()
         self.problems += problems
@@ -286,6 +291,13 @@ class LocalSubnet:
     def miners(self) -> list[LocalNeuron]:
         """All miners, in the order of ``SubnetOptions.ranks``."""
         return [n for n in self.neurons if n.plan.kind == "miner"]
+
+    def processes(self) -> list[psutil.Process]:
+        """List all processes of this subnet that run now."""
+        children = [neuron.child for neuron in self.neurons]
+        children += self.services.children if self.services is not None else []
+        pids = [child.pid for child in children if child.pid is not None and child.running]
+        return [process for pid in pids for process in tree_of(pid)]
 
     def kill_miner(self, index: int) -> None:
         """Send SIGKILL to a miner's whole process tree, as a crash of its machine would.
@@ -463,7 +475,6 @@ class LocalSubnet:
         assert self.services is not None
         self._folder.write_state(
             {
-                "id": self.mark.value,
                 "pid": os.getpid(),
                 "store": self.services.store_endpoint,
                 "chain": self.services.chain_endpoint,

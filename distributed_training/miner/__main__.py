@@ -123,7 +123,7 @@ def check(argv: Sequence[str]) -> int:
 
     config = load_config("miner", argv, file=OPERATORS_FILE)
     refuse_model(config, ranks=ranks_of(config))
-    ended = read_exit_status(config.run_folder, instance="")
+    ended = read_exit_status(config.run_folder)
     if ended and ended.status in FINAL:
         forget_ranks(config.run_folder)
         print(f"error: {ended.reason}", file=sys.stderr, flush=True)

@@ -2,18 +2,18 @@
 
     launch(config)
       the outside refuses (disk, port, store, chain) -> a line, tried again with growing pauses
-      strays of an earlier launcher of this folder   -> ended first
+      ranks of a launcher that was killed            -> they end by themselves, and are waited for
       the page                                       -> a process of its own, until the end
-      ranks, forked from one warm process            -> peer process -> p2pd ...
+      ranks                                          -> data workers, peer process -> p2pd
       SIGINT, SIGTERM, SIGHUP                        -> SIGTERM only to rank 0, which decides
-      --neuron.stop_timeout over                     -> SIGTERM, then SIGKILL to the whole tree
+      --neuron.stop_timeout over                     -> SIGTERM, then SIGKILL to the ranks' sessions
       a rank fails                                   -> the others end, and all start again
       ranks hang (run_folder.py)                     -> stacks to a file, SIGKILL, the same
-      at the end, always                             -> strays ended and reaped
+      at the end, always                             -> what ranks left behind is ended
 
-Ranks that failed are started again here, from the warm process and without a new import, up to
-:data:`RESTARTS` times in a row; pm2 is the net around that. What the outside refuses is no failure
-of this program: it is tried again here for as long as it takes. Nothing here imports torch.
+Ranks that failed are started again here, up to :data:`RESTARTS` times in a row; pm2 is the net
+around that. What the outside refuses is no failure of this program: it is tried again here for as
+long as it takes. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ import enum
 import logging
 import math
 import re
-import secrets
 import signal
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -36,11 +35,10 @@ from distributed_training.chain.identity import require_hotkey
 from distributed_training.common.backoff import Backoff, Throttle
 from distributed_training.common.files import write_bytes
 from distributed_training.common.processes import (
-    Mark,
-    become_subreaper,
-    is_running,
+    end_sessions,
     limit_resources,
-    send,
+    members,
+    sessions_of,
 )
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.settings import MinerSettings
@@ -48,13 +46,11 @@ from distributed_training.health.gpus import visible_gpu_count
 from distributed_training.health.machine import refuse_model, refuse_unknown_kinds, start_checks
 from distributed_training.miner.rank_group import PROGRAM, RankGroup
 from distributed_training.miner.run_folder import (
-    INSTANCE,
     Ending,
     Watchdog,
     forget_ranks,
-    launcher_pid,
+    launcher_of,
     listening_ranks,
-    mark_of,
     read_exit_status,
     remembered_gpus,
     stop_seconds,
@@ -62,7 +58,6 @@ from distributed_training.miner.run_folder import (
 )
 from distributed_training.network_place import save_copy
 from distributed_training.node.start import (
-    StopNow,
     StopSignals,
     dashboard,
     log_settings,
@@ -90,7 +85,7 @@ log = logging.getLogger(__name__)
 
 #: From SIGTERM to SIGKILL, and the most that the kernel then has. pm2's kill_timeout covers both.
 TERMINATE_GRACE = timedelta(seconds=5)
-#: How long p2pd and data workers have to notice that their parent ended.
+#: How long p2pd has to end after its parent, and the others to be gone.
 SETTLE = timedelta(seconds=2)
 #: Rank 0 has ended as it wanted but others run on: they hang in a collective nobody will complete.
 LINGER = timedelta(seconds=15)
@@ -222,24 +217,13 @@ def _prepare(config: Config, program: str, signals: StopSignals, outages: Outage
         outages.file.owned = True
         outages.file.start()
         outages.report()
-        # What a killed rank leaves becomes our child, not init's: only so can it be waited for.
-        become_subreaper()
-        # We hold the lock, so the launcher before is gone: processes with its mark are ours.
-        mark = mark_of(folder)
-        if mark is not None and (left := mark.processes()):
-            found = counted(len(left), "process", "processes")
+        # We hold the lock, so the launcher before is gone, and the kernel has told its ranks.
+        left = sessions_of(listening_ranks(folder).values())
+        if there := members(left):
+            found = counted(len(there), "process", "processes")
             log.warning("Ending %s an earlier miner of this run folder left behind", found)
-            pids = listening_ranks(folder, instance=mark.value).values()
-            ranks = [process for process in left if process.pid in pids]
-            for process in ranks:
-                send(process, signal.SIGTERM)
-            # They save their state.
-            patience = stop_limit(folder, config.miner.stop_timeout).total_seconds()
-            deadline = time.monotonic() + patience
-            while any(map(is_running, ranks)) and time.monotonic() < deadline:
-                time.sleep(_POLL.total_seconds())
-            # Then the rest, which the ranks needed for their checkpoint.
-            mark.end(settle=timedelta(0), grace=TERMINATE_GRACE)
+            patience = stop_limit(folder, config.miner.stop_timeout)  # they save their state
+            end_sessions(left, settle=patience, grace=TERMINATE_GRACE)
         return outages.outlast(lambda: _train(config, program, folder, signals, outages))
 
 
@@ -255,24 +239,15 @@ def _train(
     if config.miner.device != "cpu":
         gpus = visible_gpu_count() or gpus
     ranks = ranks_of(config, gpus)
-    mark = Mark(INSTANCE, secrets.token_hex(16))
-    # Before any process is started: by this mark the next launcher finds what a SIGKILL left.
-    write_instance(folder, mark, gpus=gpus)
+    write_instance(folder, gpus=gpus)
     for check in start_checks(config, ranks=ranks):
         if check.status == "fail":
             raise ConfigError(check.line)
         if check.status != "ok":
             log.warning("%s", check.line)
-    group = RankGroup(
-        config=config,
-        world_size=ranks,
-        mark=mark,
-        stacks=folder / STACKS_FILE,
-        start_limit=config.miner.hang_timeout,
-        program=program,
-    )
+    group = RankGroup(config=config, world_size=ranks, stacks=folder / STACKS_FILE, program=program)
     log.info("Starting %s, run folder %s", counted(ranks, "rank"), folder)
-    return _Supervisor(config.miner, folder, mark, group, signals, outages).run()
+    return _Supervisor(config.miner, folder, group, signals, outages).run()
 
 
 # --- before the start ---------------------------------------------------------------------------
@@ -304,8 +279,12 @@ def occupied(config: Config, folder: Path) -> Iterator[None]:
     write_settings(config, folder)
     if config.network is not None:
         save_copy(config.network, folder)
-    owner = sole_user(folder, LOCK_FILE, "miner", owner=lambda: launcher_pid(folder))
-    with owner, sole_sender(config):
+
+    def owner() -> int | None:
+        found = launcher_of(folder)
+        return found.pid if found else None
+
+    with sole_user(folder, LOCK_FILE, "miner", owner=owner), sole_sender(config):
         yield
 
 
@@ -324,10 +303,6 @@ class Phase(enum.Enum):
                   stop was asked for         others, which cannot train.    unless ``STOPPING``
     ``CLOSING``   a rank has ended                                          the stop limit
     ``LINGERING`` rank 0 has ended                                          ``LINGER``
-    ``HUNG``      no beat of a rank within   stacks to a file, SIGKILL      at once
-                  --neuron.hang_timeout
-    ``FORCED``    the time of one is over    SIGTERM, then SIGKILL, to
-                                             the whole tree
     ============= ========================== ============================== ====================
 
     The stop limit is :func:`stop_limit`'s, read again each time: a checkpoint that ends
@@ -338,8 +313,6 @@ class Phase(enum.Enum):
     FAILED = enum.auto()
     CLOSING = enum.auto()
     LINGERING = enum.auto()
-    HUNG = enum.auto()
-    FORCED = enum.auto()
 
 
 class _Supervisor:
@@ -353,14 +326,12 @@ class _Supervisor:
         self,
         settings: MinerSettings,
         folder: Path,
-        mark: Mark,
         group: RankGroup,
         signals: StopSignals,
         outages: Outages,
     ) -> None:
         self._group = group
         self._folder = folder
-        self._mark = mark
         self._signals = signals
         self._settings = settings
         self._outages = outages
@@ -390,7 +361,6 @@ class _Supervisor:
                         return ExitStatus.STOPPED
                     continue
                 if again and (steady or not again_before):
-                    self._outages.file.start()
                     continue  # with another version of the network's file
                 # Twice in a row soon: a start that cannot keep the version must not spin.
                 if ending.status is not ExitStatus.FAULT and not again:
@@ -410,7 +380,7 @@ class _Supervisor:
                     return ExitStatus.STOPPED
         finally:
             # Whatever was raised: ranks without a launcher would continue with nobody to stop them.
-            self._group.sweep(settle=timedelta(0), grace=TERMINATE_GRACE, server=True)
+            self._group.end(settle=timedelta(0), grace=TERMINATE_GRACE)
 
     def _steady(self, began: float) -> bool:
         """Return whether the ranks that were started at ``began`` have run for long."""
@@ -424,38 +394,36 @@ class _Supervisor:
         # Else the status that rank 0 wrote last would count for one that was killed.
         forget_ranks(self._folder)
         self._entered, self._failures = {}, []
-        try:
-            self._start()
-        except StopNow:
-            log.info("Stopped before the ranks were started")
+        if self._signals.asked_at is not None:
             return Ending(ExitStatus.STOPPED)
-        except (OSError, EOFError) as error:
-            log.warning("The ranks cannot be started (%r): the log above has the reason", error)
-            # Some may have been forked: with those of the next start they would hold the GPUs.
-            self._enter(Phase.FORCED)
-            self._sweep()
+        self._outages.file.start()
+        report_stage(self._folder, 1, "importing")
+        try:
+            self._group.start()
+        except OSError as error:  # no memory, no process or no descriptor left
+            log.warning("The ranks cannot be started (%s)", error)
+            # Some may run: with those of the next start they would hold the GPUs.
+            self._group.end(settle=timedelta(0), grace=TERMINATE_GRACE)
             return Ending(ExitStatus.FAULT)
-        self._follow()
-        self._sweep()
+        forced, hung = self._follow()
+        ended = self._group.end(settle=timedelta(0) if forced else SETTLE, grace=TERMINATE_GRACE)
+        if ended and not forced:
+            log.warning("Ended what the ranks left behind: %s", "; ".join(ended))
         # Whatever rank 0 wrote before: it was killed.
-        if self._is(Phase.HUNG):
+        if hung:
             return Ending(ExitStatus.FAULT)
-        written = read_exit_status(self._folder, instance=self._mark.value)
-        stopping = self._is(Phase.STOPPING)
+        written, stopping = self._written, self._is(Phase.STOPPING)
         if written is None:
             # It had not started, or there was no room for the file: then all ended as they should.
-            ended = not self._listening or not self._group.endings
-            if stopping and not self._is(Phase.FORCED) and ended:
+            if stopping and not forced and not (self._listening and self._group.endings):
                 return Ending(ExitStatus.STOPPED)
             if stopping:
                 log.warning("Rank 0 was ended before it had saved: the last checkpoint counts")
             elif not self._failures:
                 log.warning("Rank 0 left no exit status, so it counts as failed")
             return Ending(ExitStatus.FAULT)
-        # Rank 0 obeyed a SIGTERM that another rank's failure, or the fork server's end, sent it.
+        # Rank 0 obeyed a SIGTERM that another rank's failure sent it.
         if written.status is ExitStatus.STOPPED and not stopping and self._group.endings:
-            if not self._failures:  # it obeyed the server's end, and no other rank tells of it
-                self._log_endings(self._group.endings)
             return Ending(ExitStatus.FAULT)
         if not written.outside:
             reason = f": {written.reason}" if written.reason else ""
@@ -463,23 +431,10 @@ class _Supervisor:
             log.log(level, "Stopped with status %d%s", written.status, reason)
         return written
 
-    def _start(self) -> None:
-        """Start the ranks; a stop interrupts the seconds of the server's imports."""
-        self._signals.interrupts = True
-        try:
-            # A stop that came before the line above has interrupted nothing.
-            if self._signals.asked_at is not None:
-                raise StopNow
-            self._outages.file.start()
-            report_stage(self._folder, 1, "importing")
-            self._group.start()
-        finally:
-            self._signals.interrupts = False
+    def _follow(self) -> tuple[bool, bool]:
+        """Take the ranks through the phases of the table above, until all have ended.
 
-    def _follow(self) -> None:
-        """Take the ranks through the phases of the table above, row by row, until all have ended.
-
-        They end by themselves or by force.
+        Returns whether they are to be ended by force, and whether they hang.
         """
         limit, began, file = self._settings.hang_timeout, time.monotonic(), self._outages.file
         watchdog = Watchdog(self._folder, ranks=range(self._group.world_size), limit=limit)
@@ -501,24 +456,25 @@ class _Supervisor:
                 self._enter(Phase.CLOSING)
             if 0 not in running:
                 self._enter(Phase.LINGERING)
-            if not self._is(Phase.STOPPING) and watchdog.hangs() and self._enter(Phase.HUNG):
+            if not self._is(Phase.STOPPING) and watchdog.hangs():
                 log.warning(
                     "The ranks hang: they came to no micro-batch boundary within "
                     "--neuron.hang_timeout, or no further in their start; "
                     "ending them. Where each process stood: %s",
                     self._folder / STACKS_FILE,
                 )
-                self._enter(Phase.FORCED)
                 # No SIGTERM: in a driver that does not return no handler runs.
                 self._group.kill()
-            self._end_what_is_late()
-            if self._is(Phase.FORCED):
-                return
+                return True, True
+            if self._entered and (why := self._overdue()):
+                log.warning("%s", why)
+                return True, False
             self._check_stop_time()
             self._group.wait(_POLL)
         # The last ranks may have ended between two looks.
         if not self._is(Phase.STOPPING):
             self._report_failures()
+        return False, False
 
     def _is(self, phase: Phase) -> bool:
         return phase in self._entered
@@ -530,11 +486,10 @@ class _Supervisor:
             self._entered[phase] = time.monotonic()
         return begins
 
-    def _end_what_is_late(self) -> None:
-        """End the ranks by force if a phase has lasted too long."""
-        # Without a phase no limit counts, and each look at the limits reads a file.
-        if not self._entered or self._is(Phase.FORCED):
-            return
+    def _overdue(self) -> str:
+        """Return why the ranks are to be ended by force: a phase has lasted too long."""
+        if self._signals.hurry:
+            return "Asked again; ending the ranks by force"
         stop = stop_limit(self._folder, self._settings.stop_timeout)
         limits = {
             Phase.STOPPING: stop,
@@ -544,34 +499,24 @@ class _Supervisor:
         }
         if self._is(Phase.STOPPING):
             del limits[Phase.FAILED]  # a stop has its own time
-        now, why = time.monotonic(), ""
-        for phase, limit in reversed(limits.items()):  # the first of several is named
+        now = time.monotonic()
+        for phase, limit in limits.items():  # the first of several is named
             seconds = limit.total_seconds()
             if now - self._entered.get(phase, now) > seconds:
-                why = f"A rank ended {seconds:.0f} s ago but other ranks hang; ending them"
                 if phase is Phase.STOPPING:
-                    why = f"Not stopped after {seconds:.0f} s; ending the ranks by force"
-        if self._signals.hurry:
-            why = "Asked again; ending the ranks by force"
-        if why:
-            log.warning("%s", why)
-            self._enter(Phase.FORCED)
-            self._sweep()
+                    return f"Not stopped after {seconds:.0f} s; ending the ranks by force"
+                return f"A rank ended {seconds:.0f} s ago but other ranks hang; ending them"
+        return ""
 
     def _report_failures(self) -> None:
         """Report failed ranks once for each start, before this launcher ends any."""
         # Later endings are this launcher's own doing.
         if self._failures:
             return
-        written = read_exit_status(self._folder, instance=self._mark.value)
         # Rank 0 that could write its reason down is reported by that.
-        own = () if written is None else ("rank 0 ",)
+        own = () if self._written is None else ("rank 0 ",)
         self._failures = [line for line in self._group.endings if not line.startswith(own)]
-        self._log_endings(self._failures)
-
-    @staticmethod
-    def _log_endings(endings: Sequence[str]) -> None:
-        for line in endings:
+        for line in self._failures:
             log.warning("%s", line[0].upper() + line[1:])
 
     def _check_stop_time(self) -> None:
@@ -597,11 +542,9 @@ class _Supervisor:
 
     @property
     def _listening(self) -> bool:
-        return 0 in listening_ranks(self._folder, instance=self._mark.value)
+        rank_zero = listening_ranks(self._folder).get(0)
+        return rank_zero is not None and rank_zero.pid == self._group.pids[0]
 
-    def _sweep(self) -> None:
-        """End and reap everything that is left of the ranks."""
-        settle = timedelta(0) if self._is(Phase.FORCED) else SETTLE
-        ended = self._group.sweep(settle=settle, grace=TERMINATE_GRACE, server=False)
-        if ended and not self._is(Phase.FORCED):
-            log.warning("Ended what the ranks left behind: %s", "; ".join(ended))
+    @property
+    def _written(self) -> Ending | None:
+        return read_exit_status(self._folder, pid=self._group.pids[0])

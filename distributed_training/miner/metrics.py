@@ -16,6 +16,7 @@ import psutil
 from distributed_training import __version__
 from distributed_training.common.files import free_bytes
 from distributed_training.common.memory import host_bytes
+from distributed_training.common.processes import members, tree_of
 from distributed_training.health.gpus import NvmlSampler
 from distributed_training.protocol.types import Base
 from distributed_training.telemetry import MetricsFile, record_step
@@ -23,7 +24,7 @@ from distributed_training.telemetry.trackers import Tracker
 
 from . import events as ev
 from .events import MinerState
-from .run_folder import INSTANCE, listening_ranks
+from .run_folder import listening_ranks
 
 _T = TypeVar("_T")
 
@@ -37,7 +38,6 @@ class MachineGauges:
     def __init__(self, folder: Path, *, needed: int, gpus: int) -> None:
         self._folder = folder
         self._needed = needed
-        self._instance = os.environ.get(INSTANCE, "")  # as the ranks wrote it
         self._cards = [card for i in range(gpus) if (card := NvmlSampler.open(i)) is not None]
 
     def single(self) -> Mapping[str, Callable[[], float | None]]:
@@ -52,9 +52,9 @@ class MachineGauges:
     def by_rank(self) -> dict[str, dict[int, float]]:
         """Return metric, rank -> value. A rank has the number of its GPU."""
         found: dict[str, dict[int, float]] = {}
-        for rank, pid in listening_ranks(self._folder, instance=self._instance).items():
+        for rank, process in listening_ranks(self._folder).items():
             with contextlib.suppress(psutil.Error):
-                memory = psutil.Process(pid).memory_info().rss
+                memory = psutil.Process(process.pid).memory_info().rss
                 found.setdefault("rank_memory_bytes", {})[rank] = memory
         for card in self._cards:
             sample = card.sample()
@@ -75,17 +75,13 @@ class MachineGauges:
             card.close()
 
     def _resident(self) -> float:
-        """Return the resident bytes of all ranks and of the processes around them.
+        """Return the resident bytes of all ranks and of what they have started.
 
-        They are the children of the ranks and the process they were forked from, which is the
-        parent of each (without a launcher: of this rank's tree). Shared pages count for each of
-        them.
+        Shared pages count for each process.
         """
-        top = psutil.Process()
-        if self._instance:
-            top = top.parent() or top
+        ranks = [rank.pid for rank in listening_ranks(self._folder).values()]
         total = 0
-        for process in (top, *top.children(recursive=True)):
+        for process in members(ranks) or tree_of(os.getpid()):
             with contextlib.suppress(psutil.Error):  # it ended meanwhile
                 total += process.memory_info().rss
         return total

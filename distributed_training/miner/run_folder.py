@@ -1,6 +1,6 @@
 """Files in the run folder through which launcher and ranks exchange state.
 
-    instance.json       the mark of the running (or last) launcher's tree
+    instance.json       the running (or last) launcher, and the GPUs that it saw
     pids/rank-R.json    the process of each rank, once it listens to signals
     pids/rank-R.beat    touched at each boundary, by which ranks that hang are noticed
     exit_status.json    the exit status that rank 0 wants the miner to end with
@@ -32,14 +32,13 @@ from typing import Annotated, NamedTuple
 from pydantic import Field
 
 from distributed_training.common.files import read_state, write_state
-from distributed_training.common.processes import Mark
+from distributed_training.common.processes import ProcessId
 from distributed_training.protocol.types import ExitStatus
 
 #: Of a stop, in seconds, without its checkpoint: the micro-batch, the swarm, the uploads.
 STOP_SLACK = 20.0
 
-INSTANCE = "DT_INSTANCE"  # environment variable: the mark of one launcher's tree
-RANK_STORE = "DT_RANK_STORE"  # the same: the file through which ranks of one machine meet
+RANK_STORE = "DT_RANK_STORE"  # environment variable: the file by which ranks of a machine meet
 
 
 @dataclass(frozen=True)
@@ -58,40 +57,21 @@ def rank_environment() -> RankEnvironment:
     return RankEnvironment(rank, local, world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
 
 
-Pid = Annotated[int, Field(gt=0)]  # to a signal, 0 and negative numbers are groups of processes
-
-
 @dataclass(frozen=True)
-class _Instance:
-    instance: Annotated[str, Field(min_length=1)]
-    pid: Pid
+class _Instance(ProcessId):
     gpus: int = 0
 
 
-@dataclass(frozen=True)
-class _RankFile:
-    pid: Pid
-    instance: str
+def launcher_of(run_folder: Path) -> _Instance | None:
+    """Return the launcher that runs there, or ran last."""
+    return read_state(
+        run_folder / "instance.json", _Instance, lost="a driver that is late may cost the GPUs"
+    )
 
 
-def _instance(run_folder: Path) -> _Instance | None:
-    lost = "processes that an earlier miner left behind are not ended; end them by hand"
-    return read_state(run_folder / "instance.json", _Instance, lost=lost)
-
-
-def mark_of(run_folder: Path) -> Mark | None:
-    """Return the mark of the launcher that runs there, or ran last."""
-    written = _instance(run_folder)
-    return Mark(INSTANCE, written.instance) if written else None
-
-
-def launcher_pid(run_folder: Path) -> int | None:
-    written = _instance(run_folder)
-    return written.pid if written else None
-
-
-def write_instance(run_folder: Path, mark: Mark, *, gpus: int = 0) -> None:
-    write_state(run_folder / "instance.json", _Instance(mark.value, os.getpid(), gpus))
+def write_instance(run_folder: Path, *, gpus: int = 0) -> None:
+    me = ProcessId.of(os.getpid())
+    write_state(run_folder / "instance.json", _Instance(me.pid, me.began, gpus))
 
 
 def remembered_gpus(run_folder: Path) -> int:
@@ -100,25 +80,23 @@ def remembered_gpus(run_folder: Path) -> int:
     Just after a reboot the driver may show none, and ranks on the CPU would stay there. 0 where
     ``CUDA_VISIBLE_DEVICES`` hides all.
     """
-    written = _instance(run_folder)
+    written = launcher_of(run_folder)
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return max(0, written.gpus) if written and not hidden else 0
 
 
 def write_pid_file(run_folder: Path, rank: int) -> None:
     """Write this rank's pid once its SIGTERM handler is in place: a stop reaches it now."""
-    content = _RankFile(os.getpid(), os.environ.get(INSTANCE, ""))
-    write_state(run_folder / "pids" / f"rank-{rank}.json", content)
+    write_state(run_folder / "pids" / f"rank-{rank}.json", ProcessId.of(os.getpid()))
 
 
-def listening_ranks(run_folder: Path, *, instance: str) -> dict[int, int]:
-    """Return rank -> pid of those that have written it under this launcher."""
+def listening_ranks(run_folder: Path) -> dict[int, ProcessId]:
+    """Return the processes of the ranks that have written it since :func:`forget_ranks`."""
     found, lost = {}, "a stop ends this rank without waiting for its checkpoint"
     for path in run_folder.glob("pids/rank-*.json"):
-        written, rank = read_state(path, _RankFile, lost=lost), path.stem.partition("-")[2]
-        # A pid of an earlier launcher may be another program's by now, and it will be signalled.
-        if written is not None and written.instance == instance and rank.isdecimal():
-            found[int(rank)] = written.pid
+        written, rank = read_state(path, ProcessId, lost=lost), path.stem.partition("-")[2]
+        if written is not None and rank.isdecimal():
+            found[int(rank)] = written
     return found
 
 
@@ -133,7 +111,7 @@ class Ending(NamedTuple):
 @dataclass(frozen=True)
 class _ExitFile:
     status: ExitStatus
-    instance: str
+    pid: int = 0
     reason: str = ""
     outside: bool = False
     time: float = 0.0  # since the epoch
@@ -143,17 +121,15 @@ def write_exit_status(
     run_folder: Path, status: int, reason: str = "", *, outside: bool = False
 ) -> None:
     """Record the exit status that the launcher is to return, or to try again if ``outside``."""
-    instance = os.environ.get(INSTANCE, "")
-    content = _ExitFile(ExitStatus(status), instance, reason, outside, time.time())
+    content = _ExitFile(ExitStatus(status), os.getpid(), reason, outside, time.time())
     write_state(run_folder / "exit_status.json", content)
 
 
-def read_exit_status(run_folder: Path, *, instance: str) -> Ending | None:
-    """Return what rank 0 of this instance wrote, else None."""
+def read_exit_status(run_folder: Path, *, pid: int | None = None) -> Ending | None:
+    """Return what rank 0 wrote, or None; ``pid``: only of this process."""
     lost = "rank 0 counts as failed and is started again"
     written = read_state(run_folder / "exit_status.json", _ExitFile, lost=lost)
-    # Of a launcher before: rank 0 of this one has written nothing yet.
-    if written is None or written.instance != instance:
+    if written is None or pid not in (None, written.pid):
         return None
     return Ending(written.status, written.reason, written.outside)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import os
 import queue
 import signal
 from collections.abc import Iterator
@@ -13,12 +13,13 @@ from distributed_training.node.start import StopNow
 from . import events as ev
 from .nodes import under_torchrun
 
+_LAUNCHER = os.getppid()
+
 
 def who_stops() -> str:
     """Return why SIGTERM came, as far as a rank can see: also who started it has it sent."""
-    launcher = multiprocessing.parent_process()
-    if launcher is not None and not launcher.is_alive():
-        return f"the launcher (pid {launcher.pid}) is gone"
+    if os.getppid() != _LAUNCHER:
+        return f"the launcher (pid {_LAUNCHER}) is gone"
     return "asked to stop"
 
 

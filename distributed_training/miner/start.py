@@ -50,7 +50,7 @@ from .nodes import Nodes, open_tcp_store, under_torchrun
 from .ranks import join_ranks
 from .resume import StartupInfo
 from .run_folder import (
-    INSTANCE,
+    RANK_STORE,
     Heartbeat,
     RankEnvironment,
     Watchdog,
@@ -98,7 +98,6 @@ def run_rank(config: Config) -> int:
                     me,
                     stop_wanted=lambda: stop.wanted,
                     hangs=watchdog.hangs,
-                    stop_limit=config.miner.stop_timeout,
                 )
                 with Heartbeat(folder, me.local_rank).steady():
                     nodes.join(config, folder, stack)
@@ -109,7 +108,7 @@ def run_rank(config: Config) -> int:
         # The settings were checked before any rank was started: this was found outside.
         status, reason = exit_status_of(error), str(error)
         outside = status == ExitStatus.FAULT
-        if me.local_rank or INSTANCE not in os.environ:  # the launcher reports rank 0's
+        if me.local_rank or RANK_STORE not in os.environ:  # the launcher reports rank 0's
             log.error("%s", error)
     except Exception as error:  # the last word of this process: say it in one line, then end
         reason = cuda_failure(error, me.local_rank) or f"{type(error).__name__}: {error}"
@@ -126,7 +125,7 @@ def train(
     config: Config, me: RankEnvironment, folder: Path, stop: RankStop, stack: ExitStack
 ) -> tuple[int, str]:
     """Build this rank and train. Return the exit status and, on rank 0, the reason."""
-    import_plugins(config.general.plugins)  # the launcher's own are not those of its fork server
+    import_plugins(config.general.plugins)
     device = rank_device(config.miner.device, me.local_rank, remembered=remembered_gpus(folder))
     ranks = join_ranks(
         environ=os.environ,

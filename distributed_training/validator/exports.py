@@ -25,7 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.common.files import free_bytes
-from distributed_training.common.processes import Mark, describe_end, kill_tree, without_secrets
+from distributed_training.common.processes import (
+    describe_end,
+    end_sessions,
+    kill_tree,
+    with_starter,
+    without_secrets,
+)
 from distributed_training.config import Config
 from distributed_training.training.weights import GlobalState
 
@@ -65,10 +71,6 @@ class Exports:
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
-        # By the folder: what a validator that was killed left running is found again.
-        self._mark = Mark("DT_EXPORTS", str(self._folder))
-        if self._folder.exists():
-            self._mark.end(settle=timedelta(0), grace=timedelta(0))
 
     def after(self, state: GlobalState) -> None:
         """Begin an export if one is due. Returns at once."""
@@ -159,13 +161,13 @@ class Exports:
 
     def _run(self, command: Sequence[str], more: Mapping[str, str]) -> str:
         """Return the last line that a command prints. Raises OSError, ValueError."""
-        environment = {**without_secrets(), **more, **self._mark.environment}
         process = subprocess.Popen(
-            [*_LOW_PRIORITY, *command],
-            env=environment,
+            [*with_starter(), *_LOW_PRIORITY, *command],
+            env={**without_secrets(), **more},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         assert process.stdout is not None
         self._process = process
@@ -198,7 +200,7 @@ class Exports:
         if process.poll() is None:
             kill_tree(process.pid)
         # And what has left the tree: a server in the background.
-        self._mark.end(settle=timedelta(0), grace=timedelta(0))
+        end_sessions([process.pid], settle=timedelta(0), grace=timedelta(0))
 
 
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:

@@ -7,23 +7,23 @@ import re
 import signal
 import subprocess
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
 
 from distributed_training.common.ports import free_ports
-from distributed_training.common.processes import Mark
-from distributed_training.founder import MARK
 from distributed_training.telemetry import read_events
 from tests.tools.founded import MODULES, ROOT, RULES
 from tests.tools.settings import LOCAL
+from tests.tools.tree import Tree
 from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
 PATIENCE = 600.0  # seconds, on a busy machine
+TREE = Tree()
 QUIET = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+QUIET |= TREE.environment
 
 
 def environ(home: Path) -> dict[str, str]:
@@ -71,7 +71,6 @@ def test_from_nothing_to_a_member_that_uploads(tmp_path: Path) -> None:
     (line,) = re.findall(r"^  dt-network (run lab)$", printed, re.M)
     with (founder / "lab" / "run.toml").open("a") as file:
         file.write('"neuron.page_port" = "off"\n')
-    mark = Mark(MARK, str((founder / "lab").resolve()))
     running, log = start(founder, "dt-network", *line.split())
     miner = None
 
@@ -111,7 +110,7 @@ def test_from_nothing_to_a_member_that_uploads(tmp_path: Path) -> None:
         assert miner.wait(120) == 0
         running.send_signal(signal.SIGTERM)
         assert running.wait(120) == 0, log.read_text()[-3000:]
-        assert not mark.processes()
+        assert not TREE.processes()
         # Nothing is in the way of a second start, which invites nobody again.
         running, log = start(founder, "dt-network", *line.split())
         before = invitation.read_bytes()
@@ -119,14 +118,11 @@ def test_from_nothing_to_a_member_that_uploads(tmp_path: Path) -> None:
         wait_for(lambda: log.read_text().count("READY") > count, "the registry", PATIENCE)
         running.kill()  # and whoever is killed leaves nobody
         running.wait()
-        wait_for(lambda: not mark.processes(), "the end of its programs", 120, every=0.5)
+        TREE.wait_for_end()
         assert invitation.read_bytes() == before
     except BaseException:
         for path in tmp_path.glob("*/*.log"):
             print(f"===== {path}\n{path.read_text()[-4000:]}")
         raise
     finally:
-        for process in (miner, running):
-            if process is not None and process.poll() is None:
-                process.kill()
-        mark.end(settle=timedelta(seconds=10), grace=timedelta(seconds=5))
+        TREE.end()

@@ -1,12 +1,10 @@
-"""``kill -9`` of processes of running miners: told at once, repaired, everybody in the next round.
+"""Every kind of process of a network is killed in every phase; everybody is in the next round.
 
-A rank that is stopped, ``bench/kills.py`` for six minutes, and with every kind of process in every
-phase. Two kills are in test_localnet_end_to_end.py, a lost machine in test_nodes.py.
+Two kills are in test_localnet_end_to_end.py; what the launcher does, in test_launcher_tree.py.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -23,41 +21,6 @@ pytestmark = pytest.mark.long
 
 # Seconds until a line tells of a killed process: about 1 at rest; two subnets may share two cores.
 TOLD_WITHIN = 10
-
-
-@pytest.mark.timeout(600)
-def test_a_rank_that_is_stopped_is_replaced(tmp_path: Path) -> None:
-    options = SubnetOptions(
-        folder=tmp_path / "subnet",
-        exchange="hivemind",
-        ranks=(2,),
-        period=30,
-        # Also the longest that the fork server's imports may take while other tests run.
-        miner_flags=("--neuron.hang_timeout", "30"),
-    )
-    with LocalSubnet(options=paced(options)) as subnet:
-        (miner,) = subnet.miners
-        subnet.wait_until(lambda: bool(miner.state.losses), kills.ROUND, "a step")
-        kills.clean_round(subnet)
-        assert "The ranks hang" not in miner.child.log.read_text()
-        processes = kills.processes_of(miner)
-        stopped = max(processes["rank"], key=lambda process: process.pid)
-        stopped.suspend()
-        starts = miner.state.starts
-        subnet.wait_until(
-            lambda: miner.state.starts > starts, timedelta(seconds=180), "another start"
-        )
-        kills.clean_round(subnet)
-        stacks = (miner.plan.folder / "stacks.txt").read_text()
-        for kind in ("rank", "DHT peer", "data worker"):
-            for process in processes[kind]:
-                told = stacks.partition(f"=== {process.pid} (")[2].partition("===")[0]
-                assert 'File "' in told, (kind, stacks)
-        assert f"=== {stopped.pid} (stopped)" in stacks
-        log = miner.child.log.read_text()
-        assert log.count("The ranks hang") == 1
-        assert "Resumed at outer step" in log
-    assert subnet.problems == []
 
 
 @pytest.mark.timeout(600)
@@ -85,18 +48,6 @@ def test_ranks_start_again_after_a_gpu_is_lost_in_mid_step(
         assert "Resumed at outer step" in log and miner.state.outer_step > outer_step
         assert "Traceback" not in log.partition("failed: CUDA error")[2].partition("Resumed")[2]
     assert subnet.problems == []
-
-
-@pytest.mark.timeout(1500)
-def test_six_minutes_of_kills_of_every_kind(tmp_path: Path) -> None:
-    outcome = kills.run(tmp_path, seed=11, seconds=360, every=15)
-    kills.show(outcome)
-    assert outcome.problems == []
-    killed = Counter(kill.kind for kill in outcome.kills)
-    assert len(killed) >= 5, killed
-    for kill in outcome.kills:
-        if kill.kind not in kills.ENDS_RANKS and kill.told_after is not None:
-            assert kill.told_after < TOLD_WITHIN, (kill.kind, kill.told_after)
 
 
 @pytest.mark.timeout(3600)

@@ -79,7 +79,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         subnet.wait_for_outer_steps(outer_steps, WAIT)
         subnet.wait_for_figures(timedelta(seconds=30))
         subnet.wait_until(lambda: all(map(counts, subnet.miners)), WAIT, "whether uploads count")
-        lines = [" ".join(p.cmdline()) for p in subnet.mark.processes()]
+        lines = [" ".join(p.cmdline()) for p in subnet.processes()]
         assert subnet.services is not None
         plan = subnet.miners[-1].plan
         status, checks, _ = doctor(
@@ -170,7 +170,7 @@ def test_a_second_machine_dials_a_miner_back(run: Run) -> None:
 def test_everything_ended_by_itself(run: Run) -> None:
     assert run.subnet.problems == []
     assert run.subnet.strays == []
-    assert not run.subnet.mark.processes()
+    assert not run.subnet.processes()
     assert [n.child.exit_status for n in run.subnet.neurons] == [0, 0, 0]
 
 

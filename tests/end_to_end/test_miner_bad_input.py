@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import secrets
 import subprocess
 import sys
 import threading
@@ -22,9 +21,7 @@ import pytest
 
 from distributed_training.chain.identity import create_wallet
 from distributed_training.common.ports import free_ports
-from distributed_training.common.processes import Mark
 from distributed_training.localnet.services import (
-    MARK,
     NeuronPlan,
     Services,
     SubnetOptions,
@@ -33,6 +30,7 @@ from distributed_training.localnet.services import (
 from distributed_training.miner.rank_group import rank_variables
 from tests.tools import forked
 from tests.tools.network import network_file
+from tests.tools.tree import Tree
 
 pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).parents[2]
@@ -53,7 +51,7 @@ class World:
     services: Services
     plan: NeuronPlan
     folder: Path
-    mark: Mark
+    tree: Tree
     output: str = ""  # of the last rank that was refused
 
     def miner(self, *more: str, drop: tuple[str, ...] = (), **environ: str) -> Run:
@@ -63,7 +61,7 @@ class World:
         return Run(process.returncode, output)
 
     def refused(self, *more: str, **environ: str) -> str:
-        """Run rank 0 only, forked as the launcher forks it; return the reason that it ends with.
+        """Run rank 0 only; return the reason that it ends with.
 
         Something outside refuses it, so the launcher would try it again."""
         (port,) = free_ports(1)
@@ -86,7 +84,7 @@ class World:
     def started(
         self, *more: str, drop: tuple[str, ...] = (), **environ: str
     ) -> Iterator[subprocess.Popen[str]]:
-        environment = self.services.environment(self.plan) | environ
+        environment = self.services.environment(self.plan) | self.tree.environment | environ
         process = subprocess.Popen(
             [sys.executable, *self.services.arguments(self.plan), *more],
             env={k: v for k, v in environment.items() if k not in drop},
@@ -107,15 +105,15 @@ class World:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("world")
-    mark = Mark(MARK, secrets.token_hex(8))
+    tree = Tree()
     options = SubnetOptions(folder=folder, exchange="hivemind", ranks=(1,))
     plans = plan_neurons(options, folder)
-    services = Services(folder=folder, options=options, plans=plans, mark=mark)
+    services = Services(folder=folder, options=options, plans=plans)
     try:
         services.start()
         for plan in plans:
             plan.folder.mkdir(exist_ok=True)
-        yield World(services, plans[1], folder, mark)
+        yield World(services, plans[1], folder, tree)
     finally:
         services.stop()
 
@@ -130,7 +128,7 @@ def assert_one_line(run: Run, *words: str) -> None:
 
 def leaves_nothing(world: World) -> bool:
     folder = str(world.plan.folder)
-    return not [p for p in world.mark.processes() if folder in " ".join(p.cmdline())]
+    return not [p for p in world.tree.processes() if folder in " ".join(p.cmdline())]
 
 
 def test_missing_keys(world: World) -> None:

@@ -26,7 +26,7 @@ from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState, Mode
 from distributed_training.miner.launcher import Outages
 from distributed_training.miner.metrics import MachineGauges, Metrics
-from distributed_training.miner.run_folder import INSTANCE, write_pid_file
+from distributed_training.miner.run_folder import write_pid_file
 from distributed_training.protocol.types import Base, StepReport, Update
 from distributed_training.telemetry import MetricsFile, unix_time
 from distributed_training.telemetry.metrics import METRICS
@@ -145,8 +145,7 @@ class Prometheus:
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     folder = tmp_path_factory.mktemp("miner")
     said: list[str] = []
-    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        patch.setenv(INSTANCE, "ops")
+    with ExitStack() as stack:
         Outages(
             folder, threading.Event(), LauncherFile(folder)
         ).report()  # as the launcher does at its start

@@ -21,11 +21,10 @@ import pytest
 import torch
 
 from distributed_training.common.ports import free_ports
-from distributed_training.common.processes import Mark
 from distributed_training.config.installed import EXTRAS
-from distributed_training.founder import MARK
-from tests.end_to_end.test_founder_run import PATIENCE, call, start
+from tests.end_to_end.test_founder_run import PATIENCE, TREE, call, start
 from tests.end_to_end.test_store_join import RULES
+from tests.tools.tree import Tree
 from tests.tools.waiting import wait_for
 from tests.tools.wheel import ROOT, build_wheel
 
@@ -59,7 +58,7 @@ class Home:
         with suppress(OSError):
             socket.getaddrinfo(_TORCH_INDEX, 443)
             self.environ["PIP_EXTRA_INDEX_URL"] = f"https://{_TORCH_INDEX}/whl/cpu"
-        self.mark = Mark("DT_SKILL", str(folder))
+        self.tree = Tree()
 
     def run(self, lines: str, *, limit: float = PATIENCE) -> tuple[int, str]:
         done = subprocess.run(
@@ -97,7 +96,6 @@ def founded(folder: Path) -> Iterator[str]:
     call(folder, "dt-network", "init", "lab", *words, *more)
     with (folder / "lab" / "run.toml").open("a") as file:
         file.write('"neuron.page_port" = "off"\n')
-    mark = Mark(MARK, str((folder / "lab").resolve()))
     running, log = start(folder, "dt-network", "run", "lab")
     try:
         wait_for(
@@ -113,8 +111,7 @@ def founded(folder: Path) -> Iterator[str]:
         print(log.read_text()[-4000:])
         raise
     finally:
-        running.kill()
-        mark.end(settle=timedelta(seconds=5), grace=timedelta(seconds=5))
+        TREE.end(timedelta(seconds=5))
 
 
 def test_an_agent_joins_with_only_the_wheel(tmp_path: Path) -> None:
@@ -141,7 +138,7 @@ def test_an_agent_joins_with_only_the_wheel(tmp_path: Path) -> None:
             print(f"===== {path}\n{path.read_text(errors='replace')[-4000:]}")
         raise
     finally:
-        home.mark.end(settle=timedelta(0), grace=timedelta(seconds=30))
+        home.tree.end(timedelta(seconds=30))
 
 
 def refused(home: Home, lab: Path) -> None:

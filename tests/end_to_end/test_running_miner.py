@@ -49,7 +49,7 @@ def test_a_restart_while_chain_and_store_are_away_trains_from_the_disk(
     servers = ("weed server", "network_command serve")
     away = [
         process
-        for process in subnet.mark.processes()
+        for process in subnet.processes()
         if any(name in command_of(process) for name in servers)
     ]
     assert len(away) == 2

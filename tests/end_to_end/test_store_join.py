@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import re
 import signal
-from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
 
 from distributed_training.common.ports import free_ports
-from distributed_training.common.processes import Mark
-from distributed_training.founder import MARK
 from distributed_training.network import built_in_rules, flatten, of_exchange, toml_value
 from distributed_training.telemetry import read_events
-from tests.end_to_end.test_founder_run import PATIENCE, call, start
+from tests.end_to_end.test_founder_run import PATIENCE, TREE, call, start
 from tests.tools.settings import LOCAL
 from tests.tools.waiting import wait_for
 
@@ -44,7 +41,6 @@ def test_from_nothing_to_an_upload_that_is_merged(tmp_path: Path, part: tuple[st
     (line,) = re.findall(r"^  dt-network (run lab)$", printed, re.M)
     with (founder / "lab" / "run.toml").open("a") as file:
         file.write('"neuron.page_port" = "off"\n')
-    mark = Mark(MARK, str((founder / "lab").resolve()))
     running, log = start(founder, "dt-network", *line.split())
     miner = None
 
@@ -90,13 +86,13 @@ def test_from_nothing_to_an_upload_that_is_merged(tmp_path: Path, part: tuple[st
         assert miner.wait(120) == 0
         running.send_signal(signal.SIGTERM)
         assert running.wait(120) == 0, log.read_text()[-3000:]
-        assert not mark.processes()
+        assert not TREE.processes()
         # Back to the beginning, while nothing runs, and on from there.
         printed = call(founder, "dt-network", "rewind", "lab", "--to", "0")
         (back,) = re.findall(
             r"^outer step (\d+) has the weights of outer step 0 again", printed, re.M
         )
-        assert not mark.processes()
+        assert not TREE.processes()
         running, log = start(founder, "dt-network", *line.split())
         miner, miners_log = start(member, "dt-miner")
         wait_for(
@@ -114,7 +110,4 @@ def test_from_nothing_to_an_upload_that_is_merged(tmp_path: Path, part: tuple[st
             print(f"===== {path}\n{path.read_text()[-4000:]}")
         raise
     finally:
-        for process in (miner, running):
-            if process is not None and process.poll() is None:
-                process.kill()
-        mark.end(settle=timedelta(seconds=10), grace=timedelta(seconds=5))
+        TREE.end()

@@ -19,11 +19,9 @@ import pytest
 
 from distributed_training.common.llama import llama_config
 from distributed_training.common.memory import ModelShape
-from distributed_training.common.processes import Mark
-from distributed_training.founder import MARK
 from distributed_training.telemetry import read_events
 from testbed.namespaces import Machine, machines
-from tests.end_to_end.test_founder_run import PATIENCE, call, start
+from tests.end_to_end.test_founder_run import PATIENCE, TREE, call, start
 from tests.end_to_end.test_store_join import RULES
 from tests.tools.founded import outer_steps
 from tests.tools.settings import LOCAL
@@ -87,7 +85,6 @@ def found(home: Path, host: str, bits: int) -> str:
 @pytest.mark.parametrize("bits", GOALS)
 def test_a_member_needs_two_commands_and_sends_only_its_upload(tmp_path: Path, bits: int) -> None:
     founder = tmp_path / "founder"
-    mark = Mark(MARK, str((founder / "lab").resolve()))
     with machines(3) as (host, *others):
         members = {tmp_path / f"member-{n}": machine for n, machine in enumerate(others)}
         for machine in others:
@@ -139,7 +136,7 @@ def test_a_member_needs_two_commands_and_sends_only_its_upload(tmp_path: Path, b
                     process.wait(120)
                 except subprocess.TimeoutExpired:
                     process.kill()
-            mark.end(settle=timedelta(seconds=10), grace=timedelta(seconds=5))
+            TREE.end(timedelta(seconds=5))
     taken = [e for e in events if e["kind"] == "outer_step"]
     joined = next(e["time"] for e in taken if len(e["participants"]) == 2) - began
     whole = [e["outer_step"] for e in taken if len(e["participants"]) == 2]

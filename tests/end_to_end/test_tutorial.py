@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from distributed_training.common.processes import Mark
 from testbed.namespaces import Machine, machines
 from tests.tools.founded import MODULES, ROOT, outer_steps
+from tests.tools.tree import Tree
 from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
 LONGEST = 1200.0  # seconds from nothing to the second outer step
-MARK = "DT_TUTORIAL"  # environment variable of all that is started
+TREE = Tree()
 _BLOCK = re.compile(r"^```bash\n# (founder|partner)(, keeps running)?\n(.*?)^```$", re.M | re.S)
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
 
@@ -32,7 +32,7 @@ class Place:
         self.machine, self.home, self.invitation = machine, home, "INVITATION"
         home.mkdir()
         self.environ = {"HOME": str(home), "PATH": f"{programs}:/usr/bin:/bin:/usr/sbin"}
-        self.environ |= {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", MARK: str(home.parent)}
+        self.environ |= {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"} | TREE.environment
         self.log = home.with_suffix(".log")
         self.running: list[subprocess.Popen[bytes]] = []
 
@@ -73,7 +73,6 @@ def places(folder: Path) -> Iterator[list[Place]]:
         path = programs / name
         path.write_text(f'#!/bin/sh\n{python}{words} "$@"\n')
         path.chmod(0o755)
-    mark = Mark(MARK, str(folder))
     with machines(3) as made:
         try:
             yield [
@@ -85,7 +84,7 @@ def places(folder: Path) -> Iterator[list[Place]]:
                 print(f"===== {path.name}\n{path.read_text(errors='replace')[-5000:]}")
             raise
         finally:
-            mark.end(settle=timedelta(0), grace=timedelta(seconds=60))
+            TREE.end(timedelta(seconds=60))
 
 
 def test_three_machines_follow_the_tutorial_to_the_second_outer_step(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def links_down(journey: Journey) -> None:
     servers = ("weed server", "network_command serve")
     away = [
         process
-        for process in journey.subnet.mark.processes()
+        for process in journey.subnet.processes()
         if any(name in command_of(process) for name in servers)
     ]
     assert len(away) == 2

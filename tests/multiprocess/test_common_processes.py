@@ -1,30 +1,28 @@
-"""Find one's own processes, and leave none behind after any behaviour of theirs."""
+"""Processes with real children: found, ended, and none left behind."""
 
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from distributed_training.common.processes import (
-    Mark,
+    ProcessId,
     Program,
+    end_sessions,
     kill_tree,
-    process_folder,
-    reap_orphans,
-    send,
+    members,
+    sessions_of,
     wait_or_kill,
 )
+from tests.tools.tree import Tree
 from tests.tools.waiting import wait_for
 
 pytestmark = [
@@ -35,26 +33,27 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 SLEEP = "import time; print('ready', flush=True); time.sleep(600)"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
+CHILD = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}], {{}})"
 NONE = timedelta(0)
 Start = Callable[..., "subprocess.Popen[bytes]"]
 
 
 @pytest.fixture
-def mark() -> Iterator[Mark]:
-    one = Mark("DT_TEST", secrets.token_hex(8))
+def tree() -> Iterator[Tree]:
+    one = Tree()
     yield one
-    one.end(settle=NONE, grace=NONE)
+    one.end()
 
 
 @pytest.fixture
-def start(mark: Mark) -> Iterator[Start]:
-    """Starts a program that bears the mark; returns when it said it is ready."""
+def start(tree: Tree) -> Iterator[Start]:
+    """Start a program that leads a session; return when it said it is ready."""
     running: list[subprocess.Popen[bytes]] = []
 
-    def run(code: str, **environ: str) -> subprocess.Popen[bytes]:
+    def run(code: str) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
             [sys.executable, "-c", code],
-            env={**os.environ, **mark.environment, **environ},
+            env={**os.environ, **tree.environment},
             stdout=subprocess.PIPE,
             start_new_session=True,
             cwd=ROOT,
@@ -71,54 +70,43 @@ def start(mark: Mark) -> Iterator[Start]:
         process.stdout.close()
 
 
-def test_a_process_that_one_look_misses_is_ended(
-    mark: Mark, start: Start, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("leader_is_gone", [False, True])
+def test_a_session_is_ended_with_all_process_groups_in_it(
+    start: Start, tree: Tree, leader_is_gone: bool
 ) -> None:
-    """During execve a process has no environment for a moment, so one look may miss it."""
-    process = start(SLEEP)
-    look, missed = Mark.processes, [True]
-    monkeypatch.setattr(
-        Mark, "processes", lambda mark, **few: [] if missed and missed.pop() else look(mark, **few)
-    )
-    assert [one.partition(" ")[0] for one in mark.end(settle=NONE, grace=NONE)] == [
-        str(process.pid)
-    ]
-    assert process.wait(60) == -signal.SIGKILL
+    leader = start(CHILD.format("process_group=0") + ("" if leader_is_gone else f"; {SLEEP}"))
+    other = start(SLEEP)
+    if leader_is_gone:
+        leader.wait(20)
+    else:
+        wait_for(lambda: len(members([leader.pid])) == 2, "the child")
+    ended = end_sessions([leader.pid], settle=NONE, grace=NONE)
+    assert len(ended) == 2 - leader_is_gone and "time.sleep(600)" in ended[0]
+    assert [p.pid for p in tree.processes()] == [other.pid]
 
 
-def test_only_processes_with_exactly_this_mark_are_found(mark: Mark, start: Start) -> None:
-    ours = start(SLEEP)
-    other = start(SLEEP, DT_TEST=mark.value + "0")
-    assert [p.pid for p in mark.processes()] == [ours.pid]
-    assert mark.processes(spare=[ours.pid]) == []
-    assert send(mark.processes()[0], signal.SIGKILL)
-    wait_for(lambda: not mark.processes(), "a zombie does not run")
-    assert other.poll() is None
-
-
-def test_child_that_ends_by_itself_is_waited_for(mark: Mark, start: Start) -> None:
-    start("import time; print('ready', flush=True); time.sleep(1)")
+def test_a_session_that_ends_by_itself_is_waited_for(start: Start) -> None:
+    process = start("import time; print('ready', flush=True); time.sleep(1)")
     # Not for all of it: the test has a limit.
-    assert mark.end(settle=timedelta(hours=1), grace=NONE) == []
+    assert end_sessions([process.pid], settle=timedelta(hours=1), grace=NONE) == []
 
 
-def test_terminated_first_then_killed(mark: Mark, start: Start) -> None:
+def test_terminated_first_then_killed(start: Start) -> None:
     polite, stubborn = start(SLEEP), start(STUBBORN)
-    ended = mark.end(settle=NONE, grace=timedelta(seconds=4))
+    ended = end_sessions([polite.pid, stubborn.pid], settle=NONE, grace=timedelta(seconds=4))
     assert sorted(int(line.split()[0]) for line in ended) == sorted([polite.pid, stubborn.pid])
     assert polite.wait(60) == -signal.SIGTERM and stubborn.wait(60) == -signal.SIGKILL
 
 
-def test_a_descendant_with_a_session_of_its_own_is_found(mark: Mark, start: Start) -> None:
-    child = (
-        "import subprocess, sys\n"
-        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
-        " start_new_session=True, stdout=subprocess.DEVNULL)\n"
-        "print('ready', flush=True)\n"
-    )
-    assert start(child).wait(20) == 0
-    (line,) = mark.end(settle=NONE, grace=NONE)
-    assert "sleep(600)" in line and not mark.processes()
+def test_a_remembered_process_is_no_later_one_with_its_pid(start: Start) -> None:
+    process = start(SLEEP)
+    me = ProcessId.of(process.pid)
+    later = ProcessId(me.pid, me.began - 100)
+    assert me.find() == psutil.Process(me.pid) and later.find() is None
+    assert sessions_of([me, later]) == [me.pid]
+    process.kill()
+    process.wait()
+    assert me.find() is None
 
 
 def test_child_that_sigkill_does_not_end_is_left_behind(caplog: pytest.LogCaptureFixture) -> None:
@@ -141,50 +129,15 @@ def test_child_that_sigkill_does_not_end_is_left_behind(caplog: pytest.LogCaptur
     assert "Process 41 is left behind" in caplog.text
 
 
-def test_kill_tree(mark: Mark, start: Start) -> None:
-    child = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}]).wait()"
-    parent = start(child)
-    assert len(mark.processes()) == 2
+def test_kill_tree(tree: Tree, start: Start) -> None:
+    parent = start(CHILD.format("start_new_session=True") + ".wait()")
+    assert len(tree.processes()) == 2
     kill_tree(parent.pid)
-    wait_for(lambda: not mark.processes(), "the tree's end")
+    tree.wait_for_end()
     kill_tree(parent.pid)  # gone already
 
 
-def test_orphans_are_reaped_but_no_child_that_another_waits_for() -> None:
-    code = (
-        "import os, subprocess, time\n"
-        "from distributed_training.common.processes import (\n"
-        "    become_subreaper, reap_orphans, start_child, wait_or_kill\n"
-        ")\n"
-        "assert become_subreaper()\n"
-        "child = os.fork()\n"
-        "if not child:\n"
-        "    if not os.fork(): time.sleep(0.2)\n"
-        "    os._exit(0)\n"
-        "os.waitpid(child, 0)\n"
-        "deadline = time.monotonic() + 20\n"
-        "while time.monotonic() < deadline:\n"
-        "    reap_orphans(spare=())\n"
-        "    try: os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)\n"
-        "    except ChildProcessError: break\n"
-        "else: raise SystemExit('the orphan is there still')\n"
-        "ours = os.fork()\n"
-        "if not ours: os._exit(7)\n"
-        "os.waitid(os.P_PID, ours, os.WEXITED | os.WNOWAIT)\n"
-        "reap_orphans(spare=[ours])\n"
-        "assert os.waitstatus_to_exitcode(os.waitpid(ours, 0)[1]) == 7\n"
-        "child, _ = start_child('no_such_module', stderr=subprocess.DEVNULL)\n"
-        "os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)\n"
-        "reap_orphans(spare=())\n"
-        "wait_or_kill(child, 10)\n"
-        "assert child.returncode == 1\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=40)
-    assert done.returncode == 0
-    reap_orphans(spare=())  # without any child: nothing
-
-
-def test_a_process_dies_with_its_parent(mark: Mark, start: Start) -> None:
+def test_a_process_dies_with_its_parent(tree: Tree, start: Start) -> None:
     child = (
         "from distributed_training.common.processes import die_with_parent\n"
         "import signal\n"
@@ -192,77 +145,42 @@ def test_a_process_dies_with_its_parent(mark: Mark, start: Start) -> None:
     )
     parent = start(f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]);"
                    "import time; time.sleep(600)")  # fmt: skip
-    assert len(mark.processes()) == 2
     parent.kill()
-    wait_for(lambda: not mark.processes(), "the child's end")
+    tree.wait_for_end()
 
 
-def test_a_process_of_a_fork_server_ends_with_its_client(
-    mark: Mark, start: Start, tmp_path: Path
-) -> None:
-    """Its parent is the server, which lives on while anybody may ask it again."""
-    module = tmp_path / "forked.py"
-    module.write_text(
-        "import time\n"
-        "from distributed_training.common.processes import end_with_starter\n"
-        "def work():\n"
-        "    end_with_starter()\n"
-        "    print('ready', flush=True)\n"
-        "    time.sleep(600)\n"
-    )
-    asker = start(
-        "import multiprocessing, time, forked\n"
-        "multiprocessing.get_context('forkserver').Process(target=forked.work).start()\n"
-        "time.sleep(600)\n",
-        PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}",
-    )
-    asker.kill()
-    wait_for(lambda: not mark.processes(), "the end of all")
-
-
-HOLDS_A_FOLDER = """
-import sys
-from distributed_training.common.processes import process_folder
-print(process_folder("dt-"), flush=True)
-sys.stdin.read()
+ANSWERS = """
+import time
+from distributed_training.common.processes import ParentConnection
+parent = ParentConnection(plugins=False{more})
+parent.send("ready")
+{then}
 """
 
 
-def test_a_folder_is_removed_only_when_its_process_was_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("moment", ["waits", "stopped", "by the socket alone"])
+def test_a_child_ends_with_its_parent(
+    tmp_path: Path, tree: Tree, start: Start, moment: str
 ) -> None:
-    """A temporary folder that containers or nodes share: a pid says nothing of who lives there."""
-
-    def holder() -> tuple[subprocess.Popen[str], Path]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", HOLDS_A_FOLDER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"TMPDIR": str(tmp_path)},
-        )
-        assert process.stdout is not None
-        return process, Path(process.stdout.readline().strip())
-
-    living, made = holder()
-    no_pid_here = f"dt-{2**22 + 7}-"
-    elsewhere = made.rename(tmp_path / f"{no_pid_here}elsewhere")
-    killed, left = holder()
-    killed.kill()
-    killed.communicate()
-    other_machine = tmp_path / f"{no_pid_here}machine"
-    other_machine.mkdir()
-    (other_machine / "owner").write_text("another kernel's boot id\n")
-    just_made = tmp_path / f"{no_pid_here}new"
-    just_made.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    try:
-        assert left.is_dir()
-        own = Path(process_folder("dt-"))
-        assert {elsewhere, other_machine, just_made, own} == set(tmp_path.iterdir())
-    finally:
-        living.kill()
-        living.communicate()
+    alone = moment == "by the socket alone"
+    code = ANSWERS.format(
+        more=", ends=None" if alone else "",
+        then="parent.end_with_parent(); time.sleep(600)" if alone else "time.sleep(600)",
+    )
+    (tmp_path / "child_of_a_test.py").write_text(code)
+    parent = start(
+        f"import sys, time; sys.path[:0] = [{str(tmp_path)!r}]\n"
+        "from distributed_training.common.processes import ChildProcess\n"
+        "child = ChildProcess('The child', 'child_of_a_test', effect='', receive=print)\n"
+        "child.start(); sys.stdout.flush(); time.sleep(0.2)\n"
+        "while True: sys.stdout.flush(); time.sleep(0.05)"
+    )
+    (child,) = psutil.Process(parent.pid).children()
+    assert os.getpgid(child.pid) == child.pid, "a Ctrl-C is its parent's"
+    if moment == "stopped":
+        child.suspend()
+    parent.kill()
+    tree.wait_for_end()
 
 
 LIMITED = """
@@ -295,12 +213,12 @@ def test_aborted_child_leaves_no_core_and_open_files_are_as_many_as_allowed(tmp_
 class Kept:
     """A program that is kept running, and its output."""
 
-    def __init__(self, code: str, **more: Any) -> None:
+    def __init__(self, code: str) -> None:
         self.lines: list[str] = []
         self.program = Program(
             "The program",
             [sys.executable, "-u", "-c", code],
-            environment={**os.environ, **more},
+            environment={**os.environ},
             effect="nothing is done",
             log_line=lambda line: self.lines.append(line.text),
             final=(2, 3),
@@ -321,15 +239,16 @@ def test_a_program_is_kept_running_and_says_all_that_it_prints() -> None:
         "sys.stdout.write('last words'); sys.stdout.flush()\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    kept = Kept(code, LOST="1")
+    kept, pids = Kept(code), []
     try:
         wait_for(lambda: kept.said("begun") == 2, "a second start", 60)
         assert kept.lines[1] == "last words" and "was killed by SIGKILL" in kept.lines[2]
         assert "starting it again in" in kept.lines[2] and "nothing is done" in kept.lines[2]
         assert kept.program.refused is None
+        pids = [int(line.split()[1]) for line in kept.lines if line.startswith("begun")]
     finally:
         kept.program.close()
-        Mark("LOST", "1").end(settle=timedelta(0), grace=timedelta(0))
+        end_sessions(pids, settle=NONE, grace=NONE)
 
 
 @pytest.mark.slow

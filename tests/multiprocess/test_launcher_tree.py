@@ -1,4 +1,9 @@
-"""The launcher with real processes; only the ranks' work and its imports are left out."""
+"""The launcher with real processes; only the ranks' work is left out.
+
+The first part is a matrix: who is killed, at which moment, and what must hold. Further rows, with
+training: a member's ranks at each moment of a round and of a write (``tests/promises``), every kind
+of process in a whole network (``tests/end_to_end/test_kills.py``), a machine (``test_nodes.py``).
+"""
 
 from __future__ import annotations
 
@@ -6,27 +11,20 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from distributed_training.common.ports import free_ports
-from distributed_training.common.processes import Mark, command_of
-from distributed_training.miner import rank_group
-from distributed_training.miner.rank_group import RankGroup
-from distributed_training.miner.run_folder import listening_ranks, mark_of
-from distributed_training.node.start import StopSignals
+from distributed_training.miner.run_folder import listening_ranks
 from distributed_training.telemetry.facts import Launch
 from distributed_training.telemetry.run_state import read_launcher
 from tests.tools.forked import Program
-from tests.tools.miner_parts import config_of
 from tests.tools.r2_keys import KEYS
 from tests.tools.settings import LOCAL
+from tests.tools.tree import Tree
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(150)
@@ -34,6 +32,7 @@ pytestmark = pytest.mark.timeout(150)
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "tests" / "tools" / "launcher_of_fakes.py"
 COMMON = ["--network", "local", *LOCAL, "--dht.port", "0"]
+Start = Callable[..., "Launched"]
 
 
 class Launched:
@@ -44,6 +43,7 @@ class Launched:
         *,
         ranks: int = 1,
         restarts: int = 0,
+        imports: bool = False,
         flags: tuple[str, ...] = (),
         environ: Mapping[str, str] | None = None,
     ) -> None:
@@ -55,6 +55,10 @@ class Launched:
         self.log = folder.with_suffix(".log")
         self.log.touch()
         self._hour = folder.with_suffix(".hour")
+        self.importing = folder.with_suffix(".importing")
+        self.tree = Tree()  # all that it starts: it is itself a fork with another environment
+        if imports:
+            self.importing.touch()
         where = ["--neuron.run_folder", str(folder), "--nproc_per_node", str(ranks)]
         arguments = [*COMMON, *where, *flags]
         self.process = Program(
@@ -66,6 +70,8 @@ class Launched:
                 "FAKE_MODE": mode,
                 "FAKE_RESTARTS": str(restarts),
                 "FAKE_HOUR": str(self._hour),
+                "FAKE_IMPORTING": str(self.importing),
+                **self.tree.environment,
                 **(environ or {}),
             },
             log=self.log,
@@ -81,14 +87,8 @@ class Launched:
         return self.log.read_text()
 
     @property
-    def mark(self) -> Mark:
-        found = mark_of(self.folder)
-        assert found is not None, self.output
-        return found
-
-    @property
     def listening(self) -> dict[int, int]:
-        return listening_ranks(self.folder, instance=self.mark.value)
+        return {rank: each.pid for rank, each in listening_ranks(self.folder).items()}
 
     @property
     def shown(self) -> Launch:
@@ -111,10 +111,9 @@ class Launched:
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Ask for a stop as an operator does, which ends it well and leaves no process."""
-        mark = self.mark  # of the one that takes the folder over there is another afterwards
         self.send(number)
         assert self.wait() == 0, self.output
-        assert not mark.processes()
+        assert not self.tree.processes()
 
     def pass_an_hour(self) -> None:
         """For the watchdog: ranks that came to no boundary in it hang, whatever the machine's pace.
@@ -126,7 +125,7 @@ class Launched:
 
 
 @pytest.fixture(name="launched")
-def launch_fakes(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+def launch_fakes(tmp_path: Path) -> Iterator[Start]:
     running: list[Launched] = []
 
     def start(mode: str, name: str = "run", **options: object) -> Launched:
@@ -136,37 +135,161 @@ def launch_fakes(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     yield start
     for one in running:
         one.process.kill()
-        if mark := mark_of(one.folder):
-            mark.end(settle=timedelta(0), grace=timedelta(0))
+        one.tree.end()
 
 
-def test_a_stop_reaches_rank_zero_and_ends_all_ranks(launched: Callable[..., Launched]) -> None:
-    run = launched("run", ranks=2)
+# --- who is killed, when, and what must hold ------------------------------------------------------
+
+
+def importing(run: Launched, ranks: int) -> list[psutil.Process]:
+    """Return the ranks, once each of them imports."""
+    marks = [run.importing.with_name(f"{run.importing.name}-{rank}") for rank in range(ranks)]
+    wait_for(lambda: all(mark.exists() for mark in marks), "the imports")
+    for mark in marks:
+        mark.unlink()
+    found = [p for p in run.tree.processes() if "rank_group" in " ".join(p.cmdline())]
+    assert len(found) == ranks
+    return sorted(found, key=lambda process: process.pid)
+
+
+@pytest.mark.parametrize(
+    ("victim", "moment"), [(0, "training"), (1, "training"), (0, "importing"), (1, "importing")]
+)
+def test_a_killed_rank_ends_all_and_all_start_again(
+    launched: Start, victim: int, moment: str
+) -> None:
+    run = launched("stray", ranks=2, restarts=2, imports=moment == "importing")
+    if moment == "importing":
+        ranks = importing(run, 2)
+        run.importing.unlink()
+    else:
+        run.wait_ready(2)
+        ranks = [psutil.Process(run.listening[rank]) for rank in range(2)]
+    old = [*ranks, *(child for rank in ranks for child in rank.children(recursive=True))]
+    ranks[victim].kill()
+    wait_for(
+        lambda: len(now := run.listening) == 2 and not {p.pid for p in old} & {*now.values()},
+        "new ranks",
+    )
+    assert not [process for process in old if process in run.tree.processes()], "two of them ran"
+    line = f"Rank {victim} (pid {ranks[victim].pid}) was killed by SIGKILL and left no exit status"
+    assert f"{line}. Likely out of memory: dmesg -T" in run.output
+    assert "Starting the ranks again" in run.output and "(1 of 2)" in run.output
+    assert "| ERROR |" not in run.output, "the miner continues"
+    assert run.shown.restarts == 1 and "was killed by SIGKILL" in run.shown.last_crash.text
+    run.stop()
+
+
+@pytest.mark.parametrize("moment", ["importing", "training", "stopping"])
+def test_nothing_outlives_a_killed_launcher_and_its_ranks_save(
+    launched: Start, moment: str
+) -> None:
+    first = launched("slow-save" if moment == "stopping" else "stray", ranks=2,
+                     imports=moment == "importing")  # fmt: skip
+    if moment == "importing":
+        importing(first, 2)
+    else:
+        first.wait_ready(2)
+    if moment == "stopping":
+        first.send(signal.SIGTERM)
+        wait_for(lambda: "SIGTERM received" in first.output, "the stop")
+    first.process.kill()
+    if moment == "stopping":
+        (first.folder / "save").touch()
+    if moment != "importing":
+        wait_for(lambda: (first.folder / "saved").exists(), "the ranks' own stop")
+    wait_for(
+        lambda: not [p for p in first.tree.processes() if "rank_group" in " ".join(p.cmdline())],
+        "the end of the ranks",
+    )
+    for file in (first.importing, first.folder / "ready-0"):
+        file.unlink(missing_ok=True)
+    second = launched("run")
+    second.wait_ready()
+    assert f"pid {first.process.pid}) was killed" in second.shown.last_crash.text
+    second.stop()
+    assert not first.tree.processes(), "a program that knows nothing of us is the next start's"
+
+
+def test_the_start_after_a_killed_launcher_ends_ranks_that_hang(launched: Start) -> None:
+    first = launched("stray", ranks=2, flags=("--neuron.stop_timeout", "1"))
+    first.wait_ready(2)
+    os.kill(first.listening[1], signal.SIGSTOP)
+    first.process.kill()
+    second = launched("run", flags=("--neuron.stop_timeout", "1"))
+    wait_for(lambda: "an earlier miner of this run folder left behind" in second.output, "a line")
+    wait_for(lambda: not first.tree.processes(), "their end, with what they started")
+    (first.folder / "ready-0").unlink()
+    second.wait_ready()
+    second.stop()
+
+
+def test_ranks_that_hang_start_again_after_their_stacks_were_written(launched: Start) -> None:
+    run = launched("stray", ranks=2, restarts=1, flags=("--neuron.hang_timeout", "600"))
+    run.wait_ready(2)
+    before, beats = run.listening, run.folder / "pids"
+    wait_for(lambda: len(list(beats.glob("*.beat"))) == 2, "the first boundary")
+    os.kill(before[1], signal.SIGSTOP)
+    run.pass_an_hour()
+    wait_for(lambda: len(now := run.listening) == 2 and now != before, "new ranks")
+    assert "The ranks hang" in run.output and "Starting the ranks again" in run.output
+    stacks = (run.folder / "stacks.txt").read_text()
+    for rank, pid in before.items():
+        _, _, told = stacks.partition(f"=== {pid} (")
+        assert "launcher_fake_rank.py" in told.partition("===")[0], stacks
+        assert told.startswith("stopped") == (rank == 1)
+    assert not [p for p in run.tree.processes() if p.pid in before.values()]
+    run.stop()
+
+
+def test_a_rank_that_is_killed_in_a_stop_has_not_saved(launched: Start) -> None:
+    run = launched("slow-save", ranks=2)
+    run.wait_ready(2)
+    run.send(signal.SIGTERM)
+    wait_for(lambda: "SIGTERM received" in run.output, "the stop")
+    os.kill(run.listening[0], signal.SIGKILL)
+    assert run.wait() == 1
+    assert "Rank 0 was ended before it had saved" in run.output and not run.tree.processes()
+
+
+# --- how a start ends -----------------------------------------------------------------------------
+
+
+def test_a_stop_reaches_rank_zero_and_ends_all_ranks(launched: Start) -> None:
+    run = launched("stray", ranks=2)
     run.wait_ready(2)
     secret = KEYS["R2_WRITE_SECRET_ACCESS_KEY"]
     wait_for(lambda: (run.folder / "ready-0").read_text() == secret, "rank 0 has the keys")
-    for process in run.mark.processes():
+    for process in run.tree.processes():
         with contextlib.suppress(psutil.NoSuchProcess):  # it ended since it was listed
             assert secret not in process.environ().values(), process.cmdline()
+            assert secret not in " ".join(process.cmdline())
     run.stop(signal.SIGINT)
-    assert (run.folder / "saved").exists()
+    assert (run.folder / "saved").exists() and "left behind" in run.output
     assert "SIGINT received: stopping" in run.output and "Traceback" not in run.output
     assert run.shown.state == "stopped" and run.shown.stopped_by == "signal SIGINT"
 
 
-def test_a_stuck_rank_is_ended_and_strays_are_reaped(launched: Callable[..., Launched]) -> None:
+def test_a_stop_while_the_ranks_import(launched: Start) -> None:
+    run = launched("run", ranks=2, imports=True)
+    importing(run, 2)
+    run.stop(signal.SIGINT)
+    assert "Traceback" not in run.output
+
+
+def test_a_stuck_rank_is_ended(launched: Start) -> None:
     run = launched("stuck", flags=("--neuron.stop_timeout", "1"))
     run.wait_ready()
     run.send(signal.SIGTERM)
     assert run.wait() == 1
-    assert not run.mark.processes()
+    assert not run.tree.processes()
     assert "ending the ranks by force" in run.output
     assert "Rank 0 was ended before it had saved" in run.output
     assert "counts as failed" not in run.output
 
 
 def test_a_checkpoint_that_takes_longer_than_a_stop_may_is_said(
-    launched: Callable[..., Launched],
+    launched: Start,
 ) -> None:
     run = launched("run")
     run.wait_ready()
@@ -181,25 +304,17 @@ def test_a_checkpoint_that_takes_longer_than_a_stop_may_is_said(
     again.stop()
 
 
-def test_a_stray_with_a_session_of_its_own_is_reaped(launched: Callable[..., Launched]) -> None:
-    run = launched("stray")
-    run.wait_ready()
-    assert len(run.mark.processes()) >= 3  # the server, the rank, the stray
-    run.stop(signal.SIGHUP)
-    assert "left behind" in run.output
-
-
-def test_a_failed_rank_is_a_fault_in_one_line(launched: Callable[..., Launched]) -> None:
+def test_a_failed_rank_is_a_fault_in_one_line(launched: Start) -> None:
     """One that stays is left to pm2."""
     run = launched("crash", ranks=2, restarts=1)
     assert run.wait() == 1
-    assert not run.mark.processes()
+    assert not run.tree.processes()
     assert "Rank 1 (pid" in run.output and "ended with status 1" in run.output
     assert run.output.count("Traceback") == 2  # the rank's own, of both starts
     assert "The ranks failed 2 times in a row: giving up" in run.output
 
 
-def test_ranks_that_hang_after_rank_zero_are_ended(launched: Callable[..., Launched]) -> None:
+def test_ranks_that_hang_after_rank_zero_are_ended(launched: Start) -> None:
     run = launched("linger", ranks=2)
     run.wait_ready(2)
     run.stop()
@@ -207,7 +322,7 @@ def test_ranks_that_hang_after_rank_zero_are_ended(launched: Callable[..., Launc
 
 
 def test_rank_zero_may_need_longer_than_the_others_to_close(
-    launched: Callable[..., Launched],
+    launched: Start,
 ) -> None:
     run = launched("slow-close", ranks=2)
     assert run.wait() == 3, run.output
@@ -216,165 +331,7 @@ def test_rank_zero_may_need_longer_than_the_others_to_close(
     assert "ending them" not in run.output
 
 
-def test_the_start_after_a_killed_launcher_cleans_up(launched: Callable[..., Launched]) -> None:
-    first = launched("stray")
-    first.wait_ready()
-    mark = first.mark
-    first.process.kill()
-    wait_for(lambda: (first.folder / "saved").exists(), "the rank's own stop")
-    assert mark.processes()  # the stray has nobody left that knows it
-    (first.folder / "ready-0").unlink()
-    second = launched("run")
-    second.wait_ready()
-    assert not mark.processes()
-    assert "an earlier miner of this run folder left behind" in second.output
-    assert f"pid {first.process.pid}) was killed" in second.shown.last_crash.text
-    second.stop()
-
-
-# One rank: it obeys its server's end and stops well, so that no other tells of it.
-@pytest.mark.parametrize(("victim", "ranks"), [("a rank", 2), ("the server", 1)])
-def test_killed_process_starts_again_under_the_same_launcher(
-    launched: Callable[..., Launched], victim: str, ranks: int
-) -> None:
-    run = launched("run", ranks=ranks, restarts=2)
-    run.wait_ready(ranks)
-    last = psutil.Process(run.listening[ranks - 1])
-    server = last.parent()
-    assert server is not None and server in run.mark.processes()
-    before = run.listening
-    (last if victim == "a rank" else server).kill()
-    new = wait_for(
-        lambda: len(now := run.listening) == ranks and now != before and now, "new ranks"
-    )
-    again = psutil.Process(new[ranks - 1]).parent()
-    assert (again == server) == (victim == "a rank")
-    killed = "was killed by SIGKILL and left no exit status. Likely out of memory: dmesg -T"
-    assert (killed if victim == "a rank" else "forked from ended") in run.output
-    assert "| ERROR |" not in run.output, "the miner continues"
-    assert "Starting the ranks again" in run.output and "(1 of 2)" in run.output
-    crash = "was killed by SIGKILL" if victim == "a rank" else "was told to stop"
-    assert run.shown.restarts == 1 and crash in run.shown.last_crash.text
-    run.stop()
-
-
-def test_ranks_that_hang_start_again_after_their_stacks_were_written(
-    launched: Callable[..., Launched],
-) -> None:
-    run = launched("stray", ranks=2, restarts=1, flags=("--neuron.hang_timeout", "600"))
-    run.wait_ready(2)
-    before, beats = run.listening, run.folder / "pids"
-    wait_for(lambda: len(list(beats.glob("*.beat"))) == 2, "the first boundary")
-    os.kill(before[1], signal.SIGSTOP)
-    run.pass_an_hour()
-    wait_for(lambda: len(now := run.listening) == 2 and now != before, "new ranks")
-    assert "The ranks hang" in run.output and "Starting the ranks again" in run.output
-    stacks = (run.folder / "stacks.txt").read_text()
-    for rank, pid in before.items():
-        _, _, told = stacks.partition(f"=== {pid} (")
-        assert "launcher_fake_rank.py" in told.partition("===")[0], stacks
-        assert told.startswith("stopped") == (rank == 1)
-    assert not [p for p in run.mark.processes() if p.pid in before.values()]
-    run.stop()
-
-
-@pytest.mark.long
-def test_a_server_that_forks_no_ranks_is_replaced(launched: Callable[..., Launched]) -> None:
-    run = launched("run", restarts=5, flags=("--neuron.hang_timeout", "4"))
-    run.wait_ready()
-
-    def stop_server() -> None:
-        (rank,) = map(psutil.Process, run.listening.values())
-        server = rank.parent()
-        assert server is not None
-        server.suspend()
-        rank.kill()
-
-    before = run.listening
-    stop_server()
-    wait_for(lambda: run.listening and run.listening != before, "a new rank", 60)
-    assert "The fork server hangs" in run.output
-    stop_server()
-    wait_for(lambda: run.output.count("cannot be started") == 2, "the wait after it", 60)
-    run.stop()
-    assert "Traceback" not in run.output
-
-
-def test_a_killed_resource_tracker_is_logged_and_replaced(
-    launched: Callable[..., Launched],
-) -> None:
-    run = launched("run")
-    run.wait_ready()
-
-    def trackers() -> list[psutil.Process]:
-        children = psutil.Process(run.process.pid).children()
-        # Not p.cmdline(): one that was killed, or that execve replaces, has none for a moment.
-        return [p for p in children if "resource_tracker" in command_of(p)]
-
-    (first,) = trackers()
-    assert KEYS["R2_WRITE_SECRET_ACCESS_KEY"] not in first.environ().values()
-    first.kill()
-    wait_for(lambda: "The resource tracker ended" in run.output, "the line")
-    wait_for(lambda: [p for p in trackers() if p.pid != first.pid], "the next one")
-    assert run.output.count("| WARNING |") == 1 and "UserWarning" not in run.output
-    run.stop()
-
-
-def test_a_stop_while_the_server_imports(launched: Callable[..., Launched]) -> None:
-    run = launched("slow", ranks=2)
-    wait_for(lambda: "Starting 2 ranks" in run.output, "the launcher")
-    wait_for(lambda: bool(run.mark.processes()), "the server")
-    run.stop(signal.SIGINT)  # long before the import ends (slow_import.py)
-    assert "Traceback" not in run.output
-
-
-def test_a_rank_that_ends_before_the_first_look_is_logged_with_its_status(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """psutil knows no process of that pid any more; the launcher said so in a traceback."""
-    ended = subprocess.Popen(["false"])
-    assert ended.wait(10) == 1
-    rank = SimpleNamespace(pid=ended.pid, exitcode=1, start=lambda: None)
-    group = RankGroup(
-        config=config_of(), world_size=1, mark=Mark("X", "x"), stacks=tmp_path / "stacks"
-    )
-    monkeypatch.setattr(group, "_context", SimpleNamespace(Process=lambda **_: rank))
-    monkeypatch.setattr(rank_group.forkserver, "ensure_running", lambda: None)
-    monkeypatch.setattr(group, "_scratch", str(tmp_path))
-    group.start()
-    assert group.running == []
-    assert group.endings == [f"rank 0 (pid {ended.pid}) ended with status 1"]
-    group.signal(signal.SIGTERM)  # nobody is there
-
-
-def test_a_stop_while_the_server_is_spawned_is_not_lost(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The server is to inherit that it is deaf to Ctrl-C; the launcher must not be, meanwhile."""
-    group = RankGroup(
-        config=config_of(),
-        world_size=1,
-        mark=Mark("X", "x"),
-        stacks=tmp_path / "stacks",
-    )
-    deaf: list[set[signal.Signals]] = []
-
-    def spawn() -> None:
-        deaf.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))
-        os.kill(os.getpid(), signal.SIGINT)
-        raise EOFError
-
-    monkeypatch.setattr(rank_group.forkserver, "ensure_running", spawn)
-    monkeypatch.setattr(group, "_scratch", str(tmp_path))
-    with StopSignals() as signals:
-        with pytest.raises(EOFError):
-            group.start()
-        assert signals.stop.wait(30) and signals.name == "SIGINT"
-    assert {signal.SIGINT, signal.SIGHUP} <= deaf[0]
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {signal.SIGINT, signal.SIGHUP}
-
-
-def test_two_miners_do_not_share_a_folder(launched: Callable[..., Launched]) -> None:
+def test_two_miners_do_not_share_a_folder(launched: Start) -> None:
     first = launched("run")
     first.wait_ready()
     before = first.listening
@@ -389,13 +346,13 @@ def test_two_miners_do_not_share_a_folder(launched: Callable[..., Launched]) -> 
     second.stop()
 
 
-def test_a_port_in_use_is_waited_for(launched: Callable[..., Launched]) -> None:
+def test_a_port_in_use_is_waited_for(launched: Start) -> None:
     (port,) = free_ports(1)
     with socket.create_server(("127.0.0.1", port)):
         run = launched("run", flags=("--dht.port", str(port)))
         wait_for(lambda: "(attempt 3)" in run.output, "two tries")
         assert f"Cannot train: port {port} (--dht.port) is in use" in run.output
-        assert not run.mark.processes()
+        assert not run.tree.processes()
         assert run.shown.state == "refused" and f"port {port}" in run.shown.text
     run.wait_ready()
     run.stop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -14,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from distributed_training.common.processes import Mark, command_of
-from distributed_training.localnet.services import MARK, Child, stop_together
+from distributed_training.common.processes import command_of
+from distributed_training.localnet.services import Child, stop_together
+from tests.tools.tree import Tree
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(150)
@@ -23,18 +23,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def mark() -> Iterator[Mark]:
-    one = Mark(MARK, "test-" + secrets.token_hex(8))
+def tree() -> Iterator[Tree]:
+    one = Tree()
     yield one
-    one.end(settle=timedelta(0), grace=timedelta(0))
+    one.end()
 
 
-def child(tmp_path: Path, mark: Mark, code: str, name: str = "c") -> Child:
+def child(tmp_path: Path, tree: Tree, code: str, name: str = "c") -> Child:
     """A child that writes ``ready`` once it can be signalled."""
     return Child(
         name=name,
         command=[sys.executable, "-c", textwrap.dedent(code)],
-        environment={**os.environ, **mark.environment},
+        environment={**os.environ, **tree.environment},
         folder=tmp_path / name,
     )
 
@@ -48,9 +48,9 @@ STUBBORN = """
 
 
 def test_a_process_that_outlives_sigkill_delays_no_other_stop(
-    tmp_path: Path, mark: Mark, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    children = [child(tmp_path, mark, STUBBORN, name) for name in ("one", "two")]
+    children = [child(tmp_path, tree, STUBBORN, name) for name in ("one", "two")]
     for each in children:
         each.start()
         wait_for(lambda each=each: each.last_lines() == ["ready"], each.name)
@@ -66,7 +66,7 @@ def test_a_process_that_outlives_sigkill_delays_no_other_stop(
     assert wait(60) == -signal.SIGKILL == children[1].exit_status
 
 
-def test_children_end_when_the_orchestrator_is_killed(tmp_path: Path, mark: Mark) -> None:
+def test_children_end_when_the_orchestrator_is_killed(tmp_path: Path, tree: Tree) -> None:
     orchestrator = subprocess.Popen(
         [
             sys.executable,
@@ -75,11 +75,9 @@ def test_children_end_when_the_orchestrator_is_killed(tmp_path: Path, mark: Mark
                 f"""
                 import os, sys, time
                 from pathlib import Path
-                from distributed_training.common.processes import Mark
                 from distributed_training.localnet.services import Child
-                mark = Mark("{MARK}", "{mark.value}")
                 Child(name="c", command=[sys.executable, "-c", "import time; time.sleep(600)"],
-                      environment=dict(os.environ, **mark.environment),
+                      environment=dict(os.environ),
                       folder=Path("{tmp_path}")).start()
                 print("ready", flush=True)
                 time.sleep(600)
@@ -87,15 +85,17 @@ def test_children_end_when_the_orchestrator_is_killed(tmp_path: Path, mark: Mark
             ),
         ],
         cwd=ROOT,
+        env={**os.environ, **tree.environment},
         stdout=subprocess.PIPE,
     )
     assert orchestrator.stdout is not None
     assert orchestrator.stdout.readline() == b"ready\n"
     # Before setpriv has become the command, nobody has asked for its end yet.
     wait_for(
-        lambda: any(command_of(p).startswith(sys.executable) for p in mark.processes()), "the child"
+        lambda: len([p for p in tree.processes() if command_of(p).startswith(sys.executable)]) == 2,
+        "the child",
     )
     orchestrator.kill()
     orchestrator.wait()
     orchestrator.stdout.close()
-    wait_for(lambda: not mark.processes(), "the end of all")
+    tree.wait_for_end()

@@ -9,24 +9,26 @@ import signal
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from distributed_training.common.processes import Mark, command_of
+from distributed_training.common.processes import command_of
 from distributed_training.common.proxies import VARIABLES
 from distributed_training.config.types import ConfigError
 from distributed_training.localnet import pace
 from distributed_training.localnet import subnet as localnet_subnet
 from distributed_training.localnet.command import INTERRUPT_GRACE, main
-from distributed_training.localnet.services import MARK, SubnetOptions, parse_ranks, plan_neurons
+from distributed_training.localnet.services import SubnetOptions, parse_ranks, plan_neurons
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
 from distributed_training.scoring.command import subnet_flags
 from distributed_training.store.errors import TransientError
 from distributed_training.store.s3 import S3ObjectStore
 from tests.tools.subnet_tools import stop_miner
+from tests.tools.tree import Tree
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(300)
@@ -41,8 +43,13 @@ def options(folder: Path, behaviour: str = "good") -> SubnetOptions:
     )
 
 
-def mark_of(folder: Path) -> Mark:
-    return Mark(MARK, json.loads((folder / "localnet.json").read_text())["id"])
+@pytest.fixture
+def tree(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tree]:
+    one = Tree()
+    for name, value in one.environment.items():
+        monkeypatch.setenv(name, value)
+    yield one
+    one.end()
 
 
 def command_line(folder: Path, behaviour: str, *more: str) -> list[str]:
@@ -84,7 +91,9 @@ class TestPlan:
 
 
 class TestSubnet:
-    def test_missed_steps_kills_deadlines_and_a_service_that_dies(self, tmp_path: Path) -> None:
+    def test_missed_steps_kills_deadlines_and_a_service_that_dies(
+        self, tmp_path: Path, tree: Tree
+    ) -> None:
         subnet = LocalSubnet(
             options=options(tmp_path / "run", "misses"), settle=timedelta(seconds=1)
         )
@@ -101,11 +110,11 @@ class TestSubnet:
             subnet.restart_miner(0)
             subnet.wait_until(lambda: subnet.miners[0].state.starts == 2, LONG, "the restart")
             assert stop_miner(subnet, 1) == 0
-            named = {command_of(p): p for p in subnet.mark.processes()}
+            named = {command_of(p): p for p in tree.processes()}
             (chain,) = (p for line, p in named.items() if "network_command serve" in line)
             chain.kill()
             subnet.wait_for_outer_steps(9, LONG)
-        assert not subnet.mark.processes()
+        assert not tree.processes()
 
     def test_a_local_subnet_runs_with_a_dead_proxy_in_the_environment(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -134,7 +143,7 @@ class TestSubnet:
         assert pace.measure_slowness(3) == slowness
 
     def test_a_machine_on_which_measuring_does_not_end_is_slow_and_learns_no_secret(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, tree: Tree, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("R2_WRITE_SECRET_ACCESS_KEY", "sesame")
         program = f"import os, time; open({str(tmp_path / 'seen')!r}, 'w').write(str(os.environ));"
@@ -199,7 +208,7 @@ class TestCommand:
 
     @pytest.mark.long  # .ci/run runs `make run` each time
     def test_a_good_run_says_so_and_cleans_up(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, tree: Tree, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("R2_WRITE_SECRET_ACCESS_KEY", "the-operators-own")
         run = self.start(tmp_path / "run", "good")
@@ -221,7 +230,7 @@ class TestCommand:
         assert re.search(r"PROBLEM: miner-0(00|11) ended with status 1", text), text
         assert "something is very wrong" in text, "its last words"
         assert (tmp_path / "run" / "store").exists()
-        assert not mark_of(tmp_path / "run").processes()
+        assert not tree.processes()
 
     @staticmethod
     def check_secrets(folder: Path) -> None:
@@ -235,16 +244,15 @@ class TestCommand:
         assert not [s for s in write_keys | read_keys for log in logs if s in log]
 
     def test_ctrl_c_stops_everything_in_15_seconds_even_a_stubborn_miner(
-        self, tmp_path: Path
+        self, tmp_path: Path, tree: Tree
     ) -> None:
         run = self.start(tmp_path / "run", "stubborn", "--outer-steps", "9")
         logs = [tmp_path / "run" / name / "log.txt" for name in ("miner-000", "miner-011")]
         wait_for(lambda: all(log.exists() and log.read_text() for log in logs), "the miners")
-        mark = mark_of(tmp_path / "run")
         second = self.start(tmp_path / "run", "good")
         text, _ = second.communicate(timeout=180)
         assert second.returncode == 2 and "is running in" in text, text
-        assert len(mark.processes()) >= 5
+        assert len(tree.processes()) >= 5
         run.send_signal(signal.SIGINT)
         text, _ = run.communicate(timeout=180)
         assert run.returncode == 130, text
@@ -254,4 +262,4 @@ class TestCommand:
         given = f"within {INTERRUPT_GRACE.total_seconds():.0f} s"
         assert all(f"{name} did not stop {given}" in text for name in ("miner-000", "miner-011"))
         assert "were wanted" not in text and "published nothing" not in text, "not come yet"
-        assert not mark.processes()
+        assert not tree.processes()

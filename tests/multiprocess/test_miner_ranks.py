@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 import torch.multiprocessing as mp
 
 from distributed_training.common.ports import free_ports
-from distributed_training.common.processes import process_folder
 from distributed_training.miner.events import Action, Command, DataPart
 from distributed_training.miner.rank_group import rank_variables
 from distributed_training.miner.ranks import join_ranks
@@ -118,12 +116,12 @@ os._exit(0)
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can play another account")
 def test_another_account_of_the_machine_cannot_reach_the_ranks_store(tmp_path: Path) -> None:
-    folder = process_folder("dt-")  # as the launcher makes it
-    store, (port,), go = f"{folder}/ranks-1", free_ports(1), tmp_path / "go"
+    memory = os.memfd_create("ranks")  # as the launcher makes it
+    store, (port,), go = f"/proc/{os.getpid()}/fd/{memory}", free_ports(1), tmp_path / "go"
     (tmp_path / "rank.py").write_text(RANK)
     (tmp_path / "stranger.py").write_text(STRANGER)
     with contextlib.ExitStack() as stack:
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        stack.callback(os.close, memory)
         ranks = []
         for rank in range(2):
             environ = rank_variables(rank, world_size=2, port=port) | {RANK_STORE: store}

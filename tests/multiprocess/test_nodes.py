@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "tools" / "node_program.py"
 FLAGS = small_miner.FLAGS
 RULES = STORE_RULES | {"tokenizer.name": "bytes"}
-AGAIN = 90.0  # seconds from the last beat until training continues, on top of 60 of silence
+AGAIN = 90.0  # seconds from the kill until training continues
 
 
 def rank_environment(folder: Path, *, steps: int, keys: bool) -> dict[str, str]:
@@ -187,16 +187,9 @@ def _straight(folder: Path, *, ranks: int, steps: int) -> dict[int, float]:
 
 
 @pytest.mark.timeout(480)
-def test_nodes_that_differ_say_so_and_a_stop_of_one_saves_on_both(
-    pair: Pair, tmp_path: Path
-) -> None:
+def test_a_stop_of_one_node_saves_on_both(pair: Pair, tmp_path: Path) -> None:
     pair[1].start(steps=12, again=False, **{"data.prefetch_blocks": "nine"})
     assert pair[1].wait() == 2 and "--data.prefetch_blocks: 'nine' is not" in pair[1].output
-    line = "--data.prefetch_blocks is 9 on node 1 and 1 on node 0, so the nodes cannot train"
-    pair[0].start(steps=12, again=False)
-    pair[1].start(steps=12, again=False, **{"data.prefetch_blocks": "9"})
-    assert [node.wait() for node in pair] == [1, 1]
-    assert all(line in node.output for node in pair)
     _start(pair, steps=4000, past=3, again=False)
     pair[1].stop()
     assert [node.wait() for node in pair] == [1, 1]
@@ -223,11 +216,11 @@ def _listening(machine: Machine) -> set[str]:
     return {line.split()[3] for line in shown.splitlines()}
 
 
-@pytest.mark.parametrize(("lost", "how"), [(1, "killed"), (0, "killed"), (1, "unplugged")])
-def test_a_lost_node_comes_back_and_all_go_on_from_the_last_checkpoint(
-    two: tuple[Pair, list[Machine]], lost: int, how: str
+@pytest.mark.parametrize("lost", [1, 0])
+def test_a_killed_node_comes_back_and_all_go_on_from_the_last_checkpoint(
+    two: tuple[Pair, list[Machine]], lost: int
 ) -> None:
-    """Its machine loses its power, or its cable, and is back; nobody helps."""
+    """Its machine loses its power for a moment; nobody helps."""
     pair, found = two
     began = time.monotonic()
     _start(pair, steps=4000, past=8)
@@ -237,14 +230,7 @@ def test_a_lost_node_comes_back_and_all_go_on_from_the_last_checkpoint(
     for machine in found:
         wide = {a for a in _listening(machine) if not a.startswith((machine.address, "127.0.0.1"))}
         assert wide <= {"*:29500", "0.0.0.0:29500", "[::]:29500"}, wide
-    if how == "killed":
-        pair[lost].kill()
-    else:
-        found[lost].unplug()
-        line = "so the ranks of this node end: training continues from the last checkpoint"
-        for node in pair:
-            wait_for(lambda n=node: line in n.output, "the silence is logged", seconds=75)
-        found[lost].plug()
+    pair[lost].kill()
     began = time.monotonic()
     wait_for(lambda: len(_resumed(pair[0])) == 1, "the checkpoint", seconds=again)
     events = pair[0].folder / "events.jsonl"
@@ -254,7 +240,7 @@ def test_a_lost_node_comes_back_and_all_go_on_from_the_last_checkpoint(
         "training again",
         seconds=again - (time.monotonic() - began),
     )
-    print(f"node {lost} {how}: training again after {time.monotonic() - began:.1f} s")
+    print(f"node {lost} killed: training again after {time.monotonic() - began:.1f} s")
     assert _resumed(pair[0]) == _resumed(pair[1])
     pair[1 - lost].stop()
     pair[lost].stop()

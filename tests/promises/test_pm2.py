@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ import psutil
 import pytest
 
 from distributed_training.common.ports import free_ports
-from distributed_training.common.processes import Mark, is_running, kill_tree
+from distributed_training.common.processes import is_running, kill_tree
 from distributed_training.miner.launcher import SETTLE, TERMINATE_GRACE
-from distributed_training.miner.run_folder import mark_of
+from distributed_training.miner.run_folder import launcher_of
 from distributed_training.telemetry import read_events
 from tests.tools.pm2 import (
     FAKE_RANKS,
@@ -34,6 +33,7 @@ from tests.tools.pm2 import (
 )
 from tests.tools.r2_keys import KEYS
 from tests.tools.settings import LOCAL, load_config, usual_network
+from tests.tools.tree import Tree
 from tests.tools.waiting import wait_for
 
 
@@ -95,7 +95,8 @@ class FakeMiner(Pm2):
             "--dht.port 0",
             "OMP_NUM_THREADS": "1",
         }
-        super().__init__(home / "pm2", environ)
+        self.tree = Tree()
+        super().__init__(home / "pm2", environ | self.tree.environment)
 
     def write_app(self) -> Path:
         """app.config.js with the neuron replaced by the launcher over a fake rank."""
@@ -116,10 +117,14 @@ class FakeMiner(Pm2):
         return "".join(p.read_text() for p in sorted((self.folder / "logs").glob("*.log")))
 
     @property
-    def mark(self) -> Mark:
-        found = mark_of(self.home / "run")
+    def launcher(self) -> int:
+        found = launcher_of(self.home / "run")
         assert found is not None, self.log
-        return found
+        return found.pid
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        return [p for p in self.tree.processes() if "God Daemon" not in " ".join(_words(p))]
 
 
 @pytest.fixture
@@ -139,7 +144,7 @@ def test_start_and_stop(pm2: FakeMiner) -> None:
     pm2("stop", NAME)
     assert pm2.state == ("stopped", 0)
     assert (pm2.home / "run" / "saved").exists()
-    assert not pm2.mark.processes()
+    assert not pm2.processes
     assert "SIGINT received: stopping" in pm2.log and "Traceback" not in pm2.log
 
 
@@ -168,17 +173,17 @@ def test_a_reboot_brings_the_miner_back(pm2: FakeMiner) -> None:
     ready = pm2.home / "run" / "ready-0"
     wait_for(ready.exists, "the rank")
     pm2("save")
-    first = pm2.mark
+    first = pm2.launcher
     launcher = json.loads((pm2.home / "run" / "instance.json").read_text())["pid"]
     os.kill(int((pm2.folder / "pm2.pid").read_text()), 9)
     kill_tree(launcher)
-    first.end(settle=timedelta(0), grace=timedelta(0))
+    pm2.tree.end()
     ready.unlink()
     pm2("resurrect")
     wait_for(ready.exists, "the rank after the reboot")
-    assert pm2.state == ("online", 0) and pm2.mark != first
+    assert pm2.state == ("online", 0) and pm2.launcher != first
     pm2("stop", NAME)
-    assert (pm2.home / "run" / "saved").exists() and not pm2.mark.processes()
+    assert (pm2.home / "run" / "saved").exists() and not pm2.processes
 
 
 @needs_pm2
@@ -224,14 +229,14 @@ def test_a_reload_is_a_clean_stop_and_a_start(pm2: FakeMiner) -> None:
     pm2("start", str(pm2.write_app()), FAKE_MODE="stray")
     ready = pm2.home / "run" / "ready-0"
     wait_for(ready.exists, "the rank")
-    first = pm2.mark
+    first = pm2.launcher
     ready.unlink()
     pm2("reload", NAME)
-    wait_for(lambda: ready.exists() and pm2.mark != first, "the rank after the reload")
-    assert (pm2.home / "run" / "saved").exists() and not first.processes()
+    wait_for(lambda: ready.exists() and pm2.launcher != first, "the rank after the reload")
+    assert (pm2.home / "run" / "saved").exists() and not psutil.pid_exists(first)
     assert pm2.log.count("received: stopping") == 1 and "Traceback" not in pm2.log
     pm2("stop", NAME)
-    assert not pm2.mark.processes()
+    assert not pm2.processes
 
 
 @needs_pm2
@@ -270,8 +275,8 @@ def test_an_update_continues_where_the_old_version_stopped(pm2: FakeMiner) -> No
     (version,), app = (home / "versions").glob("v2-*"), pm2.app()["pm2_env"]
     assert app["pm_exec_path"] == str(version / "neurons" / "miner.py")
     assert app["pm_cwd"] == str(home)
-    assert [p for p in pm2.mark.processes() if str(version) in " ".join(p.cmdline())]
+    assert [p for p in pm2.processes if str(version) in " ".join(p.cmdline())]
     pm2("stop", NAME)
-    assert pm2.state[0] == "stopped" and not pm2.mark.processes()
+    assert pm2.state[0] == "stopped" and not pm2.processes
     pm2("delete", NAME)
     assert f"no app named {NAME}" in refused("v2")

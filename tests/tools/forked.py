@@ -1,7 +1,7 @@
 """Programs of tests whose imports take longer than their work: forks of a process that has them.
 
-Like the ranks of a miner (``miner/rank_group.py``), from the same fork server of Python's. All
-workers of one run of the tests have one server: its imports take six seconds of a core.
+All workers of one run of the tests have one fork server of Python's: its imports take six seconds
+of a core.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from typing import Any
 
 import pytest
 
-from distributed_training.miner.rank_group import PRELOAD
-
 ROOT = Path(__file__).parents[2]
 #: The clock is replaced before anybody keeps it.
 _PRELOAD = (
     "tests.tools.jumping_clock",
-    *PRELOAD,
+    "torch.distributed.fsdp",
+    "transformers.models.llama.modeling_llama",
+    "distributed_training.miner.start",
     __name__,  # a fork begins in it: with its imports in a tenth of a second
 )
 _CONTEXT = multiprocessing.get_context("forkserver")

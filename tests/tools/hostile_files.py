@@ -82,9 +82,9 @@ def _lines(path: Path) -> Any:
 
 
 def _instance(path: Path) -> Any:
-    pid = run_folder.launcher_pid(path.parent)
-    assert pid is None or pid > 0
-    return run_folder.mark_of(path.parent), run_folder.read_exit_status(path.parent, instance="x")
+    launcher = run_folder.launcher_of(path.parent)
+    assert launcher is None or launcher.pid > 0
+    return launcher, run_folder.read_exit_status(path.parent)
 
 
 def _honest_chain_state() -> bytes:

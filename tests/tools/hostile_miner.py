@@ -1,7 +1,4 @@
-"""``paced_miner.py`` of a hostile member: what it uploads is multiplied by ``HOSTILE_FACTOR``.
-
-The fork server imports this file last, so that its ranks do so.
-"""
+"""``paced_miner.py`` of a hostile member: what it uploads is multiplied by ``HOSTILE_FACTOR``."""
 
 from __future__ import annotations
 
@@ -12,14 +9,12 @@ from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    from distributed_training.miner import rank_group
     from distributed_training.miner.__main__ import main
 
-    ours = ("tests.tools.paced_miner", "tests.tools.hostile_miner")
-    rank_group.PRELOAD = (*rank_group.PRELOAD, *ours)
-    sys.exit(main())
-elif __name__ == "tests.tools.hostile_miner":  # in the fork server, and not in its ranks again
+    sys.exit(main(program="tests.tools.hostile_miner"))
+else:  # in each rank
     from distributed_training.training import outer_step
+    from tests.tools.paced_miner import run_rank  # noqa: F401 - its import paces
 
     _rows = outer_step._Movement.rows
 

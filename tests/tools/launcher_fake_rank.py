@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from distributed_training.common.processes import die_with_parent, write_stacks_on_signal
+from distributed_training.common.processes import without_secrets, write_stacks_on_signal
 from distributed_training.config import Config
 from distributed_training.miner.run_folder import (
     Heartbeat,
@@ -23,6 +23,12 @@ from distributed_training.telemetry import EventLog, read_events
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 CLOSING = 4.0  # seconds; longer than the tests' LINGER
+IMPORTING = Path(os.environ.get("FAKE_IMPORTING", "/none"))  # until a test removes it
+
+if IMPORTING.exists():
+    IMPORTING.with_name(f"{IMPORTING.name}-{os.environ['RANK']}").touch()
+    while IMPORTING.exists():
+        time.sleep(0.05)
 
 
 def _train(folder: Path) -> Iterator[None]:
@@ -42,10 +48,9 @@ def run_rank(config: Config) -> int:
     stop: list[int] = []
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: stop.append(number))
-    die_with_parent()
     write_stacks_on_signal()
-    if mode == "stray" and me.rank == 0:  # as p2pd: a session of its own, outlives its parent
-        subprocess.Popen(SLEEP, start_new_session=True)
+    if mode == "stray" and me.rank == 0:  # as p2pd: it knows nothing of us, and outlives us
+        subprocess.Popen(SLEEP, process_group=0, env=without_secrets())
     write_pid_file(folder, me.rank)
     if mode.startswith("status-"):
         if me.rank == 0:
@@ -73,6 +78,8 @@ def run_rank(config: Config) -> int:
             until.touch()
         if until.exists():
             if me.rank == 0:
+                while mode == "slow-save" and not (folder / "save").exists():
+                    time.sleep(0.05)
                 (folder / "saved").touch()
                 write_exit_status(folder, 0, "stopped")
             elif mode == "linger":

@@ -14,16 +14,14 @@ from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    from distributed_training.miner import rank_group
     from distributed_training.miner.__main__ import main
 
-    rank_group.PRELOAD = (*rank_group.PRELOAD, "tests.tools.lost_gpu_miner")
-    sys.exit(main())
-else:  # in the fork server
+    sys.exit(main(program="tests.tools.lost_gpu_miner"))
+else:  # in each rank
     import torch
 
     from distributed_training.training.trainer import Trainer
-    from tests.tools import paced_miner  # noqa: F401 - its import paces
+    from tests.tools.paced_miner import run_rank  # noqa: F401 - its import paces
 
     _add = Trainer.add_micro_batch
     _armed = Path(os.environ["LOST_GPU"])

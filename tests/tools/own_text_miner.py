@@ -8,10 +8,8 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    from distributed_training.miner import rank_group
     from distributed_training.miner.__main__ import main
 
-    rank_group.PRELOAD = (*rank_group.PRELOAD, "tests.tools.paced_miner")
     name = sys.argv[sys.argv.index("--neuron.name") + 1]
     sys.argv += ["--data.own_text", f"{os.environ['OWN_TEXT']}/{name}"]
-    sys.exit(main())
+    sys.exit(main(program="tests.tools.paced_miner"))

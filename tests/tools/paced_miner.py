@@ -2,7 +2,7 @@
 
 A miner trains on all that a machine has, for as long as it runs. Where a test asks what else
 happens in a subnet, that only takes the cores from what it waits for and from other tests.
-Nothing else differs. The fork server imports this file last, so that its ranks have the pause.
+Nothing else differs. Ranks import this file in the place of ``miner/start.py``.
 
 ``PACED_HELD`` is the path of a file that has a miner's name. While it exists, each micro-batch of
 that miner lasts ``HELD`` seconds; steps of half as long are logged as slow ones.
@@ -23,14 +23,13 @@ ALONE = 9.0  # the same, where it is the whole step: such steps take about as lo
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    from distributed_training.miner import rank_group
     from distributed_training.miner.__main__ import main
 
     if Path(os.environ.get("PACED_HELD", "")).name not in sys.argv:
         os.environ.pop("PACED_HELD", None)
-    rank_group.PRELOAD = (*rank_group.PRELOAD, "tests.tools.paced_miner")
-    sys.exit(main())
-else:  # in the fork server
+    sys.exit(main(program="tests.tools.paced_miner"))
+else:  # in each rank
+    from distributed_training.miner.start import run_rank  # noqa: F401 - each rank calls it
     from distributed_training.protocol import lines
     from distributed_training.training.trainer import Trainer
 

@@ -21,8 +21,8 @@ NAME = "distributed_training_miner"  # of the app in app.config.js
 
 #: In the miner's program: ranks that train nothing; none is started again for long.
 FAKE_RANKS = """
-from distributed_training.miner import launcher, rank_group
-launcher.RESTARTS, rank_group.PRELOAD = 1, ()
+from distributed_training.miner import launcher
+launcher.RESTARTS = 1
 main = __import__("functools").partial(main, program="tests.tools.launcher_fake_rank")
 """
 

@@ -20,16 +20,16 @@ from typing import Any, NoReturn
 import pytest
 
 from distributed_training import doctor
+from distributed_training.common.files import write_state
 from distributed_training.common.llama import named_config
 from distributed_training.common.memory import ModelShape
 from distributed_training.common.ports import free_ports
-from distributed_training.common.processes import Mark
+from distributed_training.common.processes import ProcessId
 from distributed_training.common.proxies import VARIABLES
 from distributed_training.config import ConfigError
 from distributed_training.doctor import _DECISIVE, model_config
 from distributed_training.health import bundle, gpus, machine, outside
 from distributed_training.health.machine import Examination, bytes_under
-from distributed_training.miner.run_folder import INSTANCE, write_instance
 from distributed_training.node import identity
 from distributed_training.node.buckets import NoBucket
 from distributed_training.protocol.growth import file_bytes
@@ -576,15 +576,13 @@ def test_an_inner_step_is_judged_by_the_steps_of_a_period(
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Path]:
     """A run folder whose launcher lives, of a miner that has made 60 steps of 3 s and then ten."""
-    mark = Mark(INSTANCE, "a-miner")
-    write_instance(tmp_path, mark)
     events = [{"kind": "step", "seconds": 3.0, "outer_step": 1}] * 60
     events += [{"kind": "start"}] + [{"kind": "step", "seconds": 40.0}] * 10
     lines = [json.dumps({"time": float(i), **event}) for i, event in enumerate(events)]
     (tmp_path / "events.jsonl").write_text("\n".join([*lines, '{"kind": "step", "sec']))
     words = [sys.executable, "-c", "input()"]
-    environment = {**os.environ, **mark.environment}
-    with subprocess.Popen(words, stdin=subprocess.PIPE, env=environment) as process:
+    with subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True) as process:
+        write_state(tmp_path / "pids" / "rank-0.json", ProcessId.of(process.pid))
         try:
             yield tmp_path
         finally:

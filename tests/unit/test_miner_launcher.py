@@ -18,23 +18,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 
 from distributed_training import status_command
 from distributed_training.chain.identity import create_wallet
 from distributed_training.common.files import read_json_object, write_json
-from distributed_training.common.processes import Mark
+from distributed_training.common.processes import ProcessId
 from distributed_training.config import ConfigError
 from distributed_training.health import machine
 from distributed_training.miner import launcher
 from distributed_training.miner.__main__ import main as launch
-from distributed_training.miner.rank_group import RankGroup
 from distributed_training.miner.run_folder import remembered_gpus
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry.run_state import LauncherFile, observe, read_launcher
 from distributed_training.telemetry.verdict import Verdict, judge
-from tests.tools.miner_parts import config_of
 from tests.tools.r2_keys import KEYS
 from tests.tools.settings import load_config
 from tests.tools.webhooks import webhooks
@@ -56,13 +53,14 @@ class Played:
         self.now = 0.0
         self.half = False
 
-    def group(self, *, world_size: int, mark: Any, stacks: Path, **_: object) -> Any:
+    def group(self, *, world_size: int, stacks: Path, **_: object) -> Any:
         played, ends = self, 0.0
 
         class Group:
             def __init__(self) -> None:
                 self.world_size = world_size
                 self.endings: list[str] = []
+                self.pids = [os.getpid()]
 
             def start(self) -> None:
                 nonlocal ends
@@ -85,7 +83,7 @@ class Played:
                 told: dict[str, Any] = {"status": status, "reason": "as told"}
                 if status == OUTSIDE:
                     told = {"status": FAULT, "reason": "the bucket answers 403", "outside": True}
-                told["instance"] = mark.value
+                told["pid"] = os.getpid()
                 write_json(stacks.with_name("exit_status.json"), told)
                 return []
 
@@ -95,7 +93,7 @@ class Played:
             def signal(self, number: int, to: object = None) -> None:
                 pass
 
-            def sweep(self, **_: object) -> list[str]:
+            def end(self, **_: object) -> list[str]:
                 played.half = False
                 return []
 
@@ -282,14 +280,17 @@ def test_another_version_of_the_file_starts_the_ranks_again_at_once(
     assert "giving up" in caplog.text
 
 
+def followed_by_a_stop(supervisor: Any, follow: Any = launcher._Supervisor._follow) -> Any:
+    found = follow(supervisor)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert supervisor._signals.stop.wait(20)
+    return found
+
+
 def test_a_stop_while_the_ranks_end_for_another_version_is_a_stop(
     argv: list[str], ranks: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def sweep(supervisor: Any) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert supervisor._signals.stop.wait(20)
-
-    monkeypatch.setattr(launcher._Supervisor, "_sweep", sweep)
+    monkeypatch.setattr(launcher._Supervisor, "_follow", followed_by_a_stop)
     ranks.left = [(0, ExitStatus.AGAIN), (0, FAULT)]
     assert launch(argv) == STOPPED and ranks.left == [(0, FAULT)]
 
@@ -298,10 +299,6 @@ def test_a_stop_while_the_ranks_end_for_another_version_is_a_stop(
 def test_a_stop_between_ranks_that_failed_and_their_next_start_is_a_stop(
     waits: bool, argv: list[str], ranks: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def sweep(supervisor: Any) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert supervisor._signals.stop.wait(20)
-
     def failed(backoff: object) -> timedelta:
         os.kill(os.getpid(), signal.SIGTERM)
         return timedelta(hours=1)
@@ -309,8 +306,8 @@ def test_a_stop_between_ranks_that_failed_and_their_next_start_is_a_stop(
     if waits:
         monkeypatch.setattr(launcher.Backoff, "failed", failed)
     else:
-        monkeypatch.setattr(launcher._Supervisor, "_sweep", sweep)
-    ranks.left = [(0, HALF), (0, FAULT)]
+        monkeypatch.setattr(launcher._Supervisor, "_follow", followed_by_a_stop)
+    ranks.left = [(0, FAULT), (0, FAULT)]
     assert launch(argv) == STOPPED and ranks.left == [(0, FAULT)]
 
 
@@ -321,7 +318,7 @@ def test_a_stop_on_a_full_disk_is_no_failure(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Rank 0 has listened and ended as it was asked to."""
-    monkeypatch.setattr(launcher, "listening_ranks", lambda *_, instance: {0: os.getpid()})
+    monkeypatch.setattr(launcher, "listening_ranks", lambda *_: {0: ProcessId.of(os.getpid())})
     steady = launcher._Supervisor._steady
 
     def steadily(supervisor: Any, began: float) -> bool:
@@ -342,21 +339,6 @@ def test_a_file_that_cannot_be_read_is_no_line_a_look(
     ranks.left = [(LONG, STOPPED)]
     assert launch(argv) == STOPPED
     assert 0 < caplog.text.count("last.json cannot be read") < 5
-
-
-def test_a_moment_without_descriptors_ends_no_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An error of a look would end this launcher's run, and with it ranks that train."""
-
-    def unseen(process: psutil.Process) -> bool:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    config = config_of()
-    group = RankGroup(config=config, world_size=1, mark=Mark("X", "x"), stacks=tmp_path / "stacks")
-    group._tracker = psutil.Process()
-    monkeypatch.setattr(psutil.Process, "is_running", unseen)
-    group.wait(timedelta(0))
 
 
 def full_disk(*_: object) -> Any:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import signal
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ import torch.distributed as dist
 from distributed_training.common.ports import free_ports
 from distributed_training.miner import nodes
 from distributed_training.miner.__main__ import main, set_rank_environment
-from distributed_training.miner.nodes import Nodes, list_facts
+from distributed_training.miner.nodes import Nodes
 from distributed_training.miner.ranks import join_ranks
 from distributed_training.miner.run_folder import RankEnvironment, write_exit_status
 from distributed_training.node.start import NetworkFailure
@@ -30,128 +28,74 @@ from tests.tools.r2_keys import KEYS
 from tests.tools.waiting import wait_for
 
 
-class Watched(Nodes):
-    """One of two ranks, each on a node of its own; it notes why it would end its process."""
-
-    def __init__(self, store: Any, rank: int) -> None:
-        self.wanted = self.hanging = False
-        self.ended: list[str] = []
-        super().__init__(
-            store,
-            RankEnvironment(rank=rank, local_rank=0, world_size=2, local_world_size=1),
-            stop_wanted=lambda: self.wanted,
-            hangs=lambda: self.hanging,
-            stop_limit=timedelta(hours=1),
-        )
-
-    def _end(self, why: str) -> None:
-        self.ended.append(why)
-        self._closed.set()
+def node(store: Any, rank: int, folder: Path, *, stop: list[bool]) -> Nodes:
+    """Return one of two ranks, each on a node of its own. ``stop``: whether it is asked to."""
+    me = RankEnvironment(rank=rank, local_rank=0, world_size=2, local_world_size=1)
+    made = Nodes(store, me, stop_wanted=lambda: stop[0], hangs=lambda: False)
+    with ExitStack() as stack:
+        made.join(config_of("--neuron.page_port", "off"), folder, stack)
+    return made
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Watched]]:
-    monkeypatch.setattr(faulthandler, "dump_traceback", lambda: None)
-    monkeypatch.setattr(nodes, "BEAT", timedelta(seconds=0.02))
-    monkeypatch.setattr(nodes, "SILENCE", timedelta(seconds=0.5))
-    store = dist.HashStore()
-    made = [Watched(store, rank) for rank in range(2)]
-    for each in made:
-        each.start()
-    yield made
-    for each in made:
-        each._closed.set()
-
-
-def test_a_rank_that_falls_silent_ends_the_other(pair: list[Watched]) -> None:
-    wait_for(lambda: min(pair[0]._counts.values()) > 2, "beats")
-    pair[1]._closed.set()  # as a process that was stopped, or a machine without its cable
-    wait_for(lambda: pair[0].ended, "the silence")
-    assert pair[0].ended[0].startswith("Nothing was heard of node 1 (rank 1) for 0 s, so the ranks")
-
-
-def test_a_rank_that_hangs_ends_all(pair: list[Watched]) -> None:
-    pair[1].hanging = True
-    wait_for(lambda: pair[0].ended and pair[1].ended, "both end")
-    assert pair[0].ended == pair[1].ended and pair[0].ended[0].startswith("Rank 1 hangs: it came")
+def quick(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Return the signals that ranks send to themselves."""
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(nodes, "LOOK", 0.02)
+    monkeypatch.setattr(nodes, "occupied", lambda *_: nullcontext())
+    monkeypatch.setattr(os, "kill", lambda *what: sent.append(what))
+    return sent
 
 
 def test_a_stop_of_one_node_is_rank_0s_and_the_other_starts_again(
-    pair: list[Watched], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, quick: list[tuple[int, int]]
 ) -> None:
-    sent: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "kill", lambda *what: sent.append(what))
-    pair[1].wanted = True
-    wait_for(lambda: sent, "rank 0 is asked")
-    pair[0].wanted = True  # by its handler
-    assert pair[0].close(ExitStatus.STOPPED, "asked to stop") == ExitStatus.FAULT
-    assert pair[1].close(ExitStatus.STOPPED, "") == ExitStatus.STOPPED
-    assert sent == [(os.getpid(), signal.SIGTERM)] and not pair[0].ended and not pair[1].ended
+    store, here, there = dist.HashStore(), [False], [False]
+    first, second = node(store, 0, tmp_path, stop=here), node(store, 1, tmp_path, stop=there)
+    there[0] = True
+    wait_for(lambda: quick, "rank 0 is asked")
+    here[0] = True  # by its handler
+    assert first.close(ExitStatus.STOPPED, "asked to stop") == ExitStatus.FAULT
+    assert second.close(ExitStatus.STOPPED, "") == ExitStatus.STOPPED
+    assert quick == [(os.getpid(), signal.SIGTERM)]
 
 
-def test_a_stop_that_was_faster_than_a_beat_is_another_nodes_all_the_same() -> None:
-    here, there = (Watched(dist.HashStore(), 1) for _ in range(2))
-    here._store.add("stop", 1)
-    there._store.add("stop", 1)
-    there.wanted = True
-    assert here.close(ExitStatus.STOPPED, "") == ExitStatus.FAULT
-    assert there.close(ExitStatus.STOPPED, "") == ExitStatus.STOPPED
-
-
-def test_only_the_first_reason_is_logged(pair: list[Watched]) -> None:
-    third = Watched(pair[0]._store, 1)
-    pair[0].close(ExitStatus.FAULT, "the disk is full")
-    third.close(ExitStatus.FAULT, "Connection reset by peer")
-    wait_for(lambda: pair[1].ended, "the other ends")
-    assert pair[1].ended == ["rank 0 failed: the disk is full"]
-
-
-def test_a_node_that_comes_back_early_ends_the_start_that_lost_it(pair: list[Watched]) -> None:
-    again = Watched(pair[0]._store, 1)
-    with pytest.raises(NetworkFailure, match=r"rank 1 was started again, .* last checkpoint"):
-        again.start()
-    wait_for(lambda: pair[0].ended, "the start before ends")
-    assert pair[0].ended[0].startswith("rank 1 was started again")
-
-
-@pytest.mark.parametrize("status", [ExitStatus.FAULT, ExitStatus.DEREGISTERED])
-def test_a_failure_of_one_rank_ends_all(pair: list[Watched], status: ExitStatus) -> None:
-    assert pair[0].close(status, "the disk is full") == status
-    wait_for(lambda: pair[1].ended, "the other ends")
-    assert pair[1].ended == ["rank 0 failed: the disk is full"]
-
-
-def test_different_settings_of_two_nodes_are_logged_on_both() -> None:
+@pytest.mark.usefixtures("quick")
+def test_a_stop_that_was_faster_than_a_look_is_another_nodes_all_the_same(tmp_path: Path) -> None:
     store = dist.HashStore()
-    facts = [list_facts(config_of("--data.prefetch_blocks", text), ranks=1) for text in ("2", "9")]
-    line = (
-        "--data.prefetch_blocks is 9 on node 1 and 2 on node 0, so the nodes cannot train one model"
-    )
-    with ThreadPoolExecutor(2) as pool:
-        for each in [pool.submit(Watched(store, r).compare, facts[r]) for r in range(2)]:
-            with pytest.raises(NetworkFailure, match=line):
-                each.result(30)
+    store.add("stop", 1)
+    assert node(store, 1, tmp_path, stop=[False]).close(ExitStatus.STOPPED, "") == ExitStatus.FAULT
+    asked = Nodes(store, RankEnvironment(1, 0, 2, 1), stop_wanted=lambda: True, hangs=lambda: False)
+    assert asked.close(ExitStatus.STOPPED, "") == ExitStatus.STOPPED
+    assert asked.close(ExitStatus.DEREGISTERED, "") == ExitStatus.DEREGISTERED
 
 
-def test_machines_compare_all_settings_that_decide_training(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.usefixtures("quick")
+def test_a_rank_that_comes_back_before_the_others_ended_ends_once_more(tmp_path: Path) -> None:
+    store = dist.HashStore()
+    node(store, 1, tmp_path, stop=[False]).close(ExitStatus.FAULT, "killed")
+    with pytest.raises(NetworkFailure, match=r"rank 1 ended, so it ends once more: .* last check"):
+        node(store, 1, tmp_path, stop=[False])
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_rank_that_hangs_ends_with_its_stacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mine = list_facts(config_of(), ranks=2)
+    ended: list[int] = []
+    monkeypatch.setattr(faulthandler, "dump_traceback", lambda: ended.append(-1))
 
-    def compare(*flags: str, ranks: int = 2) -> None:
-        store = dist.HashStore()
-        other = list_facts(config_of(*flags), ranks=ranks)
-        store.set("facts/1", json.dumps(other))
-        Watched(store, 0).compare(mine)
+    def leave(status: int) -> None:
+        ended.append(status)
+        hung._closed.set()
 
-    compare("--data.workers", "7", "--neuron.run_folder", "x")
-    with pytest.raises(NetworkFailure, match=r"^--data\.source is stdlib on node 1"):
-        compare("--data.source", "stdlib")
-    with pytest.raises(NetworkFailure, match="--nproc_per_node is 4 on node 1 and 2 on node 0"):
-        compare(ranks=4)
-    monkeypatch.setattr(nodes, "visible_gpu_count", lambda: 1)  # those here would talk gloo
-    with pytest.raises(NetworkFailure, match=r"--neuron\.device is cuda on node 1 and cpu"):
-        compare()
+    monkeypatch.setattr(nodes, "leave", leave)
+    me = RankEnvironment(rank=1, local_rank=1, world_size=2, local_world_size=2)
+    hung = Nodes(dist.HashStore(), me, stop_wanted=lambda: False, hangs=lambda: True)
+    with ExitStack() as stack:
+        hung.join(config_of(), tmp_path, stack)
+        wait_for(lambda: len(ended) == 2, "its end")
+    assert ended == [-1, ExitStatus.FAULT] and "Rank 1 hangs: it came to no" in caplog.text
 
 
 def test_ranks_that_do_not_meet_name_the_firewall() -> None:

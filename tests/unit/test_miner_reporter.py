@@ -18,7 +18,7 @@ from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState, Mode
 from distributed_training.miner.metrics import MachineGauges, Metrics
 from distributed_training.miner.reporter import Reporter
-from distributed_training.miner.run_folder import INSTANCE, write_pid_file
+from distributed_training.miner.run_folder import write_pid_file
 from distributed_training.protocol import lines
 from distributed_training.protocol.types import Progress
 from distributed_training.telemetry import MetricsFile
@@ -197,10 +197,7 @@ def test_unmeasurable_metric_is_absent_and_ends_nothing(
 # --- what is measured of the machine and of the limits --------------------------------------------
 
 
-def test_the_machine_is_measured_rank_by_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(INSTANCE, "mark")
+def test_the_machine_is_measured_rank_by_rank(tmp_path: Path) -> None:
     write_pid_file(tmp_path, 0)
     machine = MachineGauges(tmp_path, needed=5, gpus=0)
     figures = {name: measure() for name, measure in machine.single().items()}
@@ -209,9 +206,6 @@ def test_the_machine_is_measured_rank_by_rank(
     (ranks,) = machine.by_rank().values()
     assert machine.by_rank().keys() == {"rank_memory_bytes"} and ranks.keys() == {0}
     assert ranks[0] > 1e7 and os.getpid()
-    monkeypatch.setenv(INSTANCE, "another")
-    write_pid_file(tmp_path, 0)
-    assert machine.by_rank() == {}, "a rank of another start is none of ours"
 
 
 class Card:

@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import subprocess
 import sys
-import tempfile
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from distributed_training.miner import rank_group, run_folder
+from distributed_training.miner import run_folder
 from distributed_training.miner.launcher import stop_limit
 from distributed_training.miner.rank_group import rank_environment_defaults
-from distributed_training.miner.run_folder import INSTANCE, Heartbeat, Watchdog, forget_ranks
+from distributed_training.miner.run_folder import Heartbeat, Watchdog, forget_ranks
 from distributed_training.miner.start import CONTROL_TIMEOUT
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.training.collectives import COLLECTIVE_TIMEOUT
 from tests.tools.miner_parts import config_of
 
 
-def test_files_of_an_earlier_instance_do_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(INSTANCE, "one")
+def test_a_status_is_of_the_process_that_wrote_it(tmp_path: Path) -> None:
     run_folder.write_pid_file(tmp_path, 0)
     run_folder.write_exit_status(tmp_path, 3, "deregistered")
-    assert run_folder.listening_ranks(tmp_path, instance="one") == {0: os.getpid()}
-    written = run_folder.read_exit_status(tmp_path, instance="one")
+    me = run_folder.listening_ranks(tmp_path)[0]
+    assert me.pid == os.getpid() and me.find() is not None
+    written = run_folder.read_exit_status(tmp_path, pid=me.pid)
     assert written == (ExitStatus.DEREGISTERED, "deregistered", False)
-    assert run_folder.listening_ranks(tmp_path, instance="two") == {}
-    assert run_folder.read_exit_status(tmp_path, instance="two") is None
+    assert run_folder.read_exit_status(tmp_path) == written
+    assert run_folder.read_exit_status(tmp_path, pid=me.pid + 1) is None
     forget_ranks(tmp_path)
-    assert run_folder.listening_ranks(tmp_path, instance="one") == {}
-    assert run_folder.read_exit_status(tmp_path, instance="one") is None
+    assert run_folder.listening_ranks(tmp_path) == {}
+    assert run_folder.read_exit_status(tmp_path) is None
     assert not list(tmp_path.rglob("*.json*"))
 
 
@@ -88,34 +84,6 @@ def test_the_allocators_segments_grow_unless_the_operator_chose(
     monkeypatch.delenv(name)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")  # torch's newer name of it
     assert name not in rank_environment_defaults(ranks=1)
-
-
-@pytest.mark.parametrize("fault", [errno.ENOSPC, errno.ENOLCK, None])
-def test_the_ranks_meet_where_there_are_locks_and_room(
-    fault: int | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    memory, disk = tmp_path / "memory", tmp_path / "disk"
-    memory.mkdir()
-    disk.mkdir()
-    probe = rank_group._probe
-
-    def probed(base: str) -> None:
-        if fault and base == str(memory):
-            raise OSError(fault, os.strerror(fault))
-        probe(base)
-
-    caplog.set_level("INFO")
-    monkeypatch.setattr(rank_group, "_probe", probed)
-    monkeypatch.setattr(tempfile, "tempdir", str(disk))
-    assert rank_group.scratch_base(str(memory)) == str(disk if fault else memory)
-    assert len(caplog.records) == (fault is not None)
-    assert not [*memory.iterdir(), *disk.iterdir()]
-    with pytest.raises(OSError, match="No such file"):
-        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no disk"))
-        rank_group.scratch_base(str(tmp_path / "no memory"))
 
 
 # --- whether ranks hang ---------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from distributed_training.miner.resume import (
     refuse_old_checkpoints,
     resume_training,
 )
-from distributed_training.miner.run_folder import INSTANCE
 from distributed_training.node import identity as node_chain
 from distributed_training.node.identity import Member
 from distributed_training.node.start import Deregistered, NetworkFailure, OldRunFolder
@@ -181,7 +180,7 @@ def rank_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Callable[..., Any]], tuple[int, run_folder.Ending | None]]:
     """``run_rank`` of rank 0 with a played continuation after its first steps."""
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", INSTANCE: "x"}.items():
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     for name in ("die_with_parent", "write_stacks_on_signal", "start_log", "RankStop"):
@@ -191,7 +190,7 @@ def rank_ends(
 
     def run(played: Callable[..., Any]) -> tuple[int, run_folder.Ending | None]:
         monkeypatch.setattr(start, "train", played)
-        return start.run_rank(config), run_folder.read_exit_status(tmp_path, instance="x")
+        return start.run_rank(config), run_folder.read_exit_status(tmp_path)
 
     return run
 

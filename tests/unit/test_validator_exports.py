@@ -178,14 +178,7 @@ def test_an_export_that_hangs_with_closed_output_is_killed_in_time(lab: Lab) -> 
     assert not event["ok"] and "did not end within 0:00:03" in event["reason"]
 
 
-def test_a_stop_ends_the_export_and_a_start_ends_one_that_a_kill_left(lab: Lab) -> None:
-    exports = lab.open(HANGS)
-    exports.after(state(1))
-    found = pids(lab)
-    lab.open(HANGS)  # as after a SIGKILL: only those that no longer bear the mark are left
-    wait_for(lambda: gone(found[:3]), "the end of what was left", 20)
-    psutil.Process(found[3]).kill()
-    (lab.folder / "pids").unlink()
+def test_a_stop_ends_the_export(lab: Lab) -> None:
     exports = lab.open(HANGS)
     exports.after(state(2))
     found = pids(lab)

@@ -49,6 +49,5 @@ class PageProcess(ChildProcess):
             effect="training is not affected",
             begin=lambda: self.send(token),
             log_line=forward,
-            start_new_session=True,  # a Ctrl-C is ours to act on
         )
         self.start()
