@@ -68,6 +68,7 @@ from distributed_training.telemetry.run_state import (
     report_stage,
 )
 from distributed_training.training.collectives import Layout, open_stream
+from distributed_training.training.frozen import FrozenTensorError
 from distributed_training.training.script_weights import (
     STREAM_TIMEOUT,
     ScriptWeights,
@@ -441,7 +442,8 @@ class Net(RankLoop):
                 self._undone.updated(before)
             return event
         except Exception as error:  # noqa: BLE001 - it must not end the script
-            self._warn(action.name.lower().replace("_", " "), error)
+            if not isinstance(error, FrozenTensorError):  # the line of the upload says it all
+                self._warn(action.name.lower().replace("_", " "), error)
             match action:
                 case Action.OUTER_STEP:
                     return ev.OuterStepEnded(False, self.outer_step, str(error))

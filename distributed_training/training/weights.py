@@ -6,7 +6,7 @@ A file is foreign bytes: each function checks names, shapes and that all values 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,14 +68,11 @@ def write_whole(path: Path, files: Sequence[tuple[Path, Schema]]) -> None:
 
     Raises OSError, and ValueError as :func:`load_weights`.
     """
-
-    def read() -> Iterator[Tensor]:
-        for source, schema in files:
-            for each in schema:  # one at a time
-                yield from load_weights(source, [each])
-
-    entries = [(name, torch.float32, shape) for _, schema in files for name, shape in schema]
-    write_safetensors(path, entries, read(), metadata=keys.SAFETENSORS_METADATA)
+    each = [(source, entry) for source, schema in files for entry in schema]
+    # One at a time: together they may fill the memory.
+    tensors = (load_weights(source, [entry])[0] for source, entry in each)
+    entries = [(name, torch.float32, shape) for _, (name, shape) in each]
+    write_safetensors(path, entries, tensors, metadata=keys.SAFETENSORS_METADATA)
 
 
 @dataclass(frozen=True)
