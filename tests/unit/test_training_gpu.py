@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import os
@@ -206,16 +205,17 @@ def test_where_memory_runs_out_the_next_arrangement_takes_less(card: int) -> Non
 def test_a_single_sequence_that_does_not_fit_leads_to_the_next_arrangement(tmp_path: Path) -> None:
     made = trainer(run_folder=tmp_path)
     made.step.known.most = 1
-    made.sharded.plan = dataclasses.replace(made.sharded.plan, is_last=False)
     with pytest.raises(torch.OutOfMemoryError, match="it starts again, and arranges memory"):
         made.step.prepare_again(torch.OutOfMemoryError("no"), made.batch_plan)
-    kept = json.loads((tmp_path / "micro-batch.json").read_text())
-    assert (kept["rung"], kept["most"], kept["fastest"]) == (1, None, None)
-    again = trainer(run_folder=tmp_path)  # on a CPU there is one arrangement
-    assert again.sharded.plan.is_last and again.step.known.rung == 0
-    again.step.known.most = 1
+    assert json.loads((tmp_path / "micro-batch.json").read_text())["rung"] == 1
+    again = trainer(run_folder=tmp_path)
+    assert (again.sharded.plan.rung, again.step.known.rung) == (1, 1)
+    assert again.sharded.plan.way.checkpointing == "budget" and not again.sharded.plan.is_last
+    fixed = {"keep_unsharded": "on", "gradient_sync": "last", "offload_optimizer": "off"}
+    last = trainer(activation_checkpointing="full", **fixed)
+    last.step.known.most = 1
     with pytest.raises(torch.OutOfMemoryError, match="the miner stops: use more GPUs"):
-        again.step.prepare_again(torch.OutOfMemoryError("no"), again.batch_plan)
+        last.step.prepare_again(torch.OutOfMemoryError("no"), last.batch_plan)
 
 
 @pytest.mark.slow
