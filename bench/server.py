@@ -21,19 +21,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
-import uvicorn
 from bittensor_core import Keypair
-from starlette.responses import FileResponse
-from starlette.routing import Route, Router
 
 from bench.common import parser, some_of, table
 from distributed_training import network_command
@@ -58,6 +55,11 @@ FLOODS = (  # name, first bytes, clients, addresses
     ("clients that do not read", STATE + b"\r\n", 640, 64),
     ("heads of a megabyte", STATE + b"x: " + b"y" * 2**20, 200, 20),
 )
+
+
+def upload_of(member: int) -> str:
+    """Return the key of a member's upload for the next close."""
+    return keys.upload_key(member + 1, 7, 9)
 
 
 class World:
@@ -107,10 +109,15 @@ class World:
                 process.terminate()
 
     async def ask(
-        self, client: httpx.AsyncClient, member: int, do: str, size: int, md5: list[str]
+        self,
+        client: httpx.AsyncClient,
+        member: int,
+        do: str,
+        key: str,
+        size: int = 1,
+        md5: Sequence[str] = (),
     ) -> dict[str, str]:
-        """Return the URLs that a member gets for its upload."""
-        key = keys.upload_key(member + 1, 7, 9)
+        """Return the URLs that a member gets for an object."""
         body = json.dumps({"do": do, "key": key, "size": size, "md5": md5}).encode()
         wallet = self.members[member]
         headers = sign_btauth(wallet, path="/access", body=body, receiver=self.identity)
@@ -154,7 +161,7 @@ def close(world: World) -> Iterator[tuple[str, ...]]:
 
             async def one(member: int) -> None:
                 async with slots:
-                    await world.ask(client, member, "write", 1, md5)
+                    await world.ask(client, member, "write", upload_of(member), 1, md5)
 
             await asyncio.gather(*map(one, range(MEMBERS)))
 
@@ -165,63 +172,71 @@ def close(world: World) -> Iterator[tuple[str, ...]]:
     yield f"URLs of {MEMBERS} members", f"{wall:.1f} s", f"{cpu:.1f} s of CPU", "10 s"
 
 
+FILE_SERVER = """
+import sys, uvicorn
+from starlette.responses import FileResponse
+from starlette.routing import Route, Router
+app = Router([Route("/file", lambda _: FileResponse(sys.argv[1]))])
+uvicorn.run(app, port=int(sys.argv[2]), http="h11", log_level="error")
+"""
+
+
+@contextmanager
+def plain_server(file: Path) -> Iterator[tuple[str, psutil.Process]]:
+    """Serve a file by uvicorn as it is."""
+    (port,) = free_ports(1)
+    command = [sys.executable, "-c", FILE_SERVER, str(file), str(port)]
+    with subprocess.Popen(command) as process:
+        try:
+            while True:
+                with suppress(OSError), closing(socket.create_connection(("127.0.0.1", port))):
+                    break
+                time.sleep(0.1)
+            yield f"http://127.0.0.1:{port}/file", psutil.Process(process.pid)
+        finally:
+            process.terminate()
+
+
 def store(world: World) -> Iterator[tuple[str, ...]]:
-    """Yield the speed of 1 GB down and up, and that of a file from the same uvicorn."""
-    data = os.urandom(PART)
-    count = -(-UPLOAD // PART)
+    """Yield speed and CPU of 1 GB from the same uvicorn as a file, and down and up."""
+    data, count = os.urandom(PART), -(-UPLOAD // PART)
     plain = world.bucket / "outer" / "file"
     plain.parent.mkdir(parents=True, exist_ok=True)
     plain.write_bytes(data * count)
+    md5 = hashlib.md5(data, usedforsecurity=False).digest()
 
-    def down(url: str) -> float:
-        began = time.perf_counter()
+    def down(url: str) -> None:
         with httpx.stream("GET", url, trust_env=False, timeout=600) as answer:
             answer.raise_for_status()
-            received = sum(len(part) for part in answer.iter_raw())
-        return received / (time.perf_counter() - began)
+            assert sum(len(part) for part in answer.iter_raw()) == count * PART
 
-    (port,) = free_ports(1)
-    app = Router([Route("/file", lambda _: FileResponse(plain))])
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", http="h11"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.05)
-    usual = max(down(f"http://127.0.0.1:{port}/file") for _ in range(3))
-    server.should_exit = True
-    thread.join(30)
-
-    md5 = hashlib.md5(data, usedforsecurity=False).digest()
-    digests = [md5.hex()] * count
-
-    async def urls(do: str, key: str = "") -> dict[str, str]:
-        async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
-            if do != "read":
-                return await world.ask(client, 0, do, count * PART, digests)
-            body = json.dumps({"do": "read", "key": key}).encode()
-            signed = sign_btauth(
-                world.members[0], path="/access", body=body, receiver=world.identity
-            )
-            answer = await client.post(world.url + "/access", content=body, headers=signed)
-            found: dict[str, str] = answer.json()["result"]["urls"]
-            return found
-
-    def up() -> float:
+    def up(urls: dict[str, str]) -> None:
         headers = {"content-md5": base64.b64encode(md5).decode()}
-        parts = asyncio.run(urls("write"))
-        began = time.perf_counter()
         with httpx.Client(timeout=600, trust_env=False) as client:
-            for url in parts.values():
+            for url in urls.values():
                 client.put(url, content=data, headers=headers).raise_for_status()
-        return len(parts) * PART / (time.perf_counter() - began)
 
-    with world.served():
-        read = asyncio.run(urls("read", "outer/file"))["get_object"]
-        found: list[tuple[str, Callable[[], float]]] = [("down", lambda: down(read)), ("up", up)]
-        for name, measure in found:
-            speed = measure() if name == "up" else max(measure() for _ in range(3))
-            share = f"{speed / usual:.0%} of a file's {usual / 1e6:.0f} MB/s"
-            yield f"1 GB {name}", f"{speed / 1e6:.0f} MB/s", share, "80 %"
+    async def ask(do: str, key: str, *file: Any) -> dict[str, str]:
+        async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+            return await world.ask(client, 0, do, key, *file)
+
+    def measured(server: psutil.Process, work: Callable[[], None]) -> tuple[float, float]:
+        began, used = time.perf_counter(), sum(server.cpu_times()[:2])
+        work()
+        return (
+            count * PART / 1e6 / (time.perf_counter() - began),
+            (sum(server.cpu_times()[:2]) - used) / (count * PART / 1e9),
+        )
+
+    with plain_server(plain) as (url, server):
+        usual, cpu = measured(server, lambda: down(url))
+        yield "1 GB of a file", f"{usual:.0f} MB/s", "100 %", f"{cpu:.1f} s of CPU"
+    with world.served() as server:
+        read = asyncio.run(ask("read", "outer/file"))["get_object"]
+        parts = asyncio.run(ask("write", upload_of(0), count * PART, [md5.hex()] * count))
+        for name, work in (("down", lambda: down(read)), ("up", lambda: up(parts))):
+            speed, cpu = measured(server, work)
+            yield f"1 GB {name}", f"{speed:.0f} MB/s", f"{speed / usual:.0%}", f"{cpu:.1f} s of CPU"
 
 
 def main(argv: list[str] | None = None) -> int:
