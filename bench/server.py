@@ -69,7 +69,7 @@ class World:
         (port,) = free_ports(1)
         self.url, lab = f"http://127.0.0.1:{port}", folder / "lab"
         words = ["--name", "lab", "--registry", self.url, "--store", "embedded", "--set"]
-        words += ["private=true", "--data-source", "stdlib", "--model", "1b"]
+        words += ["private=true", "--data-source", "stdlib", "--model", "4b"]
         assert not network_command.main(["init", str(lab), *words])
         given = ["--network", str(lab / "network.toml")]
         config = load_config("validator", given, environ={}, dotenv=None, check=False)
