@@ -309,8 +309,7 @@ class _File(Response):
                 if not piece:
                     raise OSError(f"{file.name} was cut")  # the client sees it by the length
                 for at in range(0, len(piece), _SENT):
-                    body = piece[at : at + _SENT]
-                    left -= len(body)
+                    left -= len(body := piece[at : at + _SENT])
                     await send({"type": "http.response.body", "body": body, "more_body": left > 0})
             if not self._length:
                 await send({"type": "http.response.body", "body": b""})

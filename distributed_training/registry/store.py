@@ -483,9 +483,7 @@ def _open(path: Path) -> sqlite3.Connection:
 #: The statements that bring a file of the edition before, whose schema is 3 or 4, to this one.
 #: Stake, weights and shares were those of a chain.
 _UPGRADE = (
-    """
-    CREATE TABLE IF NOT EXISTS peers (hotkey TEXT PRIMARY KEY, peer TEXT NOT NULL UNIQUE);
-    """
+    "CREATE TABLE IF NOT EXISTS peers (hotkey TEXT PRIMARY KEY, peer TEXT NOT NULL UNIQUE);"
     + TABLES.partition("CREATE TABLE losses")[0]
     + """
     INSERT INTO members SELECT uid, hotkey, ip, port, coalesce(peer, ''), since, commitment
