@@ -246,7 +246,7 @@ def build_parser() -> Parser:
     add("--peers", type=ranged(1, 4096), default=4, metavar="N", help="members, all alike [4]")
     of_new = "how a new network exchanges; with --model [store]"
     add("--exchange", choices=("store", "hivemind"), default="store", help=of_new)
-    speed = f"tokens per second of a member [{_MFU:.0%} of the GPUs' peak]"
+    speed = f"tokens per second of a member [{_MFU * 100:.0f} %% of the GPUs' peak]"
     add("--speed", type=number, metavar="N", help=speed)
     price = f"price of a GPU for an hour [the card's, of {PRICED}]"
     add("--price", type=ranged(0.0, 1e6), metavar="DOLLARS", help=price)

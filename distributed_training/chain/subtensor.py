@@ -16,6 +16,7 @@ import re
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -107,8 +108,9 @@ class BittensorChain(Chain):
                 with suppress(Exception):  # the write is seen at the next read
                     await self._read(client)
 
-        with self._writing():
-            self._call(write(), f"{kind}: ")
+        # In a thread of its own: that of a notebook has a loop that runs, and takes no second one.
+        with self._writing(), ThreadPoolExecutor(1) as thread:
+            thread.submit(self._call, write(), f"{kind}: ").result()
 
     # calls
 

@@ -53,7 +53,7 @@ def mutate(name: str, folder: Path, *, seed: int, cases: int) -> None:
 
 
 #: Of 10,000 mutations; those that take some milliseconds each get fewer.
-_CASES = dict.fromkeys(READERS, 300) | {
+_CASES = dict.fromkeys(READERS, 310) | {
     **dict.fromkeys(("update", "network", "registry"), 2500),
     **dict.fromkeys(("journal", "notes", "standings"), 150),
     "parquet": 200,
@@ -77,18 +77,13 @@ def test_a_hundred_thousand_mutations_end_no_reader(name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("row", [[4], [4, {"uid": 4}, "x"], ["a", None, None], None, {"uid": 4}])
-def test_one_row_of_the_registry_hides_no_other(
-    row: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_row_of_the_registry_costs_its_answer(row: Any, tmp_path: Path) -> None:
+    """Without it the list would lack a member; the last known list stays instead."""
     reader, path = READERS["registry"], tmp_path / "state.json"
     whole = json.loads(reader.honest())
     path.write_text(json.dumps(whole | {"rows": [whole["rows"][0], row]}))
-    assert [uid for uid, *_ in reader.read(path).rows] == [3]
-    caplog.clear()
-    path.write_text(json.dumps(whole | {"rows": [whole["rows"][0], row, row]}))
     with pytest.raises(ValueError):
-        reader.read(path)  # another program's
-    assert not caplog.records
+        reader.read(path)
 
 
 @pytest.mark.long

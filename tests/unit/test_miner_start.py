@@ -183,6 +183,7 @@ def rank_ends(
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv(run_folder.RANK_STORE, "")  # as the launcher's ranks have it
     for name in ("die_with_parent", "write_stacks_on_signal", "start_log", "RankStop"):
         monkeypatch.setattr(start, name, lambda *_, **named: None)
     config = config_of()
