@@ -42,8 +42,10 @@ def alone() -> Iterator[None]:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

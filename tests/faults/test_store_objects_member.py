@@ -368,7 +368,7 @@ class NetworkWorld:
         """Return the problems that a look posts; it never ends a miner."""
         self.posted.clear()
         assert self.watch.compare() == ""
-        return [event.problem for event in self.posted]
+        return [event.cause for event in self.posted]
 
 
 MEANINGLESS = {

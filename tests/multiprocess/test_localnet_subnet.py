@@ -111,7 +111,9 @@ class TestSubnet:
             subnet.wait_until(lambda: subnet.miners[0].state.starts == 2, LONG, "the restart")
             assert stop_miner(subnet, 1) == 0
             named = {command_of(p): p for p in tree.processes()}
-            (chain,) = (p for line, p in named.items() if "network_command serve" in line)
+            (chain,) = (
+                p for line, p in named.items() if "network_command" in line and " serve" in line
+            )
             chain.kill()
             subnet.wait_for_outer_steps(9, LONG)
         assert not tree.processes()
@@ -252,7 +254,7 @@ class TestCommand:
         second = self.start(tmp_path / "run", "good")
         text, _ = second.communicate(timeout=180)
         assert second.returncode == 2 and "is running in" in text, text
-        assert len(tree.processes()) >= 5
+        assert len(tree.processes()) >= 2
         run.send_signal(signal.SIGINT)
         text, _ = run.communicate(timeout=180)
         assert run.returncode == 130, text

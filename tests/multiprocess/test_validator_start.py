@@ -67,7 +67,7 @@ def _config(
     argv = [word for name, value in words.items() for word in (f"--{name}", value)]
     config = load_config("validator", argv, environ={}, dotenv=None, check=False)
     settings = dataclasses.replace(config.store, **access_to(store))
-    chain = dataclasses.replace(config.chain, start_timeout=timedelta(seconds=patience))
+    chain = dataclasses.replace(config.chain, start_timeout=timedelta(seconds=float(patience)))
     return dataclasses.replace(config, store=settings, chain=chain)
 
 
