@@ -196,6 +196,9 @@ def model_config(config: Config, wanted: str | None) -> tuple[dict[str, Any], st
     return named_config(name), f"assumed: {name}; --model tells otherwise"
 
 
+MEASURE = "--diagnostics.measure"  # seconds
+
+
 def build_parser() -> Parser:
     parser = Parser(add_help=False)
     parser.add_argument("--json", action="store_true")
@@ -206,7 +209,7 @@ def build_parser() -> Parser:
     parser.add_argument("--notify", action="store_true")
     parser.add_argument("--bundle", type=argument(File))
     parser.add_argument("--log", type=argument(File))
-    parser.add_argument("--diagnostics.measure", type=ranged(0.0, 3600.0), default=_MEASURED)
+    parser.add_argument(MEASURE, type=ranged(0.0, 3600.0), default=_MEASURED)
     parser.add_argument("-h", "--help", action="store_true")
     return parser
 
