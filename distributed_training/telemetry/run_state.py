@@ -104,7 +104,7 @@ class LauncherFile:
         self.owned = False
         before = read_launcher(folder) or Launch()
         self.state = Launch(at=time.time(), pid=os.getpid(), last_crash=before.last_crash)
-        killed = before.state in (LauncherState.STARTING, LauncherState.RUNNING)
+        killed = before.state not in ("", LauncherState.REFUSED, LauncherState.STOPPED)
         if before.stopped_by == FAILURES or (killed and not self.taken()):
             self.state = replace(self.state, restarts=before.restarts)
             self.crashed(before.text or f"the launcher (pid {before.pid}) was killed")

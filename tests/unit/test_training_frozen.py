@@ -49,7 +49,7 @@ from tests.tools.training_world import (
 from tests.tools.waiting import wait_for
 from tests.toys.model_kind import Toy, ToyModel
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("process_group")]
 LAYERS = ["model.layers.*", "model.norm.weight", "lm_head.weight"]
 PART: dict[str, Any] = with_rules(tiny(), None, LAYERS)
 EMBEDDINGS = "model.embed_tokens.weight"
