@@ -53,7 +53,6 @@ from rich.table import Table
 from rich.text import Text
 
 from distributed_training import NO_HELP
-from distributed_training.common import webhook
 from distributed_training.common.files import read_json_object
 from distributed_training.common.llama import named_config
 from distributed_training.common.memory import ModelShape
@@ -64,7 +63,7 @@ from distributed_training.common.processes import (
     sessions_of,
     without_secrets,
 )
-from distributed_training.common.webhook import Message, NotSent
+from distributed_training.common.webhook import NotSent, service_of
 from distributed_training.config import (
     OPERATORS_FILE,
     Config,
@@ -86,7 +85,7 @@ from distributed_training.miner.run_folder import launcher_of, listening_ranks, 
 from distributed_training.protocol.lines import SLOW_STEP, counted
 from distributed_training.protocol.types import Check, ExitStatus
 from distributed_training.telemetry.events import EventFollower
-from distributed_training.telemetry.notify import deliver
+from distributed_training.telemetry.notify import Message, deliver
 from distributed_training.telemetry.run_state import observe
 from distributed_training.telemetry.verdict import judge
 
@@ -272,7 +271,7 @@ def try_webhook(config: Config) -> Check:
     url, name = config.telemetry.notify_url, "notify"
     if url is None:
         return Check(name, "fail", "DT_NOTIFY_URL is not set", "put DT_NOTIFY_URL=... into .env")
-    service = webhook.service_of(url.get_secret_value())
+    service = service_of(url)
     text = "this is a test, by dt-doctor --notify: messages of this miner come here"
     try:
         deliver(url, Message(config.miner.name, text))

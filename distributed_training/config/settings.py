@@ -355,7 +355,7 @@ class TelemetrySettings:
     page_token: Secret | None = flag("neuron.page_token", None, env="DT_PAGE_TOKEN")
     """Token of at least 16 characters that the dashboard asks for."""
     notify_url: Webhook | None = flag("notify.url", None, env="DT_NOTIFY_URL")
-    """Webhook of ntfy, Slack, Discord, Telegram (.../sendMessage?chat_id=ID) or your own, for
+    """URL of apprise (appriseit.com), of ntfy, Slack, Discord, Telegram or another service, for
     alerts and a daily report."""
     tensorboard_dir: File | None = flag("neuron.tensorboard_dir", None)
     """Folder in which each step's figures are written for TensorBoard."""

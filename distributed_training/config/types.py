@@ -29,7 +29,7 @@ import base58
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, SecretStr
 
 from distributed_training.common.kinds import Kinds, Made, UnknownKindError
-from distributed_training.common.webhook import check_url
+from distributed_training.common.webhook import open_service
 from distributed_training.network import USUAL
 from distributed_training.protocol.types import ExitStatus
 
@@ -160,7 +160,7 @@ def _bare(text: str) -> str:
 
 
 def _webhook(secret: SecretStr) -> SecretStr:
-    check_url(secret.get_secret_value())
+    open_service(secret.get_secret_value())
     return secret
 
 

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from distributed_training.chain.kinds import chain_kind
-from distributed_training.common import webhook
 from distributed_training.common.control_groups import usable_cores
 from distributed_training.common.files import free_bytes
 from distributed_training.common.memory import (
@@ -39,6 +38,7 @@ from distributed_training.common.memory import (
     loss_chunk,
 )
 from distributed_training.common.ports import listen
+from distributed_training.common.webhook import service_of
 from distributed_training.config import Config, ConfigError, problems
 from distributed_training.config.settings import Exchange, TrainingSettings
 from distributed_training.data.sources import kind_of
@@ -592,8 +592,8 @@ def check_webhook(examination: Examination) -> list[Check]:
     """Report which service gets this miner's messages; nothing if there is none."""
     if (url := examination.config.telemetry.notify_url) is None:
         return []
-    service = webhook.service_of(url.get_secret_value())
-    return [Check("notify", "ok", f"messages go to {service}; dt-doctor --notify sends one now")]
+    finding = f"messages go to {service_of(url)}; dt-doctor --notify sends one now"
+    return [Check("notify", "ok", finding)]
 
 
 @listed(CHECKS, at_start=True, exchange="hivemind")

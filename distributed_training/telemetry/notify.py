@@ -24,10 +24,9 @@ from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
-from distributed_training.common import webhook
 from distributed_training.common.backoff import Backoff, Repeats
 from distributed_training.common.files import read_state, write_state
-from distributed_training.common.webhook import Message, NotSent
+from distributed_training.common.webhook import NotSent, send, service_of
 from distributed_training.protocol.network_report import span
 from distributed_training.telemetry.day import DAY, find_first_event, sum_up
 from distributed_training.telemetry.facts import FINISHED, Crash, Facts
@@ -43,8 +42,8 @@ _LOOK_EVERY = 15.0  # seconds
 _LAST_WORDS = 6.0  # seconds that the end of a miner waits for its message
 _MOST_A_DAY = 10  # messages
 _LOW, _ENOUGH = 0.1, 0.12  # of the disk: a trouble below the first, over above the second
-_FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=30), timedelta(minutes=10)
-_LONGEST_SILENT_WAIT = timedelta(hours=3)  # after a try that may have come, as each that follows
+# A service that takes a message and does not say so gets it again after each of these waits.
+_FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=30), timedelta(minutes=30)
 
 #: By trouble: its title, and how many seconds it lasts before it is reported. The rows of
 #: :data:`~.verdict.TABLE` name it.
@@ -85,13 +84,23 @@ class Book:
     crash: float = 0.0
 
 
+@dataclass(frozen=True)
+class Message:
+    """``title``: whose miner; ``bad``: an operator should look."""
+
+    title: str
+    text: str
+    bad: bool = False
+
+
 def deliver(url: SecretStr, message: Message) -> None:
     """Send ``message``, with no secret in it. Raises NotSent."""
-    secret = url.get_secret_value()
-    # A client's own lines may write a URL in other ways than it was given in.
-    for part in (secret, urlsplit(secret).path, urlsplit(secret).query):
+    parts = urlsplit(url.get_secret_value())
+    # Lines of libraries may write a URL in other ways than it was given in. A part of it that is
+    # no host name is a token.
+    for part in (url, parts.path, parts.query, "" if "." in parts.netloc else parts.netloc):
         register_secret(part)
-    webhook.send(url, Message(message.title, mask(message.text), message.bad))
+    send(url, message.title, mask(message.text), bad=message.bad)
 
 
 class Notifier:
@@ -104,13 +113,12 @@ class Notifier:
     def __init__(self, folder: Path, name: str, url: SecretStr | None, file: LauncherFile) -> None:
         self._folder, self._title, self._url, self._file = folder, name, url, file
         self._name = name
-        self._service = "" if url is None else webhook.service_of(url.get_secret_value())
+        self._service = "" if url is None else service_of(url)
         self._book = Book()
         self._loaded = False
         self._saved = ""
         self._began: float | None = None  # the miner's first event
         self._backoff = Backoff(first=_FIRST_WAIT, longest=_LONGEST_WAIT)
-        self._silent_backoff = Backoff(first=_FIRST_WAIT, longest=_LONGEST_SILENT_WAIT)
         self._failed_at, self._pause = 0.0, 0.0  # of the last try
         self._present: set[str] = set()  # troubles that were found at the last look
         self._crash_at = Crash(), 0.0  # and when it was, by the clock as it is set now
@@ -284,20 +292,17 @@ class Notifier:
             try:
                 deliver(self._url, message)
             except NotSent as error:
-                backoff = self._silent_backoff if error.silent else self._backoff
-                self._failed_at = now
-                self._pause = max(backoff.failed().total_seconds(), error.wait or 0.0)
+                self._failed_at, self._pause = now, self._backoff.failed().total_seconds()
                 if (again := self._failures()) is not None:
                     log.warning(
                         "A message was not sent to the webhook (%s): %s; it is tried again, and "
                         "training continues%s",
                         self._service,
-                        error,
+                        mask(str(error)),
                         again,
                     )
                 return
             self._backoff.succeeded()
-            self._silent_backoff.succeeded()
             book.sent += 1
             if not name:
                 book.summary = ""

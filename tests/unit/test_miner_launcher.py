@@ -440,11 +440,11 @@ def test_the_number_of_gpus_is_remembered_while_the_driver_is_away(
 def test_the_webhook_reports_an_end_that_nobody_asked_for(
     argv: list[str], ranks: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with webhooks(monkeypatch) as world:
-        monkeypatch.setenv("DT_NOTIFY_URL", world.url("Slack"))
+    with webhooks() as world:
+        monkeypatch.setenv("DT_NOTIFY_URL", world.url)
         ranks.left = [(0, FAULT)] * (1 + launcher.RESTARTS)
         assert launch(argv) == FAULT
-    (told,) = [text for _, text in world.taken if "nobody asked" in text]  # the disk may be full
+    (told,) = [text for text in world.taken if "nobody asked" in text]  # the disk may be full
     assert "failures: as told" in told
     for path in run_folder(argv).rglob("*"):
         assert not path.is_file() or b"secretsecret" not in path.read_bytes()

@@ -41,16 +41,16 @@ def test_a_message_is_sent_to_the_webhook_on_request(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with webhooks(monkeypatch) as world:
+    with webhooks() as world:
         world.manner = manner
-        monkeypatch.setenv("DT_NOTIFY_URL", world.url("Telegram"))
+        monkeypatch.setenv("DT_NOTIFY_URL", world.url)
         assert doctor.main(["--network", "local", "--notify"]) == status
-        assert [text for _, text in world.taken] == ["miner: " + TEST] * (not manner)
+        assert world.taken == ["miner: " + TEST] * (not manner)
         said = capsys.readouterr()
-        assert "Telegram has" in said.out and "secretsecret" not in said.out + said.err
+        assert "JSON has" in said.out and "secretsecret" not in said.out + said.err
         config = load_config("miner", ["--network", "local"], check=False)
         (row,) = check_webhook(Examination(config, ranks=1))
-        assert "messages go to Telegram" in row.finding
+        assert "messages go to JSON" in row.finding
     monkeypatch.delenv("DT_NOTIFY_URL")
     assert doctor.main(["--network", "local", "--notify"]) == 1
     assert "put DT_NOTIFY_URL=... into .env" in capsys.readouterr().out

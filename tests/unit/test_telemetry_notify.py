@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
-from distributed_training.common.webhook import Message, NotSent
+from distributed_training.common.webhook import NotSent
 from distributed_training.config.schema import all_settings
 from distributed_training.telemetry import notify
 from distributed_training.telemetry.day import DAY
 from distributed_training.telemetry.facts import FACTS_FILE, Disk, Fact, Facts, KnownUpload, Launch
-from distributed_training.telemetry.notify import Notifier
+from distributed_training.telemetry.notify import Message, Notifier
 from distributed_training.telemetry.run_state import (
     LauncherFile,
     LauncherState,
@@ -31,7 +31,7 @@ from tests.tools.webhooks import Webhooks, webhooks
 pytestmark = pytest.mark.timeout(60)
 
 BEGIN = 1_800_000_000.0 - 1_800_000_000.0 % DAY  # midnight
-HOOK = SecretStr("https://hooks.slack.com/services/T0/B0/secretsecret")
+HOOK = SecretStr("json://127.0.0.1:9/secretsecret")
 
 
 class Miner:
@@ -204,12 +204,12 @@ def test_trouble_while_the_link_was_down_is_one_message_with_the_span(
     cut(miner)
     miner.passes(94 * 60)
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 1 and "A message was not sent to the webhook (Slack)" in lines[0]
+    assert len(lines) == 1 and "A message was not sent to the webhook (JSON)" in lines[0]
     assert 5 < miner.tries < 40
     heal(miner)
     miner.passes(60)
     miner.reached = True
-    (only,) = miner.passes(700)
+    (only,) = miner.passes(1800)
     assert only.startswith("Over after 94 min (") and "No connection" in only
 
 
@@ -220,12 +220,12 @@ def test_a_service_that_takes_messages_and_says_nothing_gets_one_again_ever_more
 
     def deliver(url: SecretStr, message: Message) -> None:
         tries.append(miner.now)
-        raise NotSent("it has not answered within 10 s", silent=True)
+        raise NotSent("it has not answered within 10 s")
 
     monkeypatch.setattr(notify, "deliver", deliver)
     fill(miner)
     miner.passes(DAY, every=60)
-    assert 8 < len(tries) < 30 and tries[2] - tries[0] < 300
+    assert 8 < len(tries) < 90 and tries[2] - tries[0] < 300
 
 
 def test_ten_messages_a_day_and_the_tenth_says_so(miner: Miner) -> None:
@@ -429,7 +429,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Webhooks]:
     monkeypatch.setattr(notify, "_LOOK_EVERY", 0.02)
     room = SimpleNamespace(free=5e11, total=1e12)  # the disk of this machine may be full
     monkeypatch.setattr("shutil.disk_usage", lambda _: room)
-    with webhooks(monkeypatch) as served:
+    with webhooks() as served:
         yield served
 
 
@@ -441,15 +441,13 @@ def launcher_of(folder: Path) -> LauncherFile:
     return file
 
 
-@pytest.mark.parametrize("service", ["ntfy", "Slack", "Discord", "Telegram", "JSON"])
 def test_an_end_that_nobody_asked_for_is_reported_before_the_launcher_ends(
-    service: str, world: Webhooks, tmp_path: Path
+    world: Webhooks, tmp_path: Path
 ) -> None:
     file = launcher_of(tmp_path)
-    with Notifier(tmp_path, "guest", SecretStr(world.url(service)), file):
+    with Notifier(tmp_path, "guest", SecretStr(world.url), file):
         file.stopped("failures", "the ranks failed 6 times in a row")
-    ((found, text),) = world.taken
-    assert found == service and "failures: the ranks failed 6 times in a row" in text
+    assert "failures: the ranks failed 6 times in a row" in world.taken[0]
 
 
 @pytest.mark.parametrize("manner", ["hang", "drip"])
@@ -458,7 +456,7 @@ def test_a_stop_that_was_asked_for_waits_for_no_message(
 ) -> None:
     world.manner = manner
     file = launcher_of(tmp_path)
-    with Notifier(tmp_path, "guest", SecretStr(world.url("JSON")), file) as notifier:
+    with Notifier(tmp_path, "guest", SecretStr(world.url), file) as notifier:
         notifier._book.summary = "Day 1"
         while not world.asked:
             time.sleep(0.01)
@@ -469,7 +467,7 @@ def test_a_stop_that_was_asked_for_waits_for_no_message(
     notifier._thread.join()
 
 
-@pytest.mark.parametrize("manner", [500, 429, "elsewhere"])
+@pytest.mark.parametrize("manner", [500, "elsewhere"])
 def test_a_service_that_takes_none_is_asked_seldom_and_named_once(
     manner: str | int,
     world: Webhooks,
@@ -479,33 +477,33 @@ def test_a_service_that_takes_none_is_asked_seldom_and_named_once(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     monkeypatch.setattr(notify, "observe", lambda *_: Facts())
-    world.manner, world.extra = manner, {"retry-after": "3600"} if manner == 429 else {}
+    world.manner = manner
     file = launcher_of(tmp_path)
-    notifier = Notifier(tmp_path, "guest", SecretStr(world.url("Discord")), file)
+    notifier = Notifier(tmp_path, "guest", SecretStr(world.url), file)
     notifier._book.summary = "Day 1"
     for n in range(241):  # an hour of looks
         notifier.look(BEGIN + 15 * n)
-    assert world.asked <= (2 if manner == 429 else 16)
+    assert 3 < world.asked <= 16
     lines = [r.getMessage() for r in caplog.records if "was not sent" in r.getMessage()]
-    assert len(lines) == 1 and "(Discord)" in lines[0]
+    assert len(lines) == 1 and "(JSON)" in lines[0]
     kept = (tmp_path / "notify.json").read_text()
     assert "secretsecret" not in kept + " ".join(lines) and "Day 1" in kept
     world.manner = ""
     notifier.look(BEGIN + 2 * 3600)
-    assert [text for _, text in world.taken] == ["guest: Day 1"]
+    assert world.taken == ["guest: Day 1"]
 
 
 def test_the_webhook_is_in_no_settings_line_event_or_file(
     world: Webhooks, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    given = {"DT_NOTIFY_URL": world.url("Telegram")}
+    given = {"DT_NOTIFY_URL": world.url}
     config = load_config("miner", ["--network", "local"], environ=given, check=False)
     assert config.telemetry.notify_url is not None
     assert "secretsecret" not in all_settings(config) + repr(config)
     file = launcher_of(tmp_path)
     with Notifier(tmp_path, "guest", config.telemetry.notify_url, file) as notifier:
-        notifier._book.summary = f"Day 1 at {world.url('Telegram')}"
+        notifier._book.summary = f"Day 1 at {world.url}"
         file.stopped("failures", "x")
     assert world.taken and "secretsecret" not in str(world.taken)
     for path in tmp_path.iterdir():
