@@ -106,17 +106,17 @@ def garbage_is_collected() -> Iterator[None]:
         gc.enable()
 
 
-@pytest.fixture(autouse=True)
-def no_group_stays(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.fixture(autouse=True, scope="module")
+def no_group_stays() -> Iterator[None]:
     """A trainer makes a process group if there is none, and the next module could not make its own.
 
     46 tests of other files failed for one that had not asked for ``process_group``.
     """
-    yield
+    yield  # ``process_group`` has ended by then
     distributed = sys.modules.get("torch.distributed")
-    if distributed and distributed.is_initialized() and "process_group" not in request.fixturenames:
+    if distributed and distributed.is_initialized():
         distributed.destroy_process_group()
-        pytest.fail("this test leaves a process group: it needs the fixture process_group")
+        pytest.fail("a test of this file leaves a process group: ask for process_group")
 
 
 @pytest.fixture(autouse=True)

@@ -494,7 +494,6 @@ class Services:
         flags = {
             "folder": str(self._chain_folder.absolute()),
             "network": str(self.network),
-            "admission": "open",
             "port": str(self._chain_port),
             "requests-per-address": "10000",  # all come from one
         }

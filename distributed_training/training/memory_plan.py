@@ -98,18 +98,6 @@ class MemoryPlan:
     rung: int
     is_last: bool
 
-    @property
-    def keep_unsharded(self) -> bool:
-        return self.way.keep_unsharded
-
-    @property
-    def sync_every(self) -> bool:
-        return not self.way.reduce_at_last
-
-    @property
-    def offload_optimizer(self) -> bool:
-        return self.way.offload_optimizer
-
     def bytes_with(self, micro_batch: int) -> int:
         """Estimate the bytes of one rank's device with micro-batches of another size."""
         return device_memory(self.shape, replace(self.way, micro_batch=micro_batch))

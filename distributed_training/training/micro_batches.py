@@ -327,8 +327,8 @@ class MicroBatches:
             return
         self._last = last
         root, plan = self.sharded.modules[-1], self.sharded.plan
-        root.set_requires_gradient_sync(last or plan.sync_every)
-        root.set_reshard_after_backward(last or not plan.keep_unsharded)
+        root.set_requires_gradient_sync(last or not plan.way.reduce_at_last)
+        root.set_reshard_after_backward(last or not plan.way.keep_unsharded)
 
 
 def _first_line(error: BaseException) -> str:

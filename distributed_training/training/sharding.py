@@ -197,7 +197,7 @@ def build_sharded_model(
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     modules: list[FSDPModule] = []
     if plan.per_block:
-        dropped = not plan.keep_unsharded
+        dropped = not plan.way.keep_unsharded
         modules += [shard(block, reshard_after_forward=dropped) for block in blocks_of(model)]
         # The next block's weights travel while this one computes.
         for before, after in itertools.pairwise(modules):

@@ -134,7 +134,7 @@ class Trainer(HeldWeights):
         self.optimizer = InnerOptimizer(
             shards,
             settings,
-            offload=self.sharded.plan.offload_optimizer,
+            offload=self.sharded.plan.way.offload_optimizer,
             embeddings=self.sharded.embeddings,
             matrices=self.sharded.matrices,
         )

@@ -260,7 +260,7 @@ SAYS = {
 def test_page_shows_a_days_tokens_cost_and_the_weeks(browser: Any, tmp_path: Path) -> None:
     with served(make_miner(tmp_path, "counts")) as page:
         browser.get(page.url)
-        wait_for(lambda: "costs 60.00 a day" in card(browser, "Tokens a day"), "what it costs")
+        wait_for(lambda: "pauses counted" in card(browser, "Tokens a day"), "the tokens")
         text = browser.find_element("tag name", "body").text
         assert not re.search(r"\b(paid|pays|incentive|emission|earn)", text, re.IGNORECASE)
         drawn = "return document.querySelector(arguments[0])?.getAttribute('aria-label') || ''"
@@ -532,21 +532,16 @@ def test_a_registry_shows_how_its_network_does(browser: Any, tmp_path: Path, sta
                 browser.get(server.url)
                 assert browser.execute_script(CHECKS) == []
                 assert verdict(browser)[::2] == wanted
-                assert browser.title == f"{'⚠ ' * (wanted[1] == 'bad')}test: {wanted[0]}"
+                assert browser.title == f"test: {wanted[0]}"
                 assert browser.execute_script(FIRST), "the verdict is seen first"
         if changes is None:
             return
-        line = browser.find_element("css selector", "svg[role=img]")
-        assert "1.3528 nats per token at outer step 39 on English, C &" in line.accessible_name
-        assert min(line.size.values()) > 80
         text = browser.execute_script("return document.body.textContent")
         for said in ("[2001:db8::1]:8091", "score 0: it missed the last 12 sweeps",
-                     "<i>another</i>", "C & <headers>", "39.00 B in all", "208,334"):  # fmt: skip
+                     "<i>another</i>", "C & <headers>", "39,000,000,000", "208,334"):  # fmt: skip
             assert said in text, said
         assert ("<b>NaN</b>" in text) == (state == "failing")
         assert browser.execute_script("return document.querySelectorAll('i, script').length") == 0
-        old = "old" in browser.find_element("id", "now").get_attribute("class").split()
-        assert old == (state == "silent")
         written = [e["message"] for e in browser.get_log("browser")]  # of other pages too
         assert not [line for line in written if server.url in line]
 
@@ -554,5 +549,4 @@ def test_a_registry_shows_how_its_network_does(browser: Any, tmp_path: Path, sta
 SCHEMES = ("dark", "light")
 FIRST = """
 const verdict = document.getElementById('verdict').getBoundingClientRect();
-return verdict.bottom < innerHeight / 2 && verdict.top < 100
-    && verdict.bottom <= document.getElementById('now').getBoundingClientRect().top;"""
+return verdict.bottom < innerHeight / 2 && verdict.top < 100;"""

@@ -139,7 +139,7 @@ def test_an_unregistered_hotkey_ends_the_start_with_that_reason(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     store = ObjectStoreServer(folder=tmp_path / "store")  # it is not asked
-    with chain_program(master=VALIDATOR.ss58) as (url, _):
+    with chain_program("--admission", "invited", master=VALIDATOR.ss58) as (url, _):
         assert program.run_validator(_config(tmp_path, url, store, VALIDATOR)) == 1
         assert program.run_validator(_config(tmp_path, url, store, wallet, "8")) == 1
     said = capfd.readouterr().out

@@ -131,4 +131,4 @@ def test_an_expelled_member_has_no_part_and_the_others_lose_nothing(world: World
         master = world.master.ss58_address
         membership = Membership(world.chain.neurons, master, master, 0.0)
         order = membership.build_order(world.state, world.clock(), manifest)
-        assert {uid for _, _, uid in order.members} == set(world.uids) - {EXPELLED}
+        assert {uid for _, _, uid in order.members} == {*world.peers} - {EXPELLED}

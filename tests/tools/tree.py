@@ -12,7 +12,7 @@ import psutil
 from distributed_training.common.processes import is_running, send
 from tests.tools.waiting import wait_for
 
-NAME = "DT_TEST_TREE"
+NAME = "TEST_TREE"  # not DT_: a local subnet leaves out what names our settings
 
 
 class Tree:

@@ -158,5 +158,5 @@ def fitting(name: str, world_size: int, card: int) -> str:
         )
         if plan.bytes_needed <= MARGIN * card * 10**9:
             how = [str(micro_batch)] + ([] if checkpointing == "none" else [checkpointing])
-            return ", ".join(how + ["host"] * plan.offload_optimizer)
+            return ", ".join(how + ["host"] * plan.way.offload_optimizer)
     return "does not fit"

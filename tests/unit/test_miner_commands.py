@@ -66,5 +66,5 @@ def test_the_help_shows_what_is_common_and_all_on_request(kind: str) -> None:
     known = schema(kind)  # type: ignore[arg-type]
     for everything in (False, True):
         text = parser_of(known, everything=everything).format_help()
-        shown = [flag for flag in known.flags if f"  --{flag.name} " in text]
+        shown = [flag for flag in known.flags if f"\n  --{flag.name} " in text]
         assert len(shown) == len(known.flags) if everything else 10 < len(shown) <= 25

@@ -218,7 +218,8 @@ def test_memory_decides_which_activations_are_kept() -> None:
             device_bytes=int(gigabytes * 1e9),
             host_bytes=int(host * 1e9),
         )
-        return found.keep_unsharded, found.sync_every, found.offload_optimizer
+        way = found.way
+        return way.keep_unsharded, not way.reduce_at_last, way.offload_optimizer
 
     assert plan(141, 1) == (True, False, False)
     assert plan(80, 4) == (True, False, False)
@@ -230,7 +231,7 @@ def test_memory_decides_which_activations_are_kept() -> None:
     assert plan(64, 1, host=128)[2] and plan(24, 4)[2]
     fixed = dataclasses.replace(settings, gradient_sync="every", keep_unsharded="off")
     kept = plan_memory(fixed, model_config=four, world_size=4, micro_batch=1, device_bytes=None)
-    assert (kept.keep_unsharded, kept.sync_every) == (False, True)
+    assert not (kept.way.keep_unsharded or kept.way.reduce_at_last)
     tiny = named_config("tiny")
     small = plan_memory(settings, model_config=tiny, world_size=2, micro_batch=1, device_bytes=None)
     assert not small.per_block
