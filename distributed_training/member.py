@@ -575,7 +575,7 @@ def _assemble(
     context = RankContext(config, folder, weights.device, ranks, events, stack, guest=True)
     data = open_data(context, info, weights.micro_batch_size) if config.reads_text else None
     held = build.resume(context, info, weights, data, connections)
-    rank_zero, round_rank = build.build_exchange(context, info, connections, held)
+    rank_zero, round_rank = build.build_rounds(context, info, connections, held)
     if rank_zero is not None:
         rank_zero.go_live(post)
         report_running(folder)

@@ -17,7 +17,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from distributed_training.chain.base import ChainError, Neuron
@@ -25,6 +24,7 @@ from distributed_training.common.processes import ChildProcess
 from distributed_training.protocol import lines
 from distributed_training.protocol.manifest import Manifest, State
 from distributed_training.protocol.types import Schema
+from distributed_training.store.uplink import Uplink
 
 from .base import Close, Post
 from .store_rounds import StoreRounds
@@ -177,21 +177,27 @@ class HivemindRounds(StoreRounds):
         super().__init__(*given, **named)
         self._membership, self._open_peer = membership, open_peer
         self._peer: ChildProcess | None = None
+        self._ordered = 0  # serial of the close of the last order
 
     def start(self, post: Post, *, outer_step: int, schema: Schema) -> None:
         """Start the peer process too. Raises OSError."""
         self._peer = self._open_peer(schema, self._on_answer)
         super().start(post, outer_step=outer_step, schema=schema)
 
-    def send(self, close: Close, path: Path) -> None:
-        """Send the upload, and order the all-reduce of the values that it decodes to."""
-        super().send(close, path)
-        if not close.serial or self._peer is None:  # progress is for no close
-            return
+    def _send(self, close: Close, uplink: Uplink) -> None:
+        """Order the all-reduce of what the upload decodes to, also after a kill, and send it."""
+        if close.serial and close.serial != self._ordered:  # progress is for no close
+            self._ordered = close.serial
+            self._order(close)
+        super()._send(close, uplink)
+
+    def _order(self, close: Close) -> None:
+        assert self._peer is not None, "the exchange has started"
         manifest = self.manifest(close.outer_step)
+        upload = self._uploads.path(close.outer_step, close.serial)
         try:
             order = self._membership.build_order(
-                close, self.now(), manifest, upload=str(path.absolute())
+                close, self.now(), manifest, upload=str(upload.absolute())
             )
         except (NoAllReduce, ChainError) as error:
             log.info("No all-reduce at this close: %s", error)

@@ -2,7 +2,7 @@
 
 open_connections   wallet, registry, the network's bucket, its newest weights: rank 0's
 resume             what the weights and data of every rank continue from
-build_exchange     rank 0's rounds, controller and telemetry; each rank's part of rounds
+build_rounds       rank 0's rounds, controller and telemetry; each rank's part of rounds
 """
 
 from __future__ import annotations
@@ -496,7 +496,7 @@ def _forgiving(subscriber: Subscriber) -> Subscriber:
     return on_event
 
 
-def build_exchange(
+def build_rounds(
     context: RankContext,
     info: StartupInfo,
     connections: Connections | None,

@@ -189,7 +189,7 @@ class Mode(enum.Enum):
     """The modes of the miner; the values are those of the ``state`` events."""
 
     TRAINING = "training"  # inner steps
-    AWAITING_GLOBAL = "awaiting_global"  # the same; an update that failed is asked for again later
+    UPDATE_FAILED = "update_failed"  # inner steps; the update is asked for again later
     STOPPING = "stopping"  # the last command was STOP
 
 
@@ -244,7 +244,7 @@ class MinerState:
     update: Update | None = None  # that all ranks apply next
     update_at: float = 0.0  # when it was ready
     update_failures: int = 0  # updates in a row that could not be applied
-    again_at: float = 0.0  # when AWAITING_GLOBAL ends, and an update is asked for again
+    again_at: float = 0.0  # when UPDATE_FAILED ends, and an update is asked for again
     place: tuple[int, int] | None = None  # an outer step; the network's inner steps before it
     # progress uploads
     progress: Upload | None = None  # that is written or sent

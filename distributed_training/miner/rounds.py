@@ -115,7 +115,7 @@ def decide(state: MinerState, event: ev.Event, rules: Rules) -> Decision:
                 return replace(state, update=update, update_at=at), (Action.OUTER_STEP,)
         case ev.OuterStepEnded() if state.update is not None:
             return _end_outer_step(state, event)
-        case ev.Tick(at=at) if state.mode is Mode.AWAITING_GLOBAL and at >= state.again_at:
+        case ev.Tick(at=at) if state.mode is Mode.UPDATE_FAILED and at >= state.again_at:
             # The second time whole weights, which hold whatever ours are.
             again = Task.FETCH_WEIGHTS if state.update_failures > 1 else Task.REPORT_APPLIED
             return replace(state, mode=Mode.TRAINING), (again,)
@@ -227,7 +227,7 @@ def _end_outer_step(state: MinerState, event: ev.OuterStepEnded) -> Decision:
     wait = doubling(failures, first=_AGAIN, longest=_AGAIN_LONGEST)
     after = replace(
         state,
-        mode=Mode.AWAITING_GLOBAL,
+        mode=Mode.UPDATE_FAILED,
         update=None,
         update_failures=failures,
         again_at=state.update_at + wait.total_seconds(),

@@ -230,7 +230,7 @@ def build_rank(context: RankContext, info: StartupInfo, connections: Connections
     # After the model, whose shapes it needs.
     if connections:
         report_stage(context.folder, 5, "joining the network")
-    rank_zero, round_rank = build.build_exchange(context, info, connections, training)
+    rank_zero, round_rank = build.build_rounds(context, info, connections, training)
 
     loop = MinerLoop(
         ranks=context.ranks,

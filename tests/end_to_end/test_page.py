@@ -113,7 +113,7 @@ def test_a_killed_miner_is_dead_within_ten_seconds(
     folder, events = run_folder
     with subprocess.Popen(["sleep", "600"]) as miner, served(folder) as page:
         (folder / "instance.json").write_text(json.dumps({"instance": "a", "pid": miner.pid}))
-        events.write("state", before="awaiting_global", after="training")
+        events.write("state", before="update_failed", after="training")
         browser.get(page.url)
         wait_for(lambda: "training" in card(browser, "State"), "that it trains")
         began = time.time()

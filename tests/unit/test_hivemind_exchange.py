@@ -19,7 +19,6 @@ from bittensor_core import verify
 from distributed_training.chain.base import ChainUnavailable, Neuron
 from distributed_training.common.backoff import Clocks
 from distributed_training.exchange import peer
-from distributed_training.exchange.base import upload_path
 from distributed_training.exchange.hivemind import (
     Answer,
     HivemindRounds,
@@ -31,9 +30,12 @@ from distributed_training.exchange.own_uploads import OwnUploads
 from distributed_training.protocol.average_file import Average, write_average
 from distributed_training.protocol.manifest import Averaging, Master
 from distributed_training.protocol.types import Base
+from distributed_training.store.errors import StoppedError
+from distributed_training.store.uplink import Uplink
 from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.outer_steps import RUN_ID
 from tests.tools.store_network import MASTER, MEMBER, UID, Leader, Miner, Time, merged, refused
+from tests.tools.waiting import wait_for
 
 PEERS = {"a": "Qm" + "a" * 44, "b": "Qm" + "b" * 44}
 NEURONS = [
@@ -58,31 +60,42 @@ class Peer:
 
 class World:
     def __init__(self, folder: Path) -> None:
-        self.time = Time()
+        self.time, self.folder = Time(), folder
         self.store = MemoryObjectStore("global", clock=self.time.store)
         self.leader = Leader(self.store, self.time)
         self.peer, self.neurons = Peer(), NEURONS
+        self.start()
+
+    def start(self) -> None:
+        """Begin as a new process does."""
         self.rounds = HivemindRounds(
             self.store,
-            folder,
+            self.folder,
             master=Master(RUN_ID, MASTER.ss58_address, verify),
-            uploads=OwnUploads(self.store, folder / "uploads", UID),
+            uploads=OwnUploads(self.store, self.folder / "uploads", UID),
             clocks=Clocks(self.time.steady, self.time.unix),
             membership=Membership(lambda: self.neurons, MEMBER, "B", 10.0),
             open_peer=lambda schema, answered: pytest.fail("it starts no peer"),
         )
-        self.folder = folder
         self.rounds._peer = self.peer  # type: ignore[assignment]
+        self.rounds._post = lambda event: None
+        self.look()
 
-    def send(self) -> list[Order]:
+    def look(self) -> None:
         self.rounds._held = len(self.leader.chain) - 1
         self.rounds._next_look = -math.inf
         self.rounds.turn()
         state = self.rounds._state
         assert state is not None
         self.rounds._chain.link(self.rounds._held, state)
+
+    def send(self) -> list[Order]:
+        self.look()
         close = self.leader.close
-        self.rounds.send(close, upload_path(self.folder, close))
+        path = self.rounds._uploads.path(close.outer_step, close.serial)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"values")
+        self.rounds._send(close, Uplink())
         return self.peer.orders
 
 
@@ -103,6 +116,22 @@ def test_the_first_close_has_no_norm_to_go_by_and_no_all_reduce(world: World) ->
     assert order.leader == PEERS["b"] and not order.average
     assert order.ends - order.at == pytest.approx(world.leader.close.grace - 10.0)
     assert order.upload.endswith(f"1.{order.serial}.safetensors")
+
+
+def test_a_sending_that_a_kill_ended_is_ordered_again_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.leader.take_outer_step()
+    with monkeypatch.context() as patch:
+        patch.setattr(OwnUploads, "_transfer", lambda *_: (_ for _ in ()).throw(StoppedError()))
+        world.send()
+    (first,) = world.peer.orders
+    world.start()
+    world.look()
+    wait_for(lambda: len(world.peer.orders) == 2, "the order of the new process")
+    assert world.peer.orders[1].upload == first.upload
+    world.send()
+    assert len(world.peer.orders) == 2
 
 
 @pytest.mark.parametrize("cause", ["worse", "damaged", "late", "not-judged"])

@@ -213,13 +213,13 @@ class TestState:
         state = NeuronState(Path("m"))
         phases = []
         for kind, more in (
-            ("start", {}), ("step", {}), ("state", {"after": "awaiting_global"}), ("step", {}),
+            ("start", {}), ("step", {}), ("state", {"after": "update_failed"}), ("step", {}),
             ("stop", {}), ("start", {}), ("held_out", {}), ("round", {"ok": False}),
             ("upload_scored", {"uid": 1}), ("scores", {"scores": {}}),
         ):  # fmt: skip
             state.apply({"kind": kind, **more})
             phases.append(state.phase)
-        training = ["starting", "training", "awaiting global", "awaiting global", "stopped"]
+        training = ["starting", "training", "update failed", "update failed", "stopped"]
         work = ["starting", "waiting", "waiting", "scoring", "waiting"]
         assert phases == training + work and state.starts == 2
 

@@ -161,7 +161,7 @@ def test_a_stop_drops_pending_work() -> None:
 
 
 def test_deadlines_are_looked_at_once_per_tick() -> None:
-    rig = Rig(Mode.AWAITING_GLOBAL)
+    rig = Rig(Mode.UPDATE_FAILED)
     rig.action()
     assert rig.controller.state.mode is Mode.TRAINING
     rig.exchange.applied.assert_called_once_with(4, wants_weights=False)

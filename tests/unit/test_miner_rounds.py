@@ -67,13 +67,13 @@ SAVES, PLACED = replace(TRAINING, **NINE), replace(TRAINING, place=(12, 900))
 EARLY = replace(TRAINING, inner_step=4, reached=REACHED)
 STOPPING = replace(TRAINING, mode=Mode.STOPPING)
 DIVERGED = replace(step(skipped=True), diverged=True)
-WAITS = replace(TRAINING, mode=Mode.AWAITING_GLOBAL, again_at=5060.0, update_failures=1)
+WAITS = replace(TRAINING, mode=Mode.UPDATE_FAILED, again_at=5060.0, update_failures=1)
 
 # fmt: off
 TABLE: list[tuple[str, MinerState, ev.Event, tuple[Any, ...]]] = [
     ("an ordinary step", TRAINING, step(3), ()),
     ("a checkpoint is not of a skipped step", SAVES, step(skipped=True), ()),
-    ("steps count while an update is awaited", replace(SAVES, mode=Mode.AWAITING_GLOBAL),
+    ("steps count while an update is awaited", replace(SAVES, mode=Mode.UPDATE_FAILED),
      step(20), (Action.CHECKPOINT,)),
     ("losses are not finite", TRAINING, DIVERGED, (Action.ROLL_BACK,)),
     ("losses are not finite while an update waits", APPLIES, DIVERGED, ()),

@@ -133,7 +133,7 @@ def test_a_stop_that_means_nothing_is_refused(
     assert words in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("mode", [Mode.TRAINING, Mode.AWAITING_GLOBAL])
+@pytest.mark.parametrize("mode", [Mode.TRAINING, Mode.UPDATE_FAILED])
 def test_a_miner_ends_with_a_checkpoint_once_its_network_is_finished(mode: Mode) -> None:
     def look(**content: Any) -> str:
         bucket: Any = SimpleNamespace(network=lambda: replace(word, **content))

@@ -257,7 +257,7 @@ function stateOf(neuron) {
   if (!runs(neuron)) return "dead";
   if (!neuron.taken) return "waiting";
   if (neuron.state === "starting" && (launchOf(neuron) || {}).state === "running") return "training";
-  return neuron.state === "awaiting_global" ? "training" : (neuron.state || "–").replace(/_/g, " ");
+  return neuron.state === "update_failed" ? "training" : (neuron.state || "–").replace(/_/g, " ");
 }
 
 function endOf(neuron) {  // when a miner that is stopped was last there
