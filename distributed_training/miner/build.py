@@ -204,17 +204,14 @@ def open_metrics(
     gauges: Mapping[str, Callable[[], float | None]],
     joined: Callable[[], bool],
 ) -> Metrics:
-    """Open the metrics file and the trackers. ``gauges`` are the exchange's own.
+    """Open the metrics file, and start the trackers. ``gauges`` are the exchange's own.
 
     ``needed``: bytes of disk that the next upload, a checkpoint and the reserve take. ``joined``:
     see :class:`Metrics`.
     """
     config, open_until_end = context.config, context.stack.enter_context
-    trackers = open_trackers(
-        config.telemetry,
-        context.folder,
-        name=f"{config.miner.name}-{uid}",
-        first_step=training.trainer.total_inner_steps + 1,
+    open_until_end(
+        open_trackers(config.telemetry, context.folder, name=f"{config.miner.name}-{uid}")
     )
     machine = MachineGauges(
         context.folder,
@@ -222,7 +219,6 @@ def open_metrics(
         gpus=context.ranks.local_world_size if context.device.type == "cuda" else 0,
     )
     return Metrics(
-        trackers=[open_until_end(closing(tracker)) for tracker in trackers],
         file=MetricsFile(context.folder / "metrics.prom"),
         counts={
             **({} if training.data is None else {"data": training.data.counters}),

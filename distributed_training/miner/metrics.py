@@ -7,7 +7,7 @@ import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,7 +20,6 @@ from distributed_training.common.processes import members, tree_of
 from distributed_training.health.gpus import NvmlSampler
 from distributed_training.protocol.types import Base
 from distributed_training.telemetry import MetricsFile, record_step
-from distributed_training.telemetry.trackers import Tracker
 
 from . import events as ev
 from .events import MinerState
@@ -91,7 +90,7 @@ class Metrics:
     """The metrics file, with what other packages count and measure; subscribes to the events.
 
     ``counts``: totals by the name of the package; ``gauges``, ``by_rank``: measured when the file
-    is written; ``trackers``: handed all figures after each step. ``joined``: whether an upload was
+    is written. ``joined``: whether an upload was
     ever begun; rounds before that are none that this miner missed.
     """
 
@@ -102,7 +101,6 @@ class Metrics:
         counts: Mapping[str, Callable[[], Mapping[str, float]]],
         gauges: Mapping[str, Callable[[], float | None]],
         by_rank: Callable[[], Mapping[str, Mapping[int, float]]] = dict,
-        trackers: Sequence[Tracker] = (),
         joined: Callable[[], bool] = lambda: True,
     ) -> None:
         self._file = file
@@ -110,7 +108,6 @@ class Metrics:
         self._counts = counts
         self._gauges = gauges
         self._by_rank = by_rank
-        self._trackers, self._tracked = trackers, 0
         self._last_rounds: deque[tuple[int, bool]] = deque(maxlen=20)  # outer step, merged
         # From zero on: a counter that appears with 1 has no increase.
         self._skipped = {"disk": 0, "steps": 0}  # uploads
@@ -129,12 +126,6 @@ class Metrics:
                 # A skipped step counts too: the alert by it is for a loop that stands.
                 registry.set("last_step_timestamp_seconds", time.time())
                 self._file.write(self._gather_figures)
-                # A skipped step has no number of its own.
-                if not report.skipped:
-                    # W&B drops what goes back, as the network's place may do.
-                    self._tracked = max(self._tracked + 1, report.total_inner_steps)
-                    for tracker in self._trackers:
-                        tracker.log(self._tracked, registry.values())
             case ev.Tick():  # also where no step ends, in a round or without data
                 self._file.write(self._gather_figures)
             case ev.OuterStepEnded(committed=ok, outer_step=reached) if (

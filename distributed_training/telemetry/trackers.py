@@ -1,10 +1,11 @@
-"""TensorBoard and Weights & Biases: every step's figures where operators compare runs.
+"""Show each step's figures in TensorBoard and Weights & Biases, which follow ``events.jsonl``.
 
-Both are optional and show the catalogue's metrics over one axis, the inner steps since the first
-outer step. Neither may cost training anything: each has a thread of its own behind a bounded queue,
-and one that cannot be opened or fails is left out from then on, with one line.
+    python -m distributed_training.telemetry.trackers FD     started by :func:`open_trackers`
 
-    python -m distributed_training.telemetry.trackers FD     W&B's process; started by rank 0
+A process of its own reads the file. So a library that hangs, prints or fails costs training
+nothing, and it finds none of the miner's secrets but its own key. Sent are the figures and the
+miner's name: no console, code, git state, host or arguments. The axis is the inner steps since the
+first outer step.
 """
 
 from __future__ import annotations
@@ -12,255 +13,260 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Mapping
-from importlib.util import find_spec
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from distributed_training.common.processes import ParentConnection, start_child
+from distributed_training.common.processes import ChildProcess, ParentConnection
 from distributed_training.common.proxies import share
 from distributed_training.config.installed import install
 from distributed_training.config.settings import TelemetrySettings
+from distributed_training.telemetry.events import EventFollower, finite
+from distributed_training.telemetry.metrics import read_metrics
 
 log = logging.getLogger(__name__)
 
 STEP = "inner_step_total"  # the axis of every figure
-_QUEUED_STEPS = 1000
-_CLOSE_SECONDS = 5.0
+_POLL_SECONDS = 1.0
+_CLOSE_SECONDS = 5.0  # for the last figures, at a stop
 _SERVER_SECONDS = 30.0  # that W&B's server may take to answer at the start
+_HISTORY_BYTES = 8 * 2**20
 
 # torchtitan's names, where they mean the same thing, and what our figure is multiplied with. Its
 # throughput(tps) is a single device's and its memory/* is the allocator's: ours have our names.
 _TORCHTITAN: Mapping[str, tuple[str, float]] = {
-    "train_loss": ("loss_metrics/global_avg_loss", 1),
-    "train_mfu": ("mfu(%)", 100),
-    "train_grad_norm": ("grad_norm", 1),
-    "train_learning_rate": ("lr", 1),
-    "train_step_seconds": ("time_metrics/end_to_end(s)", 1),
-    "train_data_wait_seconds": ("time_metrics/data_loading(s)", 1),
+    "loss": ("loss_metrics/global_avg_loss", 1),
+    "mfu": ("mfu(%)", 100),
+    "grad_norm": ("grad_norm", 1),
+    "learning_rate": ("lr", 1),
+    "seconds": ("time_metrics/end_to_end(s)", 1),
+    "data_wait_seconds": ("time_metrics/data_loading(s)", 1),
 }
 
-
-class Writer(Protocol):
-    """A destination of figures. Any method may raise; it is not called again then."""
-
-    def write(self, step: int, figures: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
+#: Writes the figures of an inner step, and the Unix time at which it ended.
+Write = Callable[[int, Mapping[str, float], float], None]
 
 
-class TensorBoard:
-    """Event files in ``folder``.
+def open_trackers(
+    settings: TelemetrySettings, folder: Path, *, name: str
+) -> contextlib.AbstractContextManager[object]:
+    """Start the process that shows the run of ``folder``, if the settings name a tracker.
 
-    Steps from ``first_step`` on that an earlier run wrote, and a checkpoint took back, are hidden;
-    so are those that a roll-back repeats.
+    Its end waits some seconds for the last figures.
     """
+    if settings.tensorboard_dir is None and settings.wandb == "off":
+        return contextlib.nullcontext()
+    key, began = settings.wandb_api_key, time.time()
+    board = None if settings.tensorboard_dir is None else str(settings.tensorboard_dir / name)
+    given = {
+        "folder": str(folder),
+        "name": name,
+        "board": board,
+        "wandb": settings.wandb,
+        "key": None if key is None else key.get_secret_value(),
+        "began": began,
+    }
+    child = ChildProcess(
+        "The process of TensorBoard and W&B",
+        "distributed_training.telemetry.trackers",
+        effect="training is not affected",
+        begin=lambda: child.send(given),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    child.start()
+    return _closing(child)
 
-    def __init__(self, folder: Path, first_step: int) -> None:
-        self._folder = folder
-        self._next = first_step
-        self._open()
 
-    def _open(self) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(self._folder), purge_step=self._next, flush_secs=15)
-
-    def write(self, step: int, figures: Mapping[str, float]) -> None:
-        # After a roll-back: a new writer's purge_step hides the old figures of these steps.
-        if step < self._next:
-            self._writer.close()
-            self._next = step
-            self._open()
-        for name, value in figures.items():
-            self._writer.add_scalar(name, value, step)
-        self._next = step + 1
-
-    def close(self) -> None:
-        self._writer.close()
+@contextlib.contextmanager
+def _closing(child: ChildProcess) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        child.close("end", timeout=timedelta(seconds=_CLOSE_SECONDS))
 
 
-class WandB:
-    """A run of W&B for each start; those of one miner are a group, over one axis of steps.
+def figures(event: Mapping[str, Any]) -> dict[str, float]:
+    """Return the figures of an event by the names under which they are drawn."""
+    if event["kind"] == "export":
+        known = {f"evaluation/{name}": finite(value) for name, value in event["results"].items()}
+        return {name: value for name, value in known.items() if value is not None}
+    drawn = {}
+    for name, value in event.items():
+        if (number := finite(value)) is None or name in ("time", "total_inner_steps"):
+            continue
+        titan, factor = _TORCHTITAN.get(name, (f"train/{name}", 1))
+        drawn[titan] = factor * number
+    if drawn.get("time_metrics/end_to_end(s)"):
+        wait = drawn["time_metrics/data_loading(s)"] / drawn["time_metrics/end_to_end(s)"]
+        drawn["time_metrics/data_loading(%)"] = 100 * wait
+    return drawn
 
-    W&B's library hands its helper this process's whole environment, secrets too, and replaces hooks
-    of the interpreter. So it runs in a child. Sent are the figures and the miner's name, nothing
-    else: no console, code, git state, host or arguments.
+
+def gauges(folder: Path) -> dict[str, float]:
+    """Return the present figures of ``metrics.prom`` that no step has, those of plug-ins too.
+
+    Moments are left out: the numbers of a graph are too coarse for them.
     """
+    return {
+        name.removeprefix("dt_").replace("_", "/", 1): value
+        for name, value in read_metrics(folder / "metrics.prom").items()
+        if "." not in name
+        and not name.endswith("_timestamp_seconds")
+        and (name.endswith("_total") or not name.startswith("dt_train_"))
+    }
 
-    def __init__(self, settings: TelemetrySettings, folder: Path, name: str) -> None:
-        if find_spec("wandb") is None:
-            raise ImportError(name="wandb")
-        if server := os.environ.get("WANDB_BASE_URL"):
-            share(server)
-        self._process, self._connection = start_child(
-            "distributed_training.telemetry.trackers",
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+
+def tensorboard(given: Mapping[str, Any]) -> Write:
+    """Return a writer of TensorBoard's event files. Raises ImportError, OSError."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    files: list[Any] = []
+    reached = 0
+
+    def write(step: int, figures: Mapping[str, float], at: float) -> None:
+        nonlocal reached
+        # A new file hides the steps from here on that an earlier one has: after a roll-back, or of
+        # an earlier start whose last steps no checkpoint had.
+        if step <= reached or not files:
+            files[:] = [EventFileWriter(given["board"], flush_secs=15)]
+            files[0].add_event(Event(step=step, file_version="brain.Event:2"))
+            start = SessionLog(status=SessionLog.START)
+            files[0].add_event(Event(step=step, session_log=start))
+        reached = step
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
+        files[0].add_event(Event(step=step, wall_time=at, summary=Summary(value=values)))
+        files[0].flush()
+
+    return write
+
+
+def wandb(given: Mapping[str, Any]) -> Write:
+    """Return a writer of a run of W&B; the runs of one miner are a group. Raises what W&B does."""
+    import wandb as library
+
+    logging.getLogger("wandb").setLevel(logging.CRITICAL)  # the line below says it
+    if server := os.environ.get("WANDB_BASE_URL"):
+        share(server)
+    options: dict[str, Any] = {
+        "project": os.environ.get("WANDB_PROJECT", "distributed_training"),
+        "name": given["name"],
+        "group": given["name"],
+        "dir": given["folder"],
+        "settings": library.Settings(
+            api_key=given["key"], init_timeout=_SERVER_SECONDS, silent=True, console="off",
+            save_code=False, disable_code=True, disable_git=True, disable_job_creation=True,
+            x_disable_meta=True, x_disable_stats=True, x_disable_machine_info=True,
+            x_save_requirements=False,
+        ),
+    }  # fmt: skip
+    try:
+        run = library.init(mode=given["wandb"], **options)
+    except library.Error as error:
+        library.teardown()  # its helper still holds the run that failed
+        log.warning(
+            "W&B: %s. The figures are kept in %s, `wandb sync` sends them: check WANDB_API_KEY in "
+            ".env and the network",
+            _first_line(error),
+            Path(given["folder"], "wandb"),
         )
-        key = settings.wandb_api_key
-        self._connection.send(
-            {
-                "mode": settings.wandb,
-                "name": name,
-                "key": key.get_secret_value() if key is not None else None,
-                "folder": str(folder),
-                "patience": _SERVER_SECONDS,
-            }
-        )
-        try:
-            # No limit: only this thread waits.
-            is_open, problem = self._connection.recv()
-        except EOFError:
-            is_open, problem = False, "its process ended"
-        if not is_open:
-            raise OSError(problem)
-        if problem:
-            log.warning(
-                "W&B: %s. The figures are kept in %s, `wandb sync` sends them: check "
-                "WANDB_API_KEY in .env and the network",
-                problem,
-                folder / "wandb",
-            )
-
-    def write(self, step: int, figures: Mapping[str, float]) -> None:
-        self._connection.send({STEP: step, **figures})
-
-    def close(self) -> None:
-        self._connection.close()
-        self._process.wait()
-
-
-class Tracker:
-    """Calls a writer from a thread. ``opens`` makes it; its error is logged once."""
-
-    def __init__(self, name: str, opens: Callable[[], Writer]) -> None:
-        self._name = name
-        self._steps: queue.Queue[tuple[int, Mapping[str, float]] | None]
-        self._steps = queue.Queue(_QUEUED_STEPS)
-        self._thread = threading.Thread(
-            target=self._run, args=(opens,), name=f"tracker-{name}", daemon=True
-        )
-        self._thread.start()
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queue figures and return at once. Steps that nobody takes for hours are dropped."""
-        # Else nobody takes them, and the queue would keep a thousand steps.
-        if self._thread.is_alive():
-            with contextlib.suppress(queue.Full):
-                self._steps.put_nowait((step, metrics))
-
-    def close(self) -> None:
-        """Write the queued figures, if that takes seconds at most."""
-        with contextlib.suppress(queue.Full):
-            self._steps.put_nowait(None)
-        # No longer: a stop has other things to do in its time.
-        self._thread.join(_CLOSE_SECONDS)
-
-    def _run(self, opens: Callable[[], Writer]) -> None:
-        try:
-            # In this thread: the libraries import for seconds, and W&B may wait for its server.
-            writer = opens()
-            while (item := self._steps.get()) is not None:
-                writer.write(item[0], figures(item[1]))
-            writer.close()
-        except ImportError as error:
-            log.warning(
-                "%s shows nothing: %s is missing. Training continues; %s, then restart",
-                self._name,
-                error.name,
-                install("wandb" if self._name == "W&B" else "tensorboard"),
-            )
-        except Exception as error:  # noqa: BLE001 - whatever a foreign library raises
-            log.warning(
-                "%s shows nothing from here on (%s). Training continues; events.jsonl has the same "
-                "figures",
-                self._name,
-                _first_line(error),
-            )
+        run = library.init(mode="offline", **options)
+    run.define_metric("*", step_metric=STEP)
+    return lambda step, figures, at: run.log({STEP: step, **figures})
 
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].rstrip(".") or type(error).__name__
 
 
-def figures(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics by the names under which they are drawn: a group for each package.
+class Writers:
+    """The trackers that work; one that fails is left out from then on, with one line."""
 
-    Moments are left out: the numbers of a graph are too coarse for them.
-    """
-    drawn = {}
-    for name, value in metrics.items():
-        if name in _TORCHTITAN:
-            titan, factor = _TORCHTITAN[name]
-            drawn[titan] = factor * value
-        elif not name.endswith("_timestamp_seconds"):
-            drawn[name.replace("_", "/", 1)] = value
-    seconds, wait = metrics.get("train_step_seconds"), metrics.get("train_data_wait_seconds")
-    if seconds and wait is not None:
-        drawn["time_metrics/data_loading(%)"] = 100 * wait / seconds
-    return drawn
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._writers: dict[str, Write] = {}
+        if given["board"]:
+            self._open("TensorBoard", tensorboard, given)
+        if given["wandb"] != "off":
+            self._open("W&B", wandb, given)
+
+    def _open(
+        self, name: str, make: Callable[[Mapping[str, Any]], Write], given: Mapping[str, Any]
+    ) -> None:
+        try:
+            self._writers[name] = make(given)
+        except ImportError as error:
+            log.warning(
+                "%s shows nothing: %s is missing. Training continues; %s, then restart",
+                name,
+                error.name,
+                install("wandb" if name == "W&B" else "tensorboard"),
+            )
+        except Exception as error:  # noqa: BLE001 - whatever a foreign library raises
+            self._fail(name, error)
+
+    def write(self, step: int, figures: Mapping[str, float], at: float) -> None:
+        for name, write in [*self._writers.items()]:
+            try:
+                write(step, figures, at)
+            except Exception as error:  # noqa: BLE001 - whatever a foreign library raises
+                del self._writers[name]
+                self._fail(name, error)
+
+    def _fail(self, name: str, error: Exception) -> None:
+        log.warning(
+            "%s shows nothing from here on (%s). Training continues; events.jsonl has the same "
+            "figures",
+            name,
+            _first_line(error),
+        )
 
 
-def open_trackers(
-    settings: TelemetrySettings, folder: Path, *, name: str, first_step: int
-) -> list[Tracker]:
-    """Open the trackers that the settings name.
-
-    ``folder``: of the run; ``first_step``: the next one's number.
-    """
-    trackers = []
-    board = settings.tensorboard_dir
-    if board is not None:
-        trackers.append(Tracker("TensorBoard", lambda: TensorBoard(board / name, first_step)))
-    if settings.wandb != "off":
-        trackers.append(Tracker("W&B", lambda: WandB(settings, folder, name)))
-    return trackers
+def follow(given: Mapping[str, Any], over: threading.Event) -> None:
+    """Write the figures of this start's steps until ``over``, and those that are there then."""
+    folder, writers = Path(given["folder"]), Writers(given)
+    follower = EventFollower(folder / "events.jsonl")
+    events = [*follower.history(at_most=_HISTORY_BYTES)]
+    while True:
+        rows = []
+        for event in events:
+            # Lines of other versions and damaged ones cost themselves.
+            with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
+                known = event["kind"] in ("step", "export") and not event.get("skipped")
+                if known and (at := float(event["time"])) >= given["began"]:
+                    rows.append((int(event["total_inner_steps"]), figures(event), at))
+        if rows:
+            rows[-1][1].update(gauges(folder))
+        for row in rows:
+            writers.write(*row)
+        ended = over.wait(_POLL_SECONDS)
+        events = follower.poll()
+        if ended and not events:
+            return
 
 
 def main() -> None:
-    """Send the figures that :class:`WandB` sends here to W&B, until it closes the connection."""
-    # Ctrl-C reaches the whole terminal; the rank ends this run by closing the connection.
+    """Follow the run that the parent names, until it hangs up."""
+    # Ctrl-C reaches the whole terminal; the parent ends this by its message.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(10)  # training goes first
-    import wandb
+    parent = ParentConnection(plugins=False, ends=None)  # it still writes what is there
+    parent.forward_log()
+    given, over = parent.receive(), threading.Event()
 
-    logging.getLogger("wandb").setLevel(logging.CRITICAL)  # the rank logs its messages
-    parent = ParentConnection(plugins=False, ends=None)  # it still sends what it has
-    given = parent.receive()
-    problem = ""
-    try:
-        options: dict[str, Any] = {
-            "project": os.environ.get("WANDB_PROJECT", "distributed_training"),
-            "name": given["name"],
-            "group": given["name"],
-            "dir": given["folder"],
-            "settings": wandb.Settings(
-                api_key=given["key"], init_timeout=given["patience"], silent=True, console="off",
-                save_code=False, disable_code=True, disable_git=True, disable_job_creation=True,
-                x_disable_meta=True, x_disable_stats=True, x_disable_machine_info=True,
-                x_save_requirements=False,
-            ),
-        }  # fmt: skip
-        try:
-            run = wandb.init(mode=given["mode"], **options)
-        except wandb.Error as error:
-            wandb.teardown()  # its helper still holds the run that failed
-            problem = _first_line(error)
-            run = wandb.init(mode="offline", **options)
-    except Exception as error:  # noqa: BLE001 - another version of the library has other settings
-        parent.send((False, _first_line(error)))
-        return
-    parent.send((True, problem))
-    run.define_metric("*", step_metric=STEP)
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            run.log(parent.receive())
-    run.finish()
+    def wait() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            parent.receive()
+        over.set()
+
+    threading.Thread(target=wait, name="parent", daemon=True).start()
+    follow(given, over)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ _LOW_PRIORITY = ["nice", "-n", "10"]  # rounds and scores go first
 class Exports:
     """Exports the model of every ``validator.export_every``-th outer step, one at a time.
 
-    ``folder``: the run folder. ``record`` writes an event; ``draw`` shows figures at an inner step.
+    ``folder``: the run folder. ``record`` writes an event.
     ``longest``: of a command.
     """
 
@@ -58,7 +58,6 @@ class Exports:
         folder: Path,
         *,
         record: Callable[..., None],
-        draw: Callable[[int, Mapping[str, float]], None],
         longest: timedelta = _LONGEST,
     ) -> None:
         self._settings = config.validator
@@ -66,7 +65,6 @@ class Exports:
         self._run_folder = folder
         self._folder = folder.absolute() / FOLDER
         self._record = record
-        self._draw = draw
         self._longest = longest
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -109,9 +107,6 @@ class Exports:
         else:
             shown = ", ".join(f"{name} {value:.6g}" for name, value in results.items())
             log.info("Exported outer step %d to %s%s", step, target, shown and f": {shown:.500}")
-            # The axis of the trackers is the network's inner steps, as at the miners.
-            named = {f"evaluation_{name}": value for name, value in results.items()}
-            self._draw(state.total_inner_steps, named)
         self._record(
             "export",
             outer_step=step,
@@ -120,6 +115,8 @@ class Exports:
             reason=problem,
             seconds=round(time.monotonic() - began, 3),
             results=results,
+            # The axis of the trackers, as at the miners.
+            total_inner_steps=state.total_inner_steps,
         )
 
     def _make(self, state: GlobalState, target: Path) -> None:

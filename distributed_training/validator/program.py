@@ -379,16 +379,8 @@ def open_exports(
 ) -> Exports:
     """Open what looks at the model after an outer step; ``stack`` ends it."""
     name = f"{config.miner.name}-validator"
-    first = state.total_inner_steps + 1
-    trackers = open_trackers(config.telemetry, folder, name=name, first_step=first)
-    for tracker in trackers:
-        stack.callback(tracker.close)
-
-    def draw(step: int, figures: Mapping[str, float]) -> None:
-        for tracker in trackers:
-            tracker.log(step, figures)
-
-    exports = Exports(config, folder, record=record, draw=draw)
+    stack.enter_context(open_trackers(config.telemetry, folder, name=name))
+    exports = Exports(config, folder, record=record)
     stack.callback(exports.close)
     return exports
 

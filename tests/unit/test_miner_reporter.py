@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,24 +77,6 @@ def test_a_step(rig: Rig) -> None:
     assert "dt_train_loss 2.5" in text and "dt_data_blocks_total 3" in text
     assert "dt_chain_age_seconds 4" in text
     assert "disk_free" not in text, "what is not known is absent"
-
-
-def test_trackers_get_each_step_once_by_its_number(rig: Rig, tmp_path: Path) -> None:
-    class Kept:
-        def __init__(self) -> None:
-            self.steps: list[tuple[int, float | None]] = []
-
-        def log(self, step: int, metrics: dict[str, float]) -> None:
-            self.steps.append((step, metrics.get("train_loss")))
-
-    kept = Kept()
-    file = MetricsFile(tmp_path / "other.prom", every=0.0)
-    metrics = Metrics(file=file, counts={}, gauges={}, trackers=[kept])
-    skipped = {"loss": math.nan, "skipped": True}
-    for changes in ({}, skipped, {"total_inner_steps": 42, "loss": 2.0}):
-        report = replace(REPORT, **({"total_inner_steps": 41} | changes))
-        metrics.on_event(ev.InnerStepDone(report), TRAINING)
-    assert kept.steps == [(41, 2.5), (42, 2.0)]
 
 
 @pytest.mark.parametrize(

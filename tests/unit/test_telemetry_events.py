@@ -33,7 +33,7 @@ from distributed_training.telemetry.metrics import (
     register_metric,
 )
 from distributed_training.telemetry.neuron_state import NeuronState
-from distributed_training.telemetry.trackers import figures
+from distributed_training.telemetry.trackers import gauges
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -229,7 +229,7 @@ def test_a_metric_of_a_plug_in_is_in_the_file_the_page_and_the_trackers(
     record_step(file.registry, StepReport(3, 7, 2.0, 1e-3, 256, 8, 2.0, 0.5, 2))
     for _ in range(2):
         file.write(lambda: None)
-    assert figures(file.registry.values())["toy/loss_bits"] == 2.0 / math.log(2)
+    assert gauges(tmp_path)["toy/loss_bits"] == 2.0 / math.log(2)
     shown = NeuronState(tmp_path).measured()["gauges"]
     assert shown["dt_toy_loss_bits"] == 2.0 / math.log(2) and shown["dt_toy_load"] >= 0
     assert "bits per token" in (tmp_path / "metrics.prom").read_text()
