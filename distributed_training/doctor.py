@@ -77,7 +77,7 @@ from distributed_training.config.model import extras_of_network
 from distributed_training.config.settings import SwarmSettings
 from distributed_training.config.types import File, is_ip
 from distributed_training.health import machine
-from distributed_training.health.bundle import find_log, refuse_existing, write_bundle
+from distributed_training.health.bundle import find_log, write_bundle
 from distributed_training.health.machine import Entry, Examination
 from distributed_training.miner.launcher import ranks_of
 from distributed_training.miner.rank_group import rank_environment_defaults, rank_variables
@@ -224,8 +224,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return report([probe(*probed(options.probe))], as_json=options.json)
         config = load_config("miner", flags, file=OPERATORS_FILE, check=False)
         require(**extras_of_network(config))
-        if options.bundle:
-            refuse_existing(options.bundle)  # before the checks, which take a minute
+        if options.bundle and os.path.lexists(options.bundle):
+            raise ConfigError(
+                f"--bundle {options.bundle} is there already, so nothing was written: give another "
+                "name"
+            )
         if options.notify:
             return report([try_webhook(config)], as_json=options.json)
         ranks, ports = listening_ranks(config.run_folder).values(), set()

@@ -19,8 +19,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from distributed_training.common.processes import ChildProcess, ParentConnection
 from distributed_training.common.proxies import share
@@ -48,8 +49,10 @@ _TORCHTITAN: Mapping[str, tuple[str, float]] = {
     "data_wait_seconds": ("time_metrics/data_loading(s)", 1),
 }
 
-#: Writes the figures of an inner step, and the Unix time at which it ended.
-Write = Callable[[int, Mapping[str, float], float], None]
+#: Writes the figures of an inner step, with the Unix time at which it ended. True: it did.
+Write = Callable[[int, Mapping[str, float], float], bool]
+
+T = TypeVar("T")
 
 
 def open_trackers(
@@ -61,16 +64,10 @@ def open_trackers(
     """
     if settings.tensorboard_dir is None and settings.wandb == "off":
         return contextlib.nullcontext()
-    key, began = settings.wandb_api_key, time.time()
-    board = None if settings.tensorboard_dir is None else str(settings.tensorboard_dir / name)
-    given = {
-        "folder": str(folder),
-        "name": name,
-        "board": board,
-        "wandb": settings.wandb,
-        "key": None if key is None else key.get_secret_value(),
-        "began": began,
-    }
+    board, key = settings.tensorboard_dir, settings.wandb_api_key
+    given = {"folder": str(folder), "name": name, "wandb": settings.wandb, "began": time.time()}
+    given["board"] = "" if board is None else str(board / name)
+    given["key"] = None if key is None else key.get_secret_value()
     child = ChildProcess(
         "The process of TensorBoard and W&B",
         "distributed_training.telemetry.trackers",
@@ -131,7 +128,7 @@ def tensorboard(given: Mapping[str, Any]) -> Write:
     files: list[Any] = []
     reached = 0
 
-    def write(step: int, figures: Mapping[str, float], at: float) -> None:
+    def write(step: int, figures: Mapping[str, float], at: float) -> bool:
         nonlocal reached
         # A new file hides the steps from here on that an earlier one has: after a roll-back, or of
         # an earlier start whose last steps no checkpoint had.
@@ -144,6 +141,7 @@ def tensorboard(given: Mapping[str, Any]) -> Write:
         values = [Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
         files[0].add_event(Event(step=step, wall_time=at, summary=Summary(value=values)))
         files[0].flush()
+        return True
 
     return write
 
@@ -179,58 +177,35 @@ def wandb(given: Mapping[str, Any]) -> Write:
         )
         run = library.init(mode="offline", **options)
     run.define_metric("*", step_metric=STEP)
-    return lambda step, figures, at: run.log({STEP: step, **figures})
+    return lambda step, figures, at: run.log({STEP: step, **figures}) is None
 
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].rstrip(".") or type(error).__name__
 
 
-class Writers:
-    """The trackers that work; one that fails is left out from then on, with one line."""
-
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self._writers: dict[str, Write] = {}
-        if given["board"]:
-            self._open("TensorBoard", tensorboard, given)
-        if given["wandb"] != "off":
-            self._open("W&B", wandb, given)
-
-    def _open(
-        self, name: str, make: Callable[[Mapping[str, Any]], Write], given: Mapping[str, Any]
-    ) -> None:
-        try:
-            self._writers[name] = make(given)
-        except ImportError as error:
-            log.warning(
-                "%s shows nothing: %s is missing. Training continues; %s, then restart",
-                name,
-                error.name,
-                install("wandb" if name == "W&B" else "tensorboard"),
-            )
-        except Exception as error:  # noqa: BLE001 - whatever a foreign library raises
-            self._fail(name, error)
-
-    def write(self, step: int, figures: Mapping[str, float], at: float) -> None:
-        for name, write in [*self._writers.items()]:
-            try:
-                write(step, figures, at)
-            except Exception as error:  # noqa: BLE001 - whatever a foreign library raises
-                del self._writers[name]
-                self._fail(name, error)
-
-    def _fail(self, name: str, error: Exception) -> None:
-        log.warning(
-            "%s shows nothing from here on (%s). Training continues; events.jsonl has the same "
-            "figures",
-            name,
-            _first_line(error),
-        )
+def attempt(name: str, call: Callable[[], T]) -> T | None:
+    """Return what a library's call returns; None, with one line, where it fails."""
+    try:
+        return call()
+    except ImportError as error:
+        why = f"shows nothing: {error.name} is missing. Training continues; "
+        why += f"{install('wandb' if name == 'W&B' else 'tensorboard')}, then restart"
+    except Exception as error:  # noqa: BLE001 - whatever a foreign library raises
+        why = f"shows nothing from here on ({_first_line(error)}). Training continues; "
+        why += "events.jsonl has the same figures"
+    log.warning("%s %s", name, why)
+    return None
 
 
 def follow(given: Mapping[str, Any], over: threading.Event) -> None:
     """Write the figures of this start's steps until ``over``, and those that are there then."""
-    folder, writers = Path(given["folder"]), Writers(given)
+    folder, writers = Path(given["folder"]), dict[str, Write]()
+    makers = {"TensorBoard": tensorboard if given["board"] else None}
+    makers["W&B"] = None if given["wandb"] == "off" else wandb
+    for name, make in makers.items():
+        if make is not None and (writer := attempt(name, partial(make, given))) is not None:
+            writers[name] = writer
     follower = EventFollower(folder / "events.jsonl")
     events = [*follower.history(at_most=_HISTORY_BYTES)]
     while True:
@@ -244,7 +219,9 @@ def follow(given: Mapping[str, Any], over: threading.Event) -> None:
         if rows:
             rows[-1][1].update(gauges(folder))
         for row in rows:
-            writers.write(*row)
+            for name, writer in [*writers.items()]:
+                if attempt(name, partial(writer, *row)) is None:
+                    del writers[name]
         ended = over.wait(_POLL_SECONDS)
         events = follower.poll()
         if ended and not events:
