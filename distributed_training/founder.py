@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -266,17 +266,24 @@ def check(plan: FounderPlan) -> Config:
 # --- the run --------------------------------------------------------------------------------------
 
 
+def say(text: str, program: str = "network") -> None:
+    with suppress(OSError):  # nobody reads it any more; that must not end a child
+        print(f"{program:9} | {text}", flush=True)
+
+
 @dataclass(frozen=True)
 class _Processes:
     processes: list[ProcessId]
 
 
 @dataclass
-class _Running:
+class Running:
     """The programs of one run, and the ``signals`` by which all are asked to stop."""
 
     plan: FounderPlan
     signals: StopSignals
+    #: Gets each line, and the name of the program if that printed it.
+    tell: Callable[..., None] = say
     validators_stop: timedelta = _VALIDATOR_STOPS
     programs: dict[str, Program] = field(default_factory=dict)
     once: tuple[str, ...] = ()  # words of the validator's first start only
@@ -288,7 +295,7 @@ class _Running:
         def log_line(line: ChildLog) -> None:
             if line.text.startswith("READY "):
                 ready.set()
-            say(line.text, name)
+            self.tell(line.text, name)
 
         signs = self.plan.signs if name == _REGISTRY else ()
         own, once = without_secrets(os.environ, keep=signs), tuple[str, ...]()
@@ -336,13 +343,13 @@ class _Running:
                 if (status := program.refused) is None:
                     continue
                 if name != _VALIDATOR:
-                    say(f"the {name} ended with status {status}, which no start helps")
+                    self.tell(f"the {name} ended with status {status}, which no start helps")
                     return status
                 now = time.monotonic()
                 if not again:
                     pause = pauses.failed().total_seconds()
                     again = now + pause
-                    say(
+                    self.tell(
                         f"the validator ended with status {status}, for the reason above, so no "
                         "outer step is taken; everything else keeps running. It is started again "
                         f"in {pause:.0f} s; at once: end this program and start it again"
@@ -362,7 +369,9 @@ class _Running:
         for name, program in reversed(self.programs.items()):
             limit = self.validators_stop if name == _VALIDATOR else _SERVICES_STOP
             if name == _VALIDATOR:
-                say(f"stopping: the validator first, in at most {limit.total_seconds():.0f} s")
+                self.tell(
+                    f"stopping: the validator first, in at most {limit.total_seconds():.0f} s"
+                )
             closing = threading.Thread(target=partial(program.close, timeout=limit), daemon=True)
             closing.start()
             while closing.is_alive():
@@ -372,7 +381,7 @@ class _Running:
         pids = [program.pid for program in self.programs.values()]
         limit = timedelta(seconds=5)
         for left in end_sessions(pids, settle=limit, grace=limit):
-            say(f"had to be ended: {left}")
+            self.tell(f"had to be ended: {left}")
 
 
 def run(folder: Path, *, take_over: bool = False) -> int:
@@ -384,7 +393,7 @@ def run(folder: Path, *, take_over: bool = False) -> int:
     from distributed_training.node.start import StopSignals
 
     plan = FounderPlan.of(folder)
-    with StopSignals() as signals, _sole_runner(plan, signals) as running:
+    with StopSignals() as signals, sole_runner(plan, signals) as running:
         config = check(plan)
         # Not when it is started again: of two that both do so, neither would ever stay.
         running.once = ("--take-over",) if take_over else ()
@@ -398,12 +407,14 @@ def run(folder: Path, *, take_over: bool = False) -> int:
 
 
 @contextmanager
-def _sole_runner(plan: FounderPlan, signals: StopSignals) -> Iterator[_Running]:
+def sole_runner(
+    plan: FounderPlan, signals: StopSignals, tell: Callable[..., None] = say
+) -> Iterator[Running]:
     """Lock the network for this program, and end its programs at last. Raises ConfigError."""
     from distributed_training.node.start import sole_user
 
     with sole_user(plan.folder, "run.lock", "dt-network run", instead="wait for it"):
-        running = _Running(plan, signals)
+        running = Running(plan, signals, tell)
         # What a killed one left is ending, and has its ports until then.
         before = read_state(plan.folder / PIDS, _Processes, lost="they are not waited for")
         left = sessions_of(before.processes if before else ())
@@ -414,7 +425,7 @@ def _sole_runner(plan: FounderPlan, signals: StopSignals) -> Iterator[_Running]:
             running.end()
 
 
-def _why_not(running: _Running, name: str) -> int:
+def _why_not(running: Running, name: str) -> int:
     if running.signals.stop.is_set():
         return ExitStatus.STOPPED
     if (status := running.programs[name].refused) is not None:
@@ -456,8 +467,3 @@ def _invite(plan: FounderPlan, network: Network) -> None:
     say(f"the invitation for those who join is in {path}; it is a secret")
     if sys.stdout.isatty():
         print(done.stdout, flush=True)
-
-
-def say(text: str, program: str = "network") -> None:
-    with suppress(OSError):  # nobody reads it any more; that must not end a child
-        print(f"{program:9} | {text}", flush=True)

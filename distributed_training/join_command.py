@@ -25,7 +25,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import SecretStr
@@ -114,10 +114,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     return ExitStatus.FAULT
 
 
+@dataclass(frozen=True)
+class _Entered:
+    """A membership as its folder holds it. ``uid``: None where no registry gives one."""
+
+    uid: int | None
+    config: Config
+
+
 def join(options: argparse.Namespace, words: Sequence[str]) -> int:
     """Join, and return the doctor's status.
 
     Raises ConfigError, ChainError, OSError, _Unfinished.
+    """
+    entered = enter(options.folder, words)
+    config, here = entered.config, Path.cwd()
+    if entered.uid is not None and config.has_bucket:
+        _make_bucket(config, miner_bucket(config.store.global_model_name, entered.uid))
+    seconds = vars(options)[doctor.MEASURE.lstrip("-")]
+    status = doctor.main([] if seconds is None else [doctor.MEASURE, seconds])
+    # A network that has not begun fails some of its checks.
+    when = "the start, once nothing fails" if status else "the start"
+    go = f"cd {shlex.quote(str(here))} && " if options.folder != Path() else ""
+    print(f"{when}: {go}dt-miner")
+    return status
+
+
+def enter(folder: Path, words: Sequence[str]) -> _Entered:
+    """Take a uid, and write settings and keys of a member in ``folder``, where this process goes.
+
+    Raises as :func:`join`.
     """
     others: list[str] = []
     found = read_argv(words, schema("miner"), others=others)
@@ -127,7 +153,7 @@ def join(options: argparse.Namespace, words: Sequence[str]) -> int:
     text = others[0] if others else getpass.getpass("invitation: ")
     place, token = _parts(text)
     with ExitStack() as undo:
-        _enter(options.folder, undo)
+        _enter(folder, undo)
         config, given = _settings(place, {name: entry.text for name, entry in found.items()})
         if token:
             config = replace(config, chain=replace(config.chain, invitation=SecretStr(token)))
@@ -155,15 +181,7 @@ def join(options: argparse.Namespace, words: Sequence[str]) -> int:
             "a script of yours joins here too: distributed_training.model_config() is the model's "
             "config.json (docs/join-a-script.md)"
         )
-    if uid is not None and config.has_bucket:
-        _make_bucket(config, miner_bucket(config.store.global_model_name, uid))
-    seconds = vars(options)[doctor.MEASURE.lstrip("-")]
-    status = doctor.main([] if seconds is None else [doctor.MEASURE, seconds])
-    # A network that has not begun fails some of its checks.
-    when = "the start, once nothing fails" if status else "the start"
-    go = f"cd {shlex.quote(str(here))} && " if options.folder != Path() else ""
-    print(f"{when}: {go}dt-miner")
-    return status
+    return _Entered(uid, config)
 
 
 def _parts(text: str) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
     dt-network init FOLDER --name NAME (--registry URL | --netuid N) [options]
     dt-network succeed FOLDER --of FILE --name NAME ... [options of init]
+    dt-network try SCRIPT.py [--members N] [--rounds N] [options]
     dt-network run FOLDER [--print]
     dt-network sign FILE [--at STEP]
     dt-network decay FILE --steps N [--from STEP] [--at STEP]
@@ -26,6 +27,7 @@ import sqlite3
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from distributed_training import NO_HELP, founding, signing
@@ -65,15 +67,7 @@ def _add_init_options(init: argparse.ArgumentParser) -> None:
     chain("--registry", type=text, metavar="URL", help=url)
     netuid = "number of a subnet of Bittensor (another chain than finney: --set chain.endpoint=)"
     chain("--netuid", type=ranged(0, 65535), metavar="N", help=netuid)
-    model = init.add_mutually_exclusive_group().add_argument
-    shape = "config.json of a Llama-like model, or 125m, 1b, 4b [one of 2 million parameters]"
-    model("--model", type=path, metavar="FILE", help=shape)
-    weights = "folder of a transformers model to begin with [random weights]"
-    model("--from", type=path, metavar="DIR", dest="weights", help=weights)
-    tokenizer = "tokenizer at Hugging Face or in a folder [the one of --from, else bytes]"
-    add("--tokenizer", type=text, metavar="NAME|DIR", help=tokenizer)
-    source = "where members read text: hub, stdlib or parquet:DIR [hub]"
-    add("--data-source", type=text, metavar="SOURCE", help=source)
+    _add_rules(init, source="hub")
     unpinned = "let data and tokenizer change later, and publish neither"
     add("--unpinned", action="store_true", help=unpinned)
     store = (
@@ -88,9 +82,37 @@ def _add_init_options(init: argparse.ArgumentParser) -> None:
         f"[{TOKENS_A_PARAMETER} for each parameter]"
     )
     add("--tokens", type=ranged(1.0, 1e18), metavar="N", help=tokens)
+
+
+def _add_rules(command: argparse.ArgumentParser, *, source: str) -> None:
+    """Add the options that say which model is trained on what. ``source``: of text, by default."""
+    text, path = argument(Text), argument(File)
+    model = command.add_mutually_exclusive_group().add_argument
+    shape = "config.json of a Llama-like model, or 125m, 1b, 4b [one of 2 million parameters]"
+    model("--model", type=path, metavar="FILE", help=shape)
+    weights = "folder of a transformers model to begin with [random weights]"
+    model("--from", type=path, metavar="DIR", dest="weights", help=weights)
+    tokenizer = "tokenizer at Hugging Face or in a folder [the one of --from, else bytes]"
+    add = command.add_argument
+    add("--tokenizer", type=text, metavar="NAME|DIR", help=tokenizer)
+    about = f"where members read text: hub, stdlib or parquet:DIR [{source}]"
+    add("--data-source", type=text, metavar="SOURCE", help=about)
     of_file = "set a rule of the file, such as training.learning_rate=3e-4; may be repeated"
     more: dict[str, Any] = {"action": "append", "default": [], "dest": "more", "help": of_file}
     add("--set", type=_assignment, metavar="KEY=VALUE", **more)
+
+
+def _add_try_options(add: Callable[..., Any]) -> None:
+    add("script", type=argument(File), metavar="SCRIPT.py", help="your training script")
+    add("--members", type=ranged(1, 64), default=3, metavar="N", help="how many run it [3]")
+    rounds = "ends after this many outer steps [2]"
+    add("--rounds", type=ranged(1, 10**6), default=2, metavar="N", help=rounds)
+    words = "the script's arguments, in quotes; NETWORK becomes the network's file [NETWORK]"
+    add("--args", type=shlex.split, default="NETWORK", metavar="WORDS", help=words)
+    of_folder: dict[str, Any] = {"type": argument(File), "default": Path("runs/try")}
+    add("--folder", **of_folder, help="where everything is written, and emptied first [runs/try]")
+    longest = "seconds without an outer step after which it ends [300.0]"
+    add("--timeout", type=ranged(1.0, 1e6), default=300.0, metavar="S", help=longest)
 
 
 def build_parser() -> Parser:
@@ -120,6 +142,10 @@ def build_parser() -> Parser:
     add("--print", action="store_true", help="print the commands and start nothing")
     takes = "lead the network at once, although another validator may: that one stops"
     add("--take-over", action="store_true", help=takes)
+    add = command("try", _try, "run a script that calls join() as all members of a network here")
+    _add_try_options(add)
+    _add_rules(made[-1], source="stdlib")
+    made[-1].set_defaults(data_source="stdlib")
     at = (
         "outer step from which the version holds [the newest one in the validator's run folder "
         "next to the file, plus 2]"
@@ -182,6 +208,12 @@ def _of_chain(options: argparse.Namespace) -> int:
 
     status: int = getattr(chain_command, options.command)(options)
     return status
+
+
+def _try(options: argparse.Namespace) -> int:
+    from distributed_training.localnet import trial
+
+    return trial.run(options)
 
 
 def _run(options: argparse.Namespace) -> int:

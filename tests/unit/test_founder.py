@@ -181,7 +181,7 @@ def test_a_second_ctrl_c_ends_a_program_that_does_not_stop(tmp_path: Path) -> No
     assert lines.get(timeout=60).text == "1"
     signals = StopSignals()
     signals.hurry = True
-    running = founder._Running(None, signals, timedelta(seconds=99))
+    running = founder.Running(None, signals, timedelta(seconds=99))
     running.programs["validator"] = program
     began = time.monotonic()
     running.end()
@@ -278,7 +278,7 @@ def test_a_validator_that_ends_for_good_ends_nothing_else(
 
     monkeypatch.setattr(founder, "Program", Fake)
     plan = founder.FounderPlan(tmp_path, tmp_path, {"validator": ["--network", "x"]}, {}, {})
-    running = founder._Running(plan, signals)
+    running = founder.Running(plan, signals)
     running.once = ("--take-over",)
     assert running.start("validator")
     assert running.follow() == 0
@@ -292,6 +292,6 @@ def test_a_service_that_no_start_helps_ends_all(tmp_path: Path) -> None:
     class Fake:
         refused = 2
 
-    running = founder._Running(None, StopSignals())
+    running = founder.Running(None, StopSignals())
     running.programs["registry"] = Fake()
     assert running.follow() == 2
