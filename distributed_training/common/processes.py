@@ -72,6 +72,7 @@ def without_secrets(
 
 _POLL_SECONDS = 0.05
 _KILL_SECONDS = 5.0  # that the kernel has to end a process that was killed
+_SETTLE = timedelta(seconds=2)  # that what a leader started has to end after it
 #: Exit status of a child that another start could not help.
 SETTINGS_REFUSED = 2
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=1), timedelta(minutes=1)  # before another start
@@ -127,11 +128,13 @@ def members(leaders: Collection[int]) -> list[psutil.Process]:
 def end_sessions(leaders: Collection[int], *, settle: timedelta, grace: timedelta) -> list[str]:
     """End the sessions. Returns pid and command of each process that did not end by itself.
 
-    ``settle``: how long processes have that are ending on their own; SIGTERM follows. ``grace``:
-    from there to SIGKILL, and the most that the kernel then has to end them; zero leaves SIGTERM
-    out.
+    ``settle``: how long leaders have that are ending on their own, and what they started after
+    them, but no more than two seconds; SIGTERM follows. ``grace``: from there to SIGKILL, and the
+    most that the kernel then has to end them; zero leaves SIGTERM out.
     """
-    _wait_for_end(leaders, settle)
+    _wait_for_end(leaders, settle, lambda process: process.pid in leaders)
+    # What knows nothing of its leader's end would hold the next start for a minute.
+    _wait_for_end(leaders, min(settle, _SETTLE))
     # Named before they are ended: afterwards there is no command line to read.
     commands = [f"{process.pid} {command_of(process)}" for process in members(leaders)]
     steps = [(signal.SIGTERM, grace)] if grace else []
@@ -144,9 +147,13 @@ def end_sessions(leaders: Collection[int], *, settle: timedelta, grace: timedelt
     return commands
 
 
-def _wait_for_end(leaders: Collection[int], longest: timedelta) -> bool:
+def _wait_for_end(
+    leaders: Collection[int],
+    longest: timedelta,
+    awaited: Callable[[psutil.Process], bool] = lambda process: True,
+) -> bool:
     deadline = time.monotonic() + longest.total_seconds()
-    while members(leaders):
+    while any(map(awaited, members(leaders))):
         if time.monotonic() >= deadline:
             return False
         time.sleep(_POLL_SECONDS)
