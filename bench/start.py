@@ -85,7 +85,7 @@ def kill_miner(subnet: LocalSubnet, miner: LocalNeuron) -> float:
 def doctor_seconds(subnet: LocalSubnet, miner: LocalNeuron) -> float:
     """Time the doctor of a miner that trains meanwhile, without its measurement of a step."""
     assert subnet.services is not None
-    words = ["doctor", "--diagnostics.measure=0", *subnet.services.flags(miner.plan)]
+    words = ["doctor", *subnet.services.flags(miner.plan)]
     environment = {**os.environ, **subnet.services.environment(miner.plan)}
     began = time.monotonic()
     command = [sys.executable, "-m", "distributed_training", *words]

@@ -90,9 +90,6 @@ def build_parser() -> Parser:
         default=Path(),
         help="folder of the miner, for miner.toml, .env and its runs [this one]",
     )
-    parser.add_argument(
-        doctor.MEASURE, type=argument(str), help="seconds for the doctor's inner steps; 0: none"
-    )
     return parser
 
 
@@ -131,8 +128,7 @@ def join(options: argparse.Namespace, words: Sequence[str]) -> int:
     config, here = entered.config, Path.cwd()
     if entered.uid is not None and config.has_bucket:
         _make_bucket(config, miner_bucket(config.store.global_model_name, entered.uid))
-    seconds = vars(options)[doctor.MEASURE.lstrip("-")]
-    status = doctor.main([] if seconds is None else [doctor.MEASURE, seconds])
+    status = doctor.main([])
     # A network that has not begun fails some of its checks.
     when = "the start, once nothing fails" if status else "the start"
     go = f"cd {shlex.quote(str(here))} && " if options.folder != Path() else ""

@@ -63,7 +63,7 @@ mapfile -d '' -t flags < <(as_app node -e "$flags" "$new/app.config.js") && wait
 run=$(as_app "$new/.venv/bin/python" -m distributed_training run-folder miner "${flags[@]}") ||
     fail "$target refuses its settings"
 # Nothing is measured: the GPUs are full of the version that trains.
-[ ! "$doctor" ] || as_app "$new/.venv/bin/python" "$new/scripts/diagnose.py" --diagnostics.measure 0 "${flags[@]}" ||
+[ ! "$doctor" ] || as_app "$new/.venv/bin/python" "$new/scripts/diagnose.py" "${flags[@]}" ||
     fail "the doctor of $target failed: correct what it says, or update with --no-doctor"
 left=$(awk -v now="$(date +%s)" '$1 == "dt_next_round_timestamp_seconds" { print int($2 - now) }' "$run/metrics.prom" 2>&1 || true)
 [[ ! $left =~ ^-?[0-9]+$ || $left -gt 180 || $left -lt -900 ]] ||

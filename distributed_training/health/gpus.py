@@ -8,11 +8,9 @@ is open no other is asked. The block at start is printed as the operator documen
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import logging
 import os
-import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -169,42 +167,6 @@ def sample_gpu(device: int = 0) -> GpuSample | None:
         return sampler.sample()
 
 
-#: Held by nobody in particular: an idle card's own, and what a process in another container holds.
-_IDLE_BYTES = 1_000_000_000
-
-
-@within(START_PATIENCE, (None, "the NVIDIA driver does not answer"))
-def unused_gpu() -> tuple[str | None, str]:
-    """Return the UUID of the first visible GPU that no process computes on.
-
-    Without one: None, and in words why. A card counts as used when its memory is, too: a container
-    is not shown the processes of others.
-    """
-    with _session() as nvml:
-        if nvml is None:
-            return None, "no GPU is visible: no NVIDIA driver answers"
-        why = "no GPU is visible"
-        # All are asked: one that is lost or in use says nothing of the next.
-        for index, handle in enumerate(_visible_handles(nvml)):
-            try:
-                # Memory as well as processes: processes of another container are not listed.
-                pids = [p.pid for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
-                try:  # without the driver's own, where it tells these apart
-                    memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
-                except (nvml.NVMLError, AttributeError):  # an old driver
-                    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-                used = int(memory.used)
-                if not pids and used < _IDLE_BYTES:
-                    # By UUID: an index means another card once CUDA_VISIBLE_DEVICES is set.
-                    return _text(nvml.nvmlDeviceGetUUID(handle)), ""
-            except nvml.NVMLError as error:
-                why = f"GPU {index} does not tell whether it is in use ({error})"
-                continue
-            by = f" by process {pids[0]}" if pids else ""
-            why = f"GPU {index} is in use{by} ({used / 1e9:.1f} GB)"
-        return None, why
-
-
 @within(START_PATIENCE, 0)
 def visible_gpu_count() -> int:
     """Count the GPUs this process may use; 0 without driver or if all are hidden.
@@ -222,13 +184,6 @@ def driver_version() -> str | None:
             return _text(nvml.nvmlSystemGetDriverVersion()) if nvml is not None else None
         except nvml.NVMLError:
             return None
-
-
-@within(START_PATIENCE, 0)
-def gpus_hidden_by_mig() -> int:
-    """Count the GPUs in ``CUDA_VISIBLE_DEVICES`` that CUDA hides because one is of MIG."""
-    with _session() as nvml:
-        return 0 if nvml is None else len(_named_handles(nvml)) - len(_visible_handles(nvml))
 
 
 @contextlib.contextmanager
@@ -264,69 +219,22 @@ def _stop(nvml: Any) -> None:
 
 
 def _visible_handles(nvml: Any) -> list[Any]:
-    """List handles in the order CUDA numbers them.
-
-    A process is shown one instance of a card that MIG divides, and then no other card
-    (https://docs.nvidia.com/datacenter/tesla/mig-user-guide, *Device Enumeration*).
-    """
-    handles = _named_handles(nvml)
-    for handle in handles:
-        if (instance := _first_instance(nvml, handle)) is not None:
-            return [instance]
-    return handles
-
-
-def _first_instance(nvml: Any, handle: Any) -> Any:
-    """Return the instance that CUDA shows of a card; None if MIG does not divide it."""
-    # AttributeError: of a driver, or its library, from before MIG.
-    with contextlib.suppress(nvml.NVMLError, AttributeError):
-        if nvml.nvmlDeviceIsMigDeviceHandle(handle):
-            return handle
-        divided, _ = nvml.nvmlDeviceGetMigMode(handle)
-        for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle) if divided else 0):
-            with contextlib.suppress(nvml.NVMLError):  # not made
-                return nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
-    return None
-
-
-def _named_handles(nvml: Any) -> list[Any]:
-    """List the handles that the environment names; like CUDA's, it ends at the first bad entry.
-
-    One card named twice hides all of them.
-    """
+    """List the handles that the environment names; like CUDA's, it ends at the first bad entry."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return list(_all_handles(nvml))
-    handles: list[Any] = []
-    for word in (w.strip() for w in chosen.split(",")):
-        handle = None
-        with contextlib.suppress(nvml.NVMLError):
-            # CUDA reads a number up to its end, and nothing behind one that does not end there.
-            if number := re.match(r"\d+", word):
-                handle = nvml.nvmlDeviceGetHandleByIndex(int(number[0]))
-            # A word that names no card, such as the "-1" of some schedulers, hides all after it.
-            elif word.startswith(("GPU-", "MIG-")):
-                try:
-                    handle = nvml.nvmlDeviceGetHandleByUUID(word)
-                except nvml.NVMLError:  # or the beginning of one card's
-                    cards = {_text(nvml.nvmlDeviceGetUUID(c)): c for c in _all_handles(nvml)}
-                    named = [card for uuid, card in cards.items() if uuid.startswith(word)]
-                    handle = named[0] if len(named) == 1 else None
-        if handle is None:
-            break
-        if any(_is_same(handle, other) for other in handles):
-            return []
-        handles.append(handle)
-        if number and number[0] != word:
+    handles = []
+    for word in (word.strip() for word in chosen.split(",")):
+        try:
+            if word.startswith(("GPU-", "MIG-")):
+                handles.append(nvml.nvmlDeviceGetHandleByUUID(word))
+            elif word.isdigit():
+                handles.append(nvml.nvmlDeviceGetHandleByIndex(int(word)))
+            else:  # a word that names no card, such as "-1", hides all after it
+                break
+        except nvml.NVMLError:
             break
     return handles
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Compare handles, which are pointers of ctypes."""
-    if isinstance(one, ctypes._Pointer) and isinstance(other, ctypes._Pointer):
-        return ctypes.addressof(one.contents) == ctypes.addressof(other.contents)
-    return bool(one == other)
 
 
 def _all_handles(nvml: Any) -> Iterator[Any]:

@@ -26,7 +26,7 @@ from distributed_training.health.clock import (
     chain_offset,
     store_offset,
 )
-from distributed_training.health.machine import Entry, Examination, listed
+from distributed_training.health.machine import Checker, Examination
 from distributed_training.node.buckets import (
     check_own,
     commitment_text,
@@ -47,7 +47,7 @@ from distributed_training.protocol.keys import miner_bucket
 from distributed_training.protocol.types import Check
 from distributed_training.store.errors import StoreError
 from distributed_training.store.opening import open_store
-from distributed_training.store.s3 import S3ObjectStore, endpoint_of
+from distributed_training.store.s3 import endpoint_of
 from distributed_training.store.transfer import Retry
 
 _CHAIN_TIMEOUT = timedelta(seconds=30)  # for a first answer
@@ -59,8 +59,6 @@ _LINE_BYTES = 8 * 1024 * 1024
 
 _KEYS_REMEDY = "check the R2_ variables in .env, and bucket and keys at R2 or another store"
 
-
-CHECKS: list[Entry] = []  # in the order in which they are made, after those of the machine
 _WRONG = (ValueError, RuntimeError, OSError)  # the errors that end a start
 
 
@@ -72,7 +70,6 @@ def _failure(name: str, error: Exception, remedy: str) -> Check:
 # --- chain and clock ------------------------------------------------------------------------------
 
 
-@listed(CHECKS)
 def check_proxies(examination: Examination) -> list[Check]:
     """Report the use of the proxy variables; nothing where none is set."""
     given = [name for name in VARIABLES if variable(name)]
@@ -103,8 +100,6 @@ def check_proxies(examination: Examination) -> list[Check]:
     return [Check("proxies", "ok", finding)]
 
 
-# Before the bucket, whose name ends in the uid.
-@listed(CHECKS, note="asking the chain, and the store for its clock")
 def check_chain(examination: Examination) -> list[Check]:
     """Check network, hotkey and commitment as the chain has them.
 
@@ -187,49 +182,48 @@ def _check_commitment(config: Config, chain: Chain, hotkey: str) -> Check:
     )
 
 
-@listed(CHECKS)
-def check_clock(examination: Examination) -> Check:
+def check_clock(examination: Examination) -> list[Check]:
     """Compare this machine's clock with the store's: the swarm and signatures hold the time."""
     name, by_chain = "clock", examination.by_chain
     try:
         ours = store_offset(examination.config)
     except ClockUnknown as error:
         if by_chain is None:
-            return Check(name, "skip", str(error))
+            return [Check(name, "skip", str(error))]
         ours, by_chain = by_chain, None
     finding = f"{ours}, {by_chain}" if by_chain is not None else str(ours)
     if ours.sure >= LIMIT:
         finding += "; no round would find a group, and validators' calls would be refused"
-        return Check(name, "fail", finding, REMEDY)
+        return [Check(name, "fail", finding, REMEDY)]
     if ours.sure >= WARN:
         finding += f"; from {LIMIT:.0f} s on no round finds a group"
-        return Check(name, "warn", finding, REMEDY)
+        return [Check(name, "warn", finding, REMEDY)]
     if by_chain is not None and by_chain.sure >= WARN:
         remedy = "ask the network's founder to set the clock of the registry's machine"
-        return Check(name, "warn", finding, remedy)
-    return Check(name, "ok", finding)
+        return [Check(name, "warn", finding, remedy)]
+    return [Check(name, "ok", finding)]
 
 
-@listed(CHECKS, exchange="hivemind", alone=True)
-def check_address(examination: Examination) -> Check:
+def check_address(examination: Examination) -> list[Check]:
     """Report where others find this machine, as a start does, and how to try it from outside."""
     config = examination.config
+    if config.exchange != "hivemind":
+        return []
     try:
         ip = public_address(config, timeout=_ADDRESS_TIMEOUT)
     except AddressUnknown as error:
         cause, _, remedy = str(error).rpartition(": ")
-        return Check("address", "warn", cause, remedy)
+        return [Check("address", "warn", cause, remedy)]
     port = config.swarm.dht_external_port or config.swarm.dht_port
     at = f"[{ip}]" if ":" in ip else ip
     finding = f"others get {at}, port {port} for DHT peers; from a second machine: "
     finding += f"python -m distributed_training doctor --probe {at}:{port}"
-    return Check("address", "ok", finding)
+    return [Check("address", "ok", finding)]
 
 
 # --- bucket and line ------------------------------------------------------------------------------
 
 
-@listed(CHECKS, note="asking for bucket, tokenizer and data")
 def check_bucket(examination: Examination) -> list[Check]:
     """Check the bucket as a start does, and whether our keys write, read back and delete.
 
@@ -262,10 +256,9 @@ def check_bucket(examination: Examination) -> list[Check]:
         failed = _failure("bucket", error, _KEYS_REMEDY)
         return [failed, Check("line", "skip", "not measured: bucket failed")]
     found = Check("bucket", "ok", f"{bucket}: R2_WRITE writes, R2_READ only reads")
-    return [found, *check_versions(config, bucket), check_line(config, bucket, examination.shape)]
+    return [found, check_line(config, bucket, examination.shape)]
 
 
-@listed(CHECKS, note="asking the registry for access, and the store for its state")
 def check_access(examination: Examination) -> list[Check]:
     """Check that the registry gives access to the bucket, and what our link must send."""
     config, name = examination.config, "access"
@@ -299,20 +292,6 @@ def check_access(examination: Examination) -> list[Check]:
     return found
 
 
-def check_versions(config: Config, bucket: str) -> list[Check]:
-    """Warn of a bucket that keeps replaced or deleted objects; nothing if it does not say so."""
-    with closing(open_own(config.store, bucket)) as writer:
-        if not isinstance(writer, S3ObjectStore):
-            return []
-        try:
-            kept = Retry(each=_STORE_TIMEOUT)(writer.has_versioning)
-        except StoreError:  # the key may not ask, or the store has no versions, as R2
-            return []
-    finding = f"{bucket} keeps old versions: what is replaced or deleted stays, and is billed"
-    remedy = "a lifecycle rule that deletes old versions at once, or turn versioning off"
-    return [Check("versions", "warn", finding, remedy)] if kept else []
-
-
 def check_line(config: Config, bucket: str, shape: ModelShape | None) -> Check:
     """Send 8 MiB, and compare with the time that an upload has after a close."""
     # Random: compressible bytes would seem to travel fast.
@@ -340,29 +319,27 @@ def check_line(config: Config, bucket: str, shape: ModelShape | None) -> Check:
 # --- peers and data -------------------------------------------------------------------------------
 
 
-@listed(CHECKS, alone=True)
-def check_tokenizer(examination: Examination) -> Check:
+def check_tokenizer(examination: Examination) -> list[Check]:
     """Fetch the tokenizer and encode a sentence."""
     config = examination.config
     name = config.miner.global_tokenizer_name
     if examination.step is not None:  # the libraries take seconds from the ranks
-        return Check("tokenizer", "ok", f"{name}; the running miner reads with it")
+        return [Check("tokenizer", "ok", f"{name}; the running miner reads with it")]
     from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 
     if not config.published.get("tokenizer", Path()).exists():
-        return Check("tokenizer", "skip", f"not here yet: a start fetches it into {name}")
+        return [Check("tokenizer", "skip", f"not here yet: a start fetches it into {name}")]
     try:
         with tempfile.TemporaryDirectory() as folder:
             path, eos_id = build_tokenizer(name, Path(folder), revision=config.tokenizer_revision)
             tokens = TextTokenizer(path, eos_id=eos_id).encode_rows(["one two"], max_length=16)
     except _WRONG as error:
-        return _failure("tokenizer", error, "check the network and tokenizer.name")
+        return [_failure("tokenizer", error, "check the network and tokenizer.name")]
     finding = f"{name}, EOS is {eos_id}, {len(tokens)} tokens for two words"
-    return Check("tokenizer", "ok", finding)
+    return [Check("tokenizer", "ok", finding)]
 
 
-@listed(CHECKS, alone=True)
-def check_data(examination: Examination) -> Check:
+def check_data(examination: Examination) -> list[Check]:
     """Ask for the table of rows and for one page."""
     from distributed_training.data.own_text import OwnText
     from distributed_training.data.page_source import Counts
@@ -370,18 +347,25 @@ def check_data(examination: Examination) -> Check:
 
     data, place = examination.config.data, examination.config.published.get("data", Path())
     if not place.exists():
-        return Check("data", "skip", f"not here yet: a start fetches them into {place}")
+        return [Check("data", "skip", f"not here yet: a start fetches them into {place}")]
     try:
         if data.own:
             found = OwnText(data, Counts())
-            return Check("data", "warn" if found.left_out else "ok", f"own text: {found.finding}")
+            return [Check("data", "warn" if found.left_out else "ok", f"own text: {found.finding}")]
         source = Source(data, cache=examination.config.data_cache)
         table = source.num_rows()
         start = time.monotonic()
         texts = source.rows(min(table), 0, split="train", limit=data.rows_per_page)
     except _WRONG as error:
         remedy = "check the network, --data.source and data.dataset"
-        return _failure("data", RuntimeError(f"{data.source}: {error}"), remedy)
+        return [_failure("data", RuntimeError(f"{data.source}: {error}"), remedy)]
     seconds = time.monotonic() - start
     finding = f"{len(table)} configs, {sum(table.values())} rows; a page of {len(texts)} rows in "
-    return Check("data", "ok", f"{finding}{seconds:.1f} s")
+    return [Check("data", "ok", f"{finding}{seconds:.1f} s")]
+
+
+#: In their order: the bucket's name ends in the uid that the chain gives.
+CHECKS: tuple[Checker, ...] = (
+    *(check_proxies, check_chain, check_clock, check_address, check_bucket, check_access),
+    *(check_tokenizer, check_data),
+)

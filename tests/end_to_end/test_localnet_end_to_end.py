@@ -84,7 +84,6 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         plan = subnet.miners[-1].plan
         status, checks, _ = doctor(
             *subnet.services.flags(plan),
-            "--diagnostics.measure=0",
             folder=tmp_path_factory.mktemp("doctor"),
             environ=subnet.services.environment(plan),
         )

@@ -65,7 +65,7 @@ def test_a_miner_joins_by_the_printed_command_and_ctrl_c_ends_it_well(tmp_path: 
 
         wait_for(averaged, "its round", seconds=300, every=0.5)
         for words in (
-            ("-m", "distributed_training", "doctor", "--diagnostics.measure", "0"),
+            ("-m", "distributed_training", "doctor"),
             (str(ROOT / "scripts" / "score.py"),),
         ):  # while the miner runs, with the settings of its folder
             done = subprocess.run(

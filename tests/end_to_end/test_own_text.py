@@ -107,7 +107,7 @@ def test_own_text_is_in_nothing_that_leaves_a_miner(
         for miner in subnet.miners:
             doctor = subprocess.run(
                 [sys.executable, "-m", "distributed_training", "doctor", "--json",
-                 *subnet.services.flags(miner.plan), "--diagnostics.measure=0",
+                 *subnet.services.flags(miner.plan),
                  "--data.own_text", str(tmp_path / "own" / miner.plan.name)],
                 env=subnet.services.environment(miner.plan),
                 capture_output=True,

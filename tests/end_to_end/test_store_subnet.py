@@ -83,7 +83,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         plan = subnet.miners[-1].plan
         status, checks, _ = doctor(
             *services.flags(plan),
-            "--diagnostics.measure=0",
             folder=tmp_path_factory.mktemp("doctor"),
             environ=services.environment(plan),
         )
@@ -208,7 +207,6 @@ def test_members_with_a_bucket_each(tmp_path: Path) -> None:
             assert steps and all(place and place[0] == uid and place[1] > 0 for place in steps)
         status, checks, _ = doctor(
             *services.flags(subnet.miners[-1].plan),
-            "--diagnostics.measure=0",
             folder=tmp_path,
             environ=services.environment(subnet.miners[-1].plan),
         )

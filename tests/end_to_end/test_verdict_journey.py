@@ -59,7 +59,7 @@ class Journey:
         return found
 
     def doctors_row(self) -> dict[str, str]:
-        flags = ["--json", "--offline", "--diagnostics.measure", "0"]
+        flags = ["--json", "--offline"]
         flags += ["--network", str(self.subnet.folder / "network.toml")]
         flags += ["--neuron.run_folder", str(self.folder)]
         _, rows = self.run("distributed_training", "doctor", *flags)

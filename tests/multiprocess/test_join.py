@@ -374,7 +374,7 @@ def test_the_doctor_runs_for_real(lab: Lab, home: Path, invitation: str) -> None
     write_keys(lab, here)
     done = subprocess.run(
         [sys.executable, "-m", "distributed_training.join_command", invitation,
-         "--diagnostics.measure", "0", "--neuron.device", "cpu"],
+         "--neuron.device", "cpu"],
         cwd=here, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True, text=True, timeout=110,
     )  # fmt: skip

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import json
 import os
@@ -13,6 +12,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -27,7 +27,6 @@ from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import ProcessId
 from distributed_training.common.proxies import VARIABLES
 from distributed_training.config import ConfigError
-from distributed_training.doctor import _DECISIVE, model_config
 from distributed_training.health import bundle, gpus, machine, outside
 from distributed_training.health.machine import Examination, bytes_under
 from distributed_training.node import identity
@@ -54,13 +53,13 @@ def status(checks: Iterable[Check]) -> dict[str, str]:
     return {check.name: check.status for check in checks}
 
 
-@pytest.mark.parametrize(("share", "verdict"), [(0.5, "fail"), (1, "warn"), (2, "ok")])
+@pytest.mark.parametrize(("share", "verdict"), [(0.1, "fail"), (1, "warn"), (2, "ok")])
 def test_memory_verdicts(share: float, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Examination(config_of(), ranks=1, shape=ModelShape.from_config(named_config("4b")))
     for kind in ("gpu_bytes", "host_bytes"):
         monkeypatch.setattr(machine, "gpu_bytes", lambda *_: None)
         monkeypatch.setattr(machine, "host_bytes", lambda: None)
-        monkeypatch.setattr(machine, kind, lambda *_: 10**9)
+        monkeypatch.setattr(machine, kind, lambda *_: 10**12)
         (check,) = machine.check_memory(asked)
         needed = round(float(check.finding.split()[1]) * 1e9)
         monkeypatch.setattr(machine, kind, lambda *_, there=round(share * needed): there)
@@ -120,20 +119,21 @@ def test_the_newest_global_state_is_of_today(
 
 def test_port() -> None:
     (port,) = free_ports(1)  # of the system's own range another program might take it when let go
-    config = config_of("--dht.port", str(port))
+    config = config_of("--dht.port", str(port), rules={"exchange": "hivemind"})
     with socket.create_server(("127.0.0.1", port)):
-        taken = machine.check_ports(Examination(config, ranks=1))
+        (taken,) = machine.check_ports(Examination(config, ranks=1))
         assert taken.status == "fail" and f"port {port} (--dht.port) is in use" in taken.line
         own = Examination(config, ranks=1, own_ports=frozenset({port}))
-        assert machine.check_ports(own).status == "ok"
-    assert machine.check_ports(Examination(config, ranks=1)).status == "ok"
+        assert status(machine.check_ports(own)) == {"port dht.port": "ok"}
+    assert status(machine.check_ports(Examination(config, ranks=1))) == {"port dht.port": "ok"}
 
 
 def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def check_room(folder: Path) -> Check:
         monkeypatch.setattr(machine, "_MOST_SPARE", needed)
         config = config_of("--neuron.run_folder", str(folder))
-        return machine.check_room(Examination(config, ranks=1))
+        (check,) = machine.check_room(Examination(config, ranks=1))
+        return check
 
     monkeypatch.setattr(machine, "DISK_RESERVE", 1)
     monkeypatch.setattr(machine, "_SPARE_BYTES", 10**9)
@@ -156,7 +156,7 @@ def test_disk_reserve_is_part_of_the_need(monkeypatch: pytest.MonkeyPatch) -> No
     for free, status in ((6 * 10**8, "fail"), (3 * 10**9, "ok")):
         usage = SimpleNamespace(total=10**12, free=free)
         monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
-        check = machine.check_room(Examination(config, ranks=1))
+        (check,) = machine.check_room(Examination(config, ranks=1))
         assert check.status == status and "1.0 GB needed" in check.line
 
 
@@ -169,9 +169,8 @@ def test_a_disk_that_does_not_answer_fails_its_checks_and_ends_nothing(
     monkeypatch.setattr(shutil, "disk_usage", stale)
     flags = ["--neuron.run_folder", str(tmp_path), "--network", "local"]
     asked = Examination(load_config("miner", flags, check=False), 1)
-    asked.shape = ModelShape.from_config(named_config("tiny"))
-    for check in (machine.check_room(asked), machine.check_disk_speed(asked)):
-        assert check.status == "fail" and "(Stale file handle)" in check.finding
+    (check,) = machine.check_room(asked)
+    assert check.status == "fail" and "(Stale file handle)" in check.finding
 
 
 def test_the_doctor_of_a_miner_that_deletes_folders_meanwhile(
@@ -189,9 +188,6 @@ def test_the_doctor_of_a_miner_that_deletes_folders_meanwhile(
         return found
 
     monkeypatch.setattr(os, "scandir", delete)
-    config = load_config("miner", ["--neuron.run_folder", str(tmp_path)], check=False)
-    assert model_config(config, None)[1].startswith("assumed")
-    (tmp_path / "snapshot" / "deep").mkdir()
     assert bytes_under(tmp_path) == 4 + 2
 
 
@@ -232,9 +228,8 @@ def test_a_line_is_judged_by_the_time_an_upload_really_has(
 def test_batch(micro_batch: str, effective: int, ranks: int, verdict: str, words: str) -> None:
     flag = "--neuron.local_batch_size_train"
     config = config_of(flag, micro_batch, rules={"training.effective_batch": effective})
-    check = machine.check_batch(Examination(config, ranks))
+    (check,) = machine.check_batch(Examination(config, ranks))
     assert check.status == verdict and words in check.line
-    assert check.name in _DECISIVE  # no training is measured with a wrong one
 
 
 def test_torch_build_against_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +237,7 @@ def test_torch_build_against_the_driver(monkeypatch: pytest.MonkeyPatch) -> None
 
     for count, verdict in ((0, "ok"), (2, "ok" if torch.cuda.is_available() else "fail")):
         monkeypatch.setattr(machine, "visible_gpu_count", lambda count=count: count)
-        check = machine.check_torch(Examination(config_of(), ranks=1))
+        (check,) = machine.check_torch(Examination(config_of(), ranks=1))
         assert check.status == verdict and bool(check.remedy) == (verdict == "fail")
 
 
@@ -259,7 +254,7 @@ def test_a_torch_that_nobody_has_tested_is_named(monkeypatch: pytest.MonkeyPatch
         *((version, "warn") for version in ("2.14.1", "2.14.0a0+git1", "3.0.0", "2.100.0")),
     ):
         monkeypatch.setattr(torch, "__version__", version)
-        check = machine.check_torch(asked)
+        (check,) = machine.check_torch(asked)
         assert (
             check.status == verdict
             and (version in check.line)
@@ -285,14 +280,10 @@ class FakeNvml:
 
     NVML_TEMPERATURE_GPU = 0
 
-    nvmlMemory_v2 = 2
-
     def __init__(self) -> None:
         self.open = 0
         self.hangs = False
-        self.processes: dict[int, list[int]] = {}
         self.lost: set[int] = set()
-        self.used = {handle: (handle * 20 + 1) * 10**9 for handle in range(3)}
 
     def nvmlInit(self) -> None:
         self.open += 1
@@ -318,14 +309,8 @@ class FakeNvml:
     def nvmlDeviceGetUUID(self, handle: int) -> str:
         return f"GPU-{'abc'[handle]}"
 
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
-        return [SimpleNamespace(pid=pid) for pid in self.processes.get(handle, [])]
-
-    def nvmlDeviceGetMemoryInfo(self, handle: int, version: int = 1) -> SimpleNamespace:
-        # The first version counts what the driver reserves for itself.
-        reserved = 0 if version == 2 else 10**9
-        used = self.used[handle] - 10**9 + reserved
-        return SimpleNamespace(total=80 * 10**9, used=used)
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(total=80 * 10**9, used=(handle * 20 + 1) * 10**9)
 
     def nvmlDeviceGetName(self, handle: int) -> bytes:
         return f"Card {handle}".encode()
@@ -353,24 +338,6 @@ def fake_nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     return fake
 
 
-def test_a_gpu_is_unused_when_nobody_computes_on_it_nor_fills_it(
-    fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert gpus.unused_gpu() == ("GPU-a", "")
-    fake_nvml.processes = {0: [4711]}  # it has just begun and holds little
-    assert gpus.unused_gpu() == (None, "GPU 2 is in use (40.0 GB)")  # by another container
-    fake_nvml.used[1] = 10**9
-    assert gpus.unused_gpu() == ("GPU-b", "")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert gpus.unused_gpu() == (None, "GPU 0 is in use by process 4711 (0.0 GB)")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert gpus.unused_gpu() == (None, "no GPU is visible")
-    monkeypatch.undo()
-    assert fake_nvml.open == 0
-    monkeypatch.setattr(gpus, "_start", lambda: None)
-    assert gpus.unused_gpu()[0] is None
-
-
 def test_sampler(fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     sample = gpus.sample_gpu(1)
     assert sample is not None and sample.name == "Card 1" and sample.memory_used_gb == 21
@@ -384,13 +351,9 @@ def test_sampler(fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("form", "cards"),
-    [
-        *(("", 0), ("-1", 0), ("0", 1), ("1,0", 2), ("0,-1,1", 1), (" 0 , 1 ", 2), ("7", 0)),
-        *(("GPU-a", 1), ("GPU-c,GPU-a", 2), ("GPU-lo", 1), ("GPU-lon,0", 2), ("GPU-", 0)),
-        *(("0,0", 0), ("0,1,0", 0), ("GPU-long-one,GPU-lo", 0), ("3,GPU-lo", 0)),
-        *(("0;1", 1), ("0;1,1", 1), ("none", 0), ("NoDevFiles", 0), ("GPU-x", 0), ("MIG-x", 0)),
-    ],
-)
+    [("", 0), ("-1", 0), ("0", 1), ("1,0", 2), ("0,-1,1", 1), (" 0 , 1 ", 2), ("7", 0),
+     ("GPU-a", 1), ("GPU-c,GPU-a", 2), ("none", 0), ("GPU-x", 0), ("MIG-x", 0), ("3,GPU-a", 2)],
+)  # fmt: skip
 def test_the_forms_that_cuda_takes(
     form: str, cards: int, fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -414,60 +377,6 @@ def test_the_forms_that_cuda_takes(
     assert gpus.visible_gpu_count() == cards
 
 
-class Divided(FakeNvml):
-    """Card 1 is divided by MIG, with instances 11 and 13 of seven places."""
-
-    def nvmlDeviceIsMigDeviceHandle(self, handle: int) -> bool:
-        return handle > 10
-
-    def nvmlDeviceGetMigMode(self, handle: int) -> list[int]:
-        if handle > 10:
-            raise self.NVMLError
-        return [int(handle == 1), 0]
-
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle: int) -> int:
-        return 7
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: int, number: int) -> int:
-        if number not in (1, 3):
-            raise self.NVMLError
-        return 10 * handle + number
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
-        known = {"GPU-a": 0, "GPU-b": 1, "MIG-1": 11, "MIG-3": 13, "MIG-GPU-b/3/0": 13}
-        if uuid not in known:
-            raise self.NVMLError
-        return known[uuid]
-
-
-@pytest.mark.parametrize(
-    ("form", "shown", "hidden"),
-    [
-        *((None, [11], 2), ("0", [0], 0), ("0,2", [0, 2], 0), ("1", [11], 0), ("2,1", [11], 1)),
-        *(("MIG-1", [11], 0), ("MIG-3", [13], 0), ("MIG-3,MIG-1", [13], 1), ("MIG-9", [], 0)),
-        *(("MIG-GPU-b/3/0", [13], 0), ("GPU-a,MIG-1", [11], 1), ("MIG-1,MIG-1", [], 0)),
-    ],
-)
-def test_cuda_shows_a_process_one_instance_of_mig_and_no_card_with_it(
-    form: str | None, shown: list[int], hidden: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake = Divided()
-    monkeypatch.setattr(gpus, "_start", lambda: fake)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if form is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", form)
-    assert gpus._visible_handles(fake) == shown and gpus.gpus_hidden_by_mig() == hidden
-    assert gpus.visible_gpu_count() == len(shown)
-    monkeypatch.setattr(fake, "nvmlDeviceGetMemoryInfo", lambda *_, **named: SimpleNamespace(
-        total=20 * 10**9, used=10**9
-    ))  # fmt: skip
-    monkeypatch.setattr(fake, "nvmlDeviceGetName", lambda handle: f"MIG {handle}")
-    checks = check_gpus(1, "auto")
-    assert [c.name for c in checks if c.status == "warn"] == (["mig"] if hidden else []) + (
-        [] if shown else ["gpu"]
-    )
-
-
 def test_a_driver_that_never_answers_costs_one_wait_and_one_line(
     fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -487,7 +396,6 @@ def test_a_driver_that_never_answers_costs_one_wait_and_one_line(
     began = time.monotonic()
     assert gpus.visible_gpu_count() == 0 and gpus.driver_version() is None
     assert sampler.sample() is None and gpus.sample_gpu() is None
-    assert gpus.unused_gpu() == (None, "the NVIDIA driver does not answer")
     assert time.monotonic() - began < 1.0, "nobody else waits for it"
     (line,) = [r.getMessage() for r in caplog.records]
     assert line.startswith("The NVIDIA driver has not answered for 0 s") and "reboot" in line
@@ -496,12 +404,6 @@ def test_a_driver_that_never_answers_costs_one_wait_and_one_line(
     monkeypatch.setattr(fake_nvml, "nvmlDeviceGetUtilizationRates", lambda handle: None)
     with pytest.raises(AttributeError):  # raised where it was asked
         sampler.utilization()
-
-
-def test_handles_of_ctypes_are_compared_by_their_target() -> None:
-    cards = [ctypes.c_int(1), ctypes.c_int(1)]
-    first, again, other = (ctypes.pointer(cards[i]) for i in (0, 0, 1))
-    assert gpus._is_same(first, again) and not gpus._is_same(first, other)
 
 
 def test_gpus_in_use_are_named(fake_nvml: FakeNvml) -> None:
@@ -515,7 +417,7 @@ def test_gpus_in_use_are_named(fake_nvml: FakeNvml) -> None:
     fake_nvml.hangs = True
     (check,) = check_gpus(1, "cuda")
     assert check.status == "fail" and "check nvidia-smi" in check.remedy
-    assert gpus.sample_gpu() is None and gpus.unused_gpu() == (None, "no GPU is visible")
+    assert gpus.sample_gpu() is None
     assert fake_nvml.open == 0
 
 
@@ -537,19 +439,6 @@ def test_the_doctor_names_the_connections_through_a_proxy(monkeypatch: pytest.Mo
     assert "secret" not in check.finding
 
 
-def speed(
-    monkeypatch: pytest.MonkeyPatch, step: float, *flags: str, **rules: Any
-) -> dict[str, Check]:
-    """Judge inner steps of ``step`` seconds."""
-    measured = {"micro_batch_seconds": step / 64, "micro_batches": 64}
-    monkeypatch.setattr(doctor, "measure", lambda *_, **__: measured)
-    monkeypatch.setattr(doctor, "SLOW_STEP", 90.0)
-    network = {f"round.{key}": value for key, value in rules.items()}
-    asked = Examination(config_of(*flags, rules=network), 1)
-    checks = doctor.check_step_time(asked, flags, 10.0)
-    return {check.name: check for check in checks}
-
-
 @pytest.mark.parametrize(
     ("step", "least", "verdicts", "said"),
     [
@@ -567,10 +456,11 @@ def test_an_inner_step_is_judged_by_the_steps_of_a_period(
     said: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rules = {"period": "30m", "minimum_valid_inner_step": least}
-    found = speed(monkeypatch, step, **rules)
-    assert tuple(status([*found.values()]).values()) == verdicts
-    assert said in found["inner steps"].finding
+    monkeypatch.setattr(doctor, "SLOW_STEP", 90.0)
+    rules = {"round.period": "30m", "round.minimum_valid_inner_step": least}
+    asked = Examination(config_of(rules=rules), 1, running=True, step=timedelta(seconds=step))
+    time, steps = doctor.check_step_time(asked)
+    assert (time.status, steps.status) == verdicts and said in steps.finding
 
 
 @pytest.fixture
@@ -590,13 +480,9 @@ def running(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("began", [True, False])
-def test_nothing_is_trained_while_a_miner_runs(
-    began: bool, running: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_step_time_is_that_of_the_running_miner(
+    began: bool, running: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def measure(*_: object, **named: object) -> NoReturn:
-        raise AssertionError
-
-    monkeypatch.setattr(doctor, "measure", measure)
     if not began:
         with (running / "events.jsonl").open("a") as file:
             file.write('\n{"kind": "start"}\n')
@@ -609,7 +495,6 @@ def test_nothing_is_trained_while_a_miner_runs(
         assert "the running miner" in found["torch"]["finding"]
     else:
         assert found["step time"]["status"] == "skip" and "since its start" in str(found)
-    assert "a miner runs" in found["disk speed"]["finding"]
     assert "miner" not in found, "nothing is known of it yet"
 
 
@@ -650,29 +535,3 @@ def test_in_an_empty_folder_the_doctor_names_the_command_that_fills_it(
         monkeypatch.delenv(name)
     assert doctor.main([]) == 2
     assert "join a network with dt-join" in capsys.readouterr().err
-
-
-def test_checks_that_wait_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each waits for the other; one that raises is no silent row."""
-    both = threading.Barrier(2)
-
-    def meet(_: Examination) -> Check:
-        both.wait(timeout=10)
-        return Check("met", "ok", "")
-
-    entries = [machine.Entry(meet, alone=True), machine.Entry(meet, alone=True)]
-    monkeypatch.setattr(outside, "CHECKS", entries)
-    monkeypatch.setattr(machine, "CHECKS", [])
-    asked = Examination(config_of(), ranks=1)
-    assert [check.name for check in doctor.examine(asked, [], seconds=0)] == [
-        "met",
-        "met",
-        "step time",
-    ]
-
-    def fail(_: Examination) -> Check:
-        raise ZeroDivisionError
-
-    entries[:] = [machine.Entry(fail, alone=True)]
-    with pytest.raises(ZeroDivisionError):
-        doctor.examine(asked, [], seconds=0)

@@ -226,7 +226,7 @@ def test_a_member_needs_no_port_and_no_key(tmp_path: Path) -> None:
     config = read(tmp_path / "lab")
     names = {check.name for check in machine.start_checks(config, ranks=1)}
     assert names and not [name for name in names if name.startswith("port")]
-    found_by_doctor = machine.CHECKS[0].check(Examination(config, 1))
+    found_by_doctor = [*machine.check_configuration(Examination(config, 1))]
     assert [check.status for check in found_by_doctor] == ["ok"]
 
 

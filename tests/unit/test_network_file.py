@@ -325,7 +325,7 @@ def large() -> str:
 
 BAD = {
     "unsigned": (re.sub(r"^signature.*\n", "", EXAMPLE, flags=re.M), "it is not signed"),
-    "too large": (large(), "GB of host memory"),
+    "too large": (large(), "host memory: at least"),
 }
 PROGRAMS = {
     "miner": ["miner", "--neuron.run_folder", "run", "--neuron.device", "cpu", "--network"],

@@ -175,7 +175,7 @@ def test_a_version_is_set_up_next_to_the_old_one_with_the_same_settings(machine:
     assert machine.runs_from == new and (new / "version").read_text() == "v2"
     (page,) = json.loads((machine.folder / "apps.json").read_text())[1:]
     assert page["name"] == "distributed_training_page" and page["pm2_env"]["pm_cwd"] == str(new)
-    flags = "--diagnostics.measure 0 --neuron.run_folder run"
+    flags = "--neuron.run_folder run"
     assert f"doctor a b\nc {machine.home} {flags}\n" in done.stdout
     assert done.stdout.splitlines()[-1].startswith(f"{NAME} runs v2 from {new}; the one before")
     assert "v2 runs already" in machine.refused("v2")
