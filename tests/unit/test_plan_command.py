@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from distributed_training.common.gpus import CARDS
 from distributed_training.common.llama import named_config
 from distributed_training.common.memory import ModelShape
+from distributed_training.config.settings import TrainingSettings
 from distributed_training.plan_command import main
 from tests.tools.network import network_file
 
@@ -67,6 +68,28 @@ def test_a_plan_goes_by_the_networks_file(
     assert found["sent"] < 0.6 * found["received"]  # 2 bits per value in place of 4
     slow = plan(capsys, "--network", file, "--gpu", "4090", "--link", "0.5")
     assert not slow["in_time"]
+
+
+def test_the_formulas_of_the_documents_are_those_of_the_plan(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "requirements.md").read_text()
+    (block,) = re.findall(r"```python\n(tokens_per_second.*?)```", text, re.DOTALL)
+    found, rules = plan(capsys, *GIVEN), TrainingSettings()
+    names = {
+        "peak": CARDS["h100"].peak,
+        "gpus": 8,
+        "batch": rules.local_batch_size_train_effective,
+        "length": rules.sequence_length,
+        "link_down": 100e6 / 8,
+        "link_up": 20e6 / 8,
+        "members": 16,
+        "vocabulary": ModelShape.from_config(named_config("4b")).vocab,
+        **{name: found[name] for name in ("parameters", "tokens", "price")},
+    }
+    exec(block, names)
+    for name in re.findall(r"^(\w+) =", block, re.MULTILINE):
+        assert names[name] == pytest.approx(found[name], rel=1e-6), name
 
 
 @pytest.mark.parametrize(
