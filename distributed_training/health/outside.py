@@ -51,7 +51,7 @@ from distributed_training.store.s3 import endpoint_of
 from distributed_training.store.transfer import Retry
 
 _CHAIN_TIMEOUT = timedelta(seconds=30)  # for a first answer
-_CHAIN_TIMEOUT_BESIDE = timedelta(seconds=7)  # the same while the miner runs
+_SOON = timedelta(seconds=7)  # the same of a registry, or while the miner runs
 _TIMEOUT = timedelta(seconds=5)  # of one request or connection
 _ADDRESS_TIMEOUT = timedelta(seconds=2)  # of each service that is asked
 _STORE_TIMEOUT = timedelta(seconds=10)  # of its first answer
@@ -118,7 +118,7 @@ def check_chain(examination: Examination) -> list[Check]:
         cause, _, remedy = str(error).rpartition(": ")
         refused = Check("hotkey", "fail", cause or str(error), remedy or "--wallet.name, .path")
     # A start waits for a chain that is away; a person at a terminal gets an answer.
-    longest = _CHAIN_TIMEOUT_BESIDE if examination.running else _CHAIN_TIMEOUT
+    longest = _SOON if examination.running or config.chain.registry_url else _CHAIN_TIMEOUT
     quick = min(config.chain.start_timeout, longest)
     settings = dataclasses.replace(config.chain, start_timeout=quick)
     with ExitStack() as stack:
