@@ -282,11 +282,11 @@ class Running:
 
     plan: FounderPlan
     signals: StopSignals
-    #: Gets each line, and the name of the program if that printed it.
-    tell: Callable[..., None] = say
     validators_stop: timedelta = _VALIDATOR_STOPS
     programs: dict[str, Program] = field(default_factory=dict)
     once: tuple[str, ...] = ()  # words of the validator's first start only
+    #: Gets each line, and the name of the program if that printed it.
+    tell: Callable[..., None] = say
 
     def start(self, name: str) -> bool:
         """Start a program and, of a service, wait until it answers; False: it never will."""
@@ -414,7 +414,7 @@ def sole_runner(
     from distributed_training.node.start import sole_user
 
     with sole_user(plan.folder, "run.lock", "dt-network run", instead="wait for it"):
-        running = Running(plan, signals, tell)
+        running = Running(plan, signals, tell=tell)
         # What a killed one left is ending, and has its ports until then.
         before = read_state(plan.folder / PIDS, _Processes, lost="they are not waited for")
         left = sessions_of(before.processes if before else ())

@@ -25,7 +25,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import SecretStr
@@ -111,23 +111,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return ExitStatus.FAULT
 
 
-@dataclass(frozen=True)
-class _Entered:
-    """A membership as its folder holds it. ``uid``: None where no registry gives one."""
-
-    uid: int | None
-    config: Config
-
-
 def join(options: argparse.Namespace, words: Sequence[str]) -> int:
     """Join, and return the doctor's status.
 
     Raises ConfigError, ChainError, OSError, _Unfinished.
     """
-    entered = enter(options.folder, words)
-    config, here = entered.config, Path.cwd()
-    if entered.uid is not None and config.has_bucket:
-        _make_bucket(config, miner_bucket(config.store.global_model_name, entered.uid))
+    enter(options.folder, words)
+    here = Path.cwd()
     status = doctor.main([])
     # A network that has not begun fails some of its checks.
     when = "the start, once nothing fails" if status else "the start"
@@ -136,10 +126,12 @@ def join(options: argparse.Namespace, words: Sequence[str]) -> int:
     return status
 
 
-def enter(folder: Path, words: Sequence[str]) -> _Entered:
-    """Take a uid, and write settings and keys of a member in ``folder``, where this process goes.
+def enter(
+    folder: Path, words: Sequence[str], environ: Mapping[str, str] = os.environ
+) -> int | None:
+    """Write settings and keys of a member in ``folder``, where this process goes; return its uid.
 
-    Raises as :func:`join`.
+    ``environ``: has the keys of the member's bucket, if it needs one. Raises as :func:`join`.
     """
     others: list[str] = []
     found = read_argv(words, schema("miner"), others=others)
@@ -150,10 +142,11 @@ def enter(folder: Path, words: Sequence[str]) -> _Entered:
     place, token = _parts(text)
     with ExitStack() as undo:
         _enter(folder, undo)
-        config, given = _settings(place, {name: entry.text for name, entry in found.items()})
+        texts = {name: entry.text for name, entry in found.items()}
+        config, given = _settings(place, texts, environ)
         if token:
             config = replace(config, chain=replace(config.chain, invitation=SecretStr(token)))
-        variables = {name: os.environ.get(name, "") for name in config.key_variables}
+        variables = {name: environ.get(name, "") for name in config.key_variables}
         secret = {_INVITATION: token} if token else {}
         _dotenv_with(variables | secret)  # it may refuse one
         uid, admitted = _register(config, undo)
@@ -177,7 +170,9 @@ def enter(folder: Path, words: Sequence[str]) -> _Entered:
             "a script of yours joins here too: distributed_training.model_config() is the model's "
             "config.json (docs/join-a-script.md)"
         )
-    return _Entered(uid, config)
+    if uid is not None and config.has_bucket:
+        _make_bucket(config, miner_bucket(config.store.global_model_name, uid))
+    return uid
 
 
 def _parts(text: str) -> tuple[str, str]:
@@ -210,7 +205,9 @@ def _enter(folder: Path, undo: ExitStack) -> None:
         raise ConfigError(f"{Path().absolute()} cannot be written, {_NOTHING}: give --folder")
 
 
-def _settings(place: str, given: dict[str, str]) -> tuple[Config, Mapping[str, str]]:
+def _settings(
+    place: str, given: dict[str, str], environ: Mapping[str, str]
+) -> tuple[Config, Mapping[str, str]]:
     """Return the configuration of the miner here, and the flags that ``miner.toml`` gets.
 
     ``given``: the flags of the command line.
@@ -228,7 +225,7 @@ def _settings(place: str, given: dict[str, str]) -> tuple[Config, Mapping[str, s
                 f"{name} in {OPERATORS_FILE.absolute()} is {held} and not {text}, {_NOTHING}: "
                 "change it with an editor, or give --folder for another miner"
             )
-    config = load_config("miner", argv, file=file, check=False)
+    config = load_config("miner", argv, environ=environ, file=file, check=False)
     assert config.network is not None
     # A wallet of its own for each network, unless one is named.
     if file is None and "wallet.name" not in config.sources:

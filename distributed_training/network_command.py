@@ -111,8 +111,8 @@ def _add_try_options(add: Callable[..., Any]) -> None:
     add("--args", type=shlex.split, default="NETWORK", metavar="WORDS", help=words)
     of_folder: dict[str, Any] = {"type": argument(File), "default": Path("runs/try")}
     add("--folder", **of_folder, help="where everything is written, and emptied first [runs/try]")
-    longest = "seconds without an outer step after which it ends [300.0]"
-    add("--timeout", type=ranged(1.0, 1e6), default=300.0, metavar="S", help=longest)
+    longest = "seconds without an outer step after which it ends [300; five periods if longer]"
+    add("--timeout", type=ranged(1.0, 1e6), metavar="S", help=longest)
 
 
 def build_parser() -> Parser:

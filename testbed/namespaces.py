@@ -28,13 +28,6 @@ class Machine:
         """This thread, and the processes and threads that it starts, are there."""
         return inside(self.name)
 
-    def unplug(self) -> None:
-        """Lose all that it sends and is sent from here on, without a word."""
-        ip("-n", self.name, "link", "set", "eth0", "down")
-
-    def plug(self) -> None:
-        ip("-n", self.name, "link", "set", "eth0", "up")
-
 
 @contextmanager
 def machines(

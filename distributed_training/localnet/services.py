@@ -1,13 +1,12 @@
-"""Plan a local subnet's neurons, and start their object store, chain and wallets.
+"""Plan a local subnet's neurons, start their object store and registry, and let miners join.
 
-Children of a subnet are started, watched, stopped in time, and leave nothing behind. Each carries
-a mark (``common.processes``) with the subnet's id, so whatever a neuron started is found again,
-also after its parent is gone.
+Children of a subnet are started, watched, stopped in time, and leave nothing behind.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import secrets
@@ -29,7 +28,9 @@ from distributed_training.common.processes import kill_tree, with_starter
 from distributed_training.config.installed import install
 from distributed_training.config.settings import Exchange
 from distributed_training.config.types import ConfigError, parse_duration
-from distributed_training.network import built_in_rules, of_exchange, signed, to_toml
+from distributed_training.founder import MASTER, RUN_FILE, FounderPlan
+from distributed_training.join_command import enter
+from distributed_training.network import FILE, built_in_rules, of_exchange, signed, to_toml
 from distributed_training.protocol.keys import miner_bucket
 
 if TYPE_CHECKING:
@@ -40,13 +41,10 @@ if TYPE_CHECKING:
 #: Where this package is imported from: a checkout, or site-packages.
 PACKAGES = Path(__file__).resolve().parents[2]
 GLOBAL_BUCKET = "local"
-STORE_FOLDER = "store"  # of the object store's data, in the run folder
+STORE_FOLDER = "s3"  # of the object store's data, in the run folder
 # An operator's own keys and settings must not reach a subnet that is only for experiments.
 FOREIGN_PREFIXES = ("R2_", "BT_", "DT_", "WANDB_", "LOKI_", "AWS_", "HF_", "INFLUXDB_")
-# uid u's rank 1 reads the same pages as uid u + 1's rank 0 (protocol: seed = uid + local rank), so
-# uids are spaced wider than any world size that makes sense on one machine.
-UID_SPACING = 11
-VALIDATOR_UID = 200
+_MOST_RANKS = 10
 _GRACE = 15.0  # seconds after a close in which uploads are taken
 _GRACE_OF_AVERAGE = 20.0  # the same, where members also average
 
@@ -146,29 +144,22 @@ def parse_ranks(text: str | None, miners: int | None) -> tuple[int, ...]:
             "started: make them agree"
         )
     ranks = (given + [1] * miners)[:miners]
-    if any(not 1 <= rank < UID_SPACING for rank in ranks):
+    if any(not 1 <= rank <= _MOST_RANKS for rank in ranks):
         raise ConfigError(
-            f"--ranks {text}: a miner on this machine has 1 to {UID_SPACING - 1} ranks, so nothing "
+            f"--ranks {text}: a miner on this machine has 1 to {_MOST_RANKS} ranks, so nothing "
             "was started: correct --ranks"
-        )
-    if miners * UID_SPACING > VALIDATOR_UID:
-        raise ConfigError(
-            f"--miners {miners} is more than the {VALIDATOR_UID // UID_SPACING} that fit here, so "
-            "nothing was started: ask for fewer"
         )
     return tuple(ranks)
 
 
 def plan_neurons(options: SubnetOptions, folder: Path) -> list[NeuronPlan]:
     """Plan the validator first, which uploads the initial model the miners load."""
-    wanted: list[tuple[str, Literal["miner", "validator"], int, int]]
-    wanted = [("validator", "validator", VALIDATOR_UID, 1)]
-    for i, ranks in enumerate(options.ranks):
-        wanted.append((f"miner-{i * UID_SPACING:03d}", "miner", i * UID_SPACING, ranks))
-    ports = iter(free_ports(len(wanted)))
+    wanted = [1, *options.ranks]
     return [
-        NeuronPlan(name, kind, uid, ranks, folder / name, next(ports))
-        for name, kind, uid, ranks in wanted
+        # The registry gives uids in this order; the founder has the first.
+        NeuronPlan(name, "miner" if uid else "validator", uid, ranks, folder / name, port)
+        for uid, (ranks, port) in enumerate(zip(wanted, free_ports(len(wanted)), strict=True))
+        for name in [f"miner-{uid}" if uid else "validator"]
     ]
 
 
@@ -428,7 +419,10 @@ def _store_keys(path: Path) -> dict[str, str]:
 
 
 class Services:
-    """Object store and chain as processes, one wallet per neuron, one bucket per miner."""
+    """Object store and registry as processes, and the folders of validator and miners.
+
+    The run folder is a founder's: ``dt-network run --print`` shows the commands that are run here.
+    """
 
     def __init__(
         self,
@@ -439,17 +433,15 @@ class Services:
     ) -> None:
         self.options = options
         self.plans = plans
-        self._wallet_folder = folder / "wallets"
-        self._wallets: dict[str, Wallet] = {}
-        self.network = folder.absolute() / "network.toml"
-        self._store = ObjectStoreServer(
-            folder=folder / STORE_FOLDER, environment=self._clean_environment()
-        )
+        self._folder = folder.absolute()
+        self.network = self._folder / FILE
+        environment = self._clean_environment()
+        self._store = ObjectStoreServer(folder=folder / STORE_FOLDER, environment=environment)
         self.store_endpoint = self._store.endpoint
-        (self._chain_port,) = free_ports(1)
-        self.chain_endpoint = f"http://127.0.0.1:{self._chain_port}"
-        self._chain_folder = folder / "chain"
+        (port,) = free_ports(1)
+        self.chain_endpoint = f"http://127.0.0.1:{port}"
         self.children = [self._store.child]  # that were begun, in this order
+        self._of_validator: list[str] = []  # its words, by the founder's folder
 
     def open_bucket(self, plan: NeuronPlan, *, write: bool = False) -> S3ObjectStore:
         """Open a neuron's bucket, by default with the keys that may only read. Close it.
@@ -471,50 +463,44 @@ class Services:
             settings=StoreSettings(),
         )
 
-    def _make_bucket(self, plan: NeuronPlan) -> None:
-        with contextlib.closing(self.open_bucket(plan, write=True)) as bucket:
-            bucket.create_bucket()
-
     # --- life -----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start store and chain, make buckets, register hotkeys, announce the validator's address.
-
-        Raises ChildFailure.
-        """
+        """Start store and registry, and let all miners join. Raises ChildFailure."""
         self._store.child.start()  # it imports for a second; meanwhile:
         from distributed_training.chain.identity import create_wallet
 
-        for plan in self.plans:
-            self._wallets[plan.name] = create_wallet(self._wallet_folder, plan.name)
-        environment = self._clean_environment()
-        if self._hands_out:  # URLs of the store, with the store's keys
-            environment |= self._store.keys
-        self._write_network()
-        flags = {
-            "folder": str(self._chain_folder.absolute()),
-            "network": str(self.network),
-            "port": str(self._chain_port),
-            "requests-per-address": "10000",  # all come from one
-        }
-        words = [word for name, value in flags.items() for word in (f"--{name}", value)]
-        chain = Child(
+        validator, *miners = self.plans
+        master = create_wallet(self._folder / "wallets", MASTER)
+        self._write_network(master)
+        tables = {"registry": _REGISTRY, "validator": self._settings(validator)}
+        run_file = "".join(f"[{name}]\n{_to_toml(flags)}" for name, flags in tables.items())
+        write_bytes(self._folder / RUN_FILE, run_file.encode(), durable=False)
+        environment = self.environment(validator)
+        founder = FounderPlan.of(self._folder, environment)
+        self._of_validator = founder.words["validator"]
+        module = "distributed_training.network_command"
+        registry = Child(
             name="chain",
-            command=[sys.executable, "-m", "distributed_training.network_command", "serve", *words],
-            environment=environment,
-            folder=self._chain_folder,
+            command=[sys.executable, "-m", module, "serve", *founder.words["registry"]],
+            # URLs of the store, with the store's keys, where it hands them out
+            environment=environment if self._hands_out else self._clean_environment(),
+            folder=self._folder / "registry",
         )
-        self.children.append(chain)
-        chain.start()
-        chain.wait_ready()
-        with contextlib.closing(self.founders_chain()) as founder:
-            for plan in self.plans:
-                # By uid: the first free ones would lie side by side, and ranks would share pages.
-                founder.enroll(self._wallets[plan.name].ss58, uid=plan.uid)
+        self.children.append(registry)
+        registry.start()
+        registry.wait_ready()
         self._store.wait_ready()
-        for plan in self.plans:
-            if plan.kind == "validator" or not self._hands_out:
-                self._make_bucket(plan)
+        with contextlib.closing(self.open_bucket(validator, write=True)) as bucket:
+            bucket.create_bucket()
+        for plan in miners:
+            self.join(plan)
+
+    def join(self, plan: NeuronPlan, **more: str) -> None:
+        """Write what a miner needs into its folder, as ``dt-join`` does. ``more``: settings."""
+        with contextlib.chdir(self._folder), contextlib.redirect_stdout(io.StringIO()):
+            words = to_words(self._settings(plan) | more)
+            enter(plan.folder, [str(self.network), *words], self.environment(plan))
 
     @property
     def _hands_out(self) -> bool:
@@ -524,14 +510,14 @@ class Services:
         return options.rules.get("store.access", default) != "own"
 
     def stop(self) -> list[str]:
-        """Stop the chain, then the store; return the problems met."""
+        """Stop the registry, then the store; return the problems met."""
         problems = stop_together(self.children[1:], timedelta(seconds=10))
         self._store.stop()
         return problems
 
-    def _write_network(self) -> None:
+    def _write_network(self, master: Wallet) -> None:
         """Write the rules of this subnet."""
-        options, master = self.options, self.wallet(self._validator)
+        options = self.options
         rules = of_exchange(built_in_rules(), options.exchange)
         rules.pop("run_id")  # it follows from the file
         changed: dict[str, Any] = {
@@ -543,7 +529,8 @@ class Services:
         rules["private"] = True  # the store speaks plain HTTP, on this machine
         usual = _GRACE if options.exchange == "store" else _GRACE_OF_AVERAGE
         grace = min(usual * options.slowness, options.seconds / 3)
-        changed |= {"round.grace": f"{grace:.1f}s", "round.least": self._least}
+        least = options.least_miners or len(options.ranks)
+        changed |= {"round.grace": f"{grace:.1f}s", "round.least": least}
         if options.exchange == "hivemind":
             changed["round.average_after"] = f"{grace / 4:.1f}s"
         for key, value in {**changed, **options.rules}.items():
@@ -556,44 +543,18 @@ class Services:
         """Open the chain as the validator, which created it, sees it. Close it."""
         from distributed_training.chain.registry import RegistryChain
 
-        return RegistryChain(url=self.chain_endpoint, wallet=self.wallet(self._validator))
-
-    @property
-    def _validator(self) -> NeuronPlan:
-        return next(plan for plan in self.plans if plan.kind == "validator")
-
-    def invite(self, folder: Path) -> int:
-        """Make wallet, uid, bucket and settings of one more miner in ``folder``.
-
-        ``.env`` holds the keys, ``miner.toml`` the flags: the miner runs from there. Returns the
-        port of its dashboard.
-        """
-        from distributed_training.chain.identity import create_wallet
-
-        dht, page = free_ports(2)
-        uid = len(self.options.ranks) * UID_SPACING
-        plan = NeuronPlan(folder.name, "miner", uid, 1, folder / "run", dht)
-        # Private at once: .env gets its own mode only after it was written.
-        folder.mkdir(mode=0o700)
-        self._wallets[plan.name] = create_wallet(self._wallet_folder, plan.name)
-        with contextlib.closing(self.founders_chain()) as chain:
-            chain.enroll(self.wallet(plan).ss58, uid=uid)
-        if not self._hands_out:
-            self._make_bucket(plan)
-        # The subnet's own page shows the miners that it runs, and not this one.
-        flags = {**self._settings(plan), "neuron.page_port": str(page)}.items()
-        toml = "".join(f'"{name}" = {json.dumps(value)}\n' for name, value in flags)
-        write_bytes(folder / "miner.toml", toml.encode(), durable=False)
-        keys = self._keys_of(plan)
-        lines = "".join(f"{name}={value}\n" for name, value in keys.items())
-        write_bytes(folder / ".env", lines.encode(), durable=False)
-        (folder / ".env").chmod(0o600)
-        return page
+        return RegistryChain(url=self.chain_endpoint, wallet=self.wallet(self.plans[0]))
 
     # --- a neuron's flags and settings ------------------------------------------------------------
 
     def wallet(self, plan: NeuronPlan) -> Wallet:
-        return self._wallets[plan.name]
+        """Return the wallet of the validator, or of a miner that has joined."""
+        from distributed_training.chain.identity import load_wallet
+        from distributed_training.config.settings import ChainSettings
+
+        name = plan.name if plan.kind == "miner" else MASTER
+        place = str(self._folder / "wallets")
+        return load_wallet(ChainSettings(wallet_path=place, wallet_name=name))
 
     def arguments(self, plan: NeuronPlan) -> list[str]:
         """Return program and flags for a Python interpreter. No secret is among them."""
@@ -604,44 +565,32 @@ class Services:
 
     def flags(self, plan: NeuronPlan) -> list[str]:
         """Return the neuron's flags, those that the options add at the end."""
-        miner, options = plan.kind == "miner", self.options
-        settings = self._settings(plan)
-        words = [word for name, value in settings.items() for word in (f"--{name}", value)]
-        return [*words, *(options.miner_flags if miner else options.validator_flags)]
+        if plan.kind == "validator":
+            return [*self._of_validator, *self.options.validator_flags]
+        settings = {"network": str(self.network), **self._settings(plan)}
+        return [*to_words(settings), *self.options.miner_flags]
 
     def _settings(self, plan: NeuronPlan) -> dict[str, str]:
-        """Return the neuron's settings by flag."""
-        flags = {
-            "neuron.device": "cpu",
-            "neuron.page_port": "off",  # the whole subnet has one
+        """Return the neuron's settings by flag, without those that follow from the founder's."""
+        flags = {"neuron.device": "cpu", "neuron.page_port": "off", "neuron.stop_timeout": "30"}
+        if self.options.exchange == "hivemind":
+            flags |= {"dht.port": str(plan.dht_port), "dht.ip": "127.0.0.1"}
+        if plan.kind == "validator":
+            return flags
+        return flags | {
             "neuron.local_batch_size_train": "2",
             "neuron.checkpoint_steps": "10",
-            "neuron.stop_timeout": "30",
-            "network": str(self.network),
             "neuron.name": plan.name,
             "neuron.run_folder": str(plan.folder),
-            "wallet.path": str(self._wallet_folder),
+            "wallet.path": str(self._folder / "wallets"),
             "wallet.name": plan.name,
-            "wallet.hotkey": "default",
+            "nproc_per_node": str(plan.world_size),
         }
-        if plan.kind == "miner":
-            flags["nproc_per_node"] = str(plan.world_size)
-        if self.options.exchange == "store":
-            return flags
-        return flags | {"dht.port": str(plan.dht_port), "dht.ip": "127.0.0.1"}
-
-    @property
-    def _least(self) -> int:
-        """The fewest uploads of an outer step."""
-        return self.options.least_miners or len(self.options.ranks)
 
     def environment(self, plan: NeuronPlan) -> dict[str, str]:
         """Return the neuron's environment, with the keys of the object store that it needs."""
-        return self._clean_environment() | self._keys_of(plan)
-
-    def _keys_of(self, plan: NeuronPlan) -> dict[str, str]:
         has_keys = plan.kind == "validator" or not self._hands_out
-        return self._store.keys if has_keys else {}
+        return self._clean_environment() | (self._store.keys if has_keys else {})
 
     def _clean_environment(self) -> dict[str, str]:
         # By prefix: a miner here must not write into the bucket of its operator's real one.
@@ -657,3 +606,15 @@ class Services:
             "TOKENIZERS_PARALLELISM": "false",
             **plugin_environment(),  # of whoever starts the subnet
         }
+
+
+#: Flags of the registry. All requests come from one address.
+_REGISTRY = {"admission": "open", "requests-per-address": "10000"}
+
+
+def to_words(flags: Mapping[str, str]) -> list[str]:
+    return [word for name, value in flags.items() for word in (f"--{name}", value)]
+
+
+def _to_toml(flags: Mapping[str, str]) -> str:
+    return "".join(f'"{name}" = {json.dumps(value)}\n' for name, value in flags.items())

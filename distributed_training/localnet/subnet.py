@@ -26,6 +26,7 @@ import psutil
 
 from distributed_training.common.control_groups import usable_cores
 from distributed_training.common.files import write_json
+from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import command_of, is_running, send, tree_of
 from distributed_training.config.types import ConfigError
 from distributed_training.localnet.pace import measure_slowness
@@ -322,8 +323,12 @@ class LocalSubnet:
             The commands to type, for an operator who rehearses with flags and pm2 of his own.
         """
         assert self.services is not None
+        dht, page = free_ports(2)
         folder = self.folder / GUEST
-        page = self.services.invite(folder)
+        guest = NeuronPlan(GUEST, "miner", len(self.neurons), 1, folder, dht)
+        # The subnet's own page shows the miners that it runs, and not this one.
+        run = {"neuron.run_folder": str(folder / "run"), "neuron.page_port": str(page)}
+        self.services.join(guest, **run)
         typed = shlex.quote(str(folder))
         return (
             f"one more miner can join; its .env and miner.toml are in {folder}\n"

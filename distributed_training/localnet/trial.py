@@ -29,7 +29,7 @@ from distributed_training.config.types import ConfigError
 from distributed_training.founder import RUN_FILE, FounderPlan, check, sole_runner
 from distributed_training.join_command import enter
 from distributed_training.localnet.pace import measure_slowness
-from distributed_training.localnet.services import Child
+from distributed_training.localnet.services import Child, to_words
 from distributed_training.localnet.subnet import RunFolder
 from distributed_training.localnet.summary import held_out
 from distributed_training.node.start import StopSignals
@@ -40,6 +40,7 @@ from distributed_training.telemetry.neuron_state import NeuronState
 
 NETWORK = "NETWORK"  # in --args: the network's file
 _PERIOD = 12.0  # seconds from close to close, where four processes have two free cores
+_LONGEST = 300.0  # seconds without an outer step
 _NICE = "5"  # of scripts: on a few cores they would leave the validator no time to judge them
 _OPERATORS = ("R2_", "BT_", "DT_")  # variables of another network's member, on this machine too
 _PATIENCE = timedelta(seconds=20)  # for members to apply the last update
@@ -80,7 +81,8 @@ def run(options: argparse.Namespace) -> int:
     print(f"creating a network of {options.members} members in {folder.path}", flush=True)
     with StopSignals() as signals, ExitStack() as stack:
         with redirect_stdout(io.StringIO()):
-            founding.init(_init_options(options, network))
+            period = _period_of(options)
+            founding.init(_init_options(options, network, period))
         with (network / RUN_FILE).open("a") as file:
             file.write(_FLAGS)
         log = stack.enter_context((network / "log.txt").open("w", buffering=1))  # by lines
@@ -94,9 +96,12 @@ def run(options: argparse.Namespace) -> int:
         running = stack.enter_context(sole_runner(plan, signals, tell=tell))
         check(plan)
         for program in plan.words:
-            if not running.start(program) and not signals.stop.is_set():
+            if not running.start(program):
+                if signals.stop.is_set():
+                    return ExitStatus.INTERRUPTED
                 return _fail(f"the {program} did not start; {log.name} says why")
-        trial = _Trial(options, NeuronState(network / "validator"), began)
+        longest = options.timeout or max(_LONGEST, 5 * period)
+        trial = _Trial(options, longest, NeuronState(network / "validator"), began)
         stack.callback(trial.end)
         for number in range(1, options.members + 1):
             trial.start_member(folder.path / f"member-{number}", plan.file, [str(script), *words])
@@ -116,11 +121,14 @@ def _fail(problem: str) -> int:
     return ExitStatus.FAULT
 
 
-def _init_options(options: argparse.Namespace, network: Path) -> argparse.Namespace:
+def _period_of(options: argparse.Namespace) -> float:
+    """Return the seconds from close to close: more of them on a slow or busy machine."""
+    given = seconds_of(dict(options.more).get("round.period"))
+    return given or round(_PERIOD * measure_slowness(options.members + 1))
+
+
+def _init_options(options: argparse.Namespace, network: Path, period: float) -> argparse.Namespace:
     """Return the options of ``dt-network init``."""
-    given = dict(options.more)
-    usual = f"{_PERIOD * measure_slowness(options.members + 1):.0f}s"
-    period = seconds_of(given.get("round.period", usual)) or _PERIOD
     rules = _RULES | {
         "round.period": f"{period:g}s",
         "round.grace": f"{period / 3 - 0.05:.1f}s",  # at most a third
@@ -128,7 +136,7 @@ def _init_options(options: argparse.Namespace, network: Path) -> argparse.Namesp
     }
     (port,) = free_ports(1)
     return argparse.Namespace(
-        **{**vars(options), "more": [*rules.items(), *given.items()], "folder": network},
+        **{**vars(options), "more": [*rules.items(), *options.more], "folder": network},
         **{"name": "trial", "registry": f"http://127.0.0.1:{port}", "store": founding.EMBEDDED},
         **{"miners": options.members, "tokens": 1e9, "unpinned": False, "exchange": "store"},
         **dict.fromkeys(("netuid", "host", "dht_port", "slowest_link")),
@@ -140,6 +148,7 @@ class _Trial:
     """The members of a trial, and what the validator's events say of them."""
 
     options: argparse.Namespace
+    longest: float  # seconds without an outer step
     validator: NeuronState
     began: float
     members: dict[int, tuple[Child, NeuronState]] = field(default_factory=dict)  # by uid
@@ -154,11 +163,9 @@ class _Trial:
             "wallet.name": home.name,
             "neuron.run_folder": str(home / "run"),
         }
-        flags = [word for key, value in settings.items() for word in (f"--{key}", value)]
-        if self.options.plugins:
-            flags += ["--plugins", *self.options.plugins]
+        plugins = ["--plugins", *self.options.plugins] if self.options.plugins else []
         with redirect_stdout(io.StringIO()), chdir(home.parent):
-            uid = enter(home, [str(file), *flags]).uid
+            uid = enter(home, [str(file), *to_words(settings), *plugins])
         threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // self.options.members))}
         path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
         given = [str(file) if word == NETWORK else word for word in words]
@@ -194,10 +201,10 @@ class _Trial:
             state.poll()
             if child.exit_status is not None and self.reached < self.options.rounds:
                 return self._obituary(child, state)
-        if time.monotonic() - self.reached_at > self.options.timeout:
+        if time.monotonic() - self.reached_at > self.longest:
             each = "; ".join(f"{c.name} {_stage(c, s)}" for c, s in self.members.values())
             return (
-                f"no outer step came within {self.options.timeout:.0f} s ({each}): a script whose "
+                f"no outer step came within {self.longest:.0f} s ({each}): a script whose "
                 "steps are slow needs a longer --set round.period=60s, one that starts slowly a "
                 "longer --timeout"
             )

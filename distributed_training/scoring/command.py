@@ -101,5 +101,5 @@ def subnet_flags(folder: Path | None) -> list[str]:
         *("--network", str(folder / "network.toml")),
         *("--neuron.run_folder", str(folder)),
         # Only members read a network that exchanges through the store.
-        *("--wallet.path", str(folder / "wallets"), "--wallet.name", "validator"),
+        *("--wallet.path", str(folder / "wallets"), "--wallet.name", "master"),
     ]

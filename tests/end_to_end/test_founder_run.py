@@ -33,8 +33,7 @@ def environ(home: Path) -> dict[str, str]:
 
 
 def command(program: str, *words: str) -> list[str]:
-    modules = {**MODULES, "dt-join": "distributed_training.join_command"}
-    return [sys.executable, "-m", modules[program], *words]
+    return [sys.executable, "-m", MODULES[program], *words]
 
 
 def call(home: Path, program: str, *words: str, status: tuple[int, ...] = (0,)) -> str:

@@ -83,7 +83,7 @@ def test_a_miner_joins_by_the_printed_command_and_ctrl_c_ends_it_well(tmp_path: 
         reader.join(10)
         assert not [line for line in printed if "PROBLEM" in line], "it was asked to end"
         assert (tmp_path / "subnet" / "sample.txt").exists(), "it had done what was wanted"
-        assert not (tmp_path / "subnet" / "store").exists()
+        assert not (tmp_path / "subnet" / "s3").exists()
     finally:
         for process in (subnet, guest):
             if process is not None:

@@ -21,7 +21,7 @@ from tests.tools.text_search import WINDOW, Text
 
 pytestmark = pytest.mark.long
 TOOLS = Path(__file__).parents[1] / "tools"
-NAMES = ("miner-000", "miner-011")
+NAMES = ("miner-1", "miner-2")
 
 
 def words(seed: int, count: int) -> str:

@@ -73,7 +73,7 @@ def network(
             *(word for pair in FLAGS.items() for word in pair),
         ),
     )
-    held = tmp_path_factory.mktemp("held") / "miner-011"
+    held = tmp_path_factory.mktemp("held") / "miner-2"
     held.touch()
     subnet = LocalSubnet(options=paced(options, samples=4), stop_grace=timedelta(seconds=90))
 
@@ -240,7 +240,7 @@ def test_one_close_has_one_file_of_a_member(network: Network) -> None:
     assert merged and len(merged) == len(set(merged))
     named = {one.uid for m in network.manifests for one in m.merged}
     named |= {one.uid for m in network.manifests for one in m.refused}
-    assert named == {0, 11}
+    assert named == {1, 2}
 
 
 def test_progress_is_uploaded_between_two_closes(network: Network) -> None:
@@ -248,7 +248,7 @@ def test_progress_is_uploaded_between_two_closes(network: Network) -> None:
     if network.exchange == "store":
         assert not found
         return
-    assert found == {keys.progress_key(0), keys.progress_key(11)}
+    assert found == {keys.progress_key(1), keys.progress_key(2)}
     assert all(map(PROGRESS.search, network.logs))
 
 

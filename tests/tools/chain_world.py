@@ -20,7 +20,6 @@ def wallet_of(uri: str) -> Wallet:
 
 MINER = wallet_of("//miner")
 VALIDATOR = wallet_of("//validator")  # the master
-POOR = wallet_of("//poor-validator")  # permit, no stake
 PEER = wallet_of("//peer")  # stake, no permit
 STRANGER = wallet_of("//stranger")
 

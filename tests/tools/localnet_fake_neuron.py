@@ -59,9 +59,9 @@ def main() -> int:
         write("round", outer_step=outer - 1, ok=True, peers=["a", "b", "c"], seconds=1.5)
         write("outer_step", outer_step=outer)
     if validator:
-        for uid in (0, 11):
+        for uid in (1, 2):
             write("upload_scored", uid=uid, ok=True, reason="")
-        write("scores", scores={uid: {"random": 1.0, "total": 0.5} for uid in ("0", "11")})
+        write("scores", scores={uid: {"random": 1.0, "total": 0.5} for uid in ("1", "2")})
     while True:
         time.sleep(60)
 
