@@ -292,6 +292,9 @@ class StoreSettings:
         "r2.write_secret_access_key", env="R2_WRITE_SECRET_ACCESS_KEY"
     )
     """Secret of the writing key. It is never published."""
+    bucket_name: str | None = flag("r2.bucket_name", None, env="R2_BUCKET_NAME")
+    """Name of your own bucket, for scripts of your own. The miner's is NETWORK-UID, and it warns if
+    this is another one."""
     endpoint_url: EndpointUrl | None = flag(
         "r2.endpoint_url", network="store.endpoint", env="R2_ENDPOINT_URL"
     )

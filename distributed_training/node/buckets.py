@@ -91,6 +91,13 @@ def check_as_member(settings: StoreSettings, chain: Chain, hotkey: str, bucket: 
     A start does not wait for a store that is away if the chain shows these keys: an earlier start
     has tried them. Raises ConfigError, NetworkFailure.
     """
+    if settings.bucket_name not in (None, bucket):
+        log.warning(
+            "R2_BUCKET_NAME is %s, but uploads go to %s, where the others look for them: correct "
+            "it in .env, so that scripts of yours look there too",
+            settings.bucket_name,
+            bucket,
+        )
     try:
         with closing(open_own(settings, bucket)) as store:
             check_own(store)

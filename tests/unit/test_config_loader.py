@@ -151,12 +151,12 @@ def test_the_operators_file_is_read_unless_another_is_named(tmp_path: Path) -> N
 
 def test_a_misspelled_name_in_dotenv_is_named(tmp_path: Path) -> None:
     dotenv = tmp_path / ".env"
-    dotenv.write_text("R2_WRITE_ACCES_KEY_ID=x\nBT_WALLET_NAM=me\nR2_BUCKET_NAME=b\nOTHER=1\n")
+    dotenv.write_text("R2_WRITE_ACCES_KEY_ID=x\nBT_WALLET_NAM=me\nR2_BUCKET=b\nOTHER=1\n")
     dotenv.chmod(0o600)
     assert load(dotenv=dotenv).warnings == (
         "nothing reads R2_WRITE_ACCES_KEY_ID of .env: did you mean R2_WRITE_ACCESS_KEY_ID?",
         "nothing reads BT_WALLET_NAM of .env: did you mean BT_WALLET_NAME?",
-        "nothing reads R2_BUCKET_NAME of .env: it can be removed",
+        "nothing reads R2_BUCKET of .env: did you mean R2_BUCKET_NAME?",
     )
     with pytest.raises(ConfigError, match=r"not set.*nothing reads R2_WRITE_ACCES_KEY_ID") as error:
         load_config("miner", [], environ={}, dotenv=dotenv)

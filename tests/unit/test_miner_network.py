@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,7 +36,9 @@ def test_a_start_in_an_outage_uses_the_keys_that_the_chain_shows_and_no_others(
     monkeypatch.setattr(buckets, "commitment_text", lambda settings: OURS)
     monkeypatch.setattr(chain, "commitment", commitment)
     if shown == OURS:
-        assert buckets.check_as_member(config_of().store, chain, MINER.ss58, "mine") == OURS
+        settings = replace(config_of().store, bucket_name="other")
+        assert buckets.check_as_member(settings, chain, MINER.ss58, "mine") == OURS
+        assert "R2_BUCKET_NAME is other, but uploads go to mine" in caplog.text
         assert "Bucket mine does not answer (the store is away)" in caplog.text
     else:
         with pytest.raises(NetworkFailure, match="the store is away"):
