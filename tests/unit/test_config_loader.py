@@ -161,7 +161,7 @@ def test_a_misspelled_name_in_dotenv_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"not set.*nothing reads R2_WRITE_ACCES_KEY_ID") as error:
         load_config("miner", [], environ={}, dotenv=dotenv)
     assert "\n" not in str(error.value)
-    rows = check_configuration(Examination(load(dotenv=dotenv), ranks=1))
+    rows = [*check_configuration(Examination(load(dotenv=dotenv), ranks=1))]
     assert [row.status for row in rows] == ["warn"] * 3 and rows[0].remedy.startswith("did you")
 
 
