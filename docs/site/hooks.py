@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ OUTSIDE = {
     "CHANGELOG.md": "changelog.md",
     "bench/README.md": "benches.md",
     "ops/README.md": "ops.md",
+    "docs/threats.toml": "threats.md",
 }
 _ABOUT = (
     "Train one language model together over the internet, among people who need not trust each "
@@ -40,8 +42,23 @@ _TEXTS: dict[str, str] = {}
 
 def on_files(files: Files, config: Any) -> Files:
     for source, name in OUTSIDE.items():
-        files.append(File.generated(config, name, content=(ROOT / source).read_text()))
+        text = (ROOT / source).read_text()
+        text = threats(text) if source.endswith(".toml") else text
+        files.append(File.generated(config, name, content=text))
     return files
+
+
+def threats(text: str) -> str:
+    """Return the page of the threats that ``text`` lists as TOML, a table for each part."""
+    lines = ["# Threats and their tests", "", "A test checks that each of these tests is there."]
+    part = ""
+    for row in tomllib.loads(text)["threat"]:
+        if row["part"] != part:
+            part = row["part"]
+            lines += ["", f"## {part}", "", "| Threat | What happens | Test |", "|---|---|---|"]
+        tests = ", ".join(f"`{name}`" for name in row["tests"])
+        lines.append(f"| {row['threat']} | {row['answer']} | {tests} |")
+    return "\n".join(lines) + "\n"
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

@@ -1,19 +1,17 @@
-"""SECURITY.md names tests that exist."""
+"""docs/threats.toml names tests that exist, and the site shows them."""
 
 from __future__ import annotations
 
 import re
+import runpy
+import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "SECURITY.md").read_text()
-ROWS = [
-    line
-    for line in PAGE.partition("## Threats")[2].partition("## Attacked")[0].splitlines()
-    if re.match(r"\| [^-T]", line)
-]
+TEXT = (ROOT / "docs" / "threats.toml").read_text()
+ROWS = tomllib.loads(TEXT)["threat"]
 DEFINED = set(
     re.findall(
         r"^\s*(?:async )?def (test_\w+)\(",
@@ -23,11 +21,12 @@ DEFINED = set(
 )
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_each_threat_names_tests_that_are_there(row: str) -> None:
-    named = re.findall(r"`(test_\w+)`", row.split("|")[3])
-    assert named and set(named) <= DEFINED, set(named) - DEFINED
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["threat"])
+def test_each_threat_names_tests_that_are_there(row: dict[str, list[str]]) -> None:
+    assert row["tests"] and set(row["tests"]) <= DEFINED, set(row["tests"]) - DEFINED
 
 
-def test_the_table_was_found() -> None:
-    assert len(ROWS) >= 25
+def test_the_sites_page_has_each_threat() -> None:
+    page = runpy.run_path(str(ROOT / "docs" / "site" / "hooks.py"))["threats"](TEXT)
+    rows = re.findall(r"^\| (?!Threat).+ \| .+ \| `test_.+` \|$", page, re.M)
+    assert len(rows) == len(ROWS) >= 25
