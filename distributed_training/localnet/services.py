@@ -498,6 +498,11 @@ class Services:
 
     def join(self, plan: NeuronPlan, **more: str) -> None:
         """Write what a miner needs into its folder, as ``dt-join`` does. ``more``: settings."""
+        from distributed_training.chain.identity import create_wallet
+
+        wallet = create_wallet(self._folder / "wallets", plan.name)
+        with contextlib.closing(self.founders_chain()) as founder:
+            founder.allow(wallet.ss58)
         with contextlib.chdir(self._folder), contextlib.redirect_stdout(io.StringIO()):
             words = to_words(self._settings(plan) | more)
             enter(plan.folder, [str(self.network), *words], self.environment(plan))
@@ -609,7 +614,7 @@ class Services:
 
 
 #: Flags of the registry. All requests come from one address.
-_REGISTRY = {"admission": "open", "requests-per-address": "10000"}
+_REGISTRY = {"requests-per-address": "10000"}
 
 
 def to_words(flags: Mapping[str, str]) -> list[str]:

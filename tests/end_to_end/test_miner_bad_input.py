@@ -166,7 +166,7 @@ def test_no_bucket(world: World) -> None:
     founder = services.wallet(services.plans[0]).hotkey
     other = network_file(world.folder / "other", rules, signer=founder)
     reason = world.refused("--network", other)
-    assert "no-such-model-000" in reason and "does not exist" in reason
+    assert "no-such-model-001" in reason and "does not exist" in reason
     assert leaves_nothing(world)
 
 
