@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 
 import boto3
@@ -33,9 +32,8 @@ from pydantic import SecretStr
 from bench.common import parser, table
 from distributed_training.config.settings import StoreSettings
 from distributed_training.localnet.services import ObjectStoreServer
-from distributed_training.store.journal import Journal
 from distributed_training.store.s3 import S3ObjectStore
-from distributed_training.store.transfer import Sender
+from distributed_training.store.transfer import upload, upload_all
 
 MIB = 1024 * 1024
 BUCKET = "bench-upload"
@@ -51,20 +49,17 @@ def _store(spec: Spec) -> S3ObjectStore:
         endpoint_url=spec["endpoint"],
         write_access_key_id=SecretStr(spec["key"]),
         write_secret_access_key=SecretStr(spec["secret"]),
-        write_interval=timedelta(0),
     )
     return S3ObjectStore.from_settings(settings, bucket=BUCKET, write=True)
 
 
 def _ours(spec: Spec, large: Path, small: list[Path]) -> Seconds:
-    journal = Journal(Path(spec["work"]) / "journal.json")
-    store, deadline = _store(spec), time.monotonic() + 600
-    with Sender(store=store, journal=journal, deadline=deadline) as sender:
-        began = time.perf_counter()
-        sender.upload_all([(f"{spec['prefix']}/{large.name}", large)])
-        middle = time.perf_counter()
-        sender.upload_all((f"{spec['prefix']}/{p.name}", p) for p in small)
-        return middle - began, time.perf_counter() - middle
+    store, until = _store(spec), time.monotonic() + 600
+    began = time.perf_counter()
+    upload(store, f"{spec['prefix']}/{large.name}", large, until=until)
+    middle = time.perf_counter()
+    upload_all(store, [(f"{spec['prefix']}/{p.name}", p) for p in small], until=until)
+    return middle - began, time.perf_counter() - middle
 
 
 def _boto3(spec: Spec, large: Path, small: list[Path]) -> Seconds:

@@ -17,6 +17,7 @@ Exit status: 0 done or nothing to do, 1 the store refused or does not answer, 2 
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -71,16 +72,20 @@ def main() -> int:
         return exit_with(error)
 
     # After the flags: --help and a refusal do not wait for the store's client.
-    from distributed_training.store.cleanup import abort_uploads, stuck_uploads
     from distributed_training.store.errors import BucketMissingError, StoreError
     from distributed_training.store.opening import open_store
+    from distributed_training.store.transfer import abort_uploads, stuck_uploads
 
     try:
         store = open_store(settings, arguments.bucket, write=True)
     except ValueError as error:
         return exit_with(ConfigError(str(error)))
     try:
-        found = stuck_uploads(store, older_than=arguments.older_than, prefix=arguments.prefix)
+        found = stuck_uploads(
+            store,
+            prefix=arguments.prefix,
+            is_stuck=lambda one: one.age >= arguments.older_than,
+        )
         if not found:
             print(f"No multipart uploads older than {_age(arguments.older_than)} in {store.bucket}")
             return 0
@@ -95,7 +100,7 @@ def main() -> int:
             if input("Abort them? [y/N] ").strip().lower() not in ("y", "yes"):
                 print("Nothing was aborted")
                 return 0
-        done = abort_uploads(store, found)
+        failed = abort_uploads(store, found)
     except BucketMissingError:
         where = f"{store.bucket} does not exist at this store, so nothing was aborted"
         print(f"error: bucket {where}: check the name, and --network", file=sys.stderr)
@@ -106,22 +111,34 @@ def main() -> int:
     except (KeyboardInterrupt, EOFError):  # Ctrl-D at the question
         print("\ninterrupted; uploads not aborted yet stay: run this again", file=sys.stderr)
         return ExitStatus.INTERRUPTED
-    print(f"Aborted {counted(done.gone, 'upload')}")
-    if done.failed:
-        print(f"error: {done.failed} stay ({done.why}): run this again", file=sys.stderr)
-    return 1 if done.failed else 0
+    print(f"Aborted {counted(len(found) - len(failed), 'upload')}")
+    if failed:
+        print(f"error: {len(failed)} stay ({failed[-1]}): run this again", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def _show(store: ObjectStore, found: list[MultipartInfo]) -> None:
-    from distributed_training.store.cleanup import upload_sizes
+    from distributed_training.store.errors import StoreError
+
+    in_parts = store.multipart()
+    assert in_parts is not None, "there are uploads"
+
+    def sizes_of(one: MultipartInfo) -> list[int] | None:
+        try:
+            return [part.size for part in in_parts.list_parts(one.key, one.upload_id)]
+        except StoreError:
+            return None
 
     width = max(len(u.key) for u in found)
     print(f"{'KEY':{width}}  {'AGE':>9}  {'PARTS':>5}  {'SIZE':>10}  UPLOAD ID")
     total = 0
-    for u, known in zip(found, upload_sizes(store, found), strict=True):
-        parts, size = (str(known[0]), f"{known[1] / 1e6:.1f} MB") if known else ("?", "?")
-        total += known[1] if known else 0
-        print(f"{u.key:{width}}  {_age(u.age):>9}  {parts:>5}  {size:>10}  {u.upload_id:.16}")
+    with ThreadPoolExecutor(8) as pool:  # a request for each, and there may be thousands
+        for u, sizes in zip(found, pool.map(sizes_of, found), strict=True):
+            parts, size = "?", "?"
+            if sizes is not None:
+                parts, size = str(len(sizes)), f"{sum(sizes) / 1e6:.1f} MB"
+                total += sum(sizes)
+            print(f"{u.key:{width}}  {_age(u.age):>9}  {parts:>5}  {size:>10}  {u.upload_id:.16}")
     print(f"{counted(len(found), 'upload')}, {total / 1e6:.1f} MB")
 
 

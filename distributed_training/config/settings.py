@@ -250,7 +250,7 @@ class MinerSettings(RoundSettings):
     """Name of this neuron in its run folder, TensorBoard and W&B."""
     # None by default, since it is made of two other settings: Config.run_folder.
     run_folder: File | None = flag("neuron.run_folder", None, env="DT_RUN_FOLDER")
-    """Folder for checkpoints, journals and logs, one for each neuron. By default
+    """Folder for checkpoints, uploads and logs, one for each neuron. By default
     ./runs/NAME-HOTKEY."""
     nproc_per_node: int | None = flag("nproc_per_node", None, ge=1, le=64)
     """Ranks to start. By default one for each visible GPU, or one without a GPU."""
@@ -311,7 +311,6 @@ class StoreSettings:
     addition to those of store.endpoint and store.public_url"""
     public_url: WebUrl | None = rule("store.public_url")
     """URL where anybody reads the global bucket without the registry"""
-    write_interval: timedelta = 1.1 * SECOND  # between two writes of a key: R2 allows one a second
     connect_timeout: timedelta = 10 * SECOND
     read_timeout: timedelta = 60 * SECOND  # between two pieces of the store's answer
     global_model_name: GlobalBucket = rule("store.global_bucket", "global")
@@ -321,7 +320,6 @@ class StoreSettings:
     train. The uploads for closes do not follow from it."""
     minimum_valid_inner_step: CountFrom0 = rule("round.minimum_valid_inner_step")
     """first inner step of an outer step to upload; lowered, with a warning, if that is too late"""
-    part_size: int = 0  # bytes of a multipart upload's parts; 0: by the file's size
     concurrency: int = 6  # parts sent or fetched at the same time
 
 

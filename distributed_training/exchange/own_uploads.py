@@ -23,26 +23,21 @@ from distributed_training.common.files import read_state, sha256_of, write_state
 from distributed_training.protocol import keys, lines
 from distributed_training.protocol.manifest import Manifest
 from distributed_training.protocol.types import Base
-from distributed_training.store.base import ObjectStore, put_once
-from distributed_training.store.cleanup import sweep_uploads
+from distributed_training.store.base import ObjectStore
 from distributed_training.store.errors import DeadlineError, StoppedError, StoreError, TakenError
-from distributed_training.store.journal import JOURNAL, Journal
-from distributed_training.store.transfer import Retry, Sender
-from distributed_training.store.uplink import Section, Uplink
+from distributed_training.store.transfer import STUCK_AGE, sweep_uploads, upload
+from distributed_training.store.uplink import Uplink
 
 from .base import Close, UploadEnded, upload_path
 
 log = logging.getLogger(__name__)
 
-#: A larger file is sent in parts of this many bytes; a restart sends only the missing ones.
-ONE_PIECE = 64 * 1024 * 1024
 #: Causes of a refusal after which the upload's movement is dropped; after others it is carried.
 #: Nor is it dropped after "copy", since an honest member may be taken for another's imitator.
 FOR_CONTENT = frozenset({"worse", "spoiler"})
 CARRIED = "carried over: it lowers the loss less than others' or than chance may, so it goes on"
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=5), timedelta(minutes=1)
 _SENT = "sent"
-_PROGRESS = "progress.json"  # the journal of progress uploads
 _LONGEST = 300  # characters of a cause that is kept
 _NAME = re.compile(r"(\d{1,15})\.(\d{1,15})\.json")
 
@@ -117,10 +112,16 @@ class OwnUploads:
                     return UploadEnded(*place, note.ended)
                 if time.monotonic() > until:
                     raise DeadlineError("late: it was written after the grace had ended")
-                self._transfer(path, close, until, uplink)
+                key = keys.upload_key(self._uid, *place)
+                upload(self._store, key, path, until=until, uplink=uplink, once=True)
                 self._write_note(close, replace(note, ended=_SENT))
-                self._delete_past(close)
                 took = time.monotonic() - began
+                self._sweep()
+                with contextlib.suppress(StoreError):  # else the validator does, or the next close
+                    for info in self._store.list_objects(f"uploads/{self._uid}/"):
+                        past = keys.parse_upload_key(info.key)
+                        if past is not None and past[1] < close.outer_step:
+                            self._store.delete(info.key)
                 return UploadEnded(*place, size=path.stat().st_size, seconds=took)
             except StoppedError:
                 raise
@@ -146,6 +147,7 @@ class OwnUploads:
         # A file that is refused here because it is another one has no note of its own.
         if note is not None:
             self._write_note(close, replace(note, ended=cause[:_LONGEST]))
+            self._sweep()
         return UploadEnded(*place, cause)
 
     def send_progress(self, close: Close, within: float, uplink: Uplink) -> UploadEnded:
@@ -156,7 +158,8 @@ class OwnUploads:
         place, began = (close.outer_step, close.serial), time.monotonic()
         try:
             path = self.path(*place)
-            self._transfer(path, close, began + within, uplink)
+            key = keys.progress_key(self._uid)
+            upload(self._store, key, path, until=began + within, uplink=uplink)
             took = time.monotonic() - began
             return UploadEnded(*place, size=path.stat().st_size, seconds=took)
         except StoppedError:
@@ -217,44 +220,13 @@ class OwnUploads:
             )
         return note
 
-    def _transfer(self, path: Path, close: Close, until: float, uplink: Uplink) -> None:
-        # Progress replaces the one before. It has its own journal: the close's upload, which may
-        # come meanwhile, aborts what the journal has of others.
-        once, journal_name = True, JOURNAL
-        key = keys.upload_key(self._uid, close.outer_step, close.serial)
-        if not close.serial:
-            once, journal_name, key = False, _PROGRESS, keys.progress_key(self._uid)
-        size = path.stat().st_size
-        retry = Retry(until=until, uplink=uplink)
-        if size <= ONE_PIECE or self._store.multipart() is None:
-            with path.open("rb") as file:
-                data = Section(file.fileno(), 0, size, uplink)
-                if once:
-                    retry(put_once, self._store, key, data)
-                else:
-                    retry(self._store.put, key, data)
-            return
-        journal = Journal(self._folder / journal_name)
-        with Sender(
-            store=self._store, journal=journal, deadline=until, uplink=uplink, part_size=ONE_PIECE
-        ) as sender:
-            sender.abandon_all_but([key])
-            held = retry(self._store.head, key) if once else None
-            # Whole already, and we have not begun it: another miner of this hotkey sent it.
-            if held is not None and journal.upload(key) is None:
-                raise TakenError(f"{self._store.bucket}/{key} holds another upload")
-            # Its record stays: until the note is written it shows that the object is ours.
-            sender.publish(sender.stage(key, path, until=until))
-
-    def _delete_past(self, close: Close) -> None:
-        """Delete past and stuck uploads of ours where the bucket is our own."""
-        prefix = f"uploads/{self._uid}/"
-        with contextlib.suppress(StoreError):  # else the validator does, or we do at the next close
-            for info in self._store.list_objects(prefix):
-                place = keys.parse_upload_key(info.key)
-                if place is not None and place[1] < close.outer_step:
-                    self._store.delete(info.key)
-        sweep_uploads(self._store, prefix=prefix)
+    def _sweep(self) -> None:
+        """Abort our uploads in parts that nobody continues: no sending of ours is under way now."""
+        sweep_uploads(
+            self._store,
+            prefix=f"uploads/{self._uid}/",
+            is_stuck=lambda one: bool(keys.parse_upload_key(one.key)) or one.age >= STUCK_AGE,
+        )
 
     def _notes(self, outer_step: int) -> Iterator[tuple[int, _Note]]:
         names = [_NAME.fullmatch(path.name) for path in self._folder.glob(f"{outer_step}.*.json")]

@@ -31,8 +31,7 @@ from distributed_training.node.start import NetworkFailure
 from distributed_training.store.base import ObjectStore
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.errors import IntegrityError, ObjectMissingError, StoreError
-from distributed_training.store.journal import Journal
-from distributed_training.store.transfer import Retry, Sender, deadline_in, require_room
+from distributed_training.store.transfer import Retry, deadline_in, require_room, upload_all
 
 log = logging.getLogger(__name__)
 
@@ -199,11 +198,10 @@ def _read_list(open_bucket: Callable[[], BucketReader], folder: Path) -> dict[st
         raise IntegrityError(f"{_key(digest)} is no list of files: update the program") from None
 
 
-def publish(config: Config, store: ObjectStore, journal: Path) -> None:
+def publish(config: Config, store: ObjectStore) -> None:
     """Upload the network's files that the global bucket lacks, each list after its files.
 
-    ``journal``: file with which an upload continues after a restart. Call it after
-    :func:`fetch_published`. Raises StoreError, OSError.
+    Call it after :func:`fetch_published`. Raises StoreError, OSError.
     """
     there = {each.key: each.size for each in Retry(each=_SMALL)(store.list_objects, _key(""))}
     for what, folder in config.published.items():
@@ -216,11 +214,10 @@ def publish(config: Config, store: ObjectStore, journal: Path) -> None:
         }
         if missing:  # of data it may take hours
             log.info("Publishing the network's %s: %d files", what, len(missing))
+        upload_all(store, missing.items(), until=deadline_in(_LONG))
         of_list = _key(folder.name), folder / LIST
-        with Sender(store=store, journal=Journal(journal), deadline=deadline_in(_LONG)) as sender:
-            sender.upload_all(missing.items())
-            if missing or there.get(of_list[0]) != of_list[1].stat().st_size:
-                sender.upload_all([of_list])
+        if missing or there.get(of_list[0]) != of_list[1].stat().st_size:
+            upload_all(store, [of_list], until=deadline_in(_LONG))
 
 
 def _is(path: Path, listed: Listed) -> bool:

@@ -74,6 +74,10 @@ def same_etag(one: str, other: str) -> bool:
     return bool(one) and one.lower() == other.lower()
 
 
+#: The etag that most stores give an object of several parts.
+OF_PARTS = re.compile(r"[0-9a-fA-F]{32}-\d+")
+
+
 def is_md5(etag: str) -> bool:
     return re.fullmatch(r"[0-9a-fA-F]{32}", etag) is not None
 
@@ -110,7 +114,7 @@ class ObjectStore(Protocol):
 
     @property
     def bucket(self) -> str:
-        """The bucket's name, for messages and journals."""
+        """The bucket's name, for messages."""
         ...
 
     def head(self, key: str) -> ObjectInfo | None:
@@ -279,7 +283,7 @@ def put_once(store: ObjectStore, key: str, data: bytes | Section) -> str:
         except PreconditionError:
             pass
     held = store.head(key)
-    if held is None or held.size != len(data) or not _same(store, held, data):
+    if held is None or not holds(store, held, data):
         raise TakenError(
             f"{store.bucket}/{key} holds other bytes already, and nobody may replace them: nothing "
             "was written"
@@ -287,8 +291,10 @@ def put_once(store: ObjectStore, key: str, data: bytes | Section) -> str:
     return held.etag
 
 
-def _same(store: ObjectStore, held: ObjectInfo, data: bytes | Section) -> bool:
-    """Return whether an object of as many bytes holds ``data``."""
+def holds(store: ObjectStore, held: ObjectInfo, data: bytes | Section) -> bool:
+    """Return whether an object holds ``data``; it is read if its etag does not tell."""
+    if held.size != len(data):
+        return False
     if is_md5(held.etag):
         return same_etag(held.etag, md5_of(data))
     if isinstance(data, Section):

@@ -32,7 +32,7 @@ from .errors import (
     ObjectMissingError,
     StoreError,
 )
-from .transfer import Retry, TransferProgress, deadline_in, download
+from .transfer import Retry, deadline_in, download
 from .uplink import Uplink
 
 log = logging.getLogger(__name__)
@@ -150,7 +150,6 @@ class BucketReader:
         *,
         limit: int,
         deadline: float | None = None,
-        progress: TransferProgress | None = None,
     ) -> ObjectInfo:
         """Fetch the object into ``path``, complete or not at all. Raises ObjectMissingError."""
         with _disk_errors():
@@ -162,7 +161,6 @@ class BucketReader:
                 deadline=deadline_in(self._large) if deadline is None else deadline,
                 concurrency=self._concurrency,
                 uplink=self._uplink,
-                progress=progress,
             )
 
     def fetch_signed(self, key: str, path: Path, digest: str, *, limit: int) -> None:

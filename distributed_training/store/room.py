@@ -8,17 +8,16 @@ from distributed_training.common.files import free_bytes
 from distributed_training.common.memory import DISK_RESERVE
 
 
-def describe_shortage(folder: Path, needed: int, *, older: int = 0) -> str | None:
+def describe_shortage(folder: Path, needed: int) -> str | None:
     """Return None if ``needed`` bytes fit and ``DISK_RESERVE`` stays free, else how many are free.
 
-    ``older``: bytes there that can be deleted for them. Raises OSError.
+    Raises OSError.
     """
     free = free_bytes(folder)
-    if free is None or free + older >= needed + DISK_RESERVE:
+    if free is None or free >= needed + DISK_RESERVE:
         return None
     return (
-        f"needs {size_text(needed)} in {folder}, only {size_text(free + older)} are free"
-        f"{' without the older states' if older else ''} "
+        f"needs {size_text(needed)} in {folder}, only {size_text(free)} are free "
         f"({size_text(DISK_RESERVE)} stay in reserve)"
     )
 

@@ -1,8 +1,8 @@
 """Access one bucket over the S3 API: Cloudflare R2, or another store by its endpoint.
 
 Everything particular to R2 is here: region ``auto``, checksums only where the API requires them (R2
-refuses botocore's trailers, as ``Unauthorized``), path-style addresses, one write per second and
-key, no transfer library in C.
+refuses botocore's trailers, as ``Unauthorized``), path-style addresses, no transfer library in
+C.
 """
 
 from __future__ import annotations
@@ -183,9 +183,6 @@ class S3ObjectStore:
         self._is_r2 = (urlsplit(endpoint_url).hostname or "").endswith(".r2.cloudflarestorage.com")
         self._keys = keys or AccessKeys(SecretStr(""), SecretStr(""))
         self._region = settings.region
-        self._write_interval = settings.write_interval.total_seconds()
-        self._last_write: dict[str, float] = {}
-        self._write_lock = threading.Lock()
         proxy, scheme = proxy_for(endpoint_url), urlsplit(endpoint_url).scheme
         authorities = _authorities() if scheme == "https" else None
         with _CLIENTS:
@@ -364,7 +361,6 @@ class S3ObjectStore:
             return self._put(key, data)
 
     def _put(self, key: str, data: bytes | Section, **condition: str) -> str:
-        self._await_write_interval(key)
         md5 = md5_of(data)
         with self._errors("write", key) as call:
             answer = call(
@@ -375,12 +371,7 @@ class S3ObjectStore:
                 **condition,
                 **_cache_control(key),
             )
-            etag = _etag_of(answer)
-        if etag != md5:
-            self._refuse_kms(key, answer)
-            info = self.head(key)
-            etag = self._believed(key, info, etag, (len(data), md5))
-        return etag
+            return self._accepted(key, answer, md5)
 
     def delete(self, key: str) -> None:
         """Delete an object; a missing one is fine."""
@@ -427,52 +418,36 @@ class S3ObjectStore:
     def upload_part(self, key: str, upload_id: str, number: int, data: bytes | Section) -> PartInfo:
         """Send one part. ContradictionError if the store holds other bytes."""
         md5 = md5_of(data)
-        where = {"Key": key, "UploadId": upload_id}
         with self._errors("write", key) as call:
             answer = call(
                 self._client.upload_part,
-                **where,
+                Key=key,
+                UploadId=upload_id,
                 PartNumber=number,
                 Body=data,
                 ContentMD5=base64_md5(md5),
             )
-            etag = _etag_of(answer)
-        if etag != md5:
-            part = f"{key} (part {number})"
-            self._refuse_kms(part, answer)
-            with self._errors("list", key) as call:
-                listed = call(
-                    self._client.list_parts, **where, PartNumberMarker=number - 1, MaxParts=1
-                )
-            found = next((p for p in _parts(listed) if p.number == number), None)
-            etag = self._believed(part, found, etag, (len(data), md5))
-        return PartInfo(number, len(data), etag)
+            return PartInfo(
+                number, len(data), self._accepted(f"{key} (part {number})", answer, md5)
+            )
 
-    def _believed(
-        self, what: str, found: ObjectInfo | PartInfo | None, etag: str, sent: tuple[int, str]
-    ) -> str:
-        """Return the etag of what the store ``found`` when it was asked again.
+    def _accepted(self, what: str, answer: dict[str, Any], md5: str) -> str:
+        """Return the etag of what was written. Raises ContradictionError for that of other bytes.
 
-        Its answer to the write, ``etag``, was not the MD5 of what was ``sent``: size and MD5. At
-        some stores it never is; these had that MD5 with the write, to refuse other bytes.
+        Some stores' etags are no MD5; to refuse other bytes they had the MD5 with the write.
         """
-        size, md5 = sent
-        held = found.etag if found is not None else ""
-        if found is None or found.size != size or (is_md5(held) and not same_etag(held, md5)):
-            says = f"{found.size} bytes, etag {held:.80}" if found is not None else "nothing"
+        etag = _etag_of(answer)
+        if is_md5(etag) and not same_etag(etag, md5):
+            place = f"write {self._bucket}/{what}"
+            if str(answer.get("ServerSideEncryption", "")).startswith("aws:kms"):
+                raise IntegrityError(
+                    f"{place}: the bucket encrypts with KMS, whose etags are no MD5, so no upload "
+                    "can be checked: let it encrypt with AES256 (SSE-S3)"
+                )
             raise ContradictionError(
-                f"write {self._bucket}/{what}: the store holds other bytes than those sent, or its "
-                f"etags are no MD5: sent {size} bytes, MD5 {md5}; it answered {etag:.80}, and has "
-                f"{says}"
+                f"{place}: the store holds other bytes than those sent: MD5 {etag} instead of {md5}"
             )
-        return held
-
-    def _refuse_kms(self, what: str, answer: dict[str, Any]) -> None:
-        if str(answer.get("ServerSideEncryption", "")).startswith("aws:kms"):
-            raise IntegrityError(
-                f"{self._bucket}/{what}: the bucket encrypts with KMS, whose etags are no MD5, so "
-                "no upload can be checked: let it encrypt with AES256 (SSE-S3)"
-            )
+        return etag
 
     def list_parts(self, key: str, upload_id: str) -> list[PartInfo]:
         with self._errors("list", key):
@@ -486,7 +461,6 @@ class S3ObjectStore:
             ]
 
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[PartInfo]) -> str:
-        self._await_write_interval(key)
         listed = [{"PartNumber": p.number, "ETag": f'"{p.etag}"'} for p in parts]
         with self._errors("write", key) as call:
             answer = call(
@@ -538,15 +512,6 @@ class S3ObjectStore:
     def _pages(self, operation: str, **arguments: Any) -> Iterator[dict[str, Any]]:
         paginator = self._client.get_paginator(operation)
         yield from paginator.paginate(Bucket=self._container, **arguments)
-
-    def _await_write_interval(self, key: str) -> None:
-        # Reserved under the lock, waited for without it: writes of other keys continue.
-        with self._write_lock:
-            now = time.monotonic()
-            due = max(now, self._last_write.get(key, 0.0) + self._write_interval)
-            self._last_write[key] = due
-        if due > now:
-            time.sleep(due - now)
 
     @contextlib.contextmanager
     def _errors(self, verb: str, key: str) -> Iterator[Callable[..., dict[str, Any]]]:

@@ -1,13 +1,13 @@
-"""Move files between disk and bucket: with retries, in parts, resumable by the next process.
+"""Move files between disk and bucket: with retries, in parts, continued by the next process.
+
+A download fills one file by parallel ranges; the file appears complete or not at all. An upload
+needs no note on this disk: the store lists which uploads of a key were begun and which parts they
+hold, and MD5s show whether a part is the file's. So after a kill at any moment the next process
+sends what is missing, and aborts what nobody continues.
 
 Retries are outside botocore on purpose: its retry quota is shared by all threads of a client, so a
 five-second outage met by several parts at once exhausts it and ends the upload. Here each operation
 backs off with jitter until one deadline.
-
-A download fills one file by parallel ranges; the file appears complete or not at all. An upload has
-two steps: :meth:`Sender.stage` sends everything that can be sent without being seen (all parts of a
-multipart upload), :meth:`Sender.publish` makes it appear. So the files of one revision can appear
-together although sending them takes long. Miner and validator both upload this way.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ import hashlib
 import logging
 import math
 import os
-import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -37,8 +36,20 @@ from distributed_training.common.files import (
     write_state,
 )
 
-from .base import MultipartStore, ObjectInfo, ObjectStore, PartInfo, is_md5, same_etag
+from .base import (
+    OF_PARTS,
+    MultipartInfo,
+    MultipartStore,
+    ObjectInfo,
+    ObjectStore,
+    PartInfo,
+    holds,
+    is_md5,
+    put_once,
+    same_etag,
+)
 from .errors import (
+    AccessDeniedError,
     CertificateError,
     ContradictionError,
     DeadlineError,
@@ -48,26 +59,26 @@ from .errors import (
     PreconditionError,
     StoppedError,
     StoreError,
+    TakenError,
+    UnsupportedError,
     UploadMissingError,
 )
-from .journal import Journal, UploadRecord
 from .room import describe_shortage
 from .uplink import Section, Uplink
 
 log = logging.getLogger(__name__)
 
-EVERY = 60.0  # seconds between two lines of a transfer, at least
-
+EVERY = 60.0  # seconds between two lines of a download, at least
 
 #: Gets bytes there, bytes in all, and the seconds left where they are known.
 Follower = Callable[[int, int, float | None], None]
-_FOLLOWED = 1e8  # bytes: smaller transfers are over before anybody looks
+_FOLLOWED = 1e8  # bytes: smaller downloads are over before anybody looks
 _follower: ContextVar[Follower | None] = ContextVar("follower", default=None)
 
 
 @contextlib.contextmanager
 def followed(follower: Follower) -> Iterator[None]:
-    """Show ``follower`` the large transfers that this thread begins meanwhile, once a minute."""
+    """Show ``follower`` the large downloads that this thread begins meanwhile, once a minute."""
     token = _follower.set(follower)
     try:
         yield
@@ -75,62 +86,39 @@ def followed(follower: Follower) -> Iterator[None]:
         _follower.reset(token)
 
 
-class TransferProgress:
-    """Count the bytes of one transfer and log a line a minute. Thread-safe.
+class _Progress:
+    """Count the bytes of one download and log a line a minute. Thread-safe.
 
-    ``what`` begins each line: "Downloading global state of outer step 56". ``total``: bytes of all
-    files; ``held``: those of them that an earlier attempt brought. ``moved`` is called with the
-    bytes that are there, and with all.
+    ``held``: bytes that an earlier attempt brought.
     """
 
-    def __init__(
-        self,
-        what: str,
-        total: int,
-        *,
-        held: int = 0,
-        clock: Callable[[], float] = time.monotonic,
-        moved: Callable[[int, int], None] = lambda there, total: None,
-    ) -> None:
-        self._moved = moved
+    def __init__(self, what: str, total: int, held: int) -> None:
         self._what = what
         self._total = total
         self._there = held
-        self._clock = clock
         self._lock = threading.Lock()
-        self._since = clock(), held  # when the last line was logged, and how much was there then
+        self._since = time.monotonic(), held  # of the last line, and how much was there then
         self._follower = _follower.get() if total >= _FOLLOWED else None
         if self._follower:
             self._follower(held, total, None)
 
-    def add(self, count: int, *, held: int = 0) -> None:
-        """Count bytes that came just now, and log a line if one is due.
-
-        ``held``: further ones that an earlier attempt brought, which do not tell how fast this is.
-        """
+    def add(self, count: int) -> None:
+        """Count bytes that came just now, and log a line if one is due."""
         with self._lock:
-            self._there += count + held
-            self._moved(self._there, self._total)
-            now, (at, before) = self._clock(), self._since
-            before += held
-            self._since = at, before
-            # Kept bytes give no rate, and so no remaining time.
-            if not count or now - at < EVERY or self._there >= self._total:
+            self._there += count
+            now, (at, before) = time.monotonic(), self._since
+            if now - at < EVERY or self._there >= self._total:
                 return
             rate = (self._there - before) / (now - at)
             self._since = now, self._there
         unit, name = (1e9, "GB") if self._total >= 1e8 else (1e6, "MB")
+        there, total = self._there / unit, self._total / unit
         seconds = (self._total - self._there) / max(rate, 1.0)
         minutes = round(seconds / 60)
         left = f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
         log.info(
             "%s: %.1f of %.1f %s, %.*f MB/s, %s left",
-            self._what,
-            self._there / unit,
-            self._total / unit,
-            name,
-            0 if rate >= 1e7 else 1,
-            rate / 1e6,
+            *(self._what, there, total, name, 0 if rate >= 1e7 else 1, rate / 1e6),
             left if minutes else "less than a minute",
         )
         if self._follower:
@@ -185,7 +173,7 @@ class Retry:
                 if isinstance(error, ContradictionError):
                     if damaged:  # or this would last for an hour, at the price of all that is sent
                         raise IntegrityError(
-                            f"{error}; so it was twice, and it is not sent again"
+                            f"{error}; so it was twice, and it is not tried again"
                         ) from None
                     damaged = True
                 if isinstance(error, CertificateError):
@@ -221,150 +209,11 @@ def deadline_in(duration: timedelta) -> float:
     return time.monotonic() + duration.total_seconds()
 
 
+# --- downloads ----------------------------------------------------------------------------------
+
 RANGE = 16 * 1024 * 1024
 NO_PROGRESS = timedelta(minutes=5)  # that one range is tried again and again
 _MAKE_ROOM = "free the disk, or move --neuron.run_folder"
-
-
-def download(
-    store: ObjectStore,
-    key: str,
-    path: Path,
-    *,
-    limit: int,
-    deadline: float,
-    concurrency: int = 6,
-    uplink: Uplink | None = None,
-    progress: TransferProgress | None = None,
-) -> ObjectInfo:
-    """Download one object into ``path``, in parallel ranges, complete or not at all.
-
-    An interrupted download of the same object continues where it was, also in another process.
-    ``limit``: most bytes; ``deadline`` (time.monotonic()) covers all, and no range is begun after
-    it; ``concurrency`` ranges are in memory at once; ``progress`` is of a transfer of several
-    files, else this one has its own. ``room.DISK_RESERVE`` bytes stay free for the
-    checkpoints and the journal.
-
-    Raises ObjectMissingError, IntegrityError (larger than ``limit``, replaced twice meanwhile),
-    NoRoomError, DeadlineError (also when a range fails for ``NO_PROGRESS``), StoppedError, OSError.
-    """
-    place = f"{store.bucket}/{key}"
-    retry = Retry(until=deadline, each=NO_PROGRESS, uplink=uplink)
-    for _ in range(2):
-        info = retry(store.head, key)
-        if info is None:
-            raise ObjectMissingError(f"{place}: no such object")
-        if info.size > limit:
-            raise IntegrityError(f"{place} has {info.size} bytes, more than the {limit} allowed")
-        own = progress or TransferProgress(
-            f"Downloading {key}",
-            info.size,
-            held=info.size - bytes_missing(info, path),
-            clock=time.monotonic,
-        )
-        try:
-            _download(
-                store,
-                info,
-                path,
-                retry=retry,
-                deadline=deadline,
-                concurrency=concurrency,
-                progress=own,
-            )
-            return info
-        except PreconditionError:
-            continue  # replaced between two ranges: once more, from its beginning
-    raise IntegrityError(f"{place} was replaced again and again while it was read")
-
-
-def _download(
-    store: ObjectStore,
-    info: ObjectInfo,
-    path: Path,
-    *,
-    retry: Retry,
-    deadline: float,
-    concurrency: int,
-    progress: TransferProgress,
-) -> None:
-    part, notes = _part_of(path)
-    require_room(path.parent, bytes_missing(info, path), what=info.key)
-    done = _ranges_done(notes, part, info)
-    # Not truncated: it holds the ranges of an earlier attempt.
-    handle = os.open(part, os.O_RDWR | os.O_CREAT, 0o644)
-    lock = threading.Lock()
-    try:
-        os.ftruncate(handle, info.size)
-
-        def fetch(start: int) -> None:
-            if time.monotonic() > deadline:
-                there = min(len(done) * RANGE, info.size)
-                raise DeadlineError(
-                    f"{info.key}: {there} of {info.size} bytes came in the time allowed; the next "
-                    "attempt continues from there"
-                )
-            length = min(RANGE, info.size - start)
-            require_room(path.parent, length, what=info.key)  # others write to this disk too
-            for _ in range(2):
-                data = retry(store.get_range, info.key, start, length, etag=info.etag)
-                if len(data) == length:
-                    break
-            else:
-                raise IntegrityError(
-                    f"{info.key}: the store sent {len(data)} bytes instead of {length}, twice"
-                )
-            write_at(handle, data, start)
-            # One at a time: the notes of a slower thread, written later, would forget this range.
-            with lock:
-                done.add(start)
-                # Bytes of a range are on disk before it is called done.
-                os.fdatasync(handle)
-                write_state(notes, _Notes(info.etag, info.size, sorted(done)))
-            progress.add(length)
-
-        missing = [start for start in range(0, info.size, RANGE) if start not in done]
-        with ThreadPoolExecutor(concurrency, thread_name_prefix="download") as pool:
-            run_all(pool, fetch, missing)
-    except OSError as error:
-        if not is_full(error):
-            raise
-        # The reserve is gone as well, so a checkpoint could not be written either: give back all.
-        part.unlink(missing_ok=True)
-        notes.unlink(missing_ok=True)
-        raise NoRoomError(
-            f"no room to download {info.key}: {path.parent} became full meanwhile "
-            f"({error.strerror}), so this file begins again with the next attempt: {_MAKE_ROOM}"
-        ) from error
-    finally:
-        os.close(handle)
-    # The file first: notes that outlive their part are ignored, a part without notes is lost.
-    part.replace(path)
-    notes.unlink(missing_ok=True)
-    sync_folder(path.parent)
-
-
-def bytes_missing(info: ObjectInfo, path: Path) -> int:
-    """Return how many bytes of the object an earlier, interrupted download did not bring."""
-    part, notes = _part_of(path)
-    starts = _ranges_done(notes, part, info)
-    return info.size - sum(min(RANGE, info.size - start) for start in starts)
-
-
-def require_room(folder: Path, needed: int, *, what: str, older: int = 0) -> None:
-    """Raise NoRoomError unless ``needed`` bytes fit into ``folder``, with the reserve left free.
-
-    ``older``: bytes of states there that can be deleted for it.
-    """
-    if shortage := describe_shortage(folder, needed, older=older):
-        raise NoRoomError(
-            f"no room to download {what}: the rest {shortage}; what came of it is kept: "
-            f"{_MAKE_ROOM}"
-        )
-
-
-def _part_of(path: Path) -> tuple[Path, Path]:
-    return path.with_name(f".{path.name}.part"), path.with_name(f".{path.name}.part.json")
 
 
 @dataclass(frozen=True)
@@ -376,364 +225,294 @@ class _Notes:
     done: list[int]
 
 
-def _ranges_done(notes: Path, part: Path, info: ObjectInfo) -> set[int]:
+def download(
+    store: ObjectStore,
+    key: str,
+    path: Path,
+    *,
+    limit: int,
+    deadline: float,
+    concurrency: int = 6,
+    uplink: Uplink | None = None,
+) -> ObjectInfo:
+    """Download one object into ``path``, in parallel ranges, complete or not at all.
+
+    An interrupted download of the same object continues where it was, also in another process.
+    ``limit``: most bytes; ``deadline`` (time.monotonic()) covers all, and no range is begun after
+    it; ``concurrency`` ranges are in memory at once. ``room.DISK_RESERVE`` bytes stay free for the
+    checkpoints.
+
+    Raises ObjectMissingError, IntegrityError (larger than ``limit``, replaced meanwhile),
+    NoRoomError, DeadlineError (also when a range fails for ``NO_PROGRESS``), StoppedError, OSError.
+    """
+    place = f"{store.bucket}/{key}"
+    retry = Retry(until=deadline, each=NO_PROGRESS, uplink=uplink)
+    info = retry(store.head, key)
+    if info is None:
+        raise ObjectMissingError(f"{place}: no such object")
+    if info.size > limit:
+        raise IntegrityError(f"{place} has {info.size} bytes, more than the {limit} allowed")
+    part, notes = path.with_name(f".{path.name}.part"), path.with_name(f".{path.name}.part.json")
+    done: set[int] = set()
     known = read_state(notes, _Notes, lost="the file is downloaded from its beginning")
     if known and (known.etag, known.size) == (info.etag, info.size) and part.exists():
-        return set(known.done)
-    # Of another version of the object: its ranges would be mixed with those of the new one.
-    part.unlink(missing_ok=True)
-    return set()
+        done.update(known.done)
+    else:  # of another version of the object: its ranges would be mixed with those of the new one
+        part.unlink(missing_ok=True)
+    missing = [start for start in range(0, info.size, RANGE) if start not in done]
+    needed = sum(min(RANGE, info.size - start) for start in missing)
+    progress = _Progress(f"Downloading {key}", info.size, info.size - needed)
+    require_room(path.parent, needed, what=key)
+    # Not truncated: it holds the ranges of an earlier attempt.
+    handle = os.open(part, os.O_RDWR | os.O_CREAT, 0o644)
+    lock = threading.Lock()
 
+    def read(start: int, length: int) -> bytes:
+        data = store.get_range(key, start, length, etag=info.etag)
+        if len(data) != length:
+            raise ContradictionError(f"{place}: {len(data)} bytes came instead of {length}")
+        return data
+
+    def fetch(start: int) -> None:
+        # A slow store fails at nothing, so no retry would look at its deadline.
+        if time.monotonic() > deadline:
+            there = min(len(done) * RANGE, info.size)
+            raise DeadlineError(
+                f"{key}: {there} of {info.size} bytes came in the time allowed; the next "
+                "attempt continues from there"
+            )
+        length = min(RANGE, info.size - start)
+        require_room(path.parent, length, what=key)  # others write to this disk too
+        write_at(handle, retry(read, start, length), start)
+        # One at a time: the notes of a slower thread, written later, would forget this range.
+        with lock:
+            done.add(start)
+            # Bytes of a range are on disk before it is called done.
+            os.fdatasync(handle)
+            write_state(notes, _Notes(info.etag, info.size, sorted(done)))
+        progress.add(length)
+
+    try:
+        os.ftruncate(handle, info.size)
+        with ThreadPoolExecutor(concurrency, thread_name_prefix="download") as pool:
+            run_all(pool, fetch, missing)
+    except PreconditionError:
+        raise IntegrityError(f"{place} was replaced while it was read") from None
+    except OSError as error:
+        if not is_full(error):
+            raise
+        # The reserve is gone as well, so a checkpoint could not be written either: give back all.
+        part.unlink(missing_ok=True)
+        notes.unlink(missing_ok=True)
+        raise NoRoomError(
+            f"no room to download {key}: {path.parent} became full meanwhile "
+            f"({error.strerror}), so this file begins again with the next attempt: {_MAKE_ROOM}"
+        ) from error
+    finally:
+        os.close(handle)
+    # The file first: notes that outlive their part are ignored, a part without notes is lost.
+    part.replace(path)
+    notes.unlink(missing_ok=True)
+    sync_folder(path.parent)
+    return info
+
+
+def require_room(folder: Path, needed: int, *, what: str) -> None:
+    """Raise NoRoomError unless ``needed`` bytes fit into ``folder``, with the reserve left free."""
+    if shortage := describe_shortage(folder, needed):
+        raise NoRoomError(
+            f"no room to download {what}: the rest {shortage}; what came of it is kept: "
+            f"{_MAKE_ROOM}"
+        )
+
+
+# --- uploads ------------------------------------------------------------------------------------
 
 MIB = 1024 * 1024
-MOST_PARTS = 10_000
+PART = 64 * MIB  # a larger file is sent in parts of this size
+_MOST_PARTS = 10_000
+_CONCURRENT = 6  # parts or small files that are sent at once
 
 
-def part_size_for(size: int, wanted: int = 0) -> int:
-    """Return the size of the parts of a file; they are equal, as R2 requires.
+def upload(
+    store: ObjectStore,
+    key: str,
+    path: Path,
+    *,
+    until: float,
+    uplink: Uplink | None = None,
+    once: bool = False,
+) -> int:
+    """Upload a file, in parts if it is large; return how many bytes were sent.
 
-    16 MiB below 512 MiB, 32 MiB above, more when the file would need more than 10,000 of them.
-    ``wanted`` overrides the first two.
+    An interrupted upload in parts continues where it was, also in another process. A part is never
+    whole in memory.
+
+    Args:
+        store: The bucket.
+        key: The object's name in the bucket. Nobody else may write it.
+        path: The file.
+        until: ``time.monotonic()`` at which the last retry ends; no part is begun after it.
+        uplink: Ends the upload when it is stopped.
+        once: Nobody may replace the object.
+
+    Raises:
+        TakenError: ``once``, and the object holds other bytes.
+        IntegrityError: The store lost parts, or put other bytes together.
+        StoreError: It is not sent, as DeadlineError and StoppedError; parts stay at the store.
+        OSError: The file cannot be read.
     """
-    part = wanted or (16 if size < 512 * MIB else 32) * MIB
-    while -(-size // part) > MOST_PARTS:
-        part *= 2
-    return part
-
-
-@dataclass(frozen=True)
-class Staged:
-    """A file whose bytes are at the store but, if in parts, not yet visible."""
-
-    key: str
-    path: Path
-    size: int
-    record: UploadRecord | None = None  # None: small, sent in one piece by publish()
-    parts: tuple[PartInfo, ...] = ()
-    etag: str = ""  # expected of the multipart object
+    retry = Retry(until=until, uplink=uplink)
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        whole = Section(file.fileno(), 0, size, uplink)
+        in_parts, part_size = store.multipart(), PART
+        if in_parts is None or size <= PART:
+            if once:
+                retry(put_once, store, key, whole)
+            else:
+                retry(store.put, key, whole)
+            return size
+        while size > part_size * _MOST_PARTS:
+            part_size *= 2
+        starts = range(0, size, part_size)
+        bodies = [whole.part(start, min(part_size, size - start)) for start in starts]
+        with ThreadPoolExecutor(_CONCURRENT, thread_name_prefix="upload") as pool:
+            return _InParts(in_parts, key, whole, bodies, retry, pool, until, once).send()
 
 
 @dataclass
-class Sent:
-    """Running totals, for reports and tests."""
+class _InParts:
+    """One file that is sent in parts: ``bodies`` of ``whole``."""
 
-    bytes: int = 0
-    parts: int = 0
-    parts_kept: int = 0
+    store: MultipartStore
+    key: str
+    whole: Section
+    bodies: Sequence[Section]
+    retry: Retry
+    pool: ThreadPoolExecutor
+    until: float
+    once: bool
+    upload_id: str = ""
+    listed: dict[int, PartInfo] = field(default_factory=dict)  # of this upload, at the store
+    #: By id of the upload and number: those that this process has sent.
+    sent: dict[tuple[str, int], PartInfo] = field(default_factory=dict)
 
-
-@dataclass(frozen=True)
-class _Parts:
-    """An open file cut into equal parts, numbered from 1."""
-
-    handle: int
-    size: int
-    part_size: int
-    uplink: Uplink
-
-    @property
-    def numbers(self) -> range:
-        return range(1, -(-self.size // self.part_size) + 1)
-
-    def section(self, number: int) -> Section:
-        start = (number - 1) * self.part_size
-        return Section(self.handle, start, min(self.part_size, self.size - start), self.uplink)
-
-    def local(self, number: int) -> PartInfo:
-        """Describe a part as most stores would list it. Raises StoppedError."""
-        section = self.section(number)
-        return PartInfo(number, len(section), section.md5)
-
-
-class Sender:
-    """Send files in parts, continuing where an earlier attempt stopped.
-
-    ``deadline``, of ``time.monotonic()``, covers everything it sends with all retries.
-
-    ``concurrency`` parts or small files are under way at once; a part is never whole in memory. A
-    context manager; its end waits for attempts under way (stop the uplink to make them end).
-    """
-
-    def __init__(
-        self,
-        *,
-        store: ObjectStore,
-        journal: Journal,
-        deadline: float,
-        uplink: Uplink | None = None,
-        concurrency: int = 6,
-        part_size: int = 0,
-        sent: Sent | None = None,
-        progress: TransferProgress | None = None,
-    ) -> None:
-        self._uplink = uplink or Uplink()
-        self._store = store
-        self._retry = Retry(until=deadline, uplink=self._uplink)
-        self._journal = journal
-        self._part_size = part_size
-        self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="upload")
-        self._count_lock = threading.Lock()
-        self.sent = sent or Sent()
-        self._progress = progress or TransferProgress("", 0)  # no lines
-
-    def __enter__(self) -> Sender:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def upload_all(self, files: Iterable[tuple[str, Path]]) -> None:
-        """Upload many files: parts of a large one in parallel, several small ones at a time."""
-        staged = [self.stage(key, path) for key, path in files]
-        self.publish_all(staged)
-        self._journal.drop(*(s.key for s in staged))
-
-    @property
-    def _multipart(self) -> MultipartStore:
-        found = self._store.multipart()
-        assert found is not None, "the journal has uploads in parts of other stores only"
-        return found
-
-    # --- stage ----------------------------------------------------------------------------------
-
-    def stage(self, key: str, path: Path, *, until: float = math.inf) -> Staged:
-        """Send all parts of a large file; a small one is only looked at.
-
-        No part is begun after ``until``, of ``time.monotonic()``. Inode and mtime tell whether
-        an upload of an earlier process was of the same file. Parts found at the store are compared
-        by MD5 in any case.
-        """
-        status = path.stat()
-        size = status.st_size
-        part_size = part_size_for(size, self._part_size)
-        if size <= part_size or self._store.multipart() is None:
-            return Staged(key, path, size)
-        identity = f"{status.st_ino}:{status.st_mtime_ns}"
-        with path.open("rb") as file:
-            cut = _Parts(file.fileno(), size, part_size, self._uplink)
-            record, kept = self._resume(key, cut, identity)
-            if record is None:
-                # Of an uploader that was killed, or that lost the store's answer, before they were
-                # in the journal. One attempt: the cleanup finds what stays.
-                try:
-                    for upload in self._multipart.list_multiparts(key):
-                        # Each member sends to keys of its own, so they are nobody else's.
-                        if upload.key == key and upload.upload_id not in self._journal.owned():
-                            with contextlib.suppress(UploadMissingError):
-                                self._multipart.abort_multipart(key, upload.upload_id)
-                except StoreError as error:
-                    log.warning("Could not look for earlier uploads of %s: %s", key, error)
-                upload_id = self._retry(self._multipart.create_multipart, key)
-                record = UploadRecord(self._store.bucket, key, upload_id, size, identity, part_size)
-                # On the disk before a part is sent: parts of an upload without a record are paid
-                # for, and nothing would continue them.
-                self._journal.put(record)
-            if record.etag:
-                return Staged(key, path, size, record)
-            parts = self._send_missing(record, cut, kept, until)
-        return Staged(key, path, size, record, parts, multipart_etag(parts))
-
-    def _resume(
-        self, key: str, cut: _Parts, identity: str
-    ) -> tuple[UploadRecord | None, dict[int, PartInfo]]:
-        """Return the upload to continue and the parts that need not be sent again.
-
-        A record with an etag means: complete and visible. None: start again from the first part.
-        """
-        record = self._journal.upload(key)
-        if record is None:
-            return None, {}
-        before = (record.bucket, record.size, record.identity, record.part_size)
-        if before != (self._store.bucket, cut.size, identity, cut.part_size):
-            self.abandon(record)
-            return None, {}
-        # With an etag it was completed: the store has forgotten its parts.
-        listed = None if record.etag else self._parts_at_store(record)
-        if listed is not None:
-            at_store = {p.number: p for p in listed if p.number in cut.numbers}
-            local = run_all(self._pool, cut.local, at_store)
-            # Of a store whose etags are no MD5 none is kept.
-            kept = {
-                part.number: held
-                for part in local
-                if (held := at_store[part.number]).size == part.size
-                and same_etag(held.etag, part.etag)
-            }
-            self._count_kept(kept.values())
-            log.info("Resuming upload of %s: %d of %d parts kept", key, len(kept), len(cut.numbers))
-            return record, kept
-        info = self._retry(self._store.head, key)
-        # The answer to Complete may have been lost: the etag shows whether this very file is there.
-        if info is not None and info.size == record.size and "-" in info.etag:
-            local = run_all(self._pool, cut.local, cut.numbers)
-            if same_etag(info.etag, multipart_etag(local)):
-                self._count_kept(local)
-                done = replace(record, etag=info.etag)
-                self._journal.put(done)
-                return done, {}
-        self._journal.drop(key)
-        return None, {}
-
-    def _parts_at_store(self, record: UploadRecord) -> list[PartInfo] | None:
-        """List the parts at the store; None if the upload was completed, expired, or never was.
-
-        It may have been completed just before the process died. Asked twice: after one odd answer
-        everything would be sent again.
-        """
+    def send(self) -> int:
+        """Send what the store lacks; return how many bytes that was."""
         for _ in range(2):
+            if self._is_there():
+                break
+            self._begin()
             try:
-                return self._retry(self._multipart.list_parts, record.key, record.upload_id)
+                self._complete(run_all(self.pool, self._send_part, range(len(self.bodies))))
+                break
             except UploadMissingError:
-                continue
-            except StoreError as error:
-                if type(error) is not StoreError:
-                    raise
-                return None  # no such id can exist: a damaged journal must not stop uploads
-        return None
-
-    def _send_missing(
-        self, record: UploadRecord, cut: _Parts, kept: dict[int, PartInfo], until: float
-    ) -> tuple[PartInfo, ...]:
-        """Send the missing parts; return all parts in their order.
-
-        Raises IntegrityError if the upload was aborted meanwhile.
-        """
-        upload_part = self._multipart.upload_part
-
-        def send(number: int) -> PartInfo:
-            # A slow link fails at nothing, so no retry would ever look at its deadline.
-            if time.monotonic() > until:
-                raise DeadlineError(
-                    f"{record.key}: part {number} of {len(cut.numbers)} was not sent in the time "
-                    "an upload has (round.grace), so it is given up"
-                )
-            body = cut.section(number)
-            try:
-                part = self._retry(upload_part, record.key, record.upload_id, number, body)
-            except UploadMissingError:
-                if self._parts_at_store(record) is None:
-                    raise
-                # One odd answer: all that was sent is there.
-                part = self._retry(upload_part, record.key, record.upload_id, number, body)
-            self._count(len(body))
-            return part
-
-        missing = [n for n in cut.numbers if n not in kept]
-        try:
-            sent = run_all(self._pool, send, missing)
-        except UploadMissingError:
-            self._journal.drop(record.key)
-            self._retry(self._multipart.list_multiparts)  # raises if the bucket is gone
+                continue  # completed, and the answer was lost, or aborted: the store is asked
+        else:
             raise IntegrityError(
-                f"the multipart upload of {record.key} was aborted by someone else: it is sent "
-                "again with the next upload; is another miner using this bucket?"
-            ) from None
-        parts = kept | {part.number: part for part in sent}
-        return tuple(parts[n] for n in cut.numbers)
+                f"{self.store.bucket}/{self.key}: the store lost the multipart upload: it is "
+                "sent again with the next upload; is another miner using this bucket?"
+            )
+        return sum(part.size for part in self.sent.values())
 
-    # --- publish --------------------------------------------------------------------------------
+    def _is_there(self) -> bool:
+        """Return whether the object holds this file. Raises TakenError."""
+        held, size = self.retry(self.store.head, self.key), len(self.whole)
+        if held is None:
+            return False
+        if held.size == size and OF_PARTS.fullmatch(held.etag):
+            parts = run_all(self.pool, lambda body: PartInfo(0, 0, body.md5), self.bodies)
+            same = same_etag(held.etag, multipart_etag(parts))
+        else:  # it has to be read back, which only an object that stays is worth
+            same = self.once and self.retry(holds, self.store, held, self.whole)
+        if self.once and not same:
+            raise TakenError(
+                f"{self.store.bucket}/{self.key} holds other bytes already, and nobody may "
+                "replace them: nothing was written"
+            )
+        return same
 
-    def publish(self, staged: Staged) -> str:
-        """Make the file visible; return its etag. Publishing again is harmless.
-
-        Raises IntegrityError if the store put other bytes together.
-        """
-        record = staged.record
-        if record is None:
-            with staged.path.open("rb") as file:
-                body = Section(file.fileno(), 0, staged.size, self._uplink)
-                etag = self._retry(self._store.put, staged.key, body)
-            self._count(staged.size)
-            return etag
-        if record.etag:  # an earlier attempt completed it
-            return record.etag
+    def _begin(self) -> None:
+        """Continue the upload of this key that was begun, or begin one."""
+        store, key, retry = self.store, self.key, self.retry
         try:
-            etag = self._complete(record, staged)
+            began = [one.upload_id for one in retry(store.list_multiparts, key) if one.key == key]
+        except (AccessDeniedError, UnsupportedError) as error:
+            log.warning("Could not look for earlier uploads of %s: %s", key, error)
+            began = []
+        for other in began[:-1]:
+            with contextlib.suppress(UploadMissingError):
+                retry(store.abort_multipart, key, other)
+        for self.upload_id in began[-1:]:
+            with contextlib.suppress(UploadMissingError):
+                parts = retry(store.list_parts, key, self.upload_id)
+                log.info("Continuing the upload of %s: %d parts are there", key, len(parts))
+                self.listed = {part.number: part for part in parts}
+                return
+        self.upload_id, self.listed = retry(store.create_multipart, key), {}
+
+    def _send_part(self, index: int) -> PartInfo:
+        number, body = index + 1, self.bodies[index]
+        place, held = (self.upload_id, number), self.listed.get(number)
+        # Where etags are no MD5, only what this process has sent is known to be the file's.
+        if (
+            held is not None
+            and held.size == len(body)
+            and (held == self.sent.get(place) or same_etag(held.etag, body.md5))
+        ):
+            return held
+        # A slow link fails at nothing, so no retry would look at its deadline.
+        if time.monotonic() > self.until:
+            raise DeadlineError(
+                f"{self.key}: part {number} of {len(self.bodies)} was not sent in the time an "
+                "upload has (round.grace), so it is given up"
+            )
+        part = self.retry(self.store.upload_part, self.key, *place, body)
+        self.sent[place] = part
+        return part
+
+    def _complete(self, parts: Sequence[PartInfo]) -> None:
+        """Put the parts together. Raises IntegrityError if the object is another one then."""
+        store, key = self.store, self.key
+        try:
+            etag = self.retry(store.complete_multipart, key, self.upload_id, parts)
         except StoreError as error:
-            if not isinstance(error, (StoppedError, DeadlineError, IntegrityError)):
-                self.abandon(record)  # refused for good: the parts would only be billed
+            if not isinstance(error, (StoppedError, DeadlineError, UploadMissingError)):
+                # Refused for good: the parts would only be billed.
+                with contextlib.suppress(StoreError):
+                    store.abort_multipart(key, self.upload_id)
             raise
-        if not same_etag(etag, staged.etag):
-            # Asked again: the object itself tells, by its etag where that is one of MD5s, else by
-            # its size.
-            info = self._retry(self._store.head, staged.key)
-            answered, etag = etag, info.etag if info is not None else ""
-            other = staged.etag and _OF_PARTS.fullmatch(etag) and not same_etag(etag, staged.etag)
-            if info is None or info.size != staged.size or other:
-                self._journal.drop(staged.key)
-                raise IntegrityError(
-                    f"{staged.key}: the store put the parts together wrongly: etag "
-                    f"{etag or answered:.80} instead of {staged.etag}, so it is sent again with "
-                    "the next upload"
-                )
-        self._journal.put(replace(record, etag=etag))
-        return etag
-
-    def _complete(self, record: UploadRecord, staged: Staged) -> str:
-        """Complete the upload; return the etag. Raises IntegrityError if the store lost it."""
-        complete = self._multipart.complete_multipart
-        for _ in range(2):
-            try:
-                return self._retry(complete, record.key, record.upload_id, staged.parts)
-            except UploadMissingError:
-                # An earlier Complete whose answer was lost, or somebody's abort: HEAD tells.
-                info = self._retry(self._store.head, staged.key)
-                if info is not None and same_etag(info.etag, staged.etag):
-                    return info.etag
-                if self._parts_at_store(record) is None:
-                    break
-        self._journal.drop(staged.key)
-        raise IntegrityError(
-            f"the store lost the multipart upload of {staged.key} and does not hold the object: it "
-            "is sent again with the next upload"
-        )
-
-    def publish_all(self, staged: Iterable[Staged]) -> dict[str, str]:
-        """Complete all files side by side, so that they appear within moments.
-
-        Returns etags by key.
-        """
-        files = list(staged)
-        etags = run_all(self._pool, self.publish, files)
-        return {s.key: etag for s, etag in zip(files, etags, strict=True)}
-
-    # --- inside ---------------------------------------------------------------------------------
-
-    def abandon(self, record: UploadRecord) -> None:
-        """Abort an upload that nobody continues, and forget it. One attempt: cleanup has more."""
-        # Of another store, before --r2.endpoint_url was changed, where this one takes no parts.
-        if not record.etag and self._store.multipart() is not None:
-            try:
-                self._multipart.abort_multipart(record.key, record.upload_id)
-            except UploadMissingError:
-                pass
-            except StoreError as error:
-                log.warning("Could not abort the upload of %s: %s", record.key, error)
-        # In any case: or the next upload would look for it again.
-        self._journal.drop(record.key)
-
-    def abandon_all_but(self, keys: Iterable[str]) -> None:
-        """Abandon the journal's uploads of outer steps that are over, or of another bucket."""
-        wanted = frozenset(keys)
-        for record in self._journal.uploads():
-            if record.key not in wanted or record.bucket != self._store.bucket:
-                self.abandon(record)
-
-    def _count_kept(self, parts: Collection[PartInfo]) -> None:
-        self.sent.parts_kept += len(parts)
-        self._progress.add(0, held=sum(part.size for part in parts))
-
-    def _count(self, size: int) -> None:
-        with self._count_lock:
-            self.sent.bytes += size
-            self.sent.parts += 1
-        self._progress.add(size)
+        wanted = multipart_etag(parts)
+        if same_etag(etag, wanted):
+            return
+        # The object itself tells, by its etag where that is one of MD5s, else by its size.
+        held = self.retry(store.head, key)
+        found = held.etag if held is not None else ""
+        other = wanted and OF_PARTS.fullmatch(found) and not same_etag(found, wanted)
+        if held is None or held.size != len(self.whole) or other:
+            raise IntegrityError(
+                f"{key}: the store put the parts together wrongly: etag {found or etag:.80} "
+                f"instead of {wanted}, so it is sent again with the next upload"
+            )
 
 
-_OF_PARTS = re.compile(r"[0-9a-fA-F]{32}-\d+")
+def upload_all(store: ObjectStore, files: Iterable[tuple[str, Path]], *, until: float) -> int:
+    """Upload many files, several small ones at a time; return how many bytes were sent.
+
+    Raises as :func:`upload`.
+    """
+    sizes = [(path.stat().st_size, key, path) for key, path in files]
+
+    def send(one: tuple[int, str, Path]) -> int:
+        return upload(store, *one[1:], until=until)
+
+    sent = sum(send(one) for one in sizes if one[0] > PART)
+    with ThreadPoolExecutor(_CONCURRENT, thread_name_prefix="uploads") as pool:
+        return sent + sum(run_all(pool, send, [one for one in sizes if one[0] <= PART]))
 
 
-def multipart_etag(parts: Collection[PartInfo]) -> str:
+def multipart_etag(parts: Sequence[PartInfo]) -> str:
     """Return S3's etag of a multipart object: MD5 of the parts' MD5s, and their number.
 
     "" where the parts' etags are no MD5: nobody can tell then.
@@ -743,3 +522,57 @@ def multipart_etag(parts: Collection[PartInfo]) -> str:
     digests = [bytes.fromhex(part.etag) for part in parts]
     whole = hashlib.md5(b"".join(digests), usedforsecurity=False).hexdigest()
     return f"{whole}-{len(digests)}"
+
+
+# --- stuck uploads: begun and never completed, so they are billed and not visible -----------------
+
+STUCK_AGE = timedelta(hours=1)
+_RETRY = Retry(each=timedelta(seconds=30))  # of one request
+
+
+def stuck_uploads(
+    store: ObjectStore, *, prefix: str, is_stuck: Callable[[MultipartInfo], bool]
+) -> list[MultipartInfo]:
+    """List stuck uploads, oldest first. Raises StoreError when the list cannot be had."""
+    in_parts = store.multipart()
+    found = [] if in_parts is None else _RETRY(in_parts.list_multiparts, prefix)
+    return sorted(filter(is_stuck, found), key=lambda one: one.initiated)
+
+
+def abort_uploads(store: ObjectStore, uploads: Sequence[MultipartInfo]) -> list[str]:
+    """Abort uploads; return the store's answer for each that stays. One it has lost is gone."""
+    in_parts = store.multipart()
+
+    def abort(one: MultipartInfo) -> str:
+        assert in_parts is not None, "there are uploads"
+        try:
+            with contextlib.suppress(UploadMissingError):
+                _RETRY(in_parts.abort_multipart, one.key, one.upload_id)
+        except StoreError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(8, thread_name_prefix="cleanup") as pool:  # there may be thousands
+        return [answer for answer in pool.map(abort, uploads) if answer]
+
+
+def sweep_uploads(
+    store: ObjectStore,
+    *,
+    prefix: str,
+    is_stuck: Callable[[MultipartInfo], bool] = lambda one: one.age >= STUCK_AGE,
+) -> None:
+    """Abort stuck uploads of keys that begin with ``prefix``: never raises, logs the result."""
+    try:
+        stuck = stuck_uploads(store, prefix=prefix, is_stuck=is_stuck)
+    except StoreError as error:
+        log.warning("Stuck multipart uploads could not be listed, next try later: %s", error)
+        return
+    failed = abort_uploads(store, stuck)
+    if len(stuck) > len(failed):
+        log.info("Aborted %d stuck multipart uploads in %s", len(stuck) - len(failed), store.bucket)
+    if failed:
+        log.warning(
+            "%d stuck multipart uploads stay in %s until the next cleanup (%s)",
+            *(len(failed), store.bucket, failed[-1]),
+        )

@@ -31,8 +31,7 @@ from distributed_training.protocol.types import Schema, Sign
 from distributed_training.store.base import ObjectInfo, ObjectStore, put_once
 from distributed_training.store.bucket_reader import MOST_BYTES
 from distributed_training.store.errors import IntegrityError, StoreError, TakenError
-from distributed_training.store.journal import Journal
-from distributed_training.store.transfer import Retry, Sender, Sent, deadline_in
+from distributed_training.store.transfer import Retry, deadline_in, sweep_uploads, upload_all
 from distributed_training.training.model import parameter_schema, without_extras
 from distributed_training.training.weights import GlobalState
 from distributed_training.validator.global_state import GlobalStateError
@@ -49,7 +48,6 @@ class AnotherLeadsError(GlobalStateError):
 
 _SMALL = timedelta(seconds=30)  # one small object with its retries
 _PUBLICATION = timedelta(minutes=30)  # one, with its retries
-_UPDATES = "updates-sent.json"  # the journal of uploads, in our folder
 _AGAIN = 60.0  # seconds between two sendings of a large file that the store does not keep
 SERIALS = 1 << 20  # above the closes that may have moved without our knowing
 
@@ -329,7 +327,9 @@ class OuterSteps:
                 lines.counted(len(sound), "object"),
             )
         if files:
-            self._send(files)
+            for key, _ in files:  # what is damaged may keep its etag, and would pass for sent
+                self._retry(self._store.delete, key)
+            upload_all(self._store, files, until=deadline_in(_PUBLICATION))
             self._sent_at |= {key: now for key, path in files if path.stat().st_size > SMALL}
         for one in reversed(signed):
             step, _ = keys.parse_outer_key(one.key) or (0, "")
@@ -468,7 +468,7 @@ class OuterSteps:
         self._is_published(n, prepared.data)
         files = [(keys.outer_key(n, name), path) for name, path in prepared.files.items()]
         files += [(keys.merged_key(n, uid), path) for uid, path in prepared.uploads.items()]
-        sent = self._send(files)
+        sent = upload_all(self._store, files, until=deadline_in(_PUBLICATION))
         if self.state is not None:
             self.restore_lost()  # who leads by now may have written its files over ours
         try:
@@ -481,17 +481,6 @@ class OuterSteps:
                 self._retry(self._store.put, place, prepared.data)
         self.own.save(f"{n}.json", prepared.data)
         return sent
-
-    def _send(self, files: Sequence[tuple[str, Path]]) -> int:
-        """Upload files, and return the bytes that were sent. Raises StoreError, OSError."""
-        sent = Sent()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        journal = Journal(self._folder / _UPDATES)
-        deadline = deadline_in(_PUBLICATION)
-        with Sender(store=self._store, journal=journal, deadline=deadline, sent=sent) as sender:
-            sender.abandon_all_but(key for key, _ in files)
-            sender.upload_all(files)
-        return sent.bytes
 
     def _is_published(self, outer_step: int, data: bytes) -> bool:
         """Return whether the store holds a manifest. Raises AnotherLeadsError for another one."""
@@ -528,6 +517,7 @@ class OuterSteps:
                     self._store.delete(info.key)
         except StoreError as error:
             log.info("Files that are past were not deleted (%s): after the next round", error)
+        sweep_uploads(self._store, prefix="outer/")
 
 
 def _clock(at: float) -> str:

@@ -132,7 +132,7 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> ValidatorParts:
     if config.has_bucket:
         commit(member, own_commitment(config.store, store.bucket))
     fetch_published(config, lambda: BucketReader(store))
-    publish(config, store, folder / "published.json")
+    publish(config, store)
     require_data(config)
     tokenizer_path, eos_id = fetch_tokenizer(config, folder)
     try:
@@ -150,7 +150,7 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> ValidatorParts:
         newest = versions.newest
         try:
             claim_global_bucket(store, newest, finished=reason, versions=versions, member=member)
-            publish(config, store, folder / "published.json")
+            publish(config, store)
         except (WrongNetwork, OSError) as error:  # training continues without it
             log.warning("The network's files are not written again: %s", error)
 

@@ -8,7 +8,6 @@ import json
 import os
 import secrets
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -28,14 +27,13 @@ from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.node.buckets import own_commitment
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import BucketCredentials, parse_commitment
-from distributed_training.store import folder, s3
+from distributed_training.store import folder
 from distributed_training.store.base import MultipartStore, ObjectStore, PartInfo, put_once
 from distributed_training.store.bucket_reader import (
     BucketReader,
     WritableReadKeyError,
     check_read_key,
 )
-from distributed_training.store.cleanup import sweep_uploads
 from distributed_training.store.errors import (
     AccessDeniedError,
     BucketMissingError,
@@ -50,10 +48,9 @@ from distributed_training.store.errors import (
     UploadMissingError,
 )
 from distributed_training.store.folder import FolderStore
-from distributed_training.store.journal import Journal, UploadRecord
 from distributed_training.store.opening import open_store
 from distributed_training.store.s3 import S3ObjectStore
-from distributed_training.store.transfer import multipart_etag
+from distributed_training.store.transfer import multipart_etag, sweep_uploads
 from distributed_training.store.uplink import Section
 from tests.tools.access_world import AccessWorld
 from tests.tools.chain_world import PEER
@@ -66,7 +63,6 @@ from tests.tools.support_store import (
     server,
     settings_for,
 )
-from tests.tools.waiting import wait_for
 from tests.toys import store as toys
 
 __all__ = ["server"]
@@ -328,12 +324,11 @@ def test_files_are_uploaded_to_any_kind(
     files = {"uploads/7/3.0.safetensors": tmp_path / "large", "uploads/7/a": tmp_path / "small"}
     for path, size in zip(files.values(), (6 * MIB, 10), strict=True):
         path.write_bytes(os.urandom(size))
-    settings = StoreSettings(write_interval=timedelta(0), part_size=5 * MIB)
     for _ in range(2):
-        report = publish(store, files, settings=settings, journal=tmp_path / "uploads.json")
+        report = publish(store, files)
         assert report.ok, report.reason
     assert_published(store, files)
-    sweep_uploads(store, prefix="uploads/7/", older_than=timedelta(0))
+    sweep_uploads(store, prefix="uploads/7/", is_stuck=lambda one: True)
     reader = BucketReader(store)
     for key, path in files.items():
         reader.download(key, tmp_path / "back", limit=10 * MIB)
@@ -416,17 +411,6 @@ def test_a_folder_whose_disk_is_full_is_refused_at_once(
     monkeypatch.setattr(folder, "atomic_file", full)
     with pytest.raises(RefusedError, match=r"No space left.*free that disk"):
         FolderStore(tmp_path, writes=True).put("a", b"x")
-
-
-def test_an_upload_in_parts_is_forgotten_where_the_store_takes_none(tmp_path: Path) -> None:
-    """Its journal is of the store before --r2.endpoint_url was changed."""
-    place, small = tmp_path / "uploads.json", tmp_path / "small"
-    Journal(place).put(UploadRecord("bucket", "uploads/7/2.0.safetensors", "id", 1, "1:1", 5 * MIB))
-    small.write_bytes(b"content")
-    (tmp_path / "bucket").mkdir()
-    store = FolderStore(tmp_path / "bucket", writes=True)
-    assert publish(store, {"uploads/7/a": small}, settings=StoreSettings(), journal=place).ok
-    assert Journal(place).uploads() == []
 
 
 def test_an_unknown_kind_of_store_is_named_with_the_known_kinds() -> None:
@@ -534,34 +518,6 @@ def test_a_wrong_secret_has_its_own_error_that_does_not_show_it(server: ObjectSt
     assert "copy R2_WRITE_ACCESS_KEY_ID" in str(caught.value)
     assert "wrong-secret-value" not in repr(caught.value)
     assert caught.value.__cause__ is None
-
-
-@pytest.mark.slow
-def test_writes_of_one_key_keep_their_distance(
-    server: ObjectStoreServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base = new_bucket(server, settings_for(server))
-    settings = settings_for(server, write_interval=timedelta(seconds=60))
-    store = S3ObjectStore.from_settings(settings, bucket=base.bucket, write=True)
-    pauses: list[float] = []
-    later = threading.Event()
-
-    def pause(seconds: float) -> None:
-        pauses.append(seconds)
-        assert later.wait(60)
-
-    monkeypatch.setattr(s3, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pause))
-    threads = [threading.Thread(target=store.put, args=("k", b"x")) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    wait_for(lambda: len(pauses) == 2, "the second and the third wait")
-    store.put("other", b"x")
-    assert len(pauses) == 2, "another key does not wait"
-    later.set()
-    for thread in threads:
-        thread.join()
-    second, third = sorted(pauses)
-    assert 0 < second <= 60 < third <= 120
 
 
 def test_a_bucket_that_keeps_versions_says_so(server: ObjectStoreServer) -> None:

@@ -14,11 +14,10 @@ import pytest
 from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.store import room
 from distributed_training.store.errors import NoRoomError
-from distributed_training.store.journal import Journal
 from distributed_training.store.transfer import deadline_in, download
 from tests.tools.small_disk import small_disk
 from tests.tools.store_shim import Call, Shim
-from tests.tools.support_store import LARGE, Upload, new_bucket, server, settings_for
+from tests.tools.support_store import Upload, new_bucket, server, settings_for
 
 __all__ = ["server"]
 pytestmark = pytest.mark.timeout(200)
@@ -95,21 +94,3 @@ def test_a_full_disk_ends_a_download_and_the_last_good_file_stays(
         download(store, "model", disk / "model", limit=10**8, deadline=deadline)
         assert (disk / "model").read_bytes() == content
         assert sorted(p.name for p in disk.iterdir()) == ["model"]
-
-
-def test_a_full_disk_under_the_journal_fails_the_upload_until_there_is_room(
-    server: ObjectStoreServer, tmp_path: Path
-) -> None:
-    upload = Upload(server, tmp_path, rows=1600)
-    store, disk = upload.bucket, tmp_path / "disk"
-    with small_disk(disk, megabytes=4) as small:
-        if not small:
-            pytest.skip("a small disk cannot be mounted here")
-        upload.journal = disk / "uploads.json"
-        Journal(upload.journal)
-        filler = fill(disk, leave=0)
-        report = upload.send(server.endpoint)
-        assert not report.ok and "No space left on device" in report.reason
-        assert store.head(LARGE) is None
-        filler.unlink()
-        upload.assert_whole(upload.send(server.endpoint))

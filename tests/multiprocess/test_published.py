@@ -27,6 +27,7 @@ from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.node import published
 from distributed_training.node.published import LIST, fetch_published, list_files, publish
 from distributed_training.node.start import NetworkFailure, fetch_tokenizer, require_data
+from distributed_training.store import transfer
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import S3ObjectStore
 
@@ -68,7 +69,6 @@ def store(server: ObjectStoreServer, request: pytest.FixtureRequest) -> Iterator
     settings = replace(
         StoreSettings(),
         endpoint_url=server.endpoint,
-        write_interval=StoreSettings().write_interval * 0,
         write_access_key_id=SecretStr(server.keys["R2_WRITE_ACCESS_KEY_ID"]),
         write_secret_access_key=SecretStr(server.keys["R2_WRITE_SECRET_ACCESS_KEY"]),
     )
@@ -87,7 +87,7 @@ def member(lab: Path, tmp_path: Path, store: S3ObjectStore) -> Config:
     """Return the settings of a machine with the network's file only, after a publication."""
     ours = config_of(lab, lab / "validator", kind="validator")
     fetch_published(ours, lambda: BucketReader(store))
-    publish(ours, store, tmp_path / "journal.json")
+    publish(ours, store)
     return config_of(lab, tmp_path / "run")
 
 
@@ -110,7 +110,7 @@ def test_a_member_needs_no_path(
     names = {p.name for p in member.published["tokenizer"].iterdir()}
     assert names == {"tokenizer.json", "tokenizer_config.json", LIST}
     before = store.list_objects("files/")
-    publish(config_of(lab, lab / "validator", kind="validator"), store, tmp_path / "journal.json")
+    publish(config_of(lab, lab / "validator", kind="validator"), store)
     assert [o.modified for o in store.list_objects("files/")] == [o.modified for o in before]
     fetch_published(member, nobody)  # again, with the bucket away
     own = config_of(lab, tmp_path / "run", "--data.source", "parquet:/mine")
@@ -210,9 +210,10 @@ def test_equal_files_in_parts_are_sent_once_and_nothing_is_asked_for_singly(
     (tmp_path / "data").mkdir()
     for name in ("a", "b"):
         (tmp_path / "data" / name).write_bytes(b"x" * (17 * 2**20))
+    monkeypatch.setattr(transfer, "PART", 16 * 2**20)
     digest = list_files(tmp_path / "data", tmp_path)
     folders = SimpleNamespace(published={"data": tmp_path / digest})
-    publish(cast(Config, folders), store, tmp_path / "journal.json")
+    publish(cast(Config, folders), store)
     assert {each.size for each in store.list_objects("files/") if each.size > 2**20} == {17 * 2**20}
     monkeypatch.setattr(store, "head", None)
-    publish(cast(Config, folders), store, tmp_path / "journal.json")
+    publish(cast(Config, folders), store)

@@ -81,17 +81,18 @@ from pathlib import Path
 from distributed_training.config.settings import StoreSettings
 from distributed_training.exchange import own_uploads
 from distributed_training.exchange.base import Close
+from distributed_training.store import transfer
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.store.uplink import Uplink
 
-own_uploads.ONE_PIECE = 5 << 20
+transfer.PART = 5 << 20
 bucket, folder, part = sys.argv[1], Path(sys.argv[2]), S3ObjectStore.upload_part
 
 def send_one(store, key, upload_id, number, data):
     if number > 1 and "whole" not in sys.argv:
         time.sleep(600)  # until it is killed
     etag = part(store, key, upload_id, number, data)
-    print("sent", number, flush=True)
+    print(f"sent {number}\\n", end="", flush=True)  # in one write: threads print at once
     return etag
 
 S3ObjectStore.upload_part = send_one

@@ -18,7 +18,7 @@ from distributed_training.exchange.base import Close, UploadEnded
 from distributed_training.exchange.own_uploads import OwnUploads
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import Base, Update
-from distributed_training.store import journal, transfer
+from distributed_training.store import transfer
 from distributed_training.store.opening import open_store
 from distributed_training.store.uplink import Uplink
 from tests.tools.memory_store import LEAST_PART, MemoryObjectStore
@@ -84,7 +84,6 @@ def life() -> Any:
             (own_uploads, ["write_state"]),
             (store_rounds, ["sync_folder"]),
             (transfer, ["write_state", "write_at", "sync_folder"]),
-            (journal, ["write_state"]),
         ):
             for name in names:
                 real = getattr(module, name)
@@ -107,7 +106,7 @@ def test_after_a_kill_one_close_has_one_file_and_its_note(
 ) -> None:
     in_parts = kind == "twin in parts"
     if in_parts:
-        monkeypatch.setattr(own_uploads, "ONE_PIECE", LEAST_PART)
+        monkeypatch.setattr(transfer, "PART", LEAST_PART)
 
     @settings(max_examples=15 if in_parts else 60)
     @given(lives=LIVES)

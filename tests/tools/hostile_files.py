@@ -42,7 +42,6 @@ from distributed_training.protocol.update_file import (
     rows_and_columns,
     write_rows,
 )
-from distributed_training.store.journal import Journal
 from distributed_training.store.transfer import deadline_in, download
 from distributed_training.telemetry.events import EventFollower, read_events
 from distributed_training.validator.standings import Standings
@@ -67,10 +66,6 @@ class Reader:
 
 
 # --- readers --------------------------------------------------------------------------------------
-
-
-def _journal(path: Path) -> Any:
-    return Journal(path).uploads()
 
 
 def _lines(path: Path) -> Any:
@@ -150,11 +145,6 @@ def _json(content: Any) -> Callable[[], bytes]:
     return lambda: json.dumps(content).encode()
 
 
-def _honest_journal() -> bytes:
-    record = {"bucket": "b", "key": "k", "upload_id": "u", "size": 9, "identity": "i"}
-    return json.dumps({"uploads": {"k": {**record, "part_size": 5, "etag": ""}}}).encode()
-
-
 _LINE = b'{"kind": "x", "at": 1.5}\n'
 _NOTES = {"etag": "9a0364b9e99bb480dd25e1f0284c8555", "size": 7, "done": []}
 _STATUS = {"status": 3, "reason": "deregistered", "instance": "x", "pid": 77}
@@ -171,7 +161,6 @@ _REGISTRY = {
 #: Of strangers, of a crash, of a bad disk.
 READERS: dict[str, Reader] = {
     "update": Reader("a.safetensors", _update, honest_update, ("ValueError",)),
-    "journal": Reader("uploads.json", _journal, _honest_journal),
     "lines": Reader("events.jsonl", _lines, lambda: _LINE * 9),
     "instance": Reader("instance.json", _instance, _json(_STATUS)),
     "exit": Reader("exit_status.json", _instance, _json(_STATUS)),

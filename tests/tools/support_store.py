@@ -10,19 +10,21 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from pydantic import SecretStr
 
 from distributed_training.config.settings import StoreSettings
 from distributed_training.localnet.services import ObjectStoreServer
+from distributed_training.store import transfer
 from distributed_training.store.base import ObjectStore
 from distributed_training.store.errors import StoreError
-from distributed_training.store.journal import Journal
 from distributed_training.store.s3 import S3ObjectStore
-from distributed_training.store.transfer import Retry, Sender, deadline_in
+from distributed_training.store.transfer import Retry, deadline_in, upload_all
 
 ROW = 8192  # bytes
+PART = 5 * 2**20  # bytes
 LARGE = "uploads/7/4.0.safetensors"  # key of an :class:`Upload`'s file in parts
 
 
@@ -41,9 +43,7 @@ def access_to(server: ObjectStoreServer) -> dict[str, Any]:
 def settings_for(server: ObjectStoreServer, **changes: Any) -> StoreSettings:
     values: dict[str, Any] = {
         **access_to(server),
-        "part_size": 5 * 1024 * 1024,
         "concurrency": 3,
-        "write_interval": timedelta(0),
         "minimum_valid_inner_step": 5,
         "connect_timeout": timedelta(seconds=3),
         "read_timeout": timedelta(seconds=5),
@@ -70,21 +70,12 @@ def publish(
     store: ObjectStore,
     files: Mapping[str, Path],
     *,
-    settings: StoreSettings,
-    journal: Path,
     within: timedelta = timedelta(seconds=60),
 ) -> Report:
-    """Upload ``files``, by key, continuing where the journal stands."""
+    """Upload ``files``, by key, continuing where the store stands."""
     try:
-        with Sender(
-            store=store,
-            journal=Journal(journal),
-            deadline=deadline_in(within),
-            concurrency=settings.concurrency,
-            part_size=settings.part_size,
-        ) as sender:
-            sender.abandon_all_but(files)
-            sender.upload_all(files.items())
+        with patch.object(transfer, "PART", PART):
+            upload_all(store, files.items(), until=deadline_in(within))
     except (StoreError, OSError) as error:
         return Report(False, str(error))
     return Report(True)
@@ -107,19 +98,17 @@ class Upload:
     ) -> None:
         self.settings = settings_for(server, **changes)
         self.bucket = new_bucket(server, self.settings)
-        self.journal, self._within = folder / "j.json", within
+        self._within = within
         self.files = {LARGE: folder / "large", "small.json": folder / "small"}
         for path, size in zip(self.files.values(), (rows * ROW, 1000), strict=True):
             path.write_bytes(os.urandom(size))
-        self.parts = -(-rows * ROW // self.settings.part_size)
+        self.parts = -(-rows * ROW // PART)
 
     def send(self, endpoint: str) -> Report:
-        """Upload it by way of ``endpoint``, continuing where the journal stands."""
+        """Upload it by way of ``endpoint``, continuing where the store stands."""
         settings = dataclasses.replace(self.settings, endpoint_url=endpoint)
         store = S3ObjectStore.from_settings(settings, bucket=self.bucket.bucket, write=True)
-        return publish(
-            store, self.files, settings=settings, journal=self.journal, within=self._within
-        )
+        return publish(store, self.files, within=self._within)
 
     def assert_whole(self, report: Report) -> None:
         assert report.ok, report.reason

@@ -15,7 +15,6 @@ from distributed_training.chain.base import ChainState
 from distributed_training.common import files
 from distributed_training.common.backoff import Repeats
 from distributed_training.common.files import atomic_file
-from distributed_training.store.journal import Journal, UploadRecord
 from distributed_training.telemetry import EventLog, MetricsFile, events
 
 FOR_ALL = 10  # lines of the first ten minutes: one for each file, and a spare
@@ -24,12 +23,10 @@ FOR_ALL = 10  # lines of the first ten minutes: one for each file, and a spare
 def writers(folder: Path) -> list[Callable[[], object]]:
     """Each writes other content each time, or it would not write."""
     number = itertools.count()
-    journal = Journal(folder / "uploads.json")
     log = EventLog.open(folder)
     metrics = MetricsFile(folder / "metrics.prom", every=0.0)
     return [
         lambda: ChainState("registry", float(next(number)), (), {}).save(folder / "chain.json"),
-        lambda: journal.put(UploadRecord("b", "k", "u", next(number), "i", 5, "etag")),
         lambda: log.write("step", number=next(number)),
         lambda: metrics.write(lambda: None),
     ]

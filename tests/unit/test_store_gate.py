@@ -10,17 +10,8 @@ from pathlib import Path
 import pytest
 
 from distributed_training.store.room import describe_full_disk
-from distributed_training.store.transfer import MIB, part_size_for
 
 pytestmark = pytest.mark.timeout(10)
-
-
-def test_parts_are_equal_and_never_too_many() -> None:
-    for size in (6 * MIB, 511 * MIB, 2048 * MIB, 48 * 10**9, 5 * 10**12):
-        part = part_size_for(size)
-        assert part >= 5 * MIB
-        assert -(-size // part) <= 10_000
-    assert part_size_for(100 * MIB, wanted=5 * MIB) == 5 * MIB
 
 
 def test_a_full_disk_is_an_error_with_its_remedy(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def store_at(handler: type[Page], certificate: Path | None = None) -> Iterator[S
             bucket="llama-007",
             endpoint_url=f"http{'s' if certificate else ''}://127.0.0.1:{server.server_port}",
             keys=AccessKeys(SecretStr("a" * 32), SecretStr("b" * 64)),
-            settings=StoreSettings(write_interval=timedelta(0)),
+            settings=StoreSettings(),
         )
         yield store
         store.close()

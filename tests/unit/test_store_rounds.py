@@ -24,7 +24,7 @@ from distributed_training.exchange.base import (
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import Base, ExitStatus, Update
 from distributed_training.protocol.update_file import UpdateFile, UpdateLayout, largest_file
-from distributed_training.store import errors
+from distributed_training.store import errors, transfer
 from distributed_training.store.opening import open_store
 from distributed_training.store.uplink import Uplink
 from distributed_training.validator.merge import OuterState, Rule, digest_of, merge, subtract
@@ -705,7 +705,7 @@ def test_progress_is_sent_in_place_of_the_last_and_ends_for_a_close(
     size: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(own_uploads, "ONE_PIECE", 5 << 20)
+    monkeypatch.setattr(transfer, "PART", 5 << 20)
     leader = Leader(any_store, time)
     miner = Miner(any_store, tmp_path / "rounds", time)
     miner.turn()
@@ -726,7 +726,7 @@ def test_progress_is_sent_in_place_of_the_last_and_ends_for_a_close(
         assert any_store.get(key, limit=size) == text.ljust(size)
     assert not miner.rounds._uploads.begun(leader.close), "the close has its own upload"
     # The store does not answer; then the close comes.
-    if size > own_uploads.ONE_PIECE:
+    if size > transfer.PART:
         return  # a fault has no names for parts
     any_store.faults["put", key] = away(errors.TransientError)
     any_store.faults["put", key].first = True  # type: ignore[attr-defined]
