@@ -187,7 +187,10 @@ def _read_list(open_bucket: Callable[[], BucketReader], folder: Path) -> dict[st
             text = file.read(LARGEST_LIST + 1)
     if hashlib.sha256(text).hexdigest() != digest:
         reader = open_bucket()
-        text = reader.read(_key(digest), limit=LARGEST_LIST)
+        found = reader.get(_key(digest), limit=LARGEST_LIST)
+        if found is None:
+            raise ObjectMissingError(f"{reader.name}/{_key(digest)} is missing")
+        text = found
         if hashlib.sha256(text).hexdigest() != digest:
             raise IntegrityError(f"{reader.name}/{_key(digest)} is damaged")
         folder.mkdir(parents=True, exist_ok=True)

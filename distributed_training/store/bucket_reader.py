@@ -10,10 +10,8 @@ write that has to be refused.
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -27,9 +25,6 @@ from .base import ObjectInfo, ObjectStore
 from .errors import (
     AccessDeniedError,
     ClockSkewError,
-    DeadlineError,
-    IntegrityError,
-    ObjectMissingError,
     StoreError,
 )
 from .transfer import Retry, deadline_in, download
@@ -39,7 +34,6 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 MOST_BYTES = 256 * 1024**3  # of one file
-RANGE = 4 * 1024 * 1024  # bytes of one request of a read into memory
 
 
 class StateUnavailable(StoreError):
@@ -108,40 +102,6 @@ class BucketReader:
             raise StateUnavailable(f"{self.name}/{key}: {error}") from None
 
     # --- large objects --------------------------------------------------------------------------
-
-    def read(self, key: str, *, limit: int) -> bytes:
-        """Return a large object whole.
-
-        Raises ObjectMissingError, IntegrityError for more than ``limit`` bytes, DeadlineError when
-        it comes too slowly.
-        """
-        info = self.head(key)
-        if info is None:
-            raise ObjectMissingError(f"{self.name}/{key} is missing")
-        if info.size > limit:
-            raise IntegrityError(
-                f"{self.name}/{key} has {info.size} bytes, more than the {limit} allowed, so it is "
-                "not read"
-            )
-        deadline, content = deadline_in(self._large), io.BytesIO()
-        retry = Retry(until=deadline, uplink=self._uplink)
-        while (came := content.tell()) < info.size:
-            # A store that sends slowly fails at nothing, so no retry would look at its deadline.
-            if time.monotonic() > deadline:
-                raise DeadlineError(
-                    f"{self.name}/{key}: {came} of {info.size} bytes came in "
-                    f"{self._large.total_seconds():g} s"
-                )
-            length = min(RANGE, info.size - came)
-            for _ in range(2):  # a single empty answer makes no object shorter
-                if piece := retry(self.store.get_range, key, came, length, etag=info.etag):
-                    break
-            else:
-                raise IntegrityError(
-                    f"{self.name}/{key} is shorter than it says: {came} of {info.size} bytes came"
-                )
-            content.write(piece)
-        return content.getvalue()
 
     def download(
         self,

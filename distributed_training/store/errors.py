@@ -20,8 +20,6 @@ The texts are for the operator and never hold a key, a secret or a signed addres
 
 from __future__ import annotations
 
-from distributed_training.common.files import is_full
-
 
 class StoreError(RuntimeError):
     """An operation on the object store failed. ``retryable``: trying again later may help."""
@@ -103,14 +101,3 @@ class DeadlineError(StoreError):
 
 class StoppedError(StoreError):
     """The operation was ended on request; a journal keeps its progress."""
-
-
-def disk_problem(error: OSError) -> str:
-    """Word an error of the disk in one line: its place, and how to fix a full one."""
-    line = f"{error.filename or 'the disk'}: {error.strerror or error}"
-    if not is_full(error):
-        return line
-    return (
-        f"{line}. This upload is left out and training continues: free the disk or "
-        "move --neuron.run_folder"
-    )

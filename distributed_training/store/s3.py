@@ -251,20 +251,6 @@ class S3ObjectStore:
             settings=settings,
         )
 
-    @classmethod
-    def of_peer(
-        cls, settings: StoreSettings, *, bucket: str, credentials: BucketCredentials
-    ) -> S3ObjectStore:
-        """Open another's bucket with the read credentials of its commitment. Raises ValueError."""
-        key = SecretStr(credentials.access_key_id)
-        secret = SecretStr(credentials.secret_access_key)
-        return cls(
-            bucket=bucket,
-            endpoint_url=endpoint_of(settings, credentials.account_id),
-            keys=AccessKeys(key, secret, "commitment"),
-            settings=settings,
-        )
-
     @property
     def bucket(self) -> str:
         return self._bucket
@@ -690,7 +676,13 @@ def _open(
     credentials: BucketCredentials | None,
 ) -> S3ObjectStore:
     if credentials is not None:
-        return S3ObjectStore.of_peer(settings, bucket=bucket, credentials=credentials)
+        keys = SecretStr(credentials.access_key_id), SecretStr(credentials.secret_access_key)
+        return S3ObjectStore(
+            bucket=bucket,
+            endpoint_url=endpoint_of(settings, credentials.account_id),
+            keys=AccessKeys(*keys, "commitment"),
+            settings=settings,
+        )
     return S3ObjectStore.from_settings(settings, bucket=bucket, write=write)
 
 

@@ -23,7 +23,6 @@ from distributed_training.protocol.manifest import Manifest, Master, State
 from distributed_training.store.base import ObjectInfo, ObjectStore
 from distributed_training.store.bucket_reader import (
     MOST_BYTES,
-    RANGE,
     BucketReader,
     StateUnavailable,
     remove_states,
@@ -35,7 +34,7 @@ from distributed_training.store.errors import (
     ObjectMissingError,
     PreconditionError,
 )
-from distributed_training.store.transfer import Retry
+from distributed_training.store.transfer import RANGE, Retry
 
 log = logging.getLogger(__name__)
 

@@ -538,9 +538,9 @@ def test_a_networks_file_names_a_bucket_or_a_prefix_of_one() -> None:
     """A member's is named by its uid, and both open alike."""
     for good in ("llama-4b-ws-4", "shared/lab", "a-3/" + "x" * 59):
         assert StoreSettings(global_model_name=good).global_model_name == good
-        S3ObjectStore.of_peer(
+        open_store(
             StoreSettings(endpoint_url="http://127.0.0.1:1"),
-            bucket=keys.miner_bucket(good, 7),
+            keys.miner_bucket(good, 7),
             credentials=BucketCredentials("", "k", "s"),
         ).close()
     for bad in ("/lab", "shared/", "a/b/c", "shared//lab", "../lab", "Shared/lab", "x" * 60):

@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 
-from distributed_training.store import bucket_reader, transfer
+from distributed_training.store import transfer
 from distributed_training.store.base import ObjectInfo
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.errors import (
     DeadlineError,
     IntegrityError,
     ObjectMissingError,
-    PreconditionError,
     StoreError,
     TransientError,
 )
@@ -196,9 +195,8 @@ def test_missing_or_oversized_object_is_not_read(
     store.put("big", bytes(1000))
     reader = BucketReader(store)
     for call in (
-        lambda: reader.read(key, limit=999),
         lambda: reader.download(key, tmp_path / "x", limit=999),
-        lambda: reader.get(key, limit=999) or reader.read(key, limit=999),
+        lambda: reader.get(key, limit=999) or reader.download(key, tmp_path / "x", limit=999),
     ):
         with pytest.raises(kind, match=rf"{key}.*(is missing|no such object|more than)"):
             call()
@@ -206,7 +204,7 @@ def test_missing_or_oversized_object_is_not_read(
 
 
 def test_objects_come_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket_reader, "RANGE", 1000)
+    monkeypatch.setattr(transfer, "RANGE", 1000)
     store, data = MemoryObjectStore(), os.urandom(2500)
     store.put("epoch-0/a", data)
     reader = BucketReader(store)
@@ -214,7 +212,6 @@ def test_objects_come_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert info is not None and info.size == 2500
     assert info.age_seconds is not None and 0 <= info.age_seconds < 60
     assert reader.get("epoch-0/a", limit=2500) == data
-    assert reader.read("epoch-0/a", limit=2500) == data
     reader.download("epoch-0/a", tmp_path / "a", limit=2500)
     assert (tmp_path / "a").read_bytes() == data
 
@@ -222,7 +219,7 @@ def test_objects_come_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_store_that_stumbles_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bucket_reader, "RANGE", 1000)
+    monkeypatch.setattr(transfer, "RANGE", 1000)
     stumbles = {"get_range": 2, "get": 1, "head": 1}
 
     def before(operation: str, key: str) -> None:
@@ -233,38 +230,6 @@ def test_a_store_that_stumbles_is_asked_again(
     store, data = MemoryObjectStore(before=before), os.urandom(2500)
     store.put("a", data)
     reader = BucketReader(store)
-    assert reader.read("a", limit=2500) == data and reader.get("a", limit=2500) == data
+    reader.download("a", tmp_path / "a", limit=2500)
+    assert (tmp_path / "a").read_bytes() == data and reader.get("a", limit=2500) == data
     assert set(stumbles.values()) == {0}
-
-
-def test_a_store_that_sends_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However little comes each time, it is over when the named time is."""
-    monkeypatch.setattr(bucket_reader, "RANGE", 1)
-    now = 0.0
-
-    def before(operation: str, key: str) -> None:
-        nonlocal now
-        now += 1.0
-
-    monkeypatch.setattr(bucket_reader.time, "monotonic", lambda: now)
-    store = MemoryObjectStore(before=before)
-    store.put("a", bytes(1000))
-    with pytest.raises(DeadlineError, match="of 1000 bytes came in 30 s"):
-        BucketReader(store, large=timedelta(seconds=30)).read("a", limit=1000)
-    assert now < 60
-
-
-def test_an_object_replaced_while_it_is_read_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket_reader, "RANGE", 1000)
-    ranges = []
-
-    def before(operation: str, key: str) -> None:
-        if operation == "get_range":
-            ranges.append(key)
-            if len(ranges) == 2:
-                store.put("a", b"1" * 2500)
-
-    store = MemoryObjectStore(before=before)
-    store.put("a", bytes(2500))
-    with pytest.raises(PreconditionError, match="changed"):
-        BucketReader(store).read("a", limit=2500)
