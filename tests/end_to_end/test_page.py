@@ -115,10 +115,10 @@ def test_a_killed_miner_is_dead_within_ten_seconds(
         (folder / "instance.json").write_text(json.dumps({"instance": "a", "pid": miner.pid}))
         events.write("state", before="update_failed", after="training")
         browser.get(page.url)
-        wait_for(lambda: "training" in card(browser, "State"), "that it trains")
+        wait_for(lambda: verdict(browser)[0] == "training", "that it trains")
         began = time.time()
         wait_for(lambda: time.time() > began + 8, "eight seconds without an event")
-        assert "training" in card(browser, "State"), "a long step is no death"
+        assert verdict(browser)[0] == "training", "a long step is no death"
         miner.kill()
         miner.wait()
         killed = time.time()
@@ -126,7 +126,7 @@ def test_a_killed_miner_is_dead_within_ten_seconds(
         assert time.time() - killed < 100  # ten, of a browser with a core of its own
         assert "no sign of life for" in verdict(browser)[1]
         assert browser.title.startswith("⚠")
-        assert "old" in browser.find_element("id", "now").get_attribute("class").split()
+        assert "old" in browser.find_element("id", "work").get_attribute("class").split()
         assert browser.execute_script(CHECKS) == []
         events.write("stop", reason="asked to stop", exit_status=0)
         wait_for(lambda: verdict(browser)[0] == "stopped", "a stop that was asked for")
@@ -194,22 +194,11 @@ def test_the_verdict_of_each_state_is_on_top(browser: Any, tmp_path: Path) -> No
                         assert browser.execute_script(CHECKS) == []
                     assert browser.execute_script(ABOVE_THE_FOLD), "verdict and score"
             assert [SAYS.get(name, {}).get(c, "") in card(browser, c) for c in CARDS] == [True] * 6
-            grey = "old" in browser.find_element("id", "now").get_attribute("class").split()
+            grey = "old" in browser.find_element("id", "work").get_attribute("class").split()
             assert grey == (not alive or name in ("starting", "refused", "tried-again"))
         assert table(browser, "Rounds")[0].split()[1] == "9"
         browser.execute_script("arguments[0].click()", buttons[-1])
         wait_for(lambda: verdict(browser) == ["waiting", "", "good"], "the validator's")
-
-
-def test_a_long_path_in_the_verdict_is_not_wider_than_a_phone(browser: Any, tmp_path: Path) -> None:
-    with served(make_miner(tmp_path, "tried-again")) as page, sized(browser, 390, 844):
-        browser.get(page.url)
-        wait_for(lambda: verdict(browser)[0] == "cannot start", "the verdict")
-        assert browser.execute_script(CHECKS) == []
-        style = "document.styleSheets[0].insertRule('#verdict p { overflow-wrap: normal; }', 0);"
-        important = style.replace("normal", "normal !important")
-        browser.execute_script(important)
-        assert browser.execute_script(CHECKS) == ["wider than the screen"], "the check itself"
 
 
 def test_solved_and_repeated_warnings_are_forgotten_and_downtime_is_a_gap(
@@ -230,14 +219,15 @@ def test_solved_and_repeated_warnings_are_forgotten_and_downtime_is_a_gap(
         warnings = browser.find_element("id", "problems").text
         assert "no room for 4 MB (2 times)" in warnings, warnings
         assert "solved" not in warnings and "3 MB" not in warnings
-        colour = "return [...document.querySelectorAll('#rounds td span')].map((s) => s.className)"
-        assert browser.execute_script(colour)[:3] == ["not", "not", ""]
+        cells = "[...document.querySelectorAll('#rounds span span')]"
+        colours = browser.execute_script(f"return {cells}.map((s) => s.className)")
+        assert colours[:3] == ["not", "not", ""]
         assert "missed" in card(browser, "Last close")
         # Two weeks with a step in half an hour, then one in 15 s: the curve is whole.
         lines = "return document.querySelectorAll('#loss polyline').length"
-        assert browser.execute_script(lines) == 1
-        browser.execute_script("[...neurons.values()][0].steps.at(-1)[0] += 40000; draw();")
-        assert browser.execute_script(lines) == 2
+        assert browser.execute_script(lines) == 2, "each step faintly, and the mean"
+        gap = "[...neurons.values()][0].steps.at(-1)[0] += 40000; draw();"
+        assert browser.execute_script(f"{gap} {lines}") == 4
 
 
 CARDS = ("Uploaded", "Start", "Next try", "Restarts", "Last close", "Closes merged")
@@ -269,26 +259,12 @@ def test_page_shows_a_days_tokens_cost_and_the_weeks(browser: Any, tmp_path: Pat
         assert "LOCAL" not in browser.find_element("tag name", "body").text
 
 
-def test_the_next_round_counts_down_by_the_clock_and_a_tab_keeps_its_past(
-    browser: Any, tmp_path: Path
-) -> None:
-    """Nobody told of the next one for three minutes; then a month of steps comes in."""
+def test_the_next_round_counts_down_by_the_clock(browser: Any, tmp_path: Path) -> None:
+    """Nobody told of the next one for three minutes."""
     with served(make_miner(tmp_path, "offline")) as page:
         browser.get(page.url)
         wait_for(lambda: "by the clock" in card(browser, "Next close"), "the close after")
         assert "in 2 h 2" in card(browser, "Next close")
-        script = """
-            const neuron = [...neurons.values()][0], loss = neuron.columns.indexOf('loss');
-            const first = neuron.steps[0][0], added = arguments[0];
-            for (let i = 0; i < added; i++)
-                take({ ...Object.fromEntries(neuron.columns.map((c) => [c, 1])), kind: 'step',
-                       loss: i, neuron: neuron.name, number: 1e6 + i,
-                       time: Date.now() / 1000 + 15 * i });
-            const times = neuron.steps.map((row) => row[0]);
-            return [neuron.steps[0][0] - first, times.length, neuron.steps.at(-1)[loss],
-                    times.every((t, i) => !i || t > times[i - 1])];"""
-        moved, length, last, ordered = browser.execute_script(script, 100_000)
-        assert moved < 3600 and 1000 < length <= 3000 and last == 99_999 and ordered
 
 
 #: Whether verdict and score are seen without scrolling, in this order, and warnings before charts;
@@ -299,7 +275,8 @@ const score = [...document.querySelectorAll('.card')]
     .find((card) => card.querySelector('h2').textContent === 'Score').getBoundingClientRect();
 const hotkey = document.getElementById('hotkey');
 return at('#verdict').bottom <= score.top && score.bottom <= innerHeight
-    && hotkey.scrollWidth <= hotkey.clientWidth && at('#problems').top <= at('.charts').top;"""
+    && hotkey.scrollWidth <= hotkey.clientWidth && at('#problems').top <= at('#loss').top
+    && at('#loss').top <= at('#speed').top;"""
 
 
 BAD_CARDS = "return [...document.querySelectorAll('.card.bad h2')].map((h) => h.textContent)"
@@ -401,25 +378,6 @@ def test_a_whole_subnet_on_one_page(browser: Any, tmp_path: Path) -> None:
         miner.write("stop", reason="deregistered", exit_status=3)
         wait_for(lambda: verdict(browser)[0] == "stopped", "that it ended")
         assert "deregistered" in verdict(browser)[1] and verdict(browser)[2] == "bad"
-
-
-def test_a_week_is_on_the_page(browser: Any, tmp_path: Path) -> None:
-    folder = tmp_path / "miner-017"
-    folder.mkdir()
-    with EventLog(folder / "events.jsonl") as events:
-        for number in range(1, 40_001):
-            step(events, number, loss=3.0)
-    with served(folder) as page:
-        browser.get(page.url)
-        wait_for(
-            lambda: "3 . 40,000" in card(browser, "Step") or "3 . 40000" in card(browser, "Step"),
-            "a week",
-        )
-        # In one script, because the page redraws its charts each second.
-        points = browser.execute_script(
-            "return document.querySelector('#loss polyline').getAttribute('points')"
-        )
-        assert 1000 < len(points.split()) < 3000, "thinned out"
 
 
 def test_a_token_is_asked_for_once_and_leaves_the_address(

@@ -193,28 +193,40 @@ def test_bad_page_arguments_are_one_line(
 
 
 @pytest.mark.parametrize("what", ["poll", "measured"])
-def test_a_file_that_cannot_be_read_is_one_line(
+def test_a_file_that_cannot_be_read_is_one_line_and_one_miner_less(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """Its events are asked for twice a second."""
-    neuron = NeuronState(tmp_path)
-    hub = served_page.Hub([neuron])
+    """It is asked for every two seconds, by each page that is open."""
+    neuron, other = NeuronState(tmp_path), NeuronState(tmp_path, name="other")
+    monkeypatch.setattr(served_page, "_FRESH_SECONDS", 0.0)
+    history = served_page.History([neuron, other])
     fault = OSError(errno.EIO, "Input/output error")
     faults: list[OSError | None] = [*[fault] * 5, None, fault]
+    look = getattr(neuron, what)
 
-    def look() -> Any:
+    def fail() -> Any:
         if (found := faults.pop(0)) is not None:
             raise found
-        return answers
+        return look()
 
-    answers: Any = [] if what == "poll" else {}
-    monkeypatch.setattr(neuron, what, look)
+    monkeypatch.setattr(neuron, what, fail)
     with caplog.at_level(logging.WARNING):
-        for _ in range(6):
-            hub.poll(neuron, gauges=True)
-        assert len(caplog.records) == 1
-        hub.poll(neuron, gauges=True)
+        shown = [len(json.loads(history.answer(""))["neurons"]) for _ in range(6)]
+        assert len(caplog.records) == 1 and shown == [1, 1, 1, 1, 1, 2]
+        history.answer("")
     assert len(caplog.records) == 2, "it was well in between"
+
+
+def test_the_curves_are_those_of_the_miner_that_is_shown(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        with EventLog(tmp_path / name / "events.jsonl") as events:
+            for number in range(9):
+                events.write("step", inner_step=number, outer_step=1, loss=2.0, seconds=1.0)
+    with served(tmp_path / "one", tmp_path / "two") as page:
+        for shown, wanted in (("one", [9, 1]), ("two", [1, 9]), ("none", [9, 9])):
+            found = httpx.get(page.url + "history", params={"shown": shown}, timeout=60).json()
+            assert [len(neuron["steps"]) for neuron in found["neurons"]] == wanted
 
 
 def test_clients_that_say_nothing_or_do_not_read_lose_their_connections(
@@ -223,7 +235,6 @@ def test_clients_that_say_nothing_or_do_not_read_lose_their_connections(
     """All of them together would keep Prometheus out, for as long as they like."""
     monkeypatch.setattr(served_page, "_PATIENCE", 0.5)
     monkeypatch.setattr(served_page, "_CONNECTIONS", 4)
-    monkeypatch.setattr(served_page, "_GAUGES_SECONDS", 0.0)
     (tmp_path / "metrics.prom").write_text("dt_dht_peers 3.0\n")
     neuron = NeuronState(tmp_path)
     monkeypatch.setattr(neuron, "measured", lambda: {"filling": "x" * 2**22})
@@ -232,7 +243,7 @@ def test_clients_that_say_nothing_or_do_not_read_lose_their_connections(
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     host = b"HTTP/1.1\r\nhost: 127.0.0.1:%d\r\n" % address[1]
-    said = [b"", b"GET / HTT", b"GET /stream " + host + b"\r\n"]
+    said = [b"", b"GET / HTT", b"GET /history " + host + b"\r\n"]
     said.append(b"GET /metrics " + host + b"\r\n" + b"G")  # one answer, then half a request
 
     def metrics() -> int:
@@ -253,18 +264,6 @@ def test_clients_that_say_nothing_or_do_not_read_lose_their_connections(
     finally:
         server.should_exit = True
         thread.join(30)
-
-
-def test_slow_requests_keep_nobody_out(page: Page) -> None:
-    """Seven hundred that never end their heads, and one that asks as usual, again and again."""
-    with contextlib.ExitStack() as held:
-        for _ in range(700):
-            address = ("127.0.0.1", port(page))
-            slow = held.enter_context(closing(socket.create_connection(address, timeout=30)))
-            with contextlib.suppress(ConnectionError):
-                slow.sendall(b"GET /history HTTP/1.1\r\nhost: ")
-        own = f"host: 127.0.0.1:{port(page)}".encode()
-        assert [status(ask(page, own)) for _ in range(20)] == [200] * 20
 
 
 _BODIES = """

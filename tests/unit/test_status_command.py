@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from distributed_training import status_command as status
 from distributed_training.telemetry.facts import FACTS_FILE, Facts, Launch
 from distributed_training.telemetry.neuron_state import COLUMNS, NeuronState
-from distributed_training.telemetry.page.__main__ import verdict_of
+from distributed_training.telemetry.page.__main__ import describe as describe_page
 from distributed_training.telemetry.verdict import Verdict
 from tests.tools.measured import run_measured
 from tests.tools.miner_states import STATES, make_miner, step_fields
@@ -37,7 +37,7 @@ def test_each_state_has_its_verdict_and_exit_status(
     # A start that was refused is for somebody to act on, though nothing runs.
     away = not alive and verdict != "cannot start"
     assert code == row["status"] == (3 if away else 1 if level == "bad" else 0)
-    page = verdict_of(Path(folder), row["time"])["judgement"]
+    page = describe_page(NeuronState(Path(folder)), row["time"])["judgement"]
     words = ("verdict", "cause", "remedy", "counts", "status")
     assert [page[word] for word in words] == [row[word] for word in words]
     assert page["level"] == level and row["bad"] == (level == "bad")
@@ -67,7 +67,11 @@ def test_step_and_next_times_are_those_of_page_and_log(tmp_path: Path) -> None:
     last = dict(zip(COLUMNS, neuron.steps[-1], strict=True))
     assert (row["outer_step"], row["inner_step"]) == (last["outer_step"], last["inner_step"])
     assert (row["inner_step"], row["step_at"]) == (44, now)
-    assert row["next_upload_at"] == row["next_round_at"] == verdict_of(folder, now)["next_round"]
+    assert (
+        row["next_upload_at"]
+        == row["next_round_at"]
+        == describe_page(NeuronState(folder), now)["next_round"]
+    )
     assert row["next_round_at"] > now, "by the clock, while the store is silent"
     (folder / FACTS_FILE).unlink()
     named = status.describe(neuron, now)["name"]
@@ -259,7 +263,7 @@ def test_no_folder_content_and_no_clock_ends_a_reader(
         written = "".join(json.dumps(event) + "\n" for event in events).encode()
         (miner / "events.jsonl").write_bytes(written[: len(written) - cut])
         neuron = NeuronState(miner).catch_up(at_most=2**20)
-        json.dumps({**neuron.facts(), **verdict_of(miner, time.time() + jump)})
+        json.dumps({**neuron.facts(), **describe_page(neuron, time.time() + jump)})
         row = status.describe(neuron, time.time() + jump)
         assert row["status"] in (0, 1, 3) and row["verdict"] in list(Verdict)
         json.dumps(row, allow_nan=False)

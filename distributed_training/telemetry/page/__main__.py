@@ -6,29 +6,28 @@
 
 To be reached from other machines: ``--host 0.0.0.0`` and a token in ``DT_PAGE_TOKEN``.
 
-``/`` is the page, ``/history`` its first data, ``/stream`` events as they happen (server-sent
-events), ``/metrics`` for Prometheus. GET only. Without a token the page listens on loopback only
-and answers only requests for its own address: a web site whose name resolves to 127.0.0.1 (DNS
-rebinding) gets 403. A client that keeps a connection without a request, or does not read the
-answer, loses the connection: there are few for all clients together.
+``/`` is the page, ``/history`` its data, for which it asks every two seconds, ``/metrics`` is for
+Prometheus. GET only. Without a token the page listens on loopback only and answers only requests
+for its own address: a web site whose name resolves to 127.0.0.1 (DNS rebinding) gets 403. A client
+that keeps a connection without a request, or does not read the answer, loses the connection: there
+are few for all clients together.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
 import errno
 import hmac
 import http.client
 import ipaddress
 import json
 import logging
+import math
 import os
 import re
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ import uvicorn
 from pydantic import SecretStr
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -45,19 +44,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from distributed_training.common.connections import BoundedConnection, Bounds
 from distributed_training.common.ports import listen
 from distributed_training.common.processes import ChildLog, ParentConnection, limit_resources
+from distributed_training.protocol.network_report import span
 from distributed_training.protocol.types import ExitStatus
-from distributed_training.telemetry.metrics import MetricsRegistry
+from distributed_training.telemetry.events import finite
+from distributed_training.telemetry.metrics import MetricsRegistry, read_metrics
 from distributed_training.telemetry.neuron_state import NeuronState
 from distributed_training.telemetry.run_state import is_run_folder, observe
-from distributed_training.telemetry.verdict import judge
+from distributed_training.telemetry.verdict import Verdict, judge
 
 log = logging.getLogger(__name__)
 
 _STATIC = Path(__file__).parent / "static"
-_POLL_SECONDS = 0.5
-_GAUGES_SECONDS = 2.0
-_QUEUED = 2000  # events that a slow reader may be behind before it is sent away
-_READERS = 32
+_FRESH_SECONDS = 1.0  # of an answer, for whoever asks next
 _NICENESS = 10  # training goes first
 _CONNECTIONS = 256  # fewer than the usual limit of open files, 1024
 _PATIENCE = 10.0  # seconds for a request, and for a client to read on
@@ -75,89 +73,99 @@ _HEADERS = {
 }
 
 
-class Hub:
-    """Polls the neurons' files and hands new events to every open page."""
+class History:
+    """The data of the page, read from the neurons' files when somebody asks."""
 
     def __init__(self, neurons: Sequence[NeuronState]) -> None:
         self.neurons = neurons
-        self._readers: set[asyncio.Queue[str | None]] = set()
-        self._failing: dict[str, str] = {}  # neuron -> why its events could not be read
+        self._answers: dict[str, tuple[float, bytes]] = {}  # when, and what, by the neuron shown
+        self._failing: dict[str, str] = {}  # neuron -> why its files could not be read
 
-    async def run(self) -> None:
-        loop, asked = asyncio.get_running_loop(), 0.0
-        while True:
-            if due := loop.time() - asked >= _GAUGES_SECONDS:
-                asked = loop.time()
-            for neuron in self.neurons:
-                # Not for nobody: it reads files of every neuron.
-                self.poll(neuron, gauges=due and bool(self._readers))
-            await asyncio.sleep(_POLL_SECONDS)
+    def answer(self, shown: str) -> bytes:
+        """Return the data as JSON; with the curves of the neuron ``shown`` only, or of all."""
+        asked, now = time.monotonic(), time.time()
+        shown = shown if any(shown == neuron.name for neuron in self.neurons) else ""
+        at, known = self._answers.get(shown, (-math.inf, b""))
+        if asked - at < _FRESH_SECONDS:
+            return known
+        found = [row for each in self.neurons if (row := self._read(each, shown, now)) is not None]
+        # json.dumps writes half of a surrogate pair, which UTF-8 has not: one in the text of a
+        # peer's error would leave the page empty for as long as the event is among the last.
+        content = json.dumps({"now": now, "faults": _FAULTS, "neurons": found}).encode()
+        self._answers[shown] = asked, content
+        return content
 
-    def poll(self, neuron: NeuronState, *, gauges: bool) -> None:
-        """Send the readers the new events of ``neuron``; log a lasting failure to read once.
-
-        No failure of a disk may end :meth:`run`: the page would stand still for good, and show so
-        nowhere.
-        """
+    def _read(self, neuron: NeuronState, shown: str, now: float) -> dict[str, Any] | None:
+        """Return the facts about a neuron; None, with one line, where its disk fails."""
         try:
-            for event in neuron.poll():
-                self._send(str(event.get("kind")), event)
-            if gauges:
-                now = {**neuron.measured(), **verdict_of(neuron.folder, time.time())}
-                self._send("gauges", {"neuron": neuron.name, **now})
+            neuron.poll()
+            found = {**neuron.facts(), **describe(neuron, now)}
         except OSError as error:
             if self._failing.get(neuron.name) != str(error):
                 log.warning("%s cannot be read: %s", neuron.folder, error)
             self._failing[neuron.name] = str(error)
-        else:
-            self._failing.pop(neuron.name, None)
-
-    def _send(self, kind: str, content: dict[str, Any]) -> None:
-        name = "".join(c for c in str(kind) if c.isalnum() or c == "_") or "event"
-        text = f"event: {name}\ndata: {json.dumps(content)}\n\n"
-        # A copy, since a reader that is too slow is taken out in this loop.
-        for queue in tuple(self._readers):
-            if queue.qsize() >= _QUEUED:
-                self._readers.discard(queue)
-                queue.put_nowait(None)  # it comes again and begins from the start
-            else:
-                queue.put_nowait(text)
-
-    async def follow(self) -> AsyncIterator[str]:
-        queue: asyncio.Queue[str | None] = asyncio.Queue()
-        self._readers.add(queue)
-        try:
-            yield "retry: 2000\n\n"
-            while True:
-                try:
-                    # Proxies cut a stream that stays silent: then a comment goes out.
-                    text = await asyncio.wait_for(queue.get(), timeout=15)
-                except TimeoutError:
-                    text = ": still here\n\n"
-                if text is None:
-                    return
-                yield text
-        finally:
-            self._readers.discard(queue)
-
-    @property
-    def full(self) -> bool:
-        return len(self._readers) >= _READERS
+            return None
+        self._failing.pop(neuron.name, None)
+        if shown and neuron.name != shown:
+            found["steps"] = found["steps"][-1:]
+        return found
 
 
-def verdict_of(folder: Path, now: float) -> dict[str, Any]:
-    """Return the verdict on the miner of ``folder``, and the facts that cards show.
+def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
+    """Return the verdict on a neuron, and the facts that cards show.
 
-    ``judgement`` is None where no miner has run: in a validator's folder.
+    ``judgement`` is None where no miner has run: in a validator's folder. ``verdict`` is the word,
+    its cause, its colour (good, wait, bad or idle) and what to do.
     """
-    facts = observe(folder, now)
-    verdict = judge(facts, now)
+    facts = observe(neuron.folder, now)
+    found = judge(facts, now)
     known = facts.looked is not None or facts.launch is not None
+    verdict: tuple[str, ...] = (found.verdict, found.cause, found.level, found.remedy)
+    if known and found.verdict is Verdict.STOPPED and facts.launch is not None:
+        verdict = (verdict[0], f"{span(now - facts.launch.at)} ago: {verdict[1]}", *verdict[2:])
     return {
         "facts": asdict(facts),
-        "judgement": asdict(verdict) if known else None,
+        "judgement": asdict(found) if known else None,
+        "verdict": verdict if known else _judge_events(neuron, now),
         "next_round": facts.expected_round(now),
     }
+
+
+def _judge_events(neuron: NeuronState, now: float) -> tuple[str, ...]:
+    try:
+        return judge_validator(neuron, now)
+    except (KeyError, TypeError, ValueError):  # lines of another version
+        return neuron.phase, "", "good", ""
+
+
+def judge_validator(neuron: NeuronState, now: float) -> tuple[str, ...]:
+    """Return the verdict on a neuron without a launcher, by its events: that of its network."""
+    newest = {kind: rows[-1] for kind, rows in neuron.tables.items() if rows}
+    state, life, stop = neuron.phase, neuron.life(), newest.get("stop", {})
+    if neuron.mode == "finished" and "finished" in newest:
+        return state, str(newest["finished"].get("reason", "")), "good", ""
+    if neuron.mode in ("stopped", "finished"):
+        level = "bad" if stop.get("exit_status") else "idle"
+        return (
+            state,
+            f"{span(now - (finite(stop.get('time')) or now))} ago: {stop.get('reason')}",
+            level,
+            "",
+        )
+    if life["gone"]:
+        since = span(now - life["last_sign"])
+        return "dead", f"no sign of life for {since}", "bad", "pm2 status, then the end of its log"
+    if (network := newest.get("network")) is not None:
+        written = read_metrics(neuron.folder / "metrics.prom")
+        heard = [finite(network["time"]), written.get("dt_metrics_written_timestamp_seconds")]
+        silent = now - max(at for at in heard if at is not None)
+        if silent > network["next_report"]:
+            why = f"no figures for {span(silent)}: the end of its log tells why"
+            return "validator silent", why, "bad", ""
+        return network["verdict"], network["words"], network["level"], ""
+    if neuron.mode == "starting" and not newest:
+        return state, "no events yet: no miner has run in this folder", "idle", ""
+    return state, "", "good", ""  # a validator waits between its rounds
 
 
 class Guard:
@@ -237,31 +245,16 @@ _FAULTS = {"LOCAL": "this miner could not apply the update"}  # of a round that 
 
 def application(neurons: Sequence[NeuronState], *, token: str = "") -> ASGIApp:
     """Return the ASGI application over ``neurons``; see the module."""
-    hub = Hub(neurons)
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        task = asyncio.create_task(hub.run())
-        yield
-        task.cancel()
+    data = History(neurons)
 
     async def history(request: Request) -> Response:
-        # Not JSONResponse, whose UTF-8 has no half of a surrogate pair: one in the text of a peer's
-        # error would leave the page empty for as long as the event is among the last.
-        now = time.time()
-        found = [{**neuron.facts(), **verdict_of(neuron.folder, now)} for neuron in neurons]
-        content = json.dumps({"faults": _FAULTS, "neurons": found})
+        content = data.answer(request.query_params.get("shown", ""))
         return Response(content, media_type="application/json")
 
     async def folders(request: Request) -> Response:
         """Return the folders, which another page asks for before it leaves this one its address."""
         shown = [str(neuron.folder.resolve()) for neuron in neurons]
         return Response(json.dumps(shown), media_type="application/json")
-
-    async def stream(request: Request) -> Response:
-        if hub.full:
-            return PlainTextResponse(f"{_READERS} pages are open already\n", 503)
-        return StreamingResponse(hub.follow(), media_type="text/event-stream")
 
     async def metrics(request: Request) -> Response:
         """Return the metrics; an empty text before the first figures.
@@ -297,13 +290,11 @@ def application(neurons: Sequence[NeuronState], *, token: str = "") -> ASGIApp:
     routes = [
         Route("/history", history),
         Route("/folders", folders),
-        Route("/stream", stream),
         Route("/metrics", metrics),
         Mount("/", StaticFiles(directory=_STATIC, html=True)),
     ]
     handlers = {Exception: failed}
-    pages = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
-    return Guard(pages, token=token)
+    return Guard(Starlette(routes=routes, exception_handlers=handlers), token=token)
 
 
 def server(neurons: Sequence[NeuronState], *, token: str = "") -> uvicorn.Server:
