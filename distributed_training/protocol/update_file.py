@@ -5,9 +5,10 @@ subtract from their weights. Both are dense, with the scales and codes of a code
 (:mod:`~.codecs`). Both are one safetensors file with a signed header.
 
 *Rows* of a parameter: a matrix, or a tensor of more dimensions, has its first dimension of them,
-each flattened; a vector or a scalar is one row. A codec sees whole rows, so each rank encodes the
-rows that it holds and writes them at their place (:func:`write_rows`); rank 0 signs the file when
-all are there (:func:`finish`). The header comes last: a file that a kill left half is none.
+each flattened; a vector or a scalar is one row. So is a matrix of narrow rows, such as an adapter's
+B: a scale for each of its rows would cost as much as their values. A codec sees whole rows, so each
+rank encodes the rows that it holds and writes them at their place (:func:`write_rows`); rank 0
+signs the file when all are there (:func:`finish`). The header comes last: a file that a kill left half is none.
 
 The header's length, and with it the place of each row, is known before anything is encoded: the
 digest of the body and the signature have fixed lengths.
@@ -32,7 +33,7 @@ import torch
 from torch import Tensor
 
 from .codecs import CODECS
-from .quantization import SCALE_BYTES, refuse_scales
+from .quantization import GROUP, SCALE_BYTES, refuse_scales
 from .types import OWN_CODECS, Schema, Sign, Verify
 
 _MOST_LISTED = 10_000  # chain blocks of a header that an edition before 0.3 wrote
@@ -44,6 +45,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NO_DIGEST, _NO_SIGNATURE = "0" * 64, "0" * 2 * _SIGNATURE_BYTES
 _CHUNK = 1 << 22  # bytes read at once
 _VALUES = 1 << 22  # decoded at once
+_NARROW = 32  # values of a row, up to which all rows of a matrix are one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +155,11 @@ class UpdateLayout:
 
 
 def rows_and_columns(shape: Sequence[int]) -> tuple[int, int]:
-    """Return how many rows a parameter of ``shape`` has, and values in each."""
-    return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
+    """Return how many rows a parameter of ``shape`` has in a file, and values in each."""
+    count = math.prod(shape)
+    if len(shape) < 2 or (math.prod(shape[1:]) <= _NARROW and count > GROUP):
+        return 1, count
+    return shape[0], math.prod(shape[1:])
 
 
 def row_chunks(rows: int, columns: int, files: int = 1) -> Iterator[tuple[int, int]]:

@@ -43,6 +43,7 @@ from distributed_training.protocol.update_file import (
     digest_rows_of,
     digest_weights,
     finish,
+    rows_and_columns,
     write_rows,
 )
 
@@ -147,7 +148,10 @@ class OuterStep:
         self._prepared: _Prepared | None = None
         self._drop_overlap = drop_overlap
         self._schema = [(shard.name, shard.shape) for shard in self._shards]
-        self._vectors = [i for i, shard in enumerate(self._shards) if len(shard.shape) == 1]
+        # One row of a file: no rank encodes its part of it alone.
+        self._vectors = [
+            i for i, shard in enumerate(self._shards) if rows_and_columns(shard.shape)[0] == 1
+        ]
         self.residual: list[Tensor] | None = None  # None: nothing was lost yet
         self.start = ""  # digest of the epoch-start weights, hex
         self.serial: int | None = None  # of the close that ``_written`` was uploaded for
@@ -213,7 +217,9 @@ class OuterStep:
         self._stream.raise_if_any(problem, OSError)  # no rank writes before
         moved = _Movement(self.epoch_start or [], copies.weights, self.residual, self.rule)
         # Here and not in the thread: it is collective, and would meet training's collectives.
-        rows = self._stream.run_on_all(lambda: [moved.rows(index) for index in self._vectors])
+        rows = self._stream.run_on_all(
+            lambda: [moved.rows(index).flatten() for index in self._vectors]
+        )
         wholes = dict(zip(self._vectors, self._stream.whole(rows), strict=True))
         # No rank fails from here on: all of them know this upload, or none. A progress upload is
         # for no close, so no outer step counts from it.
@@ -374,12 +380,12 @@ class OuterStep:
         """Return this rank's rows of one parameter."""
         shard = self._shards[index]
         if index in self._vectors:  # one row of the file
-            return file.rows(index, 0, 1).view(-1)[shard.start : shard.stop]
+            return file.rows(index, 0, 1).view(shard.shape)[shard.start : shard.stop]
         return file.rows(index, shard.start, shard.stop).view(-1, *shard.shape[1:])
 
     def _digest(self, weights: Sequence[Tensor]) -> str:
         """Return the digest of weights on rank 0, by this rank's rows of them. Collective."""
-        wholes = self._stream.whole([weights[index] for index in self._vectors])
+        wholes = self._stream.whole([weights[index].flatten() for index in self._vectors])
         vectors = dict(zip(self._vectors, wholes, strict=True))
         parts, lead = [], self._stream.rank == 0
         # Of all alike: a rank that may start no thread must not leave the others in what follows.
