@@ -22,6 +22,6 @@ def __getattr__(name: str) -> _Any:
     # its name: it lies in the highest layer.
     if name in ("Net", "join"):
         return getattr(_importlib.import_module(f"{__name__}.member"), name)
-    if name in ("model_config", "tokenizer"):
+    if name in ("lora_config", "model_config", "tokenizer"):
         return getattr(_importlib.import_module(f"{__name__}.script_model"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

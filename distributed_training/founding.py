@@ -21,8 +21,11 @@ from distributed_training.config.settings import ChainSettings
 from distributed_training.config.types import show as show_value
 from distributed_training.founder import INVITATION, MASTER, RUN_FILE, STORE
 from distributed_training.founding_checks import (
+    adapter_rules,
+    begin_adapters,
     check_model,
     choose_pages,
+    find_base,
     pin_data,
     pin_tokenizer,
     pin_weights,
@@ -63,6 +66,8 @@ EXCHANGE = "store"  # of a network whose founder names none
 #: Mbit/s up, of a member. An all-reduce sends 4 bytes a parameter, an upload half a byte.
 SLOWEST_LINK = {"store": 20.0, "hivemind": 500.0}
 _CARRIED = ("data", "training", "round", "limits", "stop")
+_CARRIED_OF_MODEL = ("model.kind", "model.settings", "model.trainable")
+ADAPTERS = "adapters"  # folder of those that the network begins with, next to its file
 _SAMPLE = "sample/100BT"  # of the usual dataset, which has its texts several times
 _MANY_WORDS = 32_000  # of a tokenizer; with fewer, less can be learned and lost
 
@@ -75,17 +80,25 @@ def init(options: argparse.Namespace) -> None:
             f"{folder} exists already, so no network was created: give a folder that is not there, "
             "or change its network.toml and run dt-network sign"
         )
+    if options.lora and options.weights is None:
+        raise ConfigError(
+            "--lora without --from, so there is no base to adapt and no network was created: give "
+            "--from the folder of a transformers model, or its name at the hub"
+        )
+    base = ""
     if options.weights is not None:
         from distributed_training.data.tokenizer import name_of_folder
 
-        options.weights = options.weights.absolute()
+        options.weights, base = find_base(options.weights)
         options.model = options.weights / CONFIG
         options.tokenizer = options.tokenizer or name_of_folder(options.weights)
     options.tokenizer = options.tokenizer or "bytes"
     options.exchange = options.exchange or EXCHANGE
     _refuse_options(options)
     wanted = {"hivemind": "a network over hivemind"} if options.exchange == "hivemind" else {}
-    require(**wanted)
+    require(**wanted | ({"lora": "a network that trains adapters"} if options.lora else {}))
+    if options.lora:
+        options.more = [*options.more, *adapter_rules(options.lora, options.model, base)]
     rules = rules_of(options)
     # Before the folder is made: the source of the data may be away.
     if rules["data"].get("own") is not True:  # else nobody reads them
@@ -119,7 +132,10 @@ def init(options: argparse.Namespace) -> None:
         rules["chain"].setdefault("master_hotkey", master.ss58)
         published = folder / "validator" / "published"
         published.parent.mkdir()
-        pin_weights(rules["model"], published, options.weights)
+        start = options.weights
+        if options.lora:
+            start = begin_adapters(folder / ADAPTERS, rules["model"], options.lora)
+        pin_weights(rules["model"], published, options.weights, start)
         if not options.unpinned:
             publish_folders(rules, published)
         text = (
@@ -176,18 +192,29 @@ def succeed(options: argparse.Namespace) -> None:
     carried = [
         (key, value)
         for key, value in old.items()
-        if (key.partition(".")[0] in _CARRIED or key in ("model.kind", "model.trainable"))
+        if (key.partition(".")[0] in _CARRIED or key in _CARRIED_OF_MODEL)
         and key not in own | needless
     ]
     options.more = [*carried, *options.more]
     options.data_source = options.data_source or old.get("data.source", "hub")
-    if options.weights is None:
-        options.weights = options.folder.absolute().with_name(f"{options.folder.name}-weights")
-        words = [str(options.weights), "--network", str(options.of)]
+    adapters = old.get("model.settings") if old.get("model.kind") == "lora" else None
+    if adapters and options.weights is None:
+        raise ConfigError(
+            f"{options.of} trains adapters and --from is missing, so there is no base and no "
+            "network was created: give --from the base that it began with"
+        )
+    if options.weights is None or (adapters and not options.lora):
+        exported = options.folder.absolute().with_name(f"{options.folder.name}-weights")
+        words = [str(exported), "--network", str(options.of)]
         kept = options.of.absolute().parent / "validator"
         words += ["--from", str(kept)] if (kept / "global").is_dir() else []
         if status := export.main(words):
             raise SystemExit(status)
+        if adapters:
+            kept_rules = (f"{key}={adapters[key]}" for key in ("train", "dtype") if key in adapters)
+            options.lora = ",".join([str(exported), *kept_rules])
+        else:
+            options.weights = exported
     init(options)
 
 
@@ -246,14 +273,17 @@ def _choose_schedule(rules: dict[str, Any], options: argparse.Namespace) -> None
     if not all(type(size) is int and size > 0 for size in sizes):
         return
     parameters, words = rules["model"]["parameters"], rules["model"]["config"].get("vocab_size")
+    trained = rules["model"].get("trainable_parameters", parameters)
     fits = fitting_schedule(
         parameters,
         options.miners * math.prod(sizes),
         options.tokens,
+        trained=trained,
         warmup=given.get("training.warmup_steps"),
         total=given.get("training.total_steps"),
     )
-    if options.weights is not None:  # a higher rate first undoes what low rates have learned
+    # A higher rate first undoes what low rates have learned; adapters begin with nothing.
+    if options.weights is not None and not options.lora:
         fits = replace(fits, learning_rate=fits.learning_rate / 10)
     training |= {k: v for k, v in asdict(fits).items() if f"training.{k}" not in given}
     if type(words) is int and 1 < words < _MANY_WORDS and "round.held_out_rise" not in given:
@@ -261,7 +291,9 @@ def _choose_schedule(rules: dict[str, Any], options: argparse.Namespace) -> None
         of_round["held_out_rise"] = round(0.25 * math.log(words) / math.log(_MANY_WORDS), 3)
     if options.exchange == "store" and "round.period" not in given:
         codec = of_round.get("codec", UPDATE_CODEC)
-        period = fitting_period(parameters, codec, options.slowest_link or SLOWEST_LINK["store"])
+        period = fitting_period(
+            parameters, trained, codec, options.slowest_link or SLOWEST_LINK["store"]
+        )
         of_round["period"] = f"{period / 60:g}m"
 
 
@@ -370,7 +402,9 @@ def _run_file(options: argparse.Namespace) -> str:
         with suppress(ValueError):  # a name is looked up by the validator itself
             flags["dht.ip"] = str(ipaddress.IPv4Address(options.host or ""))
     if options.weights:
-        flags["validator.model"] = str(options.weights)
+        flags["validator.model"] = str(options.folder.absolute() / ADAPTERS)
+        if not options.lora:
+            flags["validator.model"] = str(options.weights)
     if options.plugins:
         flags["plugins"] = options.plugins
     return (

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,12 +22,13 @@ from distributed_training.config import ConfigError
 from distributed_training.config.types import DOMAIN_NAME, ConfigAway
 from distributed_training.network import HELD_OUT
 from distributed_training.node.start import hub_is_away
-from distributed_training.protocol.keys import FROZEN
+from distributed_training.protocol.keys import ADAPTERS, FROZEN
 from distributed_training.protocol.metadata import with_rules
 from distributed_training.protocol.pages import HELD_OUT_PAGES
 
 _HELD_OUT_SHARE = 16  # in a small data set one of this many pages is held out
-_HUB_SECONDS = 10.0  # of the question for a tokenizer's commit
+_HUB_SECONDS = 10.0  # of the question for a commit
+_OF_BASE = ["*.json", "*.safetensors", "*.model", "*.txt"]  # what is read of a model of the hub
 
 
 def pin_data(data: dict[str, Any], *, unpinned: bool) -> None:
@@ -318,16 +320,81 @@ def check_model(model: dict[str, Any], length: Any) -> None:
 
 def _of_table(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ``config.json`` of ``[model]``, with what the file says of it."""
-    return with_rules(model["config"], model.get("kind"), model.get("trainable"))
+    return with_rules(
+        model["config"], model.get("kind"), model.get("trainable"), model.get("settings")
+    )
 
 
-def pin_weights(model: dict[str, Any], target: Path, folder: Path | None) -> None:
+def find_base(given: Path) -> tuple[Path, str]:
+    """Return the folder of ``--from``, and for a model of the hub its name and commit.
+
+    Raises ConfigError.
+    """
+    name, _, revision = str(given).partition("@")
+    if given.is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return given.absolute(), ""
+    import httpx
+    from huggingface_hub import HfApi, snapshot_download
+
+    share(HUB)
+    try:
+        info = HfApi().model_info(name, revision=revision or None, timeout=_HUB_SECONDS)
+        folder = snapshot_download(name, revision=info.sha, allow_patterns=_OF_BASE)
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise ConfigAway(
+            f"--from {given} is no folder here, and the hub does not give a model of that name "
+            f"({why}), so no network was created: correct it, or try again"
+        ) from None
+    return Path(folder), f"{name}@{info.sha}"
+
+
+def adapter_rules(lora: str, config: Path, base: str) -> list[tuple[str, Any]]:
+    """Return the keys of ``[model]`` for ``--lora``; ``base``: its name at the hub. See read_rules.
+
+    Raises ConfigError.
+    """
+    from distributed_training.training.lora import LORA, read_rules
+
+    content = read_model(config, tokenizer="")
+    if "quantization_config" in content:
+        raise ConfigError(
+            f"{config} is of a quantized base, and the network publishes its values, so no network "
+            "was created: give --from the model that it was made of"
+        )
+    return [("model.kind", LORA), ("model.settings", read_rules(lora, content, base))]
+
+
+def begin_adapters(folder: Path, model: Mapping[str, Any], lora: str) -> Path:
+    """Make ``folder`` with the adapters of ``--lora`` that the network begins with, and return it.
+
+    Raises ConfigError.
+    """
+    from distributed_training.training import lora as adapters
+
+    try:
+        if (source := Path(lora.partition(",")[0]) / ADAPTERS).is_file():
+            shutil.copytree(source.parent, folder)
+        else:
+            adapters.begin(folder, _of_table(model))
+    except OSError as error:
+        raise ConfigError(
+            f"the adapters cannot be written ({error.strerror}), so no network was created: make "
+            "room"
+        ) from None
+    return folder
+
+
+def pin_weights(
+    model: dict[str, Any], target: Path, folder: Path | None, start: Path | None
+) -> None:
     """Name by digest the weights that the network begins with, and copy the frozen ones.
 
     Args:
         model: The table ``[model]`` of the file.
         target: Folder of what the validator publishes.
         folder: Of a transformers model to begin with; None: the weights are random.
+        start: Of the trained weights, where they lie in another.
 
     Raises:
         ConfigError: Where the weights are not the model's, or the disk has no room.
@@ -342,11 +409,12 @@ def pin_weights(model: dict[str, Any], target: Path, folder: Path | None) -> Non
 
     content = _of_table(model)
     try:
-        if folder is not None:
-            model["weights"] = digest_weights(read_weights(folder, content))
+        if start is not None:
+            model["weights"] = digest_weights(read_weights(start, content))
         if "trainable_parameters" in model and "frozen" not in model:
             with TemporaryDirectory(dir=target.parent) as made:
-                write_frozen(Path(made, FROZEN), content, folder)
+                more = None if start == folder else start
+                write_frozen(Path(made, FROZEN), content, folder, more)
                 target.mkdir(parents=True, exist_ok=True)
                 model["frozen"] = list_files(Path(made), target)
     except WeightsError as error:

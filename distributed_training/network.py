@@ -62,7 +62,8 @@ _ROWS_API = "data.rows_url"  # of earlier files; without effect where the source
 _EARLIER = {_BITS, *_BLOCKS, _ROWS_API}
 #: Keys that only format 3 has.
 NEWEST = _OF_AVERAGE | {
-    *("model.kind", "model.trainable", "model.trainable_parameters", "model.frozen"),
+    *("model.kind", "model.settings", "model.trainable", "model.trainable_parameters"),
+    "model.frozen",
 }
 #: Keys that a file may leave out. Each has a default; only keys of the file are in its digest.
 LATER = frozenset(
@@ -179,6 +180,7 @@ class Head:
     model: Annotated[dict[str, Any] | None, Field(alias="model.config")] = None
     weights: Annotated[str | None, Field(alias="model.weights", pattern=r"^[0-9a-f]{64}$")] = None
     kind: Annotated[str | None, Field(alias="model.kind", pattern=r"^[a-z0-9-]{1,63}$")] = None
+    settings: Annotated[dict[str, Any] | None, Field(alias="model.settings")] = None
     trainable: Annotated[
         list[str] | None, Field(alias="model.trainable", min_length=1, max_length=1000)
     ] = None
@@ -200,6 +202,10 @@ class Head:
     from_outer_step: Annotated[int, Field(alias="from_outer_step", ge=0, lt=10**9)] = 0
     signature: Annotated[str | None, Field(alias="signature", pattern=r"^0x[0-9a-f]{128}$")] = None
 
+    def of_model(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``config`` with what the file says of the model beyond it."""
+        return with_rules(config, self.kind, self.trainable, self.settings)
+
     @property
     def exchanged(self) -> int:
         """The parameters that are trained, and so sent."""
@@ -213,7 +219,7 @@ class Head:
 
 HEAD_KEYS = {
     "format", "name", "version", "chain.kind", "model.parameters", "model.config",
-    "model.config_file", "model.weights", "model.kind", "model.trainable",
+    "model.config_file", "model.weights", "model.kind", "model.settings", "model.trainable",
     "model.trainable_parameters", "model.frozen", "signature", "tokenizer.revision",
     "tokenizer.files", "data.files", "exchange", "previous", "from_outer_step",
 }  # fmt: skip
@@ -235,8 +241,7 @@ class Network:
     @property
     def model(self) -> Mapping[str, Any] | None:
         """The model's ``config.json``; None where only the global bucket has it."""
-        head = self.head
-        return None if head.model is None else with_rules(head.model, head.kind, head.trainable)
+        return None if self.head.model is None else self.head.of_model(self.head.model)
 
     @property
     def shape(self) -> ModelShape:
@@ -670,6 +675,8 @@ def _head(found: Mapping[str, Any]) -> Head:
 def _refuse_size(head: Head) -> None:
     """Raise NetworkFileError where the number of parameters is not the configuration's."""
     config = head.model or {}
+    if head.settings is not None:
+        return  # of a kind that adds parameters
     try:
         # Files were signed with the count of untied models where the config does not say it.
         shapes = [ModelShape.from_config(config | more) for more in ({}, _UNTIED | config)]

@@ -90,10 +90,15 @@ def _add_rules(command: argparse.ArgumentParser, *, source: str) -> None:
     model = command.add_mutually_exclusive_group().add_argument
     shape = "config.json of a Llama-like model, or 125m, 1b, 4b [one of 2 million parameters]"
     model("--model", type=path, metavar="FILE", help=shape)
-    weights = "folder of a transformers model to begin with [random weights]"
-    model("--from", type=path, metavar="DIR", dest="weights", help=weights)
-    tokenizer = "tokenizer at Hugging Face or in a folder [the one of --from, else bytes]"
+    weights = "transformers model to begin with, a folder or NAME[@COMMIT] at Hugging Face [random]"
+    model("--from", type=path, metavar="DIR|NAME", dest="weights", help=weights)
     add = command.add_argument
+    lora = (
+        "train only adapters (LoRA) on --from: r=16,alpha=32,targets=all-linear,train=both (or B), "
+        "or a folder that PEFT has written [all weights are trained]"
+    )
+    add("--lora", type=text, metavar="RULES|DIR", help=lora)
+    tokenizer = "tokenizer at Hugging Face or in a folder [the one of --from, else bytes]"
     add("--tokenizer", type=text, metavar="NAME|DIR", help=tokenizer)
     about = f"where members read text: hub, stdlib or parquet:DIR [{source}]"
     add("--data-source", type=text, metavar="SOURCE", help=about)

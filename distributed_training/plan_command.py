@@ -29,7 +29,6 @@ from distributed_training.common.memory import (
     MARGIN,
     Arrangement,
     ModelShape,
-    device_memory,
     disk_space,
     host_memory,
 )
@@ -44,12 +43,14 @@ from distributed_training.protocol.growth import (
     average_seconds,
     fitting_period,
     grace_seconds,
+    partly_trained_memory,
 )
 from distributed_training.protocol.network_report import span
 
 _GPU = re.compile(r"([a-z0-9]+?)(?:x([1-9]\d?))?(?:x([1-9]\d{0,2}))?")
 _MFU = 0.4  # of a card whose speed is not given
 _FLOPS = 6  # per parameter and token, forward and backward (arxiv.org/abs/2001.08361)
+_FROZEN_FLOPS = 4  # the same of a parameter that gets no gradient
 _VALIDATOR = 28, 1_000_000_000  # bytes of host memory per parameter; of Python, torch and the text
 
 
@@ -74,11 +75,12 @@ def figures(options: argparse.Namespace) -> dict[str, Any]:
     count, length, members = shape.parameters, training.sequence_length, options.peers
     founded, gpus = options.network is None, machine.gpus * machine.machines
     period, grace = (each.total_seconds() for each in (miner.period, miner.grace))
-    trained = count if founded else rules.network.head.exchanged
+    trained, itemsize = _trained_of(options, rules, shape)
+    frozen = count - trained
     average = average_seconds(trained, up, period=period) if exchange == "hivemind" else 0
     if founded:  # as dt-network init chooses them
-        period = fitting_period(count, miner.codec, up) if exchange == "store" else period
-        grace = grace_seconds(count, miner.codec, up, period=period) + average
+        period = fitting_period(count, trained, miner.codec, up) if exchange == "store" else period
+        grace = grace_seconds(trained, miner.codec, up, period=period) + average
     # The arrangement that needs the least memory of a GPU.
     least = Arrangement(
         machine.gpus,
@@ -88,17 +90,20 @@ def figures(options: argparse.Namespace) -> dict[str, Any]:
         reduce_at_last=False,
         offload_optimizer=True,
     )
-    speed = options.speed or _MFU * machine.card.peak * gpus / (_FLOPS * count)
-    tokens = options.tokens or float(TOKENS_A_PARAMETER * count)
+    flops = _FLOPS * trained + _FROZEN_FLOPS * frozen
+    speed = options.speed or _MFU * machine.card.peak * gpus / flops
+    tokens = options.tokens or float(TOKENS_A_PARAMETER * trained)
     growth = Growth(members, trained, miner.codec, miner.weights_every, miner.keep_uploads)
     days = tokens / (members * speed) / 86400
     price = machine.card.price if options.price is None else options.price
     sent, received = growth.upload, growth.update
     upload = 8 * sent / (up * 1e6)
     moves = 4 * trained if average else 0
-    device = device_memory(shape, least)
+    device = partly_trained_memory(shape, least, frozen, itemsize)
+    share = trained / count
     return {
         "parameters": count,
+        "trained": trained,
         "exchange": exchange,
         "period": period,
         "grace": grace,
@@ -107,15 +112,17 @@ def figures(options: argparse.Namespace) -> dict[str, Any]:
         "step_seconds": training.local_batch_size_train_effective * length / speed,
         "tokens_per_second": speed,
         "device_bytes": device,
-        "host_bytes": host_memory(shape, least),
-        "disk_bytes": disk_space(shape, keep_checkpoints=2),
+        "host_bytes": round(share * host_memory(shape, least)),
+        "disk_bytes": round(share * disk_space(shape, keep_checkpoints=2)) + itemsize * frozen,
         "sent": sent + moves,
         "received": received + moves,
         "upload_seconds": upload,
         "average_seconds": average,
         "update_seconds": 8 * received / (down * 1e6),
-        "validator_device_bytes": round(4.5 * count + 16 * length * shape.vocab),
-        "validator_host_bytes": _VALIDATOR[0] * count + _VALIDATOR[1],
+        "validator_device_bytes": round(
+            4.5 * trained + itemsize * frozen + 16 * length * shape.vocab
+        ),
+        "validator_host_bytes": _VALIDATOR[0] * trained + itemsize * frozen + _VALIDATOR[1],
         "validator_receives": growth.validator_receives,
         "stored": growth.stored,
         "store": growth.describe_store(),
@@ -194,6 +201,30 @@ def link_of(text: str) -> tuple[float, float]:
         ) from None
 
 
+def _like(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the ``config.json`` of ``--model``. Raises ValueError."""
+    if not options.model.endswith(".json"):
+        return dict(named_config(options.model))
+    if (found := read_json_object(Path(options.model))) is None:
+        raise ValueError("it is no file of a JSON object that can be read")
+    return found
+
+
+def _trained_of(options: argparse.Namespace, rules: Any, shape: ModelShape) -> tuple[int, int]:
+    """Return how many parameters are trained, and bytes of each other one. Raises ConfigError."""
+    if options.network is not None:
+        head = rules.network.head
+        dtype = (head.settings or {}).get("dtype", "float32")
+        return head.exchanged, 4 if dtype == "float32" else 2
+    if not options.lora:
+        return shape.parameters, 4
+    from distributed_training.training.lora import count_trained, read_rules  # and torch
+
+    like = {"dtype": "bfloat16", **_like(options)}
+    settings = read_rules(options.lora, like)
+    return count_trained(like, settings), 4 if settings["dtype"] == "float32" else 2
+
+
 def _rules_of(options: argparse.Namespace) -> tuple[Any, ModelShape, str]:
     """Return settings, shape and exchange: of the network's file, or of a new network.
 
@@ -212,9 +243,7 @@ def _rules_of(options: argparse.Namespace) -> tuple[Any, ModelShape, str]:
         rules = SimpleNamespace(training=TrainingSettings(), miner=MinerSettings())
     try:
         if options.network is None:
-            like = named_config(options.model) if not options.model.endswith(".json") else None
-            if like is None and (like := read_json_object(Path(options.model))) is None:
-                raise ValueError("it is no file of a JSON object that can be read")
+            like = _like(options)
         shape = ModelShape.from_config(like, count)
     except ValueError as error:
         raise ConfigError(
@@ -239,6 +268,8 @@ def build_parser() -> Parser:
     )
     of_file = "plan by this network's file"
     of.add_argument("--network", type=argument(Text), metavar="FILE|URL|NAME", help=of_file)
+    of_lora = "adapters of a new network, as --lora of dt-network init; with --model [none]"
+    add("--lora", type=argument(Text), default="", metavar="RULES", help=of_lora)
     of_member = f"GPUs of a member: h100, h100x8, or h100x8x2 for two machines ({', '.join(CARDS)})"
     add("--gpu", type=machine_of, required=True, metavar="NAMExN", help=of_member)
     link = "network link of a member, in Mbit/s"
@@ -269,8 +300,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if plan["fits"] and plan["in_time"] else 1
     down, up = options.link
     how = "through the store" if plan["exchange"] == "store" else "over hivemind too"
+    part = f", {amount(plan['trained'])} trained" if plan["trained"] < plan["parameters"] else ""
     print(
-        f"{plan['parameters'] / 1e9:.3g} billion parameters; {options.peers} members of "
+        f"{plan['parameters'] / 1e9:.3g} billion parameters{part}; {options.peers} members of "
         f"{options.gpu}, {up:g} Mbit/s up and {down:g} down; rounds {how}, each "
         f"{span(plan['period'])}"
     )

@@ -39,6 +39,35 @@ def model_config(network: str | os.PathLike[str] | None = None) -> dict[str, Any
     return copy.deepcopy({key: value for key, value in found.items() if key != MODEL_RULES})
 
 
+def lora_config(network: str | os.PathLike[str] | None = None) -> Any:
+    """Return the ``peft.LoraConfig`` of a network that trains adapters, for ``get_peft_model``.
+
+    A script may set ``lora_dropout`` in it, which is its own affair.
+
+    Args:
+        network: As for :func:`model_config`.
+
+    Raises:
+        ValueError: With one line, where there is no such network, or it trains no adapters.
+
+    Examples:
+        ```python
+        from peft import get_peft_model
+
+        model = get_peft_model(model, distributed_training.lora_config())
+        ```
+    """
+    from distributed_training.training.lora import LORA, peft_config
+
+    config = _config_of(network)
+    if config.network is None or config.network.head.kind != LORA:
+        raise ConfigError(
+            f"the network of {config.general.network} trains no adapters, so there is no "
+            "configuration of them: train its model without"
+        )
+    return peft_config(config.network.head.of_model({}))
+
+
 def tokenizer(network: str | os.PathLike[str] | None = None) -> Any:
     """Return a network's tokenizer, a ``tokenizers.Tokenizer``.
 

@@ -19,6 +19,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "bittensor": ("bittensor",),
     "hivemind": ("hivemind", "cryptography"),
     "validator": ("openskill",),
+    "lora": ("peft",),
     "local": ("matplotlib",),
     "wandb": ("wandb",),
     "tensorboard": ("tensorboard",),

@@ -267,6 +267,8 @@ def extras_of_network(config: Config) -> dict[str, str]:
         wanted["bittensor"] = "a network on a Bittensor chain"
     if config.averages and not config.of_script:
         wanted["hivemind"] = "a network over hivemind"
+    if config.network is not None and config.network.head.kind == "lora":
+        wanted["lora"] = "a network that trains adapters"
     return wanted
 
 

@@ -8,7 +8,9 @@ that and the number of members. ``bench/growth.py`` prints the table of docs/sca
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from distributed_training.common.memory import Arrangement, ModelShape, device_memory
 
 from .types import OWN_CODECS, UPDATE_CODEC
 
@@ -64,6 +66,20 @@ def average_seconds(parameters: int, link: float, *, period: float) -> int:
     return math.ceil(min(_MEETING, period / 20) + sending)
 
 
+def partly_trained_memory(shape: ModelShape, how: Arrangement, frozen: int, itemsize: int) -> int:
+    """Estimate the bytes on one rank's device, where ``frozen`` parameters are not trained.
+
+    They have ``itemsize`` bytes each there, no gradient and no state of the optimizer.
+    """
+    count, world = shape.parameters, how.world_size
+    layer = (count - shape.embedding_parameters) / shape.layers
+    gradients = 4 * (1 + (world > 1) / world) if how.reduce_at_last else 4 / world
+    gradients += 0 if how.reduce_at_last else 8 * layer / count
+    less = frozen * ((4 - itemsize) / world + gradients)
+    how = replace(how, moments=how.moments * (1 - frozen / count))
+    return round(device_memory(shape, how) - 1.08 * less)
+
+
 @dataclass(frozen=True)
 class GrowthSchedule:
     """Rules of ``[training]`` that fit a model and a number of tokens; steps are inner steps."""
@@ -78,16 +94,17 @@ def fitting_schedule(
     step: int,
     tokens: float | None,
     *,
+    trained: int,
     warmup: int | None = None,
     total: int | None = None,
 ) -> GrowthSchedule:
-    """Return the schedule of a model that all members train on ``tokens``; None: 20 a parameter.
+    """Return the schedule of a model that all members train on ``tokens``.
 
-    ``step``: tokens of one inner step of all members together. ``warmup``, ``total``: inner steps
-    that somebody has chosen.
+    None: 20 for each of the ``trained`` parameters. ``parameters``: all. ``step``: tokens of one
+    inner step of all members together. ``warmup``, ``total``: inner steps that somebody has chosen.
     """
     rate = next(rate for most, rate, _ in _ROWS if parameters <= most)
-    wanted = max(1.0, (tokens or TOKENS_A_PARAMETER * parameters) / step)
+    wanted = max(1.0, (tokens or TOKENS_A_PARAMETER * trained) / step)
     digits = 10 ** max(0, math.floor(math.log10(wanted)) - 2)
     most = max(2, math.ceil(wanted / digits) * digits)  # three digits are enough
     if tokens is None:
@@ -101,16 +118,17 @@ def amount(count: float) -> str:
     return f"{count / 1e6:,.3g} million" if count < 1e9 else f"{count / 1e9:,.3g} billion"
 
 
-def fitting_period(parameters: int, codec: str, link: float) -> float:
+def fitting_period(parameters: int, trained: int, codec: str, link: float) -> float:
     """Return the seconds of a period that fits a model, a multiple of 12 s.
 
-    It is at least three times the grace of a member whose link sends ``link`` Mbit/s.
+    ``trained``: how many of its parameters are sent. It is at least three times the grace of a
+    member whose link sends ``link`` Mbit/s.
     """
     row = next(period for most, _, period in _ROWS if parameters <= most)
-    if 3 * grace_seconds(parameters, codec, link, period=row) <= row:
+    if 3 * grace_seconds(trained, codec, link, period=row) <= row:
         return row
     # With the whole margin, which a longer period has.
-    return 12.0 * math.ceil(3 * grace_seconds(parameters, codec, link, period=math.inf) / 12)
+    return 12.0 * math.ceil(3 * grace_seconds(trained, codec, link, period=math.inf) / 12)
 
 
 @dataclass(frozen=True)

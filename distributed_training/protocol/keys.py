@@ -12,6 +12,7 @@ NETWORK = "network.json"  # whose the global bucket is
 VERSION = "network/{}.toml"  # each version of the network's file
 CONFIG = "config.json"
 MODEL = "model.safetensors"
+ADAPTERS = "adapter_model.safetensors"  # of a folder that PEFT reads
 FROZEN = "frozen.safetensors"  # in the folder of model.frozen: the tensors that nobody trains
 OUTER = "outer/"  # nothing below it changes
 STATE = "state.json"

@@ -104,7 +104,7 @@ class _Signed:
         # Twice: else numbers as keys would be sorted as numbers.
         content = json.loads(json.dumps(asdict(self), allow_nan=False))  # type: ignore[call-overload]
         # Else programs from before them would refuse every state and manifest.
-        for later in ("gate", "recovered", "averaging"):
+        for later in ("gate", "recovered", "averaging", "libraries"):
             if content.get(later) in (0, None):
                 content.pop(later, None)
         for each in content.get("merged", ()):
@@ -281,6 +281,8 @@ class Manifest(_Signed):
     # The outer step at which the chain begins: of the last recovery, else 0
     recovered: OuterStep = 0
     averaging: Averaging | None = None  # how the all-reduce went, in a network over hivemind
+    # Versions at the validator of the packages that compute the model, where its kind names them
+    libraries: Annotated[Mapping[Word, Text], Field(max_length=16)] | None = None
 
     @property
     def averaged(self) -> bool:

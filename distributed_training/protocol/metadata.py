@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 #: Key of ``config.json`` with what the network's file says of the model beyond transformers:
-#: ``kind``, and ``trainable``, patterns of the names of the parameters that are trained.
+#: ``kind`` and its ``settings``, and ``trainable``, patterns of the names of the parameters that
+#: are trained.
 MODEL_RULES = "distributed_training"
 LENGTH = 128
 LONGEST_KEY = 512  # characters, of a key or its secret
@@ -107,11 +108,15 @@ class ConfigExtras:
 
 
 def with_rules(
-    config: Mapping[str, Any], kind: str | None, trainable: Sequence[str] | None
+    config: Mapping[str, Any],
+    kind: str | None,
+    trainable: Sequence[str] | None,
+    settings: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return ``config`` with what a network's file says of its model, which readers go by."""
     rules: dict[str, Any] = {} if kind is None else {"kind": kind}
     rules |= {} if trainable is None else {"trainable": [*trainable]}
+    rules |= {} if settings is None else {"settings": {**settings}}
     return {**config, MODEL_RULES: rules} if rules else {**config}
 
 

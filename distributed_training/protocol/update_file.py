@@ -8,7 +8,8 @@ subtract from their weights. Both are dense, with the scales and codes of a code
 each flattened; a vector or a scalar is one row. So is a matrix of narrow rows, such as an adapter's
 B: a scale for each of its rows would cost as much as their values. A codec sees whole rows, so each
 rank encodes the rows that it holds and writes them at their place (:func:`write_rows`); rank 0
-signs the file when all are there (:func:`finish`). The header comes last: a file that a kill left half is none.
+signs the file when all are there (:func:`finish`). The header comes last: a file that a kill left
+half is none.
 
 The header's length, and with it the place of each row, is known before anything is encoded: the
 digest of the body and the signature have fixed lengths.

@@ -91,9 +91,11 @@ class EvaluationModel:
         self._loss = ModelWithLoss(kind, self._model)
         self._parameters = dict(self._model.named_parameters())
         if frozen is not None:
-            values = load_weights(frozen, fixed)
-            for (name, _), tensor in zip(fixed, values, strict=True):
-                self._parameters[name].copy_(tensor)
+            for entry in fixed:  # one at a time: together they may fill the memory
+                (values,) = load_weights(frozen, [entry])
+                self._parameters[entry[0]].copy_(values)
+        if device.type == "cpu":
+            self._model.float()  # the values of a base in bf16 stay, and it computes in float32
         self._micro_batch = micro_batch
         self._stop = stop if stop is not None else threading.Event()
 

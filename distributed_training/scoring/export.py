@@ -10,12 +10,15 @@
     --outer-step N     of this outer step (default: the newest)
     --from FOLDER      read files instead of the network
     --subnet FOLDER    the local subnet whose run folder this is
+    --merge            write adapters into their base, as one whole model
     --sample TEXT      continue this text with the exported model
     --tokens N         its length in tokens (64)
     --eval [N]         loss and perplexity on N sequences of validators' random pages (16)
 
 FOLDER gets config.json, model.safetensors (float32) and the tokenizer's files, all or nothing, and
-a model card, README.md. `hf upload OWNER/NAME FOLDER` sends it to the Hugging Face Hub.
+a model card, README.md. Of a network that trains adapters it gets what PEFT reads, without the
+base; --sample and --eval need --merge then. `hf upload OWNER/NAME FOLDER` sends it to the Hugging
+Face Hub.
 ``AutoModelForCausalLM.from_pretrained(FOLDER)`` and lm-evaluation-harness's
 ``--model hf --model_args pretrained=FOLDER`` read it.
 Exit status: 0 exported, 1 the network or the state could not be read, 2 a flag is wrong.
@@ -56,6 +59,7 @@ def build_parser() -> Parser:
     parser.add_argument("--outer-step", type=ranged(0, 10**9))
     parser.add_argument("--from", type=argument(File), dest="source")
     parser.add_argument("--subnet", type=argument(File))
+    parser.add_argument("--merge", action="store_true")
     parser.add_argument("--sample", type=argument(str))
     parser.add_argument("--tokens", type=ranged(1, 4096), default=64)
     parser.add_argument("--eval", type=ranged(2, 10**6), nargs="?", const=16, dest="sequences")
@@ -87,6 +91,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             given += ["--neuron.run_folder", str(options.source)]
         given += flags
         config = load_config("validator", given, file=OPERATORS_FILE, check=False)
+        adapters = config.network is not None and config.network.head.kind == "lora"
+        if adapters and not options.merge and (options.sequences or options.sample):
+            raise ConfigError(
+                "--eval and --sample need the whole model, and this network trains adapters, so "
+                "nothing was exported: add --merge"
+            )
         if options.source is None:
             require(**extras_of_network(config))
     except ConfigError as error:
@@ -104,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 source = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder.parent)))
                 fetch_weights(config, source, options.outer_step)
             step, place = find_weights(source, options.outer_step)
-            export_model(config, place, folder)
+            export_model(config, place, folder, merge=options.merge)
         print(f"exported the model of outer step {step} to {folder}")
         figures = ""
         if options.sequences:
@@ -157,21 +167,21 @@ def find_weights(folder: Path, outer_step: int | None) -> tuple[int, Path]:
     return step, found[step]
 
 
-def export_model(config: Config, place: Path, folder: Path) -> None:
+def export_model(config: Config, place: Path, folder: Path, *, merge: bool = False) -> None:
     """Write the model of ``place``, which has its configuration and weights, as ``folder``.
 
-    ``folder`` appears when all of it is written and was checked: every tensor is there, has the
-    shape that config.json implies, and is finite. Raises ExportError, ConfigError.
+    ``merge``: adapters into their base, as one whole model. ``folder`` appears when all of it is
+    written and was checked: every tensor is there, has the shape that config.json implies, and is
+    finite. Raises ExportError, ConfigError.
     """
-    from distributed_training.common.files import write_json
     from distributed_training.data.tokenizer import build_tokenizer, load_pretrained
     from distributed_training.protocol import keys
-    from distributed_training.training.model import build_meta_model, of_transformers, schema_of
-    from distributed_training.training.weights import read_model_config, write_whole
+    from distributed_training.training.model import build_meta_model, kind_of, schema_of
+    from distributed_training.training.weights import read_model_config
 
     try:
         published = read_model_config(place)
-        content, model = of_transformers(published), build_meta_model(published)
+        model = build_meta_model(published)
         files = [(place / keys.MODEL, schema_of(model))]
         if fixed := schema_of(model, frozen=True):
             files.append((_frozen_file(config), fixed))
@@ -180,10 +190,7 @@ def export_model(config: Config, place: Path, folder: Path) -> None:
             part = Path(made, "model")
             part.mkdir()
             # Each is checked: transformers makes up a tensor that is missing, and only warns.
-            write_whole(part / keys.MODEL, files)
-            # The weights', which the network began with may have been of another.
-            content |= dict.fromkeys({"dtype", "torch_dtype"} & content.keys(), "float32")
-            write_json(part / keys.CONFIG, content)
+            kind_of(published).save(part, published, files, merge=merge)
             name = config.miner.global_tokenizer_name
             if name == "bytes":
                 build_tokenizer(name, part)

@@ -34,7 +34,10 @@ from .collectives import ParameterShard, Piece, enter_thread, fill_host, queued
 
 log = logging.getLogger(__name__)
 
-_NAMES = {torch.float32: "F32", torch.int64: "I64", torch.int16: "I16", torch.uint8: "U8"}
+_NAMES = {
+    torch.float32: "F32", torch.int64: "I64", torch.int16: "I16", torch.uint8: "U8",
+    torch.bfloat16: "BF16", torch.float16: "F16",
+}  # fmt: skip
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:

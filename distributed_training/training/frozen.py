@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 #: Integers of a value's size: they are added up modulo 2**64, in any order alike.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -44,6 +45,16 @@ class FrozenTensors:
         """Return int64 ``(tensors, 2)``."""
         sums = [_checksum(tensor) for tensor in self._tensors.values()]
         return torch.stack(sums) if sums else torch.zeros(0, 2, dtype=torch.int64)
+
+
+def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of a checkpoint by name, as BatchNorm's; of a DTensor this rank's part.
+
+    No upload has what training makes of them.
+    """
+    states = model.state_dict(keep_vars=True).items()
+    kept = ((name, each) for name, each in states if not isinstance(each, nn.Parameter))
+    return {n: each.to_local() if isinstance(each, DTensor) else each for n, each in kept}
 
 
 def _checksum(tensor: Tensor) -> Tensor:

@@ -17,13 +17,13 @@ from distributed_training.common.memory import (
     Arrangement,
     Checkpointing,
     ModelShape,
-    device_memory,
     host_memory,
     list_ways,
     loss_chunk,
 )
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError
+from distributed_training.protocol.growth import partly_trained_memory
 
 from .inner_optimizer import moments_of
 
@@ -97,10 +97,13 @@ class MemoryPlan:
     note: str
     rung: int
     is_last: bool
+    frozen: int = 0  # parameters that are not trained
+    itemsize: int = 4  # bytes of each of these
 
     def bytes_with(self, micro_batch: int) -> int:
         """Estimate the bytes of one rank's device with micro-batches of another size."""
-        return device_memory(self.shape, replace(self.way, micro_batch=micro_batch))
+        way = replace(self.way, micro_batch=micro_batch)
+        return partly_trained_memory(self.shape, way, self.frozen, self.itemsize)
 
 
 def plan_memory(
@@ -108,6 +111,8 @@ def plan_memory(
     *,
     model_config: Mapping[str, Any],
     parameters: int | None = None,
+    frozen: int = 0,
+    itemsize: int = 4,
     world_size: int,
     micro_batch: int,
     device_bytes: int | None,
@@ -120,8 +125,9 @@ def plan_memory(
     reduction per micro-batch. Activations that are computed again cost up to a third of a step. The
     optimizer's state in host memory costs one trip over the bus per step; where ``host_bytes``
     (None: enough) cannot hold it that is the last resort. What the operator fixed by flag stays
-    fixed. ``rung``: arrangements to skip, which should fit and did not; the next ones take less.
-    Raises ConfigError for a model whose ``config.json`` does not give its size as a Llama's does.
+    fixed. ``frozen``: parameters that are not trained, of ``itemsize`` bytes each. ``rung``:
+    arrangements to skip, which should fit and did not; the next ones take less. Raises ConfigError
+    for a model whose ``config.json`` does not give its size as a Llama's does.
     """
     try:
         shape = ModelShape.from_config(model_config, parameters)
@@ -159,13 +165,15 @@ def plan_memory(
         for kind in kinds
     ]
     offloaded = replace(how, offload_optimizer=True, cuda=True)
-    if host_bytes is not None and host_memory(shape, offloaded) > host_bytes:
+    trained = 1 - frozen / shape.parameters
+    if host_bytes is not None and trained * host_memory(shape, offloaded) > host_bytes:
         ways.sort(key=lambda way: way.offload_optimizer)
     limit = math.inf if device_bytes is None else device_bytes * MARGIN
     ladder = list[tuple[int, Arrangement]]()
-    for way in [way for way in ways if device_memory(shape, way) <= limit] or ways[-1:]:
-        if not ladder or device_memory(shape, way) < ladder[-1][0]:
-            ladder.append((device_memory(shape, way), way))
+    needs = [(partly_trained_memory(shape, way, frozen, itemsize), way) for way in ways]
+    for need, way in [each for each in needs if each[0] <= limit] or needs[-1:]:
+        if not ladder or need < ladder[-1][0]:
+            ladder.append((need, way))
     rung = min(rung, len(ladder) - 1)
     need, way = ladder[rung]
     size = f"{need / 1e9:.1f} GB" if need >= 1e8 else f"{need / 1e6:.0f} MB"
@@ -181,7 +189,8 @@ def plan_memory(
         note += f"; more than {MARGIN:.0%} of the device's memory: if it runs out, use more GPUs"
     if rung:
         note += f"; {rung} faster arrangements ran out of memory before"
-    return MemoryPlan(per_block, need, shape, way, note, rung, rung == len(ladder) - 1)
+    last = rung == len(ladder) - 1
+    return MemoryPlan(per_block, need, shape, way, note, rung, last, frozen, itemsize)
 
 
 def _choices(value: str, on: str) -> list[bool]:

@@ -18,20 +18,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import math
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from distributed_training.common.files import write_json
 from distributed_training.common.kinds import Kinds
 from distributed_training.common.memory import LOSS_CHUNK, loss_chunk
 from distributed_training.config.types import ConfigError
+from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import MODEL_RULES
 from distributed_training.protocol.types import Schema
+
+from .weights import write_whole
 
 # Keys of the published config.json that are not the model's (protocol page, section 5).
 CONFIG_EXTRAS = (
@@ -133,7 +139,9 @@ def build_meta_model(model_config: Mapping[str, Any]) -> nn.Module:
         return kind_of(model_config).build(model_config)
 
 
-def build_causal_lm(model_config: Mapping[str, Any]) -> nn.Module:
+def build_causal_lm(
+    model_config: Mapping[str, Any], dtype: torch.dtype = torch.float32
+) -> nn.Module:
     """Build a Hugging Face causal model. Raises UnfitModelError as :func:`build_meta_model`."""
     from transformers import AutoModelForCausalLM
 
@@ -143,7 +151,7 @@ def build_causal_lm(model_config: Mapping[str, Any]) -> nn.Module:
             if getattr(config, name, None):
                 raise _unfit_attention(name)
         model: nn.Module = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=register_attention()
+            config, dtype=dtype, attn_implementation=register_attention()
         )
     except ConfigError:
         raise
@@ -471,8 +479,11 @@ class ModelKind:
     ``MODELS.register(name, Class)``.
     """
 
+    #: Packages that compute the model, whose versions manifests record.
+    libraries: tuple[str, ...] = ()
+
     def build(self, config: Mapping[str, Any]) -> nn.Module:
-        """Return the model of a ``config.json``, its parameters in float32.
+        """Return the model of a ``config.json``, its trained parameters in float32.
 
         ``requires_grad`` of its parameters says which are exchanged, in the order of
         ``named_parameters()``. Who needs no values calls :func:`build_meta_model`. Raises
@@ -491,6 +502,39 @@ class ModelKind:
     def compile(self, on: bool) -> None:
         """Compile parts of the loss from here on, or none of it. A kind may ignore it."""
 
+    def saved_name(self, name: str) -> str:
+        """Return the name that a parameter has in the files of the library that it comes from."""
+        return name
+
+    def differs(
+        self, network: nn.Module, model: nn.Module, named: Mapping[str, nn.Parameter]
+    ) -> str:
+        """Return how a script's ``model`` of the same tensors computes otherwise; empty: alike.
+
+        Args:
+            network: The network's model, on the meta device.
+            model: The script's.
+            named: The script's parameters by the network's names.
+        """
+        del network, model, named
+        return ""
+
+    def save(
+        self,
+        folder: Path,
+        config: Mapping[str, Any],
+        files: Sequence[tuple[Path, Schema]],
+        *,
+        merge: bool,
+    ) -> None:
+        """Write the model's tensors, which lie in ``files``, and its configuration to ``folder``.
+
+        ``merge``: as one whole model, also where a part is enough. Raises OSError, ValueError.
+        """
+        del merge
+        write_whole(folder / keys.MODEL, files)
+        write_config(folder, config)
+
 
 #: What makes a kind of model, by the name that a network's file has for it.
 MODELS: Kinds[Callable[[], ModelKind]] = Kinds("kind of model")
@@ -499,7 +543,17 @@ CAUSAL_LM = "causal-lm"
 
 def kind_of(model_config: Mapping[str, Any]) -> ModelKind:
     """Return the kind of model that a ``config.json`` is of. Raises UnknownKindError."""
+    # It registers itself, and derives from a class of this module, so it cannot be imported above.
+    importlib.import_module(f"{__package__}.lora")
     return MODELS[(model_config.get(MODEL_RULES) or {}).get("kind", CAUSAL_LM)]()
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write ``config.json`` of a model whose weights are written in float32. Raises OSError."""
+    content = of_transformers(config)
+    # The weights', which the network began with may have been of another.
+    content |= dict.fromkeys({"dtype", "torch_dtype"} & content.keys(), "float32")
+    write_json(folder / keys.CONFIG, content)
 
 
 class CausalLM(ModelKind):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from distributed_training.protocol import keys
 
 from .copies import write_safetensors
-from .model import build_meta_model, initial_weights, schema_of
+from .model import build_meta_model, initial_weights, kind_of
 from .weights import checked_tensor
 
 INDEX = "model.safetensors.index.json"
@@ -51,23 +51,28 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def read_weights(
-    folder: Path, model_config: Mapping[str, Any], *, frozen: bool = False
+    folder: Path,
+    model_config: Mapping[str, Any],
+    *,
+    frozen: bool = False,
+    more: Path | None = None,
 ) -> Iterator[Tensor]:
     """Yield the weights as float32 copies, in the order of the model's schema.
 
-    ``frozen``: those that are not trained, in place of those that are. Tied weights come once,
+    ``frozen``: those that are not trained, in place of those that are. ``more``: another folder,
+    with what that one lacks, such as adapters. Tied weights come once,
     under whichever of their names the folder has. Raises WeightsError for what the members' model
     would not be: a tensor that is missing, unknown, of another shape, not finite, or, if members do
     not train it, of other values than theirs.
     """
-    model = build_meta_model(model_config)
+    model, kind = build_meta_model(model_config), kind_of(model_config)
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+        names.setdefault(parameter, []).append(kind.saved_name(name))
     buffers = dict(model.named_buffers())
     with ExitStack() as stack:
         files: dict[str, Any] = {}
-        for path in _files(folder):
+        for path in (*_files(folder), *(() if more is None else _files(more))):
             try:
                 file = stack.enter_context(safe_open(path, "pt"))
                 twice = next(iter(files.keys() & file.keys()), None)
@@ -135,17 +140,22 @@ def read_weights(
             yield weight
 
 
-def write_frozen(path: Path, model_config: Mapping[str, Any], folder: Path | None) -> None:
-    """Write the tensors that nobody trains, float32, from a folder or with initial values.
+def write_frozen(
+    path: Path, model_config: Mapping[str, Any], folder: Path | None, more: Path | None = None
+) -> None:
+    """Write the tensors that nobody trains in their dtype, from a folder or with initial values.
 
-    Raises OSError, and WeightsError as :func:`read_weights`.
+    ``more``: as in :func:`read_weights`. Raises OSError, and WeightsError as that.
     """
-    schema = schema_of(build_meta_model(model_config), frozen=True)
+    model = build_meta_model(model_config)
+    fixed = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
     if folder is None:
         values: Iterable[Tensor] = initial_weights(model_config, seed=0, frozen=True)
     else:
-        values = read_weights(folder, model_config, frozen=True)
-    write_safetensors(path, [(name, torch.float32, shape) for name, shape in schema], values)
+        values = read_weights(folder, model_config, frozen=True, more=more)
+    entries = [(name, each.dtype, tuple(each.shape)) for name, each in fixed]
+    cast = (value.to(each.dtype) for value, (_, each) in zip(values, fixed, strict=True))
+    write_safetensors(path, entries, cast)
 
 
 def digest_weights(weights: Iterable[Tensor]) -> str:
@@ -158,8 +168,9 @@ def digest_weights(weights: Iterable[Tensor]) -> str:
 
 def _files(folder: Path) -> list[Path]:
     """Return the folder's weight files, as transformers chooses them. Raises WeightsError."""
-    if (folder / keys.MODEL).is_file():
-        return [folder / keys.MODEL]
+    for name in (keys.MODEL, keys.ADAPTERS):
+        if (folder / name).is_file():
+            return [folder / name]
     if not (folder / INDEX).is_file():
         raise WeightsError(
             f"{folder} has neither {keys.MODEL} nor {INDEX}", "save it with save_pretrained"

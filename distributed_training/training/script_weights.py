@@ -7,7 +7,9 @@ that part to the others. So encoding, checkpoints and host memory are shared by 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
@@ -25,10 +28,12 @@ from distributed_training.config.settings import TrainingSettings
 
 from .collectives import ParameterShard, RowStream, row_range
 from .copies import BoundaryCopies
-from .frozen import FrozenTensors
+from .frozen import FrozenTensors, kept_buffers
 from .held_weights import HeldWeights
-from .model import build_meta_model, plain_name, schema_of, tied_names
+from .model import build_meta_model, kind_of, plain_name, schema_of, tied_names
 from .sharding import load_file
+
+log = logging.getLogger(__name__)
 
 #: Covers each collective of the host-memory streams.
 STREAM_TIMEOUT = timedelta(minutes=10)
@@ -154,17 +159,19 @@ class ScriptWeights(HeldWeights):
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._reshard()  # else names lead to gathered weights
         meta = build_meta_model(model_config)
-        named, tied = _named(model), tied_names(meta)
+        named, tied = _named(model, meta), tied_names(meta)
         trained = {id(p) for each in optimizers for g in each.param_groups for p in g["params"]}
         problems = _problems(meta, tied, named, trained, stream.world_size)
-        stream.raise_if_any(next(problems, None), ValueError)
+        problem = next(problems, None)
+        if problem is None and (differs := kind_of(model_config).differs(meta, model, named)):
+            problem = f"{differs}, {_NOTHING}: build it as the network's file says"
+        stream.raise_if_any(problem, ValueError)
         shards = [_shard(name, named[name], stream) for name, _ in schema_of(meta)]
         held = {name: named[name] for name, _ in schema_of(meta, frozen=True)}
         if held:
             path = stream.from_rank_0(frozen)
             assert path is not None  # the file that freezes them names it
-            whole = [_shard(name, each, stream, whole=True) for name, each in held.items()]
-            load_file(whole, tied, path, stream)
+            _load_frozen(held, tied, path, stream)
         # None of them before all ranks are known to continue: they would count for ever.
         self.steps = Steps(optimizers)
         super().__init__(
@@ -175,10 +182,8 @@ class ScriptWeights(HeldWeights):
             steps=self.steps,
             device=shards[0].local.device,
         )
-        # Buffers of a checkpoint, as BatchNorm's: what training makes of them is in no upload.
-        states = model.state_dict(keep_vars=True).items()
-        kept = {name: each for name, each in states if not isinstance(each, nn.Parameter)}
-        self.frozen = FrozenTensors({n: _local(each) for n, each in {**held, **kept}.items()})
+        fixed = {name: _local(each) for name, each in held.items()}
+        self.frozen = FrozenTensors(fixed | kept_buffers(model))
 
     @property
     def tokens(self) -> int:
@@ -242,14 +247,54 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _named(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by all their names, without those of wrappers."""
+def _named(model: nn.Module, network: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters by all their names, without those of wrappers.
+
+    A wrapper that holds the network's model and no other parameter, as PEFT's, is one.
+    """
     for module in model.modules():  # torch.compile may be around it
         if isinstance(module, DistributedDataParallel):
             model = module.module
             break
     found = model.named_parameters(remove_duplicate=False)
-    return {plain_name(name): parameter for name, parameter in found}
+    named = {plain_name(name): parameter for name, parameter in found}
+    first = plain_name(next(iter(network.named_parameters()))[0])
+    prefix = next((n.removesuffix(first) for n in named if n.endswith(f".{first}")), "")
+    if all(name.startswith(prefix) for name in named):
+        named = {name.removeprefix(prefix): parameter for name, parameter in named.items()}
+    return named
+
+
+def _is_quantized(parameter: nn.Parameter) -> bool:
+    """Return whether it holds the 4-bit codes of bitsandbytes and not its values."""
+    return getattr(parameter, "quant_state", None) is not None
+
+
+def _load_frozen(
+    held: Mapping[str, nn.Parameter], tied: Mapping[str, str], path: Path, stream: RowStream
+) -> None:
+    """Give the model the network's frozen values, rounded to four bits where it has such.
+
+    Collective. Raises ValueError on all ranks alike.
+    """
+    before = FrozenTensors({name: _local(each) for name, each in held.items()})
+    coded: dict[str, Any] = {name: each for name, each in held.items() if _is_quantized(each)}
+    whole = [_shard(n, each, stream, whole=True) for n, each in held.items() if n not in coded]
+    load_file(whole, tied, path, stream, more=coded)
+    with safe_open(path, "pt") if stream.layout.on_node_0 else nullcontext() as file:
+        for name, each in coded.items():
+            values = torch.empty(each.quant_state.shape) if file is None else file.get_tensor(name)
+            stream.replicate(values := values.float())
+            how = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
+            given = {key: getattr(each, key) for key in how}
+            made = type(each)(values, requires_grad=False, **given).to(each.device)
+            each.data, each.quant_state = made.data, made.quant_state
+    if changed := before.find_changed():
+        log.info(
+            "%s was not the network's: it and the other frozen tensors have the network's values "
+            "now",
+            changed,
+        )
 
 
 def _describe_missing(
@@ -290,10 +335,19 @@ def _problems(
         return
     for name, theirs in wanted.items():
         parameter = named[name]
-        if parameter.shape != theirs.shape:
+        shape = parameter.shape
+        if _is_quantized(parameter):
+            shape = parameter.quant_state.shape  # type: ignore[attr-defined]
+        elif not parameter.is_floating_point():
+            sharded = " and is sharded by FSDP" if isinstance(parameter.data, DTensor) else ""
             yield (
-                f"{name} has the shape {tuple(parameter.shape)} and the network's "
-                f"{tuple(theirs.shape)}, {_NOTHING}: {other}"
+                f"{name} is quantized{sharded}, {_NOTHING}: load the base in the dtype of the "
+                "network's file, or in 4 bits by bitsandbytes, without FSDP"
+            )
+        if shape != theirs.shape:
+            yield (
+                f"{name} has the shape {tuple(shape)} and the network's {tuple(theirs.shape)}, "
+                f"{_NOTHING}: {other}"
             )
         if theirs.requires_grad:
             yield from _of_trained(name, parameter, trained)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -178,6 +178,8 @@ def build_sharded_model(
         settings,
         model_config=config.to_dict(),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
+        frozen=sum(each.numel() for each in model.parameters() if not each.requires_grad),
+        itemsize=min(each.itemsize for each in model.parameters()),
         world_size=layout.shards,
         micro_batch=micro_batch,
         device_bytes=memory,
@@ -422,14 +424,22 @@ def load(
 
 @torch.no_grad()
 def load_file(
-    shards: Sequence[ParameterShard], tied: Mapping[str, str], path: Path, stream: RowStream
+    shards: Sequence[ParameterShard],
+    tied: Mapping[str, str],
+    path: Path,
+    stream: RowStream,
+    *,
+    more: Collection[str] = (),
 ) -> None:
-    """Load weights from rank 0's file at ``path``, which all ranks name. See :func:`load`."""
+    """Load weights from rank 0's file at ``path``, which all ranks name. See :func:`load`.
+
+    ``more``: names that the file has too, which are not loaded.
+    """
     error, problem, layout = None, None, stream.layout
     try:
         if layout.on_node_0:
             with safe_open(path, "pt") as file:
-                problem = _mismatch(shards, file, tied)
+                problem = _mismatch(shards, file, tied, more)
     except Exception as failure:  # noqa: BLE001 - foreign bytes; the others wait for this vote
         problem = f"{type(failure).__name__}: {failure}"
     if problem is not None:
@@ -471,8 +481,10 @@ def _stored_names(file: Any, tied: Mapping[str, str]) -> dict[str, str]:
     return others | {name: name for name in present if name not in tied}
 
 
-def _mismatch(shards: Sequence[ParameterShard], file: Any, tied: Mapping[str, str]) -> str | None:
-    stored = _stored_names(file, tied)
+def _mismatch(
+    shards: Sequence[ParameterShard], file: Any, tied: Mapping[str, str], more: Collection[str]
+) -> str | None:
+    stored = {name: own for name, own in _stored_names(file, tied).items() if name not in more}
     for shard in shards:
         if shard.name not in stored:
             return f"it holds no {shard.name}"

@@ -7,13 +7,14 @@ out (:meth:`StepMeter.pause`), since then there is nothing to train.
 
 Model FLOPs utilization, as PaLM defines it (Chowdhery et al. 2022, appendix B):
 
-    FLOPs per token = 6 * N + 12 * layers * heads * head_dim * sequence_length
+    FLOPs per token = 6 * N + 4 * F + 12 * layers * heads * head_dim * sequence_length
     MFU = tokens per second * FLOPs per token / (GPUs * peak)
 
-``N`` counts the parameters that take part in a matrix product: the input embedding is a look-up and
-is left out unless it is tied to the head. Recomputed activations do not count, so activation
-checkpointing lowers MFU. Attention is counted whole although a causal kernel does half of it; at
-1024 tokens that flatters a 4B model by less than 2 %.
+``N`` counts the trained parameters that take part in a matrix product, ``F`` the frozen ones, which
+get no gradient. The input embedding is a look-up and is left out unless it is tied to the head.
+Recomputed activations do not count, so activation checkpointing lowers MFU. Attention is counted
+whole although a causal kernel does half of it; at 1024 tokens that flatters a 4B model by less than
+2 %.
 
 Peaks are those of :mod:`distributed_training.common.gpus`.
 """
@@ -42,9 +43,9 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float:
     config: Any = model.config
     inputs: Any = model.get_input_embeddings()  # type: ignore[operator]
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    params = sum(p.numel() for p in model.parameters())
-    if inputs.weight is not head.weight:
-        params -= inputs.weight.numel()
+    used = [p for p in model.parameters() if p is not inputs.weight or p is head.weight]
+    frozen = sum(p.numel() for p in used if not p.requires_grad)
+    params = sum(p.numel() for p in used) - frozen / 3
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return 6.0 * params + 12.0 * config.num_hidden_layers * heads * head_dim * sequence_length

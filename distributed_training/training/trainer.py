@@ -22,8 +22,8 @@ from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.types import StepReport
 
 from . import sharding
-from .collectives import Layout, open_stream
-from .frozen import FrozenTensors
+from .collectives import Layout, ParameterShard, open_stream
+from .frozen import FrozenTensors, kept_buffers
 from .held_weights import HeldWeights
 from .inner_optimizer import NEAR_THE_END, InnerOptimizer, Schedule
 from .memory_plan import plan_batch
@@ -147,11 +147,13 @@ class Trainer(HeldWeights):
             steps=self.optimizer,
             device=device,
         )
-        self._frozen_file = self.stream.from_rank_0(frozen)
+        self._frozen_file, fixed = self.stream.from_rank_0(frozen), list[ParameterShard]()
         if self._frozen_file is not None:
-            frozen_shards = self.sharded.frozen
-            sharding.load_file(frozen_shards, self.sharded.tied, self._frozen_file, self.stream)
-            self.frozen = FrozenTensors({shard.name: shard.local for shard in frozen_shards})
+            fixed = self.sharded.frozen
+            sharding.load_file(fixed, self.sharded.tied, self._frozen_file, self.stream)
+        self.frozen = FrozenTensors(
+            {shard.name: shard.local for shard in fixed} | kept_buffers(self.sharded.model)
+        )
         known.agree(stream, self.sharded.plan.rung)
         self.step = MicroBatches(
             sharded=self.sharded, stream=self.stream, known=known, say=self._say

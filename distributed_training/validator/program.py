@@ -51,7 +51,6 @@ from distributed_training.node.start import (
 )
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Master
-from distributed_training.protocol.metadata import with_rules
 from distributed_training.protocol.types import ExitStatus, Verify
 from distributed_training.scoring.evaluator import (
     EvaluationModel,
@@ -409,7 +408,7 @@ def initial_state(config: Config, *, vocabulary: int, eos_token: int) -> GlobalS
             )
         model_config = without_extras(content)
         if rules is not None:
-            model_config = with_rules(model_config, rules.head.kind, rules.head.trainable)
+            model_config = rules.head.of_model(model_config)
     elif rules is not None and rules.model is not None:
         model_config = dict(rules.model)
     else:

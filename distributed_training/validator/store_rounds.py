@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +39,7 @@ from distributed_training.protocol.network_report import GATE, MOST_ROUNDS, TOO_
 from distributed_training.protocol.scoring import random_block
 from distributed_training.scoring.evaluator import Evaluation
 from distributed_training.store.errors import StoreError
+from distributed_training.training.model import kind_of
 from distributed_training.training.weights import GlobalState
 from distributed_training.validator.errands import Errands, unless_stopped
 from distributed_training.validator.fetch_close import LOOK, Intake
@@ -393,6 +395,7 @@ class StoreValidator(CloseJudge):
             rule=rule.name,
             total_inner_steps=state.total_inner_steps,
             total_tokens=state.total_tokens,
+            libraries={n: version(n) for n in kind_of(state.model_config).libraries} or None,
             **of_close,
         )
 

@@ -5,13 +5,21 @@ from __future__ import annotations
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
+from distributed_training.common.files import read_json_object
+from distributed_training.common.llama import local_llama_config
 from distributed_training.common.ports import free_ports
+from distributed_training.data.tokenizer import build_tokenizer
 from distributed_training.network import built_in_rules, flatten, of_exchange, toml_value
 from distributed_training.telemetry import read_events
+from distributed_training.training.model import hf_config
 from tests.end_to_end.test_founder_run import PATIENCE, TREE, call, start
 from tests.tools.settings import LOCAL
 from tests.tools.waiting import wait_for
@@ -29,11 +37,22 @@ RULES = [
 PART = 'model.trainable=["model.layers.*", "model.norm.weight", "lm_head.weight"]'
 
 
-@pytest.mark.parametrize("part", [(), ("--set", PART)], ids=["all", "frozen embeddings"])
+#: Adapters on a base, of which only B is trained.
+LORA = ("--from", "base", "--lora", "r=8,train=B")
+
+
+@pytest.mark.parametrize(
+    "part", [(), ("--set", PART), LORA], ids=["all", "frozen embeddings", "adapters"]
+)
 def test_from_nothing_to_an_upload_that_is_merged(tmp_path: Path, part: tuple[str, ...]) -> None:
     founder, member = tmp_path / "founder", tmp_path / "member"
     founder.mkdir()
     member.mkdir()
+    if part == LORA:
+        config = local_llama_config() | {"eos_token_id": 256, "pad_token_id": 256}
+        base: Any = AutoModelForCausalLM.from_config(hf_config(config), dtype=torch.bfloat16)
+        base.save_pretrained(founder / "base")
+        build_tokenizer("bytes", founder / "base")
     (registry,) = free_ports(1)
     words = ("--name", "lab", "--exchange", "store", "--registry", f"http://127.0.0.1:{registry}")
     more = ("--miners", "1", "--data-source", "stdlib", "--store", "embedded", *RULES)
@@ -82,12 +101,24 @@ def test_from_nothing_to_an_upload_that_is_merged(tmp_path: Path, part: tuple[st
             every=1.0,
         )
         published = member / "runs" / "miner-default" / "published"
-        assert len([*published.glob("*/frozen.safetensors")]) == len(part) // 2
+        assert len([*published.glob("*/frozen.safetensors")]) == bool(part)
         miner.send_signal(signal.SIGTERM)
         assert miner.wait(120) == 0
         running.send_signal(signal.SIGTERM)
         assert running.wait(120) == 0, log.read_text()[-3000:]
         assert not TREE.processes()
+        if part == LORA:
+            kept = str(founder / "lab" / "validator")
+            for words in (("export",), ("export-whole", "--merge")):
+                given = ("--network", "lab/network.toml", "--from", kept)
+                call(founder, "dt-export", *words, *given)
+            part_of: Any = PeftModel.from_pretrained(base.float(), founder / "export")
+            whole: Any = AutoModelForCausalLM.from_pretrained(founder / "export-whole")
+            ids = torch.arange(40).view(2, 20)
+            logits = (model.eval()(input_ids=ids).logits for model in (part_of, whole))
+            torch.testing.assert_close(*logits, rtol=1e-3, atol=1e-4)
+            manifest = read_json_object(max((founder / "lab").rglob("manifest.json"))) or {}
+            assert manifest["libraries"].keys() == {"peft", "transformers"}
         # Back to the beginning, while nothing runs, and on from there.
         printed = call(founder, "dt-network", "rewind", "lab", "--to", "0")
         (back,) = re.findall(

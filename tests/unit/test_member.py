@@ -327,7 +327,8 @@ def wrong(model: nn.Module, what: str) -> tuple[nn.Module, Any]:
         case "no group":
             parameters = list(model.parameters())[1:]
         case "wrapper":
-            model = nn.ModuleDict({"net": nn.ModuleDict({"inner": model})})
+            inner = nn.ModuleDict({"inner": model})
+            model = nn.ModuleDict({"net": inner, "other": nn.Linear(2, 2)})
         case "adapters":
             linear: Any = model.get_submodule("model.layers.0.self_attn.q_proj")
             linear.lora_A, linear.base_layer = nn.Linear(2, 2), nn.Linear(2, 2)

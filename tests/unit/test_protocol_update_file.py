@@ -96,7 +96,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("r", [8, 16])
 def test_adapters_cost_half_a_byte_for_each_value(r: int, tmp_path: Path) -> None:
-    """Also B alone, with its narrow rows: a scale for each would cost as much as its values."""
+    """Also a file of only B: a scale for each of its narrow rows would cost what its values do."""
     both = [("lora_A", (r, 512)), ("lora_B", (1376, r))]
     for schema in (both, both[1:]):
         path, values = tmp_path / str(len(schema)), {name: drawn(shape) for name, shape in schema}

@@ -255,7 +255,7 @@ def test_a_script_with_another_model_is_refused_by_the_first_tensor(
         case "more":
             model.extra = nn.Parameter(torch.zeros(2), requires_grad=False)
         case "wrapped":
-            model = nn.ModuleDict({"net": model})
+            model = nn.ModuleDict({"net": model, "other": nn.Linear(2, 2)})
         case "dtype":
             model.scale.data = model.scale.data.bfloat16()
         case "shape":
