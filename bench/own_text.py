@@ -45,7 +45,7 @@ CONTEXT, BATCH = 128, 8
 BYTES, HELD_OUT_BYTES, HELD_OUT = 3_000_000, 120_000, 96  # of a text; sequences
 GOAL = 0.02  # above the worker on all texts
 
-_PLACES = {
+TEXTS = {
     "python": (Path(sysconfig.get_paths()["stdlib"]), "*.py"),
     "headers": (Path("/usr/include"), "*.h"),
     "manuals": (Path("/usr/share/man"), "man?/*.gz"),
@@ -54,7 +54,7 @@ _PLACES = {
 
 def write_texts(folder: Path) -> None:
     """Write each text as files to train on, and one of what is held out. Raises SystemExit."""
-    for name, (place, pattern) in _PLACES.items():
+    for name, (place, pattern) in TEXTS.items():
         files = [f for f in sorted(place.rglob(pattern)) if "site-packages" not in f.parts]
         # By a fixed draw: neighbours in the alphabet are alike.
         files = [files[at] for at in np.random.default_rng(1).permutation(len(files))]
@@ -94,20 +94,28 @@ def batches(text: Path, tokenizer: tuple[Path, int], *, seed: int) -> Iterator[T
         yield from torch.from_numpy(cut).split(BATCH)[:-1]
 
 
-def trainer(seed: int, *, batch: int) -> Trainer:
+def trainer(
+    seed: int,
+    *,
+    batch: int,
+    model: dict[str, Any] | None = None,
+    frozen: Path | None = None,
+    rate: float = 2e-3,
+) -> Trainer:
     made = Trainer(
         settings=TrainingSettings(
             local_batch_size_train=BATCH,
             local_batch_size_train_effective=batch,
             sequence_length=CONTEXT,
-            learning_rate=2e-3,
+            learning_rate=rate,
             warmup_steps=30,
             total_steps=100_000,
             seed=seed,
         ),
-        model_config=model_config(),
+        model_config=model or model_config(),
         device=torch.device("cpu"),
         say=lambda line: None,
+        frozen=frozen,
     )
     made.load_weights(None)
     made.begin_epoch(0)
@@ -142,43 +150,56 @@ def outer_step(members: list[Trainer], file: Path) -> None:
         member.load_global(file, member.outer_step + 1)
 
 
-def losses(made: Trainer, held: dict[str, Tensor]) -> dict[str, float]:
+def losses(
+    made: Trainer,
+    held: dict[str, Tensor],
+    config: dict[str, Any] | None = None,
+    frozen: Path | None = None,
+) -> dict[str, float]:
     """Return the held-out loss on each text, in nats per byte."""
     model = EvaluationModel(
-        model_config=model_config(), device=torch.device("cpu"), micro_batch=HELD_OUT
+        model_config=config or model_config(),
+        device=torch.device("cpu"),
+        micro_batch=HELD_OUT,
+        frozen=frozen,
     )
     model.load(made.outer.current())
     return {name: model.loss(text) for name, text in held.items()}
+
+
+def read_held_out(folder: Path, tokenizer: tuple[Path, int]) -> dict[str, Tensor]:
+    """Return the held-out sequences of each text."""
+    made, held = TextTokenizer(tokenizer[0], eos_id=tokenizer[1]), {}
+    for name in TEXTS:
+        text = (folder / f"{name}.held").read_text()
+        tokens = made.encode_rows([text], max_length=10**9).astype(np.int64)
+        starts = np.linspace(0, len(tokens) - CONTEXT, HELD_OUT).astype(int)
+        held[name] = torch.from_numpy(np.stack([tokens[s : s + CONTEXT] for s in starts]))
+    return held
 
 
 def of_seed(
     folder: Path, tokenizer: tuple[Path, int], seed: int, *, rounds: int, steps: int
 ) -> dict[str, dict[str, float]]:
     """Return losses on each text: of the merged model, of a worker for each text, of one on all."""
-    made = TextTokenizer(tokenizer[0], eos_id=tokenizer[1])
-    held = {}
-    for name in _PLACES:
-        text = (folder / f"{name}.held").read_text()
-        tokens = made.encode_rows([text], max_length=10**9).astype(np.int64)
-        starts = np.linspace(0, len(tokens) - CONTEXT, HELD_OUT).astype(int)
-        held[name] = torch.from_numpy(np.stack([tokens[s : s + CONTEXT] for s in starts]))
+    held = read_held_out(folder, tokenizer)
 
     def read(name: str) -> Iterator[Tensor]:
         return batches(folder / name, tokenizer, seed=seed)
 
-    members = [(trainer(seed, batch=BATCH), read(name)) for name in _PLACES]
+    members = [(trainer(seed, batch=BATCH), read(name)) for name in TEXTS]
     for _ in range(rounds):
         for member, own in members:
             inner_steps(member, [own], steps)
         outer_step([member for member, _ in members], folder / "mean.safetensors")
     found = {"merged": losses(members[0][0], held)}
     print(f"seed {seed}, merged: {found['merged']}", flush=True)
-    for name in _PLACES:
+    for name in TEXTS:
         one = trainer(seed, batch=BATCH)
         inner_steps(one, [read(name)], rounds * steps)
         found[f"{name} alone"] = losses(one, held)
-    one = trainer(seed, batch=BATCH * len(_PLACES))
-    inner_steps(one, [read(name) for name in _PLACES], rounds * steps)
+    one = trainer(seed, batch=BATCH * len(TEXTS))
+    inner_steps(one, [read(name) for name in TEXTS], rounds * steps)
     found["one on all"] = losses(one, held)
     return found
 
@@ -205,7 +226,7 @@ def main() -> None:
                     goal = f"{mean['merged'] / mean[name] - 1:+.2%} (<0 %)"
                 columns = (f"{loss:.4f}" for loss in (*each.values(), mean[name]))
                 rows.append((seed, name, *columns, goal))
-    table(("seed", "worker", *_PLACES, "mean", "merged against it (goal)"), rows)
+    table(("seed", "worker", *TEXTS, "mean", "merged against it (goal)"), rows)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,182 @@
+"""Compare adapters that three members train on their own text with single ones, and one on all.
+
+    python -m bench.lora                        3 million parameters, three seeds: an hour of a core
+    python -m bench.lora --hidden 512 --layers 6 --steps 50    about 20 million
+    python -m bench.lora --seeds 1 --ranks 8 --ways B          a quick look
+
+The texts and batches are those of ``bench.own_text``. First a base learns from all three; it is
+saved as a founder gives it to ``--from``. Then members train adapters of rank 8 or 16, both
+matrices or only B, on the base in bf16. Uploads and update are the product's own files of 4 bits,
+merged by the validator's code. The outer rule is the mean of the members' adapters. Members and
+single workers take equal steps; the one worker takes as many, each on a batch of every text.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from bench.common import alone, parser, some_of, table
+from bench.own_text import (
+    BATCH,
+    CONTEXT,
+    TEXTS,
+    batches,
+    inner_steps,
+    losses,
+    read_held_out,
+    trainer,
+    write_texts,
+)
+from bench.workers import Network
+from distributed_training.common.llama import llama_config
+from distributed_training.data.tokenizer import BYTE_VOCABULARY, build_tokenizer
+from distributed_training.protocol import keys
+from distributed_training.protocol.metadata import with_rules
+from distributed_training.training.lora import begin, read_rules
+from distributed_training.training.model import write_config
+from distributed_training.training.pretrained import read_weights, write_frozen
+from distributed_training.training.trainer import Trainer
+from distributed_training.validator.merge import NESTEROV, OuterState, Rule
+
+GOAL = 0.01  # above the worker on all texts
+
+
+class Adapters:
+    """One way to train adapters: of one rank, both matrices or only B."""
+
+    def __init__(
+        self, base: Path, config: dict[str, Any], way: str, rank: int, folder: Path
+    ) -> None:
+        rules = read_rules(f"r={rank},alpha={2 * rank},train={way},dtype=bfloat16", config)
+        self.config = with_rules(config, "lora", None, rules)
+        self.way, self.rank, self.folder = way, rank, folder
+        self.frozen, self._start = folder / "frozen", folder / "start"
+        begin(folder / "adapters", self.config)
+        write_frozen(self.frozen, self.config, base, folder / "adapters")
+        self.weights = [*read_weights(folder / "adapters", self.config)]
+
+    def trainer(self, seed: int, *, batch: int, rate: float) -> Trainer:
+        made = trainer(seed, batch=batch, model=self.config, frozen=self.frozen, rate=rate)
+        self.give([made], self.weights, 0)
+        return made
+
+    def give(self, members: list[Trainer], weights: list[Tensor], outer_step: int) -> None:
+        names = [name for name, _ in members[0].schema]
+        values = dict(zip(names, weights, strict=True))
+        save_file(values, self._start, metadata=keys.SAFETENSORS_METADATA)
+        for member in members:
+            member.load_global(self._start, outer_step)
+
+    def losses(self, made: Trainer, held: dict[str, Tensor]) -> dict[str, float]:
+        return losses(made, held, self.config, self.frozen)
+
+
+def make_base(
+    folder: Path, config: dict[str, Any], texts: list[Iterator[Tensor]], steps: int
+) -> Trainer:
+    """Train a base on all texts, and write it as transformers reads it."""
+    made = trainer(0, batch=BATCH * len(texts), model=config, rate=1e-3)
+    inner_steps(made, texts, steps)
+    folder.mkdir()
+    names = [name for name, _ in made.schema]
+    values = dict(zip(names, made.outer.current(), strict=True))
+    save_file(values, folder / keys.MODEL, metadata=keys.SAFETENSORS_METADATA)
+    write_config(folder, config)
+    return made
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    add = arguments.add_argument
+    add("--seeds", type=int, default=3)
+    add("--rounds", type=int, default=5)
+    add("--steps", type=int, default=20, help="inner steps of a round")
+    add("--hidden", type=int, default=256)
+    add("--layers", type=int, default=4)
+    add("--base-steps", type=int, default=150)
+    add("--rate", type=float, default=2e-3, help="learning rate of adapters")
+    add("--ranks", type=some_of(("4", "8", "16", "32")), default=["8", "16"])
+    add("--ways", type=some_of(("B", "both")), default=["B", "both"])
+    options = arguments.parse_args()
+    config = llama_config(
+        hidden=options.hidden, layers=options.layers, heads=8, kv_heads=8,
+        intermediate=options.hidden * 8 // 3 // 32 * 32, vocab=BYTE_VOCABULARY,
+        max_positions=CONTEXT,
+    )  # fmt: skip
+    rows: list[tuple[object, ...]] = []
+    with alone(), tempfile.TemporaryDirectory(prefix="bench-") as made:
+        folder = Path(made)
+        write_texts(folder)
+        tokenizer = build_tokenizer("bytes", folder / "tokenizer")
+        held = read_held_out(folder, tokenizer)
+
+        def read(name: str, seed: int) -> Iterator[Tensor]:
+            return batches(folder / name, tokenizer, seed=seed)
+
+        texts = [read(name, 99) for name in TEXTS]
+        base = make_base(folder / "base", config, texts, options.base_steps)
+        count = sum(each.local.numel() for each in base.shards)
+        before = losses(base, held, config)
+        print(f"base of {count / 1e6:.1f} million: {mean(before):.4f} {before}", flush=True)
+        del base
+        kinds = []
+        for way, rank in itertools.product(options.ways, map(int, options.ranks)):
+            (place := folder / f"{way}-{rank}").mkdir()
+            kinds.append(Adapters(folder / "base", config, way, rank, place))
+        for seed, kind in itertools.product(range(1, options.seeds + 1), kinds):
+            rows.append(of_seed(kind, read, held, seed, options))
+            print(*rows[-1], flush=True)
+    table(
+        ("train", "r", "seed", "merged", "best single", "against it", "one on all", "against it",
+         "bytes per value"), rows,
+    )  # fmt: skip
+    print(f"goals: below the best single one; at most {GOAL:.0%} above the one on all")
+
+
+def mean(found: dict[str, float]) -> float:
+    return sum(found.values()) / len(found)
+
+
+def of_seed(
+    adapters: Adapters, read: Any, held: dict[str, Tensor], seed: int, options: Any
+) -> tuple[object, ...]:
+    """Return the row of one seed: mean losses on the three texts, of merged adapters and others."""
+    steps, rate = options.steps, options.rate
+    members = [adapters.trainer(seed, batch=BATCH, rate=rate) for _ in TEXTS]
+    names = [name for name, _ in members[0].schema]
+    rule = Rule(NESTEROV, 1.0, 0.0)
+    network = Network(rule, names, [OuterState(adapters.weights)], workers=len(members))
+    texts = [read(name, seed) for name in TEXTS]
+    for step in range(options.rounds):
+        for member, text in zip(members, texts, strict=True):
+            inner_steps(member, [text], steps)
+        own = zip(*(member.outer.current() for member in members), strict=True)
+        network.exchange([torch.stack(of_all) for of_all in own], adapters.folder, step)
+        adapters.give(members, [each.clone() for each in network.state.weights], step + 1)
+    merged = mean(adapters.losses(members[0], held))
+    values = sum(each.numel() for each in network.state.weights) * options.rounds
+    single = []
+    for name in TEXTS:
+        one = adapters.trainer(seed, batch=BATCH, rate=rate)
+        inner_steps(one, [read(name, seed)], options.rounds * steps)
+        single.append(mean(adapters.losses(one, held)))
+    one = adapters.trainer(seed, batch=BATCH * len(TEXTS), rate=rate)
+    inner_steps(one, [read(name, seed) for name in TEXTS], options.rounds * steps)
+    of_all = mean(adapters.losses(one, held))
+    return (
+        adapters.way, adapters.rank, seed, f"{merged:.4f}",
+        f"{min(single):.4f}", f"{merged / min(single) - 1:+.2%}", f"{of_all:.4f}",
+        f"{merged / of_all - 1:+.2%}", f"{network.sent / values:.3f}",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
