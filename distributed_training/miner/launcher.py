@@ -243,7 +243,8 @@ def _train(
     for check in start_checks(config, ranks=ranks):
         if check.status == "fail":
             raise ConfigError(check.line)
-        if check.status != "ok":
+        # What the settings warn of is in the log already.
+        if check.status != "ok" and check.name != "configuration":
             log.warning("%s", check.line)
     group = RankGroup(config=config, world_size=ranks, stacks=folder / STACKS_FILE, program=program)
     log.info("Starting %s, run folder %s", counted(ranks, "rank"), folder)
