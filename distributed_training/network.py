@@ -228,6 +228,29 @@ VERSION_KEYS = ("version", "previous", "from_outer_step")
 
 
 @dataclass(frozen=True)
+class TrainedShape(ModelShape):
+    """The sizes of a model of which only ``trained`` parameters are trained.
+
+    Checkpoints, copies and the optimizer hold nothing else. The other parameters take two or four
+    bytes of a GPU each, which do not count here (:func:`~.growth.partly_trained_memory`).
+    """
+
+    trained: int
+
+    @property
+    def tensors(self) -> list[tuple[int, ...]]:
+        return [(self.trained,)]
+
+    @property
+    def parameters(self) -> int:
+        return self.trained
+
+    @property
+    def embedding_parameters(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
 class Network:
     """One network's rules. ``values``: of the settings, by key (``training.sequence_length``)."""
 
@@ -245,8 +268,13 @@ class Network:
 
     @property
     def shape(self) -> ModelShape:
-        """The model's sizes, with as many parameters as the file says. Raises ValueError."""
-        return ModelShape.from_config(self.model or {}, self.head.parameters)
+        """The model's sizes, with as many parameters as the file says. Raises ValueError.
+
+        Of a network that trains a part of its model, the part that takes memory for training.
+        """
+        whole = ModelShape.from_config(self.model or {}, self.head.parameters)
+        part = self.head.trained
+        return whole if part is None else TrainedShape(**vars(whole), trained=part)
 
     @property
     def rules_id(self) -> str:

@@ -36,12 +36,13 @@ def test_nodes_with_a_copy_each_train_alike_in_groups_with_the_miners_timeout(
     assert content["losses"] == pytest.approx(GOLDEN["losses"], abs=2e-4)
 
 
-def test_frozen_tensors_are_those_of_rank_0_on_any_layout(tmp_path: Path) -> None:
-    for scenario, world in (("frozen", 1), ("frozen", 2), ("frozen_of_nodes", 2)):
+@pytest.mark.parametrize("what", ["frozen", "adapters"])
+def test_frozen_tensors_are_those_of_rank_0_on_any_layout(what: str, tmp_path: Path) -> None:
+    for scenario, world in ((what, 1), (what, 2), (f"{what}_of_nodes", 2)):
         Ranks(scenario, world, tmp_path).finish()
     one, *others = [
         json.loads((tmp_path / f"{name}.json").read_text())["losses"]
-        for name in ("frozen-1", "frozen-2", "frozen-nodes-2")
+        for name in (f"{what}-1", f"{what}-2", f"{what}-nodes-2")
     ]
     for other in others:
         assert other == pytest.approx(one, abs=2e-4)

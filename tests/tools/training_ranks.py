@@ -74,9 +74,18 @@ def losses(folder: Path, name: str = "losses", **place: int) -> Trainer:
     return made
 
 
-def frozen(folder: Path, name: str = "frozen", **place: int) -> None:
+PART = with_rules(tiny(), None, ["model.layers.*", "model.norm.weight", "lm_head.weight"])
+#: Float32 adapters next to a base in bf16, in one group of FSDP.
+ADAPTERS = with_rules(
+    tiny(),
+    "lora",
+    None,
+    {"r": 8, "alpha": 16, "targets": ["q_proj", "up_proj"], "dtype": "bfloat16"},
+)
+
+
+def frozen(folder: Path, name: str = "frozen", part: dict[str, Any] = PART, **place: int) -> None:
     """Rank 0's file freezes the embeddings of all ranks, and a change on one stops each upload."""
-    part = with_rules(tiny(), None, ["model.layers.*", "model.norm.weight", "lm_head.weight"])
     file = folder / f"{name}-{WORLD}.safetensors"
     if RANK == 0:
         write_frozen(file, part, None)
@@ -85,7 +94,7 @@ def frozen(folder: Path, name: str = "frozen", **place: int) -> None:
     reports = train(made, 0, 5)
     held = made.sharded.frozen[0]
     assert made.frozen.find_changed() == ""
-    (whole,) = initial_weights(part, seed=0, frozen=True)
+    whole, *_ = initial_weights(part, seed=0, frozen=True)
     assert torch.equal(held.local, whole[held.start : held.stop])
     if RANK == 0:
         content = {"losses": [r.loss for r in reports]}
@@ -98,6 +107,14 @@ def frozen(folder: Path, name: str = "frozen", **place: int) -> None:
 
 def frozen_of_nodes(folder: Path) -> None:
     frozen(folder, "frozen-nodes", local_ranks=1)
+
+
+def adapters(folder: Path) -> None:
+    frozen(folder, "adapters", ADAPTERS)
+
+
+def adapters_of_nodes(folder: Path) -> None:
+    frozen(folder, "adapters-nodes", ADAPTERS, local_ranks=1)
 
 
 def losses_of_nodes(folder: Path) -> None:
