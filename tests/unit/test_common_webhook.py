@@ -52,5 +52,5 @@ def test_a_service_that_takes_none_is_one_line_in_time(manner: str | int, words:
         began = time.monotonic()
         with pytest.raises(NotSent) as refusal:
             send(SecretStr(world.url), "a", "b", bad=True, seconds=1.0)
-    assert time.monotonic() - began < 5 and world.asked == 1
+    assert time.monotonic() - began < 60 and world.asked == 1  # "drip" would never end
     assert words in str(refusal.value) and "secretsecret" not in repr(refusal.value)
