@@ -64,6 +64,7 @@ _EARLIER = {_BITS, *_BLOCKS, _ROWS_API}
 NEWEST = _OF_AVERAGE | {
     *("model.kind", "model.settings", "model.trainable", "model.trainable_parameters"),
     "model.frozen",
+    "software",
 }
 #: Keys that a file may leave out. Each has a default; only keys of the file are in its digest.
 LATER = frozenset(
@@ -196,6 +197,10 @@ class Head:
     ] = None
     data_files: Annotated[str | None, Field(alias="data.files", pattern=r"^[0-9a-f]{64}$")] = None
     exchange: Annotated[Literal["hivemind", "store"], Field(alias="exchange")] = "store"
+    #: What members give to pip. The first sign is no dash, which pip would read as an option.
+    software: Annotated[
+        str | None, Field(alias="software", pattern=r"^[A-Za-z0-9][A-Za-z0-9._~:/@+=%#-]{0,299}$")
+    ] = None
     previous: Annotated[str | None, Field(alias="previous", pattern=r"^sha256:[0-9a-f]{64}$")] = (
         None
     )
@@ -221,7 +226,7 @@ HEAD_KEYS = {
     "format", "name", "version", "chain.kind", "model.parameters", "model.config",
     "model.config_file", "model.weights", "model.kind", "model.settings", "model.trainable",
     "model.trainable_parameters", "model.frozen", "signature", "tokenizer.revision",
-    "tokenizer.files", "data.files", "exchange", "previous", "from_outer_step",
+    "tokenizer.files", "data.files", "exchange", "software", "previous", "from_outer_step",
 }  # fmt: skip
 #: Keys by which the versions of one file follow each other.
 VERSION_KEYS = ("version", "previous", "from_outer_step")

@@ -379,11 +379,12 @@ def _chain(given: argparse.Namespace) -> AbstractContextManager[RegistryChain]:
 def invite(given: argparse.Namespace) -> None:
     """Print a new invitation, or list or end earlier ones. The registry keeps only hashes.
 
-    With the network's file it prints the line for dt-join, which holds all that a new member needs.
+    With the network's file it prints the lines that install, join and start a new member; the first
+    one only where the file names ``software``.
     """
     from distributed_training.registry.store import ID_LENGTH, hash_of
 
-    place = text = ""  # text: of the file that the registry serves
+    place = text = software = ""  # text: of the file that the registry serves
     if given.network is not None:
         config = load_config("miner", ["--network", given.network], check=False)
         network = config.network
@@ -394,6 +395,7 @@ def invite(given: argparse.Namespace) -> None:
                 "who joins registers on its chain"
             )
         public = public.rstrip("/")
+        software = network.head.software or ""
         given.url = given.url or public
         hosted = given.network.partition("#")[0] if "://" in given.network else ""
         text = "" if hosted else network.files[FILE]
@@ -431,7 +433,9 @@ def invite(given: argparse.Namespace) -> None:
     until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(expires))
     print(f"invitation {hash_of(token)[:ID_LENGTH]}, good for {given.uses} until {until}; a secret")
     if place:
-        print(f"whoever joins runs this line:\n\ndt-join {place}.{token}")
+        install = f"python3 -m venv .venv && . .venv/bin/activate && pip install '{software}'\n"
+        print("whoever joins runs, in an empty folder:\n")
+        print(f"{install if software else ''}dt-join {place}.{token}\ndt-miner")
     print(f"\nfor the .env of a miner that is set up already:\n\nDT_INVITATION={token}")
 
 

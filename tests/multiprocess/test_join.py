@@ -338,6 +338,26 @@ def test_invitations_of_before_work_after_the_rules_have_changed(
     assert "ask the founder for a new invitation" in capsys.readouterr().err
 
 
+def test_an_invitation_is_three_lines_where_the_file_names_the_software(
+    lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lines() -> list[str]:
+        assert lab.founder("invite", "--network", str(lab.file)) == 0
+        return capsys.readouterr().out.split("\n\n")[1].splitlines()
+
+    capsys.readouterr()
+    join, start = lines()
+    assert re.fullmatch(r"dt-join \S+#\S+", join) and start == "dt-miner"
+    software = "git+https://example.org/miner@v0.3.0"
+    text = lab.file.read_text()
+    lab.file.write_text(f'software = "{software}"\n{text}')
+    assert network_command.main(["sign", str(lab.file), "--at", "40"]) == 0
+    capsys.readouterr()
+    install, join, start = lines()
+    assert install.endswith(f"pip install '{software}'") and start == "dt-miner"
+    assert re.fullmatch(r"dt-join \S+#\S+", join)
+
+
 def served(lab: Lab) -> str:
     return httpx.get(f"{lab.url}/network.toml").text
 

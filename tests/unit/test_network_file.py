@@ -217,6 +217,8 @@ def test_the_canonical_form_is_the_documents() -> None:
         ),
         ("[round] ", "[round]\nheld_out_rise = -1.0\n#", "-1.0 is less than 0"),
         ("version = 1 ", 'private = "LAN"\nversion = 1 ', "private in "),
+        ("version = 1 ", 'software = "--index-url=a"\nversion = 1 ', "software '--index-url=a'"),
+        ("version = 1 ", 'software = "a; b"\nversion = 1 ', "software 'a; b'"),
         ("warmup_steps", "warmup_step", "did you mean training.warmup_steps?"),
         ("gradient_clip = 1.0\n", "", "training.gradient_clip is missing"),
         ("sequence_length = 1024", "sequence_length = 1", "1 is less than 2"),
