@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -112,7 +112,7 @@ class BucketReader:
         deadline: float | None = None,
     ) -> ObjectInfo:
         """Fetch the object into ``path``, complete or not at all. Raises ObjectMissingError."""
-        with _disk_errors():
+        try:
             return download(
                 self.store,
                 key,
@@ -122,6 +122,9 @@ class BucketReader:
                 concurrency=self._concurrency,
                 uplink=self._uplink,
             )
+        except OSError as error:
+            # Reads and writes by a handle name no file.
+            raise StoreError(f"{error.filename or 'the disk'}: {error.strerror or error}") from None
 
     def fetch_signed(self, key: str, path: Path, digest: str, *, limit: int) -> None:
         """Fetch the object of this SHA-256 into ``path``, unless it is there.
@@ -137,15 +140,6 @@ class BucketReader:
             raise StateUnavailable(
                 f"{key} has the digest {found}, and the signed manifest {digest or 'none of it'}"
             )
-
-
-@contextlib.contextmanager
-def _disk_errors() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        # Reads and writes by a handle name no file.
-        raise StoreError(f"{error.filename or 'the disk'}: {error.strerror or error}") from None
 
 
 # --- outer steps on the disk --------------------------------------------------------------------

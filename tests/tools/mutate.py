@@ -1,7 +1,7 @@
 """Small wrong changes of the product, each of which tests must notice. Run by `make mutate`.
 
     python -m tests.tools.mutate                   # all of tests/mutations.toml
-    python -m tests.tools.mutate journal decide    # of the files whose path has one of these words
+    python -m tests.tools.mutate transfer decide   # of the files whose path has one of these words
 
 A run starts in a copy of the tree, in a fork of a process that has imported the large libraries: a
 mutation costs its tests' time and no imports. Ends with 1 if fewer than 95 % are killed.
