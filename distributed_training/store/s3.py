@@ -364,11 +364,6 @@ class S3ObjectStore:
         with contextlib.suppress(ObjectMissingError), self._errors("delete", key) as call:
             call(self._client.delete_object, Key=key)
 
-    def has_versioning(self) -> bool:
-        """Return whether deleted and replaced objects stay and are billed."""
-        with self._errors("ask about versions of", "") as call:
-            return call(self._client.get_bucket_versioning).get("Status") == "Enabled"
-
     def list_objects(self, prefix: str = "", *, most: int = MOST_LISTED) -> list[ObjectInfo]:
         """List the objects, in the order of their keys. StoreError for more than ``most``."""
         with self._errors("list", ""):

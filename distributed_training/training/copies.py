@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from distributed_training.common.files import atomic_file
+from distributed_training.protocol.update_file import rows_and_columns
 
 from .collectives import ParameterShard, Piece, enter_thread, fill_host, queued
 
@@ -107,7 +108,7 @@ class BoundaryCopies:
     """Rows of weights and of the inner optimizer's ``state`` at one step boundary, in host memory.
 
     With AdamW all of them take 12 bytes a parameter. Nobody changes them. The values of the
-    weights' vectors are there at once, all others after :meth:`wait`.
+    weights that are one row of a file are there at once, all others after :meth:`wait`.
     """
 
     weights: list[Tensor]
@@ -179,9 +180,10 @@ class BoundaryCopier:
             self.wait()
             made = BoundaryCopies([shard.empty_rows() for shard in self._shards], {})
             pairs = [(s.local, into) for s, into in zip(self._shards, made.weights, strict=True)]
-            # The ranks encode vectors together, at this boundary.
-            fill_host([pair for pair in pairs if pair[0].dim() == 1])
-            pairs = [pair for pair in pairs if pair[0].dim() != 1]
+            # What is one row of a file the ranks encode together, at this boundary.
+            first = [rows_and_columns(shard.shape)[0] == 1 for shard in self._shards]
+            fill_host([pair for pair, now in zip(pairs, first, strict=True) if now])
+            pairs = [pair for pair, now in zip(pairs, first, strict=True) if not now]
             self._released = released = threading.Event()
             # Who writes holds the object. When the last one lets go of it, the next copies may be
             # made.

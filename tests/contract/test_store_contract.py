@@ -520,20 +520,6 @@ def test_a_wrong_secret_has_its_own_error_that_does_not_show_it(server: ObjectSt
     assert caught.value.__cause__ is None
 
 
-def test_a_bucket_that_keeps_versions_says_so(server: ObjectStoreServer) -> None:
-    settings = settings_for(server)
-    store = new_bucket(server, settings)
-    config = load_config("miner", ["--network", "local"], check=False)
-    config = replace(config, store=settings)
-    assert outside.check_versions(config, store.bucket) == []
-    enabled = {"Status": "Enabled"}
-    store._client.put_bucket_versioning(Bucket=store.bucket, VersioningConfiguration=enabled)
-    (check,) = outside.check_versions(config, store.bucket)
-    assert check.status == "warn" and "lifecycle rule" in check.remedy
-    wrong = settings_for(server, write_secret_access_key=SecretStr("0" * 64))
-    assert outside.check_versions(replace(config, store=wrong), store.bucket) == []
-
-
 def test_a_networks_file_names_a_bucket_or_a_prefix_of_one() -> None:
     """A member's is named by its uid, and both open alike."""
     for good in ("llama-4b-ws-4", "shared/lab", "a-3/" + "x" * 59):

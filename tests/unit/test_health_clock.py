@@ -27,7 +27,8 @@ CONFIG = load_config(
 
 
 def check_clock(by_chain: Offset | None = None) -> Check:
-    return outside.check_clock(Examination(CONFIG, ranks=1, by_chain=by_chain))
+    (check,) = outside.check_clock(Examination(CONFIG, ranks=1, by_chain=by_chain))
+    return check
 
 
 def set_clock(monkeypatch: pytest.MonkeyPatch, read: Callable[[], float]) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from bittensor_core import verify
 
 from distributed_training.chain.base import ChainUnavailable, Neuron
 from distributed_training.common.backoff import Clocks
-from distributed_training.exchange import peer
+from distributed_training.exchange import own_uploads, peer
 from distributed_training.exchange.hivemind import (
     Answer,
     HivemindRounds,
@@ -123,7 +124,7 @@ def test_a_sending_that_a_kill_ended_is_ordered_again_once(
 ) -> None:
     world.leader.take_outer_step()
     with monkeypatch.context() as patch:
-        patch.setattr(OwnUploads, "_transfer", lambda *_: (_ for _ in ()).throw(StoppedError()))
+        patch.setattr(own_uploads, "upload", Mock(side_effect=StoppedError()))
         world.send()
     (first,) = world.peer.orders
     world.start()

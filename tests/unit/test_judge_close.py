@@ -370,7 +370,7 @@ def test_no_honest_upload_is_refused_in_200_rounds(tmp_path: Path) -> None:
             path = tmp_path / f"{uid}.safetensors"
             path.unlink(missing_ok=True)
             layout = UpdateLayout.of(model.schema, header)
-            write_rows(path, layout, 0, 0, moved)
+            write_rows(path, layout, 0, 0, moved.view(layout.parts[0].rows, -1))
             finish(path, layout, pair.sign)
             found = judge.judge(
                 uid,
