@@ -87,6 +87,7 @@ PARTS = (
     Part("overhead", "checkpoints, all GPUs", "at most 1 % of the time", 80),
     Part("out_of_memory", "out of memory on purpose", "half, and training continues", 35),
     Part("loss_curve", "100 steps: GPU bf16, CPU fp32", "the same curve", 40),
+    Part("small_memory", "3B with 24 GB", "0.6x the step rate without the limit", 60),
 )
 
 
