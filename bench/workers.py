@@ -8,6 +8,7 @@ merged as a validator merges them (``validator/merge.py``) by the outer rule tha
 from __future__ import annotations
 
 import argparse
+import lzma
 import os
 import zlib
 from collections.abc import Collection, Iterator, Sequence
@@ -53,12 +54,16 @@ _CPU = torch.device("cpu")
 
 
 def text(place: Path | None = None) -> Tensor:
-    """Return the bytes of a file, or of all files below a folder; None: Python's own library."""
+    """Return the bytes of a file, or of all files below a folder; None: Python's own library.
+
+    Files whose names end in ``.xz`` are unpacked.
+    """
     if place is not None:
         files = [place] if place.is_file() else sorted(f for f in place.rglob("*") if f.is_file())
     else:
         files = sorted(Path(os.__file__).parent.glob("*.py"))[:80]
-    data = b"".join(file.read_bytes() for file in files)
+    read = [(file, file.read_bytes()) for file in files]
+    data = b"".join(lzma.decompress(of) if file.suffix == ".xz" else of for file, of in read)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
 
 
@@ -86,14 +91,16 @@ def losses(weights: Weights, tokens: Tensor) -> Tensor:
     every = torch.arange(models, device=tokens.device).view(-1, 1, 1)
     x = weights["bytes"][every, tokens[..., :-1]] + weights["places"].unsqueeze(1)
     x = x.view(models, -1, width)
-    heads = (models, batch, context, width // (WIDTH // HEADS), WIDTH // HEADS)
+    size = 64 if width % 512 == 0 else WIDTH // HEADS
+    # Without a dimension for the models: fused attention takes four of them.
+    heads = (models * batch, context, width // size, size)
     for layer in range(sum(name.endswith(".mixed") for name in weights)):
         normed = F.layer_norm(x, (width,))
         q, k, v = (
-            each.reshape(heads).transpose(2, 3)
+            each.reshape(heads).transpose(1, 2)
             for each in (normed @ weights[f"{layer}.attention"]).chunk(3, -1)
         )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(2, 3)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
         x = x + mixed.reshape(models, -1, width) @ weights[f"{layer}.mixed"]
         inner = F.gelu(F.layer_norm(x, (width,)) @ weights[f"{layer}.up"])
         x = x + inner @ weights[f"{layer}.down"]

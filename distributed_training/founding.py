@@ -351,7 +351,7 @@ def rules_of(options: argparse.Namespace) -> dict[str, Any]:
         rules["store"]["endpoint"] = options.store
     rules["training"]["weight_decay_on"] = "matrices"
     rules["exchange"] = options.exchange
-    rules["training"]["late_overlap"] = "dropped"  # see bench.store_loss
+    rules["training"]["late_overlap"] = "dropped"  # see docs/performance.md
     for key, value in options.more:
         table, name = rules, key
         if "." in key:

@@ -303,7 +303,7 @@ class OuterStep:
         Inner steps that were taken while the update was on its way, or that missed it, went in part
         where it goes: on top of it they would go there twice. Of each parameter, u its way (new -
         epoch start), l what was trained late, l becomes l - max(0, <l, u> / <u, u>) u
-        (bench.store_loss).
+        (bench.curves).
         """
         each = list(zip(late, weights, self.epoch_start or [], strict=True))
 
