@@ -13,7 +13,7 @@ from distributed_training.protocol.codecs import CODECS
 
 pytestmark = pytest.mark.timeout(120)
 ARMS = ["one", "float32", "2-bit-muon", "late", "diloco", "sparse"]
-_SMALL = "--width 64 --layers 1 --context 16 --batch 2 --steps 4 --tokens 1536".split()
+_SMALL = ["--width=64", "--layers=1", "--context=16", "--batch=2", "--steps=4", "--tokens=1536"]
 
 
 @pytest.fixture(autouse=True)
