@@ -402,8 +402,7 @@ def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     options, began, longest = read_options(argv), time.monotonic(), 0.0
     if "sparse" in options.arms:
-        sys.path.append(str(Path(__file__).parents[1] / "examples"))
-        import_plugins(["sparse_codec"])
+        import_plugins(["examples.sparse_codec"])
     data = text(options.text)
     start = initial(0, options.width, options.layers, options.context)
     parameters = sum(each.numel() for each in start.values())

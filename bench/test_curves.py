@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from bench import curves
+from distributed_training.common import kinds
 from distributed_training.protocol.codecs import CODECS
 
 pytestmark = pytest.mark.timeout(120)
@@ -18,9 +19,11 @@ _SMALL = ["--width=64", "--layers=1", "--context=16", "--batch=2", "--steps=4", 
 
 @pytest.fixture(autouse=True)
 def examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[1] / "examples")])
-    if "sparse" not in CODECS:
-        __import__("sparse_codec")
+    """What these tests import as a plug-in is none of the tests after them, nor of children."""
+    monkeypatch.setattr(kinds, "_imported", [])
+    monkeypatch.setattr(CODECS, "_made", dict(CODECS._made))
+    monkeypatch.delitem(sys.modules, "examples.sparse_codec", raising=False)
+    kinds.import_plugins(["examples.sparse_codec"])
 
 
 def test_each_run_adds_a_seed_and_an_arm_that_was_cut_begins_again(

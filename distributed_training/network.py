@@ -199,7 +199,8 @@ class Head:
     exchange: Annotated[Literal["hivemind", "store"], Field(alias="exchange")] = "store"
     #: What members give to pip. The first sign is no dash, which pip would read as an option.
     software: Annotated[
-        str | None, Field(alias="software", pattern=r"^[A-Za-z0-9][A-Za-z0-9._~:/@+=%#-]{0,299}$")
+        str | None,
+        Field(alias="software", pattern=r"^[A-Za-z0-9][A-Za-z0-9._~:/@+=%#,\[\]-]{0,299}$"),
     ] = None
     previous: Annotated[str | None, Field(alias="previous", pattern=r"^sha256:[0-9a-f]{64}$")] = (
         None

@@ -62,8 +62,8 @@ def share(url: str) -> None:
     host = urlsplit(url).hostname
     if host and proxy_for(url) is None and any(map(variable, VARIABLES)):
         # Both: libraries differ in which of them they read first.
-        excepted = f"{variable('no_proxy')},{host}".strip(",")
-        os.environ["no_proxy"] = os.environ["NO_PROXY"] = excepted
+        excepted = {*filter(None, variable("no_proxy").split(",")), host}
+        os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(sorted(excepted))
 
 
 def unusable() -> Sequence[str]:

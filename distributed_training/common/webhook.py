@@ -50,7 +50,9 @@ def send(url: SecretStr, title: str, text: str, *, bad: bool, seconds: float = _
     service = open_service(url.get_secret_value())
     import apprise
 
-    share(f"https://{urlsplit(url.get_secret_value()).netloc}")
+    host = urlsplit(url.get_secret_value()).hostname or ""
+    if "." in host:  # else it is a token of a service, which other programs would inherit
+        share(f"https://{host}")
     problem = [f"it has not answered within {seconds:.0f} s"]
 
     def deliver() -> None:

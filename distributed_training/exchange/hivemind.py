@@ -188,7 +188,10 @@ class HivemindRounds(StoreRounds):
         """Order the all-reduce of what the upload decodes to, also after a kill, and send it."""
         if close.serial and close.serial != self._ordered:  # progress is for no close
             self._ordered = close.serial
-            self._order(close)
+            try:
+                self._order(close)
+            except Exception:  # the upload counts without its average too
+                log.exception("Unexpected error while ordering an all-reduce; please report it")
         super()._send(close, uplink)
 
     def _order(self, close: Close) -> None:

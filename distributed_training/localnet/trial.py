@@ -164,8 +164,11 @@ class _Trial:
             "neuron.run_folder": str(home / "run"),
         }
         plugins = ["--plugins", *self.options.plugins] if self.options.plugins else []
-        with redirect_stdout(io.StringIO()), chdir(home.parent):
-            uid = enter(home, [str(file), *to_words(settings), *plugins])
+        try:
+            with redirect_stdout(io.StringIO()), chdir(home.parent):
+                uid = enter(home, [str(file), *to_words(settings), *plugins])
+        except RuntimeError as error:  # its registry has gone meanwhile, or refused
+            raise ConfigError(str(error)) from None
         threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // self.options.members))}
         path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
         given = [str(file) if word == NETWORK else word for word in words]

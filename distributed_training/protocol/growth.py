@@ -47,6 +47,15 @@ def file_bytes(parameters: int, codec: str = UPDATE_CODEC) -> int:
     return math.ceil(parameters * CODECS[codec].bits / 8)
 
 
+def largest_upload(parameters: int, codec: str) -> int:
+    """Return the most bytes of an upload of any shape, but for its header, by any of our codecs.
+
+    A quarter more than :func:`file_bytes`, because each row of 33 to 255 values, such as an
+    adapter's, has a scale of its own. Raises UnknownKindError.
+    """
+    return max(file_bytes(parameters), file_bytes(parameters, codec)) * 5 // 4
+
+
 def grace_seconds(parameters: int, codec: str, link: float, *, period: float) -> int:
     """Return the grace in which a member whose link sends ``link`` Mbit/s has uploaded.
 

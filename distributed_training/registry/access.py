@@ -16,6 +16,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -26,11 +27,15 @@ from distributed_training.common.backoff import Throttle
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Master, State
 from distributed_training.store import presigned
-from distributed_training.store.base import MultipartInfo, ObjectInfo, is_md5, same_etag
-from distributed_training.store.errors import AccessDeniedError, IntegrityError, StoreError
+from distributed_training.store.base import ObjectInfo, is_md5, same_etag
+from distributed_training.store.errors import (
+    AccessDeniedError,
+    IntegrityError,
+    StoreError,
+    UploadMissingError,
+)
 from distributed_training.store.presigned import MOST_PARTS, UPLOADS, Do, Grant
 from distributed_training.store.s3 import S3ObjectStore, base64_md5
-from distributed_training.store.transfer import sweep_uploads
 
 from .files import ServedFolder
 
@@ -250,10 +255,9 @@ class Access:
         """Abort unfinished uploads in parts of closes other than ``close``, once for each."""
         if self._swept == close:
             return
-
-        def is_stuck(found: MultipartInfo) -> bool:
+        for found in self._store.list_multiparts(UPLOADS):  # without retries: a caller waits
             began = keys.parse_upload_key(found.key)
-            return began is not None and began[1:] != close
-
-        sweep_uploads(self._store, prefix=UPLOADS, is_stuck=is_stuck)
+            if began is not None and began[1:] != close:
+                with suppress(UploadMissingError):
+                    self._store.abort_multipart(found.key, found.upload_id)
         self._swept = close

@@ -42,7 +42,7 @@ from distributed_training.config.types import (
     no_such_kind,
 )
 from distributed_training.network import FILE, VERSIONS, Network, NetworkFileError, read_text
-from distributed_training.protocol.growth import file_bytes
+from distributed_training.protocol.growth import largest_upload
 from distributed_training.telemetry.logs import LineFormatter
 
 if TYPE_CHECKING:
@@ -319,7 +319,7 @@ def open_access(
     parameters, codec = network.head.exchanged, config.miner.codec
     try:
         # A later version of the network's file may have any of the product's codecs.
-        largest = max(file_bytes(parameters), file_bytes(parameters, codec))
+        largest = largest_upload(parameters, codec)
     except UnknownKindError as error:
         raise no_such_kind(error, key="round.codec") from None
     return Access(bucket, master=signer, largest_upload=largest), files

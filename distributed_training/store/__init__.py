@@ -1,1 +1,1 @@
-"""The object store: client, resumable multipart, uploader, upload rules, cleanup, downloads."""
+"""The object store: its kinds, and uploads and downloads that continue after a kill."""

@@ -100,4 +100,4 @@ class DeadlineError(StoreError):
 
 
 class StoppedError(StoreError):
-    """The operation was ended on request; a journal keeps its progress."""
+    """The operation was ended on request; what the store holds of it stays."""

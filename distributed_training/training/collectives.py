@@ -192,7 +192,8 @@ class RowStream:
     def whole(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """Gather whole vectors on every rank, from this rank's ``rows`` of each in host memory.
 
-        One message carries all, between the ranks of a copy: use it only for small vectors.
+        One message carries all, between the ranks of a copy: use it only for small tensors, such as
+        vectors and the narrow matrices of adapters.
         """
         if not rows:
             return []

@@ -31,7 +31,13 @@ from distributed_training.protocol.types import Schema, Sign
 from distributed_training.store.base import ObjectInfo, ObjectStore, put_once
 from distributed_training.store.bucket_reader import MOST_BYTES
 from distributed_training.store.errors import IntegrityError, StoreError, TakenError
-from distributed_training.store.transfer import Retry, deadline_in, sweep_uploads, upload_all
+from distributed_training.store.transfer import (
+    PART,
+    Retry,
+    deadline_in,
+    sweep_uploads,
+    upload_all,
+)
 from distributed_training.training.model import parameter_schema, without_extras
 from distributed_training.training.weights import GlobalState
 from distributed_training.validator.global_state import GlobalStateError
@@ -327,8 +333,9 @@ class OuterSteps:
                 lines.counted(len(sound), "object"),
             )
         if files:
-            for key, _ in files:  # what is damaged may keep its etag, and would pass for sent
-                self._retry(self._store.delete, key)
+            for key, path in files:
+                if path.stat().st_size > PART:  # with its etag it would pass for sent, if damaged
+                    self._retry(self._store.delete, key)
             upload_all(self._store, files, until=deadline_in(_PUBLICATION))
             self._sent_at |= {key: now for key, path in files if path.stat().st_size > SMALL}
         for one in reversed(signed):

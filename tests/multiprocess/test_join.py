@@ -348,7 +348,7 @@ def test_an_invitation_is_three_lines_where_the_file_names_the_software(
     capsys.readouterr()
     join, start = lines()
     assert re.fullmatch(r"dt-join \S+#\S+", join) and start == "dt-miner"
-    software = "git+https://example.org/miner@v0.3.0"
+    software = "https://example.org/miner-0.3.0.whl[lora]"
     text = lab.file.read_text()
     lab.file.write_text(f'software = "{software}"\n{text}')
     assert network_command.main(["sign", str(lab.file), "--at", "40"]) == 0

@@ -28,8 +28,10 @@ from distributed_training.founding_checks import begin_adapters, pin_weights
 from distributed_training.network import TrainedShape
 from distributed_training.node.published import list_files
 from distributed_training.protocol import keys
+from distributed_training.protocol.growth import file_bytes, largest_upload
 from distributed_training.protocol.metadata import with_rules
 from distributed_training.protocol.types import Progress
+from distributed_training.protocol.update_file import largest_file
 from distributed_training.scoring.evaluator import EvaluationModel
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import Layout, open_stream
@@ -385,6 +387,13 @@ def test_disk_and_host_memory_are_those_of_the_adapters() -> None:
     assert disk_space(shape, keep_checkpoints=2) < 130 * trained
     way = Arrangement(1, 1, 32, offload_optimizer=True)
     assert host_memory(shape, way) < 60 * trained and device_memory(shape, way) > 0
+
+
+@pytest.mark.parametrize("r", [33, 64, 255])
+def test_a_registry_takes_the_uploads_of_any_rank(r: int) -> None:
+    schema = [("a", (r, 4096)), ("b", (4096, r))]
+    body = largest_file(schema, "4-bit") - largest_file([("a", (1,)), ("b", (1,))], "4-bit")
+    assert file_bytes(8192 * r) < body < largest_upload(8192 * r, "4-bit")
 
 
 def test_the_rules_reach_a_script(world: MemberWorld) -> None:
