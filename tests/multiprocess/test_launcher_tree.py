@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from distributed_training.common.ports import free_ports
+from distributed_training.common.processes import command_of
 from distributed_training.miner.run_folder import listening_ranks
 from distributed_training.telemetry.facts import Launch
 from distributed_training.telemetry.run_state import read_launcher
@@ -147,7 +148,7 @@ def importing(run: Launched, ranks: int) -> list[psutil.Process]:
     wait_for(lambda: all(mark.exists() for mark in marks), "the imports")
     for mark in marks:
         mark.unlink()
-    found = [p for p in run.tree.processes() if "rank_group" in " ".join(p.cmdline())]
+    found = [p for p in run.tree.processes() if "rank_group" in command_of(p)]
     assert len(found) == ranks
     return sorted(found, key=lambda process: process.pid)
 
@@ -199,7 +200,7 @@ def test_nothing_outlives_a_killed_launcher_and_its_ranks_save(
     if moment != "importing":
         wait_for(lambda: (first.folder / "saved").exists(), "the ranks' own stop")
     wait_for(
-        lambda: not [p for p in first.tree.processes() if "rank_group" in " ".join(p.cmdline())],
+        lambda: not [p for p in first.tree.processes() if "rank_group" in command_of(p)],
         "the end of the ranks",
     )
     for file in (first.importing, first.folder / "ready-0"):
