@@ -72,7 +72,7 @@ def without_secrets(
 
 _POLL_SECONDS = 0.05
 _KILL_SECONDS = 5.0  # that the kernel has to end a process that was killed
-_SETTLE = timedelta(seconds=2)  # that what a leader started has to end after it
+SETTLE = timedelta(seconds=2)  # that what a leader started, such as p2pd, has to end after it
 #: Exit status of a child that another start could not help.
 SETTINGS_REFUSED = 2
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=1), timedelta(minutes=1)  # before another start
@@ -134,7 +134,7 @@ def end_sessions(leaders: Collection[int], *, settle: timedelta, grace: timedelt
     """
     _wait_for_end(leaders, settle, lambda process: process.pid in leaders)
     # What knows nothing of its leader's end would hold the next start for a minute.
-    _wait_for_end(leaders, min(settle, _SETTLE))
+    _wait_for_end(leaders, min(settle, SETTLE))
     # Named before they are ended: afterwards there is no command line to read.
     commands = [f"{process.pid} {command_of(process)}" for process in members(leaders)]
     steps = [(signal.SIGTERM, grace)] if grace else []

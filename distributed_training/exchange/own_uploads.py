@@ -66,7 +66,7 @@ class OwnUploads:
     def __init__(self, store: ObjectStore, folder: Path, uid: int) -> None:
         self._store = store
         self._folder = folder
-        self._uid = uid
+        self._uid, self._prefix = uid, f"uploads/{uid}/"
         folder.mkdir(parents=True, exist_ok=True)
 
     def path(self, outer_step: int, serial: int) -> Path:
@@ -118,7 +118,7 @@ class OwnUploads:
                 took = time.monotonic() - began
                 self._sweep()
                 with contextlib.suppress(StoreError):  # else the validator does, or the next close
-                    for info in self._store.list_objects(f"uploads/{self._uid}/"):
+                    for info in self._store.list_objects(self._prefix):
                         past = keys.parse_upload_key(info.key)
                         if past is not None and past[1] < close.outer_step:
                             self._store.delete(info.key)
@@ -224,7 +224,7 @@ class OwnUploads:
         """Abort our uploads in parts that nobody continues: no sending of ours is under way now."""
         sweep_uploads(
             self._store,
-            prefix=f"uploads/{self._uid}/",
+            prefix=self._prefix,
             is_stuck=lambda one: bool(keys.parse_upload_key(one.key)) or one.age >= STUCK_AGE,
         )
 

@@ -190,7 +190,7 @@ class _Trial:
 
     @property
     def done(self) -> bool:
-        """Whether all rounds are over, and the members have had time for the last update."""
+        """Return whether all rounds are over, and the members have had time for the last update."""
         waited = time.monotonic() - self.reached_at > _PATIENCE.total_seconds()
         applied = all(state.outer_step >= self.reached for _, state in self.members.values())
         return self.reached >= self.options.rounds and (applied or waited)

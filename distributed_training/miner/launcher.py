@@ -35,6 +35,7 @@ from distributed_training.chain.identity import require_hotkey
 from distributed_training.common.backoff import Backoff, Throttle
 from distributed_training.common.files import write_bytes
 from distributed_training.common.processes import (
+    SETTLE,
     end_sessions,
     limit_resources,
     members,
@@ -85,8 +86,6 @@ log = logging.getLogger(__name__)
 
 #: From SIGTERM to SIGKILL, and the most that the kernel then has. pm2's kill_timeout covers both.
 TERMINATE_GRACE = timedelta(seconds=5)
-#: How long p2pd has to end after its parent, and the others to be gone.
-SETTLE = timedelta(seconds=2)
 #: Rank 0 has ended as it wanted but others run on: they hang in a collective nobody will complete.
 LINGER = timedelta(seconds=15)
 #: In a row; ranks that then ran for STEADY count as healthy again.

@@ -38,6 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from distributed_training.protocol.types import RankFailedError
+from distributed_training.protocol.update_file import rows_and_columns
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +117,14 @@ class ParameterShard:
     def mesh(self) -> DeviceMesh | None:
         """The ranks that the rows lie over; None: only this rank has them."""
         return self.dtensor.device_mesh if isinstance(self.dtensor, DTensor) else None
+
+    @property
+    def is_one_row(self) -> bool:
+        """True if all of the parameter is one row of a file, which the ranks encode together.
+
+        Such a parameter is copied and gathered at the boundary itself, all others afterwards.
+        """
+        return rows_and_columns(self.shape)[0] == 1
 
     def empty_rows(self) -> Tensor:
         """Return a new host tensor for this rank's rows."""

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from distributed_training.common.files import atomic_file
-from distributed_training.protocol.update_file import rows_and_columns
 
 from .collectives import ParameterShard, Piece, enter_thread, fill_host, queued
 
@@ -180,8 +179,8 @@ class BoundaryCopier:
             self.wait()
             made = BoundaryCopies([shard.empty_rows() for shard in self._shards], {})
             pairs = [(s.local, into) for s, into in zip(self._shards, made.weights, strict=True)]
-            # What is one row of a file the ranks encode together, at this boundary.
-            first = [rows_and_columns(shard.shape)[0] == 1 for shard in self._shards]
+            # The ranks encode these together, at this boundary.
+            first = [shard.is_one_row for shard in self._shards]
             fill_host([pair for pair, now in zip(pairs, first, strict=True) if now])
             pairs = [pair for pair, now in zip(pairs, first, strict=True) if not now]
             self._released = released = threading.Event()

@@ -137,7 +137,7 @@ class HeldWeights(ABC):
 
     @property
     def _progress(self) -> dict[str, int]:
-        """What a state says of the place in training."""
+        """Return what a state says of the place in training."""
         return {name: getattr(self, name) for name in _PROGRESS}
 
     def _load_progress(self, state: Mapping[str, Any]) -> None:

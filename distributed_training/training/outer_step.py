@@ -43,7 +43,6 @@ from distributed_training.protocol.update_file import (
     digest_rows_of,
     digest_weights,
     finish,
-    rows_and_columns,
     write_rows,
 )
 
@@ -148,10 +147,7 @@ class OuterStep:
         self._prepared: _Prepared | None = None
         self._drop_overlap = drop_overlap
         self._schema = [(shard.name, shard.shape) for shard in self._shards]
-        # One row of a file: no rank encodes its part of it alone.
-        self._vectors = [
-            i for i, shard in enumerate(self._shards) if rows_and_columns(shard.shape)[0] == 1
-        ]
+        self._vectors = [i for i, shard in enumerate(self._shards) if shard.is_one_row]
         self.residual: list[Tensor] | None = None  # None: nothing was lost yet
         self.start = ""  # digest of the epoch-start weights, hex
         self.serial: int | None = None  # of the close that ``_written`` was uploaded for

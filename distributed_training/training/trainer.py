@@ -372,7 +372,7 @@ class Trainer(HeldWeights):
 
     @property
     def _predictions(self) -> int:
-        """By how many predictions each rank divides its loss before it is known how many it has.
+        """Return by how many predictions a rank divides its loss, before it knows how many it has.
 
         FSDP divides by the world size; a rank's share of the mean is therefore its own mean.
         """

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from distributed_training.common.ports import free_ports
-from distributed_training.common.processes import is_running, kill_tree
-from distributed_training.miner.launcher import SETTLE, TERMINATE_GRACE
+from distributed_training.common.processes import SETTLE, is_running, kill_tree
+from distributed_training.miner.launcher import TERMINATE_GRACE
 from distributed_training.miner.run_folder import launcher_of
 from distributed_training.telemetry import read_events
 from tests.tools.pm2 import (

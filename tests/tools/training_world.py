@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 
 from distributed_training.common.llama import llama_config
 from distributed_training.config.settings import TrainingSettings
+from distributed_training.protocol import keys
 from distributed_training.protocol.types import Progress
 from distributed_training.training.checkpoint import Checkpointer
-from distributed_training.training.collectives import Layout
+from distributed_training.training.collectives import Layout, open_stream
 from distributed_training.training.copies import BackgroundWrite
+from distributed_training.training.pretrained import write_frozen
+from distributed_training.training.script_weights import STREAM_TIMEOUT, ScriptWeights
 from distributed_training.training.trainer import Trainer
 
 SEQUENCE = 32
@@ -144,3 +148,27 @@ def evaluate(made: Trainer, batches: torch.Tensor) -> float:
             value = float(made.sharded.root(batches[index : index + 1].to(made.device))[0])
         total += value if index == i + made.rank else 0.0
     return made.stream.sum([total])[0] / (len(batches) * (batches.shape[1] - 1))
+
+
+def frozen_file(folder: Path, model: Mapping[str, Any]) -> Path:
+    """The frozen tensors that a network of ``model`` publishes."""
+    write_frozen(folder / keys.FROZEN, model, None)
+    return folder / keys.FROZEN
+
+
+def joined(
+    model: nn.Module,
+    folder: Path,
+    config: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer | None = None,
+) -> ScriptWeights:
+    """A script's ``model`` in a network of ``config`` with frozen tensors."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return ScriptWeights(
+        model,
+        [optimizer or torch.optim.AdamW(trained, lr=3e-3)],
+        settings=SETTINGS,
+        model_config=config,
+        stream=open_stream(Layout(), STREAM_TIMEOUT),
+        frozen=frozen_file(folder, config),
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from distributed_training.protocol.metadata import with_rules
 from distributed_training.protocol.types import Base, Progress, Update
 from distributed_training.scoring.evaluator import EvaluationModel
 from distributed_training.training.checkpoint import Checkpointer
-from distributed_training.training.collectives import Layout, open_stream
 from distributed_training.training.frozen import FrozenTensorError, FrozenTensors
 from distributed_training.training.model import (
     UnfitModelError,
@@ -29,16 +28,15 @@ from distributed_training.training.model import (
     parameter_schema,
     schema_of,
 )
-from distributed_training.training.pretrained import write_frozen
-from distributed_training.training.script_weights import STREAM_TIMEOUT, ScriptWeights
 from tests.tools.member_world import MemberWorld, batch, played
 from tests.tools.member_world import script_model as built
 from tests.tools.network import ALICE
 from tests.tools.outer_steps import header
 from tests.tools.store_leader import Leader
 from tests.tools.training_world import (
-    SETTINGS,
     finished,
+    frozen_file,
+    joined,
     same,
     save_checkpoint,
     sequences,
@@ -53,12 +51,6 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("process_group")
 LAYERS = ["model.layers.*", "model.norm.weight", "lm_head.weight"]
 PART: dict[str, Any] = with_rules(tiny(), None, LAYERS)
 EMBEDDINGS = "model.embed_tokens.weight"
-
-
-def frozen_file(folder: Path, model: Mapping[str, Any] = PART) -> Path:
-    path = folder / keys.FROZEN
-    write_frozen(path, model, None)
-    return path
 
 
 # --- what a file may say ------------------------------------------------------------------------
@@ -93,7 +85,7 @@ def test_a_rule_that_does_not_fit_the_model_is_refused(
 
 
 def test_a_trainer_moves_only_what_is_trained_and_resumes_to_the_bit(tmp_path: Path) -> None:
-    file = frozen_file(tmp_path)
+    file = frozen_file(tmp_path, PART)
     made = trainer(model=PART, frozen=file, wrap="block")
     held = made.sharded.frozen[0].local.clone()
     (published,) = initial_weights(PART, seed=0, frozen=True)
@@ -145,7 +137,7 @@ def test_a_checksum_notices_one_bit_an_exchange_and_a_scalar(dtype: torch.dtype)
 
 
 def test_a_miner_whose_frozen_tensor_changed_uploads_nothing(tmp_path: Path) -> None:
-    made = trainer(model=PART, frozen=frozen_file(tmp_path))
+    made = trainer(model=PART, frozen=frozen_file(tmp_path, PART))
     train(made, 0, 1)
     path = tmp_path / "upload.safetensors"
     finished(made.write_upload(path, header("upload", 0), sign=ALICE.sign))
@@ -167,7 +159,7 @@ def test_the_judge_computes_with_the_frozen_tensors(tmp_path: Path) -> None:
     device, ids = torch.device("cpu"), batch(1)
     plain = EvaluationModel(model_config=tiny(), device=device)
     plain.load(whole)
-    judge = EvaluationModel(model_config=PART, device=device, frozen=frozen_file(tmp_path))
+    judge = EvaluationModel(model_config=PART, device=device, frozen=frozen_file(tmp_path, PART))
     judge.load(part)
     assert judge.loss(ids) == plain.loss(ids)
     assert same(judge.state(), part)
@@ -188,14 +180,7 @@ def test_tied_shared_and_scalar_tensors_of_another_kind_of_model(tmp_path: Path)
     torch.manual_seed(5)
     model: Any = ToyModel()
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.03)
-    weights = ScriptWeights(
-        model,
-        [optimizer],
-        settings=SETTINGS,
-        model_config=TOY,
-        stream=open_stream(Layout(), STREAM_TIMEOUT),
-        frozen=frozen_file(tmp_path, TOY),
-    )
+    weights = joined(model, tmp_path, TOY, optimizer)
     weights.load_global(tmp_path / "bucket" / "outer/0" / keys.MODEL, 0)
     names = dict(model.named_parameters())
     assert same([names[name].data for name, _ in schema], leader.state.weights)
@@ -265,14 +250,7 @@ def test_a_script_with_another_model_is_refused_by_the_first_tensor(
     trained = [p for p in model.parameters() if p.requires_grad]
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(ValueError, match=line) as refused:
-        ScriptWeights(
-            model,
-            [torch.optim.SGD(trained, lr=0.1)],
-            settings=SETTINGS,
-            model_config=TOY,
-            stream=open_stream(Layout(), STREAM_TIMEOUT),
-            frozen=frozen_file(tmp_path, TOY),
-        )
+        joined(model, tmp_path, TOY, torch.optim.SGD(trained, lr=0.1))
     assert "\n" not in str(refused.value) and "nothing was joined" in str(refused.value)
     assert same(before, [p.detach() for p in model.parameters()])
 
@@ -281,14 +259,7 @@ def test_a_buffer_that_training_changes_is_named_at_the_close(tmp_path: Path) ->
     model: Any = ToyModel()
     model.norm = nn.BatchNorm1d(8, affine=False)
     trained = [p for p in model.parameters() if p.requires_grad]
-    weights = ScriptWeights(
-        model,
-        [torch.optim.SGD(trained, lr=0.1)],
-        settings=SETTINGS,
-        model_config=TOY,
-        stream=open_stream(Layout(), STREAM_TIMEOUT),
-        frozen=frozen_file(tmp_path, TOY),
-    )
+    weights = joined(model, tmp_path, TOY, torch.optim.SGD(trained, lr=0.1))
     weights.begin_epoch(0)
     model.norm(torch.randn(4, 8))
     with pytest.raises(FrozenTensorError, match=r"^norm\.running_mean is not trained .* BatchNorm"):
@@ -299,7 +270,7 @@ def test_a_buffer_that_training_changes_is_named_at_the_close(tmp_path: Path) ->
 def world(tmp_path: Path) -> Iterator[MemberWorld]:
     """A network whose embeddings are frozen, as published in the member's run folder."""
     (source := tmp_path / "base").mkdir()
-    frozen_file(source)
+    frozen_file(source, PART)
     published = tmp_path / "run" / "published"
     published.mkdir(parents=True)
     rules = {

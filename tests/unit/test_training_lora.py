@@ -34,7 +34,6 @@ from distributed_training.protocol.types import Progress
 from distributed_training.protocol.update_file import largest_file
 from distributed_training.scoring.evaluator import EvaluationModel
 from distributed_training.training.checkpoint import Checkpointer
-from distributed_training.training.collectives import Layout, open_stream
 from distributed_training.training.copies import write_safetensors
 from distributed_training.training.frozen import FrozenTensorError
 from distributed_training.training.lora import peft_config, read_rules
@@ -47,13 +46,14 @@ from distributed_training.training.model import (
     schema_of,
 )
 from distributed_training.training.pretrained import WeightsError, read_weights, write_frozen
-from distributed_training.training.script_weights import STREAM_TIMEOUT, ScriptWeights
+from distributed_training.training.script_weights import ScriptWeights
 from tests.tools.member_world import MemberWorld, batch, played, script_model
 from tests.tools.network import ALICE
 from tests.tools.outer_steps import header
 from tests.tools.training_world import (
-    SETTINGS,
     finished,
+    frozen_file,
+    joined,
     same,
     save_checkpoint,
     tiny,
@@ -71,29 +71,12 @@ def lora(**changes: Any) -> dict[str, Any]:
     return with_rules(BASE, "lora", None, rules)
 
 
-def frozen_file(folder: Path, model: dict[str, Any]) -> Path:
-    write_frozen(folder / keys.FROZEN, model, None)
-    return folder / keys.FROZEN
-
-
 def peft_model(*, seed: int = 3, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """Return a script's model, as PEFT makes it."""
     known: dict[str, Any] = {
         "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"],
     }  # fmt: skip
     return get_peft_model(script_model(BASE, seed).to(dtype), LoraConfig(**known | changes))  # type: ignore[arg-type]
-
-
-def joined(model: nn.Module, folder: Path, config: dict[str, Any]) -> ScriptWeights:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return ScriptWeights(
-        model,
-        [torch.optim.AdamW(trained, lr=3e-3)],
-        settings=SETTINGS,
-        model_config=config,
-        stream=open_stream(Layout(), STREAM_TIMEOUT),
-        frozen=frozen_file(folder, config),
-    )
 
 
 # --- rules --------------------------------------------------------------------------------------
