@@ -23,7 +23,7 @@ from typing import Any
 from distributed_training import NO_HELP
 from distributed_training.common.files import read_json_object
 from distributed_training.common.gpus import CARDS, PRICED, Card
-from distributed_training.common.kinds import UnknownKindError
+from distributed_training.common.kinds import PluginError, UnknownKindError, import_plugins
 from distributed_training.common.llama import named_config
 from distributed_training.common.memory import (
     MARGIN,
@@ -240,7 +240,9 @@ def _rules_of(options: argparse.Namespace) -> tuple[Any, ModelShape, str]:
         given, count = options.network, rules.network.head.parameters
     else:
         given, count = f"--model {options.model}", None
-        rules = SimpleNamespace(training=TrainingSettings(), miner=MinerSettings())
+        rules = SimpleNamespace(
+            training=TrainingSettings(), miner=MinerSettings(codec=options.codec)
+        )
     try:
         if options.network is None:
             like = _like(options)
@@ -277,6 +279,10 @@ def build_parser() -> Parser:
     add("--peers", type=ranged(1, 4096), default=4, metavar="N", help="members, all alike [4]")
     of_new = "how a new network exchanges; with --model [store]"
     add("--exchange", choices=("store", "hivemind"), default="store", help=of_new)
+    of_codec = "codec of a new network's uploads; with --model [4-bit]"
+    add("--codec", type=argument(Text), default="4-bit", metavar="NAME", help=of_codec)
+    own = "your own modules to import first [none]"
+    add("--plugins", nargs="+", default=[], metavar="MODULE", help=own)
     speed = f"tokens per second of a member [{_MFU * 100:.0f} %% of the GPUs' peak]"
     add("--speed", type=number, metavar="N", help=speed)
     price = f"price of a GPU for an hour [the card's, of {PRICED}]"
@@ -290,9 +296,12 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = build_parser().parse_args(argv)
+        import_plugins(options.plugins)
         plan = figures(options)
     except ConfigError as error:
         return exit_with(error)
+    except PluginError as error:
+        return exit_with(ConfigError(f"--plugins: {error}"))
     except UnknownKindError as error:
         return exit_with(no_such_kind(error, key="round.codec", done="planned"))
     if options.json:

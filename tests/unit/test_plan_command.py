@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from distributed_training.common import kinds
 from distributed_training.common.gpus import CARDS
 from distributed_training.common.llama import named_config
 from distributed_training.common.memory import ModelShape
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.plan_command import main
+from distributed_training.protocol.codecs import CODECS
 from tests.tools.network import network_file
 
 pytestmark = pytest.mark.timeout(60)
@@ -68,6 +71,24 @@ def test_a_plan_goes_by_the_networks_file(
     assert found["sent"] < 0.6 * found["received"]  # 2 bits per value in place of 4
     slow = plan(capsys, "--network", file, "--gpu", "4090", "--link", "0.5")
     assert not slow["in_time"]
+
+
+def test_a_plan_with_a_codec_from_a_plug_in(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    monkeypatch.delitem(sys.modules, "sparse_codec", raising=False)
+    monkeypatch.setattr(kinds, "_imported", [])
+    monkeypatch.setattr(CODECS, "_made", dict(CODECS._made))
+    usual = plan(capsys, *GIVEN)
+    with monkeypatch.context() as imported:
+        imported.setattr(CODECS, "_made", dict(CODECS._made))
+        sparse = plan(capsys, *GIVEN, "--codec", "sparse", "--plugins", "sparse_codec")
+    assert sparse["sent"] < 0.06 * usual["sent"]
+    assert sparse["received"] == usual["received"]  # the update has the codec of the network
+    for words in (["--codec", "sparse"], ["--plugins", "nothing_there"]):
+        assert main([*GIVEN, *words]) == 2
+        assert words[-1] in capsys.readouterr().err
 
 
 def test_the_formulas_of_the_documents_are_those_of_the_plan(
