@@ -4,7 +4,6 @@
     dt-status FOLDER...              those of these run folders, a row each if there are several
     dt-status --watch                again every 2 s; into a pipe or file: a line for each change
     dt-status --json                 one object a miner and line, for programs
-    dt-status --csv                  its past by the hour, as far as events.jsonl goes back
 
 Only files of the run folder are read, so it needs no port, works over ssh and under any load, and
 also while no miner runs. Exit status, of several miners the first that holds for one:
@@ -21,14 +20,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -46,24 +44,13 @@ from distributed_training.config.schema import read_settings
 from distributed_training.config.types import File
 from distributed_training.protocol.network_report import span
 from distributed_training.protocol.types import ExitStatus
-from distributed_training.telemetry.events import finite, read_events
 from distributed_training.telemetry.neuron_state import NeuronState
 from distributed_training.telemetry.run_state import LAUNCHER_FILE, is_run_folder, observe
-from distributed_training.telemetry.verdict import MUST_ACT, NOT_RUNNING, Verdict, judge
+from distributed_training.telemetry.verdict import MUST_ACT, NOT_RUNNING, judge
 
 _SAME = 1.0  # seconds between a step's event and its fact
 _EVERY = 2.0  # seconds between two looks of --watch
 _TAIL = 2**20  # bytes of events, hours of inner steps
-_HOUR = 3600
-_LAST_TIME = 4e9  # Unix seconds; a later one was written by a clock that was wrong
-_LARGEST = 1e18  # of a figure in an event
-#: Of an hour in which no verdict followed such an event.
-_VERDICTS = {
-    "starting": Verdict.STARTING.value,
-    "refused": Verdict.CANNOT_START.value,
-    "stop": Verdict.STOPPED.value,
-}
-_COLUMNS = ("time", "miner", "verdict", "uploads", "rounds", "loss", "tokens")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,15 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("folders", nargs="*", type=argument(File), metavar="FOLDER")
     parser.add_argument("--watch", action="store_true", help="again every 2 s")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="for programs")
-    form.add_argument("--csv", action="store_true", help="the past by the hour")
+    parser.add_argument("--json", action="store_true", help="for programs")
     try:
         options = parser.parse_args(argv)
         folders = [require_run_folder(folder) for folder in options.folders] or find_own()
-        if options.csv:
-            write_history(folders)
-            return ExitStatus.STOPPED
         return show(folders, as_json=options.json, watch=options.watch)
     except ConfigError as error:
         return exit_with(error)
@@ -324,68 +306,6 @@ def when(at: float, now: float) -> str:
 def printable(text: str) -> str:
     """Return ``text`` without what a terminal would obey: parts of it came from the outside."""
     return "".join(c if c.isprintable() else "?" for c in text)
-
-
-# --- the past ------------------------------------------------------------------------------------
-
-
-def write_history(folders: Sequence[Path]) -> None:
-    """Print a line for each hour of each miner in which it wrote events."""
-    out = csv.writer(sys.stdout, lineterminator="\n")
-    out.writerow(_COLUMNS)
-    for folder in folders:
-        for row in hours_of(folder):
-            out.writerow(row)
-
-
-def hours_of(folder: Path) -> list[tuple[Any, ...]]:
-    """Return the rows of :data:`_COLUMNS`, oldest first; the loss is the mean of the hour."""
-    hours: dict[int, _Hour] = {}
-    for event in read_events(folder / "events.jsonl"):
-        at = finite(event.get("time"))
-        if at is not None and 0 < at < _LAST_TIME:
-            hours.setdefault(int(at // _HOUR), _Hour()).add(event)
-    name = folder.absolute().name
-    return [
-        (datetime.fromtimestamp(hour * _HOUR, UTC).isoformat(), name, *hours[hour].figures())
-        for hour in sorted(hours)
-    ]
-
-
-@dataclass
-class _Hour:
-    """Sum up the events of one hour."""
-
-    verdict: str = ""
-    uploads: int = 0
-    rounds: int = 0
-    steps: int = 0
-    loss: float = 0.0
-    tokens: int = 0
-
-    def add(self, event: Mapping[str, Any]) -> None:
-        """Add one event; fields of another type, from a damaged line, change nothing."""
-        kind = event.get("kind")
-        self.uploads += kind == "publication" and event.get("ok") is True
-        self.rounds += kind == "round" and event.get("ok") is True
-        self.tokens += int(_number(event, "tokens") or 0)
-        if kind == "verdict":
-            self.verdict = str(event.get("verdict"))
-        elif kind in _VERDICTS:
-            self.verdict = _VERDICTS[kind]
-        elif kind == "step" and not event.get("skipped"):
-            loss = _number(event, "loss")
-            if loss is not None:
-                self.steps, self.loss = self.steps + 1, self.loss + loss
-
-    def figures(self) -> tuple[Any, ...]:
-        loss = f"{self.loss / self.steps:.4f}" if self.steps else ""
-        return printable(self.verdict), self.uploads, self.rounds, loss, self.tokens
-
-
-def _number(event: Mapping[str, Any], name: str) -> float | None:
-    value = finite(event.get(name))
-    return None if value is None or abs(value) > _LARGEST else value
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import sys
@@ -139,36 +138,6 @@ def test_status_watch_prints_each_change(
         assert "stopped miner: stopped: it was stopped (signal SIGINT)" in second
 
 
-def test_the_past_is_a_table_by_the_hour(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hour = 1_790_000_000 // 3600 * 3600
-    events: list[dict[str, Any]] = [
-        {"time": hour + 1, "kind": "step", "loss": 2.0, "tokens": 100},
-        {"time": hour + 2, "kind": "step", "loss": 3.0, "tokens": 50},
-        {"time": hour + 2, "kind": "step", "loss": None, "tokens": 7, "skipped": True},
-        {"time": hour + 3, "kind": "verdict", "verdict": "refused"},
-        {"time": hour + 4, "kind": "publication", "ok": True},
-        {"time": hour + 5, "kind": "publication", "ok": False},
-        {"time": hour + 6, "kind": "round", "ok": True},
-        {"time": hour + 3601, "kind": "refused", "text": "the disk"},
-        {"time": hour - 10, "kind": "stop"},  # the clock was set
-        {"time": 1e300, "kind": "stop"},
-    ]
-    text = "".join(json.dumps(event) + "\n" for event in events) + '{"time": 1, "kin'
-    (tmp_path / "events.jsonl").write_text(text)
-    assert status.main([str(tmp_path), "--csv"]) == 0
-    head, *rows = csv.reader(capsys.readouterr().out.splitlines())
-    assert head == list(status._COLUMNS)
-    name = tmp_path.name
-    assert [row[1:] for row in rows] == [
-        [name, "stopped", "0", "0", "", "0"],
-        [name, "refused", "1", "1", "2.5000", "157"],
-        [name, "cannot start", "0", "0", "", "0"],
-    ]
-    assert rows[1][0].endswith(":00:00+00:00") and rows == sorted(rows)
-
-
 def test_a_folder_of_no_miner_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -269,8 +238,6 @@ def test_no_folder_content_and_no_clock_ends_a_reader(
         json.dumps(row, allow_nan=False)
         for shown in (status.text_of(row), status.table_of([row, row]), status.line_of(row)):
             assert all(c.isprintable() or c == "\n" for c in shown)
-        for line in status.hours_of(miner):
-            assert len(line) == 7
     finally:
         for path, content in zip(files, before, strict=True):
             path.unlink(missing_ok=True)
