@@ -35,7 +35,6 @@ from distributed_training.telemetry.neuron_state import NeuronState
 from distributed_training.telemetry.page import PageProcess
 from distributed_training.telemetry.page import __main__ as served_page
 from distributed_training.telemetry.run_state import LAUNCHER_FILE
-from tests.tools.chain_world import answers
 from tests.tools.page import TOKEN, Page, served
 from tests.tools.waiting import wait_for
 
@@ -321,34 +320,23 @@ def test_a_defect_is_a_500_and_one_line(
 
 
 def test_a_second_page_of_a_folder_waits_for_the_end_of_the_first(
-    page: Page, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A launcher's page waits in the same way while the miner serves its own."""
-    shown = [Path(name) for name in httpx.get(page.url + "folders", timeout=60).json()]
-    assert served_page._is_shown("127.0.0.1", port(page), shown, "")
-    assert not served_page._is_shown("127.0.0.1", port(page), [*shown, tmp_path], "")
     lines: list[str] = []
     taken = listen("127.0.0.1", 0)
     address = taken.getsockname()[1]
-    monkeypatch.setattr(served_page, "_is_shown", lambda *_: True)
     monkeypatch.setattr(served_page.time, "sleep", lambda _: taken.close())
     monkeypatch.setattr(
         served_page, "server", lambda *_, **__: SimpleNamespace(run=lambda **_: None)
     )
     monkeypatch.setattr(served_page.os, "nice", print)
     ended = served_page.serve(
-        shown, host="127.0.0.1", port=address, send_line=lambda text, level: lines.append(text)
+        [tmp_path], host="127.0.0.1", port=address, send_line=lambda text, level: lines.append(text)
     )
-    assert ended == 0 and lines == [
-        f"page: http://127.0.0.1:{address}/ is served already",
-        f"page: http://127.0.0.1:{address}/",
-    ]
-
-
-@pytest.mark.parametrize("answer", [b"[" * 100_000, b'"x"', b"\xff", b"[[]]", b"3"])
-def test_another_program_at_its_address_ends_no_page(answer: bytes, tmp_path: Path) -> None:
-    with answers(lambda request: (200, answer)) as other:
-        assert not served_page._is_shown("127.0.0.1", other, [tmp_path], "")
+    waits, serves = lines
+    assert ended == 0 and serves == f"page: http://127.0.0.1:{address}/"
+    assert "is taken (Address already in use)" in waits and "give another --neuron.page_" in waits
 
 
 def test_the_page_of_a_miner_holds_no_secret_but_its_token(tmp_path: Path) -> None:
@@ -364,16 +352,10 @@ def test_the_page_of_a_miner_holds_no_secret_but_its_token(tmp_path: Path) -> No
             assert page.stdout.readline() == f"page: http://127.0.0.1:{port}/\n"
             held = Path(f"/proc/{page.pid}/environ").read_text()
             assert TOKEN in held and "5ecret" not in held
-            url = f"http://127.0.0.1:{port}/folders"
+            url = f"http://127.0.0.1:{port}/history"
             assert httpx.get(url, timeout=60).status_code == 401
             told = httpx.get(url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=60)
-            assert told.json() == [str(tmp_path / "later")]
-            # Another page asks with a proof that opens only this question, and is not the token.
-            assert served_page._is_shown("127.0.0.1", port, [tmp_path / "later"], TOKEN)
-            proof = {"authorization": f"Bearer {served_page._proof(TOKEN)}"}
-            assert TOKEN not in str(proof)
-            history = url.replace("folders", "history")
-            assert httpx.get(history, headers=proof, timeout=60).status_code == 401
+            assert [one["name"] for one in told.json()["neurons"]] == ["later"]
         finally:
             page.terminate()
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import errno
 import hmac
-import http.client
 import ipaddress
 import json
 import logging
@@ -60,7 +59,6 @@ _NICENESS = 10  # training goes first
 _CONNECTIONS = 256  # fewer than the usual limit of open files, 1024
 _PATIENCE = 10.0  # seconds for a request, and for a client to read on
 _TAKE_OVER_SECONDS = 1.0  # between two looks whether the page before is gone
-_LONGEST_ANSWER = 2**20
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _HOST = re.compile(rb"([A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::([0-9]{1,5}))?")
 _HEADERS = {
@@ -213,11 +211,8 @@ class Guard:
         if self._token:
             header = request.headers.get("authorization", "").removeprefix("Bearer ")
             given = header or request.query_params.get("token") or request.cookies.get("token", "")
-            # Another page asks only for the folders, and does not give its token away for them.
-            proves = request.scope["path"] == "/folders"
-            good = (self._token, *([_proof(self._token)] if proves else []))
             # In constant time: one that stops at the first wrong letter tells how many were right.
-            if any(hmac.compare_digest(given.encode(), each.encode()) for each in good):
+            if hmac.compare_digest(given.encode(), self._token.encode()):
                 return None
             return PlainTextResponse("the token is missing or wrong: open /?token=...\n", 401)
         # The raw bytes decide. Starlette's request.url falls back to the server's own address where
@@ -250,11 +245,6 @@ def application(neurons: Sequence[NeuronState], *, token: str = "") -> ASGIApp:
     async def history(request: Request) -> Response:
         content = data.answer(request.query_params.get("shown", ""))
         return Response(content, media_type="application/json")
-
-    async def folders(request: Request) -> Response:
-        """Return the folders, which another page asks for before it leaves this one its address."""
-        shown = [str(neuron.folder.resolve()) for neuron in neurons]
-        return Response(json.dumps(shown), media_type="application/json")
 
     async def metrics(request: Request) -> Response:
         """Return the metrics; an empty text before the first figures.
@@ -289,7 +279,6 @@ def application(neurons: Sequence[NeuronState], *, token: str = "") -> ASGIApp:
 
     routes = [
         Route("/history", history),
-        Route("/folders", folders),
         Route("/metrics", metrics),
         Mount("/", StaticFiles(directory=_STATIC, html=True)),
     ]
@@ -381,11 +370,15 @@ def serve(
             listener = listen(host, port)
             break
         except OSError as error:
-            # Another program has it, or a VPN whose address it is comes up later.
+            # A VPN whose address it is may come up later.
             waits = waits and error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
-            if waits and not told and _is_shown(host, port, folders, token):
-                send_line(f"page: http://{shown}:{port}/ is served already", logging.INFO)
-            elif not told:
+            if waits and not told:
+                line = (
+                    f"page: {shown}:{port} is taken ({error.strerror}), maybe by this miner's other"
+                    f" page, so this one waits for it: if it is not, give another {flags}port"
+                )
+                send_line(line, logging.INFO)
+            elif not waits:
                 problem = (
                     f"error: the page cannot be served at {shown}:{port} ({error.strerror}), so "
                     f"there is none; training is not affected: give another {flags}port"
@@ -417,25 +410,6 @@ def serve(
     except KeyboardInterrupt:  # uvicorn raises the signal again, of pm2 or Ctrl-C, at its end
         pass
     return ExitStatus.STOPPED
-
-
-def _proof(token: str) -> str:
-    """Return a proof for ``/folders``, and for nothing else, that the sender knows ``token``."""
-    return hmac.new(token.encode(), b"/folders", "sha256").hexdigest()
-
-
-def _is_shown(host: str, port: int, folders: Sequence[Path], token: str) -> bool:
-    """Return whether the program at this address is a page that shows all of ``folders``."""
-    asked = http.client.HTTPConnection(host, port, timeout=_PATIENCE)
-    try:
-        # Whoever has the port gets it: not the token, which shows all of a page.
-        asked.request("GET", "/folders", headers={"authorization": f"Bearer {_proof(token)}"})
-        found = json.loads(asked.getresponse().read(_LONGEST_ANSWER))
-        return {str(folder.resolve()) for folder in folders} <= set(found)
-    except (OSError, ValueError, TypeError, RecursionError, http.client.HTTPException):
-        return False
-    finally:
-        asked.close()
 
 
 def _problem(folders: Sequence[Path], host: str, port: int, token: str, flags: str) -> str | None:
