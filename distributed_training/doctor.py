@@ -18,8 +18,7 @@
 
 Takes every flag of neurons/miner.py, .env and the environment, so its result holds for the miner
 started the same way, which makes the same checks of its machine. Nothing is changed or trained, and
-what is written to a bucket is deleted again. The step time is that of the running miner.
-scripts/diagnose.py is the same. Exit status:
+what is written to a bucket is deleted again. scripts/diagnose.py is the same. Exit status:
 0 nothing failed (warnings are allowed), 1 something failed, 2 a flag is wrong, 130 interrupted.
 """
 
@@ -32,7 +31,6 @@ import logging
 import os
 import shutil
 import socket
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -69,19 +67,14 @@ from distributed_training.health.bundle import find_log, write_bundle
 from distributed_training.health.machine import Examination
 from distributed_training.miner.launcher import ranks_of
 from distributed_training.miner.run_folder import launcher_of, listening_ranks
-from distributed_training.protocol.lines import SLOW_STEP, counted
-from distributed_training.protocol.network_report import span
+from distributed_training.protocol.lines import counted
 from distributed_training.protocol.types import Check, ExitStatus
-from distributed_training.telemetry.events import EventFollower
 from distributed_training.telemetry.notify import Message, deliver
 from distributed_training.telemetry.run_state import observe
 from distributed_training.telemetry.verdict import judge
 
 _MARKS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red"), "skip": ("-", "dim")}
 _WIDTH = 160  # where there is no terminal
-
-# Of a running miner: inner steps that count, and the events that hold them.
-_RECENT_STEPS, _RECENT_BYTES = 50, 1 << 20
 
 
 def examine(examination: Examination) -> list[Check]:
@@ -101,7 +94,6 @@ def examine(examination: Examination) -> list[Check]:
         examination.found += check(examination)  # later checks ask what failed before them
     if why_not:
         examination.found.append(Check("network", "skip", why_not))
-    examination.found += check_step_time(examination)
     return examination.found
 
 
@@ -167,7 +159,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             offline=options.offline,
             uid=options.uid,
             running=bool(processes),
-            step=recent_step(config.run_folder) if processes else None,
             own_ports=frozenset(ports),
         )
         status = report(examine(examination), as_json=options.json)
@@ -307,44 +298,6 @@ def check_verdict(examination: Examination) -> Iterator[Check]:
             "warn" if found.bad else "skip" if found.level == "idle" else "ok"
         )
         yield Check("miner", status, f"{found.verdict}: {found.cause}", found.remedy)
-
-
-def check_step_time(examination: Examination) -> Iterator[Check]:
-    """Compare a running miner's inner step with the warning threshold and the round's period."""
-    config, step = examination.config, examination.step
-    if step is None:
-        if examination.running:
-            finding = "not known: the running miner has made no inner step since its start"
-            yield Check("step time", "skip", finding)
-        return
-    minimum = max(1, config.store.minimum_valid_inner_step)
-    faster = "use a GPU, or lower --neuron.local_batch_size_train"
-    slow = step.total_seconds() > SLOW_STEP
-    text = f"about {step.total_seconds():.1f} s per inner step of the running miner, the median of "
-    text += f"its last {_RECENT_STEPS}"
-    yield Check("step time", "warn" if slow else "ok", text, faster if slow else "")
-    period = config.round_period
-    count = int(period / step)
-    text = f"about {count} in a period of {span(period.total_seconds())}; uploaded is from "
-    yield Check("inner steps", "ok" if count >= minimum else "fail", f"{text}{minimum} on", faster)
-
-
-def recent_step(folder: Path) -> timedelta | None:
-    """Return the time of an inner step of the miner in ``folder``; None before its first."""
-    seconds: list[float] = []
-    with (
-        contextlib.closing(EventFollower(folder / "events.jsonl")) as events,
-        contextlib.suppress(OSError),
-    ):
-        for event in events.history(at_most=_RECENT_BYTES):
-            took = event.get("seconds")
-            if event.get("kind") == "start":
-                seconds = []
-            elif event.get("kind") == "step" and isinstance(took, int | float) and took > 0:
-                seconds.append(took)
-    if not seconds:
-        return None
-    return timedelta(seconds=min(statistics.median(seconds[-_RECENT_STEPS:]), 86400.0))
 
 
 if __name__ == "__main__":

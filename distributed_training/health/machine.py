@@ -14,7 +14,6 @@ import re
 import resource
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -62,9 +61,9 @@ class Examination:
     """A miner as its configuration would start it here, and the findings up to now.
 
     ``model``: a ``config.json``, and where it comes from; by default that of the network's file.
-    ``offline``: nothing is asked of the network. ``running``: a miner of this run folder runs. It
-    listens at ``own_ports``, and its last inner steps took ``step``; None: it has made none since
-    its start. The check of the model sets ``shape``, that of the chain ``uid`` and ``by_chain``.
+    ``offline``: nothing is asked of the network. ``running``: a miner of this run folder runs, and
+    listens at ``own_ports``. The check of the model sets ``shape``, that of the chain ``uid`` and
+    ``by_chain``.
     """
 
     config: Config
@@ -73,7 +72,6 @@ class Examination:
     offline: bool = False
     uid: int | None = None
     running: bool = False
-    step: timedelta | None = None
     own_ports: frozenset[int] = frozenset()
     shape: ModelShape | None = None
     by_chain: Offset | None = None  # of this machine's clock
@@ -139,7 +137,7 @@ def refuse_unknown_kinds(config: Config) -> None:
 def check_torch(examination: Examination) -> Iterator[Check]:
     """Compare the torch build with the driver."""
     name, seen = "torch", visible_gpu_count()
-    if examination.step is not None:  # its import takes seconds from the ranks
+    if examination.running:  # its import takes seconds from the ranks
         yield Check(name, "ok", f"torch {version('torch')}; the running miner trains with it")
         return
     try:
