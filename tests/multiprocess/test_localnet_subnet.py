@@ -219,7 +219,6 @@ class TestCommand:
         assert summary["miners"][1]["scores"]["total"] == 0.5
         self.check_secrets(tmp_path / "run")
         assert "all rounds worked" in text and "2 of 2 outer steps" in text
-        assert (tmp_path / "run" / "loss.png").exists()
         assert (tmp_path / "run" / "summary.txt").read_text() in text
         assert not (tmp_path / "run" / "s3").exists()
         assert (tmp_path / "run" / "miner-1" / "events.jsonl").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ REFUSED = [
 def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder where nothing of the wheel's extras is installed."""
     monkeypatch.setattr(installed, "find_spec", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
