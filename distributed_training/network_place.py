@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit
 
 from distributed_training.common.addresses import is_inside
@@ -204,9 +204,10 @@ def _fetch(url: str) -> str:
 async def download(url: str, *, most: int = LARGEST_FILE, seconds: float | None = None) -> bytes:
     """Return the content of ``url``. Raises NetworkAway, TooLong, TimeoutError, httpx's errors."""
     place, seconds = url, seconds or _LONGEST
-    async with asyncio.timeout(seconds), _client() as client:
+    async with asyncio.timeout(seconds):
         for _ in range(1 + _MOST_REDIRECTS):
-            reply, data = await ask(client, "GET", place, most=most, seconds=seconds)
+            async with _client(place) as client:
+                reply, data = await ask(client, "GET", place, most=most, seconds=seconds)
             if not reply.has_redirect_location:
                 reply.raise_for_status()
                 return data
@@ -230,13 +231,11 @@ async def download(url: str, *, most: int = LARGEST_FILE, seconds: float | None 
     raise NetworkAway(f"{url} leads on more than {_MOST_REDIRECTS} times")
 
 
-def _client() -> httpx.AsyncClient:
+def _client(url: str) -> httpx.AsyncClient:
     import httpx  # here, since few starts fetch anything
 
-    from distributed_training.common.transports import AsyncTransport
-
-    transport = AsyncTransport(verify=certificates())
-    return httpx.AsyncClient(transport=transport, timeout=_TIMEOUT)
+    how: dict[str, Any] = {"verify": certificates(), "timeout": _TIMEOUT}
+    return httpx.AsyncClient(proxy=proxy_for(url), trust_env=False, **how)
 
 
 def certificates() -> ssl.SSLContext:

@@ -30,7 +30,7 @@ from pydantic import (
 from distributed_training.common import http
 from distributed_training.common.addresses import keeps_secrets
 from distributed_training.common.backoff import Backoff
-from distributed_training.common.transports import AsyncTransport
+from distributed_training.common.proxies import proxy_for
 from distributed_training.config.types import ConfigError
 from distributed_training.network import NetworkFileError
 from distributed_training.network_place import certificates
@@ -150,9 +150,10 @@ class RegistryChain(Chain):
         self._runner = asyncio.Runner()
         self._client = httpx.AsyncClient(
             timeout=timeout.total_seconds(),
-            transport=AsyncTransport(
-                verify=verify, limits=httpx.Limits(keepalive_expiry=KEPT.total_seconds())
-            ),
+            verify=verify,
+            limits=httpx.Limits(keepalive_expiry=KEPT.total_seconds()),
+            proxy=proxy_for(self._url),
+            trust_env=False,
         )
         self._timeout = timeout.total_seconds()
         self._lock = threading.Lock()  # one call at a time, so that answers cannot cross

@@ -19,8 +19,9 @@ import httpx
 
 from distributed_training.chain.base import Chain
 from distributed_training.common.http import PAST_CACHES, answered_at
-from distributed_training.common.transports import Transport
+from distributed_training.common.proxies import proxy_for
 from distributed_training.config import Config
+from distributed_training.network_place import certificates
 from distributed_training.store.s3 import endpoint_of
 
 log = logging.getLogger(__name__)
@@ -65,11 +66,16 @@ class Offset:
 def store_offset(config: Config) -> Offset:
     """Compare this machine's clock with the store's. Raises ClockUnknown."""
     try:
+        url = endpoint_of(config.store)
         with httpx.Client(
-            transport=Transport(), timeout=_TIMEOUT.total_seconds(), headers=PAST_CACHES
+            proxy=proxy_for(url),
+            trust_env=False,
+            verify=certificates(),
+            timeout=_TIMEOUT.total_seconds(),
+            headers=PAST_CACHES,
         ) as client:
             began = time.time()
-            reply = client.head(endpoint_of(config.store))
+            reply = client.head(url)
             ended = time.time()
         theirs, cached = answered_at(reply.headers)
     except _SILENT as error:

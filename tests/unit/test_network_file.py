@@ -386,7 +386,7 @@ def test_an_operators_own_settings_are_accepted(tmp_path: Path) -> None:
     assert config.training.activation_checkpointing == "full"
 
 
-def by(answer: Callable[[httpx.Request], httpx.Response]) -> Callable[[], httpx.AsyncClient]:
+def by(answer: Callable[[httpx.Request], httpx.Response]) -> Callable[[str], httpx.AsyncClient]:
     """Make clients that get what ``answer`` returns."""
 
     def unread(request: httpx.Request) -> httpx.Response:
@@ -395,7 +395,7 @@ def by(answer: Callable[[httpx.Request], httpx.Response]) -> Callable[[], httpx.
         return httpx.Response(made.status_code, headers=made.headers, stream=stream)
 
     transport = httpx.MockTransport(unread)
-    return lambda: httpx.AsyncClient(transport=transport, follow_redirects=True)
+    return lambda url: httpx.AsyncClient(transport=transport, follow_redirects=True)
 
 
 def test_certificates_that_cannot_be_read_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -547,7 +547,7 @@ def test_network_given_by_url_is_read_from_its_kept_copy_offline(
     with monkeypatch.context() as answered, trickle() as port:
         answered.setattr(network_place, "_LONGEST", 0.5)
         answered.setattr(
-            network_place, "_client", lambda: httpx.AsyncClient(proxy=f"http://127.0.0.1:{port}")
+            network_place, "_client", lambda _: httpx.AsyncClient(proxy=f"http://127.0.0.1:{port}")
         )
         assert "no end of it" in configuration().warnings[0]
     for damaged in (b"\xff\xfe", b"name = ["):
