@@ -9,7 +9,7 @@ from typing import Any as _Any
 
 __version__ = "0.2.0"
 #: In the place of a program's help, which is its docstring.
-NO_HELP = "python -OO removes the help: start without it, or see docs/flags.md"
+NO_HELP = "python -OO removes the help: start without it"
 
 # Before anything imports the chain's client, which fails without a home: an account that a
 # container makes up (docker run --user 12345) has none. There it is where .env and run folder are.

@@ -2,7 +2,6 @@
 
 python -m distributed_training doctor ...             check all before a start; see its --help
 python -m distributed_training page ...               the dashboard of a miner with these flags
-python -m distributed_training flags [FILE]           write the table of all flags
 python -m distributed_training stop-seconds KIND ...  how long a stop may take, with these flags
 python -m distributed_training run-folder KIND ...    the run folder, with these flags
 """
@@ -22,7 +21,7 @@ from distributed_training.config import (
     load_config,
     run_folder_of,
 )
-from distributed_training.config.schema import PUBLIC_DOCUMENT, markdown, schema
+from distributed_training.config.schema import schema
 
 
 def main(argv: list[str]) -> int:
@@ -43,9 +42,6 @@ def main(argv: list[str]) -> int:
                 # The start was refused for it, and the folder tells.
                 return _serve_page(schema("miner").classes["telemetry"](), folder)
             return _serve_page(config.telemetry, config.run_folder)
-        case ["flags", *file] if len(file) <= 1:
-            Path(*file or [PUBLIC_DOCUMENT]).write_text(markdown(), encoding="utf-8")
-            return 0
         case ["stop-seconds" | "run-folder" as what, ("miner" | "validator") as kind, *flags]:
             # What app.config.js tells pm2, and where scripts/update.sh finds the events.
             own = OPERATORS_FILE if kind == "miner" else None

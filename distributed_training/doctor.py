@@ -1,24 +1,23 @@
 """Check machine, configuration, keys, chain and data before training.
 
-    python -m distributed_training doctor [--json] [--model SIZE|config.json] [--uid N]
-                                          [--offline] [flags of neurons/miner.py]...
-    python -m distributed_training doctor --probe HOST[:PORT]
-    python -m distributed_training doctor --notify
-    python -m distributed_training doctor --bundle FILE.tar.gz [--log FILE]
+    dt-doctor [--json] [--model SIZE|config.json] [--uid N] [--offline] [flags of dt-miner]...
+    dt-doctor --probe HOST[:PORT]
+    dt-doctor --notify
+    dt-doctor --bundle FILE.tar.gz [--log FILE]
 
-    ... doctor --probe 203.0.113.7         is that DHT peer's port open from here?
-    ... doctor --probe 203.0.113.7:48009   the same, at a rented container's outside port
-
-    ... doctor                                 the network that miner.toml names
-    ... doctor --network local --offline       only this machine
-    ... doctor --model 1b --nproc_per_node 4   another model, four ranks
-    ... doctor --bundle help.tar.gz            rows, log, settings, events, versions for a helper,
+    dt-doctor                                  the network that miner.toml names
+    dt-doctor --network local --offline        only this machine
+    dt-doctor --model 1b --nproc_per_node 4    another model, four ranks
+    dt-doctor --probe 203.0.113.7              is that DHT peer's port open from here?
+    dt-doctor --probe 203.0.113.7:48009        the same, at a rented container's outside port
+    dt-doctor --bundle help.tar.gz             rows, log, settings, events, versions for a helper,
                                                with secrets masked; --log: where pm2 is not used
-    ... doctor --notify                        send a message to the service of DT_NOTIFY_URL
+    dt-doctor --notify                         send a message to the service of DT_NOTIFY_URL
 
-Takes every flag of neurons/miner.py, .env and the environment, so its result holds for the miner
-started the same way, which makes the same checks of its machine. Nothing is changed or trained, and
-what is written to a bucket is deleted again. scripts/diagnose.py is the same. Exit status:
+It takes every flag of dt-miner, .env and the environment, so its result holds for the miner that is
+started in the same way and checks its machine in the same way. Nothing is changed or trained, and
+what it writes to a bucket it deletes again. `python -m distributed_training doctor` and
+scripts/diagnose.py are the same. Exit status:
 0 nothing failed (warnings are allowed), 1 something failed, 2 a flag is wrong, 130 interrupted.
 """
 

@@ -2,7 +2,7 @@
 
 from .loader import exit_with, load_config, run_folder_of
 from .model import OPERATORS_FILE, Config, problems
-from .schema import SETTINGS_FILE, WARNING, all_settings, describe, markdown
+from .schema import SETTINGS_FILE, WARNING, all_settings, describe
 from .types import ConfigError
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "describe",
     "exit_with",
     "load_config",
-    "markdown",
     "problems",
     "run_folder_of",
 ]

@@ -1,7 +1,7 @@
 """Find the flags that the settings declare by name, and show them to people.
 
 A :class:`Schema` reads the declarations of ``settings.py``. From it follow what a start prints,
-``config.txt`` and docs/flags.md; the loader asks it what a name means.
+``config.txt`` and the page of flags (docs/site/generated.py). The loader asks it what a name means.
 """
 
 from __future__ import annotations
@@ -209,7 +209,6 @@ class Given(NamedTuple):
 
 # --- what people read ---------------------------------------------------------------------------
 
-PUBLIC_DOCUMENT = "docs/flags.md"
 SETTINGS_FILE = "config.txt"  # in the run folder
 WARNING = "  warning: "  # how the line of a warning begins
 
@@ -262,48 +261,3 @@ def read_settings(folder: Path) -> dict[str, str]:
         return {}
     found = re.findall(r"^  --(\S+) +(.*?)(?:   \(.*\))?$", text, re.M)
     return {name: value for name, value in found if value != "-"}
-
-
-def markdown() -> str:
-    """Return the text of ``docs/flags.md``: the flags of miner and validator."""
-    lines = [
-        "# Flags",
-        "",
-        "This page is written by `python -m distributed_training flags`. Do not edit it.",
-        "",
-        "A setting can be given in several places. The strongest comes first:",
-        "",
-        "1. the command line: `--neuron.upload_steps 60` and `--neuron.upload-steps=60` are the",
-        "    same, and a switch needs no value (`--logging.debug`, `--logging.debug false`);",
-        "2. an environment variable, where the table names one;",
-        "3. the same variable in `.env`;",
-        "4. `miner.toml`, or the TOML file that `--config` names;",
-        "5. [the network's file](network-file.md);",
-        "6. the default.",
-        "",
-        "Secrets are read from the environment or `.env` only. A start refuses unknown flags and",
-        "values outside of the range, and says what to do about a flag of an earlier version.",
-        "`dt-miner config` prints every setting and its origin.",
-    ]
-    flags = schema("validator").flags
-    for group, settings in groupby(flags, key=lambda setting: setting.group):
-        lines += ["", f"## {TITLES[group]}", ""]
-        if group == "validator":
-            lines += ["Only the validator knows these flags.", ""]
-        lines += ["| Flag | Meaning | Default and range |", "| --- " * 3 + "|"]
-        lines += [_row(setting) for setting in settings]
-    return "\n".join(lines) + "\n"
-
-
-def _row(setting: Setting) -> str:
-    names = [] if setting.secret else [f"`--{setting.name}`"]
-    names += [f"`{setting.env}`"] if setting.env else []
-    default = "" if setting.default in (None, "", ()) else f"`{show(setting.default)}`"
-    if setting.network:
-        default = "the file's"
-    meaning = setting.help
-    if setting.choices and not setting.bounds:
-        meaning += f" ({', '.join(setting.choices)})"
-    limits = [text for text in (default, setting.bounds.replace(" to ", "–")) if text]
-    cells = ("<br>".join(names), meaning, "<br>".join(limits))
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -5,7 +5,7 @@ Each package has one frozen pydantic dataclass in ``settings.py``. A field of it
     upload_steps: int = flag("neuron.upload_steps", 60, ge=1, le=100_000)
     "inner steps between two uploads, at least"
 
-and this is all there is to write: the command line, ``--help``, docs/flags.md, the environment
+and this is all there is to write: the command line, ``--help``, the page of flags, the environment
 variable, the conversion from text and the check of type and range follow from it. pydantic applies
 type and range whenever a settings object is made, so a test or a script cannot step around them.
 

@@ -35,7 +35,7 @@ _ROUND = 1.15  # periods from outer step to outer step, with the round itself
 
 def build_parser() -> Parser:
     parser = Parser(
-        prog="localnet",
+        prog="dt-localnet",
         description="Run a whole subnet on this machine: object store, chain, validator, miners.",
         epilog="Exit status: 0 all rounds worked and uploads were scored; 1 something did not; "
         "2 bad arguments; 130 interrupted.",

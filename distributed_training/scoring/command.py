@@ -1,11 +1,11 @@
 """Print what the network's validator has signed about uploads: verdict, cause and score by uid.
 
-    python scripts/score.py [--uid N... | --all] [--watch [SECONDS]] [--json] [flags]...
+    dt-score [--uid N... | --all] [--watch [SECONDS]] [--json] [flags]...
 
-    python scripts/score.py                          the miner of this wallet, by miner.toml
-    python scripts/score.py --network FILE --uid 227 31         two members, anywhere
-    python scripts/score.py --all --json             everybody, for programs
-    python scripts/score.py --subnet runs/localnet --all        a local subnet that runs
+    dt-score                                   the miner of this wallet, by miner.toml
+    dt-score --network FILE --uid 227 31       two members, anywhere
+    dt-score --all --json                      everybody, for programs
+    dt-score --subnet runs/localnet --all      a local subnet that runs
 
     --uid N...         whose upload (default: of the hotkey that the wallet flags name)
     --all              every member's
@@ -14,7 +14,7 @@
     --subnet FOLDER    the local subnet whose run folder this is
 
 The verdicts are those of the newest outer step's manifest. Nothing is judged again.
-Takes every flag of neurons/validator.py, .env and the environment. Changes nothing.
+It takes every flag of dt-validator, .env and the environment, and changes nothing.
 Exit status: 0 looked, 1 the registry or the bucket could not be read, 2 a flag is wrong.
 """
 

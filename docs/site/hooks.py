@@ -1,4 +1,4 @@
-"""Add the documents outside of docs/ to the site, and lead their links to its pages.
+"""Add the generated pages and the documents outside of docs/ to the site, and lead links to them.
 
 Language models get ``llms.txt`` (https://llmstxt.org), an index of the pages, and next to each page
 its text under the page's name and ``.md``.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import runpy
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,6 +29,14 @@ OUTSIDE = {
     "ops/README.md": "ops.md",
     "docs/threats.toml": "threats.md",
 }
+#: Pages that are written while the site is built, by their name there.
+GENERATED = runpy.run_path(str(Path(__file__).with_name("generated.py")))["PAGES"]
+#: The page of the site for each file that a document links.
+_LINKED = OUTSIDE | {
+    "distributed_training/config/settings.py": "flags.md",
+    "distributed_training/telemetry/metrics.py": "metrics.md",
+    "pyproject.toml": "commands.md",
+}
 _ABOUT = (
     "Train one language model together over the internet, among people who need not trust each "
     "other: a long-running miner, validator and registry in PyTorch (DiLoCo)."
@@ -45,6 +54,8 @@ def on_files(files: Files, config: Any) -> Files:
         text = (ROOT / source).read_text()
         text = threats(text) if source.endswith(".toml") else text
         files.append(File.generated(config, name, content=text))
+    for name, page in GENERATED.items():
+        files.append(File.generated(config, name, content=page()))
     return files
 
 
@@ -136,7 +147,7 @@ def link(text: str, target: str, folder: str, place: str = "") -> str:
         return f"[{text}]({target})"
     path, _, anchor = target.partition("#")
     path = posixpath.normpath(posixpath.join(folder, path))
-    if path not in OUTSIDE and not path.startswith("docs/"):
+    if path not in _LINKED and not path.startswith("docs/"):
         return text if path == "README.md" else f"{text} (`{path}`)"
-    path = posixpath.relpath(OUTSIDE.get(path) or path.removeprefix("docs/"), place or ".")
+    path = posixpath.relpath(_LINKED.get(path) or path.removeprefix("docs/"), place or ".")
     return f"[{text}]({path}{'#' if anchor else ''}{anchor})"

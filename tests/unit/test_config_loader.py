@@ -340,10 +340,3 @@ def test_an_endpoint_holds_no_bucket(url: str, text: str) -> None:
         return
     assert re.search(text, refused("--r2.endpoint_url", url))
     assert re.search(text, refused("--network", "local", environ={"R2_ENDPOINT_URL": url}))
-
-
-def test_the_flags_document_is_up_to_date() -> None:
-    from distributed_training.config.schema import PUBLIC_DOCUMENT, markdown
-
-    written = (ROOT / PUBLIC_DOCUMENT).read_text(encoding="utf-8")
-    assert written == markdown(), "run: python -m distributed_training flags"

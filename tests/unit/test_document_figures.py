@@ -54,11 +54,6 @@ def test_code_block_of_a_numbered_step_is_indented_by_four() -> None:
     assert wrong == []
 
 
-def test_the_page_of_metrics_is_that_of_the_catalogue() -> None:
-    page = runpy.run_path(str(ROOT / "docs" / "site" / "metrics.py"))["page"]()
-    assert (ROOT / "docs" / "metrics.md").read_text() == page, "python docs/site/metrics.py"
-
-
 def test_each_picture_is_shown_with_its_command_date_and_commit() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     paragraphs = [part for page in pages for part in page.read_text().split("\n\n")]
