@@ -88,6 +88,6 @@ class Reference:
 
     def has(self, text: str, level: str) -> bool:
         """Return whether a line of ``level`` with ``text`` is for information or explained."""
-        if level in {"DEBUG", "INFO"} or (level == "WARNING" and EXPLAINS_ITSELF.search(text)):
+        if level in {"DEBUG", "INFO"} or (level != "CRITICAL" and EXPLAINS_ITSELF.search(text)):
             return True
         return any(pattern.search(_NUMBER.sub("0", text)) for pattern in self._rows)

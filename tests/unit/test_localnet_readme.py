@@ -22,8 +22,8 @@ from distributed_training.scoring import command, export
 pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
-#: Written from the flags; with those of experiments.
-NO_FLAGS = ("flags", "experiments", "performance")
+#: It has those of benchmarks.
+NO_FLAGS = ("performance",)
 OF_OTHERS = {"help", "help-all", "version"} | {  # and of torchrun
     *("nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port", "max_restarts"),
     "gpus-per-node",  # of Slurm
@@ -153,22 +153,3 @@ def test_links_resolve(page: Path) -> None:
             headings = re.findall(r"^#+ (.+)$", linked.read_text(), re.M)
             anchors = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
             assert anchor in anchors, target
-
-
-def test_defaults_in_the_operator_guide_are_the_defaults() -> None:
-    """The table of flags that matter names each default as the schema has it."""
-    text = (ROOT / "docs/operator-guide.md").read_text()
-    table = text.split("## Flags that matter")[1].split("\n## ")[0]
-    for flags, default in re.findall(r"^\| (`--[^|]+) \| ([^|]+) \|", table, re.M):
-        values = []
-        for flag in re.findall(r"--([\w.]+)", flags):
-            setting = schema("miner").get(flag)
-            assert setting is not None, flag
-            value = setting.default
-            values.append(
-                f"{value.total_seconds():g} s" if hasattr(value, "total_seconds") else value
-            )
-        if None in values:
-            continue  # computed at start; the text says how
-        shown = ", ".join("off" if v is False else "on" if v is True else str(v) for v in values)
-        assert default == shown, f"{flags}: the guide says {default}, it is {shown}"

@@ -244,6 +244,40 @@ def test_the_table_of_the_guide_is_what_init_writes_and_dt_plan_prints(
         assert f"  {hours}, {dollars} $ of all members" in said
 
 
+def test_the_example_of_three_sites_has_the_values_that_init_and_dt_plan_print(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model of the same size stands in for weights, so the learning rate is not a tenth."""
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "own-text.md").read_text()
+    blocks = re.findall(r"^```bash\n(.*?)^```", page.replace("\\\n", " "), re.M | re.S)
+    commands = {words[:2][-1]: words for words in map(shlex.split, blocks)}
+    for name in ("letters.txt", "reports.txt"):
+        Path(name).write_text("some text of a site " * 200)
+    words = commands["init"][1:]
+    at = words.index("--from")
+    words[at : at + 2] = ["--model", "1b", "--tokenizer", "bytes"]
+    assert main(words) == 0
+    values = read(Path("lab")).network.values
+    assert f"writes {values['training.total_steps']:,.0f} inner steps" in page
+    assert f"has {values['round.grace'].removesuffix('s')} s after a close" in page
+    cells = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", page, re.M)
+    rows = {name: found for name, *found in cells}
+    for column, gpu in enumerate(("h100", "4090x4")):
+        capsys.readouterr()
+        asked = commands["--network"][1:]
+        asked[asked.index("--gpu") + 1] = gpu
+        assert plan_main(asked) == 0
+        said = capsys.readouterr().out
+        step, steps = (
+            rows[name][column]
+            for name in ("an inner step of 131,072 tokens", "inner steps in a round of 12 minutes")
+        )
+        assert f"  {step} (" in said and f"  {steps} inner steps" in said
+        hours, dollars = rows["the whole training"][column].split(", ")
+        assert f"  {hours}, {dollars.removesuffix(' dollars')} $ of all members" in said
+
+
 @pytest.mark.parametrize(
     ("more", "wanted"),
     [
