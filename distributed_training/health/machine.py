@@ -227,7 +227,8 @@ def check_model(examination: Examination) -> Iterator[Check]:
         return  # it comes with the network's weights
     try:
         if network is not None and (given is None or given[0] == network.model):
-            origin, examination.shape = f"--network {network.place}", network.shape
+            origin = f"--network {network.place}"
+            examination.shape = network.shape
         else:
             assert given is not None
             origin = given[1]

@@ -25,7 +25,7 @@ from distributed_training.common.memory import ModelShape
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import ProcessId
 from distributed_training.common.proxies import VARIABLES
-from distributed_training.config import ConfigError
+from distributed_training.config import Config, ConfigError
 from distributed_training.health import bundle, gpus, machine, outside
 from distributed_training.health.machine import Examination, bytes_under
 from distributed_training.node import identity
@@ -42,6 +42,7 @@ from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.miner_parts import config_of
 from tests.tools.miner_states import make_miner
+from tests.tools.network import network_file
 from tests.tools.settings import load_config
 from tests.tools.waiting import wait_for
 
@@ -64,6 +65,29 @@ def test_memory_verdicts(share: float, verdict: str, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(machine, kind, lambda *_, there=round(share * needed): there)
         (check,) = machine.check_memory(asked)
         assert check.status == verdict and bool(check.remedy) == (verdict != "ok")
+
+
+def of_adapters(folder: Path, **more: Any) -> Config:
+    """Return a miner's configuration of a network that trains adapters on 3.6 billion in bf16."""
+    model = named_config("4b") | more
+    rules = {
+        "exchange": "store",
+        "chain.url": "https://registry.example.org",
+        "model.config": {key: value for key, value in model.items() if value is not None},
+        "model.parameters": ModelShape.from_config(named_config("4b")).parameters,
+        "model.frozen": "0" * 64,
+        "model.trainable_parameters": 15_000_000,
+        "model.kind": "lora",
+        "model.settings": {"r": 8, "alpha": 16, "targets": ["q_proj"], "dtype": "bfloat16"},
+    }
+    words = ["--network", network_file(folder, rules), "--neuron.run_folder", str(folder / "run")]
+    return load_config("miner", [*words, "--neuron.device", "cpu"], check=False)
+
+
+def test_a_network_whose_models_size_is_not_known_is_a_warning(tmp_path: Path) -> None:
+    config = of_adapters(tmp_path, intermediate_size=0)
+    (check,) = machine.check_model(Examination(config, ranks=1))
+    assert check.status == "warn" and f"--network {tmp_path}/network.toml: inter" in check.finding
 
 
 @pytest.mark.parametrize("there", [False, True])
