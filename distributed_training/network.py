@@ -218,6 +218,11 @@ class Head:
         return self.trained or self.parameters
 
     @property
+    def frozen_itemsize(self) -> int:
+        """Bytes of a parameter that is not trained, as members hold it."""
+        return 4 if (self.settings or {}).get("dtype", "float32") == "float32" else 2
+
+    @property
     def averages(self) -> bool:
         """True where members also average over hivemind at each close."""
         return self.exchange == "hivemind"
@@ -237,11 +242,17 @@ VERSION_KEYS = ("version", "previous", "from_outer_step")
 class TrainedShape(ModelShape):
     """The sizes of a model of which only ``trained`` parameters are trained.
 
-    Checkpoints, copies and the optimizer hold nothing else. The other parameters take two or four
-    bytes of a GPU each, which do not count here (:func:`~.growth.partly_trained_memory`).
+    Checkpoints, copies and the optimizer hold nothing else. ``itemsize``: bytes of each other
+    parameter of ``whole`` on a device (:func:`~.growth.partly_trained_memory`) and in a file.
     """
 
+    whole: ModelShape
     trained: int
+    itemsize: int
+
+    @property
+    def frozen_bytes(self) -> int:
+        return self.itemsize * max(0, self.whole.parameters - self.trained)
 
     @property
     def tensors(self) -> list[tuple[int, ...]]:
@@ -280,7 +291,11 @@ class Network:
         """
         whole = ModelShape.from_config(self.model or {}, self.head.parameters)
         part = self.head.trained
-        return whole if part is None else TrainedShape(**vars(whole), trained=part)
+        if part is None:
+            return whole
+        return TrainedShape(
+            **vars(whole), whole=whole, trained=part, itemsize=self.head.frozen_itemsize
+        )
 
     @property
     def rules_id(self) -> str:

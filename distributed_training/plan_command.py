@@ -214,8 +214,7 @@ def _trained_of(options: argparse.Namespace, rules: Any, shape: ModelShape) -> t
     """Return how many parameters are trained, and bytes of each other one. Raises ConfigError."""
     if options.network is not None:
         head = rules.network.head
-        dtype = (head.settings or {}).get("dtype", "float32")
-        return head.exchanged, 4 if dtype == "float32" else 2
+        return head.exchanged, head.frozen_itemsize
     if not options.lora:
         return shape.parameters, 4
     from distributed_training.training.lora import count_trained, read_rules  # and torch

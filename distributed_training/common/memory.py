@@ -148,6 +148,11 @@ class ModelShape:
     def embedding_parameters(self) -> int:
         return self.vocab * self.hidden * (1 if self.tied else 2)
 
+    @property
+    def frozen_bytes(self) -> int:
+        """Bytes of the parameters that are not trained."""
+        return 0
+
     def moments(self, plain: int, of_matrices: int) -> float:
         """Return the tensors that an optimizer keeps of a parameter on average.
 

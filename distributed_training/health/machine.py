@@ -42,6 +42,8 @@ from distributed_training.health.gpus import (
     sample_gpu,
     visible_gpu_count,
 )
+from distributed_training.network import TrainedShape
+from distributed_training.protocol.growth import partly_trained_memory
 from distributed_training.protocol.types import Check
 
 if TYPE_CHECKING:
@@ -281,7 +283,7 @@ def check_memory(examination: Examination) -> Iterator[Check]:
     ]
     needed = _memory_of(shape, how)
     if config.kind == "validator":  # weights, momentum, a round's buffers and their average
-        needed = {"host": 16 * shape.parameters}
+        needed = {"host": 16 * shape.parameters + shape.frozen_bytes}
         ways = [needed]
 
     def tightest(way: dict[str, int]) -> float:
@@ -306,10 +308,14 @@ def check_memory(examination: Examination) -> Iterator[Check]:
 
 
 def _memory_of(shape: ModelShape, way: Arrangement) -> dict[str, int]:
-    return {
-        **({"gpu": device_memory(shape, way)} if way.cuda else {}),
-        "host": host_memory(shape, way),
-    }
+    device = trained = device_memory(shape, way)
+    if isinstance(shape, TrainedShape):
+        whole, frozen = shape.whole, shape.whole.parameters - shape.trained
+        device = partly_trained_memory(whole, way, frozen, shape.itemsize)
+    host = host_memory(shape, way)
+    if way.cuda:
+        return {"gpu": device, "host": host}
+    return {"host": host + (device - trained) * way.world_size}
 
 
 def count_moments(training: TrainingSettings, shape: ModelShape) -> float:
@@ -354,6 +360,7 @@ def check_room(examination: Examination) -> Iterator[Check]:
         most = disk_space(shape, keep_checkpoints=keep, moments=moments)
         # What is there is part of the need: counted twice, a restart on a disk of the documented
         # size would be refused.
+        most += shape.frozen_bytes
         needed = min(needed, most) + max(0, most - bytes_under(folder))
     elif config.network is not None:
         needed = min(needed, _SPARE_BYTES * config.network.head.parameters)

@@ -84,6 +84,23 @@ def of_adapters(folder: Path, **more: Any) -> Config:
     return load_config("miner", [*words, "--neuron.device", "cpu"], check=False)
 
 
+def test_memory_and_disk_hold_a_frozen_base_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = of_adapters(tmp_path)
+    base = 2 * config.network.head.parameters  # type: ignore[union-attr]
+    monkeypatch.setattr(machine, "host_bytes", lambda: base // 2)
+    with pytest.raises(ConfigError, match="host memory: at least"):
+        machine.refuse_model(config, ranks=1)
+    monkeypatch.setattr(machine, "host_bytes", lambda: 2 * base)  # adapters take little
+    machine.refuse_model(config, ranks=1)
+    asked = Examination(config, ranks=1)
+    assert [check.status for check in machine.check_model(asked)] == ["ok"]
+    monkeypatch.setattr(machine, "free_bytes", lambda _: base - 1)
+    (check,) = machine.check_room(asked)
+    assert check.status == "fail"
+
+
 def test_a_network_whose_models_size_is_not_known_is_a_warning(tmp_path: Path) -> None:
     config = of_adapters(tmp_path, intermediate_size=0)
     (check,) = machine.check_model(Examination(config, ranks=1))

@@ -365,7 +365,8 @@ def test_a_base_of_another_model_is_refused(tmp_path: Path) -> None:
 
 def test_disk_and_host_memory_are_those_of_the_adapters() -> None:
     trained = sum(math.prod(size) for _, size in parameter_schema(lora()))
-    shape = TrainedShape(**vars(ModelShape.from_config(BASE)), trained=trained)
+    whole = ModelShape.from_config(BASE)
+    shape = TrainedShape(**vars(whole), whole=whole, trained=trained, itemsize=4)
     assert trained == shape.parameters < 0.5 * ModelShape.from_config(BASE).parameters
     assert disk_space(shape, keep_checkpoints=2) < 130 * trained
     way = Arrangement(1, 1, 32, offload_optimizer=True)
