@@ -116,12 +116,6 @@ class OwnUploads:
                 upload(self._store, key, path, until=until, uplink=uplink, once=True)
                 self._write_note(close, replace(note, ended=_SENT))
                 took = time.monotonic() - began
-                self._sweep()
-                with contextlib.suppress(StoreError):  # else the validator does, or the next close
-                    for info in self._store.list_objects(self._prefix):
-                        past = keys.parse_upload_key(info.key)
-                        if past is not None and past[1] < close.outer_step:
-                            self._store.delete(info.key)
                 return UploadEnded(*place, size=path.stat().st_size, seconds=took)
             except StoppedError:
                 raise
@@ -147,8 +141,31 @@ class OwnUploads:
         # A file that is refused here because it is another one has no note of its own.
         if note is not None:
             self._write_note(close, replace(note, ended=cause[:_LONGEST]))
-            self._sweep()
         return UploadEnded(*place, cause)
+
+    def tidy(self, close: Close, uplink: Uplink) -> None:
+        """Abort our uploads in parts that nobody continues, and delete those of past closes.
+
+        Call it after the sending for ``close`` has ended and was answered: a store that does
+        not answer takes a minute here. Raises StoppedError.
+        """
+        note = self._note(close.outer_step, close.serial)
+        if note is None or not note.ended:
+            return  # it may be continued
+        sweep_uploads(
+            self._store,
+            prefix=self._prefix,
+            is_stuck=lambda one: bool(keys.parse_upload_key(one.key)) or one.age >= STUCK_AGE,
+            uplink=uplink,
+        )
+        if note.ended != _SENT:
+            return
+        with contextlib.suppress(StoreError):  # else the validator does, or the next close
+            for info in self._store.list_objects(self._prefix):
+                uplink.check_stopped()
+                past = keys.parse_upload_key(info.key)
+                if past is not None and past[1] < close.outer_step:
+                    self._store.delete(info.key)
 
     def send_progress(self, close: Close, within: float, uplink: Uplink) -> UploadEnded:
         """Send the file of no close in place of the one before it. Raises StoppedError.
@@ -219,14 +236,6 @@ class OwnUploads:
                 "sent: its movement goes into the next upload"
             )
         return note
-
-    def _sweep(self) -> None:
-        """Abort our uploads in parts that nobody continues: no sending of ours is under way now."""
-        sweep_uploads(
-            self._store,
-            prefix=self._prefix,
-            is_stuck=lambda one: bool(keys.parse_upload_key(one.key)) or one.age >= STUCK_AGE,
-        )
 
     def _notes(self, outer_step: int) -> Iterator[tuple[int, _Note]]:
         names = [_NAME.fullmatch(path.name) for path in self._folder.glob(f"{outer_step}.*.json")]

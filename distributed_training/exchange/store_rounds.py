@@ -14,6 +14,7 @@ Times are the store's: a machine whose clock is wrong joins rounds all the same,
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import shutil
@@ -397,6 +398,8 @@ class StoreRounds:
             ended = UploadEnded(close.outer_step, close.serial, repr(error))
         self._post(ended)
         self._wake.set()
+        with contextlib.suppress(StoppedError):
+            self._uploads.tidy(close, uplink)
 
     def _post_close(self) -> None:
         """Post the close once, while it lasts, if we hold the weights that it is for."""

@@ -527,27 +527,33 @@ def multipart_etag(parts: Sequence[PartInfo]) -> str:
 # --- stuck uploads: begun and never completed, so they are billed and not visible -----------------
 
 STUCK_AGE = timedelta(hours=1)
-_RETRY = Retry(each=timedelta(seconds=30))  # of one request
+_OF_REQUEST = timedelta(seconds=30)  # its retries
 
 
 def stuck_uploads(
-    store: ObjectStore, *, prefix: str, is_stuck: Callable[[MultipartInfo], bool]
+    store: ObjectStore,
+    *,
+    prefix: str,
+    is_stuck: Callable[[MultipartInfo], bool],
+    uplink: Uplink | None = None,
 ) -> list[MultipartInfo]:
     """List stuck uploads, oldest first. Raises StoreError when the list cannot be had."""
-    in_parts = store.multipart()
-    found = [] if in_parts is None else _RETRY(in_parts.list_multiparts, prefix)
+    in_parts, retry = store.multipart(), Retry(each=_OF_REQUEST, uplink=uplink)
+    found = [] if in_parts is None else retry(in_parts.list_multiparts, prefix)
     return sorted(filter(is_stuck, found), key=lambda one: one.initiated)
 
 
-def abort_uploads(store: ObjectStore, uploads: Sequence[MultipartInfo]) -> list[str]:
+def abort_uploads(
+    store: ObjectStore, uploads: Sequence[MultipartInfo], *, uplink: Uplink | None = None
+) -> list[str]:
     """Abort uploads; return the store's answer for each that stays. One it has lost is gone."""
-    in_parts = store.multipart()
+    in_parts, retry = store.multipart(), Retry(each=_OF_REQUEST, uplink=uplink)
 
     def abort(one: MultipartInfo) -> str:
         assert in_parts is not None, "there are uploads"
         try:
             with contextlib.suppress(UploadMissingError):
-                _RETRY(in_parts.abort_multipart, one.key, one.upload_id)
+                retry(in_parts.abort_multipart, one.key, one.upload_id)
         except StoreError as error:
             return str(error)
         return ""
@@ -561,14 +567,20 @@ def sweep_uploads(
     *,
     prefix: str,
     is_stuck: Callable[[MultipartInfo], bool] = lambda one: one.age >= STUCK_AGE,
+    uplink: Uplink | None = None,
 ) -> None:
-    """Abort stuck uploads of keys that begin with ``prefix``: never raises, logs the result."""
+    """Abort stuck uploads of keys that begin with ``prefix``: logs the result.
+
+    Raises only StoppedError, once ``uplink`` is stopped.
+    """
     try:
-        stuck = stuck_uploads(store, prefix=prefix, is_stuck=is_stuck)
+        stuck = stuck_uploads(store, prefix=prefix, is_stuck=is_stuck, uplink=uplink)
+    except StoppedError:
+        raise
     except StoreError as error:
         log.warning("Stuck multipart uploads could not be listed, next try later: %s", error)
         return
-    failed = abort_uploads(store, stuck)
+    failed = abort_uploads(store, stuck, uplink=uplink)
     if len(stuck) > len(failed):
         log.info("Aborted %d stuck multipart uploads in %s", len(stuck) - len(failed), store.bucket)
     if failed:

@@ -697,6 +697,28 @@ def test_an_upload_that_is_refused_is_sent_until_the_grace_ends(
     assert returns or update.cause == "not sent: 503 SlowDown"
 
 
+def test_an_upload_has_ended_before_the_store_is_swept_and_a_sweep_can_be_stopped(
+    store: FaultyStore, leader: Leader, miner: Miner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    posted: list[list[Any]] = []
+    sweep = lambda *_, **__: posted.append(list(miner.facts))
+    monkeypatch.setattr(own_uploads, "sweep_uploads", sweep)
+    miner.pass_time(PERIOD)
+    miner.take_facts()
+    miner.upload(leader.close)
+    [[ended]] = posted
+    assert isinstance(ended, UploadEnded) and not ended.cause
+    uplink = Uplink()
+
+    def list_multiparts(prefix: str) -> list[Any]:
+        uplink.stop()
+        raise errors.TransientError("503 SlowDown")
+
+    away = SimpleNamespace(multipart=lambda: SimpleNamespace(list_multiparts=list_multiparts))
+    with pytest.raises(errors.StoppedError):
+        transfer.sweep_uploads(away, prefix="uploads/7/", uplink=uplink)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("size", [20, (5 << 20) + 7])  # the larger one is sent in parts
 def test_progress_is_sent_in_place_of_the_last_and_ends_for_a_close(
     any_store: FaultyStore,
