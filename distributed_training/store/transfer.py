@@ -421,11 +421,14 @@ class _InParts:
         held, size = self.retry(self.store.head, self.key), len(self.whole)
         if held is None:
             return False
+        same = False
         if held.size == size and OF_PARTS.fullmatch(held.etag):
             parts = run_all(self.pool, lambda body: PartInfo(0, 0, body.md5), self.bodies)
             same = same_etag(held.etag, multipart_etag(parts))
-        else:  # it has to be read back, which only an object that stays is worth
-            same = self.once and self.retry(holds, self.store, held, self.whole)
+        # An etag that is none of MD5s tells nothing: it has to be read back, which only an object
+        # that stays is worth.
+        if self.once and not same:
+            same = self.retry(holds, self.store, held, self.whole)
         if self.once and not same:
             raise TakenError(
                 f"{self.store.bucket}/{self.key} holds other bytes already, and nobody may "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import os
 import random
 import time
@@ -22,7 +23,7 @@ from pydantic import SecretStr
 
 from distributed_training.config.settings import StoreSettings
 from distributed_training.store import transfer
-from distributed_training.store.errors import IntegrityError, StoreError
+from distributed_training.store.errors import IntegrityError, StoreError, TakenError
 from distributed_training.store.s3 import AccessKeys, S3ObjectStore
 from distributed_training.store.transfer import multipart_etag, upload
 
@@ -95,6 +96,11 @@ class Client:
             "ResponseMetadata": {"HTTPHeaders": {}},
         }
 
+    def get_object(self, *, Key: str, Range: str, **_: Any) -> Any:
+        first, last = (int(number) for number in Range.removeprefix("bytes=").split("-"))
+        data = self.objects[Key][0][first : last + 1]
+        return {"Body": io.BytesIO(data), "ContentLength": len(data)}
+
     def create_multipart_upload(self, **_: Any) -> Any:
         self._parts = {}
         return {"UploadId": "u"}
@@ -155,8 +161,8 @@ def one_part_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "_CONCURRENT", 1)
 
 
-def send(store: S3ObjectStore, path: Path) -> int:
-    return upload(store, "k", path, until=time.monotonic() + 30)
+def send(store: S3ObjectStore, path: Path, *, once: bool = False) -> int:
+    return upload(store, "k", path, until=time.monotonic() + 30, once=once)
 
 
 def test_accepted_object_is_there_and_was_sent_once(
@@ -213,3 +219,21 @@ def test_an_object_of_other_parts_is_sent_again(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="put the parts together wrongly"):
         send(store_of(client), path)
     assert multipart_etag([]) != "" == multipart_etag([*[SimpleNamespace(etag="v1")]])  # type: ignore[list-item]
+
+
+def test_an_object_that_nobody_may_replace_is_read_back_where_its_etag_tells_nothing(
+    tmp_path: Path,
+) -> None:
+    """Its etag has the form of one of parts, and is none of MD5s."""
+    client, path = Client("opaque", 0), tmp_path / "model"
+    for name in ("complete_multipart_upload", "head_object"):
+        ask = getattr(client, name)
+        answer = lambda ask=ask, **how: ask(**how) | {"ETag": f'"{"0" * 32}-3"'}
+        setattr(client, name, answer)
+    path.write_bytes(os.urandom(3 * PART))
+    store = store_of(client)
+    assert send(store, path, once=True) == 3 * PART
+    assert send(store, path, once=True) == 0, "it is there"
+    path.write_bytes(os.urandom(3 * PART))
+    with pytest.raises(TakenError, match="holds other bytes"):
+        send(store, path, once=True)
