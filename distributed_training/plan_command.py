@@ -219,7 +219,7 @@ def _trained_of(options: argparse.Namespace, rules: Any, shape: ModelShape) -> t
         return shape.parameters, 4
     from distributed_training.training.lora import count_trained, read_rules  # and torch
 
-    like = {"dtype": "bfloat16", **_like(options)}
+    like = _like(options)
     settings = read_rules(options.lora, like)
     return count_trained(like, settings), 4 if settings["dtype"] == "float32" else 2
 

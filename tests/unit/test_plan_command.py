@@ -19,6 +19,7 @@ from distributed_training.common.memory import ModelShape
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.plan_command import main
 from distributed_training.protocol.codecs import CODECS
+from distributed_training.training.lora import read_rules
 from tests.tools.network import network_file
 
 pytestmark = pytest.mark.timeout(60)
@@ -89,6 +90,21 @@ def test_a_plan_with_a_codec_from_a_plug_in(
     for words in (["--codec", "sparse"], ["--plugins", "nothing_there"]):
         assert main([*GIVEN, *words]) == 2
         assert words[-1] in capsys.readouterr().err
+
+
+def test_a_plan_holds_a_base_in_the_dtype_that_init_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {key: each for key, each in named_config("tiny").items() if each is not None}
+    file, needs = tmp_path / "config.json", dict[str, float]()
+    for which, more in (("none", {}), ("bf16", {"dtype": "bfloat16"})):
+        file.write_text(json.dumps(config | more))
+        dtype = read_rules("r=4", config | more)["dtype"]
+        words = ["--model", str(file), "--gpu", "h100", "--link", "100"]
+        found, named = (plan(capsys, *words, "--lora", f"r=4{w}") for w in ("", f",dtype={dtype}"))
+        assert found == named
+        needs[which] = found["device_bytes"]
+    assert needs["bf16"] < needs["none"]
 
 
 def test_the_formulas_of_the_documents_are_those_of_the_plan(
