@@ -121,7 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             loss, text = held_out_loss(config, folder, options.sequences)
             figures = f"held-out loss {loss:.4f}, perplexity {math.exp(loss):.2f}, on {text}"
             print(figures)
-        (folder / "README.md").write_text(model_card(config, folder.name, step, figures))
+        card = model_card(config, folder.name, step, figures, merge=options.merge)
+        (folder / "README.md").write_text(card)
         if options.sample:
             print(sample(folder, options.sample, tokens=options.tokens))
     except ConfigError as error:
@@ -224,9 +225,33 @@ def _frozen_file(config: Config) -> Path:
     return path
 
 
-def model_card(config: Config, name: str, outer_step: int, figures: str) -> str:
-    """Return ``README.md`` of the model: what it is, and how it is loaded."""
-    network = config.network
+_FOLDER = "FOLDER-OF-THE-BASE"
+_LOAD_MODEL = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{0}")
+tokenizer = AutoTokenizer.from_pretrained("{0}")
+"""
+_LOAD_ADAPTERS = """from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+base = AutoModelForCausalLM.from_pretrained({1})
+model = PeftModel.from_pretrained(base, "{0}")
+tokenizer = AutoTokenizer.from_pretrained("{0}")
+"""
+
+
+def model_card(
+    config: Config, name: str, outer_step: int, figures: str, *, merge: bool = False
+) -> str:
+    """Return ``README.md`` of the model: what it is, and how it is loaded.
+
+    ``merge``: adapters are in their base.
+    """
+    network, library, load = config.network, "transformers", _LOAD_MODEL.format(name)
+    if network is not None and network.head.kind == "lora" and not merge:
+        base, _, commit = str((network.head.settings or {}).get("base", "")).partition("@")
+        of_base = f'"{base}", revision="{commit}"' if commit else f'"{base or _FOLDER}"'
+        library, load = "peft", _LOAD_ADAPTERS.format(name, of_base)
     rows = {"Outer step": outer_step, "Tokenizer": config.miner.global_tokenizer_name}
     if network is not None:
         rows = {
@@ -241,7 +266,7 @@ def model_card(config: Config, name: str, outer_step: int, figures: str) -> str:
     rows |= {"Measured": figures} if figures else {}
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
     return f"""---
-library_name: transformers
+library_name: {library}
 pipeline_tag: text-generation
 tags: [distributed-training]
 ---
@@ -254,11 +279,7 @@ Trained by several parties over the internet, who averaged their pseudo-gradient
 {table}
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("{name}")
-tokenizer = AutoTokenizer.from_pretrained("{name}")
-```
+{load}```
 """
 
 

@@ -7,10 +7,12 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from distributed_training.common.llama import local_llama_config
 from distributed_training.config import load_config
@@ -19,7 +21,13 @@ from distributed_training.node.published import list_files
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import with_rules
 from distributed_training.scoring import export
-from distributed_training.training.model import initial_weights, parameter_schema
+from distributed_training.training.lora import begin, read_rules
+from distributed_training.training.model import (
+    build_meta_model,
+    hf_config,
+    initial_weights,
+    parameter_schema,
+)
 from distributed_training.training.pretrained import write_frozen
 from distributed_training.training.weights import load_weights
 from tests.tools.network import network_file
@@ -119,6 +127,69 @@ def test_an_export_holds_the_frozen_tensors_too(tmp_path: Path, capsys) -> None:
     assert json.loads((tmp_path / "model" / "config.json").read_text()) == content
     exported = load_weights(tmp_path / "model" / keys.MODEL, parameter_schema(content))
     assert all(map(torch.equal, exported, initial_weights(content, seed=0)))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_adapters_are_loaded_as_their_card_says(
+    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    _, eos = build_tokenizer("bytes", tmp_path / "base")
+    content = local_llama_config(sequence_length=128) | {"eos_token_id": eos, "pad_token_id": eos}
+    base: Any = AutoModelForCausalLM.from_config(hf_config(content))
+    base.save_pretrained(tmp_path / "base")
+    found = read_rules("r=4,train=B", content, f"lab/base@{'0' * 40}" if named else "")
+    model = with_rules(content, "lora", None, found)
+    (state := tmp_path / "validator").mkdir()
+    (place := state / "global" / "epoch-3").mkdir(parents=True)
+    (place / "config.json").write_text(json.dumps(model))
+    begin(tmp_path / "adapters", model)
+    schema = parameter_schema(model)
+    save_file({n: torch.randn(shape) * 0.1 for n, shape in schema}, place / keys.MODEL)
+    (fixed := tmp_path / "fixed").mkdir()
+    write_frozen(fixed / keys.FROZEN, model, tmp_path / "base", tmp_path / "adapters")
+    (published := state / "published").mkdir()
+    trained = sum(math.prod(shape) for _, shape in schema)
+    built = build_meta_model(model)
+    rules: dict[str, object] = {
+        "exchange": "store",
+        "model.kind": "lora",
+        "model.settings": found,
+        "model.config": {key: each for key, each in content.items() if each is not None},
+        "model.parameters": sum(each.numel() for each in built.parameters()),
+        "model.trainable_parameters": trained,
+        "model.frozen": list_files(fixed, published),
+    }
+    words = ["--from", str(state), "--network", network_file(tmp_path, rules)]
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    assert export.main([str(part), *words, "--eval", "2"]) == 2
+    assert "add --merge" in capsys.readouterr().err
+    assert export.main([str(whole), *words, "--merge", "--eval", "2"]) == 0
+    assert export.main([str(part), *words]) == 0
+    monkeypatch.chdir(tmp_path)
+    if named:
+        asked: list[Any] = []
+        load = AutoModelForCausalLM.from_pretrained
+
+        def of_hub(name: str, **given: Any) -> Any:
+            asked.append((name, given))
+            return load(tmp_path / "base")
+
+        monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", of_hub)
+    else:
+        (tmp_path / "FOLDER-OF-THE-BASE").symlink_to(tmp_path / "base")
+    ids, logits = torch.arange(40).view(2, 20), []
+    for folder in (part, whole):
+        card = (folder / "README.md").read_text()
+        assert ("library_name: peft" in card) == (folder == part)
+        (lines,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+        if named and folder == whole:
+            assert asked == [("lab/base", {"revision": "0" * 40})]
+            monkeypatch.undo()
+            monkeypatch.chdir(tmp_path)
+        exec(lines, names := dict[str, Any]())
+        logits.append(names["model"].eval()(input_ids=ids).logits)
+    torch.testing.assert_close(*logits, rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(logits[0], base.eval()(input_ids=ids).logits, atol=1e-2)
 
 
 @pytest.mark.parametrize(
