@@ -17,11 +17,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import math
 import mmap
 import os
+import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -37,7 +40,7 @@ from hivemind.averaging.allreduce import AllreduceException, AllReduceRunner
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.partition import BannedException, TensorPartContainer, TensorPartReducer
 from hivemind.compression import Float16Compression
-from hivemind.p2p import P2PContext, P2PHandlerError, PeerID
+from hivemind.p2p import P2P, P2PContext, P2PHandlerError, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture
 from hivemind.utils.asyncio import as_aiter, azip, enter_asynchronously
@@ -79,6 +82,23 @@ def _end_with(processes: Sequence[psutil.Process]) -> None:
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="end-watch", daemon=True).start()
+
+
+def _own_scratch(identity: str) -> Path:
+    """Return the empty folder in which all sockets and pipes of this peer lie from here on.
+
+    These processes end by SIGKILL, so hivemind never removes its files: after weeks of restarts
+    there would be thousands in /tmp. A stop removes the folder, and a start what a kill has left.
+    It is not in the run's folder, since the path of a socket has 107 characters at most. Raises
+    OSError.
+    """
+    name = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    scratch = Path(tempfile.gettempdir(), f"dt-peer-{name}")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(mode=0o700)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)  # of torch and of Python
+    P2P._UNIX_SOCKET_PREFIX = f"/unix{scratch}/"
+    return scratch
 
 
 class Node(hivemind.DHT):
@@ -327,8 +347,16 @@ def main(peer_class: type[Peer] = Peer) -> None:
     log.setLevel(logging.INFO)
     torch.set_num_threads(1)
     signal.alarm(_START)
-    peer, failures = peer_class(parent.receive()), 0
+    settings = parent.receive()
+    scratch = _own_scratch(settings.identity)
+    peer, failures = peer_class(settings), 0
     signal.alarm(0)
+
+    def end(*_: object) -> None:
+        shutil.rmtree(scratch, ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)
+
+    signal.signal(signal.SIGTERM, end)  # of the parent; only now, so that no fork inherits it
     assert parent_process is not None
     # Without its DHT or p2pd an averager only fails.
     _end_with([parent_process, *_first.children(recursive=True)])
@@ -341,7 +369,7 @@ def main(peer_class: type[Peer] = Peer) -> None:
             signal.alarm(0)
             parent.send(answer)
             failures = failures + 1 if answer.failed else 0
-    os.killpg(0, signal.SIGKILL)
+    end()
 
 
 if __name__ == "__main__":

@@ -345,7 +345,13 @@ class ObjectStoreServer:
         inherited = dict(os.environ if environment is None else environment)
         self.child = Child(
             name="object store",
-            command=[find_weed(), "server", *(f"-{name}={value}" for name, value in flags.items())],
+            # To our log.txt, and to no files in /tmp.
+            command=[
+                find_weed(),
+                "-logtostderr",
+                "server",
+                *(f"-{k}={v}" for k, v in flags.items()),
+            ],
             environment=inherited,
             folder=folder,
         )
