@@ -67,7 +67,7 @@ WORDS = {
 }
 #: What the miner's log says of the death of one.
 TOLD = {
-    "launcher": "an earlier miner of this run folder left behind|Starting [0-9]+ rank",
+    "launcher": "Starting [0-9]+ rank",
     "rank": "(ended with|was killed by) SIGKILL",
     "DHT peer": "The DHT peer (ended|did not start)",
     "p2pd": "The DHT peer (ended|did not start)",
@@ -130,7 +130,7 @@ def follow_up(kill: Kill) -> None:
     """Fill in what its miner's log and events say of it."""
     first = first_step(kill.miner, kill.at, restarted=kill.kind in ENDS_RANKS)
     kill.step_after = first - kill.at if first is not None else None
-    for at, line in _warnings(kill.miner.child.log):
+    for at, line in _lines(kill.miner.child.log):
         words = TOLD.get(kill.kind)
         if at >= kill.at - 0.001 and words and re.search(words, line):
             kill.told, kill.told_after = line, at - kill.at
@@ -149,13 +149,11 @@ def first_step(miner: LocalNeuron, since: float, *, restarted: bool) -> float | 
     return None if start is None else first("step", start)
 
 
-def _warnings(log: Path) -> Iterator[tuple[float, str]]:
+def _lines(log: Path) -> Iterator[tuple[float, str]]:
     for line in log.read_text(errors="replace").splitlines():
         moment, _, rest = line.partition(" | ")
-        level, _, text = rest.partition(" | ")
-        if level in ("WARNING", "ERROR"):
-            with contextlib.suppress(ValueError):
-                yield datetime.fromisoformat(moment).timestamp(), text
+        with contextlib.suppress(ValueError):
+            yield datetime.fromisoformat(moment).timestamp(), rest.partition(" | ")[2]
 
 
 def kill_for(
