@@ -199,7 +199,7 @@ class Found:
 
     members: list[Member] = field(default_factory=list)
     seconds: float = 0.0  # of an outer step
-    validator: tuple[float, ...] = ()  # sent and received, bytes a parameter in an outer step
+    validator: tuple[float, ...] = ()  # sent and received, bytes per parameter in an outer step
     losses: list[tuple[int, float]] = field(default_factory=list)  # tokens of all, held-out loss
     sources: list[str] = field(default_factory=list)  # of the updates from FIRST on
 
@@ -293,7 +293,7 @@ def _rules(exchange: str, period: int, up: float) -> dict[str, Any]:
         "model.parameters": PARAMETERS,
         "training.sequence_length": 64,
         "training.effective_batch": 2,
-        "data.max_length": 128,  # else the validator judges on more text than all train on
+        "data.max_length": 128,  # otherwise the validator judges on more text than all train on
     }
     if exchange == "hivemind":
         # Of these short periods, an encoding takes as much of a core as of long ones.
@@ -430,7 +430,7 @@ def main(argv: list[str] | None = None) -> int:
         for kind in (given.exchange,) if given.exchange else KINDS:
             last, of_big = given.outer_steps, given.link
             results[kind] = measure(kind, folder.absolute(), given.period, last, of_big=of_big)
-    print(f"{PARAMETERS / 1e6:.1f} M parameters; means over {MINERS} miners, bytes a parameter")
+    print(f"{PARAMETERS / 1e6:.1f} M parameters; means over {MINERS} miners, bytes per parameter")
     if not all(each.members for each in results.values()):
         print("no two outer steps were taken, so there is no table")
         return 1

@@ -37,7 +37,7 @@ from distributed_training.chain.registry import KEPT, RegistryChain
 from distributed_training.common.ports import free_ports
 from distributed_training.registry.store import Charter, Registry
 
-INTERVAL = 6.0  # seconds between two polls of one miner, at 12 seconds a block
+INTERVAL = 6.0  # seconds between two polls of one miner, at 12 seconds per block
 WARM = 8.0  # seconds in which all have asked once; not counted
 MODES = (  # name, whether a poller keeps its connection, whether a commitment comes every second
     ("something new each second", True, True),

@@ -63,7 +63,7 @@ from distributed_training.signing import seconds_of, show, write_file
 
 EMBEDDED = "embedded"  # instead of a store's URL
 EXCHANGE = "store"  # of a network whose founder names none
-#: Mbit/s up, of a member. An all-reduce sends 4 bytes a parameter, an upload half a byte.
+#: Mbit/s that a member sends. An all-reduce sends 4 bytes per parameter, an upload half a byte.
 SLOWEST_LINK = {"store": 20.0, "hivemind": 500.0}
 _CARRIED = ("data", "training", "round", "limits", "stop")
 _CARRIED_OF_MODEL = ("model.kind", "model.settings", "model.trainable")
@@ -101,7 +101,7 @@ def init(options: argparse.Namespace) -> None:
         options.more = [*options.more, *adapter_rules(options.lora, options.model, base)]
     rules = rules_of(options)
     # Before the folder is made: the source of the data may be away.
-    if rules["data"].get("own") is not True:  # else nobody reads them
+    if rules["data"].get("own") is not True:  # otherwise nobody reads them
         pin_data(rules["data"], unpinned=options.unpinned)
     old = getattr(options, "of", None)
     held_out = choose_pages(rules["data"], beside=None if old is None else old.absolute().parent)

@@ -253,7 +253,7 @@ def _register(config: Config, undo: ExitStack) -> tuple[int | None, bool]:
     path = hotkey_file(folder, settings.wallet_name, settings.wallet_hotkey)
     # Which folder the hotkey was made for: a join that was interrupted has left no other trace.
     user, here = path.with_name(f".{path.name}.folder"), str(Path.cwd())
-    is_new = not path.exists() and not there  # else a lost one, which load_wallet() names
+    is_new = not path.exists() and not there  # otherwise a lost one, which load_wallet() names
     if is_new:
         files = [user, path, path.with_name(f"{path.name}pub.txt"), *path.parents]
         undo.callback(_remove, *(each for each in files if not each.exists()))

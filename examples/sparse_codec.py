@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from distributed_training.protocol.codecs import CODECS, Codec
 
-CHUNK, SHARE, UNIT = 4096, 64, 256  # values; one of them is sent of so many; share 7 bytes
+CHUNK, SHARE, UNIT = 4096, 64, 256  # values that share 7 bytes, of which one is sent
 _SHIFTS, _BYTES = (0, 14, 28, 42), (0, 8, 16, 24, 32, 40, 48)
 _LEVELS = (0, 1, 2, -1, -2)
 

@@ -101,7 +101,8 @@ def write_uv_lock() -> None:
     command = ["uv", "lock", "--quiet", "--no-config", "--default-index", _INDEX]
     for line in CONSTRAINTS.read_text().splitlines()[1:]:
         command += ["--upgrade-package", line]
-    # Else it has the splits of the old one, one of them for Pythons that torch has no file for.
+    # Otherwise it keeps the splits of the old one, of which one is for Pythons that torch has no
+    # file for.
     (ROOT / "uv.lock").unlink(missing_ok=True)
     subprocess.run(command, cwd=ROOT, check=True)
     print("uv.lock")

@@ -98,7 +98,7 @@ class BoundedConnection(H11Protocol):
         self.bounds.waiting.pop(self, None)
         mine = self.bounds.held[self._client]
         mine.pop(self, None)
-        if not mine:  # else an entry would stay for every address that ever called
+        if not mine:  # otherwise an entry would stay for every address that ever called
             del self.bounds.held[self._client]
         self._rest()
 

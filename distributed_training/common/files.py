@@ -133,7 +133,7 @@ def name_new(temporary: Path, path: Path) -> None:
         try:
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         except FileExistsError:
-            if path.stat().st_size:  # else a writer that was killed here had taken the name
+            if path.stat().st_size:  # otherwise a writer that was killed here had taken the name
                 raise
         os.replace(temporary, path)
 

@@ -102,7 +102,8 @@ async def ask(
     HTTPStatusError only if there are more bytes.
     """
     body = bytearray()
-    # Of strangers not compressed: 64 KiB that are read at once may become 64 MiB, before any count.
+    # Take no compressed body from unknown callers: 64 KiB that are read at once may become 64 MiB
+    # before they are counted.
     headers = {**(headers or {}), "accept-encoding": "gzip" if compressed else "identity"}
     # httpx bounds only each read: a head or a body that trickles in would never end.
     async with (

@@ -204,10 +204,9 @@ def list_ways(
     """List the ways to arrange a step, the fastest first.
 
     ``keep``: gathered weights through a step. ``every``: reduce gradients at each micro-batch.
-    ``offload``: keep the optimizer's state in host memory. The last changes first. To offload AdamW
-    costs 16 bytes a parameter and step over the bus; to reduce each time, and to gather each time,
-    cost more than that for each of a step's hundred micro-batches, and to gather more than to
-    reduce.
+    ``offload``: keep the optimizer's state in host memory. The last changes first. Offloading
+    AdamW moves 16 bytes per parameter over the bus in each step. Reducing each time costs more than
+    that in each of a step's hundred micro-batches, and gathering each time more than reducing.
     """
     return [
         replace(how, keep_unsharded=keeps, reduce_at_last=not reduces, offload_optimizer=offloads)
@@ -247,7 +246,7 @@ def device_memory(shape: ModelShape, how: Arrangement) -> int:
 def host_memory(shape: ModelShape, how: Arrangement) -> int:
     """Return the most bytes of host memory at once, all ranks of the machine together.
 
-    In bytes a parameter:
+    In bytes per parameter:
 
     *Always* 12: the outer step's start, residual and what the upload was written from. With AdamW
     offloaded 8 more, 10.6 on a GPU with public shapes: there torch pins each tensor in memory of a
@@ -281,7 +280,7 @@ def _pinned(tensors: Iterable[tuple[int, ...]], ranks: int) -> Iterator[int]:
 def disk_space(shape: ModelShape, *, keep_checkpoints: int, moments: float = 2) -> int:
     """Return the most that a miner has on disk at once; ``moments``: as in :class:`Arrangement`.
 
-    In bytes a parameter:
+    In bytes per parameter:
 
     *Checkpoints* 24 each: weights, AdamW's two moments, the residual of uploads; 8 of
     them epoch-start

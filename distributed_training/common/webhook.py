@@ -51,7 +51,7 @@ def send(url: SecretStr, title: str, text: str, *, bad: bool, seconds: float = _
     import apprise
 
     host = urlsplit(url.get_secret_value()).hostname or ""
-    if "." in host:  # else it is a token of a service, which other programs would inherit
+    if "." in host:  # otherwise it is a token of a service, which other programs would inherit
         share(f"https://{host}")
     problem = [f"it has not answered within {seconds:.0f} s"]
 

@@ -34,10 +34,11 @@ from .tokenizer import text_tokenizer, tokenizer_hash
 
 log = logging.getLogger(__name__)
 
-#: Of prepared blocks: an older version that an update goes back to must not take these for its own.
+#: Number of the form of prepared blocks. An older version, to which an update may go back, must not
+#: take these for its own.
 _FORMAT = 4
-_NICENESS = 5  # training goes first
-_PAGES_AT_ONCE = 4  # of a block
+_NICENESS = 5  # added, so that training goes first
+_PAGES_AT_ONCE = 4  # pages of a block that are fetched at once
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ class WorkerSpec:
     def blocks(self) -> Path:
         """The folder of this rank's prepared blocks; all that changes them changes its name."""
         settings = self.settings
-        # What is left out here must not change a token: a restart would train on the blocks of the
-        # settings before.
+        # Everything that changes a token must be listed here, or a restart would train on blocks of
+        # the earlier settings.
         facts = [
             _FORMAT, settings.spec.text, settings.dataset, settings.text_column,
             settings.pages_per_block, settings.rows_per_page, settings.max_length,
@@ -73,7 +74,7 @@ class WorkerSpec:
             repr(self.draw_pages),
             *settings.own_text,
         ]  # fmt: skip
-        # Short: it becomes a part of paths.
+        # The name is short, since it becomes a part of paths.
         name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
         return self.folder / "blocks" / f"rank{self.rank}-{name}"
 
@@ -99,20 +100,20 @@ class RowsTokens:
         self._source = source
         self._tokenizer = text_tokenizer(spec.tokenizer_path, spec.eos_id)
         self._counts = counts
-        # Threads: all they do is to wait for the network or a disk.
+        # Threads are enough, since they only wait for the network or a disk.
         self._pool = ThreadPoolExecutor(_PAGES_AT_ONCE, "pages")
 
     def block(self, block: int, pages: int) -> SourceTokens:
         empty = np.zeros(0, dtype=np.int32)
         try:
             chosen = self._choose(block, pages)
-        # ValueError: the page selection finds no config, or one that is too small.
+        # The page selection raises ValueError if it finds no config, or only one that is too small.
         except (PageUnavailable, ValueError) as error:
             self._counts.add("pages_missing", pages)
             return SourceTokens(empty, [str(error)])
         pieces: list[np.ndarray[Any, Any]] = []
         missing: list[str] = []
-        # Page order, not completion order.
+        # Keep the order of the pages, not that in which they arrive.
         for page, fetched in zip(chosen, self._pool.map(self._fetch, chosen), strict=True):
             if isinstance(fetched, PageUnavailable):
                 self._counts.add("pages_missing")
@@ -169,7 +170,7 @@ class Prepared:
     seconds: float
     missing: tuple[str, ...]
     counts: dict[str, int]
-    kept: bool = False  # it was there already, from before a restart
+    kept: bool = False  # the block was there already, from before a restart
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ class BlockMaker:
                 eos_id=self._spec.eos_id,
                 vocabulary=self._tokenizer.vocabulary,
                 extra={} if place is None else {"place": place},
-                durable=False,  # it carries its checksum, and can be had again
+                durable=False,  # the file carries its checksum and can be made again
             )
         return Prepared(
             block=block,
@@ -236,7 +237,8 @@ class BlockMaker:
         except (OSError, ShardError) as error:
             log.warning("A kept block is damaged and is prepared again: %s", error)
             return None
-        if header.extra.get("place") != place:  # later than the checkpoint that is gone back to
+        # The block was made after the checkpoint to which training went back.
+        if header.extra.get("place") != place:
             return None
         # Files are deleted by age (pipeline._forget), and this one is in use again.
         os.utime(path)
@@ -254,16 +256,16 @@ def _run(parent: ParentConnection) -> None:
 
     def prepare(block: int, place: int | None) -> Prepared:
         nonlocal maker
-        maker = maker or BlockMaker(spec)  # at each block again: what is in the way may pass
+        maker = maker or BlockMaker(spec)  # try again at each block, since the obstacle may pass
         return maker.prepare(block, place)
 
     def send(block: int, prepared: Future[Prepared]) -> None:
-        error = prepared.exception()  # whatever it is, it must not end the worker
+        error = prepared.exception()  # no error of a block may end the worker
         failed = f"{type(error).__name__}: {error}"
         parent.send(prepared.result() if error is None else Failure(block, failed))
 
-    # One thread: the tokenizer is not for several. This one still receives, so that the worker ends
-    # at once when the socket closes.
+    # One thread prepares, since the tokenizer is not made for several. The main thread receives
+    # meanwhile, so the worker ends at once when the socket closes.
     pool = ThreadPoolExecutor(1)
     while True:
         block, place = parent.receive()
@@ -273,13 +275,14 @@ def _run(parent: ParentConnection) -> None:
 def main() -> None:
     os.nice(_NICENESS)
     write_stacks_on_signal()
-    with contextlib.suppress(EOFError, OSError):  # the rank is gone
+    with contextlib.suppress(EOFError, OSError):  # the rank has ended
         _run(ParentConnection())
-    os._exit(0)  # without waiting for requests under way
+    os._exit(0)  # end without waiting for requests under way
 
 
 if __name__ == "__main__":
-    # By its own name: what is sent to the rank is pickled with the name of its module.
+    # Import the module by its own name, since what is sent to the rank is pickled with the name of
+    # its module.
     from distributed_training.data import block_builder
 
     block_builder.main()

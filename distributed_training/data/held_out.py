@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     import torch
 
 LARGEST_FILE = 64 * 2**20  # bytes
-_SECONDS = 300.0  # to fetch it
-_WHOLE = 10**9  # tokens of a row
+_SECONDS = 300.0  # seconds to fetch a file
+_WHOLE = 10**9  # more tokens than any row has, so that none is cut
 
 
 def held_out_batches(
@@ -43,11 +43,11 @@ def held_out_batches(
     They are int64 (n, sequence_length). Raises ConfigError for a file that is not the pinned one,
     or a text of less than one sequence; PageUnavailable for one that cannot be had now.
     """
-    import torch  # here: dt-network reads a file without it
+    import torch  # imported here, since dt-network reads a file without torch
 
     length, found = config.training.sequence_length, {}
     for name, tokens in domain_tokens(config, tokenizer_path, eos_id).items():
-        # Spread over all of it rather than the first file.
+        # Take sequences from the whole text, not only from the first file.
         count = min(sequences, len(tokens) // length)
         starts = np.linspace(0, len(tokens) - length, count).astype(np.int64)
         picked = np.stack([tokens[s : s + length] for s in starts])
@@ -147,7 +147,7 @@ def read_file(place: str, digest: str | None = None) -> bytes:
                 raise PageUnavailable(f"the held-out text {place}: {why:.300}") from None
         else:
             with open_at_once(Path(place).expanduser()) as file:
-                # None comes from a pipe that nobody writes to.
+                # A pipe to which nobody writes gives None.
                 content = file.read(LARGEST_FILE + 1) or b""
     except (OSError, NetworkFileError) as error:
         raise ConfigError(
@@ -184,7 +184,7 @@ def file_rows(place: str, content: bytes, column: str) -> list[str]:
 
         values = pq.read_table(io.BytesIO(content), columns=[column]).column(0).to_pylist()
         return usable_texts(values, Counts())
-    except (OSError, ValueError, LookupError) as error:  # Arrow's too
+    except (OSError, ValueError, LookupError) as error:  # Arrow's errors are of these types too
         why = " ".join(str(error).split())
         raise ConfigError(
             f"the held-out text {place} cannot be used ({why:.200}), so no outer step could be "

@@ -31,14 +31,14 @@ from distributed_training.config.settings import DataSettings
 from .page_source import Counts, NothingToRead, PageUnavailable
 from .parquet import ParquetSource, is_no_data
 
-#: Bytes that are read at once: of a row group's column, as it lies in the file.
+#: The most bytes that are read at once: a column of a row group, as it lies in the file.
 LARGEST_READ = 64 * 2**20
-_READ_AHEAD = 2**16  # bytes; what pyarrow reads of a file's end
+_READ_AHEAD = 2**16  # bytes of a file's end that pyarrow reads first
 _MOST_FILES = 50_000
-_MOST_KEPT = 2 * 10**9  # bytes of ends on the disk
+_MOST_KEPT = 2 * 10**9  # bytes of file ends that are kept on the disk
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
-_PASSING = frozenset({408, 425, 429})  # statuses below 500 of what a later request may get
+_PASSING = frozenset({408, 425, 429})  # statuses below 500 after which a later request may succeed
 
 
 class HubSource(ParquetSource):
@@ -81,13 +81,13 @@ class HubSource(ParquetSource):
     def _files(self) -> list[Path]:
         self._load()
         if not self._sizes:
-            found: Any  # of names to what is known of a file
+            found: Any  # names, and what is known of each file
             with _asking(str(self._folder)):
                 found = self._hub.find(str(self._folder), detail=True)
             for name, entry in found.items():
                 path = Path(name)
                 below = path.relative_to(self._folder).parts
-                # Names are in log lines.
+                # Names appear in log lines, so they must be printable.
                 is_data = name.isprintable() and not any(map(is_no_data, below))
                 if is_data and path.suffix.lower() == ".parquet":
                     self._sizes[path] = int(entry["size"])
@@ -103,7 +103,7 @@ class HubSource(ParquetSource):
     @contextlib.contextmanager
     def _alone_on_this_machine(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            # Without room or locks each process asks for itself.
+            # Where the disk has no room or no locks, each process asks the hub itself.
             with contextlib.suppress(OSError):
                 if self._kept is not None:
                     self._kept.mkdir(parents=True, exist_ok=True)
@@ -151,7 +151,7 @@ class HubSource(ParquetSource):
         return pa.PythonFile(file, mode="r")
 
     def _parquet(self, path: Path) -> Any:
-        # With pre_buffer all of the group's column is one request.
+        # With pre_buffer the whole column of a row group is one request.
         return pq.ParquetFile(self._open(path), metadata=self._metadata(path), pre_buffer=True)
 
 
@@ -188,7 +188,8 @@ def _asking(what: str) -> Iterator[None]:
             f"{what}: the hub has no such dataset or commit, or HF_TOKEN may not read it"
         ) from None
     except Exception as error:  # noqa: BLE001 - whatever a library raises at what a server sent
-        # Not its text, which shows a header with the token, or signatures of where the hub led to.
+        # Do not show the error's text: it may hold the token, or a signed URL to which the hub
+        # redirected.
         status = getattr(getattr(error, "response", None), "status_code", 0)
         why = f"HTTP {status}" if status else type(error).__name__
         if status == 429:

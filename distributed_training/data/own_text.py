@@ -31,14 +31,15 @@ from .tokenizer import TextTokenizer, text_tokenizer
 log = logging.getLogger(__name__)
 
 UNIT, _SMALLEST = 2**15, 2**11  # bytes
-# Of most tokenizers a token has four, of one on bytes one. A block is about as large as its pages.
+# A token of most tokenizers has four bytes, and of a byte tokenizer one. With 2 a block is about as
+# large as its pages.
 _BYTES_OF_TOKEN = 2
-_EDGE = 4096  # bytes behind a unit in which its last line may end
-_LOOKED_AT = 2**20  # bytes of each file, at a start
+_EDGE = 4096  # bytes behind a unit within which its last line may end
+_LOOKED_AT = 2**20  # bytes of each file that a start looks at
 _PIECE = 2**16  # characters of a row that are tokenized at once
 _JSON_LINES = (".jsonl", ".ndjson")
-_WHOLE = 10**9  # tokens of a piece
-_SEED = 44  # of the order; that of two members differs by their text
+_WHOLE = 10**9  # more tokens than any piece has, so that none is cut
+_SEED = 44  # seed of the order, which differs between members by their text
 
 
 def units_of_block(settings: DataSettings, sequence_length: int) -> tuple[int, int]:
@@ -176,7 +177,8 @@ class OwnTokens:
             try:
                 rows = [*self._text.rows(unit)]
             except (OSError, ValueError) as error:
-                # The whole block, which is asked for again: else a disk that is away loses text.
+                # Fail the whole block, which is asked for again. Otherwise a disk that is away for
+                # a moment would lose text.
                 raise_if_it_may_pass(error, Path(str(getattr(error, "filename", "own text"))))
                 missing.append(" ".join(str(error).split()))
                 continue
@@ -225,7 +227,8 @@ def require_one_sequence(
         for unit in range(text.units):
             try:
                 rows = [*text.rows(unit)]
-            except (OSError, ValueError) as error:  # it costs its unit, as in training
+            # An unreadable file costs its unit, as in training.
+            except (OSError, ValueError) as error:
                 away = away or f" ({' '.join(str(error).split()):.200})"
                 continue
             tokens += len(tokenizer.encode_rows(rows, max_length=_WHOLE))
@@ -251,7 +254,8 @@ def _listed(given: tuple[str, ...]) -> dict[Path, bool]:
         try:
             path = Path(text).expanduser()
             below = sorted(files_below(path)) if path.is_dir() else [path]
-        except (OSError, RuntimeError) as error:  # RuntimeError: no user has this name
+        # RuntimeError is raised where no user has this name.
+        except (OSError, RuntimeError) as error:
             raise_if_it_may_pass(error, Path(text))
             raise ConfigError(_refusal(f"{text} cannot be read ({error})")) from None
         for file in below:
@@ -277,7 +281,8 @@ def _lines(file: Any, begin: int, end: int) -> Iterator[bytes | None]:
     at = begin
     if begin:
         file.seek(begin - 1)
-        # No further than the unit: each unit in a line of 60 MB would read the rest of it.
+        # Read no further than the unit, or each unit in a line of 60 MB would read the rest of that
+        # line.
         at = begin - 1 + len(file.readline(end - begin + 1))
     while at < end:
         line = file.readline(PAGE + 1)
@@ -307,7 +312,7 @@ class _ParquetFiles(ParquetSource):
     """Parquet files one by one, by the bytes of their column."""
 
     def _listed(self) -> dict[str, list[Path]]:
-        self._found: dict[Path, tuple[int, int]] = {}  # rows and bytes
+        self._found: dict[Path, tuple[int, int]] = {}  # file -> its rows and bytes
         return {}
 
     def open(self, path: Path) -> int:

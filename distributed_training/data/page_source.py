@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 #: The page selection draws first rows from 0 to num_rows - 102 (protocol page, section 3).
 MINIMUM_ROWS = 102
-#: Bytes of text that a page has at most: 100 books of 0.6 MB.
+#: The most bytes of text in a page: 100 books of 0.6 MB.
 PAGE = 64 * 2**20
 #: Stands for a row that was not read, since it is larger than a page.
 TOO_LONG = object()
@@ -110,7 +110,8 @@ class Counts:
     def drain(self) -> dict[str, int]:
         """Return the counts since the last call."""
         with self._lock:
-            # Exchanged under the lock: what a thread adds meanwhile is in the next answer.
+            # Exchange the counter under the lock, so that what a thread adds meanwhile is in the
+            # next answer.
             taken, self._counter = self._counter, Counter()
         return dict(taken)
 
@@ -135,7 +136,8 @@ def usable_texts(values: Iterable[object], counts: Counts) -> list[str]:
         else:
             try:
                 size = len(value.encode())
-            except UnicodeEncodeError:  # lone surrogates, the rest of bytes that are not UTF-8
+            # Lone surrogates are what is left of bytes that are not UTF-8.
+            except UnicodeEncodeError:
                 counts.add("rows_not_utf8")
                 continue
         if size > left:
@@ -185,7 +187,8 @@ class StdlibSource:
     @cached_property
     def _tables(self) -> dict[str, list[str]]:
         tables: dict[str, list[str]] = {f"stdlib-{i}": [] for i in range(_CONFIGS)}
-        held_out = set(self.held_out())  # codec tables and licences repeat word for word
+        # Leave these out: codec tables and licences repeat word for word.
+        held_out = set(self.held_out())
         for path in self._paths:
             if not _held_out(path):
                 table = tables[f"stdlib-{_digest(path) % _CONFIGS}"]
@@ -197,13 +200,13 @@ class StdlibSource:
         """Below the folder, in the order of their parts."""
         found: list[str] = []
         for folder, subfolders, names in os.walk(self._folder):
-            # Not looked into: site-packages may hold a hundred thousand files.
+            # Do not look into these folders: site-packages may hold a hundred thousand files.
             subfolders[:] = [name for name in subfolders if name not in _LEFT_OUT]
             below = Path(folder).relative_to(self._folder)
             found += [(below / name).as_posix() for name in names if name.endswith(".py")]
         if not found:
             raise PageUnavailable(f"{self._folder} holds no Python sources")
-        # Every process must number the rows alike; os.walk has the disk's order.
+        # Sort, since every process must number the rows alike and os.walk follows the disk's order.
         return sorted(found, key=lambda path: path.split("/"))
 
     def _rows_of(self, path: str) -> Iterator[str]:
@@ -223,7 +226,7 @@ class StdlibSource:
 
 
 def _digest(path: str) -> int:
-    # Not hash(): Python's own differs from process to process.
+    # Do not use hash(), which differs from process to process.
     return int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big")
 
 

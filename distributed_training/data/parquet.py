@@ -27,14 +27,15 @@ log = logging.getLogger(__name__)
 
 #: Bytes of decoded row groups that are kept for the pages to come. Each data worker keeps its own.
 KEPT = 64 * 2**20
-#: Bytes of a file's end, which says where its rows are: parsed it takes many times as many.
+#: The most bytes of a file's end, which says where its rows are and takes many times as much memory
+#: once parsed.
 LARGEST_END = 16 * 2**20
-_TAIL = 2**16  # bytes of an end that pyarrow reads first
-_AT_ONCE = 8  # files that are scanned
-#: Rows decoded at once. A dictionary may hold a megabyte for each of them.
+_TAIL = 2**16  # bytes of a file's end that pyarrow reads first
+_AT_ONCE = 8  # files that are scanned at once
+#: Rows decoded at once: each may take a megabyte from a dictionary.
 _ROWS = 64
 _BUFFER = 2**20  # bytes read from a column at once
-# Of a network disk, or of a process at its limits.
+# Errors of a network disk, or of a process at its limits, that may pass.
 _MAY_PASS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -64,7 +65,8 @@ def folder_revision(folder: Path, *, wanted: str | None = None) -> str | None:
         for note in notes.rglob("*.metadata"):
             with contextlib.suppress(OSError, UnicodeDecodeError), note.open() as file:
                 commits.add(file.readline(100).strip())
-    # The wanted one last: a folder with one file of another commit counts as that one's.
+    # Sort the wanted commit last, so that a folder with one file of another commit counts as the
+    # other's.
     told = sorted(filter(_COMMIT.fullmatch, commits), key=lambda commit: commit == wanted)
     return told[0] if told else None
 
@@ -103,7 +105,7 @@ def files_below(folder: Path, above: frozenset[str] = frozenset()) -> Iterator[P
             continue
         if path.is_dir():
             yield from files_below(path, above | {here})
-        # A link to nothing is one more file that cannot be read.
+        # A broken link counts as a file that cannot be read.
         elif path.is_file() or path.is_symlink():
             yield path
 
@@ -118,21 +120,23 @@ class FolderSource:
         self._counts = counts
         self._lock = threading.Lock()
         self._scanned: dict[Path, int] = {}
-        self._ends: dict[str, list[int]] = {}  # of each file's rows in its config, once known
+        # Config -> at which row each of its files ends, once known.
+        self._ends: dict[str, list[int]] = {}
         self._table: dict[str, int] | None = None
-        # Listed once: a file that comes later would shift the rows of all behind it.
+        # List the files once, since a file that came later would shift the rows of all files after
+        # it.
         self._paths = self._listed()
 
     def _listed(self) -> dict[str, list[Path]]:
         """Return the files by config. Raises PageUnavailable if there are none."""
         found: dict[str, list[Path]] = {}
-        # Sorted: rows must have the same numbers in every process and on every machine.
+        # Sort, since rows must have the same numbers in every process and on every machine.
         for path in sorted(self._files()):
             if path.suffix.lower() in self.suffixes:
                 config = path.relative_to(self._folder).parent.as_posix()
                 found.setdefault("root" if config == "." else config, []).append(path)
         if not found:
-            # Files of other endings stay what they are; an empty folder may not be mounted yet.
+            # A folder with other files is wrong for good; an empty one may not be mounted yet.
             others = next((path.suffix for path in self._files()), None)
             kind = PageUnavailable if others is None else NothingToRead
             found_are = f", only others such as *{others}" if others else ""
@@ -143,7 +147,7 @@ class FolderSource:
         """Return the files below the folder, in any order. Raises PageUnavailable."""
         try:
             return list(files_below(self._folder))
-        except OSError as error:  # what cannot be listed now is not empty
+        except OSError as error:  # a folder that cannot be listed now need not be empty
             raise PageUnavailable(f"{error.filename} cannot be read: {error.strerror}") from None
 
     def num_rows(self) -> Mapping[str, int]:
@@ -175,8 +179,9 @@ class FolderSource:
                         if isinstance(found, int):
                             self._scanned[path] = found
                             continue
-                        # Left out once, it is left out until a restart, and the rows behind it have
-                        # other numbers than at the validators. So what may pass is waited for.
+                        # A file that is left out stays so until a restart, and the rows after it
+                        # then have other numbers than at the validator. So wait for an error that
+                        # may pass.
                         raise_if_it_may_pass(found, path)
                         self._counts.add("files_unreadable")
                         log.warning("%s is left out: %s", path, found)
@@ -187,11 +192,12 @@ class FolderSource:
             return {config: ends[-1] if ends else 0 for config, ends in self._ends.items()}
 
     def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
-        del split  # a folder has one
+        del split  # a folder has only one split
         count = self.all_rows().get(config, 0)
         if row >= count:
             raise PageUnavailable(f"{config} of {self._folder} has {count} rows, none at {row}")
-        # One after the other: a page of long rows does not lie in memory before it is bounded.
+        # Read one value after the other, so that a page of long rows is bounded before it is in
+        # memory.
         return usable_texts(self._values(config, row, min(row + limit, count)), self._counts)
 
     def _values(self, config: str, first: int, end: int) -> Iterator[object]:
@@ -200,7 +206,7 @@ class FolderSource:
             try:
                 yield from self._read(path, begin, rows)
             except (OSError, ValueError) as error:
-                why = " ".join(str(error).split())  # Arrow's have several lines
+                why = " ".join(str(error).split())  # an error of Arrow has several lines
                 raise PageUnavailable(f"{path}, row {begin}: {why:.300}") from error
 
     def _try(self, path: Path) -> int | Exception:
@@ -241,7 +247,7 @@ class ParquetSource(FolderSource):
                 f"it has no column {self._column!r}: see data.text_column of the network's file"
             )
         groups = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
-        # Of a damaged file: rows would be asked for in groups that it does not have.
+        # Such a file is damaged, and rows would be read from groups that it does not have.
         if sum(groups) != meta.num_rows or min(groups, default=0) < 0:
             raise ValueError(f"its row groups do not add up to its {meta.num_rows} rows")
         self._group_ends[path] = list(itertools.accumulate(groups))
@@ -264,7 +270,7 @@ class ParquetSource(FolderSource):
     def _parquet(self, path: Path) -> Any:
         import pyarrow.parquet as pq
 
-        # By default Arrow reads all of a group's column before the first row.
+        # By default Arrow would read the whole column of a group before the first row.
         return pq.ParquetFile(self._open(path), buffer_size=_BUFFER, pre_buffer=False)
 
     def _read(self, path: Path, first: int, count: int) -> Iterator[object]:
@@ -299,9 +305,9 @@ class ParquetSource(FolderSource):
         if known is not None:
             yield from known
             return
-        # Opened for each group: a mirror has more files than a process may have open.
+        # Open the file for each group, since a mirror has more files than a process may have open.
         with self._parquet(path) as file:
-            # Arrow would take a thread for each core, which the ranks need.
+            # Without threads, since Arrow would use all cores, which the ranks need.
             how: dict[str, Any] = {"columns": [self._column], "use_threads": False}
             for table in file.iter_batches(batch_size=_ROWS, row_groups=[group], **how):
                 batch = table.column(0)

@@ -61,7 +61,7 @@ class DeviceBuffer:
         """Start the copy of ``batch`` (CPU), to be taken later."""
         if not self._pinned or self._pinned[0].shape != batch.shape:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
-            # The buffers that go away must not be read by a copy under way any more.
+            # Wait, since a copy under way may still read the buffers that are about to go.
             self._stream.synchronize()
             self._pinned = [torch.empty_like(batch, pin_memory=True) for _ in range(2)]
         self._turn = 1 - self._turn
@@ -77,22 +77,22 @@ class DeviceBuffer:
         if batch is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)
-            batch.record_stream(current)  # its memory is the other stream's
+            batch.record_stream(current)  # its memory belongs to the other stream
         return batch
 
     def clear(self) -> None:
         self._staged = None
 
 
-_LEAST_AHEAD, _MOST_AHEAD = 2, 8  # blocks prepared ahead; more while the source is slow
+_LEAST_AHEAD, _MOST_AHEAD = 2, 8  # blocks prepared ahead, more while the source is slow
 _KEPT_FILES = 16  # prepared blocks on disk, of this rank
 _SLOW_LINE_EVERY = 600.0
-_TIMED_LEAST = 3  # blocks, before what is measured is more than the start of everything
-#: Share of a block's training time from which its preparation is slow, so one more worker starts.
+_TIMED_LEAST = 3  # blocks before the measured times mean more than the start of everything
+#: If preparing a block takes more than this part of its training time, one more worker starts.
 _NARROW = 0.8
 
 
-_MOST_BLAMED = 2  # workers that may end over one block
+_MOST_BLAMED = 2  # workers that may die at one block before it is left out
 
 
 class DataWorker:
@@ -104,9 +104,9 @@ class DataWorker:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
-        self.blocks: dict[int, int | None] = {}  # under way, in order, and the place of each
+        self.blocks: dict[int, int | None] = {}  # blocks under way, in order, each with its place
         self._arrived: queue.SimpleQueue[Prepared | Failure] = queue.SimpleQueue()
-        self._blamed: Counter[int] = Counter()  # block: workers that ended over it
+        self._blamed: Counter[int] = Counter()  # block -> workers that died at it
         self.child = ChildProcess(
             "A data worker",
             block_builder.__name__,
@@ -131,7 +131,7 @@ class DataWorker:
 
     def _begin(self) -> None:
         if self.child.starts > 1 and self.blocks:
-            # The first was under way; those behind it had not begun.
+            # Only the first block was under way; the others had not begun.
             block = next(iter(self.blocks))
             self._blamed[block] += 1
             if self._blamed[block] > _MOST_BLAMED:
@@ -143,7 +143,7 @@ class DataWorker:
 
     def _receive(self, answer: Prepared | Failure) -> None:
         with self.child.lock:
-            # Here, not when it is asked for: a worker that ends now is not to prepare it again.
+            # Forget the block now, since another worker must not prepare it again if this one ends.
             self.blocks.pop(answer.block, None)
             self._blamed.pop(answer.block, None)
         self._arrived.put(answer)
@@ -168,39 +168,43 @@ class DataPipeline:
         self._spec = spec
         self._settings = settings
         self._micro_batch_size = micro_batch_size
-        # As they were requested: memory-mapped (sequences, sequence_length); None while under way
+        # block -> its tokens, memory-mapped as (sequences, sequence_length), or None while it is
+        # under way; in the order of the requests
         self._blocks: dict[int, np.ndarray[Any, Any] | None] = {}
         self._nothing = np.zeros((0, spec.sequence_length), dtype=np.uint16)
-        # The place in own text at which each block begins, and the next one's
+        # block -> the place in the own text at which it begins; and the place of the next one
         self._places: dict[int, int] = {}
         self._next_place = 0
-        self._returned: list[int] = []  # of blocks that could not be prepared
-        self._passes_over = False  # them, once
+        self._returned: list[int] = []  # places of blocks that could not be prepared
+        self._passes_over = False  # the next block passes over those places, once
         # The position in the block in training
         self._current = 0
-        self._sequences = 0  # ordered of it
+        self._sequences = 0  # how many of its sequences are trained on
         self._offset = 0
-        # How fast blocks are prepared and trained on, seconds: moving means
+        # Moving means of the seconds in which a block is prepared and trained on
         self._prepare_seconds = 0.0
         self._train_seconds = 0.0
         self._timed = 0  # blocks that were trained on from end to end
         self._begun_at: float | None = None
-        self._served, self._served_at = 0, 0.0  # batches of the present block, when the last
+        # Batches served from the present block, and the time of the last one.
+        self._served, self._served_at = 0, 0.0
         self._missed = 0.0  # seconds without anything to train on since the last batch
-        self.wait_seconds = 0.0  # for the last batch, what was missed before it included
+        self.wait_seconds = 0.0  # seconds of waiting for the last batch, with those before it
         self._slow_line = Throttle(_SLOW_LINE_EVERY)
-        # What works for it
+        # The worker processes, and what they count
         self._counts: Counter[str] = Counter()
         self._full_disk = Repeats(_SLOW_LINE_EVERY)
         self._block_folder = spec.blocks
         self._block_folder.mkdir(parents=True, exist_ok=True)
         for other in self._block_folder.parent.glob(f"rank{spec.rank}-*"):
-            if other != self._block_folder:  # of other settings
+            if other != self._block_folder:  # the folder belongs to other settings
                 shutil.rmtree(other, ignore_errors=True)
-        for left in self._block_folder.glob(".*.tmp"):  # of a worker that was killed while it wrote
+        # Left by a worker that was killed while it wrote.
+        for left in self._block_folder.glob(".*.tmp"):
             left.unlink(missing_ok=True)
         self._buffer = DeviceBuffer(device) if device and device.type == "cuda" else None
-        # Last: a worker may write as soon as it runs, and what earlier ones left is removed above.
+        # Start workers last: they write as soon as they run, and what earlier ones left is removed
+        # above.
         count = 1 if settings.workers == "auto" else settings.workers
         self._workers = [DataWorker(spec) for _ in range(count)]
 
@@ -218,19 +222,19 @@ class DataPipeline:
 
     def request(self, block: int) -> None:
         """Start preparing ``block``, unless it is here or under way. Returns at once."""
-        # What had nothing when it was asked for may have something now.
+        # A block that was empty when it was requested may have text now.
         if self._blocks.get(block, self._nothing) is not self._nothing:
             return
         self._blocks.pop(block, None)
         self._blocks[block] = None
-        # By what is under way, not in turn: a worker may hang in one slow page.
+        # Choose the worker with the fewest blocks, since one may hang in a slow page.
         worker = min(self._workers, key=lambda worker: len(worker.blocks))
         worker.submit(block, self._place(block) if self._settings.own else None)
 
     def _place(self, block: int) -> int:
         """Return where ``block`` begins in own text: at a place of its own, once it has one."""
         if block not in self._places:
-            # Not at once: text on a bad sector would keep back all that is left, for ever.
+            # Do not repeat it at once, or text on a bad sector would hold up all the rest for ever.
             if self._returned and not self._passes_over:
                 self._places[block] = self._returned.pop(0)
             else:
@@ -256,7 +260,7 @@ class DataPipeline:
                 )
             self._counts["blocks_failed"] += 1
             self._blocks[answer.block] = self._nothing
-            if answer.block in self._places:  # or its text would be lost with it
+            if answer.block in self._places:  # otherwise its text would be lost with it
                 self._returned.append(self._places.pop(answer.block))
                 self._passes_over = True
             return
@@ -269,7 +273,7 @@ class DataPipeline:
 
     def _open(self, prepared: Prepared) -> np.ndarray[Any, Any]:
         try:
-            # The worker has checked or just written it; the tokens are not read twice.
+            # Do not verify again: the worker has just checked or written the file.
             return open_shard(prepared.path, verify=False)[1]
         except (OSError, ShardError) as error:
             log.warning("Block %d is left out: %s", prepared.block, error)
@@ -290,7 +294,8 @@ class DataPipeline:
             raise ValueError(f"block {block} has {have} sequences, {sequences} were ordered")
         now = time.monotonic()
         if self._begun_at is not None and self._served > 1:
-            # Up to the last batch, not up to now: in between there may have been nothing to begin.
+            # Count until the last batch, not until now, since training may have had nothing to
+            # begin since.
             seconds = (self._served_at - self._begun_at) * self._served / (self._served - 1)
             self._train_seconds = _mean(self._train_seconds, seconds)
             self._timed += 1
@@ -310,7 +315,7 @@ class DataPipeline:
         may_grow = self._settings.workers == "auto" and len(self._workers) < MOST_WORKERS
         if may_grow and per_worker > _NARROW * self._train_seconds:
             self._workers.append(DataWorker(self._spec))
-            self._timed = 0  # what is measured next is of one more
+            self._timed = 0  # the next times are those of one more worker
             log.info(
                 "Data: a block is prepared in %.1f s and trained on in %.1f s, so this rank has %d "
                 "workers from here on",
@@ -320,8 +325,8 @@ class DataPipeline:
             )
         elif per_worker > self._train_seconds and self._slow_line():
             log.warning(
-                "Data is prepared more slowly (%.1f s a block) than it is trained on (%.1f s), so "
-                "training will wait: raise --data.workers, and see docs/data.md",
+                "Data is prepared more slowly (%.1f s per block) than it is trained on (%.1f s), "
+                "so training will wait: raise --data.workers, and see docs/data.md",
                 per_worker,
                 self._train_seconds,
             )
@@ -350,7 +355,7 @@ class DataPipeline:
 
     def missed(self, seconds: float) -> None:
         """Note that the loop had nothing to train on; the next batch counts it as waited for."""
-        if self._served_at:  # what a start takes is no step's time
+        if self._served_at:  # the time of a start does not belong to a step
             self._missed += seconds
 
     def _host_batch(self, offset: int) -> torch.Tensor | None:
@@ -423,7 +428,7 @@ class DataPipeline:
         """Drop the blocks that were requested earlier: they were trained on, or had nothing."""
         for earlier in [*itertools.takewhile(lambda each: each != block, self._blocks)]:
             del self._blocks[earlier]
-        with contextlib.suppress(OSError):  # a disk that is away, or may only be read
+        with contextlib.suppress(OSError):  # the disk may be away, or read-only
             files = sorted(self._block_folder.glob(f"*{SUFFIX}"), key=lambda p: p.stat().st_mtime)
             for path in files[:-_KEPT_FILES]:
                 number = path.name.removesuffix(SUFFIX)

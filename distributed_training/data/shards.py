@@ -42,10 +42,10 @@ class ShardHeader:
     dtype: str
     sequence_length: int
     sequences: int
-    tokenizer: str  # tokenizer_hash
+    tokenizer: str  # what tokenizer_hash returns
     eos_id: int
     vocabulary: int
-    sha256: str  # of the tokens as stored
+    sha256: str  # SHA-256 of the tokens as they are stored
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -92,17 +92,18 @@ def read_header(path: Path) -> tuple[ShardHeader, int]:
         if len(start) < len(_MAGIC) + 4 or start[: len(_MAGIC)] != _MAGIC:
             raise ShardError(f"{path} is not a file of tokens")
         length = int.from_bytes(start[len(_MAGIC) :], "little")
-        # A damaged length would be read into memory.
+        # Refuse a damaged length before the header is read into memory.
         if length > _LARGEST_HEADER:
             raise ShardError(f"{path} has a damaged header")
         text = file.read(length)
     try:
         header = ShardHeader(**json.loads(text))
-        # Of another type (objects, floats) the data would be no tokens, or end the process.
+        # Data of another type (objects, floats) would be no tokens, or end the process.
         size = len(start) + length + _ITEM_BYTES[header.dtype] * math.prod(_shape(header))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ShardError(f"{path} has a damaged header") from error
-    # Before it is mapped: reading a map beyond the end of its file ends the process (SIGBUS).
+    # Compare the size before mapping, since reading a map beyond the end of its file ends the
+    # process (SIGBUS).
     if path.stat().st_size != size:
         raise ShardError(f"{path} has {path.stat().st_size} bytes, its header says {size}")
     return header, len(start) + length
@@ -123,7 +124,7 @@ def open_shard(path: Path, *, verify: bool = True) -> tuple[ShardHeader, np.ndar
     header, offset = read_header(path)
     shape = _shape(header)
     dtype = np.dtype(header.dtype).newbyteorder("<")
-    # A map of nothing cannot be made.
+    # An empty file cannot be mapped.
     if header.sequences == 0:
         return header, np.zeros(shape, dtype=dtype)
     data: np.ndarray[Any, Any] = np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape)

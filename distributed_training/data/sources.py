@@ -58,7 +58,7 @@ class SourceKind:
 
 
 SOURCES: Kinds[SourceKind] = Kinds("data source")
-#: What earlier editions read by themselves, and what reads it now.
+#: Sources of earlier editions, and the module that reads each of them now.
 _MOVED = {
     "hf": "the rows API is not read any more: give hub, which reads the dataset's Parquet files",
     **dict.fromkeys(("jsonl", "text"), "give --plugins examples.line_files, which reads it"),
@@ -129,7 +129,7 @@ class Source:
         return self._source.num_rows()
 
     def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
-        assert self._source is not None  # pages are chosen by its rows
+        assert self._source is not None  # its rows were asked for before, to choose the page
         return self._source.rows(config, row, split=split, limit=limit)
 
     def pin(self) -> Pin:
@@ -142,7 +142,7 @@ class Source:
         return self._pin_of(self._source)
 
     def _pin_of(self, source: PageSource) -> Pin:
-        revision = getattr(source, "revision", None)  # of a hub
+        revision = getattr(source, "revision", None)  # only a hub has a revision
         folder = self._opening.spec.folder
         if revision is None and folder is not None:
             from .parquet import folder_revision
@@ -162,7 +162,7 @@ def readable(settings: DataSettings) -> Pin:
         draw = PageDraw("", "", settings.rows_per_page, held_out_pages=0)
         table = source.num_rows()
         ((config, row, split),) = draw(uid=0, outer_step=0, first=0, count=1, num_rows=table)
-    except ValueError as error:  # no config that a page can be drawn from
+    except ValueError as error:  # no config is large enough for a page
         raise NothingToRead(f"--data.source {settings.source}: {error}") from None
     if not source.rows(config, row, split=split, limit=settings.rows_per_page):
         raise NothingToRead(
@@ -175,7 +175,7 @@ def readable(settings: DataSettings) -> Pin:
 
 
 def _open_hub(opening: Opening) -> PageSource:
-    share(HUB)  # its client reads the environment
+    share(HUB)  # set first, since the client of the hub reads the environment
 
     from .hub import HubSource
 

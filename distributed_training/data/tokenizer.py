@@ -21,12 +21,12 @@ from .page_source import Counts
 
 log = logging.getLogger(__name__)
 
-#: Characters of a row that are tokenized, for each wanted token and at most: a tokenizer reads all
-#: of a row, and 2 million characters take 3 s and 280 MB.
+#: Characters of a row that are tokenized: for each wanted token, and in all. A tokenizer would read
+#: the whole row, and 2 million characters take 3 s and 280 MB.
 _PER_TOKEN, LONGEST = 64, 2**21
 _BATCH = 2**20
 EOS = "<eos>"
-#: A multiple of 8 above 256 bytes and EOS.
+#: The next multiple of 8 above 256 bytes and EOS.
 BYTE_VOCABULARY = 264
 
 
@@ -75,7 +75,7 @@ class TextTokenizer:
         """
         counts = counts or Counts()
         if self._truncated_at != max_length:
-            # As transformers does: special tokens that the tokenizer adds count, and stay.
+            # As in transformers, special tokens that the tokenizer adds count and stay.
             self._tokenizer.enable_truncation(max_length)
             self._truncated_at = max_length
         longest = min(LONGEST, _PER_TOKEN * max_length)
@@ -85,7 +85,7 @@ class TextTokenizer:
                 if ids is None:
                     counts.add("rows_not_tokenized")
                     continue
-                # Beyond max_length: validators append it after the cut too.
+                # EOS comes after the cut to max_length, as at the validator.
                 ids.append(self.eos_id)
                 if vocabulary is not None and max(ids) >= vocabulary:
                     counts.add("rows_beyond_vocabulary")
@@ -177,7 +177,8 @@ def build_tokenizer(name: str, folder: Path, *, revision: str | None = None) -> 
 
 def name_of_folder(folder: Path) -> str:
     """Return the name of a folder's tokenizer: its path, or ``bytes`` where it is that one."""
-    with contextlib.suppress(OSError, ValueError):  # whoever loads it says what is wrong
+    # Ignore this here: the program that loads the file says what is wrong.
+    with contextlib.suppress(OSError, ValueError):
         content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
         if content == json.loads(byte_tokenizer().to_str()):
             return "bytes"
@@ -191,7 +192,7 @@ def load_pretrained(name: str, *, revision: str | None = None) -> Any:
     """
     from transformers import AutoTokenizer
 
-    share(HUB)  # its client reads the environment
+    share(HUB)  # set first, since the client of the hub reads the environment
     how: dict[str, Any] = {"use_fast": True, "trust_remote_code": False, "revision": revision}
     if revision is None:
         del how["revision"]

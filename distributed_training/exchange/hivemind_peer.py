@@ -194,7 +194,7 @@ class Averager(DecentralizedAverager):
 
     @classmethod
     def get_stub(cls, p2p: Any, peer: PeerID, *, namespace: Any = None) -> Any:
-        if peer not in _members:  # whom the DHT names: anybody may write there
+        if peer not in _members:  # the peers that the DHT names, in which anybody may write
             raise P2PHandlerError(f"{peer} is no member")
         return super().get_stub(p2p, peer, namespace=namespace)
 

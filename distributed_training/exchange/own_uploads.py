@@ -160,7 +160,7 @@ class OwnUploads:
         )
         if note.ended != _SENT:
             return
-        with contextlib.suppress(StoreError):  # else the validator does, or the next close
+        with contextlib.suppress(StoreError):  # otherwise the validator does, or the next close
             for info in self._store.list_objects(self._prefix):
                 uplink.check_stopped()
                 past = keys.parse_upload_key(info.key)

@@ -436,7 +436,7 @@ class StoreRounds:
             return
         self._waits.succeeded()
         self._settle("fetch", "Outer steps are taken over again")
-        if self._reports == reports:  # else the next turn fetches the step that follows now
+        if self._reports == reports:  # otherwise the next turn fetches the step that follows now
             self._answered = reports
             self._post(UpdateReady(update, steady()))
 

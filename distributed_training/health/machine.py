@@ -53,7 +53,7 @@ _SHARED_MEMORY = 1 << 30  # NCCL's buffers between the GPUs of one machine
 _DESCRIPTORS = 1024  # files, shards and connections
 _COMFORTABLE = 0.9  # share of the memory
 TESTED_TORCH = "2.13.0"  # the newest one, as constraints.txt has it
-_MOST_SPARE = 10_000_000_000  # bytes of disk beside all that a miner keeps, for data and logs
+_MOST_SPARE = 10_000_000_000  # bytes of disk for data and logs, next to all that a miner keeps
 _SPARE_BYTES = 100  # of a parameter, of all that a miner keeps (docs/requirements.md)
 _TOO_MUCH = 1.15  # share of the memory; the estimate is not exact enough to refuse a near miss
 

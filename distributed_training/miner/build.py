@@ -74,7 +74,7 @@ log = logging.getLogger(__name__)
 
 _NO_DIGEST = "0" * 64
 _SAY_AGAIN = 600.0  # seconds between two lines of one cause
-#: How often "auto" writes a checkpoint: after so many inner steps, and seconds of training.
+#: How often "auto" writes a checkpoint: after this many inner steps and seconds of training.
 _CHECKPOINT_STEPS, _CHECKPOINT_SECONDS = 25, 600.0
 
 

@@ -391,7 +391,7 @@ class _Supervisor:
 
     def _run_once(self) -> Ending:
         """Start the ranks, follow them to their end, and return how that was."""
-        # Else the status that rank 0 wrote last would count for one that was killed.
+        # Otherwise the status that rank 0 wrote last would count for a rank that was killed.
         forget_ranks(self._folder)
         self._entered, self._failures = {}, []
         if self._signals.asked_at is not None:

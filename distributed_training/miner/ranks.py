@@ -164,7 +164,7 @@ def _store(
     # TCPStore asks nobody who they are: any local account could read, change and delete its keys,
     # among them the addresses that gloo and NCCL connect to.
     if path := environ.get(RANK_STORE):
-        # It grows by 50 bytes a block and rank, until the ranks start again.
+        # It grows by 50 bytes per block and rank, until the ranks start again.
         file = dist.FileStore(path, world_size)
         file.set_timeout(timeout)
         return file

@@ -145,7 +145,7 @@ def _count_step(state: MinerState, done: ev.InnerStepDone, rules: Rules) -> Deci
     # Neither in a round: its copies would be in host memory next to the round's.
     if follows or report.skipped or state.holds_copies:
         return after, follows
-    # Time counts as well as steps: a checkpoint has 16 bytes a parameter, and a GPU may take 25
+    # Time counts as well as steps: a checkpoint has 16 bytes per parameter, and a GPU may take 25
     # steps in a minute.
     seconds = state.unsaved_seconds
     if state.unsaved_steps >= rules.checkpoint_steps and seconds >= rules.checkpoint_seconds:

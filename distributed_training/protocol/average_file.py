@@ -26,7 +26,7 @@ def write_average(
     """Write an average that is ``scale`` times too large, in float16: as it came over the wire."""
     values = {n: t.detach().to(torch.float16) for n, t in zip(names, tensors, strict=True)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not durably: a validator that was killed takes the merge.
+    # No fsync is needed: a validator that is killed here takes the merge instead of the average.
     save_file(values, path, metadata={"scale": str(round(math.log2(scale)))})
 
 

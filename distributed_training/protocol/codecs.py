@@ -21,9 +21,10 @@ from distributed_training.common.kinds import Kinds
 from .quantization import GROUP, dequantize, pack, packed_bytes, quantize, unpack
 from .types import OWN_CODECS
 
-# Values handled at once: copies of them stay in the cache, and do not fill a GPU.
+# How many values are handled at once: few enough that their copies stay in the CPU's cache, or do
+# not fill a GPU.
 _SLAB, _CUDA_SLAB = 1 << 19, 1 << 24
-_TYPICAL = 1 << 12  # values of a row, from which the size of a value is told
+_TYPICAL = 1 << 12  # the bytes per value are measured on a row of this many values
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def _encode_rows(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     for slab in _slabs(rows):
         numbers = torch.empty(rows[slab].shape, dtype=torch.uint8, device=rows.device)
         for values, scale, number in _groups_of(rows[slab], scales[slab], numbers):
-            # Of a group of zeros it may be -0.0.
+            # The scale of a group of zeros may come out as -0.0.
             scale.copy_(quantize(values, number, bits).abs_())
         codes[slab] = pack(numbers, bits)
     return scales, codes

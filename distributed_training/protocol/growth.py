@@ -14,25 +14,29 @@ from distributed_training.common.memory import Arrangement, ModelShape, device_m
 
 from .types import OWN_CODECS, UPDATE_CODEC
 
-_GROUP = 256  # as in quantization.py, whose module imports torch
-_MARGIN = 60.0  # seconds: until an inner step ends, the copy, retries; less in a short period
-_MEETING = 30.0  # seconds: until members are connected and in one group; less in a short period
-CHECKPOINT = 20 / 400e6  # seconds a parameter: it lies on a plain disk before anything is sent
-_SLACK = 1.2  # of the bytes: requests, and a link that is not always as fast
-GB_MONTH = 0.015  # dollars at R2, where traffic is free: developers.cloudflare.com/r2/pricing
+_GROUP = 256  # the same as GROUP in quantization.py, which imports torch
+_MARGIN = 60.0  # seconds for the end of an inner step, the copy and retries; less in a short period
+_MEETING = 30.0  # seconds until members are connected in one group; less in a short period
+# Seconds per parameter: a checkpoint is written to a plain disk before anything is sent.
+CHECKPOINT = 20 / 400e6
+_SLACK = 1.2  # factor on the bytes, for requests and for a link that is sometimes slower
+# Dollars per GB and month at R2, which charges no traffic (developers.cloudflare.com/r2/pricing).
+GB_MONTH = 0.015
 
 
-TOKENS_A_PARAMETER = 20  # Hoffmann et al. 2022: the best number for a model of this size
-#: Parameters up to which a row holds, highest learning rate (Pythia's, arxiv.org/abs/2304.01373)
-#: and seconds of a period (docs/found-a-network.md).
+TOKENS_A_PARAMETER = 20  # compute-optimal by Hoffmann et al. 2022
+#: Each row: the most parameters for which it holds, the highest learning rate (Pythia's,
+#: arxiv.org/abs/2304.01373), and the seconds of a period (docs/found-a-network.md).
 _ROWS = (
     (100e6, 1e-3, 720.0),
     (300e6, 6e-4, 720.0),
     (2e9, 3e-4, 1800.0),
     (math.inf, 1.6e-4, 1800.0),
 )
-_WARM_UP, _LONGEST_WARM_UP = 30, 1000  # one of so many steps; inner steps
-_FEWEST_STEPS = 1000  # of a schedule whose end nobody has named: small models learn for longer
+_WARM_UP, _LONGEST_WARM_UP = 30, 1000  # the warm-up is a 30th of all inner steps, and 1,000 at most
+# The fewest inner steps of a schedule without --tokens, since a small model still learns after 20
+# tokens per parameter.
+_FEWEST_STEPS = 1000
 
 
 def file_bytes(parameters: int, codec: str = UPDATE_CODEC) -> int:
@@ -42,7 +46,7 @@ def file_bytes(parameters: int, codec: str = UPDATE_CODEC) -> int:
     """
     if (bits := OWN_CODECS.get(codec)) is not None:
         return parameters * bits // 8 + 4 * math.ceil(parameters / _GROUP)
-    from .codecs import CODECS  # torch would take a second of each --help
+    from .codecs import CODECS  # imported here, since torch would add a second to each --help
 
     return math.ceil(parameters * CODECS[codec].bits / 8)
 
@@ -136,7 +140,7 @@ def fitting_period(parameters: int, trained: int, codec: str, link: float) -> fl
     row = next(period for most, _, period in _ROWS if parameters <= most)
     if 3 * grace_seconds(trained, codec, link, period=row) <= row:
         return row
-    # With the whole margin, which a longer period has.
+    # A period as long as this one has the whole margin, so compute with it.
     return 12.0 * math.ceil(3 * grace_seconds(trained, codec, link, period=math.inf) / 12)
 
 

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import re
 
-NETWORK = "network.json"  # whose the global bucket is
+NETWORK = "network.json"  # says which network owns the global bucket
 VERSION = "network/{}.toml"  # each version of the network's file
 CONFIG = "config.json"
 MODEL = "model.safetensors"
-ADAPTERS = "adapter_model.safetensors"  # of a folder that PEFT reads
-FROZEN = "frozen.safetensors"  # in the folder of model.frozen: the tensors that nobody trains
-OUTER = "outer/"  # nothing below it changes
+ADAPTERS = "adapter_model.safetensors"  # the weights in a folder that PEFT reads
+# The tensors that nobody trains, in the folder that model.frozen names.
+FROZEN = "frozen.safetensors"
+OUTER = "outer/"  # objects below this key never change
 STATE = "state.json"
 MANIFEST = "manifest.json"
 UPDATE = "update.safetensors"
 OUTER_STATE = "state.safetensors"  # outer momentum and residual
-AVERAGE = "average.safetensors"  # of the members' all-reduce, where the update follows from it
+AVERAGE = "average.safetensors"  # the average of the members, if the update follows from it
 SAFETENSORS_METADATA = {"format": "pt"}
 
-# No zero in front: outer/07 would be a second folder of outer step 7. Numbers have an end, since
-# others choose them and readers count up to them.
+# A number has no leading zero, since outer/07 would be a second folder of outer step 7. It has at
+# most 15 digits, since others choose it and readers count up to it.
 _NUMBER = "(0|[1-9][0-9]{0,14})"
 _OUTER_KEY = re.compile(rf"outer/{_NUMBER}/(.+)")
 _UPLOAD_KEY = re.compile(rf"uploads/{_NUMBER}/{_NUMBER}\.{_NUMBER}\.safetensors")
@@ -37,7 +38,7 @@ def miner_bucket(global_bucket: str, uid: int) -> str:
     """
     if uid < 0:
         raise ValueError(f"uid {uid} is negative")
-    # Three digits at least, as the public network pads it.
+    # The uid has at least three digits, as in the names of existing buckets.
     return f"{global_bucket}-{uid:03d}"
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from distributed_training.protocol.types import StepReport
 
-# With %s: log.info(SAVING_STATE, outer_step).
+# These have a place for a value: log.info(SAVING_STATE, outer_step).
 SAVING_STATE = "💾 Saving model state locally for epoch %s"
 UPLOADING = "🔼 Uploading model and optimizer states to r2 bucket: %s"
 UPLOAD_FAILED = "Model state upload failed: %s"
@@ -25,8 +25,8 @@ ALL_REDUCE_START = "All Reduce Start"
 ALL_REDUCE_FINISH = "All Reduce Finish"
 ALL_REDUCE_DONE = "AllReduce Operation Finished Succesfully"
 SCORE = "The score of uid %d after outer step %d is %.4f"
-SLOW_STEP = 60.0  # seconds; a longer inner step prints SLOW STEP
-_LOW_GPU_MEMORY = 1.0  # GB of 1e9 bytes in use
+SLOW_STEP = 60.0  # seconds; an inner step that takes longer prints SLOW STEP
+_LOW_GPU_MEMORY = 1.0  # GB of 1e9 bytes; less memory in use prints LOW GPU MEMORY
 METADATA_LOGGED = "Metadata Dict Succesfully Logged To Chain."
 
 
@@ -81,7 +81,7 @@ def step_warnings(report: StepReport, *, expect_gpu: bool = False) -> list[str]:
         if report.data_wait_seconds > report.seconds / 2:
             lines[-1] += f" {report.data_wait_seconds:.1f}s of it were spent waiting for data"
     memory = report.gpu_memory_gb
-    # torch counted nothing on the GPU that is there: the model is somewhere else.
+    # There is a GPU, but torch has counted no memory on it, so the model must be somewhere else.
     if memory is None and expect_gpu:
         memory = 0.0
     if memory is not None and memory < _LOW_GPU_MEMORY:

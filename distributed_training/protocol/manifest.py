@@ -36,16 +36,17 @@ from .types import Sign, Verify
 _FORMAT = 1
 _SIGNATURE = re.compile(rb',"signature":"0x([0-9a-f]{128})"}')
 _SIGNATURE_BYTES = 146
-_LONGEST_SHOWN = 200  # characters, of a fault
+_LONGEST_SHOWN = 200  # characters of an error's text that are shown
 
 Uid = Annotated[int, Field(ge=0, lt=4096)]
 Whole = Annotated[int, Field(ge=0, le=10**18)]
 OuterStep = Annotated[int, Field(ge=0, lt=10**9)]
-Number = Annotated[float, Field(ge=-1e18, le=1e18)]  # NaN neither
+Number = Annotated[float, Field(ge=-1e18, le=1e18)]  # refuses NaN too
 Figure = Annotated[float, Field(ge=0.0, le=1e18)]
-Seconds = Annotated[float, Field(ge=0.0, le=1e12)]  # since 1970, or of a duration
+Seconds = Annotated[float, Field(ge=0.0, le=1e12)]  # a time since 1970, or a duration
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # SHA-256
-SomeDigest = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]  # empty: there is none
+# A digest, or empty where there is nothing.
+SomeDigest = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
 RunId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,64}$")]
 Hotkey = Annotated[str, Field(pattern=r"^[1-9A-HJ-NP-Za-km-z]{32,64}$")]
 Word = Annotated[str, Field(pattern=r"^[a-z0-9_-]{1,40}$")]
@@ -101,14 +102,16 @@ class _Signed:
     @property
     def canonical(self) -> bytes:
         """JSON with sorted keys, without white space, in ASCII, like a network's file."""
-        # Twice: else numbers as keys would be sorted as numbers.
+        # The round trip through JSON turns numbers that are keys into text; otherwise they would be
+        # sorted as numbers.
         content = json.loads(json.dumps(asdict(self), allow_nan=False))  # type: ignore[call-overload]
-        # Else programs from before them would refuse every state and manifest.
+        # Keys that came later are left out while they have their default, so that older programs
+        # accept the file.
         for later in ("gate", "recovered", "averaging", "libraries"):
             if content.get(later) in (0, None):
                 content.pop(later, None)
         for each in content.get("merged", ()):
-            if each["chance"] is None:  # a manifest from before it has another digest with it
+            if each["chance"] is None:  # an older manifest would have another digest with this key
                 del each["chance"]
             if each["share"] == 1.0:
                 del each["share"]
@@ -139,7 +142,7 @@ class _Signed:
             why = wrong["msg"].removeprefix("Value error, ")
             what = f"{'.'.join(map(str, wrong['loc']))}: {why}".removeprefix(": ")
             raise ValueError(f"{cls.name} is refused: {printable(what, _LONGEST_SHOWN)}") from None
-        # A missing or double key, another order, or 1 for 1.0: the digest would be another.
+        # A missing or repeated key, another order, or 1 in place of 1.0 would change the digest.
         if content.canonical != form:
             raise ValueError(f"{cls.name} is not in canonical form, or has keys of another version")
         if content.run_id != master.run_id:
@@ -157,19 +160,20 @@ class State(_Signed):
     most_bytes: ClassVar[int] = 16 * 1024
 
     run_id: RunId
-    outer_step: OuterStep  # whose epoch-start weights all train from
-    serial: Whole  # of the close; it grows whenever ``outer_step`` or ``closes_at`` changes
+    outer_step: OuterStep  # the outer step from whose weights all members train
+    serial: Whole  # number of the close; it grows whenever ``outer_step`` or ``closes_at`` changes
     # When the uploads of ``outer_step`` are taken; they may end ``grace`` s later
     closes_at: Seconds
     grace: Seconds
-    head: Digest  # of the manifest of ``outer_step``
+    head: Digest  # digest of the manifest of ``outer_step``
     # Outer steps whose whole weights the store holds, ascending
     weights_at: Annotated[tuple[OuterStep, ...], Field(max_length=64)]
     written_at: Seconds
     expires: Seconds  # when a reader may say that nobody leads the network
     # Which [stop] of the network's file is reached
     finished: Annotated[str, Field(pattern=r"^[ -~]{1,200}$")] | None = None
-    gate: Whole = 0  # closes in a row of whose uploads no half passed the held-out text
+    # Closes in a row at which less than half of the uploads passed the held-out test.
+    gate: Whole = 0
 
     def __post_init__(self) -> None:
         if list(self.weights_at) != sorted({*self.weights_at}):
@@ -202,15 +206,16 @@ class Merged:
 
     uid: Uid
     hotkey: Hotkey
-    digest: Digest  # of its file
-    norm: Annotated[float, Field(gt=0.0, le=1e18)]  # before it was clipped
-    # A float32, by which it was multiplied; 0: it is not merged, and its member carries it over.
+    digest: Digest  # digest of the upload's file
+    norm: Annotated[float, Field(gt=0.0, le=1e18)]  # norm of the upload before it was clipped
+    # A float32 by which the upload was multiplied. With 0 it is not merged, and its member carries
+    # it over.
     factor: Annotated[float, Field(ge=0.0, le=1.0)]
-    improvement: Number  # nats a token by which it lowers the loss on text
+    improvement: Number  # nats per token by which the upload lowers the loss on random text
     inner_steps: Whole
     tokens: Whole
-    chance: Figure | None = None  # nats a token by which chance alone may lower the loss
-    # Of the weight of one, which alike uploads have together
+    chance: Figure | None = None  # nats per token that chance may explain
+    # Uploads that are alike have the weight of one upload together; this is the part of this one.
     share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
 
 
@@ -220,9 +225,9 @@ class Refused:
 
     uid: Uid
     hotkey: Hotkey
-    digest: SomeDigest  # empty: it could not be read
-    cause: Word  # for programs
-    reason: Text  # a sentence
+    digest: SomeDigest  # digest of the file, or empty if it could not be read
+    cause: Word  # one word, for programs
+    reason: Text  # a sentence, for people
 
 
 @checked(frozen=True, config=ConfigDict(strict=True))
@@ -231,10 +236,10 @@ class Averaging:
 
     # What the update follows from: the average, or the merge of the uploads
     source: Literal["average", "merge"]
-    why: Text  # the average was not used; empty: it was
+    why: Text  # why the average was not used; empty if it was
     # Uids that took part, ascending; after ``average`` their uploads count as merged
     participants: Annotated[tuple[Uid, ...], Field(max_length=4096)] = ()
-    # Norm of average minus merge, as a part of the merge's; None: not measured
+    # Norm of (average - merge) divided by the norm of the merge, or None if it was not measured
     difference: Figure | None = None
     # Uids of members whose parts of the average were seen to differ
     suspects: Annotated[tuple[Uid, ...], Field(max_length=4096)] = ()
@@ -248,28 +253,29 @@ class Manifest(_Signed):
     most_bytes: ClassVar[int] = 4 * 1024 * 1024
 
     run_id: RunId
-    rules_id: RunId  # of the version of the network's file that was in force
+    rules_id: RunId  # id of the version of the network's file that was in force
     outer_step: OuterStep
-    previous: SomeDigest  # of the manifest before; empty where the chain begins
-    # Of ``update.safetensors``, what all subtract from the epoch-start weights; empty at outer step
-    # 0 and after a rewind, whose weights the store holds whole
+    previous: SomeDigest  # digest of the manifest before; empty where the chain begins
+    # Digest of ``update.safetensors``, which all members subtract from the epoch-start weights. It
+    # is empty at outer step 0 and after a rewind, for which the store holds whole weights.
     update: SomeDigest
-    weights: Digest  # of the epoch-start weights (section 4)
-    momentum: SomeDigest  # of the same form; empty: all are zeros
-    residual: SomeDigest  # the same
-    # Of the outer step, as the network's file has it; ``mu`` and ``rule`` too
+    weights: Digest  # digest of the epoch-start weights (section 4)
+    momentum: SomeDigest  # digest in the same form, or empty if all values are zero
+    residual: SomeDigest  # as ``momentum``
+    # ``learning_rate``, ``mu`` and ``rule`` of the outer step are those of the network's file.
     learning_rate: Figure
     mu: Figure
     rule: Annotated[str, Field(pattern=r"^[!-~]{1,100}$")]
     # Ascending by uid: the order in which they were added up
     merged: Annotated[tuple[Merged, ...], Field(max_length=4096)]
     refused: Annotated[tuple[Refused, ...], Field(max_length=4096)]
-    losses_before: Losses  # on held-out text by its name, in nats a token
+    losses_before: Losses  # loss on each held-out text, by its name, in nats per token
     losses_after: Losses
-    scores: Annotated[Mapping[Uid, Number], Field(max_length=4096)]  # of members, by uid
-    closed_at: Seconds  # of the close, as ``serial``
+    scores: Annotated[Mapping[Uid, Number], Field(max_length=4096)]  # score of each member, by uid
+    closed_at: Seconds  # ``closed_at`` and ``serial`` are those of the close
     serial: Whole
-    total_inner_steps: Whole  # of the network until here, as ``total_tokens``
+    # ``total_inner_steps`` and ``total_tokens`` are those of the network until here.
+    total_inner_steps: Whole
     total_tokens: Whole
     made_at: Seconds
     # Digests of the other files next to the manifest, by name
@@ -278,7 +284,7 @@ class Manifest(_Signed):
     ] = field(default_factory=dict)
     # The outer step whose weights, momentum and residual these are again
     rewound_to: OuterStep | None = None
-    # The outer step at which the chain begins: of the last recovery, else 0
+    # The outer step at which the chain begins: that of the last recovery, or 0
     recovered: OuterStep = 0
     averaging: Averaging | None = None  # how the all-reduce went, in a network over hivemind
     # Versions at the validator of the packages that compute the model, where its kind names them

@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-#: Key of ``config.json`` with what the network's file says of the model beyond transformers:
-#: ``kind`` and its ``settings``, and ``trainable``, patterns of the names of the parameters that
-#: are trained.
+#: Key of ``config.json`` for what the network's file says about the model and transformers does not
+#: know: ``kind``, its ``settings``, and ``trainable``, patterns for the names of the trained
+#: parameters.
 MODEL_RULES = "distributed_training"
 LENGTH = 128
-LONGEST_KEY = 512  # characters, of a key or its secret
+LONGEST_KEY = 512  # characters of a key or of its secret
 LONGEST = 2 * LONGEST_KEY + 1
 _PARTS = (("account id", 32), ("read access key id", 32), ("read secret access key", 64))
 
@@ -66,13 +66,14 @@ def parse_commitment(text: str, *, any_length: bool = False) -> BucketCredential
 
     Raises CommitmentError for any other text.
     """
-    # First: the text is another's, and may be of any size.
-    if any_length and len(text) <= LONGEST and " " in text:  # the other form has no space
+    # The length comes first, since the text comes from somebody else and may have any size.
+    # The form without lengths has a space, the other has none.
+    if any_length and len(text) <= LONGEST and " " in text:
         keys = text.split(" ")
         if len(keys) != 2 or not all(0 < len(k) <= LONGEST_KEY and _visible_ascii(k) for k in keys):
             raise CommitmentError("the commitment is not two keys with one space between them")
         return BucketCredentials("", *keys)
-    # Only by length: there is no separator between the parts.
+    # Only the length tells where a part ends, since there is no separator.
     if len(text) != LENGTH:
         raise CommitmentError(f"a commitment has {LENGTH} characters, this one has {len(text)}")
     if not _visible_ascii(text):
@@ -99,7 +100,7 @@ class ConfigExtras:
     """
 
     total_inner_steps: int | None = None  # the network's place in the learning rate's schedule
-    total_tokens: int | None = None  # that all members have trained on
+    total_tokens: int | None = None  # tokens on which all members have trained
 
     def merge_into(self, config: Mapping[str, Any]) -> bytes:
         """Return ``config.json`` with these extras, replacing those already in ``config``."""
@@ -141,12 +142,12 @@ def _dump(value: Mapping[str, Any]) -> bytes:
 
 
 def _load(data: bytes | str, what: str, limit: int) -> dict[str, Any]:
-    # Before it is parsed: JSON takes many times its size in memory.
+    # Compare the size before parsing, since parsed JSON takes many times its size in memory.
     if len(data) > limit:
         raise MetadataError(f"{what}: {len(data)} bytes are more than the {limit} allowed")
     try:
         raw = json.loads(data)
-    # RecursionError: of some thousand brackets in a row.
+    # Some thousand brackets in a row raise RecursionError.
     except (ValueError, RecursionError) as error:
         raise MetadataError(f"{what} is not JSON: {error}") from None
     if not isinstance(raw, dict):

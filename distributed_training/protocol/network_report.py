@@ -36,12 +36,13 @@ from .lines import counted
 
 MOST_ROUNDS = 20
 MOST_DOMAINS = 16
-MOST_CAUSES = 256  # members with a cause; more would be longer than a registry accepts
+# Members with a cause; with more the report would be longer than a registry accepts.
+MOST_CAUSES = 256
 LONGEST_CAUSE = 120  # characters
 LONGEST_TEXT = 300
-GATE = "GATE"  # fault of a close of whose uploads no half passed the held-out text
-TOO_FEW = "TOO_FEW"  # of a close with too few accepted uploads
-_NAMED = 5  # members, in one sentence
+GATE = "GATE"  # fault of a close at which less than half of the uploads passed the held-out test
+TOO_FEW = "TOO_FEW"  # fault of a close with too few accepted uploads
+_NAMED = 5  # members that one sentence names
 _FAULTS = {
     GATE: "no half of the uploads passes the held-out text, so the close has moved",
     TOO_FEW: "too few uploads could be merged, so the close has moved",
@@ -49,7 +50,7 @@ _FAULTS = {
 
 Uid = Annotated[int, Field(ge=0, lt=4096)]
 Whole = Annotated[int, Field(ge=0, le=10**18)]
-Figure = Annotated[float, Field(ge=0.0, le=1e18)]  # NaN neither
+Figure = Annotated[float, Field(ge=0.0, le=1e18)]  # refuses NaN too
 Cause = Annotated[str, Field(max_length=LONGEST_CAUSE)]
 Text = Annotated[str, Field(max_length=LONGEST_TEXT)]
 #: Whether a member sent an upload for the last close; ``new``: it was not a member then.
@@ -61,7 +62,7 @@ class MemberReport(NamedTuple):
 
     uid: Uid
     answer: Answer
-    uploaded: Whole | None  # age of its upload; None: it has none
+    uploaded: Whole | None  # age of its upload, or None if it has none
     score: Figure
     cause: Cause = ""  # why the score is 0
 
@@ -69,11 +70,11 @@ class MemberReport(NamedTuple):
 class RoundReport(NamedTuple):
     """A round."""
 
-    outer_step: Whole  # that it was to end
+    outer_step: Whole  # the outer step that the round was to end
     ended: Whole  # how long ago
     seconds: Figure  # how long it took
     participants: Annotated[tuple[Uid, ...], Field(max_length=64)] = ()
-    tokens: Whole = 0  # that its participants had trained on
+    tokens: Whole = 0  # tokens on which its participants had trained
     # GATE, TOO_FEW, or nothing after a good one
     fault: Annotated[str, Field(pattern="^[A-Za-z_]{0,32}$")] = ""
     detail: Text = ""
@@ -85,19 +86,19 @@ class NetworkReport:
 
     phase: Literal["starting", "waiting", "round", "finished", "stopped"]
     outer_step: Annotated[int, Field(ge=0, le=10**9)]
-    loss: Figure  # of all held-out text
-    # On held-out text by its name, nats per token
+    loss: Figure  # mean loss on all held-out text
+    # Loss on each held-out text, by its name, in nats per token
     losses: Annotated[
         Mapping[Annotated[str, Field(max_length=100)], Figure], Field(max_length=MOST_DOMAINS)
     ]
-    next_report: Figure  # seconds until then, at most
-    next_round: Figure | None = None  # the same
-    least: Annotated[int, Field(ge=1, le=4096)] = 1  # miners that a round takes
+    next_report: Figure  # seconds until the next report, at most
+    next_round: Figure | None = None  # seconds until the next round, at most
+    least: Annotated[int, Field(ge=1, le=4096)] = 1  # how many miners a round needs
     good_rounds: Whole = 0
-    failed_rounds: Whole = 0  # since the last good one
-    tokens: Whole = 0  # that all good rounds had trained on
-    tokens_per_second: Figure | None = None  # until the last outer step, since the one before
-    reason: Text = ""  # why it stopped, or what keeps it from work
+    failed_rounds: Whole = 0  # failed rounds since the last good one
+    tokens: Whole = 0  # tokens of all good rounds
+    tokens_per_second: Figure | None = None  # tokens per second between the last two outer steps
+    reason: Text = ""  # why the validator stopped, or what keeps it from work
     rounds: Annotated[tuple[RoundReport, ...], Field(max_length=MOST_ROUNDS)] = ()
     members: Annotated[tuple[MemberReport, ...], Field(max_length=4096)] = field(default=())
 
@@ -112,7 +113,8 @@ class NetworkVerdict(NamedTuple):
 
     word: str
     words: str
-    kind: Literal["good", "wait", "bad", "idle"]  # nothing to do; wait; act; idle
+    # What an operator does: nothing, wait, act; idle: nothing runs.
+    kind: Literal["good", "wait", "bad", "idle"]
 
 
 def judge_network(

@@ -17,12 +17,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 SPLIT = "train"  # every page is of this split
-HELD_OUT_PAGES = 32  # where the network's file does not say it
-JUDGED_PAGES = 8  # in a row, of those that an upload names
-JUDGED_OF_DOMAINS = 64  # sequences, by the domains' weights, where members have text of their own
+HELD_OUT_PAGES = 32  # held-out pages, if the network's file does not say how many
+JUDGED_PAGES = 8  # pages in a row that are judged, out of those that an upload names
+# Sequences that are judged, by the domains' weights, where members have their own text.
+JUDGED_OF_DOMAINS = 64
 SMALLEST_CONFIG = 102  # rows; some sources do not list smaller ones
-_ROUNDS = 8  # of the Feistel network
-MOST_PAGES = 1 << 32  # of a member in an outer step
+_ROUNDS = 8  # rounds of the Feistel network
+MOST_PAGES = 1 << 32  # pages of a member in an outer step
 
 Page = tuple[str, int, str]  # config, first row, split
 
@@ -149,7 +150,7 @@ def permuted(place: int, count: int, *, key: str) -> int:
         >>> sorted(permuted(place, 5, key="lab") for place in range(5))
         [0, 1, 2, 3, 4]
     """
-    half = -(-max(1, (count - 1).bit_length()) // 2)  # bits
+    half = -(-max(1, (count - 1).bit_length()) // 2)  # bits of the half
     while True:
         left, right = divmod(place, 1 << half)
         for number in range(_ROUNDS):

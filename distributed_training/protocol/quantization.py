@@ -15,19 +15,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-GROUP = 256  # values of one scale, at most
+GROUP = 256  # values that share one scale, at most
 SCALE_BYTES = 4
 #: A value is scale * (step * number - offset), by bits.
 _NUMBERS = {4: (1, 8), 3: (2, 7), 2: (2, 3)}
-#: Numbers are filled up to a multiple of that many, by bits: they take whole bytes.
+#: A row is filled up to a multiple of this many numbers, by bits, so that it takes whole bytes.
 _FILLED = {4: 2, 3: 8, 2: 4}
-_LARGEST = 7  # scales, with 4 bits
-#: Scale by root mean square, by bits: what loses least of real movements with error feedback.
+_LARGEST = 7  # the largest magnitude in scales, with 4 bits
+#: Scale divided by the root mean square, by bits. With error feedback these lose least of real
+#: movements.
 _SPREAD = {3: 0.31, 2: 0.52}
 _FLOAT32 = torch.finfo(torch.float32)
-#: Smaller ones would be subnormal, which some machines take for zero.
+#: A smaller scale would be subnormal, and some machines take that for zero.
 _LEAST_SCALE = _FLOAT32.tiny
-#: Times 8, the largest number, it is still finite.
+#: Such a scale times 8, the largest number, is still finite.
 _MOST_SCALE = _FLOAT32.max / 8
 
 
@@ -39,7 +40,7 @@ def quantize(groups: Tensor, numbers: Tensor, bits: int) -> Tensor:
     are not finite, or too large, give a scale that :func:`refuse_scales` refuses.
     """
     step, offset = _NUMBERS[bits]
-    # Divided by tensors: a GPU multiplies by the reciprocal of a plain number.
+    # Divide by a tensor: for a plain number a GPU multiplies by the reciprocal, with other bits.
     if bits == 4:
         scales = torch.maximum(groups.amax(-1), groups.amin(-1).neg_())
         scales.div_(scales.new_full((), _LARGEST))
@@ -50,10 +51,10 @@ def quantize(groups: Tensor, numbers: Tensor, bits: int) -> Tensor:
         scales.div_(scales.new_full((), groups.shape[-1]))
         # With MKL a CPU's float32 root may be off by its last bit; a float64's, rounded, is not.
         scales = scales.double().sqrt_().float().mul_(_SPREAD[bits])
-    scales.mul_(scales >= _LEAST_SCALE)  # a NaN stays one
+    scales.mul_(scales >= _LEAST_SCALE)  # NaN stays NaN
     factors = torch.where(scales > 0, scales.reciprocal(), 0).div_(step)
-    # Two operations, each rounded: a fused one would round once, on only some machines. Then the
-    # conversion cuts off what is left of the half.
+    # Two operations, each of them rounded: a fused one would round once, and only on some machines.
+    # The conversion to integers then cuts off the fraction.
     torch.mul(groups, factors.unsqueeze(-1), out=work).add_(offset / step + 0.5)
     if bits != 4:
         work.clamp_(0, 2**bits - 1)
@@ -77,7 +78,7 @@ def _added(values: Tensor) -> Tensor:
 def dequantize(scales: Tensor, numbers: Tensor, out: Tensor, bits: int) -> None:
     """Write the values of ``numbers``, uint8 ``(..., k)``, into ``out``; ``numbers`` change."""
     step, offset = _NUMBERS[bits]
-    whole = numbers.view(torch.int8)  # in a quarter of the memory that float32 takes
+    whole = numbers.view(torch.int8)  # integers take a quarter of the memory of float32
     if step != 1:
         whole *= step
     whole -= offset

@@ -34,11 +34,11 @@ def random_block(draw: Random) -> int:
 
 # --- scores -------------------------------------------------------------------------------------
 
-# (before, after) that writes relative = absolute = 0, as validators do for an invalid upload.
+# Losses (before, after) that count as no gain, as for an invalid upload.
 RESET = (0.0, 0.0)
-EMA_ALPHA = 0.6  # of the published score
-ASSIGNED_ALPHA = 0.05  # of the assigned score: weight of the newest comparison
-TRAIN_WEIGHT = 0.75  # of the total; the participation in the outer step has the rest
+EMA_ALPHA = 0.6  # weight of the newest total in the published score
+ASSIGNED_ALPHA = 0.05  # weight of the newest comparison in the assigned score
+TRAIN_WEIGHT = 0.75  # weight of training in the total; participation in the outer step has the rest
 
 
 def relative_improvement(before: float, after: float) -> float:
@@ -70,10 +70,10 @@ class ScoreBoard:
     """
 
     def __init__(self, uids: Iterable[int]) -> None:
-        from openskill.models import PlackettLuce  # here: a miner asks for no scores
+        from openskill.models import PlackettLuce  # imported here, since a miner computes no scores
 
         self._model = PlackettLuce(beta=7, tau=0.1)
-        #: False: the text that miners are assigned is not known, and only the rating counts.
+        #: False if the text that members are assigned is not known, so that only the rating counts.
         self.assigned_counts = True
         self._ratings: dict[int, Any] = {}
         self._assigned: dict[int, float] = {}
@@ -118,7 +118,7 @@ class ScoreBoard:
                 changed.
             ValueError: For a loss that is not finite. Nothing has changed.
         """
-        # All of it before anything changes: half of a pass would stay in the ratings.
+        # Check all of it before anything changes, or half of a pass would stay in the ratings.
         for losses in (random, assigned):
             for uid, pair in losses.items():
                 if uid not in self._ratings:
@@ -137,7 +137,8 @@ class ScoreBoard:
         for uid, pair in random.items():
             if uid in unknown:
                 continue
-            # In nats per token. Strictly: a reset, 0 on both, has to lower the average.
+            # Losses in nats per token. The comparison is strict, since a reset (0 and 0) has to
+            # lower the average.
             before, after = assigned.get(uid, RESET)
             better = before - after > pair[0] - pair[1]
             average = moving_average(self._assigned[uid], float(better), alpha=ASSIGNED_ALPHA)

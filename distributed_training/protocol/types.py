@@ -18,9 +18,9 @@ Schema = Sequence[tuple[str, tuple[int, ...]]]
 Sign = Callable[[bytes], bytes]
 #: Returns whether this is the signature of a message by a hotkey: message, signature, hotkey.
 Verify = Callable[[bytes, bytes, str], bool]
-#: Bits of a value, by the name of a codec of the product; scales come on top (:mod:`~.codecs`).
+#: Bits per value, by the name of a codec of the product, without the scales (:mod:`~.codecs`).
 OWN_CODECS = {"4-bit": 4, "3-bit": 3, "2-bit": 2}
-UPDATE_CODEC = "4-bit"  # of the validator's update, whatever the uploads have
+UPDATE_CODEC = "4-bit"  # the codec of the validator's update, whatever codec the uploads have
 SMALLEST = "2-bit"
 
 
@@ -31,16 +31,19 @@ class ExitStatus(enum.IntEnum):
     calls a process that a signal killed 0 as well. So the end of a network has a status of its own.
     """
 
-    STOPPED = 0  # as asked
-    FAULT = 1  # a start may help
-    BAD_CONFIGURATION = 2  # parsing, the settings themselves, or for minutes node 0 refuse them
+    STOPPED = 0  # it stopped as asked
+    FAULT = 1  # something outside failed, so another start may help
+    # The command line or the settings are refused, or node 0 has refused them for minutes.
+    BAD_CONFIGURATION = 2
     DEREGISTERED = 3  # the founder has expelled the hotkey
     FINISHED = 4  # the network has reached its [stop]; a start would find the same
-    AGAIN = 5  # another version of the network's file, or another uid: to be started again at once
-    INTERRUPTED = 130  # commands: by Ctrl-C, after which a neuron ends with STOPPED
+    # Another version of the network's file holds, or the uid is another: start again at once.
+    AGAIN = 5
+    INTERRUPTED = 130  # a command ended by Ctrl-C; a neuron ends with STOPPED then
 
 
-#: After these no start would help: pm2, systemd, Slurm and the container leave the miner ended.
+#: After these statuses another start would not help, so pm2, systemd, Slurm and the container do
+#: not try one.
 FINAL = (ExitStatus.BAD_CONFIGURATION, ExitStatus.DEREGISTERED, ExitStatus.FINISHED)
 
 
@@ -58,8 +61,8 @@ class Base(enum.Enum):
     """
 
     MERGED = "merged"
-    KEPT = "kept"  # late, void, not judged, or none was sent: it goes into the next one
-    REFUSED = "refused"  # for its content: its movement is dropped
+    KEPT = "kept"  # late, void, not judged or not sent: its movement goes into the next upload
+    REFUSED = "refused"  # refused for its content, so its movement is dropped
 
 
 @dataclass(frozen=True)
@@ -70,14 +73,14 @@ class Update:
     held: it may have merged our upload.
     """
 
-    outer_step: int  # n: of the weights that it leads to
-    path: Path  # of the update, or of ``model.safetensors`` next to its ``config.json``
-    base: Base  # from where it is applied
-    own_upload: Path | None  # ours of n - 1, where that very file was merged or refused
+    outer_step: int  # number n of the weights to which it leads
+    path: Path  # file of the update, or ``model.safetensors`` next to its ``config.json``
+    base: Base  # the weights to which it is applied
+    own_upload: Path | None  # our upload of n - 1, if that very file was merged or refused
     weights: str  # digest of theta(n), hex
-    inner_steps: int = 0  # of the network before outer step n
-    cause: str = ""  # why our upload was not merged; empty: it was, or none was sent
-    whole: str = ""  # why whole weights and not updates, for a log line; empty: it is an update
+    inner_steps: int = 0  # inner steps of the network before outer step n
+    cause: str = ""  # why our upload was not merged; empty if it was, or if none was sent
+    whole: str = ""  # why these are whole weights, for a log line; empty if it is an update
 
 
 @dataclass(frozen=True)
@@ -112,22 +115,22 @@ class StepReport:
     """
 
     outer_step: int
-    inner_step: int  # after this step: the first step of an epoch reports 1
+    inner_step: int  # counted after this step, so the first step of an outer step reports 1
     loss: float  # mean cross-entropy in nats over all tokens of the step, all ranks
     learning_rate: float
-    tokens: int  # over all ranks
-    samples: int  # sequences, over all ranks
+    tokens: int  # tokens of all ranks
+    samples: int  # sequences of all ranks
     seconds: float  # wall time of the step, data wait included
     data_wait_seconds: float
     micro_batches: int  # per rank
     grad_norm: float | None = None  # before clipping
-    gpu_memory_gb: float | None = None  # peak allocated since the previous step, GB = 1e9 bytes
+    gpu_memory_gb: float | None = None  # peak since the step before, in GB of 1e9 bytes
     gpu_utilization: float | None = None  # percent, 0..100
     mfu: float | None = None  # 0..1
-    skipped: bool = False  # NaN/Inf: the optimizer was not stepped
+    skipped: bool = False  # loss or norm was NaN or Inf, so the optimizer took no step
     note: str = ""
-    total_inner_steps: int = 0  # since the first epoch, this one included
-    learning_rate_share: float | None = None  # of the highest rate, 0..1
+    total_inner_steps: int = 0  # counted over all outer steps until now
+    learning_rate_share: float | None = None  # as a part of the highest rate, 0..1
 
     @property
     def tokens_per_second(self) -> float:
@@ -164,7 +167,7 @@ class Progress:
 
     outer_step: int = 0
     inner_step: int = 0  # inner steps done in this outer step
-    total_inner_steps: int = 0  # never reset; the schedule counts it
+    total_inner_steps: int = 0  # never reset, since the schedule follows it
 
 
 @dataclass(frozen=True)

@@ -37,16 +37,16 @@ from .codecs import CODECS
 from .quantization import GROUP, SCALE_BYTES, refuse_scales
 from .types import OWN_CODECS, Schema, Sign, Verify
 
-_MOST_LISTED = 10_000  # chain blocks of a header that an edition before 0.3 wrote
+_MOST_LISTED = 10_000  # chain blocks that a header of an edition before 0.3 may list
 _LENGTH_BYTES = 8
 _SIGNATURE_BYTES = 64
-_MOST_NUMBER = 2**53 - 1  # what any JSON reader keeps exact
+_MOST_NUMBER = 2**53 - 1  # the largest number that every JSON reader keeps exact
 _NAME = re.compile(r"[0-9A-Za-z_.-]{1,64}", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NO_DIGEST, _NO_SIGNATURE = "0" * 64, "0" * 2 * _SIGNATURE_BYTES
 _CHUNK = 1 << 22  # bytes read at once
-_VALUES = 1 << 22  # decoded at once
-_NARROW = 32  # values of a row, up to which all rows of a matrix are one
+_VALUES = 1 << 22  # values decoded at once
+_NARROW = 32  # a matrix whose rows have at most this many values is written as one row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,8 @@ class Header:
 
     kind: Literal["upload", "update"]
     run_id: str
-    outer_step: int  # whose epoch-start weights it counts from
-    serial: int  # of the close; 0 for updates
+    outer_step: int  # the outer step from whose weights it counts
+    serial: int  # number of the close; 0 in an update
     hotkey: str
     start: str
     codec: str
@@ -98,8 +98,8 @@ class _Part:
     columns: int
     scales: int
     codes: int
-    groups: int  # of a row
-    code_bytes: int  # of a row
+    groups: int  # per row
+    code_bytes: int  # per row
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class UpdateLayout:
                     "shape": [part.rows, columns],
                 }
         text = _canonical(table).encode()
-        text += b" " * (-len(text) % 8)  # the scales are float32: at a multiple of their size
+        text += b" " * (-len(text) % 8)  # the scales, which are float32, begin at a multiple of 8
         return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
     @functools.cached_property
@@ -238,7 +238,7 @@ def write_rows(path: Path, layout: UpdateLayout, index: int, first_row: int, row
 def _write_at(handle: int, tensor: Tensor, position: int) -> None:
     data = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
     while data:
-        # Linux writes 2 GiB at once at the most, and of a disk that becomes full takes less.
+        # Linux writes at most 2 GiB at once, and less when the disk becomes full.
         written = os.pwrite(handle, data[: 1 << 30], position)
         data, position = data[written:], position + written
 
@@ -286,7 +286,7 @@ class UpdateFile:
 
     def __init__(self, path: Path, layout: UpdateLayout) -> None:
         self.path, self.layout = path, layout
-        # Without a descriptor that stays open: a close may have a thousand uploads.
+        # Map the file, which keeps no descriptor open: a close may have a thousand uploads.
         self._data = torch.from_file(str(path), size=layout.size, dtype=torch.uint8)
         self._indices = {part.name: index for index, part in enumerate(layout.parts)}
 
@@ -394,7 +394,7 @@ def _read_head(file: Any, size: int, schema: Schema) -> tuple[UpdateLayout, str,
         body, signature = metadata["body"], metadata["signature"]
         raw = json.loads(metadata["header"])
         if isinstance(raw, dict) and "bits" in raw:
-            raw["codec"] = f"{raw.pop('bits')}-bit"  # see _written
+            raw["codec"] = f"{raw.pop('bits')}-bit"  # the names in the header differ, see _written
         if isinstance(raw, dict) and isinstance(raw.get("blocks"), list) and "pages" not in raw:
             raw["pages"] = raw.pop("blocks")
         if not isinstance(raw, dict) or set(raw) != {field.name for field in fields(Header)}:
@@ -417,7 +417,7 @@ def _read_head(file: Any, size: int, schema: Schema) -> tuple[UpdateLayout, str,
 
 
 def digest_rows(rows: Tensor) -> bytes:
-    """Return the SHA-256 of each row, joined: 32 bytes a row.
+    """Return the SHA-256 of each row, joined: 32 bytes per row.
 
     ``rows``: float32 ``(r, columns)`` on any device; hashed are their bytes, little-endian.
     """

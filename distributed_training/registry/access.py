@@ -160,7 +160,7 @@ class Access:
             if self._chosen[uid][0] == close:
                 raise ChainError(f"access: another file was granted as {key}, and the first counts")
             self._chosen[uid] = close, digest
-        if self._largest > presigned.PART:  # else nobody can have begun one in parts
+        if self._largest > presigned.PART:  # otherwise nobody can have begun one in parts
             self._abort_earlier(close)
         left = min(left, _LONGEST_SECONDS)
         if len(md5) == 1:

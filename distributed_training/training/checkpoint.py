@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 FORMAT = 2
 DIGEST = "manifest_sha256"
 
-#: What reading a file that may hold anything raises.
+#: The errors that reading a damaged file may raise.
 DAMAGE = (OSError, SafetensorError, ValueError, LookupError, TypeError, ArithmeticError)
 
 
@@ -60,7 +60,7 @@ class CheckpointError(ValueError):
 
 
 def manifest_digest(manifest: dict[str, Any]) -> str:
-    as_read = json.loads(json.dumps(manifest))  # where keys are text
+    as_read = json.loads(json.dumps(manifest))  # in JSON all keys are text
     return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
@@ -115,7 +115,7 @@ def _open(folder: Path, part: int) -> Any:
     """Open the file of one part, after comparing its size and SHA-256."""
     path = folder / f"rank-{part}.safetensors"
     manifest = manifest_of(folder / f"rank-{part}.json")
-    # The size first: to read all bytes of a file that was cut short would only cost time.
+    # Compare the size first: reading all bytes of a file that was cut short would only cost time.
     if path.stat().st_size != manifest["size"] or sha256_of(path) != manifest["sha256"]:
         raise CheckpointError(f"{path.name} is damaged: its bytes are not those that were written")
     return safe_open(path, "pt")
@@ -140,25 +140,25 @@ class Parts:
     def __init__(self, folder: Path, name: str, schema: Schema, stream: RowStream) -> None:
         self._folder, self._name = folder, name
         self._schema, self._stream, self._layout = schema, stream, stream.layout
-        self._files: dict[int, dict[str, Any]] = {}  # part: by each tensor's name, its open file
+        self._files: dict[int, dict[str, Any]] = {}  # part -> the open file of each tensor, by name
         found, problem = None, "it is incomplete"
         try:
             found = next(manifests_in(folder / name), None)
         except DAMAGE as error:
             problem = in_words(error)
-        # Every rank takes part before any of them raises: one that left would hold the others
-        # in the next collective.
+        # Every rank takes part before any rank raises, since a rank that left would hold up the
+        # others in the next collective.
         everywhere = stream.all_gather((found, problem))
         manifests = [manifest for manifest, _ in everywhere if manifest is not None]
         if len(manifests) < len(everywhere):
             raise CheckpointError(next(why for manifest, why in everywhere if manifest is None))
-        self.manifest = manifests[0]  # of one part; its state is that of all
+        self.manifest = manifests[0]  # the manifest of one part; its state is that of all parts
         self._count = int(self.manifest["world_size"])
         replicas = self.manifest.get("replicas", 1)
-        #: Every rank has the state that only it had.
+        #: Whether every rank also gets the state that belonged only to it.
         self.exact = (self._count, replicas) == (self._layout.shards, self._layout.replicas)
         self._epoch = folder / f"epoch-{self.manifest['state']['epoch_id']}-of-{self._count}"
-        # This rank's own part, and those with its rows.
+        # This rank reads its own part, and the parts that have its rows.
         shard = self._layout.shard
         parts = {part for _, shape in schema for part, _, _ in self._pieces(shape[0])}
         parts |= {shard} if self.exact else set()
@@ -267,9 +267,9 @@ def matched(
     return state
 
 
-#: Seconds: covers the wait for the other ranks' files before older checkpoints are deleted.
+#: Seconds to wait for the other ranks' files before older checkpoints are deleted.
 _RANKS_TIMEOUT = 600.0
-_SAY_AGAIN = 600.0  # between two lines of one cause
+_SAY_AGAIN = 600.0  # seconds between two lines with the same cause
 _HURRIED = 5.0  # seconds that a prune waits for other ranks while training waits for it
 
 
@@ -281,20 +281,21 @@ class Checkpointer:
     """
 
     def __init__(self, *, trainer: HeldWeights, folder: Path, keep: int = 2) -> None:
-        self.hold_seconds = 0.0  # how long the last save held training
-        self.seconds: float | None = None  # what the last one took this rank, held and written
+        self.hold_seconds = 0.0  # seconds for which the last save held training
+        # Seconds of the last save on this rank, until it was written.
+        self.seconds: float | None = None
         self.last_error: str | None = None
-        self.exact = True  # the last restore: nothing of an unfinished step was lost
+        self.exact = True  # the last restore lost nothing of an unfinished step
         self._trainer = trainer
         self._layout = trainer.stream.layout
-        self._lead = self._layout.shard == 0  # of this folder
+        self._lead = self._layout.shard == 0  # the rank that leads in this folder
         self._folder = folder
         self._keep = max(1, keep)
         self._timeout = _RANKS_TIMEOUT
         self._thread: threading.Thread | None = None
         self._skip = 0  # checkpoints that a roll-back leaves out
-        self._rolled_back_to: int | None = None  # total inner steps
-        self._hurry = threading.Event()  # training waits for the thread
+        self._rolled_back_to: int | None = None  # total inner steps at the last roll-back
+        self._hurry = threading.Event()  # set while training waits for the thread
         self._saved: bool | None = None  # see saved()
         self._repeats = Repeats(_SAY_AGAIN)
 
@@ -307,27 +308,29 @@ class Checkpointer:
         """
         self.wait()
         self._saved, started = None, time.perf_counter()
-        # What is incomplete from here on was given up, so rank 0 may delete it.
+        # No rank writes any more, so whatever is incomplete was given up, and rank 0 may delete it.
         self._trainer.stream.vote_error(None)  # no rank writes any more
         name = ""
         if self._lead:
             names: list[str] = []
-            # A disk that is away: the thread that writes logs it. Raised here, it would end the
-            # miner, with the other ranks waiting for the name.
+            # If the disk is away, the writing thread logs it. An error here would end the miner
+            # while the other ranks wait for the name.
             with contextlib.suppress(OSError):
                 names = newest_first(self._folder)
                 for old in names:
-                    # A disk that was full for a moment would stay full.
+                    # Delete incomplete checkpoints, or a disk that was full for a moment would stay
+                    # full.
                     if not is_complete(self._folder / old):
                         shutil.rmtree(self._folder / old, ignore_errors=True)
             numbers = [int(n) for old in names if (n := old.partition("-")[2]).isdigit()]
-            # Later than all there are, also where the clock was set back.
+            # The number is above all others, also after the clock was set back.
             number = max(max(numbers, default=0) + 1, time.time_ns() // 1_000_000)
             name = f"checkpoint-{number:015d}"
-        # One name for all: the clocks of two nodes would give two.
+        # Rank 0 gives the name, since the clocks of two nodes would give two names.
         name, first = self._trainer.stream.from_rank_0((name, extra))
         try:
-            # An upload of this boundary has the same ones: 12 bytes a parameter, once.
+            # An upload of this boundary shares these copies, so that 12 bytes per parameter are
+            # taken only once.
             copies = self._trainer.boundary_copies()
         except RankFailedError as error:
             self._not_written(name, error, str(error))
@@ -339,18 +342,18 @@ class Checkpointer:
         by_step = {key: tensor for key, tensor in tensors.items() if key not in by_epoch}
         scalars = {k: v for k, v in state.items() if v is not None and not _are_tensors(v)}
         content = {"state": scalars, "extra": extra, "first": first}
-        # As text: the next step changes lists that are in it.
+        # Make text of it now, since the next step changes lists in it.
         text = json.dumps(content | {"progress": asdict(progress)})
         self.hold_seconds = time.perf_counter() - started
         held = [by_step, by_epoch, copies]
-        # A daemon: a disk that hangs must not keep the process of a stopped miner.
+        # The thread is a daemon, so that a disk that hangs does not keep a stopped miner alive.
         thread = threading.Thread(
             target=self._write, args=(name, held, text), name="checkpoint", daemon=True
         )
         try:
             thread.start()
             self._thread = thread
-        except RuntimeError:  # the machine has no thread left: training waits
+        except RuntimeError:  # the machine has no thread left, so training waits
             self._write(name, held, text)
 
     def saved(self) -> bool | None:
@@ -391,12 +394,12 @@ class Checkpointer:
                 lacking[0] // self._layout.shards,
             )
         names = sorted(everywhere, reverse=True)
-        # The oldest is never skipped: one that may be bad is better than none.
+        # Never skip the oldest checkpoint: one that may be bad is better than none.
         for name in names[min(skip, max(0, len(names) - 1)) :]:
             try:
                 parts = Parts(self._folder, name, self._trainer.schema, stream)
                 saved_at = parts.manifest["progress"]
-                # Of earlier editions with a list of blocks, too.
+                # A checkpoint of an earlier edition also has a list of blocks, which is left out.
                 progress = Progress(**{f.name: saved_at[f.name] for f in fields(Progress)})
                 own, extra = parts.own()
                 saved = {**parts.manifest["state"], **parts.rows(), **own}
@@ -416,7 +419,8 @@ class Checkpointer:
 
         Collective.
         """
-        # No finite step since the last one: that checkpoint's weights are the problem.
+        # There was no finite step since the last roll-back, so the weights of that checkpoint are
+        # the problem.
         fruitless = self._rolled_back_to == self._trainer.total_inner_steps
         self._skip = self._skip + 1 if fruitless else 0
         restored = self.restore(skip=self._skip)
@@ -440,10 +444,11 @@ class Checkpointer:
             held[2].wait()
             parsed = json.loads(content)
             epoch = f"epoch-{parsed['state']['epoch_id']}-of-{self._layout.shards}"
-            # Where the manifest is, the tensors are whole: it comes last.
+            # The manifest is written last, so the tensors are whole if it is there.
             if not (self._folder / epoch / f"rank-{self._layout.shard}.json").exists():
                 self._write_part(self._folder / epoch, held[1], {})
-            # After the epoch's: a checkpoint that is complete must not refer to what is not there.
+            # Write this part after the epoch's, since a complete checkpoint must not refer to a
+            # missing file.
             self._write_part(self._folder / name, held[0], parsed)
             sync_folder(self._folder)
             self.last_error = None
@@ -455,10 +460,11 @@ class Checkpointer:
                     path.unlink(missing_ok=True)  # a full disk needs the room
             return
         finally:
-            # The next copies wait until nobody holds these, and the thread's arguments do.
+            # The next copies wait until nobody holds these any more, and this thread's arguments
+            # hold them.
             held.clear()
             if self.last_error is not None:
-                gc.collect()  # as in copies.py: the error's frames hold the tensors too
+                gc.collect()  # the error's frames hold the tensors too, as in copies.py
         self.seconds = self.hold_seconds + time.perf_counter() - started
         if self._lead:
             try:
@@ -471,7 +477,7 @@ class Checkpointer:
                         size / 1e6,
                         self.seconds,
                     )
-                # Read by the launcher: a stop must have the time for one.
+                # The launcher reads this, since a stop must have time for a checkpoint.
                 write_json(self._folder / "last.json", {"name": name, "seconds": self.seconds})
             except (OSError, ValueError, KeyError) as error:
                 if (again := self._repeats("older")) is not None:
@@ -483,7 +489,8 @@ class Checkpointer:
     def _not_written(self, name: str, error: Exception, why: str) -> None:
         self.last_error, self._saved = why, False
         restart = "a restart would resume from the one before"
-        # A disk may be full for hours, and the log is on it. The text names another file each time.
+        # Log a cause seldom: a disk may be full for hours, and the log is on it. Compare causes
+        # without the text, which names another file each time.
         if (again := self._repeats((type(error), getattr(error, "errno", None)))) is not None:
             log.error("Checkpoint %s was not written (%s); %s%s", name, why, restart, again)
 
@@ -492,8 +499,8 @@ class Checkpointer:
         layout = self._layout
         rank = layout.shard
         path = folder / f"rank-{rank}.safetensors"
-        # The manifest comes after its file: a kill between the two leaves a part that does not
-        # count.
+        # Write the manifest after its file, so that a kill between the two leaves a part that does
+        # not count.
         entries = [(name, each.dtype, tuple(each.shape)) for name, each in tensors.items()]
         digest = write_safetensors(path, entries, tensors.values())
         manifest = {
@@ -527,13 +534,13 @@ class Checkpointer:
         ranks = range(self._layout.shards)
         while not all((self._folder / newest / f"rank-{r}.json").exists() for r in ranks):
             if self._hurry.is_set():
-                # Training stands until this thread ends; older checkpoints can be deleted next
-                # time.
+                # Training waits for this thread, and older checkpoints can be deleted next time.
                 deadline = min(deadline, time.monotonic() + _HURRIED)
                 self._hurry.clear()
             if time.monotonic() > deadline:
-                return False  # a rank failed to write; nothing is deleted on the strength of it
-            # Files are looked at, since this thread may use no collective: training has its own.
+                return False  # a rank failed to write, so delete nothing
+            # Look at files, since this thread must not use a collective while training uses its
+            # own.
             time.sleep(0.02)
         self._saved = True
         keep: list[str] = []
@@ -542,8 +549,8 @@ class Checkpointer:
                 keep.append(name)
             elif name != newest:
                 shutil.rmtree(self._folder / name, ignore_errors=True)
-        # Epochs after the checkpoints that refer to them: a kill in between leaves one too many,
-        # never one too few.
+        # Delete epochs after the checkpoints that refer to them, so that a kill in between leaves
+        # one too many and never one too few.
         used = set()
         for name in keep:
             manifest = next(manifests_in(self._folder / name))

@@ -42,9 +42,9 @@ from distributed_training.protocol.update_file import rows_and_columns
 
 log = logging.getLogger(__name__)
 
-#: Covers each collective of the model's groups: gathering weights, reducing gradients. Ranks come
-#: to one within seconds of each other; compiling the model may put minutes between them. NCCL
-#: aborts the process then, gloo raises; --neuron.hang_timeout comes later.
+#: Limit of each collective of the model's groups, which gather weights and reduce gradients. Ranks
+#: reach one within seconds of each other, or within minutes while the model compiles. After the
+#: limit NCCL aborts the process and gloo raises an error, both before --neuron.hang_timeout.
 COLLECTIVE_TIMEOUT = timedelta(minutes=8)
 
 
@@ -82,7 +82,7 @@ Result = TypeVar("Result")
 def row_range(rows: int, world_size: int, rank: int) -> tuple[int, int]:
     """Return the first and one past the last row of ``rank``'s share; equal where it has none."""
     chunk = math.ceil(rows / world_size)
-    # As torch.chunk: the last ranks may have fewer rows, or none.
+    # Cut rows as torch.chunk does: the last ranks may have fewer rows, or none.
     start = min(rows, rank * chunk)
     return start, min(rows, start + chunk)
 
@@ -108,7 +108,7 @@ class ParameterShard:
         Writing to it changes the weights; the gathered copies must be dropped afterwards
         (``discard_gradients``).
         """
-        # Detached: autograd refuses a write in place to a leaf.
+        # Detach, since autograd refuses a write in place to a leaf.
         if not isinstance(self.dtensor, DTensor):
             return self.dtensor.detach().view(self.shape)[self.start : self.stop]
         return self.dtensor.to_local().detach()
@@ -138,8 +138,8 @@ def open_stream(layout: Layout, timeout: timedelta) -> RowStream:
     """
     if layout.world_size == 1 and not dist.is_initialized():
         return RowStream(group=None, layout=layout, copy=None)
-    # A group of its own: FSDP queues its collectives in another order. And gloo, since what moves
-    # here lies in host memory, where NCCL cannot go.
+    # This needs its own group, since FSDP queues its collectives in another order. It is gloo,
+    # since these tensors lie in host memory, which NCCL cannot reach.
     group = dist.new_group(backend="gloo", timeout=timeout)
     assert group is not None
     if layout.replicas == 1:
@@ -147,7 +147,7 @@ def open_stream(layout: Layout, timeout: timedelta) -> RowStream:
 
     def mine(kinds: Iterable[range]) -> dist.ProcessGroup:
         """Return the one of these disjoint groups that this rank is in."""
-        # To make a group is collective: also the ranks that are not in it must call this.
+        # Creating a group is collective: ranks that are not in it must call this too.
         made = [(dist.new_group(list(k), backend="gloo", timeout=timeout), k) for k in kinds]
         return next(found for found, ranks in made if layout.rank in ranks)
 
@@ -184,7 +184,7 @@ class RowStream:
         """Send each rank's contiguous host ``rows`` to ``destination`` on rank 0 (else None)."""
         shards = self.layout.shards
         if self.rank >= shards:
-            return  # the rows of a copy: rank 0 has them from the first
+            return  # rank 0 has the rows of the first copy, which are the same
         if self.rank != 0:
             if rows.numel():
                 dist.send(rows, group=self.group, group_dst=0)
@@ -192,7 +192,7 @@ class RowStream:
         assert destination is not None
         start, stop = row_range(shape[0], shards, 0)
         destination[start:stop].copy_(rows)
-        # Straight into its place: rank 0 never holds rows twice.
+        # Receive straight into its place, so that rank 0 never holds rows twice.
         for rank in range(1, shards):
             start, stop = row_range(shape[0], shards, rank)
             if stop > start:
@@ -230,7 +230,7 @@ class RowStream:
 
     def vote_error(self, message: str | None) -> str | None:
         """Vote: return None if no rank has a ``message``, else the lowest rank's, everywhere."""
-        # A number first: in the usual case no text has to be pickled and sent.
+        # Send a number first, since usually no text has to be pickled and sent.
         if self.sum([float(message is not None)])[0] == 0:
             return None
         answers = self.all_gather(message)
@@ -239,7 +239,8 @@ class RowStream:
 
     def raise_if_any(self, problem: str | None, fault: Callable[[str], Exception]) -> None:
         """Raise ``fault`` on all ranks alike, of the lowest rank's ``problem``, if one has any."""
-        # A rank that raised by itself would hold up the others until the group's timeout.
+        # Raise on all ranks: a rank that raised without the others would hold them up until the
+        # group's timeout.
         problem = self.vote_error(problem)
         if problem is not None:
             raise fault(problem)
@@ -262,7 +263,8 @@ class RowStream:
         problem = None
         try:
             result = work()
-        except (RuntimeError, MemoryError, OSError, ValueError) as error:  # no memory, a bad file
+        # For example no memory, or a bad file.
+        except (RuntimeError, MemoryError, OSError, ValueError) as error:
             problem = f"{type(error).__name__}: {error}"
             # torch raises a RuntimeError where the host has none left.
             if isinstance(error, MemoryError) or "t allocate memory" in problem:
@@ -281,7 +283,7 @@ class RowStream:
 
 STAGE = 1 << 25  # elements of float32 in each of the two buffers: 128 MiB
 
-#: A tensor, or a flat part of one, and where it goes.
+#: A tensor or a flat part of one, and the tensor into which it is copied.
 Piece = tuple[Tensor, Tensor]
 
 
@@ -297,7 +299,7 @@ class HostCopies:
         self._stream = torch.cuda.Stream(device) if cuda else None
         self._copied = [torch.cuda.Event(), torch.cuda.Event()] if cuda else []
         self._buffers = _make_buffers(stage, device)
-        self._next = 0  # buffer to send from
+        self._next = 0  # the buffer from which the next piece is sent
 
     def fill(self, pairs: Sequence[Piece], after: torch.cuda.Event | None = None) -> None:
         """Copy float32 tensors to the host tensor of each pair. Returns when the values are there.
@@ -308,7 +310,7 @@ class HostCopies:
             for copied in self._copied:
                 copied.synchronize()  # the bus may still read what was sent
             if self._stream is not None:
-                # Only the side stream waits for what training queued. The host does not.
+                # Only the side stream waits for what training has queued; the host does not.
                 after = after or torch.cuda.current_stream(self._device).record_event()
                 self._stream.wait_event(after)
             self._fill(pairs)
@@ -323,7 +325,7 @@ class HostCopies:
             for load in self._loads(pairs):
                 turn, self._next = self._next, 1 - self._next
                 if self._copied:
-                    # The one wait of the host: before it the bus still reads the buffer.
+                    # The host waits only here: until then the bus still reads the buffer.
                     self._copied[turn].synchronize()
                 for part, (source, target) in self._parts(turn, load):
                     part.copy_(source)
@@ -334,9 +336,9 @@ class HostCopies:
 
     def _fill(self, pairs: Sequence[Piece]) -> None:
         under_way: tuple[int, list[Piece]] | None = None
-        # One turn behind: while the bus fills one buffer, the cores empty the other.
+        # Empty a buffer one turn later: while the bus fills one, the cores empty the other.
         for turn, load in enumerate(self._loads(pairs)):
-            with torch.cuda.stream(self._stream):  # without one: nothing
+            with torch.cuda.stream(self._stream):  # does nothing without a stream
                 for part, (source, _) in self._parts(turn % 2, load):
                     # The host continues only because the buffer is pinned.
                     part.copy_(source, non_blocking=True)
@@ -367,7 +369,7 @@ class HostCopies:
 
     def _empty(self, turn: int, load: Sequence[Piece]) -> None:
         if self._stream is not None:
-            # The one wait of the host: before it the buffer holds the values of two turns ago.
+            # The host waits only here: until then the buffer holds the values of two turns ago.
             self._copied[turn].synchronize()
         for part, (_, target) in self._parts(turn, load):
             target.copy_(part)
@@ -403,7 +405,8 @@ _copies = functools.cache(HostCopies)  # by device
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copy to host memory, which later steps do not change."""
     if not tensors or tensors[0].device.type != "cuda":
-        # copy: without it a tensor of the host would be itself, and the next step would change it.
+        # copy=True, since a tensor in host memory would otherwise be returned itself, and the next
+        # step would change it.
         return [t.detach().to("cpu", copy=True) for t in tensors]
     pairs = [(tensor, torch.empty(tensor.shape, dtype=torch.float32)) for tensor in tensors]
     fill_host(pairs)
@@ -450,18 +453,19 @@ def enter_thread(device: torch.device, *, background: bool = False) -> None:
     starts. The one that queues the GPU's work then always finds a core.
     """
     if device.type == "cuda":
-        # A thread starts on GPU 0. Leaving a stream of another GPU returns to the stream before,
-        # which is GPU 0's, and with that makes a CUDA context there: half a gigabyte of rank 0's
-        # memory for every other rank, from the first copy on.
+        # A thread starts on GPU 0. When it leaves a stream of another GPU, it returns to GPU 0's
+        # stream and creates a CUDA context there, which would cost half a gigabyte of rank 0's GPU
+        # for every other rank.
         torch.cuda.set_device(device)
-        # Not the main thread, which trains, and writes itself where no thread can be started.
+        # Leave the main thread as it is: it trains, and writes itself where no thread can be
+        # started.
         if background and threading.current_thread() is not threading.main_thread():
             lower_priority()
 
 
 def lower_priority() -> None:
     """Let other threads of this machine go before the calling one, for the rest of its life."""
-    with contextlib.suppress(OSError):  # a system without priorities of threads
+    with contextlib.suppress(OSError):  # the system may have no priorities of threads
         thread = threading.get_native_id()
         now = os.getpriority(os.PRIO_PROCESS, thread)
         os.setpriority(os.PRIO_PROCESS, thread, now + _LOWER)

@@ -54,7 +54,7 @@ class SafetensorsLayout:
     """
 
     header: bytes
-    offsets: dict[str, int]  # of the first byte, from the start of the file
+    offsets: dict[str, int]  # tensor -> offset of its first byte in the file
     size: int
 
     @classmethod
@@ -77,7 +77,7 @@ class SafetensorsLayout:
             starts[name] = position
             position += size
         text = json.dumps(table, separators=(",", ":")).encode()
-        # The data begin at a multiple of 8, as the format wants it.
+        # The format wants the data to begin at a multiple of 8.
         text += b" " * (-len(text) % 8)
         header = len(text).to_bytes(8, "little") + text
         return cls(header, {n: s + len(header) for n, s in starts.items()}, position + len(header))
@@ -106,12 +106,12 @@ def write_safetensors(
 class BoundaryCopies:
     """Rows of weights and of the inner optimizer's ``state`` at one step boundary, in host memory.
 
-    With AdamW all of them take 12 bytes a parameter. Nobody changes them. The values of the
+    With AdamW all of them take 12 bytes per parameter. Nobody changes them. The values of the
     weights that are one row of a file are there at once, all others after :meth:`wait`.
     """
 
     weights: list[Tensor]
-    state: dict[str, list[Tensor]]  # what was asked for, by name
+    state: dict[str, list[Tensor]]  # the copies that were asked for, by name
     copying: list[BackgroundWrite] = field(default_factory=list)
 
     def wait(self) -> None:
@@ -166,15 +166,15 @@ class BoundaryCopier:
             for name, rows in self._optimizer.state.items()
             if names is None or name in names
         }
-        # Counters that change with the values. torch counts the writes to a tensor, except those of
-        # fused AdamW.
+        # Counters that change with the values: torch counts the writes to a tensor, but not those
+        # of fused AdamW.
         moments = chain.from_iterable(self._optimizer.state.values())
         tensors = (*(shard.local for shard in self._shards), *moments)
         boundary = (self._optimizer.step_count, *(tensor._version for tensor in tensors))
         made = None if self._last is None else self._last()
         pairs: list[Piece] = []
         if made is None or boundary != self._boundary:
-            # This very reference would keep alive what is waited for.
+            # Drop this reference, or it would keep alive the copies whose end the next line awaits.
             del made
             self.wait()
             made = BoundaryCopies([shard.empty_rows() for shard in self._shards], {})
@@ -184,20 +184,20 @@ class BoundaryCopier:
             fill_host([pair for pair, now in zip(pairs, first, strict=True) if now])
             pairs = [pair for pair, now in zip(pairs, first, strict=True) if not now]
             self._released = released = threading.Event()
-            # Who writes holds the object. When the last one lets go of it, the next copies may be
-            # made.
+            # The threads that write hold this object. When the last one lets go of it, the next
+            # copies may be made.
             self._last = weakref.ref(made, lambda _: released.set())
             self._boundary = boundary
-        # Into the same object, which whoever copied less before may hold for longer. All of them or
-        # none: memory may end here, and what is in it counts as copied.
+        # Add to the same object, which an earlier caller that asked for less may still hold. Add
+        # all or none: memory may run out here, and whatever is in the object counts as copied.
         new = {
             name: [torch.empty(each.shape) for each in rows]
             for name, rows in wanted.items()
             if name not in made.state
         }
         device = self._shards[0].local.device
-        # The event now: what the next micro-batches queue is no reason to wait. And before anything
-        # counts as copied, or as under way: a GPU that is lost raises here.
+        # Record the event now, so that the copy does not wait for what the next micro-batches
+        # queue. A lost GPU raises here, before anything counts as copied or as under way.
         after = queued(device)
         made.state.update(new)
         for name, rows in new.items():
@@ -225,7 +225,7 @@ class BoundaryCopier:
                 "--neuron.run_folder",
                 self._patience,
             )
-            self._released.set()  # once for each
+            self._released.set()  # the warning comes once for each of them
 
 
 def _copy(
@@ -240,7 +240,7 @@ def _copy(
     fill_host(pairs, after)
 
 
-#: Covers rank 0's wait for the other ranks' parts of an upload.
+#: How long rank 0 waits for the other ranks' parts of an upload.
 PARTS_TIMEOUT = timedelta(minutes=10)
 
 
@@ -252,7 +252,7 @@ class BackgroundWrite:
 
     def __init__(self, of: str) -> None:
         self._of = of
-        self.error: BaseException | None = None  # of the writing, once it is done
+        self.error: BaseException | None = None  # the error of the writing, once it has ended
         self._ended = threading.Event()
         self._cancelled = threading.Event()
 
@@ -260,15 +260,15 @@ class BackgroundWrite:
         try:
             threading.Thread(target=self._run, args=(write,), name=self._of).start()
         except RuntimeError:
-            # The machine has no thread left. Training waits: a single rank must not end.
+            # The machine has no thread left, so training waits: a single rank must not end.
             self._run(write)
 
     def _run(self, write: Callable[[Self], None]) -> None:
         try:
             write(self)
         except BaseException as error:  # noqa: BLE001 - in a thread: ``error`` has it
-            # The handle keeps the error, the error its frames, this one too, and they the copies,
-            # which the next upload waits for.
+            # The handle keeps the error, and the error keeps its frames with the copies, for whose
+            # end the next upload waits. So drop them from this frame.
             del write
             errors, seen = list[BaseException | None]([error]), set[int]()
             while errors:
@@ -276,7 +276,8 @@ class BackgroundWrite:
                 if one is not None and id(one) not in seen:
                     seen.add(id(one))
                     traceback.clear_frames(one.__traceback__)
-                    errors += [one.__context__, one.__cause__]  # torch.save's has the disk's
+                    # torch.save raises an error of its own, with the disk's error as its cause.
+                    errors += [one.__context__, one.__cause__]
             del one
             gc.collect()  # Python 3.11.2 makes a cycle of an error that passes a @contextmanager
             self.error = error
@@ -307,7 +308,8 @@ class BackgroundWrite:
         Raises RuntimeError where a rank failed, or after :meth:`cancel`, and TimeoutError.
         """
         deadline = time.monotonic() + PARTS_TIMEOUT.total_seconds()
-        # Files are looked at, no rank is asked: a thread's collectives would meet training's.
+        # Look at files and ask no rank, since a thread's collectives would mix with those of
+        # training.
         for rank in ranks:
             ready = ready_file(parts, rank)
             while not ready.exists():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-#: Integers of a value's size: they are added up modulo 2**64, in any order alike.
+#: Integers of the size of a value. They are added up modulo 2**64, so the order does not matter.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE = 1 << 22  # values at once, each of which takes 24 bytes
 

@@ -42,7 +42,7 @@ class HeldWeights(ABC):
     """
 
     micro_batch_size: int  # sequences
-    frozen = FrozenTensors({})  # which no upload may follow a change of
+    frozen = FrozenTensors({})  # no upload may follow after one of these has changed
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class HeldWeights(ABC):
 
     def pause(self, seconds: float) -> None:
         """Leave ``seconds`` out of the inner step's time: there was nothing to train."""
-        del seconds  # who trains may measure it itself
+        del seconds  # a class that trains may measure it
 
     def slow_down(self) -> None:  # noqa: B027 - a script's learning rate is its own
         """Train more carefully for a while: the last checkpoint was loaded after NaN or Inf."""
@@ -158,9 +158,10 @@ class HeldWeights(ABC):
         next micro-batches: who changes weights or moments calls ``copier.finish`` before.
         Raises RankFailedError on all ranks alike when one of them has no memory for its copies.
         """
-        # What a round that failed has left would be in host memory next to the copies.
+        # Drop what a failed round has left, since it would be in host memory next to the copies.
         self.roll_back_outer_step()
-        # A rank that raised by itself would leave the others in what comes next.
+        # Fail on all ranks, since a rank that raised without the others would leave them in the
+        # next collective.
         return self.stream.run_on_all(lambda: self.copier.copy_boundary(names))
 
     # --- outer step --------------------------------------------------------------------------
@@ -210,7 +211,7 @@ class HeldWeights(ABC):
         also where the weights that come out have another digest; nothing changes then.
         :meth:`commit_outer_step` or :meth:`roll_back_outer_step` follows.
         """
-        # The host memory that copies for an upload or a checkpoint hold is needed now.
+        # Wait for copies of an upload or a checkpoint, since their host memory is needed now.
         self.copier.wait()
         self.outer.prepare_update(update, inner_step=self.inner_step)
 

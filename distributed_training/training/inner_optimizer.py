@@ -30,8 +30,8 @@ from distributed_training.config.types import ConfigError, choose_kind
 from .collectives import ParameterShard
 from .muon import MatrixRows, Muon
 
-LOWEST = 0.1  # of the peak, after the warm-up
-#: Of the total steps; from here on, where the rate is the lowest, the operator is warned.
+LOWEST = 0.1  # the lowest rate after the warm-up, as a part of the peak
+#: Part of the total steps from which the operator is warned: the rate is at its lowest there.
 NEAR_THE_END = 0.9
 
 
@@ -46,12 +46,12 @@ class Schedule:
 
     peak: float
     warmup_steps: int
-    total_steps: int  # of the cosine
+    total_steps: int  # where the cosine ends
     constant: bool = False
     decay_from: int | None = None
     decay_steps: int | None = None
-    factor: float = 1.0  # of the peak; lowered for ``slow_steps`` after a roll-back
-    slow_until: int = 0  # inner steps in total at which ``factor`` returns to 1
+    factor: float = 1.0  # factor on the rate; lowered for ``slow_steps`` after a roll-back
+    slow_until: int = 0  # total inner steps at which ``factor`` returns to 1
 
     @classmethod
     def of(cls, settings: TrainingSettings) -> Schedule:
@@ -74,8 +74,8 @@ class Schedule:
             progress = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
             shape = max(LOWEST, 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress))))
         elif self.decay_from is not None and self.decay_steps is not None:
-            # Better than a straight line wherever the two were compared (Haegele et al. 2024,
-            # arXiv 2405.18392, section 3).
+            # This was better than a straight line wherever the two were compared (Haegele et al.
+            # 2024, arXiv 2405.18392, section 3).
             progress = (step - self.decay_from) / self.decay_steps
             shape = 1.0 - math.sqrt(min(1.0, max(0.0, progress)))
         slow = self.factor if finished_steps < self.slow_until else 1.0
@@ -102,7 +102,7 @@ class Schedule:
         self.slow_until = int(state["slow_until"])
 
 
-#: Makes the optimizer of parameters by a network's rules; the learning rate is set at each step.
+#: Creates the optimizer of some parameters by a network's rules. Each step sets its learning rate.
 Factory = Callable[[list[nn.Parameter], TrainingSettings], torch.optim.Optimizer]
 OPTIMIZERS: Kinds[Factory] = Kinds("inner optimizer")
 
@@ -133,7 +133,7 @@ class StateNames:
     """Names of what an optimizer keeps of a parameter: tensors of its shape, and single numbers."""
 
     rows: tuple[str, ...]
-    counts: Mapping[str, Any]  # each a tensor or a number, with the value that it begins with
+    counts: Mapping[str, Any]  # name -> the value with which it begins, a tensor or a number
 
 
 def find_state(settings: TrainingSettings, *, matrix: bool = False) -> StateNames:
@@ -151,10 +151,10 @@ def find_state(settings: TrainingSettings, *, matrix: bool = False) -> StateName
         values = torch.ones(2, 3)[rows]
         parameter = MatrixRows.of(values, values.shape) if matrix else nn.Parameter(values)
         optimizer = factory([parameter], settings)
-        optimizer.state[parameter] = copy.deepcopy(dict(begun))  # it is changed in place
+        optimizer.state[parameter] = copy.deepcopy(dict(begun))  # the step changes it in place
         parameter.grad = gradient[rows].clone()
         for group in optimizer.param_groups:
-            group["lr"] = 0.1  # as each step sets it: it may begin with 0, which moves nothing
+            group["lr"] = 0.1  # each step sets it; a rate that begins with 0 would move nothing
         before = repr(optimizer.param_groups[0] | {"params": ()})
         optimizer.step()
         changed = before != repr(optimizer.param_groups[0] | {"params": ()})
@@ -184,7 +184,7 @@ def find_state(settings: TrainingSettings, *, matrix: bool = False) -> StateName
         same, again, _ = step(zeros, slice(None))
         if not torch.equal(after, same) or repr(found) != repr(again):
             problem = "keeps state that begins with other values than zeros"
-        # Who asks whether rows are a matrix's asks for the others too.
+        # An optimizer that asks whether rows belong to a matrix has to answer for other rows too.
         elif not matrix and not torch.allclose(
             after, torch.cat([step({}, slice(i, i + 1))[0] for i in (0, 1)])
         ):
@@ -205,7 +205,8 @@ def moments_of(settings: TrainingSettings) -> tuple[int, int]:
 
 def checkpoint_key(name: str) -> str:
     """Return the key in a checkpoint of the rows that the optimizer calls ``name``."""
-    # AdamW's are those of 0.2.0. Another's may be called as the outer step's: "momentum", for one.
+    # AdamW's names are those of 0.2.0. Names of another optimizer get a prefix, since they may be
+    # those of the outer step, such as "momentum".
     return name if name in ("exp_avg", "exp_avg_sq") else f"inner_{name}"
 
 
@@ -214,7 +215,7 @@ def may_lack_rows(key: str) -> bool:
     return key.startswith(("exp_avg", "inner_"))
 
 
-OFFLOAD_BUCKET = 1 << 26  # elements whose state is on the device at once when offloaded
+OFFLOAD_BUCKET = 1 << 26  # elements whose state is on the device at once, if it is offloaded
 
 
 class _Lane:
@@ -278,8 +279,9 @@ class InnerOptimizer:
         matrices: Collection[str] = (),
     ) -> None:
         self.offload = offload
-        #: Names of the parameters that have no weight decay by ``weight_decay_on``. A row of an
-        #: embedding has few gradients and would be shrunk at each step (OLMo 2, arXiv 2501.00656).
+        #: Names of the parameters without weight decay by ``weight_decay_on``. A row of an
+        #: embedding has few gradients, and decay would shrink it at each step (OLMo 2, arXiv
+        #: 2501.00656).
         self.undecayed = frozenset(
             shard.name
             for shard in shards
@@ -288,8 +290,8 @@ class InnerOptimizer:
         )
         device = shards[0].local.device
         self._device = device
-        # Plain tensors over the shards' memory, not DTensors: those would be dispatched one by one
-        # in each step.
+        # Use plain tensors over the shards' memory, since each step would dispatch DTensors one by
+        # one.
         self._params = [
             MatrixRows.of(shard.local, shard.shape, shard.mesh)
             if shard.name in matrices
@@ -297,7 +299,7 @@ class InnerOptimizer:
             for shard in shards
         ]
         plain, of_matrix = (find_state(settings, matrix=matrix) for matrix in (False, True))
-        #: By parameter, what is kept of it.
+        #: For each parameter the state that is kept.
         self.keeps = [
             of_matrix if isinstance(param, MatrixRows) else plain for param in self._params
         ]
@@ -308,7 +310,7 @@ class InnerOptimizer:
         # Only a copy from or to pinned memory lets the host continue.
         pinned = offload and device.type == "cuda"
         home = torch.device("cpu") if offload else device
-        # Of its own: to read the optimizer's count for a report would wait for the device.
+        # Count here, since reading the optimizer's own count would wait for the device.
         self.step_count = 0
         self.state = {
             name: [
@@ -331,19 +333,20 @@ class InnerOptimizer:
             factory(part, rest if shards[bucket[0]].name in self.undecayed else settings)
             for bucket, part in zip(self._buckets, parts, strict=True)
         ]
-        # Of a rank that has no rows as well: what the optimizers say of themselves.
+        # Ask the optimizers on one parameter, so that a rank without rows knows their state too.
         models = [factory([nn.Parameter(torch.zeros(1))], settings)]
         if self._apart:
             models.append(factory([MatrixRows.of(torch.zeros(1, 1), (1, 1))], settings))
         self.names = [type(model).__name__ for model in models]
         self.group: dict[str, Any] = models[0].param_groups[0]
         self.matrix_group: dict[str, Any] | None = None
-        #: Names of those that it is for.
+        #: Names of the parameters that this optimizer steps.
         self.matrices: list[str] = []
         if self._apart:
             self.matrix_group = models[1].param_groups[0]
             self.matrices = [shard.name for shard in shards if shard.name in matrices]
-        # When offloaded, room for the state of the largest bucket, twice: buckets take turns.
+        # If the state is offloaded, make room for the largest bucket twice, since buckets take
+        # turns.
         sizes = [
             sum(self._params[i].numel() * len(self.keeps[i].rows) for i in bucket)
             for bucket in self._buckets
@@ -354,7 +357,7 @@ class InnerOptimizer:
             zip(self._buckets, self._optimizers, strict=True)
         ):
             group = optimizer.param_groups[0]
-            # A kernel that takes the whole step reads its count on the device; others read it here.
+            # A fused kernel reads the step's count on the device, others read it on the host.
             where = device if group.get("fused") or group.get("capturable") else "cpu"
             start = 0
             for i in bucket:
@@ -384,10 +387,11 @@ class InnerOptimizer:
                     continue
                 values = param.numel()
                 if of_matrix:
-                    # Alike on all ranks, which step it together, also those without rows of it.
+                    # The same on all ranks: they step this parameter together, also those that have
+                    # no rows of it.
                     values = math.prod(shard.shape) // (shard.mesh.size() if shard.mesh else 1)
                 elif values == 0:
-                    continue  # fewer rows than ranks: this rank has none of it
+                    continue  # with fewer rows than ranks this rank has none
                 if self.offload and buckets[-1] and size + values > OFFLOAD_BUCKET:
                     buckets.append([])
                     size = 0
@@ -412,7 +416,7 @@ class InnerOptimizer:
             names = self.keeps[bucket[0]].counts.keys() - {"step"}
             counts |= {name: float(state[name]) for name in names}
         if "step" in counts:
-            counts["step"] = float(self.step_count)  # known without a look at the device
+            counts["step"] = float(self.step_count)  # known without reading from the device
         return counts
 
     def state_dict(self) -> dict[str, Any]:
@@ -422,9 +426,9 @@ class InnerOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        # Into the tensors that there are: the optimizers' own state and pinned memory refer to
-        # them. None, or not of each parameter: the checkpoint is of another optimizer, and this one
-        # begins.
+        # Copy into the existing tensors, to which the optimizers and pinned memory refer. If the
+        # state is missing, for all or some parameters, the checkpoint is of another optimizer, and
+        # this one begins with none.
         new = any(
             state[key] is None or [len(mine) for mine in kept] != [len(rows) for rows in state[key]]
             for name, kept in self.state.items()
@@ -463,7 +467,7 @@ class InnerOptimizer:
         """Take one step; ``gradients`` are row blocks like the shards."""
         for param, gradient in zip(self._params, gradients, strict=True):
             param.grad = gradient
-        # Set each time: torch's own schedulers know nothing of steps that were skipped.
+        # Set the rate each time, since torch's schedulers do not know which steps were skipped.
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
@@ -473,14 +477,15 @@ class InnerOptimizer:
         else:
             last = len(self._buckets) - 1
             computing = _Lane.current(self._device if self._coming.stream is not None else None)
-            self._coming.wait_for(computing)  # what it did with the places' memory before
+            # The transfer must not overwrite what the last step still reads there.
+            self._coming.wait_for(computing)
             if self._buckets:
                 self._fetch(0)
             for bucket in range(last + 1):
                 if bucket < last:
                     self._fetch(bucket + 1)
-                # On the stream of training: the next forward then needs no event to see the new
-                # weights.
+                # Step on the stream of training, so that the next forward sees the new weights
+                # without an event.
                 with computing.after(self._coming, bucket, bucket):
                     self._optimizers[bucket].step()
                 with self._leaving.after(computing, bucket, bucket):
@@ -501,7 +506,7 @@ class InnerOptimizer:
                 yield self.state[name][i], state[name]
 
     def _fetch(self, bucket: int) -> None:
-        # There are two places: this one is free once the bucket before the last has left it.
+        # There are two places. This one is free once the bucket before the last has left it.
         with self._coming.after(self._leaving, bucket - 2, bucket):
             for host, place in self._moments(bucket):
                 place.copy_(host, non_blocking=True)

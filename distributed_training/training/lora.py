@@ -40,9 +40,9 @@ from .model import (
 from .weights import load_weights
 
 LORA = "lora"
-ADAPTER_CONFIG = "adapter_config.json"  # as PEFT names it
+ADAPTER_CONFIG = "adapter_config.json"  # PEFT's name of the file
 _ALL = "all-linear"
-_PEFT = "base_model.model."  # before each name in PEFT's files and models
+_PEFT = "base_model.model."  # PEFT puts this before each name in its files and models
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FORM = "r=16,alpha=32,targets=all-linear,train=B"
 
@@ -114,7 +114,7 @@ def read_rules(given: str, base: Mapping[str, Any], name: str = "") -> dict[str,
     if isinstance(rules["targets"], str):
         rules["targets"] = rules["targets"].split("+")
     if rules["targets"] == [_ALL]:
-        # By name: another version of PEFT may choose others.
+        # Name the layers, since another version of PEFT may choose others.
         rules["targets"] = sorted(_linear_layers(base))
     rules.setdefault("alpha", 2 * rules["r"] if isinstance(rules["r"], int) else 0)
     kept = base.get("dtype") or base.get("torch_dtype") or "float32"
@@ -195,7 +195,7 @@ class Lora(CausalLM):
         try:
             if wrong := sorted(named & {*rules.targets}):
                 raise ValueError(f"{wrong[0]} is no layer within the decoder")
-            for target in rules.targets:  # PEFT is content with one that is found
+            for target in rules.targets:  # PEFT would be content if only one of them is found
                 if not any(name.endswith(f".{target}") for name, _ in model.named_modules()):
                     raise ValueError(f"the model has no layer {target:.60}")
             inject_adapter_in_model(adapters, model)
@@ -211,7 +211,7 @@ class Lora(CausalLM):
             )
         for name, parameter in model.named_parameters():
             if ".lora_" in name:
-                parameter.data = parameter.data.float()  # PEFT gives it the base's dtype
+                parameter.data = parameter.data.float()  # PEFT created it in the base's dtype
                 parameter.requires_grad_(rules.train == "both" or ".lora_B." in name)
         return model  # type: ignore[no-any-return]
 

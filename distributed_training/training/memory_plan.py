@@ -28,8 +28,8 @@ from distributed_training.protocol.growth import partly_trained_memory
 from .inner_optimizer import moments_of
 
 # Below this many parameters the whole model is one FSDP group. Each group costs a collective, and
-# over gloo a collective costs about as much as moving 10 MB: measured with 1.7 M parameters on two
-# CPU ranks, one group takes 0.81 s a step where a group per block takes 1.04 s.
+# over gloo a collective costs about as much as moving 10 MB. With 1.7 M parameters on two CPU ranks
+# a step took 0.81 s with one group and 1.04 s with a group per block.
 ROOT_ONLY_BELOW = 50_000_000
 
 
@@ -70,7 +70,7 @@ def plan_batch(*, micro_batch: int, effective: int, world_size: int) -> BatchPla
             f"--neuron.local_batch_size_train_effective {effective}, so no step could be made: "
             "lower the first or raise the second"
         )
-    # Each rank runs equally many, or the ranks' collectives would not match.
+    # Each rank runs the same number, or the ranks' collectives would not match.
     micro_batches = math.ceil(effective / (micro_batch * world_size))
     real = micro_batches * micro_batch * world_size
     note = ""
@@ -98,7 +98,7 @@ class MemoryPlan:
     rung: int
     is_last: bool
     frozen: int = 0  # parameters that are not trained
-    itemsize: int = 4  # bytes of each of these
+    itemsize: int = 4  # bytes per parameter that is not trained
 
     def bytes_with(self, micro_batch: int) -> int:
         """Estimate the bytes of one rank's device with micro-batches of another size."""
@@ -139,10 +139,11 @@ def plan_memory(
     per_block = settings.wrap == "block" or (
         settings.wrap == "auto" and shape.parameters >= ROOT_ONLY_BELOW
     )
-    # On before off, unlike the others: what is kept saves a gather in each micro-batch.
+    # Here "on" is tried before "off", since keeping the parameters saves a gather in each
+    # micro-batch.
     keeps = _choices(settings.keep_unsharded, "on")[::-1]
     if not per_block:
-        keeps = keeps[:1]  # one group is whole in forward and backward anyway
+        keeps = keeps[:1]  # a single group stays gathered in forward and backward anyway
     how = Arrangement(
         world_size=world_size,
         micro_batch=micro_batch,

@@ -74,7 +74,8 @@ def _parameters_on_meta() -> Iterator[None]:
 
     def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         original(module, name, param)
-        if param is not None and not param.is_meta:  # a meta one is being tied: keep its identity
+        # A parameter on the meta device is being tied, so keep its identity.
+        if param is not None and not param.is_meta:
             module._parameters[name] = nn.Parameter(
                 param.detach().to("meta"), requires_grad=param.requires_grad
             )
@@ -114,7 +115,7 @@ def hf_config(model_config: Mapping[str, Any]) -> Any:
             "state again or check store.global_bucket"
         )
     for name, value in content.items():
-        # They are made one by one: a file of a hundred bytes could ask for billions.
+        # Layers are made one by one, and a file of a hundred bytes could ask for billions.
         if name.startswith(("num_", "n_layer")) and isinstance(value, int) and value > _MOST_PARTS:
             raise UnfitModelError(
                 f"config.json asks for {reprlib.repr(value)} as {name:.40}, and {_MOST_PARTS} are "
@@ -147,7 +148,8 @@ def build_causal_lm(
 
     try:
         config = hf_config(model_config)
-        for name in _NO_ATTENTION:  # before it is built: transformers refuses some in other words
+        # Refuse before building, since transformers refuses some in other words.
+        for name in _NO_ATTENTION:
             if getattr(config, name, None):
                 raise _unfit_attention(name)
         model: nn.Module = AutoModelForCausalLM.from_config(
@@ -155,7 +157,8 @@ def build_causal_lm(
         )
     except ConfigError:
         raise
-    except Exception as error:  # it checks some values itself, and trips over the others
+    # Transformers checks some values, and raises any error for the others.
+    except Exception as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())
         if "scaled_dot_product_attention" in why:
             kind = f"a part that SDPA lacks ({config.model_type!r}: sinks, soft caps or the like)"
@@ -261,8 +264,9 @@ def blocks_of(model: nn.Module) -> nn.ModuleList:
 
 # --- attention -----------------------------------------------------------------------------------
 
-CAUSAL = "sdpa_causal"  # its name in transformers
-#: What a model may say to its attention without changing what is computed for packed sequences.
+CAUSAL = "sdpa_causal"  # the name of our attention in transformers
+#: Arguments that a model may pass to its attention without changing the result for packed
+#: sequences.
 _HARMLESS = {"position_ids", "cache_position", "use_cache", "output_attentions", "return_dict"}
 _NO_ATTENTION = ("attn_logit_softcapping", "attention_chunk_size", "use_bidirectional_attention")
 
@@ -271,9 +275,9 @@ def register_attention() -> str:
     """Register our attention, and return its name for transformers."""
     from transformers import AttentionInterface
 
-    # For its own "sdpa" transformers looks at each forward whether sequences are packed, by
-    # reading a value back: that waits for everything queued before it, at every micro-batch.
-    # For a name it has no mask for, it makes none, and SDPA without a mask is causal.
+    # For its own "sdpa" transformers reads a value back at each forward to see whether sequences
+    # are packed, and so waits for everything that was queued. For a name without a mask function it
+    # makes no mask, and SDPA without a mask is causal.
     AttentionInterface.register(CAUSAL, sdpa_causal)
     return CAUSAL
 
@@ -359,7 +363,7 @@ LogitGradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 def _summed_loss(wide: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return the summed loss of float32 logits, and the logarithm of each row's normalizer."""
-    # Of float32: a sum over 128,000 words in bf16 loses all small ones.
+    # Compute it in float32, since a sum over 128,000 words in bf16 loses all small terms.
     log_norm = torch.logsumexp(wide, dim=1, keepdim=True)
     return (log_norm - wide.gather(1, target)).sum(), log_norm
 
@@ -396,7 +400,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if with_grad else None
-        # Sums over chunks are kept in float32: in bf16 late chunks would be rounded away.
+        # Keep sums over chunks in float32, since bf16 would round late chunks away.
         grad_weight: Tensor | None = None
         for start in range(0, hidden.shape[0], rows):
             part = hidden[start : start + rows]
@@ -406,7 +410,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 total += _summed_loss(logits.float(), target)[0]
                 continue
             loss, low = of_logits(logits, target)
-            # Else they would live through the two products below, the largest of this loop.
+            # Drop the logits before the two products below, which take the most memory of this
+            # loop.
             del logits
             total += loss
             grad_hidden[start : start + rows] = low @ weight
@@ -427,7 +432,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         (scale,) = grads
-        # Forward made both with the loss. There are no logits any more to make them from.
+        # Forward has computed both gradients with the loss, since the logits are gone by now.
         made = (None if each is None else each * scale for each in ctx.saved_tensors)
         return (*made, None, None, None, None)
 
@@ -450,7 +455,7 @@ def linear_cross_entropy(
     tokens = hidden.shape[0]
     most = max(1, chunk // weight.shape[0])
     rows = max(1, math.ceil(tokens / max(1, math.ceil(tokens / most))))  # chunks of equal length
-    # A Function's forward runs under no_grad too: an evaluation must not pay for gradients.
+    # A Function's forward also runs under no_grad, and an evaluation must not pay for gradients.
     with_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return _LinearCrossEntropy.apply(hidden, weight, labels, rows, with_grad, of_logits)
 
@@ -479,7 +484,7 @@ class ModelKind:
     ``MODELS.register(name, Class)``.
     """
 
-    #: Packages that compute the model, whose versions manifests record.
+    #: Packages that compute the model; manifests record their versions.
     libraries: tuple[str, ...] = ()
 
     def build(self, config: Mapping[str, Any]) -> nn.Module:
@@ -536,14 +541,15 @@ class ModelKind:
         write_config(folder, config)
 
 
-#: What makes a kind of model, by the name that a network's file has for it.
+#: Creates a kind of model, by its name in a network's file.
 MODELS: Kinds[Callable[[], ModelKind]] = Kinds("kind of model")
 CAUSAL_LM = "causal-lm"
 
 
 def kind_of(model_config: Mapping[str, Any]) -> ModelKind:
     """Return the kind of model that a ``config.json`` is of. Raises UnknownKindError."""
-    # It registers itself, and derives from a class of this module, so it cannot be imported above.
+    # That module registers itself and derives from a class of this one, so it cannot be imported
+    # above.
     importlib.import_module(f"{__package__}.lora")
     return MODELS[(model_config.get(MODEL_RULES) or {}).get("kind", CAUSAL_LM)]()
 
@@ -551,7 +557,7 @@ def kind_of(model_config: Mapping[str, Any]) -> ModelKind:
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Write ``config.json`` of a model whose weights are written in float32. Raises OSError."""
     content = of_transformers(config)
-    # The weights', which the network began with may have been of another.
+    # The dtype of these weights: the model with which the network began may have had another.
     content |= dict.fromkeys({"dtype", "torch_dtype"} & content.keys(), "float32")
     write_json(folder / keys.CONFIG, content)
 
@@ -570,8 +576,8 @@ class CausalLM(ModelKind):
 
     def loss(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
         decoder: Any = model.get_decoder()  # type: ignore[operator]
-        # Only the decoder: the model's own forward would compute all logits. A cache is for
-        # generation and would hold every block's keys and values.
+        # Call only the decoder, since the model's own forward would compute all logits. Use no
+        # cache: it is for generation, and would hold every block's keys and values.
         hidden = decoder(input_ids=batch, use_cache=False).last_hidden_state
         labels = batch[:, 1:].reshape(-1)
         total = linear_cross_entropy(
@@ -600,9 +606,9 @@ def _chunk_of(device: torch.device) -> int:
 MODELS.register(CAUSAL_LM, CausalLM)
 
 
-#: Standard deviation of untrained weights where a config names none, as Llama's.
+#: Standard deviation of untrained weights if a config names none, as in Llama.
 INITIAL_SPREAD = 0.02
-#: Nats per token. A sound outer step changes the loss by a tenth of this.
+#: Nats per token: ten times as much as a sound outer step changes the loss.
 FAR_WORSE = 1.0
 
 
@@ -613,7 +619,7 @@ def loss_limit(config: Mapping[str, Any], own: float | None = None) -> float:
     the model.
     """
     width, spread = config["hidden_size"], config.get("initializer_range", INITIAL_SPREAD)
-    # Untrained weights guess width * spread**2 / 2 worse than uniformly, and every network begins
-    # with such.
+    # Every network begins with untrained weights, whose guess is worse than a uniform one by width
+    # * spread**2 / 2.
     limit = math.log(config["vocab_size"]) + max(1.0, width * float(spread) ** 2)
     return min(limit, own + FAR_WORSE) if own is not None and math.isfinite(own) else limit

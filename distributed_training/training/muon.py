@@ -30,7 +30,7 @@ from .collectives import row_range
 MOMENTUM = 0.95
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
-#: Values that arrive once the work, if there is any, is done.
+#: Values, and the work after which they are there (None: they are there already).
 Arriving = tuple[Tensor, dist.Work | None]
 
 
@@ -74,7 +74,7 @@ class Muon(torch.optim.Optimizer):
             parameters, {"lr": 0.0, "momentum": MOMENTUM, "weight_decay": weight_decay}
         )
         mesh = parameters[0].mesh
-        # As its authors compute it; a CPU may have no products in bf16.
+        # bf16, as its authors compute it; a CPU may have no products in bf16.
         device = parameters[0].device
         self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._shards = 1 if mesh is None else mesh.size(mesh.ndim - 1)
@@ -90,8 +90,8 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         (group,) = self.param_groups
         matrices = group["params"]
-        # All matrices of a window at once, the n-th to the n-th rank. The order of collectives is
-        # that of the matrices, on all ranks.
+        # Send all matrices of a window at once, the n-th to the n-th rank. On all ranks the
+        # collectives have the order of the matrices.
         windows = [
             matrices[first : first + self._shards]
             for first in range(0, len(matrices), self._shards)
@@ -121,7 +121,7 @@ class Muon(torch.optim.Optimizer):
             directions.append(rows.grad.lerp(kept, momentum).to(self._dtype).flatten())
         flat = torch.cat(directions)
         if self._copy > 0:
-            return flat.new_empty(0), None  # the first copy has the same ones, and computes
+            return flat.new_empty(0), None  # the first copy has the same rows, and computes
         return self._exchange(flat, self._own(window), self._parts(window))
 
     def _scatter(self, window: Sequence[MatrixRows], arriving: Arriving) -> Arriving:

@@ -135,7 +135,7 @@ def _call(
         return function(*given, **rates)
     except (ConfigError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # whatever a plug-in's code raises
+    except Exception as error:  # a plug-in's code may raise anything
         text = "".join(filter(str.isprintable, str(error).partition("\n")[0]))
         raise _failed(rule, part, f"{type(error).__name__}: {text:.300}") from error
 
@@ -166,10 +166,11 @@ def nesterov_sgd(
     yet. The bits are those of ``torch.optim.SGD(lr=lr, momentum=mu, nesterov=True)``: elementwise,
     so a shard gives the same bits as the whole tensor.
     """
-    # A clone, since the average may lie in the swarm's memory, which the next round overwrites.
+    # Clone it, since the average may lie in hivemind's memory, which the next round overwrites.
     new_momentum = grad.clone() if state is None else state.mul(mu).add_(grad)
     update = grad.add(new_momentum, alpha=mu)
-    # Into ``update``: a third tensor for each parameter would be in host memory in every round.
+    # Write into ``update``, or every round would have a third tensor for each parameter in host
+    # memory.
     return torch.add(param, update, alpha=-lr, out=update), new_momentum
 
 
@@ -188,7 +189,7 @@ def find_rule(text: str) -> str:
         return text
     if not path.is_file():
         raise ConfigError(f"there is no file {text}, so nothing was started: give the rule's file")
-    # Last, so that no file there takes the place of a library.
+    # Put the folder last, so that no file in it takes the place of a library.
     sys.path.append(os.path.dirname(path.absolute()))
     try:
         import_plugins([path.stem])
@@ -264,7 +265,7 @@ def _try_step(step: OuterStepOf, settings: TrainingSettings) -> str:
             new.untyped_storage().data_ptr(),
             kept.untyped_storage().data_ptr(),
         ):
-            # The average lies in the swarm's memory, which the next round overwrites.
+            # The average may lie in hivemind's memory, which the next round overwrites.
             return "returns the average itself instead of a copy"
         if not (torch.allclose(lower[0], new[1:]) and torch.allclose(lower[1], kept[1:])):
             return "moves each row by what is in other rows, which other ranks may have"
@@ -281,7 +282,7 @@ def _try_select(rule: OuterRule) -> str:
         return f"keeps {rule.feedback} of the residual, which is no share of it"
     if rule.select is None:
         return ""
-    rows = torch.arange(24.0).view(3, 8).sub_(9.25)  # no two of one magnitude in a row
+    rows = torch.arange(24.0).view(3, 8).sub_(9.25)  # no row has two values of one magnitude
     before = rows.clone()
     sent, lower = rule.select(rows), rule.select(rows[1:])
     if not _are_tensors(sent, lower) or (sent.shape, sent.dtype) != (rows.shape, rows.dtype):

@@ -51,8 +51,8 @@ from .copies import BackgroundWrite, BoundaryCopies, ready_file
 from .outer_rule import OuterRule
 from .sharding import read_rows
 
-_AT_ONCE = 1 << 22  # values that are encoded together
-_DIGEST = 32  # bytes of a row's
+_AT_ONCE = 1 << 22  # values that are encoded at once
+_DIGEST = 32  # bytes of the digest of a row
 
 
 class UploadHandle(BackgroundWrite):
@@ -95,8 +95,8 @@ class _UploadState:
     layout: Layout
     shards: Sequence[ParameterShard]
     moved: _Movement
-    vectors: Mapping[int, Tensor]  # parameter index -> the whole of it
-    copies: BoundaryCopies  # held for a checkpoint of this boundary, which gets the same ones
+    vectors: Mapping[int, Tensor]  # parameter index -> the whole parameter
+    copies: BoundaryCopies  # kept, since a checkpoint of this boundary gets the same copies
     file: UpdateLayout
     sign: Sign | None
 
@@ -111,7 +111,7 @@ class _Prepared:
     outer_step: int
     start: str  # digest of the weights, hex
     residual: list[Tensor] | None
-    uploaded_steps: int  # inner steps that belong to the outer step before
+    uploaded_steps: int  # inner steps that count for the outer step before
     dropped: str
 
 
@@ -148,10 +148,10 @@ class OuterStep:
         self._drop_overlap = drop_overlap
         self._schema = [(shard.name, shard.shape) for shard in self._shards]
         self._vectors = [i for i, shard in enumerate(self._shards) if shard.is_one_row]
-        self.residual: list[Tensor] | None = None  # None: nothing was lost yet
+        self.residual: list[Tensor] | None = None  # None until something was lost
         self.start = ""  # digest of the epoch-start weights, hex
-        self.serial: int | None = None  # of the close that ``_written`` was uploaded for
-        self.dropped = ""  # what the last commit dropped, in words; empty: nothing
+        self.serial: int | None = None  # number of the close for which ``_written`` was uploaded
+        self.dropped = ""  # what the last commit dropped, in words; empty if it dropped nothing
         self._written_steps = 0  # inner steps in ``_written``
 
     def state_dict(self) -> dict[str, Any]:
@@ -187,11 +187,12 @@ class OuterStep:
 
     def roll_back(self) -> None:
         """Forget what :meth:`prepare_update` computed."""
-        self._prepared = None  # what the upload was written from stays: the update may come again
+        # Keep what the upload was written from, since the update may come again.
+        self._prepared = None
 
     def _new_epoch_id(self) -> str:
-        # Random, not the step's number: after a roll-back the same number has other weights, and a
-        # checkpoint must not refer to the wrong ones.
+        # Use a random name, not the step's number: after a roll-back the same number has other
+        # weights, and a checkpoint must not refer to the wrong ones.
         return self._stream.from_rank_0(secrets.token_hex(8))
 
     # --- the upload ----------------------------------------------------------------------------
@@ -210,15 +211,15 @@ class OuterStep:
                 _make_room(path, file.size)
             except OSError as error:
                 problem = f"{path} cannot be written: {error}"
-        self._stream.raise_if_any(problem, OSError)  # no rank writes before
+        self._stream.raise_if_any(problem, OSError)  # no rank writes before all ranks agree
         moved = _Movement(self.epoch_start or [], copies.weights, self.residual, self.rule)
-        # Here and not in the thread: it is collective, and would meet training's collectives.
+        # Do this here and not in the thread, whose collective would mix with those of training.
         rows = self._stream.run_on_all(
             lambda: [moved.rows(index).flatten() for index in self._vectors]
         )
         wholes = dict(zip(self._vectors, self._stream.whole(rows), strict=True))
-        # No rank fails from here on: all of them know this upload, or none. A progress upload is
-        # for no close, so no outer step counts from it.
+        # No rank fails from here on, so all of them know this upload, or none does. A progress
+        # upload belongs to no close, so no outer step follows from it.
         if header.serial:
             self._written, self.serial = copies.weights, header.serial
             self._written_steps = header.inner_steps
@@ -249,13 +250,15 @@ class OuterStep:
             weights = self._next_start(update)
             if update.base is Base.KEPT:
                 return weights, self.epoch_start or [], []
-            # All that the upload does not hold goes into the residual, if that is not known.
+            # If we do not know what the upload was written from, all that it does not hold goes
+            # into the residual.
             written = self._written if known else self.current()
             return weights, written or [], self._rest(written, update.own_upload) if merged else []
 
         weights, base, residual = self._stream.run_on_all(read, OuterStepError)
         for rows in (*weights, *residual):
-            self._stream.replicate(rows)  # to the ranks on other machines, who have no files
+            # Send them to ranks on other machines, which have no files.
+            self._stream.replicate(rows)
         problem, digest = None, self._digest(weights)
         if self._stream.rank == 0 and digest != update.weights:
             problem = (
@@ -263,7 +266,7 @@ class OuterStep:
                 f"and {update.weights:.16} in its manifest, so it is not applied"
             )
         self._stream.raise_if_any(problem, OuterStepError)
-        # It takes a new tensor for each parameter, so memory may run out on a single rank.
+        # This takes a new tensor for each parameter, so a single rank may run out of memory.
         present = self._stream.run_on_all(
             lambda: [on_host(s.local) - b for s, b in zip(self._shards, base, strict=True)],
             OuterStepError,
@@ -332,8 +335,8 @@ class OuterStep:
         prepared = self._prepared
         if prepared is None:
             raise RuntimeError("an outer step was committed that was not prepared")
-        # No collective from here on: the vote is over, and a rank that failed now could not be
-        # called back.
+        # Use no collective from here on: the vote is over, so the others could not learn of a rank
+        # that failed now.
         for shard, new in zip(self._shards, prepared.present, strict=True):
             shard.local.copy_(new)
         self.epoch_start, self.epoch_id = prepared.weights, prepared.epoch_id
@@ -375,7 +378,7 @@ class OuterStep:
     def _decode(self, file: UpdateFile, index: int) -> Tensor:
         """Return this rank's rows of one parameter."""
         shard = self._shards[index]
-        if index in self._vectors:  # one row of the file
+        if index in self._vectors:  # the parameter is one row of the file
             return file.rows(index, 0, 1).view(shard.shape)[shard.start : shard.stop]
         return file.rows(index, shard.start, shard.stop).view(-1, *shard.shape[1:])
 
@@ -384,7 +387,8 @@ class OuterStep:
         wholes = self._stream.whole([weights[index].flatten() for index in self._vectors])
         vectors = dict(zip(self._vectors, wholes, strict=True))
         parts, lead = [], self._stream.rank == 0
-        # Of all alike: a rank that may start no thread must not leave the others in what follows.
+        # Fail on all ranks alike: a rank that cannot start a thread must not leave the others in
+        # the next collective.
         digests = self._stream.run_on_all(
             lambda: digest_rows_of(
                 vectors[index].view(1, -1) if index in vectors else rows.flatten(1)
@@ -410,7 +414,7 @@ def _parts(path: Path) -> Path:
 
 def _make_room(path: Path, size: int) -> None:
     """Begin the file of ``path`` with room for all its bytes. Raises OSError, as of a full disk."""
-    for left in path.parent.glob("*.parts"):  # of a process that was killed
+    for left in path.parent.glob("*.parts"):  # left by a process that was killed
         shutil.rmtree(left)
     parts = _parts(path)
     parts.mkdir(parents=True)
@@ -430,7 +434,7 @@ def _write_upload(state: _UploadState, handle: UploadHandle) -> None:
     enter_thread(state.shards[0].local.device, background=True)
     layout, path = state.layout, handle.path
     if not layout.on_node_0:
-        return  # its peer there writes the same rows
+        return  # its counterpart on the first copy writes the same rows
     parts = _parts(path)
     try:
         state.copies.wait()
@@ -442,7 +446,7 @@ def _write_upload(state: _UploadState, handle: UploadHandle) -> None:
             finish(parts / path.name, state.file, state.sign)
             os.replace(parts / path.name, path)
             sync_folder(path.parent)
-    except BaseException as error:  # rank 0 waits for this rank's word
+    except BaseException as error:  # report any error, since rank 0 waits for this rank
         with contextlib.suppress(OSError):
             why = f"{type(error).__name__}: {error}"
             write_json(ready_file(parts, layout.shard), {"error": why})

@@ -26,7 +26,8 @@ from .model import build_meta_model, initial_weights, kind_of
 from .weights import checked_tensor
 
 INDEX = "model.safetensors.index.json"
-_COMPUTED = ".rotary_emb.inv_freq"  # in old files; models compute it from their configuration
+# A tensor of old files, which models compute from their configuration.
+_COMPUTED = ".rotary_emb.inv_freq"
 
 
 class WeightsError(ValueError):
@@ -107,7 +108,7 @@ def read_weights(
                 raise WeightsError(
                     f"{why:.300}", "give config.json and weights of one whole save"
                 ) from None
-            # The file's own memory: it may be written again.
+            # These values lie in the file's own memory, and the file may be written again.
             return values.clone() if values.data_ptr() == found.data_ptr() else values
 
         persistent = model.state_dict()

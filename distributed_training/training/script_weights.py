@@ -35,11 +35,11 @@ from .sharding import load_file
 
 log = logging.getLogger(__name__)
 
-#: Covers each collective of the host-memory streams.
+#: Limit of each collective of the host-memory streams.
 STREAM_TIMEOUT = timedelta(minutes=10)
 _NOTHING = "so nothing was joined"
 _WATCHED_PARAMETERS, _WATCHED_VALUES, _WATCHED_STEPS = 16, 4096, 12
-_UNDONE, _FAR = 0.2, 10.0  # share of an update; times the median step
+_UNDONE, _FAR = 0.2, 10.0  # part of an update that counts as undone; factor on the median step
 
 
 class Steps:
@@ -69,7 +69,7 @@ class Steps:
         self._under_way.add(index)
 
     def _end(self, index: int, *_: object) -> None:
-        # Where step() of a class calls that of its base, torch calls the hooks for both.
+        # If step() of a class calls step() of its base, torch calls the hooks for both.
         if index in self._under_way:
             self._under_way.discard(index)
             self._ended[index] += 1
@@ -157,7 +157,7 @@ class ScriptWeights(HeldWeights):
         self.micro_batch_size = size if isinstance(size, int) else 1
         self.sequence_length = settings.sequence_length
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._reshard()  # else names lead to gathered weights
+        self._reshard()  # otherwise the names lead to gathered weights
         meta = build_meta_model(model_config)
         named, tied = _named(model, meta), tied_names(meta)
         trained = {id(p) for each in optimizers for g in each.param_groups for p in g["params"]}
@@ -170,9 +170,9 @@ class ScriptWeights(HeldWeights):
         held = {name: named[name] for name, _ in schema_of(meta, frozen=True)}
         if held:
             path = stream.from_rank_0(frozen)
-            assert path is not None  # the file that freezes them names it
+            assert path is not None  # a network's file that freezes tensors names it
             _load_frozen(held, tied, path, stream)
-        # None of them before all ranks are known to continue: they would count for ever.
+        # Install the hooks only once all ranks are known to continue, or they would count for ever.
         self.steps = Steps(optimizers)
         super().__init__(
             shards=shards,
@@ -200,7 +200,7 @@ class ScriptWeights(HeldWeights):
             for rank in range(world):
                 start, stop = row_range(shard.shape[0], world, rank)
                 if stop > start:
-                    # The default group moves what DDP moves: it has a backend for this device.
+                    # Use the default group, which DDP uses too: it has a backend for this device.
                     dist.broadcast(whole[start:stop], src=rank)
         self._reshard()
 

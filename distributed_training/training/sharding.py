@@ -68,11 +68,11 @@ class ShardedModel:
     """One rank's part, ready to train once weights are loaded, and what is known about it."""
 
     model: nn.Module  # the Hugging Face model; its parameters are DTensors
-    root: ModelWithLoss  # what FSDP calls the root
-    modules: list[FSDPModule]  # root last
-    shards: list[ParameterShard]  # of the trainable parameters, in state-dict order
-    frozen: list[ParameterShard]  # of the others
-    schema: Schema  # of the trainable ones
+    root: ModelWithLoss  # the root of FSDP
+    modules: list[FSDPModule]  # the root comes last
+    shards: list[ParameterShard]  # shards of the trainable parameters, in state-dict order
+    frozen: list[ParameterShard]  # shards of the parameters that are not trained
+    schema: Schema  # names and shapes of the trainable parameters
     tied: dict[str, str]  # other names of tied parameters -> the name in the schema
     device: torch.device
     compute_dtype: torch.dtype
@@ -92,7 +92,7 @@ class ShardedModel:
     @property
     def matrices(self) -> set[str]:
         """The names of the decoder layers' matrices."""
-        # By identity: a layer does not know the name that the model has for it.
+        # Compare identities, since a layer does not know its name in the model.
         own = {id(parameter) for parameter in blocks_of(self.model).parameters()}
         return {s.name for s in self.shards if len(s.shape) == 2 and id(s.dtensor) in own}
 
@@ -119,7 +119,8 @@ class ShardedModel:
         """
         root: Any = self.modules[-1]
         if root._get_fsdp_state()._is_root is None:
-            return  # no forward yet: FSDP sets itself up in the first one: there is nothing to drop
+            # FSDP sets itself up in the first forward, so before it there is nothing to drop.
+            return
         if hasattr(root, "reset_iter_state"):
             root.reset_iter_state()
         else:
@@ -191,27 +192,28 @@ def build_sharded_model(
     compiled = _recompute_and_compile(model, settings, plan.way.checkpointing, device, say)
     root = ModelWithLoss(kind_of(model_config), model)
     root.kind.compile(compiled and device.type == "cuda")
-    # Parameters are gathered and used in ``dtype``; shards and gradients are float32. So is the
-    # sum: a step adds hundreds of micro-batches, and bf16 would round the late ones away.
+    # Parameters are gathered and used in ``dtype``; shards and gradients are float32. The sum is
+    # float32 too, since a step adds hundreds of micro-batches and bf16 would round the late ones
+    # away.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     shard = partial(fully_shard, mesh=_make_mesh(device, layout), mp_policy=policy)
-    # ``to_empty`` below takes the buffers' values, too, and no checkpoint has them.
+    # Keep the buffers' values: ``to_empty`` below drops them, and no checkpoint has them.
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     modules: list[FSDPModule] = []
     if plan.per_block:
         dropped = not plan.way.keep_unsharded
         modules += [shard(block, reshard_after_forward=dropped) for block in blocks_of(model)]
-        # The next block's weights travel while this one computes.
+        # Fetch the weights of the next block while this one computes.
         for before, after in itertools.pairwise(modules):
             before.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([before])
-    # Never dropped after forward: backward begins with the head.
+    # Do not drop the root after forward, since backward begins with the head.
     modules.append(shard(root, reshard_after_forward=False))
     root.to_empty(device=device)
     for name, buffer in buffers.items():
         model.get_buffer(name).copy_(buffer)
     shards, frozen = list[ParameterShard](), list[ParameterShard]()
-    # Kept from here on: between forward and backward the model's are gathered tensors instead.
+    # Keep these now: between forward and backward the model has gathered tensors in their place.
     for name, parameter in model.named_parameters():
         assert isinstance(parameter.data, DTensor), name
         shape = tuple(parameter.shape)
@@ -285,11 +287,11 @@ def _recompute_and_compile(
     problem = None
     if wanted:
         try:
-            # The usual failure, no C compiler or no Triton, shows with any function.
+            # Try a small function: the usual failures, no C compiler or no Triton, show with any.
             probe = torch.compile(lambda x: x * 2 + 1)
             probe(torch.ones(8, device=device))
         except Exception as error:  # noqa: BLE001 - a compiler may fail in any way; eager always works
-            # The type in front: an assertion of the compiler's may have no text, and so no line.
+            # Put the type in front, since an assertion of the compiler may have no text.
             problem = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
     compiled = wanted and problem is None
     if mode == "budget" and not compiled:
@@ -298,7 +300,8 @@ def _recompute_and_compile(
             "Activation checkpointing: every second decoder layer is recomputed, since only "
             "torch.compile, which is off, keeps to a budget"
         )
-    # Of the process, and read at a block's first run, so it is set for every mode.
+    # This setting belongs to the process, and a block reads it at its first run, so set it for
+    # every mode.
     functorch_config.activation_memory_budget = (
         ACTIVATION_BUDGET if mode == "budget" else LIGHT_BUDGET
     )
@@ -309,8 +312,8 @@ def _recompute_and_compile(
         for index in range(0, len(layers), 2 if mode == "selective" else 1):
             layers[index] = checkpoint_wrapper(layers[index])
     if compiled:
-        # Shapes are fixed: a second size would otherwise make torch compile for any size, which is
-        # slower ever after.
+        # Fix the shapes: otherwise a second size would make torch compile for any size, which is
+        # slower from then on.
         for block in blocks_of(model):
             block.compile(dynamic=False)
     if wanted:
@@ -336,8 +339,8 @@ def _make_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
     if layout.replicas == 1:
         return init_device_mesh(device.type, (layout.world_size,))
     ranks = torch.arange(layout.world_size).view(layout.replicas, layout.shards)
-    # Groups that a mesh makes for itself have torch's timeout of 30 minutes, not the default
-    # group's: a rank that hangs would be found by --neuron.hang_timeout first, without a name.
+    # Groups that a mesh creates have torch's timeout of 30 minutes and not the default group's.
+    # --neuron.hang_timeout would come first then, and could not name the rank that hangs.
     groups = [
         dist.new_subgroups_by_enumeration(lists, timeout=COLLECTIVE_TIMEOUT)[0]
         for lists in (ranks.T.tolist(), ranks.tolist())
@@ -353,14 +356,15 @@ def _gradient_places(modules: list[FSDPModule]) -> Iterator[tuple[Any, str]]:
         # A gradient kept in the gathered parameter survives a reset and a reshard.
         state: Any = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # torch 2.11 has one at most
+        if groups is None:  # torch 2.11 has at most one group
             groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
         for group in groups:
             for param in group.fsdp_params:
                 yield param.sharded_param, "grad"
                 if hasattr(param, "_unsharded_param"):
                     yield param._unsharded_param, "grad"
-                # In torch 2.15 this only reads the gradient above; before, it is one more.
+                # In torch 2.15 this only reads the gradient above; before 2.15 it is another
+                # gradient.
                 yield param, "unsharded_accumulated_grad"
 
 
@@ -375,7 +379,8 @@ def _reset_iter_state(root: Any) -> None:
 
     state = root._get_fsdp_state()
     shared, transfers = state._state_ctx, state._comm_ctx
-    # The memory of a gather or reduction under way must not be given to others before it ends.
+    # Wait for a gather or reduction under way, whose memory must not be given to others before it
+    # ends.
     for under_way in (transfers.all_gather_state, transfers.reduce_scatter_state):
         if under_way is not None and under_way.event is not None:
             state._device_handle.current_stream().wait_event(under_way.event)
@@ -408,13 +413,13 @@ def load(
     shared = stream.from_rank_0(path)
     if shared is None:
         spread = getattr(sharded.model.config, "initializer_range", INITIAL_SPREAD)
-        # Normal matrices, zero biases, unit norms: the same for every world size and device.
+        # Matrices are normal, biases 0 and norms 1, the same for every world size and device.
         for index, shard in enumerate((*shards, *(sharded.frozen if frozen else ()))):
             if len(shard.shape) == 1:
                 shard.local.fill_(0.0 if shard.name.endswith("bias") else 1.0)
                 continue
-            # The whole matrix on the host and from a seed of its own: no value depends on how many
-            # ranks there are, or on the device.
+            # Draw the whole matrix on the host with its own seed, so that no value depends on the
+            # number of ranks or on the device.
             generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
             whole = torch.empty(shard.shape).normal_(0.0, float(spread), generator=generator)
             shard.local.copy_(whole[shard.start : shard.stop])
@@ -444,7 +449,7 @@ def load_file(
         problem = f"{type(failure).__name__}: {failure}"
     if problem is not None:
         error = f"{path} was not loaded: {problem}. Fetch the global state again"
-    # Every shape was compared before the first row is copied: a file of another model changes
+    # Compare every shape before the first row is copied, so that a file of another model changes
     # nothing.
     stream.raise_if_any(error, ValueError)
     with safe_open(path, "pt") if layout.on_node_0 else nullcontext() as opened:
@@ -457,7 +462,7 @@ def _copy(
     """Copy each shard's rows from ``file``: open on node 0, None elsewhere."""
     stored = {} if file is None else _stored_names(file, tied)
     for shard in shards:
-        # safetensors refuses an empty slice at the end, where a rank has no rows.
+        # safetensors refuses the empty slice of a rank that has no rows.
         if file is None or shard.start == shard.stop:
             rows = shard.empty_rows()
         else:
@@ -493,7 +498,8 @@ def _mismatch(
         shape, dtype = tuple(found.get_shape()) or (1,), found.get_dtype()
         if shape != shard.shape:
             return f"{name} is {shape}, the model has {shard.shape}"
-        # Here: torch has no such type, or no such number, and some rows are copied by then.
+        # Refuse it here: later torch would fail for such a type or value, after some rows were
+        # copied.
         if dtype not in ("F64", "F32", "F16", "BF16"):
             return f"{name} holds {dtype}, not floating-point numbers"
     return f"the model has no {min(stored)}" if stored else None

@@ -73,7 +73,7 @@ class StepMeter:
         self.peak = None
         if device.type == "cuda":
             self.peak = peak_flops(torch.cuda.get_device_name(device))
-        # When the step before ended, or the first batch was taken.
+        # When the previous step ended, or when the first batch was taken.
         self._began: float | None = None
         self._paused = 0.0
         self._waited = 0.0
@@ -100,7 +100,7 @@ class StepMeter:
         seconds = max(now - began - self._paused, 1e-9)
         waited, self._began, self._paused, self._waited = self._waited, now, 0.0, 0.0
         memory = None
-        if self._device.type == "cuda":  # the most since the last step
+        if self._device.type == "cuda":  # the peak since the last step
             memory = torch.cuda.max_memory_allocated(self._device) / 1e9
             torch.cuda.reset_peak_memory_stats(self._device)
         speed = tokens * self._flops_per_token / seconds
@@ -127,8 +127,8 @@ def start_profiler(*, steps: int, rank: int) -> profile:
         recorded.export_chrome_trace(str(path))
         log.info("Profile of %d inner steps written to %s", steps, path)
 
-    # The first steps compile and fill the allocator. The one before is recorded and thrown away: in
-    # its first one the profiler itself is slow.
+    # The first steps compile and fill the allocator. The step before the recorded one is recorded
+    # too and thrown away, since the profiler is slow in its first step.
     profiler = profile(
         schedule=schedule(wait=2, warmup=1, active=steps, repeat=1),
         on_trace_ready=write,

@@ -31,16 +31,17 @@ from .micro_batches import KnownSize, MicroBatches, facts_of, measured_micro_bat
 from .sharding import build_sharded_model
 from .throughput import StepMeter, start_profiler
 
-if TYPE_CHECKING:  # 80 modules that nothing else here needs
+if TYPE_CHECKING:  # it imports 80 modules that nothing else here needs
     from torch.distributed.checkpoint.stateful import Stateful
 
 log = logging.getLogger(__name__)
 
-#: Covers each collective of the host-memory streams: pseudo-gradient, average, votes.
+#: Limit of each collective of the host-memory streams: pseudo-gradient, average, votes.
 STREAM_TIMEOUT = timedelta(minutes=10)
 
 #: Inner steps in a row with NaN or Inf after which the last good checkpoint is loaded, and inner
-#: steps at half the learning rate after that: the same data at the same rate would diverge again.
+#: steps that then run at half the learning rate: the same data at the same rate would diverge
+#: again.
 NAN_LIMIT, SLOW_STEPS = 3, 50
 
 
@@ -111,10 +112,10 @@ class Trainer(HeldWeights):
         self._say = say if self.rank == 0 else log.debug
 
         wanted = settings.local_batch_size_train
-        # The plan of memory needs a size before one can be measured.
+        # The memory plan needs a size before one can be measured.
         effective = settings.local_batch_size_train_effective
         self.plan_micro_batches(1 if isinstance(wanted, str) else min(wanted, effective))
-        # Before the model, which memory's arrangement shapes.
+        # Plan memory before the model, whose form follows from the plan.
         path = None if run_folder is None else run_folder / "micro-batch.json"
         known = KnownSize(path, facts_of(settings, model_config, device, layout.shards))
         torch.manual_seed(settings.seed)
@@ -127,7 +128,7 @@ class Trainer(HeldWeights):
             rung=known.rung,
             say=self._say,
         )
-        # After the model: all ranks must make their groups in one order.
+        # Open the stream after the model, since all ranks must create their groups in one order.
         stream = open_stream(layout, STREAM_TIMEOUT)
         shards = self.sharded.shards
         self.schedule = Schedule.of(settings)
@@ -170,9 +171,11 @@ class Trainer(HeldWeights):
         if settings.profile_steps:
             self._profiler = start_profiler(steps=settings.profile_steps, rank=self.rank)
         if isinstance(wanted, str):
-            # After the optimizer: ``auto`` measures what is left of the device's memory.
+            # Do this after the optimizer, since ``auto`` measures what is left of the device's
+            # memory.
             def end_step() -> None:
-                # Norm and optimizer, before there are weights: the optimizer is as new after it.
+                # Run norm and optimizer before there are weights; the optimizer is reset
+                # afterwards.
                 gradients = self.step.gradients()
                 self._reduce(gradients)
                 self.optimizer.step(gradients, 0.0)
@@ -250,8 +253,9 @@ class Trainer(HeldWeights):
             **self._progress,
             "schedule": self.schedule.state_dict(),
             "pending": self.step.pending(),  # so that no micro-batch is lost or trained twice
-            # One for each, alike on all ranks: at another layout none is there to run again.
-            # Named as in 0.2.0, which reads these checkpoints after an update was taken back.
+            # One 0 for each micro-batch, the same on all ranks: at another layout there is none to
+            # run again. The name is that of 0.2.0, which reads these checkpoints if an operator
+            # goes back to it.
             "domains": [0] * len(self.step.batches),
         }
         for component in self.components:
@@ -275,7 +279,8 @@ class Trainer(HeldWeights):
         self._load_progress(state)
         if state["pending"] is None:
             return not state["domains"]
-        # Run again, since their gradients were not stored, unless they fit no step of these flags.
+        # Run them again, since their gradients were not stored, unless they fit no step of these
+        # flags.
         pending: Tensor = state["pending"]
         shape = (self.micro_batch_size, self.settings.sequence_length)
         if tuple(pending.shape[1:]) != shape or len(pending) >= self.batch_plan.micro_batches:
@@ -322,10 +327,12 @@ class Trainer(HeldWeights):
             clip = self.settings.gradient_clip
             if clip and norm > clip:
                 torch._foreach_mul_(gradients, clip / (norm + 1e-6))
-            self.copier.finish()  # first: they are of the weights and moments before
+            # Finish copies first: they are of the weights and moments before this step.
+            self.copier.finish()
             self.optimizer.step(gradients, rate)
             for item in self.sharded.shards:
-                # None, not zero: FSDP adds to what is there, and the next step begins with nothing.
+                # Set None, not zero: FSDP adds to what is there, and the next step begins with
+                # nothing.
                 item.dtensor.grad = None
             self.inner_step += 1
             self.total_inner_steps += 1
@@ -353,16 +360,17 @@ class Trainer(HeldWeights):
                     step.set_last(last_batch and number == len(pieces))
                     loss_sum, count = self.sharded.root(self.sharded.root.kind.batch(piece))
                     (loss_sum / self._predictions).backward()
-                    # Added up on the device: ``float(loss_sum)`` would wait for all that is queued,
-                    # at each micro-batch.
+                    # Add up on the device: ``float(loss_sum)`` would wait for everything that is
+                    # queued, at each micro-batch.
                     step.loss_sum += loss_sum.detach()
                     step.count += count
-            except step.failures as error:  # out of memory, or of the compiler
-                step.prepare_again(error, plan)  # raises where other ranks wait in a collective
+            except step.failures as error:  # out of memory, or an error of the compiler
+                step.prepare_again(error, plan)  # this raises if other ranks wait in a collective
                 failed = True
             if failed:
-                # Not before: the error holds the frames of the failed pass, and the loss its
-                # activations. All of the step is run again: its pieces are of another size now.
+                # Run the step again only here, after the error has gone: it held the frames of the
+                # failed pass, and the loss held its activations. The whole step runs again, since
+                # its pieces have another size now.
                 loss_sum = None
                 step.discard(free=True)
                 missing = list(step.batches)
@@ -384,16 +392,17 @@ class Trainer(HeldWeights):
 
     def _reduce(self, gradients: list[Tensor]) -> tuple[float, float]:
         """Return the mean loss and the norm of the mean's gradient, over all ranks."""
-        # float64: the square of a large float32 norm overflows, and ranks add up in any order.
+        # Add up in float64, since the square of a large float32 norm overflows.
         norms = torch._foreach_norm([g for g in gradients if g.numel()])
         square = torch.stack([n.double() for n in norms]).square().sum()
-        # The only wait for the device in a step. Each further one would cost the time in which
-        # the host queues kernels ahead; hence loss and norm are read together.
+        # A step waits for the device only here. Another wait would cost the time in which the host
+        # queues kernels ahead, so loss and norm are read together.
         sums = torch.stack([self.step.loss_sum.double(), square]).tolist()
         loss, square_sum, count = self.stream.sum([*sums, self.step.count])
-        norm = (square_sum / self.stream.layout.replicas) ** 0.5  # all copies have one gradient
+        # All copies have the same gradient.
+        norm = (square_sum / self.stream.layout.replicas) ** 0.5
         predictions = self._predictions * self.world_size
-        if count not in (0, predictions):  # of a kind that does not predict each token
+        if count not in (0, predictions):  # a kind of model may not predict each token
             torch._foreach_mul_(gradients, predictions / count)
             norm *= predictions / count
         return loss / (count or predictions), norm

@@ -39,7 +39,8 @@ def load_weights(path: Path, schema: Schema) -> list[Tensor]:
     Raises ValueError for a missing name, another shape, NaN or Inf, or an unreadable file.
     """
     try:
-        with safe_open(path, "pt") as file:  # memory-mapped, one tensor after another
+        # The file is memory-mapped, so only one tensor is in memory.
+        with safe_open(path, "pt") as file:
             missing = sorted({name for name, _ in schema} - set(file.keys()))
             if missing:
                 raise ValueError(f"{path.name} lacks {missing[0]} and {len(missing) - 1} more")
@@ -57,7 +58,7 @@ def checked_tensor(path: Path, name: str, tensor: Tensor, shape: tuple[int, ...]
     """Return a tensor of a file as float32. Raises ValueError where it is not as it should be."""
     if tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{path.name}: {name} has shape {tuple(tensor.shape)}, not {shape}")
-    floats = tensor.to(torch.float32)  # a finite float64 may be Inf then
+    floats = tensor.to(torch.float32)  # a finite float64 may become Inf
     if not tensor.is_floating_point() or not bool(torch.isfinite(floats).all()):
         raise ValueError(f"{path.name}: {name} is not finite floating-point numbers")
     return floats
@@ -69,7 +70,7 @@ def write_whole(path: Path, files: Sequence[tuple[Path, Schema]]) -> None:
     Raises OSError, and ValueError as :func:`load_weights`.
     """
     each = [(source, entry) for source, schema in files for entry in schema]
-    # One at a time: together they may fill the memory.
+    # Load one at a time, since together they may fill the memory.
     tensors = (load_weights(source, [entry])[0] for source, entry in each)
     entries = [(name, torch.float32, shape) for _, (name, shape) in each]
     write_safetensors(path, entries, tensors, metadata=keys.SAFETENSORS_METADATA)

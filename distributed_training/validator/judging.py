@@ -390,7 +390,7 @@ def share_alike(uploads: Sequence[Accepted]) -> list[Accepted]:
 
 def _limit_of_pairs(helping: Sequence[Accepted]) -> float:
     """Return the cosine above which two uploads of a close are alike."""
-    distinct: list[Accepted] = []  # else many of the same bytes would decide what is usual
+    distinct: list[Accepted] = []  # otherwise many of the same bytes would decide what is usual
     for one in helping:
         if all(_cosine(one.sample, each.sample) <= LONELY_COPY for each in distinct):
             distinct.append(one)

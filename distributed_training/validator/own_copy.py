@@ -119,7 +119,7 @@ class OwnCopy:
     def stored_manifest(self, outer_step: int) -> Signed[Manifest] | None:
         """Return the store's manifest of an outer step; None as for :meth:`stored_state`."""
         found = self._stored(keys.outer_key(outer_step, keys.MANIFEST), Manifest)
-        # Else it is another object's content.
+        # Otherwise it is another object's content.
         return found if found is not None and found.file.outer_step == outer_step else None
 
     def steps(self) -> set[int]:

@@ -416,7 +416,7 @@ class ManifestChain:
                 self.manifest(step)
             except ChainBroken:
                 continue
-            if self.state() == state:  # else it was published just now
+            if self.state() == state:  # otherwise it was published just now
                 raise ChainBroken(
                     keys.STATE,
                     f"is of outer step {state.outer_step}, and {key} is signed: the state was put "

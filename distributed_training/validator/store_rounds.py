@@ -96,7 +96,7 @@ class StoreValidator(CloseJudge):
         self._looked = 0.0
         self._problem = ""
         self._take_over = config.validator.take_over
-        self._leads = False  # else another process may, until its renewal is overdue
+        self._leads = False  # otherwise another process may, until its renewal is overdue
 
     # --- life -----------------------------------------------------------------------------------
 

@@ -35,8 +35,8 @@ MODEL = llama_config(
 PARAMETERS = ModelShape.from_config(MODEL).parameters
 FIRST, LAST = 2, 6  # outer steps between which bytes are counted
 JOINED = 600.0  # seconds from an empty home to an upload that is merged
-#: By bits of an upload's value: most bytes a parameter in an outer step that a member sends and
-#: receives, with all polls. An update has 4 bits a value always.
+#: By bits of an upload's value: most bytes per parameter in an outer step that a member sends and
+#: receives, with all polls. An update always has 4 bits per value.
 GOALS = {4: {"sent": 0.55, "received": 0.55}, 2: {"sent": 0.3, "received": 0.55}}
 LONGEST = 2400.0  # seconds to the last outer step, on a busy machine
 WALL = f"""

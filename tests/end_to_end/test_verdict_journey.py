@@ -260,7 +260,7 @@ def test_members_are_told_of_silence_and_refused_uploads(tmp_path: Path) -> None
 
 @pytest.mark.timeout(1800)
 def test_members_are_told_of_missed_closes_and_refused_starts(tmp_path: Path) -> None:
-    # A missed close is told of until the next one; a start takes a minute on a busy machine.
+    # A missed close is reported until the next one; a start takes a minute on a busy machine.
     options = members(tmp_path / "subnet", period=240)
     with steps_of(1.0), LocalSubnet(options=idle(options)) as subnet:
         folder = subnet.miners[0].plan.folder

@@ -54,7 +54,7 @@ def tree(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tree]:
 
 def command_line(folder: Path, behaviour: str, *more: str) -> list[str]:
     flags = ["--folder", str(folder), "--miner-flags", f"--fake {behaviour}"]
-    flags += ["--period", "60"]  # else the machine is measured first
+    flags += ["--period", "60"]  # otherwise the machine is measured first
     scripts = ["--miner-script", str(FAKE), "--validator-script", str(FAKE)]
     return [*flags, *scripts, *more]
 

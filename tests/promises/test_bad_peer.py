@@ -169,7 +169,7 @@ def test_a_stranger_joins_aggregates_and_downloads_nothing(shared: HivemindWorld
     ).stdout
     found = json.loads(out.splitlines()[-1])
     # The peer refuses the call. Its daemon may close the stream before all of the call was sent, or
-    # before the refusal was read; then the stranger got nothing.
+    # before the refusal was read; then the caller got nothing.
     refused = {"PROTOCOL_VIOLATION", "BrokenPipeError", "nothing"}
     assert {found["join"], found["aggregate"]} <= refused
     assert found["download"] == "nothing"

@@ -67,7 +67,7 @@ def network(
         period=54,
         least_miners=1,
         rules={"training.sequence_length": 64},
-        # A machine without a GPU is told so, in the block that operators send to the founder.
+        # A machine without a GPU says so, in the block that operators send to the founder.
         miner_flags=(
             *("--neuron.device", "auto", "--neuron.stop_timeout", "60"),
             *(word for pair in FLAGS.items() for word in pair),

@@ -158,7 +158,7 @@ _REGISTRY = {
     "rows": [[3, {"uid": 3, "hotkey": "5F", "ip": "1.2.3.4", "port": 8091}, "x"], [4, None, None]],
 }
 
-#: Of strangers, of a crash, of a bad disk.
+#: Files as unknown senders, a crash or a bad disk may leave them.
 READERS: dict[str, Reader] = {
     "update": Reader("a.safetensors", _update, honest_update, ("ValueError",)),
     "lines": Reader("events.jsonl", _lines, lambda: _LINE * 9),

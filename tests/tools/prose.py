@@ -1,17 +1,20 @@
-"""Check the prose of docstrings, log calls and documents. Run by `make lint`.
+"""Check the prose of docstrings, comments, log calls and documents. Run by `make lint`.
 
     python -m tests.tools.prose
 
-It refuses sentences of more than 35 words, and words that make a reader stop: `alone` for *only*,
-`goes on` for *continues*. CONTRIBUTING.md has the rules.
-test_document_figures.py checks citations of docs/protocol.md.
+It refuses sentences of more than 35 words, words that make a reader stop (`alone` for *only*,
+`goes on` for *continues*), `bytes a parameter` for *per parameter*, and comments that begin with
+*else*. In the packages of HEADED it also refuses comments that begin with *of*, which lack their
+noun. CONTRIBUTING.md has the rules. test_document_figures.py checks citations of docs/protocol.md.
 """
 
 from __future__ import annotations
 
 import ast
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +30,12 @@ CALQUES = re.compile(
     r"|found (a|the|your|its) (own )?network|founded network)\b",
     re.I,
 )
+PER = re.compile(
+    r"\b(bytes?|seconds?|tokens?|values?|[MG]B|s|nats) an? (parameter|token|value|row|block|page"
+    r"|(inner |outer )?step|request|round|line|rank|sequence|shard)\b"
+)
+HEADLESS, ELSE = re.compile(r"^of\b", re.I), re.compile(r"^else\b", re.I)  # of a comment
+HEADED = ("protocol", "training", "data")
 NONE = re.compile(r": none\b", re.I)  # in documents; docstrings say what a None means
 CODE_IN_TEXT = re.compile(r"```.*?```|``.*?``|`[^`]*`", re.S)
 
@@ -51,7 +60,7 @@ def calques(text: str, *patterns: re.Pattern[str]) -> Iterator[str]:
 
 
 def of_code(path: Path) -> Iterator[str]:
-    """Yield what is wrong with the docstrings and log calls of a module."""
+    """Yield what is wrong with the docstrings, comments and log calls of a module."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             line, text = getattr(node, "lineno", 1), ast.get_docstring(node) or ""
@@ -60,19 +69,45 @@ def of_code(path: Path) -> Iterator[str]:
             line, text = node.lineno, " ".join(w for w in words if isinstance(w, str))
         else:
             continue
-        yield from (f"{line}: {found}" for found in (*findings(text), *calques(text, CALQUES)))
+        yield from (f"{line}: {found}" for found in (*findings(text), *calques(text, CALQUES, PER)))
+
+
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the first line and the text of each comment; lines below each other are one."""
+    line, column, text = 0, -1, ""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        (at, start), words = token.start, token.string.lstrip("#: ")
+        whole = not token.line[:start].strip()
+        if whole and text and (at, start) == (line + text.count("\n") + 1, column):
+            text += f"\n{words}"
+            continue
+        yield line, text
+        line, column, text = at, start if whole else -1, words
+    yield line, text
+
+
+def of_comments(path: Path) -> Iterator[str]:
+    """Yield what is wrong with the comments of a module."""
+    patterns = [CALQUES, PER, ELSE, *([HEADLESS] if path.parent.name in HEADED else [])]
+    for line, text in comments(path.read_text()):
+        if not re.match(r"type:|noqa|fmt:|---", text):
+            found = (*findings(" ".join(text.split())), *calques(text, *patterns))
+            yield from (f"{line}: {problem}" for problem in found)
 
 
 def main() -> int:
     """Print all findings; return 1 if there are any."""
     found = []
     for path in sorted(p for folder in CODE for p in (ROOT / folder).rglob("*.py")):
-        found += [f"{path.relative_to(ROOT)}:{problem}" for problem in of_code(path)]
+        problems = (*of_code(path), *of_comments(path))
+        found += [f"{path.relative_to(ROOT)}:{problem}" for problem in problems]
     for path in sorted(p for pattern in DOCUMENTS for p in ROOT.glob(pattern)):
         name = path.relative_to(ROOT)
         text = path.read_text()
         found += [f"{name}: {problem}" for problem in findings(text)]
-        found += [f"{name}: {problem}" for problem in calques(text, CALQUES, NONE)]
+        found += [f"{name}: {problem}" for problem in calques(text, CALQUES, PER, NONE)]
     print(*found, sep="\n", end="\n" if found else "")
     return int(bool(found))
 

@@ -42,7 +42,7 @@ def test_the_shape_equals_transformers_model(changes: dict[str, Any]) -> None:
 
 def test_the_estimate_tells_cards_apart() -> None:
     plain = device_memory(FOUR, Arrangement(1, micro_batch=2, sequence_length=1024))
-    assert 55e9 < plain < 100e9  # 16 bytes a parameter and something: not for 40 GB
+    assert 55e9 < plain < 100e9  # 16 bytes per parameter and something: not for 40 GB
     sharded = device_memory(
         FOUR, Arrangement(4, micro_batch=2, sequence_length=1024, reduce_at_last=False)
     )
@@ -62,7 +62,8 @@ def test_the_estimate_tells_cards_apart() -> None:
     # The accumulated gradient and the reduced one are there together, in pools that share nothing.
     for world in (2, 4):
         at_last = Arrangement(world, micro_batch=1, sequence_length=1024)
-        every = dataclasses.replace(at_last, reduce_at_last=False)  # two layers' besides the shard
+        # Those of two layers, next to the shard.
+        every = dataclasses.replace(at_last, reduce_at_last=False)
         layer = (FOUR.parameters - FOUR.embedding_parameters) / FOUR.layers
         more = device_memory(FOUR, at_last) - device_memory(FOUR, every)
         assert more == pytest.approx(1.08 * (4 * FOUR.parameters - 8 * layer))

@@ -70,7 +70,7 @@ def test_a_miner_joins_a_network_that_the_command_created(tmp_path: Path, capsys
     assert values["round.period"] == 60
     assert (config.store.global_model_name, config.data.source) == ("lab", "stdlib")
     assert config.averages and config.has_bucket
-    # Besides the two halves of an upload's grace 3 s to meet, and the transfer.
+    # Next to the two halves of an upload's grace there are 3 s to meet, and the transfer.
     assert (config.miner.grace - 2 * config.miner.average_after).total_seconds() >= 4
     assert config.network.model["num_hidden_layers"] == 4
     assert (folder / "wallets/master/hotkeys/default").stat().st_mode & 0o077 == 0

@@ -251,7 +251,7 @@ class Walk:
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
             if fault == "late":
                 refused.append(refusal(1, ADDRESS, "", "late", "it came 3 s after the grace"))
-            elif rng.random() < 0.9:  # else it is not judged in time
+            elif rng.random() < 0.9:  # otherwise it is not judged in time
                 try:
                     self.judge_upload(path, step, serial, fault)
                     merged.append(Merged(1, ADDRESS, digest, 1.0, 1.0, 0.1, 5, 9))
