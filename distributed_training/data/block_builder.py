@@ -86,7 +86,7 @@ class WorkerSpec:
 class TokenSource(Protocol):
     """A source that yields the tokens of a block's pages.
 
-    Of a member's own text ``block`` is the place in it where the block begins.
+    For a member's own text ``block`` is the place in it at which the block begins.
     """
 
     def block(self, block: int, pages: int) -> SourceTokens: ...

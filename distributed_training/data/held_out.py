@@ -1,8 +1,8 @@
-"""Read the text that nobody trains on, and that the global model is judged on (``data.held_out``).
+"""Read the text on which nobody trains and the global model is judged (``data.held_out``).
 
-A network has it of its own: pages of its data that nobody draws, or files that its founder has
-chosen, pinned by their SHA-256. Without either it is the Python library of whoever judges. Several
-files are *domains*, and the judged loss is the mean of theirs by their weights.
+It is pages of the network's data that nobody draws, or files that the founder has chosen, pinned by
+their SHA-256. Without either it is the Python library of the validator's machine. Several files are
+*domains*, and the judged loss is the mean of theirs by their weights.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def domain_tokens(
 
 
 def mean_loss(losses: Mapping[str, float], domains: Sequence[Domain]) -> float:
-    """Return the loss that counts, of those on each domain by its name."""
+    """Return the loss that counts: the weighted mean of the losses on each domain, by name."""
     return sum(domain.weight * losses[domain.name] for domain in domains)
 
 

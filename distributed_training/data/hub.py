@@ -178,7 +178,7 @@ class _HubFile(HfFileSystemFile):
 
 @contextlib.contextmanager
 def _asking(what: str) -> Iterator[None]:
-    """Raise PageUnavailable for whatever asking the hub for ``what`` raises."""
+    """Raise PageUnavailable for any error of a request to the hub for ``what``."""
     try:
         yield
     except PageUnavailable:

@@ -1,6 +1,6 @@
 """Read a member's own text: ``data.own`` of the network's file, files of ``--data.own_text``.
 
-It is read here and nowhere else; what leaves this machine is made of what was learned from it.
+Only this module reads it. What leaves this machine is made of what was learned from it.
 
 All files are one run of bytes, cut into *units* of 2 to 32 KiB. A unit has the lines that begin in
 it, or the rows of that part of a Parquet file. Units come in a random order, another in each pass
@@ -57,8 +57,8 @@ class OwnText:
     """The files of ``--data.own_text``, as one run of units.
 
     Parquet and JSON lines go by their suffix; any other file is text. A file that is named itself
-    must be a good one; of a folder the bad ones are ``left_out``, by a line for each. ``unit``: the
-    bytes of one, UNIT by default.
+    must be readable; unreadable files of a folder are ``left_out``, with a line for each. ``unit``:
+    the bytes of one, UNIT by default.
 
     Raises ConfigError where there is no text, PageUnavailable while a disk is away.
     """
@@ -264,7 +264,7 @@ def _listed(given: tuple[str, ...]) -> dict[Path, bool]:
 
 
 def _edge(file: Any, at: int) -> int:
-    """Return where text may be cut at or soon after ``at``: behind a line, else a character."""
+    """Return where text may be cut from ``at`` on: behind a line, or behind a character."""
     if not at:
         return 0
     file.seek(at)

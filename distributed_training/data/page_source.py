@@ -47,7 +47,7 @@ class NothingToRead(PageUnavailable):
 
 
 class OtherData(PageUnavailable):
-    """A source serves other data than the network's file pins: its pages are nobody else's."""
+    """A source serves other data than the network's file pins, so its pages differ."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,10 @@ class SourceTokens:
 
 
 class PageSource(Protocol):
-    """Rows of text, addressed as the page selection does. Used from several threads at once."""
+    """Rows of text, addressed as the page selection addresses them.
+
+    Used from several threads at once.
+    """
 
     def num_rows(self) -> Mapping[str, int]:
         """Count the rows of each config. Raises PageUnavailable."""

@@ -1,8 +1,7 @@
 """Write and read the members' average of a close (protocol page, section 5).
 
 A safetensors file with each parameter in float16, as it came over the wire: multiplied by a power
-of two, whose exponent ``scale`` of its metadata names. From it an audit computes the outer step
-again.
+of two, whose exponent is ``scale`` in the metadata. From it an audit computes the outer step again.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from .update_file import rows_and_columns
 def write_average(
     path: Path, names: Sequence[str], tensors: Sequence[Tensor], scale: float
 ) -> None:
-    """Write an average that is ``scale`` times too large, in float16: as it came over the wire."""
+    """Write an average in float16 as it came over the wire, ``scale`` times as large as it is."""
     values = {n: t.detach().to(torch.float16) for n, t in zip(names, tensors, strict=True)}
     path.parent.mkdir(parents=True, exist_ok=True)
     # No fsync is needed: a validator that is killed here takes the merge instead of the average.
@@ -34,7 +33,10 @@ class Average:
     """A file that :func:`write_average` has written, memory-mapped."""
 
     def __init__(self, path: Path, schema: Schema) -> None:
-        """Open a file, of foreign bytes too. Raises ValueError for one of another form, OSError."""
+        """Open a file, which may hold any bytes.
+
+        Raises ValueError for another form, and OSError.
+        """
         try:
             with safe_open(path, "pt") as file:
                 self._values = [file.get_tensor(name) for name, _ in schema]

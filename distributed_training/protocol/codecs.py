@@ -2,8 +2,8 @@
 
 A codec is two functions, ``encode_rows`` and ``decode_rows`` (:class:`Codec`). The product's own
 write 4, 3 or 2 bits for each value, and a scale for each group of at most 256 values of a row
-(:mod:`~.quantization`). Another one is one line, ``CODECS.register(name, Codec(...))``, in a module
-that each member and the validator name with ``--plugins``.
+(:mod:`~.quantization`). To add another one, write the line ``CODECS.register(name, Codec(...))``
+into a module, which each member and the validator name with ``--plugins``.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Codec:
 
     @property
     def bits(self) -> float:
-        """Bits of a value in a long row, with its part of the scales."""
+        """Bits per value in a long row, with its part of the scales."""
         scales, codes = self.row(_TYPICAL)
         return (32 * scales + 8 * codes) / _TYPICAL
 
     @property
     def has_zero(self) -> bool:
-        """True where a zero stays one next to other values."""
+        """True if a zero stays zero next to other values."""
         out = torch.empty(1, GROUP)
         self.decode_rows(*self.encode_rows(torch.eye(1, GROUP)), out)
         return not bool(out[0, 1:].any())

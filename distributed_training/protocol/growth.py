@@ -1,6 +1,6 @@
 """Compute the bytes that a network moves through its store and keeps there.
 
-An upload and an update have ``bits`` a value and a float32 scale for each group of 256 values
+An upload and an update have ``bits`` per value and a float32 scale for each group of 256 values
 (:mod:`.update_file`). The founder's link, the store's bill and the grace of a round follow from
 that and the number of members. ``bench/growth.py`` prints the table of docs/scale.md.
 """
@@ -40,7 +40,7 @@ _FEWEST_STEPS = 1000
 
 
 def file_bytes(parameters: int, codec: str = UPDATE_CODEC) -> int:
-    """Return the bytes of an upload, or of an update, but for its header.
+    """Return the bytes of an upload or of an update, without its header.
 
     Raises UnknownKindError for a ``codec`` that nobody has registered.
     """
@@ -80,9 +80,9 @@ def average_seconds(parameters: int, link: float, *, period: float) -> int:
 
 
 def partly_trained_memory(shape: ModelShape, how: Arrangement, frozen: int, itemsize: int) -> int:
-    """Estimate the bytes on one rank's device, where ``frozen`` parameters are not trained.
+    """Estimate the bytes on one rank's device if ``frozen`` parameters are not trained.
 
-    They have ``itemsize`` bytes each there, no gradient and no state of the optimizer.
+    Each of them has ``itemsize`` bytes there, no gradient and no state of the optimizer.
     """
     count, world = shape.parameters, how.world_size
     layer = (count - shape.embedding_parameters) / shape.layers
@@ -113,8 +113,9 @@ def fitting_schedule(
 ) -> GrowthSchedule:
     """Return the schedule of a model that all members train on ``tokens``.
 
-    None: 20 for each of the ``trained`` parameters. ``parameters``: all. ``step``: tokens of one
-    inner step of all members together. ``warmup``, ``total``: inner steps that somebody has chosen.
+    None stands for 20 per trained parameter (``trained``). ``parameters``: all parameters.
+    ``step``: tokens of one inner step of all members together. ``warmup``, ``total``: inner steps
+    that somebody has chosen.
     """
     rate = next(rate for most, rate, _ in _ROWS if parameters <= most)
     wanted = max(1.0, (tokens or TOKENS_A_PARAMETER * trained) / step)
@@ -169,22 +170,22 @@ class Growth:
 
     @property
     def validator_receives(self) -> int:
-        """In an outer step: each upload once."""
+        """Bytes of an outer step: each upload once."""
         return self.members * self.upload
 
     @property
     def validator_sends(self) -> int:
-        """In an outer step: update, merged uploads for the audit, a share of the weights."""
+        """Bytes of an outer step: update, merged uploads for the audit, a share of the weights."""
         return self.update + self.members * self.upload + self.state // self.weights_every
 
     @property
     def store_sends(self) -> int:
-        """In an outer step: uploads to the validator, the update to each member."""
+        """Bytes of an outer step: uploads to the validator, the update to each member."""
         return self.members * (self.upload + self.update)
 
     @property
     def stored(self) -> int:
-        """Kept at the store: two sets of weights, the updates since, uploads open and merged."""
+        """Bytes at the store: two sets of weights, the updates since, open and merged uploads."""
         updates = 2 * self.weights_every * self.update
         return 2 * self.state + updates + (self.keep_uploads + 1) * self.validator_receives
 

@@ -82,7 +82,7 @@ def upload_key(uid: int, outer_step: int, serial: int) -> str:
 
 
 def progress_key(uid: int) -> str:
-    """Return the key of a member's newest progress upload, which is for no close."""
+    """Return the key of a member's newest progress upload, which belongs to no close."""
     return f"uploads/{uid}/progress.safetensors"
 
 

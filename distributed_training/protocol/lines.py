@@ -1,8 +1,7 @@
 """Word each log line that operators search for, in one place.
 
-Texts are those of the operator documents, emoji rendered. So ``pm2 logs distributed_training_miner
-| grep "Successfully pushed"`` continues to work. Misspellings in them (``Succesfully``) are part of
-the text.
+The texts are those of the operators' documents, so that ``pm2 logs distributed_training_miner |
+grep "Successfully pushed"`` continues to work. Misspellings (``Succesfully``) are part of them.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ METADATA_LOGGED = "Metadata Dict Succesfully Logged To Chain."
 
 
 def counted(count: float, one: str, many: str = "") -> str:
-    """Return ``1 block``, ``2 blocks``. ``many``: where it is not ``one`` and an s."""
+    """Return ``1 block``, ``2 blocks``. ``many``: the plural, if it is not ``one`` and an s."""
     return f"{count:.0f} {one if count == 1 else many or f'{one}s'}"
 
 
@@ -48,7 +47,7 @@ def step_line(report: StepReport) -> str:
 
 
 def throughput_line(report: StepReport) -> str:
-    """Return the figures that the step line has no place for; those not measured are left out.
+    """Return the measured figures for which the step line has no place.
 
     Operators were promised ``Throughput: N samples/sec``.
     """
@@ -69,7 +68,7 @@ def throughput_line(report: StepReport) -> str:
 
 
 def step_warnings(report: StepReport, *, expect_gpu: bool = False) -> list[str]:
-    """Return the warnings that an inner step gives cause for.
+    """Return the warnings that an inner step causes.
 
     ``expect_gpu``: a GPU is there, so a step that used no GPU memory at all is a warning too.
     """
@@ -109,6 +108,6 @@ def all_reduce_failed(checkpoint: int) -> str:
 
 
 def describe_losses(losses: Mapping[str, float]) -> str:
-    """Return the losses on several domains in words; of a single one nothing."""
+    """Return the losses on several domains in words, or nothing for a single domain."""
     each = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
     return f" ({each})" if len(losses) > 1 else ""

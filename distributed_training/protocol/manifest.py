@@ -71,12 +71,12 @@ def _message(name: str, form: bytes) -> bytes:
 
 
 def sign_form(name: str, form: bytes, sign: Sign) -> bytes:
-    """Return the JSON object ``form`` with the signature of it, as ``name``, for its last key."""
+    """Return the JSON object ``form`` with its signature, as ``name``, as the last key."""
     return form[:-1] + f',"signature":"0x{sign(_message(name, form)).hex()}"}}'.encode()
 
 
 def split_form(name: str, data: bytes) -> tuple[bytes, bytes]:
-    """Return what :func:`sign_form` was given, and the signature. Raises ValueError without one."""
+    """Return what :func:`sign_form` got, and the signature. Raises ValueError if there is none."""
     signature = _SIGNATURE.fullmatch(data[-_SIGNATURE_BYTES:])
     if signature is None:
         raise ValueError(f"{name} does not end with a signature")

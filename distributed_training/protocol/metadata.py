@@ -114,7 +114,7 @@ def with_rules(
     trainable: Sequence[str] | None,
     settings: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return ``config`` with what a network's file says of its model, which readers go by."""
+    """Return ``config`` with what a network's file says of its model; readers follow that."""
     rules: dict[str, Any] = {} if kind is None else {"kind": kind}
     rules |= {} if trainable is None else {"trainable": [*trainable]}
     rules |= {} if settings is None else {"settings": {**settings}}

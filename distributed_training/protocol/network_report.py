@@ -1,11 +1,11 @@
-"""Report how a network does, and judge it: the one verdict that all readers show.
+"""Report how a network does, and give the one verdict that all readers show.
 
 The registry keeps the newest report of the founder's validator and shows it. The validator's own
 dashboard and metrics show the same. Times in it are ages in seconds, so no two clocks are compared.
-All sizes are bounded. The verdict goes by what the validator has seen; nothing that a member says
-of itself decides it.
+All sizes are bounded. The verdict follows from what the validator has seen, never from what a
+member says about itself.
 
-The first of these that holds is the verdict:
+The verdict is the first of these that holds:
 
 - *not yet begun* (idle): there was never a report.
 - *finished* (idle): a [stop] of the network's file is reached.
@@ -173,7 +173,7 @@ def judge_network(
 
 
 def _missing(report: NetworkReport) -> str:
-    """Return in words who is waited for, and why."""
+    """Return in words for which members the network waits, and why."""
     if not report.members:
         return "no miner has joined yet"
     sentence = f"a round takes {report.least}, and {report.alive} of {len(report.members)} answer"

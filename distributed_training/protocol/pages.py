@@ -52,9 +52,10 @@ class PageDraw:
     """The rule by which a network draws the pages of each member.
 
     Args:
-        run_id: Of the run.
-        key: Names the network, whatever the version of its file: held-out pages stay so.
-        rows_per_page: Rows of a page; a config's rest of fewer rows is never read.
+        run_id: Id of the run.
+        key: Names the network. It is the same in all versions of its file, so held-out pages stay
+            held out.
+        rows_per_page: Rows of a page. Fewer rows at the end of a config are never read.
         held_out_pages: Pages that nobody trains on.
 
     Examples:

@@ -67,7 +67,7 @@ class Base(enum.Enum):
 
 @dataclass(frozen=True)
 class Update:
-    """The next outer step of a store network, on the disk, of digests that its manifest names.
+    """The next outer step of a store network: files on the disk with the digests of its manifest.
 
     With whole weights, ``base``, ``own_upload`` and ``cause`` are those of the outer step that was
     held: it may have merged our upload.
@@ -144,11 +144,11 @@ class StepReport:
 
 
 class OuterStepError(RuntimeError):
-    """An update that cannot be applied; raised on all ranks alike. Nothing has changed."""
+    """An update that cannot be applied. It is raised on all ranks, and nothing has changed."""
 
 
 class RankFailedError(RuntimeError):
-    """A common step failed on one rank, out of memory for one; raised on all alike."""
+    """A common step failed on one rank, for example out of memory. It is raised on all ranks."""
 
 
 @dataclass

@@ -8,8 +8,8 @@ subtract from their weights. Both are dense, with the scales and codes of a code
 each flattened; a vector or a scalar is one row. So is a matrix of narrow rows, such as an adapter's
 B: a scale for each of its rows would cost as much as their values. A codec sees whole rows, so each
 rank encodes the rows that it holds and writes them at their place (:func:`write_rows`); rank 0
-signs the file when all are there (:func:`finish`). The header comes last: a file that a kill left
-half is none.
+signs the file when all are there (:func:`finish`). The header is written last, so a file that a
+kill cut short does not count.
 
 The header's length, and with it the place of each row, is known before anything is encoded: the
 digest of the body and the signature have fixed lengths.
@@ -166,14 +166,16 @@ def rows_and_columns(shape: Sequence[int]) -> tuple[int, int]:
 def row_chunks(rows: int, columns: int, files: int = 1) -> Iterator[tuple[int, int]]:
     """Yield ranges of a parameter's rows, first and after the last, each handled at once.
 
-    ``files``: whose rows of a range are in memory together.
+    ``files``: how many files have their rows of a range in memory at once.
     """
     step = max(1, _VALUES // max(1, columns * files))
     return ((first, min(first + step, rows)) for first in range(0, rows, step))
 
 
 def _written(header: Header) -> dict[str, Any]:
-    """Return the fields as a file has them: of the product's codecs only the number of bits.
+    """Return the fields as a file has them.
+
+    For the product's codecs it has only the number of bits.
 
     Pages have the key of the chain blocks that they replace.
     """
@@ -244,9 +246,9 @@ def _write_at(handle: int, tensor: Tensor, position: int) -> None:
 
 
 def finish(path: Path, layout: UpdateLayout, sign: Sign) -> None:
-    """Sign the file whose rows are all written, durably.
+    """Sign the file, durably, once all rows are written.
 
-    For one process, after the others, and once: sr25519 signs with a random part, so another call
+    One process calls this once, after the others: sr25519 signs with a random part, so another call
     makes another file. Raises OSError, and ValueError where rows are missing at its end.
     """
     with open(path, "r+b") as file:
@@ -314,10 +316,10 @@ class UpdateFile:
         verify: Verify,
         codec: str | None = None,
     ) -> UpdateFile:
-        """Open and check a file, of foreign bytes too.
+        """Open and check a file, which may hold any bytes.
 
-        ``hotkey``: who must have signed it: the master an update, the uid's hotkey an upload.
-        Nothing is allocated for its tensors.
+        ``hotkey``: the key that must have signed it: the master's for an update, the member's for
+        an upload. Nothing is allocated for its tensors.
 
         Raises ValueError, in one line, for a file that is not exactly as the protocol page has it,
         and OSError.

@@ -248,8 +248,8 @@ def matched(
     """Return what was ``saved``, with exactly the keys of the state dict ``now``.
 
     A tensor that was not saved is None. Another value that was not, since an older version wrote
-    the checkpoint, stays what it is now: at a start its component's default. What no component
-    knows is left out. ``say`` gets one line for each of both.
+    the checkpoint, stays what it is now: at a start its component's default. A saved value that no
+    component knows is left out. ``say`` gets a line for each missing and each unknown value.
     """
     lacking = {key: value for key, value in now.items() if key not in saved}
     missing = [k for k, v in lacking.items() if v is not None and not _are_tensors(v)]
@@ -300,7 +300,7 @@ class Checkpointer:
         self._repeats = Repeats(_SAY_AGAIN)
 
     def save(self, extra: dict[str, Any], progress: Progress) -> None:
-        """Write in a thread what is copied to host memory from here on. Collective.
+        """Copy the state to host memory from now on, and write it in a thread. Collective.
 
         ``extra``: this rank's own JSON-able things (data cursor). ``progress``: rank 0's counts.
         Waits first for a write still under way. A failure to write is logged, not raised: training

@@ -50,7 +50,10 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=8)
 
 @dataclass(frozen=True)
 class Layout:
-    """``local_world_size``: ranks of each node; 0: all ranks are on one."""
+    """The place of a rank.
+
+    ``local_world_size``: ranks of each node, or 0 if all are on one node.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -134,7 +137,7 @@ class ParameterShard:
 def open_stream(layout: Layout, timeout: timedelta) -> RowStream:
     """Make the groups of a stream; ``timeout`` covers each of its collectives.
 
-    All ranks call this. One rank without a process group has nobody to meet.
+    All ranks call this. A single rank without a process group needs none.
     """
     if layout.world_size == 1 and not dist.is_initialized():
         return RowStream(group=None, layout=layout, copy=None)
@@ -160,10 +163,10 @@ def open_stream(layout: Layout, timeout: timedelta) -> RowStream:
 class RowStream:
     """Moves whole tensors between rank 0 and the row blocks, one tensor at a time.
 
-    Over a gloo group of its own, in host memory: rank 0 receives straight into the rows of its
-    destination, so nothing is held twice. Where nodes hold copies (:class:`Layout`), what
-    comes from rank 0 is sent by each rank of node 0 to its peers, which hold the same rows.
-    ``group``: None for a single rank.
+    It has its own gloo group and works in host memory. Rank 0 receives straight into the rows of
+    its destination, so nothing is held twice. Where nodes hold copies (:class:`Layout`), what comes
+    from rank 0 is sent by each rank of node 0 to its peers, which hold the same rows. ``group``:
+    None for a single rank.
     """
 
     def __init__(
@@ -238,7 +241,7 @@ class RowStream:
         return text if self.world_size == 1 else f"rank {rank}: {text}"
 
     def raise_if_any(self, problem: str | None, fault: Callable[[str], Exception]) -> None:
-        """Raise ``fault`` on all ranks alike, of the lowest rank's ``problem``, if one has any."""
+        """Raise ``fault`` on all ranks if one has a ``problem``, with the lowest rank's."""
         # Raise on all ranks: a rank that raised without the others would hold them up until the
         # group's timeout.
         problem = self.vote_error(problem)
@@ -304,7 +307,7 @@ class HostCopies:
     def fill(self, pairs: Sequence[Piece], after: torch.cuda.Event | None = None) -> None:
         """Copy float32 tensors to the host tensor of each pair. Returns when the values are there.
 
-        ``after``: of what they wait for; None: of all that the current stream has queued.
+        ``after``: event for which the copies wait; None: all that the current stream has queued.
         """
         with self._turn:
             for copied in self._copied:
@@ -434,7 +437,10 @@ def fill_device(pairs: Sequence[Piece]) -> None:
 
 
 def queued(device: torch.device) -> torch.cuda.Event | None:
-    """Return the event of all that is queued on ``device`` now; None: nothing ever is."""
+    """Return an event after all that is queued on ``device`` now.
+
+    None for a device without a queue.
+    """
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 

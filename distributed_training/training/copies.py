@@ -133,13 +133,13 @@ class Stepped(Protocol):
 
 
 class BoundaryCopier:
-    """Takes :class:`BoundaryCopies`; of one boundary at a time, or host memory would hold several.
+    """Takes :class:`BoundaryCopies` of one boundary at a time, to bound host memory.
 
-    An upload and a checkpoint of the same boundary get the same ones. Weights and state stay as
-    they are until the next optimizer step, so they are copied during its micro-batches; whoever
-    changes them calls :meth:`finish` before. While copies of an earlier boundary are still being
-    written, training waits up to ``patience`` seconds for them. Who writes keeps the object until
-    he is done. For the training thread.
+    An upload and a checkpoint of the same boundary share them. Weights and state stay as they are
+    until the next optimizer step, so they are copied during its micro-batches; code that changes
+    them calls :meth:`finish` first. While copies of an earlier boundary are still being written,
+    training waits up to ``patience`` seconds for them. A writer keeps the object until it is done.
+    Only the training thread calls these methods.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class BoundaryCopier:
     def copy_boundary(self, names: Collection[str] | None = None) -> BoundaryCopies:
         """Copy weights and the optimizer's state of now, unless that was done at this boundary.
 
-        ``names``: of the optimizer's state what is wanted; None: all of it.
+        ``names``: the wanted parts of the optimizer's state; None: all of it.
         """
         wanted = {
             name: rows
@@ -235,7 +235,7 @@ def _copy(
     device: torch.device,
     _: BackgroundWrite,
 ) -> None:
-    """Fill what ``held`` has, which stays until it is whole, in a thread."""
+    """Fill ``held`` in a thread, which keeps it until it is complete."""
     enter_thread(device)
     fill_host(pairs, after)
 
@@ -247,7 +247,7 @@ PARTS_TIMEOUT = timedelta(minutes=10)
 class BackgroundWrite:
     """The writing of files by this rank, in a thread next to training.
 
-    ``of``: what is written, in one word.
+    ``of``: one word for what is written.
     """
 
     def __init__(self, of: str) -> None:
@@ -293,7 +293,7 @@ class BackgroundWrite:
         self._ended.wait()
 
     def cancel(self) -> None:
-        """Give it up, unless it is done. Returns when it has ended."""
+        """Give up the writing, unless it is done. Returns when the thread has ended."""
         self._cancelled.set()
         self.join()
 

@@ -58,7 +58,7 @@ def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's words, and one that depends on their order."""
+    """Return the sum of a tensor's words, and a sum that depends on their order."""
     words = tensor.detach().contiguous().view(-1).view(_WORDS[tensor.itemsize])
     found = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for piece in words.split(_PIECE):

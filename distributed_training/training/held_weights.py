@@ -1,8 +1,7 @@
 """Hold one rank's weights from outer step to outer step, whoever trains them in between.
 
-:class:`~.trainer.Trainer` is one who does, a script that joined is another
-(:mod:`.script_weights`). What lies between two inner steps is the same for both: epoch start,
-counters, copies of a boundary, uploads and updates.
+:class:`~.trainer.Trainer` trains them, or a script that joined (:mod:`.script_weights`). Between
+two inner steps both do the same: epoch start, counters, copies of a boundary, uploads and updates.
 """
 
 from __future__ import annotations
@@ -68,11 +67,11 @@ class HeldWeights(ABC):
     @property
     @abstractmethod
     def tokens(self) -> int:
-        """Tokens, of all ranks, that an upload of now was trained on."""
+        """Tokens of all ranks on which an upload of this moment was trained."""
 
     @property
     def moments(self) -> float:
-        """Rows of the inner optimizer that a checkpoint has for each parameter, on average."""
+        """Tensors of the inner optimizer that a checkpoint has per parameter, on average."""
         return 0
 
     @abstractmethod
@@ -102,7 +101,7 @@ class HeldWeights(ABC):
     def load_global(self, weights_path: Path | None, outer_step: int) -> None:
         """Load weights and epoch start from rank 0's file. Raises what :meth:`load_weights` does.
 
-        They are signed by the one who judges them, so they are not measured.
+        The validator has signed them, so their loss is not measured.
         """
         self.load_weights(weights_path)
         self.begin_epoch(outer_step)
@@ -205,10 +204,12 @@ class HeldWeights(ABC):
         return handle
 
     def prepare_update(self, update: Update | None) -> None:
-        """Compute what follows from ``update``, aside. Collective; rank 0's counts.
+        """Compute what follows from ``update``, without changing weights.
 
-        With whole weights it may lead to any outer step. Raises OuterStepError on all ranks alike,
-        also where the weights that come out have another digest; nothing changes then.
+        Collective; rank 0's ``update`` counts.
+
+        With whole weights it may lead to any outer step. Raises OuterStepError on all ranks, also
+        if the resulting weights have another digest; nothing changes then.
         :meth:`commit_outer_step` or :meth:`roll_back_outer_step` follows.
         """
         # Wait for copies of an upload or a checkpoint, since their host memory is needed now.

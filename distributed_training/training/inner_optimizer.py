@@ -1,10 +1,10 @@
-"""The inner optimizer over this rank's row blocks, wherever its state lies, and its schedule.
+"""The inner optimizer over this rank's rows, on the device or the host, and its schedule.
 
 Any ``torch.optim.Optimizer`` will do. A network names one, and its factory in :data:`OPTIMIZERS`
-makes it. What it keeps of a parameter is found out by a step of a small one (:func:`find_state`):
-tensors of the parameter's shape, which are sharded, copied, offloaded and uploaded as row blocks,
-and counts. Neither copies, checkpoint nor memory plan know more of it. Matrices of decoder layers
-come to a factory as :class:`~.muon.MatrixRows`, and may be kept and stepped in a way of their own.
+creates it. A step on a small parameter shows what state it keeps (:func:`find_state`): tensors of
+the parameter's shape, which are sharded, copied and offloaded as row blocks, and counts. Copies,
+checkpoints and the memory plan know no more of it. Matrices of decoder layers come to a factory as
+:class:`~.muon.MatrixRows`, and may be kept and stepped in a way of their own.
 
 The learning rate rises linearly during the warm-up and then follows a cosine; shape and constants
 are the public network's (protocol page, section 3). Or it stays, until the founder has it decay.
@@ -83,7 +83,7 @@ class Schedule:
 
     @property
     def end(self) -> int | None:
-        """Inner steps after which the rate falls no more; None: it does not fall."""
+        """Inner steps after which the rate no longer falls; None if it never falls."""
         if not self.constant:
             return self.total_steps
         return None if self.decay_steps is None else (self.decay_from or 0) + self.decay_steps
@@ -108,7 +108,7 @@ OPTIMIZERS: Kinds[Factory] = Kinds("inner optimizer")
 
 
 def adamw(parameters: list[nn.Parameter], settings: TrainingSettings) -> torch.optim.Optimizer:
-    """Make the public network's."""
+    """Create AdamW with a network's rules."""
     return torch.optim.AdamW(
         parameters,
         betas=(settings.adam_beta1, settings.adam_beta2),
@@ -119,7 +119,7 @@ def adamw(parameters: list[nn.Parameter], settings: TrainingSettings) -> torch.o
 
 
 def muon(parameters: list[nn.Parameter], settings: TrainingSettings) -> torch.optim.Optimizer:
-    """Make Muon for matrices of decoder layers, and AdamW for what is none."""
+    """Create Muon for matrices of decoder layers, and AdamW for all other parameters."""
     matrices = [each for each in parameters if isinstance(each, MatrixRows)]
     return Muon(matrices, settings.weight_decay) if matrices else adamw(parameters, settings)
 
@@ -137,11 +137,11 @@ class StateNames:
 
 
 def find_state(settings: TrainingSettings, *, matrix: bool = False) -> StateNames:
-    """Find out what the network's optimizer keeps of a parameter, by steps of a small one.
+    """Find out what state the network's optimizer keeps for a parameter, by steps on a small one.
 
-    ``matrix``: of a matrix of a decoder layer. Raises ConfigError for a name that nobody
-    registered, and for an optimizer whose steps would depend on the number of ranks, or whose state
-    a checkpoint would not bring back.
+    ``matrix``: whether the parameter is a matrix of a decoder layer. Raises ConfigError for a name
+    that nobody registered, and for an optimizer whose steps would depend on the number of ranks, or
+    whose state a checkpoint would not bring back.
     """
     factory = choose_kind(OPTIMIZERS, settings.optimizer, key="training.optimizer")
     gradient = torch.arange(6.0).view(2, 3) - 2
@@ -262,11 +262,11 @@ class _Lane:
 class InnerOptimizer:
     """Updates the shards in place; bits do not depend on ``offload``.
 
-    ``embeddings``: names of those of the model, ``matrices``: of those of its decoder layers.
-    ``state``: by name, this rank's rows for every parameter, none of one that it is not kept of.
-    With ``offload`` they live in (pinned) host memory and visit the device bucket by bucket, in two
-    places that are used in turn: while one bucket is computed the next one comes and the one before
-    leaves, on streams of their own.
+    ``embeddings``: names of the model's embeddings; ``matrices``: names of its decoder layers'
+    matrices. ``state``: by name, this rank's rows for every parameter, with no rows where none are
+    kept. With ``offload`` they live in (pinned) host memory and visit the device bucket by bucket,
+    in two places that are used in turn: while one bucket is computed the next one comes and the one
+    before leaves, on streams of their own.
     """
 
     def __init__(
@@ -373,7 +373,7 @@ class InnerOptimizer:
                 optimizer.state[self._params[i]] = counts | rows
 
     def _make_buckets(self, shards: Sequence[ParameterShard]) -> list[list[int]]:
-        """Divide the parameters into those that are stepped together, by an optimizer of their own.
+        """Divide the parameters into groups, each of which one optimizer steps together.
 
         These are all that are decayed alike, unless their state visits the device.
         """

@@ -93,7 +93,7 @@ def read_rules(given: str, base: Mapping[str, Any], name: str = "") -> dict[str,
     Args:
         given: The words of ``--lora``; a folder comes first.
         base: The ``config.json`` of the base.
-        name: Of the base at the hub, with its commit.
+        name: The base's name at the hub, with its commit.
 
     Raises:
         ConfigError: For anything else.
@@ -223,9 +223,9 @@ class Lora(CausalLM):
     def differs(
         self, network: nn.Module, model: nn.Module, named: Mapping[str, nn.Parameter]
     ) -> str:
-        """Return how the adapters of a script's ``model`` are used otherwise; empty: they are not.
+        """Return how a script's ``model`` uses its adapters in another way; empty if it does not.
 
-        What has no tensor would be noticed by nobody: ``alpha``, DoRA, an adapter that is merged.
+        Nobody would notice what has no tensor: ``alpha``, DoRA, an adapter that is merged.
         """
         from peft.tuners.lora import LoraLayer
 

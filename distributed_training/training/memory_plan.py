@@ -63,7 +63,10 @@ class BatchPlan:
 
 
 def plan_batch(*, micro_batch: int, effective: int, world_size: int) -> BatchPlan:
-    """Round the effective batch up to what divides. Raises ConfigError when it cannot hold one."""
+    """Round the effective batch up to a multiple of micro-batch and ranks.
+
+    Raises ConfigError if it cannot hold one.
+    """
     if effective < 1 or micro_batch > effective:
         raise ConfigError(
             f"--neuron.local_batch_size_train {micro_batch} is larger than "
@@ -195,5 +198,5 @@ def plan_memory(
 
 
 def _choices(value: str, on: str) -> list[bool]:
-    """List the arrangements that the operator leaves open: off before on."""
+    """List the arrangements that the operator leaves open, off before on."""
     return [False, True] if value == "auto" else [value == on]

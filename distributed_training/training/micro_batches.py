@@ -55,10 +55,10 @@ class _Known:
 
 
 class KnownSize:
-    """Facts found out about this model on these GPUs, kept in a file of the run folder.
+    """What was found out about this model on these GPUs, kept in a file of the run folder.
 
-    ``path`` None: nothing is remembered. ``facts``: all that it depends on; another model, length,
-    inner optimizer or GPU starts without knowledge. ``rung``: arrangements of memory in which not
+    ``path`` None: nothing is remembered. ``facts``: all on which it depends. With another model,
+    length, inner optimizer or GPU nothing is known. ``rung``: arrangements of memory in which not
     even one sequence fitted. ``most``: sequences at once that fit, None while it never ran out.
     ``fastest``: the size that ``auto`` found.
     """
@@ -115,7 +115,7 @@ class KnownSize:
 def facts_of(
     settings: TrainingSettings, model_config: Mapping[str, Any], device: torch.device, ranks: int
 ) -> dict[str, Any]:
-    """Return everything that the size that fits depends on; ``ranks``: of one copy."""
+    """Return everything on which the fitting size depends; ``ranks``: ranks of one copy."""
     hardware, size = "cpu", 0
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
@@ -171,7 +171,7 @@ class MicroBatches:
             say(f"At most {known.most} sequences at once: more ran out of memory before")
 
     def lower(self) -> str:
-        """Let the next start arrange memory in another way; return what comes of it."""
+        """Let the next start arrange memory in another way; return a line that says so."""
         if self.sharded.plan.is_last:
             return OUT_OF_MEMORY_ADVICE
         self.known.step_down()
@@ -183,7 +183,7 @@ class MicroBatches:
         return (torch.OutOfMemoryError, *_compiler_errors(self.compiled))
 
     def prepare_again(self, error: Exception, plan: BatchPlan) -> None:
-        """Make another try of the step possible: smaller pieces, or no compiler.
+        """Prepare another try of the step, in smaller pieces or without the compiler.
 
         Raises torch.OutOfMemoryError if there can be none here: not even one sequence fits, or
         other ranks were left in a collective.

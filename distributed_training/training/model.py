@@ -478,7 +478,7 @@ class ModelWithLoss(nn.Module):
 
 
 class ModelKind:
-    """A model, its batches and its loss: what trainer, judge, export and plan know of them.
+    """A model, its batches and its loss, for the trainer, the judge, the export and the plan.
 
     A kind is one class with the three methods ``build``, ``batch`` and ``loss``, and one line,
     ``MODELS.register(name, Class)``.
@@ -491,7 +491,7 @@ class ModelKind:
         """Return the model of a ``config.json``, its trained parameters in float32.
 
         ``requires_grad`` of its parameters says which are exchanged, in the order of
-        ``named_parameters()``. Who needs no values calls :func:`build_meta_model`. Raises
+        ``named_parameters()``. Without values, call :func:`build_meta_model`. Raises
         UnfitModelError.
         """
         raise NotImplementedError
@@ -514,7 +514,7 @@ class ModelKind:
     def differs(
         self, network: nn.Module, model: nn.Module, named: Mapping[str, nn.Parameter]
     ) -> str:
-        """Return how a script's ``model`` of the same tensors computes otherwise; empty: alike.
+        """Return how a script's ``model`` of the same tensors computes otherwise, or nothing.
 
         Args:
             network: The network's model, on the meta device.
@@ -613,7 +613,7 @@ FAR_WORSE = 1.0
 
 
 def loss_limit(config: Mapping[str, Any], own: float | None = None) -> float:
-    """Return the most nats per token that the weights of another may have to be taken over.
+    """Return the highest loss in nats per token at which weights of another are taken over.
 
     ``own``: the loss of weights of about the same outer step; None: none are known. ``config``: of
     the model.

@@ -54,7 +54,7 @@ class UploadFacts:
     """The facts of an upload that a rule merges; the manifest names them for replays.
 
     Attributes:
-        tokens: On which it was trained, as its member's file says.
+        tokens: Tokens on which it was trained, as its member's file says.
         norm: Euclidean norm of all its values, before it was clipped.
         gain: Nats per token by which it lowers the loss on text, as the judge measured.
     """

@@ -1,8 +1,8 @@
 """Hold the weights of a model that somebody else's script trains: plain, under DDP, or FSDP2.
 
-Each rank owns its rows of every parameter, as FSDP2 shards them. Of a plain model, or one under
-DDP, each rank has all rows: it owns a part of them here too, and after a change of weights hands
-that part to the others. So encoding, checkpoints and host memory are shared by the ranks.
+Each rank owns its rows of every parameter, as FSDP2 shards them. With a plain model, or with DDP,
+each rank has all rows. It owns a part of them here too, and after a change of weights it hands that
+part to the others. So encoding, checkpoints and host memory are shared by the ranks.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Steps:
 
     @property
     def step_count(self) -> int:
-        """Steps that ended; of several optimizers those of the one that has the most."""
+        """Steps that have ended; with several optimizers, the most steps of one."""
         return max(self._ended)
 
     @property
@@ -80,7 +80,7 @@ class Steps:
 
 
 class UndoneUpdates:
-    """Notice an optimizer that puts weights of before an update back, since it keeps a copy.
+    """Notice an optimizer that undoes an update, since it keeps a copy of the weights.
 
     Lookahead's slow weights and the master weights of mixed precision are such copies. A step that
     undoes the update moves weights along it, and many times as far as other steps. Some values of
@@ -118,7 +118,10 @@ class UndoneUpdates:
 
 
 def optimizers_of(given: Any) -> list[Optimizer]:
-    """Return what really steps: Accelerate and others wrap it. Raises ValueError."""
+    """Return the optimizers that really step, since Accelerate and others wrap them.
+
+    Raises ValueError.
+    """
     found = list(given) if isinstance(given, list | tuple) else [given]
     for index, each in enumerate(found):
         while (inner := getattr(each, "optimizer", None)) is not None:

@@ -152,8 +152,8 @@ def build_sharded_model(
 ) -> ShardedModel:
     """Build the model and shard it over all ranks, which all call this.
 
-    ``micro_batch``: for the estimate of memory. ``rung``: arrangements of memory in which this rank
-    ran out of it. ``say`` gets a line for each decision. Raises
+    ``micro_batch``: size for the estimate of memory. ``rung``: how many arrangements of memory to
+    skip, since this rank ran out of memory with them. ``say`` gets a line for each decision. Raises
     ConfigError for what this model or hardware cannot do.
     """
     memory = None

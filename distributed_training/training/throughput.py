@@ -94,7 +94,7 @@ class StepMeter:
         self._began, self._paused, self._waited = None, 0.0, 0.0
 
     def finish(self, tokens: int) -> dict[str, Any]:
-        """Return what the step that ends now took, as a report has it; the next one begins."""
+        """Return the times of the step that ends now, for its report; the next step begins."""
         now = self._clock()
         began = now if self._began is None else self._began
         seconds = max(now - began - self._paused, 1e-9)

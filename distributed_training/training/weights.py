@@ -55,7 +55,10 @@ def load_weights(path: Path, schema: Schema) -> list[Tensor]:
 
 
 def checked_tensor(path: Path, name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor of a file as float32. Raises ValueError where it is not as it should be."""
+    """Return a tensor of a file as float32.
+
+    Raises ValueError for another shape or type, NaN or Inf.
+    """
     if tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{path.name}: {name} has shape {tuple(tensor.shape)}, not {shape}")
     floats = tensor.to(torch.float32)  # a finite float64 may become Inf
