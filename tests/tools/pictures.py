@@ -31,6 +31,7 @@ COMMAND = "python -m tests.tools.pictures"
 #: The caption of a drawn picture: its command, the date and the commit.
 CAPTION = re.compile(r"`([^`]+)`, (\d{4}-\d\d-\d\d), at commit ([0-9a-f]{8})")
 PHONE = (400, 860)  # pixels
+LAPTOP = 1280  # pixels wide; as high as the page down to its second row of cards
 _MERGED = 3  # closes in a row, after which the dashboard shows a healthy network
 _LONGEST = 1200.0  # seconds
 
@@ -47,12 +48,12 @@ def draw(url: str, folder: Path) -> None:
             if time.monotonic() > end:
                 raise TimeoutError(f"{url} shows no healthy subnet after {_LONGEST:.0f} s")
             time.sleep(1)
+        browser.execute_cdp_cmd("Emulation.setScrollbarsHidden", {"hidden": True})
+        _resize(browser, LAPTOP, 1000, mobile=False)
+        bottom = "return document.getElementById('speed').getBoundingClientRect().bottom"
+        _resize(browser, LAPTOP, int(browser.execute_script(bottom)) + 12, mobile=False)
         _save(browser, folder / "page.png")
-        width, height = PHONE
-        browser.execute_cdp_cmd(
-            "Emulation.setDeviceMetricsOverride",
-            {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": True},
-        )
+        _resize(browser, *PHONE, mobile=True)
         dark = {"name": "prefers-color-scheme", "value": "dark"}
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [dark]})
         _save(browser, folder / "page-phone.png")
@@ -67,6 +68,13 @@ def _is_healthy(browser: Any) -> bool:
         and merged is not None
         and merged[1] == merged[2]
         and int(merged[1]) >= _MERGED
+    )
+
+
+def _resize(browser: Any, width: int, height: int, *, mobile: bool) -> None:
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": mobile},
     )
 
 
