@@ -118,7 +118,7 @@ def proven(claimed: Claim, headers: Mapping[str, str], body: bytes, *, path: str
 
 _VERSION = "1"
 _SCHEMES = {CRYPTO_ED25519: "ed25519", CRYPTO_SR25519: "sr25519"}
-#: As a header may name it.
+#: The names that a header may have for it.
 _CRYPTO = {name: code for code, name in _SCHEMES.items()} | {str(code): code for code in _SCHEMES}
 
 

@@ -46,7 +46,8 @@ class Neuron:
     stake: float = 0.0
     validator_permit: bool = False
     incentive: float = 0.0
-    peer: str = ""  # its DHT peer's id, reached at ip and port; empty: it has none, or the chain
+    # Id of its DHT peer at ip and port; empty if it has none, or if the chain keeps none.
+    peer: str = ""
 
 
 def find(neurons: Sequence[Neuron], hotkey: str) -> Neuron | None:
@@ -87,7 +88,7 @@ class ChainState:
         state = read_state(path, cls, lost="this start waits for the chain")
         if state is None or state.chain != chain or find(state.neurons, hotkey) is None:
             return None
-        # A state of the future was written while a clock was ahead: its age is not known.
+        # A state of the future was written while a clock was ahead, so its age is unknown.
         return state if 0 <= time.time() - state.at < OLDEST.total_seconds() else None
 
 
@@ -111,7 +112,7 @@ class Chain(abc.ABC):
         master: str | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._expected = master if master != own else None  # it registers itself
+        self._expected = master if master != own else None  # a master registers itself
         self._monotonic = monotonic
         self._ready = threading.Event()
         self._counts: Counter[str] = Counter()
@@ -120,9 +121,10 @@ class Chain(abc.ABC):
         self._neurons: tuple[Neuron, ...] = ()
         self._by_hotkey: dict[str, Neuron] = {}
         self._commitments: dict[str, str] | None = None
-        #: The reason why it cannot be used now; empty if it can, was not asked yet or is not known.
+        #: Why the chain cannot be used now; empty if it can, if it was not asked yet, or if nobody
+        #: knows.
         self.trouble = ""
-        #: Called after each read, in the thread that read. It must not wait.
+        #: This is called after each read, in the reading thread, and must not wait.
         self.on_read: Callable[[], None] = lambda: None
 
     def _saw(
@@ -151,7 +153,7 @@ class Chain(abc.ABC):
         self.on_read()
 
     def _show(self, neurons: tuple[Neuron, ...]) -> None:
-        # The same object means no news to readers, which keep their results from it.
+        # For readers the same object means no news, so keep it if nothing has changed.
         if neurons != self._neurons:
             self._by_hotkey = {n.hotkey: n for n in neurons}
             self._neurons = neurons
@@ -160,7 +162,7 @@ class Chain(abc.ABC):
         """Return the state for a later start; None before all of it was read."""
         if not self._counts["reads"] or self._commitments is None:
             return None
-        # The time of the read, not now: a recalled state must not become younger.
+        # Take the time of the read, not now: a recalled state must not become younger.
         at = time.time() - self.age().total_seconds()
         return ChainState(chain, at, self._neurons, dict(self._commitments))
 
@@ -168,7 +170,7 @@ class Chain(abc.ABC):
         """Use the saved ``state`` until the chain answers."""
         if self._ready.is_set():
             return
-        # The wall clock counts once, here: it may be set while the miner runs.
+        # Use the wall clock only here, since it may be set while the miner runs.
         self._read_at = self._monotonic() - (time.time() - state.at)
         self._commitments = dict(state.commitments)
         self._show(state.neurons)

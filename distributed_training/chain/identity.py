@@ -63,7 +63,7 @@ def require_hotkey(settings: ChainSettings) -> None:
     Takes no time, so a start calls it before torch is imported.
     """
     path = hotkey_file(settings.wallet_path, settings.wallet_name, settings.wallet_hotkey)
-    if not os.path.isfile(path):  # False also where a folder on the way may not be entered
+    if not os.path.isfile(path):  # this is also False if a folder on the way may not be entered
         is_public = settings.kind == "bittensor"  # a registry's members have no btcli
         raise ConfigError(
             f"no hotkey at {path}, so the miner has no identity: check --wallet.name, "
@@ -133,9 +133,9 @@ SERVICES = (
     "https://api.ipify.org",
     "https://icanhazip.com",
 )
-_ANY_HOST = "192.0.2.1"  # nobody has it, so it is reached by the default route
-_MOST_BYTES = 256  # of an answer; the login page of some proxy has more
-_ALIKE = 2  # answers, before an address is believed
+_ANY_HOST = "192.0.2.1"  # nobody has this address, so the default route leads there
+_MOST_BYTES = 256  # bytes of an answer; the login page of a proxy has more
+_ALIKE = 2  # equal answers before an address is believed
 
 
 class AddressUnknown(RuntimeError):
@@ -193,7 +193,7 @@ async def _find_address(
     """Return the address that two answers gave, None if none did, and all that were given."""
     found: Counter[str] = Counter()
     async with httpx.AsyncClient(trust_env=False, follow_redirects=False) as client:
-        # Twice: a service that was away for a moment may still agree.
+        # Ask each twice, since a service that was away for a moment may still agree.
         for service in (*services, *services):
             try:
                 reply, answer = await http.ask(

@@ -41,15 +41,15 @@ from .identity import Wallet
 
 log = logging.getLogger(__name__)
 
-#: Between two tries while it is away.
+#: Pauses between two tries while the registry is away.
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(milliseconds=300), timedelta(seconds=30)
 KEPT = timedelta(seconds=20)  # an idle connection: shorter than the registry keeps it
 #: The line that `dt-network invite` prints for a new member: URL of the network's file, its
 #: digest, and the secret; the registry has the secret's hash.
 INVITATION = re.compile(r"(https?://[^\s#]{1,2000}#[0-9a-f]{64})\.([\w-]{16,128})", re.ASCII)
-_FIRST_ANSWER = timedelta(seconds=30)  # to one command
+_FIRST_ANSWER = timedelta(seconds=30)  # time for the first answer to a command
 _MOST_BYTES = 16 * 2**20  # of an answer; 4096 neurons have 2 MB, with the longest keys up to 11
-_OURS = "could not be asked, by a fault of this program"  # in the place of: does not answer
+_OURS = "could not be asked, by a fault of this program"  # stands in place of "does not answer"
 _CLOCK_APART = 4.0  # seconds, from which a refused write names the clocks
 
 _Row = tuple[int, Neuron | None, str | None]
@@ -69,7 +69,7 @@ class RegistryState:
     time: float
     rows: tuple[_Row, ...] = ()
     expelled: tuple[str, ...] = ()
-    etag: str = ""  # of rows and expelled
+    etag: str = ""  # etag of the rows and of the expelled hotkeys
 
 
 _STATE = TypeAdapter(RegistryState)
@@ -99,7 +99,8 @@ class Unusable(ValueError):
     """The answer is no registry's, or another network's; the text gives the reason."""
 
 
-#: What a link, a host's name or an answer may raise; any other error is one of this program.
+#: Errors that a link, a host's name or an answer may raise. Any other error is a fault of this
+#: program.
 _FAILURES = (httpx.HTTPError, Unusable, UnicodeError)
 
 
@@ -146,7 +147,8 @@ class RegistryChain(Chain):
             verify = certificates() if self._url.startswith("https") else False
         except NetworkFileError as error:
             raise ConfigError(f"{error}, so the registry cannot be asked: {error.remedy}") from None
-        # A loop that runs only during calls: only there a deadline can cover all of an answer.
+        # An event loop that runs only during calls: only in a loop a deadline covers a whole
+        # answer.
         self._runner = asyncio.Runner()
         self._client = httpx.AsyncClient(
             timeout=timeout.total_seconds(),
@@ -159,9 +161,9 @@ class RegistryChain(Chain):
         self._lock = threading.Lock()  # one call at a time, so that answers cannot cross
         self._stop = threading.Event()
         self._seen: RegistryState | None = None
-        self.identity = ""  # the registry's, once it has answered
+        self.identity = ""  # identity of the registry, once it has answered
         self.all_expelled: frozenset[str] = frozenset()  # hotkeys, as last read
-        # For a registry that comes back from an old backup.
+        # Kept for a registry that comes back from an old backup.
         self._written: dict[str, dict[str, Any]] = {}  # by kind, the last accepted one
         self._thread = threading.Thread(target=self._poll, name="registry", daemon=True)
         self._thread.start()
@@ -241,7 +243,7 @@ class RegistryChain(Chain):
                 raise ChainError(f"{kind}: the chain was closed")
             try:
                 if self._seen is None:
-                    self._read_state()  # for which receiver to sign
+                    self._read_state()  # learn for which receiver to sign
                 result = self._post(kind, fields)
                 if changes:
                     self._read_state()
@@ -253,7 +255,7 @@ class RegistryChain(Chain):
         if self._invitation is None:
             return {}
         self._refuse_plain("register")
-        # Also if it is the whole line that `dt-network invite` prints.
+        # The setting may be the whole line that `dt-network invite` prints.
         return {"invitation": self._invitation.get_secret_value().rpartition(".")[2]}
 
     def _refuse_plain(self, kind: str) -> None:
@@ -284,13 +286,13 @@ class RegistryChain(Chain):
             message = str(given)[:300]
             apart = time.time() - (self.clock() or time.time())
             if abs(apart) >= _CLOCK_APART:
-                # Then the registry's own remedy would say it twice.
+                # The registry's own text has the remedy already.
                 message = (
                     f"{message.partition('; see whether')[0]} (this machine's clock is "
                     f"{apart:+.0f} s from the registry's: see whether timedatectl says "
                     "'synchronized: yes')"
                 )
-            # A proxy's own error may come after the registry did it.
+            # A proxy may report an error after the registry has done the write.
             refused = RefusedWrite if answer.status < 500 else ChainError
             refused = Busy if answer.status == _TOO_MANY else refused
             raise refused(f"{kind}: {message.removeprefix(f'{kind}: ')}")
@@ -329,7 +331,7 @@ class RegistryChain(Chain):
                 seconds=3 * self._timeout,
                 content=body,
                 headers=headers,
-                compressed=True,  # a thousand rows, and a thousand miners read them
+                compressed=True,  # a thousand miners read a thousand rows
             )
         except (http.TooLong, TimeoutError):
             raise Unusable("its answer does not end") from None
@@ -368,7 +370,8 @@ class RegistryChain(Chain):
                 except Exception as error:  # noqa: BLE001 - no other thread of this process reads
                     self._counts["failures"] += 1
                     why = _why(error)
-                    # Once for each outage, and for each other program that answers in its place.
+                    # Log once per outage, and once for each other program that answers in its
+                    # place.
                     if not self.trouble or (isinstance(error, Unusable) and why != self.trouble):
                         log.warning(
                             "The registry at %s %s (%s): training continues with what "
@@ -382,7 +385,7 @@ class RegistryChain(Chain):
                     wait = backoff.failed()
                 self._stop.wait(wait.total_seconds())
         finally:
-            with self._lock, self._runner:  # not in the middle of a write
+            with self._lock, self._runner:  # wait for the end of a write
                 self._runner.run(self._client.aclose())
 
     def _read_state(self) -> None:
@@ -390,7 +393,7 @@ class RegistryChain(Chain):
         state, seen = self._ask(), self._seen
         if seen is not None and state.start != seen.start:
             own = self._wallet.ss58 if self._wallet is not None else ""
-            # Members that came back before us may have raised the version above the one we know.
+            # Members that came back before us may have raised the version above ours.
             there, lost = False, own in self._by_hotkey
             for _, neuron, text in state.rows:
                 if neuron is not None and neuron.hotkey == own:
@@ -404,8 +407,9 @@ class RegistryChain(Chain):
                     }
                     there, lost = True, {**shown, **self._written} != shown
             if lost or state.version < seen.version:
-                # It came back without some writes that we have read. Ours are repeated before the
-                # state is believed: an older endpoint of ours looks like another's.
+                # The registry came back without some writes that we have read. Repeat ours before
+                # believing the state, since our older endpoint would look like that of somebody
+                # else.
                 log.warning(
                     "The registry at %s went back from version %d to %d: it was restored from an "
                     "older backup; endpoint and commitment are written again, nothing needs to be "
@@ -424,7 +428,7 @@ class RegistryChain(Chain):
                         self._post(kind, fields)
                 except ChainError as refusal:
                     log.warning("The registry refused it: %s", refusal)
-                self._seen = None  # the whole state is asked for again
+                self._seen = None  # ask for the whole state again
                 state = self._ask()
         found = {uid: (neuron, text) for uid, neuron, text in state.rows if neuron is not None}
         rows = [found[uid] for uid in sorted(found)]
@@ -439,8 +443,8 @@ class RegistryChain(Chain):
         answer = self._fetch("/state")
         with _reading(answer.status):
             if answer.status == 304 and self._seen is not None:
-                # Nothing that we read is lost, whichever process answers and from any backup. The
-                # next answers are compared with this version.
+                # What we read is not lost, whichever process answers and from any backup. Compare
+                # the next answers with this version.
                 self._seen = replace(
                     self._seen,
                     start=answer.headers["x-start"],
@@ -481,7 +485,8 @@ def answering(**how: Any) -> Iterator[RegistryChain]:
 def _why(error: Exception) -> str:
     if isinstance(error, (ChainError, Unusable)):
         return str(error)
-    # The error's own words name a fault that only the operator can fix: a name, a certificate.
+    # Show the error's own words: they name a fault that only the operator can fix, such as a name
+    # or a certificate.
     words = "".join(filter(str.isprintable, str(error).partition("\n")[0]))
     words = "connection refused" if http.refuses(error) else words
     return f"{type(error).__name__}: {words:.200}".removesuffix(": ")

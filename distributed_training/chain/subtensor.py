@@ -30,11 +30,12 @@ from .identity import Wallet
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE = timedelta(seconds=1)  # after a failure; doubled by each further one
-_ENDING, _LOOK = 1.0, 0.2  # seconds: of a call that is given up; between two looks at a close
+FIRST_PAUSE = timedelta(seconds=1)  # pause after a failure; each further failure doubles it
+# Seconds for a call that is given up to end; seconds between two looks at a close.
+_ENDING, _LOOK = 1.0, 0.2
 _COMMITMENTS = ("Commitments", "CommitmentOf")  # pallet and storage map
 _CERTIFICATES = ("SubtensorModule", "NeuronCertificates")
-_LONGEST_COMMITMENT = 128  # bytes, of the field Raw128
+_LONGEST_COMMITMENT = 128  # bytes of the field Raw128
 _PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{32,64}")  # base58; a certificate has 64 bytes
 
 
@@ -86,7 +87,7 @@ class BittensorChain(Chain):
 
         place: dict[str, Any] = {"netuid": self._netuid, "ip": ip, "port": port}
         intent = bittensor.ServeAxon(**place)
-        if peer:  # after a byte for the kind of key, which is none of the chain's
+        if peer:  # follows a byte for the kind of key, which is none of the chain's kinds
             intent = bittensor.ServeAxonTls(**place, certificate="0x00" + peer.encode().hex())
         self._write("serve", lambda c, keys: c.execute(intent, keys))
 
@@ -108,7 +109,7 @@ class BittensorChain(Chain):
                 with suppress(Exception):  # the write is seen at the next read
                     await self._read(client)
 
-        # In a thread of its own: that of a notebook has a loop that runs, and takes no second one.
+        # Use a thread: a notebook's has a running event loop, and cannot run a second one.
         with self._writing(), ThreadPoolExecutor(1) as thread:
             thread.submit(self._call, write(), f"{kind}: ").result()
 
@@ -117,7 +118,7 @@ class BittensorChain(Chain):
     def _call(self, work: Coroutine[Any, Any, None], kind: str = "") -> None:
         """Do ``work`` in this thread. Raises ChainError if it fails or does not end in time."""
         seconds, loop = self._settings.call_timeout.total_seconds(), asyncio.new_event_loop()
-        # Errors of calls that were given up are no news: the call's own failure was logged.
+        # Ignore errors of calls that were given up, since the call's own failure was logged.
         loop.set_exception_handler(lambda _, context: log.debug("%s", context))
         task, until = loop.create_task(work), time.monotonic() + seconds
         while not (task.done() or self._closed.is_set() or time.monotonic() >= until):
@@ -132,7 +133,7 @@ class BittensorChain(Chain):
         loop.close()
         if why:
             raise ChainError(kind + why)
-        # Not raised in the task: a panic in the SDK's compiled half is no Exception.
+        # Look at the task's error here: a panic in the compiled part of the SDK is no Exception.
         if (error := task.exception()) is not None:
             raise ChainError(kind + _describe(error)) from error
 
@@ -154,7 +155,7 @@ class BittensorChain(Chain):
                 backoff.succeeded()
             except ChainError as error:
                 self._counts["failures"] += 1
-                if not self.trouble and not self._closed.is_set():  # once for each outage
+                if not self.trouble and not self._closed.is_set():  # one line per outage
                     log.warning(
                         "The chain at %s cannot be read (%s): training continues with what was "
                         "last known, and it is asked again; if it lasts, give another node with "
@@ -174,7 +175,7 @@ class BittensorChain(Chain):
             self._endpoint, fallback_endpoints=[], archive_endpoints=[], substrate=self._substrate
         )
         try:
-            # It also reads the symbols of all subnets' tokens, for display; anybody chooses one.
+            # The SDK also reads the token symbols of all subnets, which anybody may choose.
             with suppress(ValueError, TypeError, LookupError):
                 await client.connect()
             yield client
@@ -185,7 +186,7 @@ class BittensorChain(Chain):
         graph = await client.subnets.metagraph(self._netuid, commitments=False)
         if graph is None:
             raise ChainError(f"there is no subnet {self._netuid}: check chain.netuid of the file")
-        if not graph.neurons:  # the SDK makes an empty list of a field that an answer lacks
+        if not graph.neurons:  # the SDK returns an empty list for a field that an answer lacks
             raise ChainError(f"it shows no member at all on subnet {self._netuid}")
         peers = await self._texts(client, _CERTIFICATES, _peer_id)
         texts = await self._texts(client, _COMMITMENTS, _committed)
@@ -216,7 +217,7 @@ class BittensorChain(Chain):
             return None
         texts: dict[str, str] = {}
         for hotkey, entry in entries:
-            with suppress(ValueError):  # of another form: it is none of ours
+            with suppress(ValueError):  # another form is not one of ours
                 texts[str(hotkey)] = text_of(entry)
         return texts
 

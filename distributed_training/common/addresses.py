@@ -16,9 +16,9 @@ class Reach(enum.IntEnum):
     """The machines that can reach an address, from all of them to this one."""
 
     EVERYWHERE = 0
-    NETWORK = 1  # a private one
-    MACHINE = 2  # the one that it is of
-    NOWHERE = 3  # one link, many machines, nobody, or a cloud's own service
+    NETWORK = 1  # a private network
+    MACHINE = 2  # this machine only
+    NOWHERE = 3  # a single link, many machines, nobody, or a cloud's own service
 
 
 #: Addresses at which clouds give keys to their machines, in addition to 169.254.169.254.
@@ -63,7 +63,7 @@ def reach(text: str) -> Reach:
         inner = address.ipv4_mapped or address.sixtofour
         if address in _NAT64 or address in _COMPATIBLE:
             inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-        if inner is not None:  # packets go to that address in the end
+        if inner is not None:  # packets go to the address inside this one
             return reach(str(inner))
         if not address.is_private and address not in _GLOBAL:
             return Reach.NOWHERE
@@ -76,5 +76,5 @@ def is_inside(url: str) -> bool:
         found = socket.getaddrinfo(urlsplit(url).hostname, None, type=socket.SOCK_STREAM)
         addresses = [str(info[4][0]).partition("%")[0] for info in found]
         return any(reach(address) is not Reach.EVERYWHERE for address in addresses)
-    except (OSError, ValueError):  # the request will say so
+    except (OSError, ValueError):  # the request itself will fail and say so
         return False

@@ -22,7 +22,7 @@ class Clocks(NamedTuple):
 
 def doubling(failures: int, *, first: timedelta, longest: timedelta) -> timedelta:
     """Return ``first`` after the first failure, doubled by each further one, up to ``longest``."""
-    # Bounded before the power: failures of weeks would overflow a timedelta.
+    # Bound the exponent first, since the failures of weeks would overflow a timedelta.
     return min(first * 2 ** min(max(failures, 1) - 1, 30), longest)
 
 
@@ -66,7 +66,7 @@ class Throttle:
     ) -> None:
         self._every = every
         self._most = most
-        self._window = -math.inf, 0  # when it began, and how many came through since
+        self._window = -math.inf, 0  # when the window began, and how many came through since
         self._most_keys = most_keys
         self._clock = clock
         self._passed_at: OrderedDict[Hashable, float] = OrderedDict()
@@ -79,12 +79,12 @@ class Throttle:
         began, passed = self._window
         if now - began >= self._every:
             began, passed = now, 0
-        if passed >= self._most:  # and the key's own time does not begin
+        if passed >= self._most:  # the key's own time does not begin then
             return False
         self._window = began, passed + 1
         self._passed_at[key] = now
         self._passed_at.move_to_end(key)
-        # Keys may be addresses or texts that anybody chooses: they must not fill memory.
+        # Keys may be addresses or texts that anybody chooses, so they must not fill memory.
         if len(self._passed_at) > self._most_keys:
             self._passed_at.popitem(last=False)
         return True
@@ -139,7 +139,8 @@ class Buckets:
         now = self._clock()
         level = self._level(key, now)
         enough = level >= 1.0
-        # Also when refused: a key that went out of memory would have a full bucket again.
+        # Keep the key also when it is refused: a key that was forgotten would have a full bucket
+        # again.
         self._levels[key] = (level - 1.0 if enough else level, now)
         self._levels.move_to_end(key)
         if len(self._levels) > self._capacity:

@@ -44,11 +44,13 @@ class Bounds:
     pace: float = 16 * 1024
     proxy: str | None = None
     refused: Counter[str] = field(default_factory=Counter)
-    # In order of arrival. Kept here, since a look through all at each arrival would be the flood.
+    # Connections in order of arrival. They are kept here, since looking through all at each arrival
+    # would be a flood of its own.
     held: dict[str, dict[BoundedConnection, None]] = field(
         default_factory=lambda: defaultdict(dict)
     )
-    waiting: dict[BoundedConnection, None] = field(default_factory=dict)  # for a head
+    # Connections that wait for a head.
+    waiting: dict[BoundedConnection, None] = field(default_factory=dict)
 
 
 class BoundedConnection(H11Protocol):
@@ -64,7 +66,7 @@ class BoundedConnection(H11Protocol):
         super().__init__(*given, **more)
         self._deadline: asyncio.TimerHandle | None = None
         self._client = ""
-        self._head = bytearray()  # of the next request, until it is whole
+        self._head = bytearray()  # the head of the next request, until it is whole
         self._left = 0  # bytes of the body that are still to come
         self._began, self._body = 0.0, 0  # when the body began, and the bytes of it that came
 
@@ -126,7 +128,8 @@ class BoundedConnection(H11Protocol):
                 self._expect()
             else:
                 self._rest()
-        # Bytes beyond the body are another request before this one is answered: they are not read.
+        # Bytes beyond the body belong to another request. They are not read before this one is
+        # answered.
         body = data[: self._left]
         if len(body) < len(data) and self.cycle is not None:
             self.cycle.keep_alive = False
@@ -140,12 +143,13 @@ class BoundedConnection(H11Protocol):
     def _whole_head(self, data: bytes) -> bytes:
         """Return what came once the head is complete and may be parsed; until then nothing."""
         self._unset_keepalive_if_required()
-        if not self._head and self._deadline is None:  # of a later request
+        if not self._head and self._deadline is None:  # the head of a later request
             self._expect()
         searched = max(0, len(self._head) - len(_END_OF_HEAD))
         self._head += data
         end = self._head.find(_END_OF_HEAD, searched)
-        # h11 takes time for each line, and for each chunk of a body: neither reaches it.
+        # h11 takes time for each line and for each chunk of a body, so neither kind of flood may
+        # reach it.
         head = self._head[: end if end >= 0 else MAX_HEAD_BYTES + 1]
         if len(head) > MAX_HEAD_BYTES or head.count(b"\n") > MAX_HEAD_LINES:
             self._refuse("headers_too_large")
@@ -189,7 +193,7 @@ class BoundedConnection(H11Protocol):
         bounds, unread = self.bounds, self.transport.get_write_buffer_size()
         if self._left and not unread:
             late = self.loop.time() - self._began - bounds.patience
-            # While we do not read, it is not the client that is slow.
+            # While we do not read, the client is not the slow one.
             if self.flow.read_paused or self._body >= bounds.pace * late:
                 self._expect()
                 return
@@ -205,7 +209,8 @@ class BoundedConnection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._left:  # it was refused before its body was read, and that is not read any more
+        # The request was refused before its body was read, so the rest is not read any more.
+        if self._left:
             self.transport.close()
         if not self.transport.is_closing():
             self.bounds.waiting[self] = None

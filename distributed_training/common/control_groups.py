@@ -27,7 +27,7 @@ def group_folders(controller: str, root: Path = Path("/")) -> Iterator[tuple[Pat
             continue
         mount = root / "sys/fs/cgroup"
         if controllers:
-            # "cpu" is a link to "cpu,cpuacct" where the distribution has made one.
+            # Some distributions link "cpu" to "cpu,cpuacct".
             mount /= controller if (mount / controller).is_dir() else controllers
         # In a container the path may be the host's, and the limit lies at the mount.
         own = mount / path.strip("/")
@@ -50,9 +50,9 @@ def usable_cores(root: Path = Path("/")) -> int:
             if version == 2:
                 quota, period = map(int, (folder / "cpu.max").read_text().split())
             else:
-                quota = int((folder / "cpu.cfs_quota_us").read_text())  # -1: none
+                quota = int((folder / "cpu.cfs_quota_us").read_text())  # -1 means no limit
                 period = int((folder / "cpu.cfs_period_us").read_text())
-        except (OSError, ValueError):  # no such file; "max 100000"
+        except (OSError, ValueError):  # the file is missing, or says "max 100000"
             continue
         if quota > 0 and period > 0:
             cores = min(cores, math.ceil(quota / period))

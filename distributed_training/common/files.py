@@ -36,15 +36,15 @@ log = logging.getLogger(__name__)
 
 State = TypeVar("State")
 
-LARGEST_JSON = 16 * 1024 * 1024  # bytes, of a file that one of our processes wrote
+LARGEST_JSON = 16 * 1024 * 1024  # bytes of a file that one of our processes wrote
 LARGEST_STATE = 4 * 1024 * 1024  # bytes; ours have at most a few hundred thousand
 LONGEST_LINE = 1024 * 1024  # bytes
 
 _not_written = Repeats(600.0)
-_UNTOLD = Throttle(math.inf, most_keys=16)  # a line for each file system
+_UNTOLD = Throttle(math.inf, most_keys=16)  # one line per file system
 
 FSTAB = Path("/etc/fstab")
-#: What exFAT, SMB and FUSE answer where a file system has no hard links.
+#: Errors of exFAT, SMB and FUSE, which have no hard links.
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
@@ -93,32 +93,32 @@ def atomic_file(
     one. Raises OSError, its ``filename`` always set; nothing is left behind then.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Threads and processes may write the same path at once: the last one wins, none is torn.
+    # Threads and processes may write the same path at once: the last one wins, and no file is torn.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
-        mode = 0o600 if private else 0o666  # less what the umask takes
+        mode = 0o600 if private else 0o666  # the umask takes bits away
         with open(temporary, "wb", opener=lambda path, flags: os.open(path, flags, mode)) as handle:
             yield handle
             handle.flush()
             if durable:
-                # Before the rename, or a power loss may leave the new name on an empty file.
+                # Sync before the rename, or a power loss may leave the new name on an empty file.
                 os.fsync(handle.fileno())
         if new:
             name_new(temporary, path)
         else:
             os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
-        # torch.save covers the disk's error with one of its own ("unexpected pos"), which callers
-        # that bear a full disk would take for a defect.
+        # torch.save hides the disk's error behind its own ("unexpected pos"), which callers that
+        # handle a full disk would take for a defect.
         disk = error if isinstance(error, OSError) else error.__context__
         if not isinstance(disk, OSError):
             raise
         if disk.filename is None:
-            disk.filename = str(path)  # write and sync do not say where
+            disk.filename = str(path)  # errors of write and sync do not name the file
         raise disk from None
     finally:
         with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)  # it is gone if all went well
+            temporary.unlink(missing_ok=True)  # it no longer exists if all went well
     if durable:
         sync_folder(path.parent)
 
@@ -142,7 +142,7 @@ def write_at(handle: int, data: bytes | memoryview, position: int) -> None:
     """Write all of ``data`` into an open file. Raises OSError."""
     view = memoryview(data)
     while view:
-        # Linux writes 2 GiB at once at the most, and of a disk that becomes full takes less.
+        # Linux writes at most 2 GiB at once, and less when the disk becomes full.
         written = os.pwrite(handle, view[: 1 << 30], position)
         view, position = view[written:], position + written
 
@@ -155,7 +155,8 @@ def write_bytes(path: Path, data: bytes, *, durable: bool = True) -> None:
 
 def write_json(path: Path, content: Any, *, durable: bool = True) -> None:
     """Replace ``path`` by ``content`` as sorted, indented JSON. Raises OSError, TypeError."""
-    text = json.dumps(content, indent=4, sort_keys=True)  # before the file is opened
+    # An error here must come before the file is opened.
+    text = json.dumps(content, indent=4, sort_keys=True)
     write_bytes(path, text.encode(), durable=durable)
 
 
@@ -166,7 +167,7 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
     """
     try:
         with path.open("rb") as handle:
-            # Bounded by what is read and not by a size asked before: the file may grow meanwhile.
+            # Bound the bytes that are read: the file may grow after its size was asked.
             data = handle.read(LARGEST_JSON + 1)
     except OSError:
         return None
@@ -192,10 +193,10 @@ def read_state(
             return state
     except FileNotFoundError:
         return None
-    except OSError as error:  # maybe a whole file on a disk that is away: not to be renamed
+    except OSError as error:  # it may be a whole file on a disk that is away, so do not rename it
         log.warning("%s cannot be read (%s): %s", path, error.strerror, lost)
         return None
-    except ValueError:  # pydantic's ValidationError; with its text, so would go what the file holds
+    except ValueError:  # pydantic's ValidationError, whose text would show what the file holds
         pass
     aside = path.with_name(f"{path.name}.damaged")
     with contextlib.suppress(OSError):
@@ -206,7 +207,8 @@ def read_state(
 
 @functools.cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    from pydantic import TypeAdapter  # here: who only writes or follows files starts without it
+    # Imported here, since programs that only write or follow files start without it.
+    from pydantic import TypeAdapter
 
     return TypeAdapter(kind)
 
@@ -222,7 +224,8 @@ def write_state(path: Path, state: Any, *, durable: bool = True, lost: str = "")
     except OSError as error:
         if not lost:
             raise
-        # Some are written once a second, and the log is mostly on the same disk.
+        # Log this seldom: some files are written once a second, and the log is mostly on the same
+        # disk.
         if (again := _not_written((path, error.errno))) is not None:
             log.warning("%s was not written (%s): %s%s", path, error.strerror, lost, again)
         return False
@@ -241,7 +244,7 @@ def json_line(line: bytes) -> dict[str, Any] | None:
 def parse_toml(text: str) -> dict[str, Any]:
     """Return the tables of a TOML text. Raises ValueError, which says why it is none."""
     try:
-        return tomllib.loads(text)  # of a number of 5000 digits a bare ValueError
+        return tomllib.loads(text)  # a number of 5000 digits raises a bare ValueError
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -253,7 +256,7 @@ def rotated(path: Path) -> Path:
 
 def open_at_once(path: str | Path) -> IO[bytes]:
     """Open a file to read; a pipe without a writer is not waited for. Raises OSError."""
-    # open() closes what its opener opened and turns out to be a folder.
+    # If the opener has opened a folder, open() closes it.
     return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 
@@ -277,20 +280,21 @@ def late_mount(folder: Path, fstab: Path | None = None) -> str | None:
 
     Nothing may be begun in its place: when the mount comes, what was there before is there again.
     """
-    import psutil  # here: who only reads and writes files starts without it
+    import psutil  # imported here, since programs that only read and write files start without it
 
     try:
         lines = [line.split() for line in (fstab or FSTAB).read_text().splitlines()]
     except (OSError, ValueError):
         return None
-    # A path may end with a slash, go through a link, or hold octal escapes. A line that begins with
-    # "#" is one that somebody took out: its disk never comes.
+    # A path may end with a slash, go through a link, or hold octal escapes. Skip lines that begin
+    # with "#": somebody took them out, and their disk never comes.
     named = (fields[1] for fields in lines if len(fields) >= 3 and not fields[0].startswith("#"))
     wanted = {os.path.normpath(_OCTAL.sub(lambda m: chr(int(m[1], 8)), path)) for path in named}
-    # all: without it psutil leaves out network disks and bind mounts. "/": in a chroot no mount has
-    # that name.
+    # Without all=True psutil leaves out network disks and bind mounts. "/" is added, since in a
+    # chroot no mount has that name.
     mounted = {"/", *(os.path.normpath(p.mountpoint) for p in psutil.disk_partitions(all=True))}
-    # Only of what is not mounted: the path of a network disk that does not answer takes for ever.
+    # Resolve only paths that are not mounted: that of a network disk that does not answer takes for
+    # ever.
     late = {os.path.realpath(path) for path in wanted - mounted} - mounted
     place = folder.absolute().resolve()
     return next((str(p) for p in (place, *place.parents) if str(p) in late), None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Longer names first: "H100 PCIe" must be found before "H100".
+# Longer names come first, since "H100 PCIe" must be found before "H100".
 PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     ("H100 PCIe", 756.0),
     ("H100 NVL", 835.0),
@@ -62,8 +62,8 @@ class Card:
         return found
 
 
-#: Of the prices below: medians of what is rented by the hour, without a contract
-#: (aimultiple.com/gpu-index, mercatus-ai.com/blog/cloud-gpu-pricing). They change each month.
+#: Month of the prices below. They are medians of hourly rents without a contract
+#: (aimultiple.com/gpu-index, mercatus-ai.com/blog/cloud-gpu-pricing) and change each month.
 PRICED = "2026-05"
 CARDS = {
     "h200": Card("H200", 141, 4.00),

@@ -39,16 +39,17 @@ def run_to_end(work: Coroutine[Any, Any, Found], runner: asyncio.Runner | None =
     pool = ThreadPoolExecutor(1, "loop")
     try:
         return pool.submit(run, known()).result()
-    except BaseException:  # Ctrl-C in this thread, too: the work in the other one must end
+    except BaseException:  # also Ctrl-C in this thread, since the work in the other one must end
         for loop, task in begun:
-            with suppress(RuntimeError):  # it has ended, with this error
+            with suppress(RuntimeError):  # the work has ended, with this error
                 loop.call_soon_threadsafe(task.cancel if task is not None else loop.stop)
         raise
     finally:
         pool.shutdown()
 
 
-#: Of a request: caches ask the origin again. They need not, so see :func:`answered_at`.
+#: Headers of a request by which caches ask the origin again. They need not obey, so see
+#: :func:`answered_at`.
 PAST_CACHES = {"cache-control": "no-cache"}
 
 
@@ -105,7 +106,7 @@ async def ask(
     # Take no compressed body from unknown callers: 64 KiB that are read at once may become 64 MiB
     # before they are counted.
     headers = {**(headers or {}), "accept-encoding": "gzip" if compressed else "identity"}
-    # httpx bounds only each read: a head or a body that trickles in would never end.
+    # httpx bounds only each read, so a head or a body that trickles in would never end.
     async with (
         asyncio.timeout(seconds),
         client.stream(
@@ -115,6 +116,6 @@ async def ask(
         async for part in reply.aiter_bytes() if compressed else reply.aiter_raw():
             body += part
             if len(body) > most:
-                reply.raise_for_status()  # of the page of an error, its status says more
+                reply.raise_for_status()  # do not read the page of an error: its status says more
                 raise TooLong(f"it has more than {most} bytes")
     return reply, bytes(body)

@@ -66,12 +66,13 @@ def import_plugins(modules: Iterable[str]) -> None:
     for module in modules:
         if module in _imported:
             continue
-        # Last, so that no file there takes the place of a library. Children get this path too.
+        # Put the folder last, so that no file in it takes the place of a library. Children get this
+        # path too.
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())
         try:
             importlib.import_module(module)
-        except Exception as error:  # whatever its code raises costs the start, with one line
+        except Exception as error:  # any error of its code ends the start with one line
             text = "".join(filter(str.isprintable, str(error).partition("\n")[0]))
             raise PluginError(
                 f"the module {module} cannot be imported ({type(error).__name__}: {text:.300}), so "

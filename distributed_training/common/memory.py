@@ -49,33 +49,33 @@ from distributed_training.common.control_groups import group_folders
 DISK_RESERVE = 1_000_000_000  # bytes that stay free whatever a miner writes
 
 Checkpointing = Literal["none", "budget", "selective", "full"]
-#: Of what a compiled block would keep for its backward. At half the partitioner keeps the results
-#: of its products, but for the last one's input and the attention's queries.
+#: Part of what a compiled block would keep for its backward. At half the partitioner keeps the
+#: results of its products, except the last one's input and the attention's queries.
 ACTIVATION_BUDGET = 0.5
-#: Of the same, wherever blocks are compiled: the outputs of the norms and the MLP's pointwise
-#: product are computed again, which costs little and no product of matrices.
+#: The same part for all other compiled blocks: the outputs of the norms and the MLP's pointwise
+#: product are computed again, which costs no product of matrices.
 LIGHT_BUDGET = 0.8
-#: Of what the formula has for a layer, what one keeps with that. Measured on an H200: 0.45.
+#: Part of the formula's bytes that a layer keeps with that. Measured on an H200: 0.45.
 _COMPILED = 0.5
 
 LOSS_CHUNK = 1 << 24  # float32 logits alive at once (training.model), at least
 LONGEST_LOSS_CHUNK = 1 << 27
-_FILE = 0.52  # bytes of a value in an upload or an update: 4 bits, and its part of a scale
-MOST_WORKERS = 4  # of a rank, that --data.workers auto starts
+_FILE = 0.52  # bytes per value in an upload or an update: 4 bits, and its part of a scale
+MOST_WORKERS = 4  # data workers of a rank that --data.workers auto starts
 #: Host memory of a data worker. Measured: 0.13 GB with a tokenizer of 50,000 words.
 WORKER_BYTES = 200_000_000
 
 
-# Configurations come from others too: 10**18 layers would make a list that fills memory.
-_LARGEST = 1 << 20  # of any size in a config.json
+# Configurations come from others too, and 10**18 layers would make a list that fills memory.
+_LARGEST = 1 << 20  # the largest number in a config.json
 
 
-# Their configuration ties embeddings and head where it does not say so.
+# Kinds whose configuration ties embeddings and head by default.
 _TIED = {
     "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "cohere", "cohere2", "smollm3",
     "starcoder2", "ernie4_5",
 }  # fmt: skip
-# Their parameters are a Llama's, but for biases and norms.
+# Kinds with the parameters of a Llama, except for biases and norms.
 _COUNTED = {
     None, "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2",
     "granite", "smollm3",
@@ -97,10 +97,11 @@ class ModelShape:
     layers: int
     query_width: int
     kv_width: int
-    intermediate: int  # that a token passes; in a mixture of experts: of all that it is sent to
+    # Width that a token passes; in a mixture of experts that of all its experts together.
+    intermediate: int
     vocab: int
     tied: bool
-    mlp: int  # of a Llama with as many parameters
+    mlp: int  # width of a Llama's MLP with as many parameters
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], parameters: int | None = None) -> ModelShape:
@@ -140,7 +141,7 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        one = replace(self, layers=1)  # a list of all of a deep model's tensors takes its time
+        one = replace(self, layers=1)  # a list of all tensors of a deep model would take long
         total = sum(map(math.prod, one.tensors))
         return total + (self.layers - 1) * (total - self.embedding_parameters - self.hidden)
 
@@ -187,11 +188,12 @@ class Arrangement:
     cuda: bool = True
     compiled: bool = True  # counts only on a GPU
     loss_chunk: int = LOSS_CHUNK
-    moments: float = 2  # that the inner optimizer keeps of a parameter, on average
+    moments: float = 2  # tensors that the inner optimizer keeps per parameter, on average
     workers: int = 0  # data workers of all ranks together
 
 
-MARGIN = 0.90  # of the device's memory; the rest is the allocator's and other libraries'
+# Part of the device's memory to use; the rest is for the allocator and other libraries.
+MARGIN = 0.90
 
 
 def list_ways(
@@ -315,6 +317,6 @@ def host_bytes(root: Path = Path("/")) -> int | None:
         return None
     names = {1: "memory.limit_in_bytes", 2: "memory.max"}
     for folder, version in group_folders("memory", root):
-        with contextlib.suppress(OSError, ValueError):  # no such file; "max"
+        with contextlib.suppress(OSError, ValueError):  # the file is missing, or says "max"
             there = min(there, int((folder / names[version]).read_text()))
     return there

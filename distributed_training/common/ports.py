@@ -11,7 +11,7 @@ import socket
 from collections import deque
 from pathlib import Path
 
-#: Ports given out last by this process: not given out again soon, nor by another process.
+#: Ports that this process gave out last. Neither it nor another process gives them out again soon.
 _given: deque[int] = deque(maxlen=512)
 
 
@@ -25,13 +25,14 @@ def listen(address: str, port: int, *, backlog: int | None = None) -> socket.soc
             backlog=backlog,
             dualstack_ipv6=address == "::" and socket.has_dualstack_ipv6(),
         )
-    except OSError as error:  # Python adds the address, which the reader of this error knows
+    # Python adds the address, which the reader of this error already knows.
+    except OSError as error:
         raise OSError(error.errno, str(error.strerror).partition(" (while")[0]) from None
 
 
 def is_port(text: str) -> bool:
     """Return whether ``text`` is the number of a port, 1 to 65535, in ASCII digits."""
-    # Cut before int(), which refuses thousands of digits; six are too many already.
+    # Cut the text before int(), which refuses thousands of digits. Six digits are too many already.
     return text.isascii() and text.isdigit() and 0 < int(text[:6]) < 65536
 
 
@@ -49,7 +50,8 @@ def free_ports(count: int) -> list[int]:
         low = 32768
     candidates = list(range(min(15000, low // 2), low))
     random.SystemRandom().shuffle(candidates)
-    with contextlib.ExitStack() as held:  # until all are found, or one might be found twice
+    # Hold each port until all are found, or one might be found twice.
+    with contextlib.ExitStack() as held:
         found: list[int] = []
         for port in candidates:
             if len(found) == count:
@@ -71,15 +73,16 @@ def free_ports(count: int) -> list[int]:
                 f"only {len(found)} of {count} ports are free at 127.0.0.1, of those below {low}",
             )
         for port in found:
-            # A launcher that starts its ranks for weeks would leave none to other processes.
+            # Release the oldest: a launcher that starts ranks for weeks would leave no ports to
+            # others.
             if len(_given) == _given.maxlen:
                 _release(_given.popleft())
             _given.append(port)
         return found
 
 
-# It stays open: the kernel drops all of a process's locks on a file as soon as the process closes
-# any descriptor of it.
+# The file stays open, since the kernel drops all locks of a process on a file as soon as it closes
+# any descriptor of that file.
 _reservations: int | None = None  # descriptor of a file, a byte of which is locked for each port
 
 
@@ -88,14 +91,15 @@ def _reserve(port: int) -> bool:
     global _reservations
     try:
         if _reservations is None:
-            path = f"/tmp/free-ports-{os.getuid()}"  # not $TMPDIR: all must find the same
+            # Not $TMPDIR, since all processes must find the same file.
+            path = f"/tmp/free-ports-{os.getuid()}"
             # In /tmp another user may have put a link to one of our files under this name.
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             _reservations = os.open(path, flags, 0o600)
         fcntl.lockf(_reservations, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
     except BlockingIOError:
         return False
-    except OSError:  # no such folder, no locks on it: then without
+    except OSError:  # there is no such folder or it has no locks: continue without them
         return True
     return True
 

@@ -71,23 +71,24 @@ def without_secrets(
 
 
 _POLL_SECONDS = 0.05
-_KILL_SECONDS = 5.0  # that the kernel has to end a process that was killed
-SETTLE = timedelta(seconds=2)  # that what a leader started, such as p2pd, has to end after it
+_KILL_SECONDS = 5.0  # seconds that the kernel gets to end a killed process
+SETTLE = timedelta(seconds=2)  # time that processes of a leader, such as p2pd, get to end after it
 #: Exit status of a child that another start could not help.
 SETTINGS_REFUSED = 2
-_FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=1), timedelta(minutes=1)  # before another start
-_END_SECONDS = 5.0  # for the end of one that hung up
+# Pause before another start.
+_FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=1), timedelta(minutes=1)
+_END_SECONDS = 5.0  # seconds for a child to end after it hung up
 _LONGEST_LINE = 65536  # bytes that a program prints at once
 _STEADY_SECONDS = 600.0  # a child that lived this long ended for another reason
 _PR_SET_PDEATHSIG = 1
-_MOST_FILES = 1 << 20  # what Linux gives a process at most, by default
+_MOST_FILES = 1 << 20  # the most files that Linux gives a process by default
 
 
 @dataclass(frozen=True)
 class ProcessId:
     """A process as files remember it: its pid, and when it began, since pids are used again."""
 
-    pid: Annotated[int, Field(gt=0)]  # to a signal, the others are groups of processes
+    pid: Annotated[int, Field(gt=0)]  # 0 and negative numbers would address groups of processes
     began: float = 0.0  # seconds since the epoch
 
     @classmethod
@@ -101,7 +102,8 @@ class ProcessId:
         """Return the process, which may be a zombie; None if it is gone."""
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(self.pid)
-            # Not to the bit: the kernel counts from the boot, whose time a set clock moves.
+            # Compare with a margin: the kernel counts from the boot, whose time moves when the
+            # clock is set.
             if abs(process.create_time() - self.began) < 1.0:
                 return process
         return None
@@ -119,7 +121,7 @@ def members(leaders: Collection[int]) -> list[psutil.Process]:
     """
     found = []
     for pid in psutil.pids():
-        with contextlib.suppress(psutil.Error, OSError):  # gone meanwhile
+        with contextlib.suppress(psutil.Error, OSError):  # it has ended meanwhile
             if os.getsid(pid) in leaders and is_running(process := psutil.Process(pid)):
                 found.append(process)
     return found
@@ -133,12 +135,12 @@ def end_sessions(leaders: Collection[int], *, settle: timedelta, grace: timedelt
     most that the kernel then has to end them; zero leaves SIGTERM out.
     """
     _wait_for_end(leaders, settle, lambda process: process.pid in leaders)
-    # What knows nothing of its leader's end would hold the next start for a minute.
+    # A process that does not notice its leader's end would delay the next start by a minute.
     _wait_for_end(leaders, min(settle, SETTLE))
-    # Named before they are ended: afterwards there is no command line to read.
+    # Read the command lines now, since there are none after the processes have ended.
     commands = [f"{process.pid} {command_of(process)}" for process in members(leaders)]
     steps = [(signal.SIGTERM, grace)] if grace else []
-    # Listed again before each signal: one that was ending may have started another.
+    # List them again before each signal, since a process that was ending may have started another.
     for number, wait in (*steps, (signal.SIGKILL, grace or timedelta(seconds=_KILL_SECONDS))):
         for process in members(leaders):
             send(process, number)
@@ -167,7 +169,8 @@ def is_running(process: psutil.Process) -> bool:
     except psutil.Error:
         return False
     except OSError:
-        return True  # no descriptor to look with: raised here it would end whoever only looks
+        # There is no descriptor left to look with, and an error would end a caller that only looks.
+        return True
 
 
 def command_of(process: psutil.Process) -> str:
@@ -181,7 +184,8 @@ def command_of(process: psutil.Process) -> str:
 def send(process: psutil.Process, number: signal.Signals) -> bool:
     """Signal exactly this process; False if it is gone, or not ours to signal."""
     try:
-        # psutil compares the time of the start first: the pid may be another process's by now.
+        # psutil first compares the time of the start, since the pid may belong to another process
+        # by now.
         process.send_signal(number)
     except psutil.Error:
         return False
@@ -211,14 +215,14 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != parent:
-        os.kill(os.getpid(), number)  # it ended before the kernel knew
+        os.kill(os.getpid(), number)  # the parent ended before the kernel knew
 
 
 def limit_resources() -> int:
     """Allow this process and its children no core dumps, and the most open files."""
     with contextlib.suppress(ValueError, OSError):
-        # 1 byte, not 0: for a core that is piped to a program (systemd-coredump, apport) the kernel
-        # ignores every other limit. Neither is written then.
+        # The limit is 1 byte, not 0: for a core that is piped to a program (systemd-coredump,
+        # apport) the kernel ignores every other limit. With 1 no core is written.
         resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
@@ -264,7 +268,7 @@ def start_child(
     ``options``: of Popen. Raises OSError.
     """
     ours, theirs = socket.socketpair()
-    # Python sets both in this order, and a session's leader can lead no other group.
+    # Python would set both, and a session's leader cannot lead another group.
     group = None if options.get("start_new_session") else 0
     path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with theirs:
@@ -272,7 +276,8 @@ def start_child(
             [sys.executable, "-m", module, *arguments, str(theirs.fileno())],
             pass_fds=[theirs.fileno(), *options.pop("pass_fds", ())],
             stdin=subprocess.DEVNULL,
-            # The cores belong to the ranks: a library with a thread for each would slow training.
+            # The cores are for the ranks: a library with a thread for each core would slow
+            # training.
             env={**without_secrets(keep=keep), **path, **variables, **plugin_environment()},
             process_group=group,
             **options,
@@ -289,7 +294,8 @@ def wait_or_kill(process: subprocess.Popen[Any], seconds: float) -> None:
             process.kill()
             process.wait(_KILL_SECONDS)
     except subprocess.TimeoutExpired:
-        # In the kernel, on a mount that does not answer, for days: a stop cannot wait for that.
+        # The process may be in the kernel for days, on a mount that does not answer, and a stop
+        # cannot wait for that.
         log.warning(
             "Process %d is left behind: %.0f s after SIGKILL it still waits for a disk or a "
             "network mount that does not answer. It ends once that answers; nothing waits for it",
@@ -376,7 +382,7 @@ class ChildProcess:
         Idempotent.
         """
         with self.lock:
-            # With the lock: a start is over by now, or finds this and starts nothing.
+            # Set this with the lock: a start is over by now, or sees it and starts nothing.
             self._closing.set()
             if last is None:
                 self._process.terminate()
@@ -419,9 +425,9 @@ class ChildProcess:
             except Exception:  # an update put other files under a running miner
                 self._process.kill()
                 log.exception("%s sent what is no message", self._name)
-            with self.lock:  # not in the middle of a message
+            with self.lock:  # wait for the end of a message
                 self._connection.close()
-            # Not without limit: it may be ending in the kernel, on a disk that does not answer.
+            # Wait with a limit, since it may hang in the kernel on a disk that does not answer.
             wait_or_kill(self._process, _END_SECONDS)
             status = self._process.returncode
             if self._closing.is_set() or status in self._final:
@@ -507,7 +513,7 @@ class _Printed:
         while b"\n" not in self._rest and len(self._rest) < _LONGEST_LINE:
             ready, _, _ = select.select([self._pipe], [], [], _END_SECONDS)
             data = os.read(self._pipe.fileno(), _LONGEST_LINE) if ready else b""
-            # Descendants may hold the pipe for longer than it lives.
+            # Descendants may hold the pipe open after the child has ended.
             if not data and (ready or self._process.poll() is not None):
                 if not self._rest:
                     raise EOFError
@@ -534,7 +540,7 @@ class ParentConnection:
         self, *, plugins: bool = True, ends: signal.Signals | None = signal.SIGKILL
     ) -> None:
         if ends is not None:
-            die_with_parent(ends)  # also one that is stopped, or hangs
+            die_with_parent(ends)  # this also ends a child that is stopped or hangs
         if plugins:
             import_inherited_plugins()
         self._connection = Connection(int(sys.argv[-1]))
@@ -580,11 +586,12 @@ class _Forward(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = record.getMessage()
-        except (TypeError, ValueError, KeyError):  # "%d" of a text: it must not end its caller
+        # A bad format, such as "%d" for a text, must not end the caller.
+        except (TypeError, ValueError, KeyError):
             self.handleError(record)
             return
         if record.exc_info and record.exc_info[1] is not None:
-            # The type and place only: texts of foreign exceptions may quote a request.
+            # Show only type and place, since the text of a foreign exception may quote a request.
             error = record.exc_info[1]
             trace = error.__traceback__
             while trace is not None and trace.tb_next is not None:
@@ -596,9 +603,9 @@ class _Forward(logging.Handler):
         self._parent.send(ChildLog(record.levelno, text))
 
 
-STACKS = "DT_STACKS"  # environment variable: the file
+STACKS = "DT_STACKS"  # environment variable with the path of the file
 _SIGNAL = signal.SIGUSR1
-_PATIENCE = timedelta(seconds=1)  # for one process
+_PATIENCE = timedelta(seconds=1)  # time for one process
 
 
 def write_stacks_on_signal() -> None:
@@ -624,12 +631,12 @@ def collect_stacks(path: Path, processes: Iterable[psutil.Process]) -> None:
     for process in processes:
         with contextlib.suppress(psutil.Error):
             head = f"\n=== {process.pid} ({process.status()}) {command_of(process)}\n"
-            with path.open("a") as file:  # as the others do: nobody overwrites
+            with path.open("a") as file:  # append as the others do, so that nobody overwrites
                 size = file.write(head) and file.tell()
-            # A process that is stopped (SIGSTOP) runs no handler before it continues.
+            # A stopped process (SIGSTOP) runs no handler until it continues.
             if not (send(process, _SIGNAL) and send(process, signal.SIGCONT)):
                 continue
-            # Until the file has grown and then grows no more.
+            # Wait until the file has grown and no longer grows.
             deadline, before = time.monotonic() + _PATIENCE.total_seconds(), size
             while time.monotonic() < deadline:
                 time.sleep(0.05)

@@ -33,7 +33,7 @@ def proxy_for(url: str) -> str | None:
     try:
         parts = urlsplit(url)
         host, port = (parts.hostname or "").rstrip("."), parts.port
-    except ValueError:  # whoever sends the request says so
+    except ValueError:  # the request itself will fail and say so
         return None
     proxy = _usable(f"{_LIKE.get(parts.scheme, parts.scheme)}_proxy") or _usable("all_proxy")
     place = f"{host}:{port}" if port else host
@@ -56,12 +56,12 @@ def via(url: str) -> str:
 
 def share(url: str) -> None:
     """Set the environment so that libraries which read it send ``url`` where we would."""
-    for name in unusable():  # the hub's client refuses to be made where one is of SOCKS
+    for name in unusable():  # the hub's client cannot be created if one of them is a SOCKS proxy
         for spelled in (name, name.upper()):
             os.environ.pop(spelled, None)
     host = urlsplit(url).hostname
     if host and proxy_for(url) is None and any(map(variable, VARIABLES)):
-        # Both: libraries differ in which of them they read first.
+        # Set both, since libraries differ in which of them they read first.
         excepted = {*filter(None, variable("no_proxy").split(",")), host}
         os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(sorted(excepted))
 

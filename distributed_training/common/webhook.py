@@ -11,9 +11,9 @@ from pydantic import SecretStr
 
 from .proxies import share
 
-_SECONDS = 20.0  # for all of one message
+_SECONDS = 20.0  # seconds for a whole message
 _LONGEST_TEXT = 1000  # characters, which each service takes as one message
-# By the beginning of a host whose http URL apprise does not know: what to write in its place.
+# Beginning of a host whose http URL apprise does not know -> what to write in its place.
 _INSTEAD = (
     ("api.telegram.org", "tgram://TOKEN/CHAT_ID for Telegram"),
     ("ntfy.", "ntfys://HOST/TOPIC for an ntfy server of your own"),
@@ -28,7 +28,7 @@ class NotSent(RuntimeError):
 def open_service(url: str) -> Any:
     """Return apprise's object of a service. Raises ValueError, with the URL that is wanted."""
     logging.getLogger("apprise").propagate = False  # its lines hold URLs, which are secrets
-    import apprise  # half a second, for nobody without a URL
+    import apprise  # imported here: it takes half a second, and many have no URL
 
     asset = apprise.AppriseAsset(
         app_id="distributed-training", async_mode=False, http_redirects=False
@@ -62,8 +62,8 @@ def send(url: SecretStr, title: str, text: str, *, bad: bool, seconds: float = _
             said = lines.getvalue().strip().rpartition("\n")[2].rstrip(".")
         problem[0] = "" if sent else said or "it gives no cause"
 
-    # Nobody waits for a daemon: a silent name server, or an answer byte by byte, may hold it for
-    # as long as it likes.
+    # The thread is a daemon, since a silent name server, or an answer byte by byte, may hold it for
+    # any time.
     thread = threading.Thread(target=deliver, name="message", daemon=True)
     thread.start()
     thread.join(seconds)

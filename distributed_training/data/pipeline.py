@@ -177,7 +177,7 @@ class DataPipeline:
         self._next_place = 0
         self._returned: list[int] = []  # places of blocks that could not be prepared
         self._passes_over = False  # the next block passes over those places, once
-        # The position in the block in training
+        # The block on which training is, and the position in it
         self._current = 0
         self._sequences = 0  # how many of its sequences are trained on
         self._offset = 0

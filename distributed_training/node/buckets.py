@@ -45,7 +45,7 @@ from distributed_training.store.transfer import Retry
 
 log = logging.getLogger(__name__)
 
-BUCKET_CHECK = timedelta(seconds=30)  # the first answer of the store, with its retries
+BUCKET_CHECK = timedelta(seconds=30)  # limit for the first answer of the store, with retries
 
 
 def open_own(settings: StoreSettings, bucket: str, *, write: bool = True) -> ObjectStore:
@@ -80,7 +80,7 @@ def own_commitment(settings: StoreSettings, bucket: str) -> str:
     """
     text = commitment_text(settings)
     with closing(open_own(settings, bucket, write=False)) as reader, _errors_of_a_start(bucket):
-        # A key that can write, once on the chain, lets anybody replace our uploads.
+        # A published key that can write would let anybody replace our uploads.
         check_read_key(reader, timeout=BUCKET_CHECK)
     return text
 
@@ -106,7 +106,7 @@ def check_as_member(settings: StoreSettings, chain: Chain, hotkey: str, bucket: 
         commitment = commitment_text(settings)
         try:
             shown = chain.commitment(hotkey)
-        except ChainError:  # only the members could be read so far
+        except ChainError:  # only the members have been read so far
             shown = None
         if shown != commitment:
             raise
@@ -146,7 +146,8 @@ def _errors_of_a_start(bucket: str) -> Iterator[None]:
             "dashboard with exactly this name"
         ) from None
     except StoreError as error:
-        # A clock may be set, and a service come back, without anyone: pm2 tries again.
+        # These faults may pass without help (the clock is set, a service comes back), so pm2 tries
+        # again.
         passing = (ClockSkewError, DeadlineError, RefusedError)
         passes = error.retryable or isinstance(error, passing)
         raise (NetworkFailure if passes else ConfigError)(str(error)) from None
@@ -195,7 +196,7 @@ class MasterBucket:
     def close(self) -> None:
         pass
 
-    def __getattr__(self, name: str) -> Any:  # each method of an ObjectStore
+    def __getattr__(self, name: str) -> Any:  # stands for each method of an ObjectStore
         try:
             return getattr(self._peers.of_master(self._master).store, name)
         except ChainError as error:
@@ -209,7 +210,7 @@ def open_as_member(config: Config, chain: Chain) -> ObjectStore:
     return open_by_registry(config.store, chain, private=config.chain.private)
 
 
-# With 256 miners to look at, one whose bucket does not answer must not hold up the others.
+# Among 256 miners, one whose bucket does not answer must not delay the others.
 PATIENCE = timedelta(seconds=10)
 
 
@@ -257,7 +258,8 @@ class PeerBuckets:
         except CommitmentError as error:
             raise NoBucket(f"hotkey {hotkey}: {error}") from None
         known = self._known.get(bucket)
-        # With other credentials the owner has moved, and the old client reads a bucket left behind.
+        # Other credentials mean that the owner has moved, and the old client would read the bucket
+        # that was left.
         if known is not None and known[0] == credentials:
             return known[1]
         try:

@@ -31,9 +31,10 @@ from distributed_training.store.errors import StoreError
 log = logging.getLogger(__name__)
 
 STATE_FILE = "chain.json"  # in the run folder
-#: Between two tries to write: a chain limits how often a hotkey writes, and refuses an earlier one.
+#: Pauses between two tries to write: a chain limits how often a hotkey writes, and refuses earlier
+#: tries.
 _FIRST, _LONGEST = timedelta(seconds=2), timedelta(minutes=10)
-SOON = timedelta(seconds=30)  # for the chain to answer, where a kept state would do
+SOON = timedelta(seconds=30)  # time for the chain to answer if a kept state would do
 
 _UNREGISTERED = {
     "miner": "so nobody would score or pay this miner",
@@ -48,7 +49,7 @@ class Member:
     wallet: Wallet
     chain: Chain
     uid: int
-    # Of the threads that write to the chain: one at a time, and only the last endpoint.
+    # For the threads that write to the chain: one writes at a time, and only the last endpoint.
     writing: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
     announced: list[tuple[str, int]] = field(default_factory=list, repr=False, compare=False)
 
@@ -113,13 +114,15 @@ def join_subnet(config: Config, stack: ExitStack, *, folder: Path | None = None)
     ConfigError, NetworkFailure; NotRegistered where the hotkey has no uid, and Deregistered where
     the founder has expelled it.
     """
-    # Before any network: a wrong name or a locked file is reported at once.
+    # Load the wallet before any network call, so that a wrong name or a locked file is reported at
+    # once.
     wallet = load_wallet(config.chain)
     kept = None
     if folder is not None:
         name = chain_name(config.chain)
         kept = ChainState.load(folder / STATE_FILE, chain=name, hotkey=wallet.ss58)
-    # A list without the master is never shown: nobody is to pay for a uid on another's subnet.
+    # Never show a list without the master, since nobody should pay for a uid on somebody else's
+    # subnet.
     master = config.miner.master_ss58_address
     chain = follow_chain(config.chain, stack, wallet, kept=kept, master=master)
     uid = chain.uid(wallet.ss58)
@@ -129,7 +132,7 @@ def join_subnet(config: Config, stack: ExitStack, *, folder: Path | None = None)
             f"{_UNREGISTERED[config.kind]}: ask the founder, who can let it in again with "
             "`dt-network expel --again`"
         )
-    # If it is refused the start ends below, with the line that names the hotkey.
+    # If this is refused, the start ends below with the line that names the hotkey.
     if uid is None and (uid := chain.join()) is None:
         registry = config.chain.registry_url
         where = f"at {registry}" if registry else f"on subnet {config.chain.netuid}"
@@ -146,7 +149,7 @@ def join_subnet(config: Config, stack: ExitStack, *, folder: Path | None = None)
     return Member(wallet, chain, uid)
 
 
-#: With a permit and more stake than this a uid is a validator, and not judged.
+#: A uid with a permit and more stake than this is a validator and is not judged.
 VALIDATOR_STAKE = 40960.0
 
 
@@ -196,7 +199,7 @@ def announce(member: Member, ip: str, port: int, peer: str = "") -> None:
 
     def shown() -> bool:
         if member.announced != [mine]:
-            return True  # another one since, whose thread writes it
+            return True  # there is a newer one since, which its own thread writes
         me = find(member.chain.neurons(), member.hotkey)
         return me is not None and (me.ip, me.port, me.peer) == (*mine, peer)
 
@@ -216,9 +219,9 @@ def _in_background(
         failures = 0
         while True:
             try:
-                # Of two at once the chain might take the older one last.
+                # Write one at a time, since the chain might take the older of two last.
                 with member.writing:
-                    # Before each try: a write whose answer was lost may have gone through.
+                    # Look before each try, since a write whose answer was lost may have succeeded.
                     if not shown():
                         write()
                 return

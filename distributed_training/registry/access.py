@@ -42,13 +42,15 @@ from .files import ServedFolder
 log = logging.getLogger(__name__)
 
 READ_SECONDS = 3600.0
-AFTER_SECONDS = 600.0  # beyond close and grace: a slow link may finish its upload
-_LONGEST_SECONDS = 7 * 86400.0  # that S3 signs for
+AFTER_SECONDS = 600.0  # seconds beyond close and grace in which a slow link may finish its upload
+_LONGEST_SECONDS = 7 * 86400.0  # the longest time for which S3 signs
 _STATE_KEPT = 2.0  # seconds
-_CLOCK_OFF = 5.0  # seconds by which this machine's clock may differ from the store's without a line
-_HEADER_BYTES = 2**20  # of an upload, at the most
+# Seconds by which the clocks of this machine and the store may differ without a warning.
+_CLOCK_OFF = 5.0
+_HEADER_BYTES = 2**20  # the most bytes of an upload's header
 _NAME = "[A-Za-z0-9_][A-Za-z0-9._-]*"
-# No empty name, dots or escape: the store must look up the very key that was signed.
+# Names have no dots or escapes and are not empty, so that the store looks up the very key that was
+# signed.
 Key = Annotated[str, Field(pattern=f"^{_NAME}(/{_NAME})*$", max_length=300)]
 Size = Annotated[int, Field(ge=1, le=MOST_PARTS * presigned.PART)]
 Md5 = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
@@ -82,11 +84,11 @@ class Access:
         self._largest = largest_upload + _HEADER_BYTES
         self._clock = clock
         self._may_warn = Throttle(60.0)
-        self._state: tuple[float, State] | None = None  # and when it was read
+        self._state: tuple[float, State] | None = None  # the time of reading, and the state
         self._ahead = 0.0  # the store's clock minus ours, in seconds
         self._swept: tuple[int, int] | None = None  # the close before which nothing is left
-        # By uid: the close and the digest of the upload that it got URLs for. Only in memory: a
-        # second upload takes a restart between the two grants, and both sent after it.
+        # uid -> the close and the digest of the upload for which it got URLs. Memory is enough: a
+        # second upload would take a restart between the two grants, and both sent after it.
         self._chosen: dict[int, tuple[tuple[int, int], str]] = {}
 
     def close(self) -> None:
@@ -108,9 +110,10 @@ class Access:
         try:
             return asdict(self._grant(uid, do, key, size, md5))
         except StoreError as error:
-            if self._may_warn("store"):  # members can do nothing about its key
+            # Warn here, since members can do nothing about the store's key.
+            if self._may_warn("store"):
                 log.warning("Members get no access to the store (%s), so none can upload", error)
-            if isinstance(error, AccessDeniedError):  # its remedy is for whoever has the key
+            if isinstance(error, AccessDeniedError):  # the remedy is for the owner of the key
                 raise StoreAway(
                     "access: the store refuses the registry's own requests, so nobody can upload "
                     "now: ask the founder, whose registry logs the cause"
@@ -184,7 +187,8 @@ class Access:
         held = {
             part.number: part
             for part in parts
-            # An etag that is no MD5 tells nothing; the store compared that MD5 when the part came.
+            # An etag that is no MD5 tells nothing, but the store compared the MD5 when the part
+            # came.
             if (length_and_md5 := wanted.get(part.number)) is not None
             and part.size == length_and_md5[0]
             and (not is_md5(part.etag) or same_etag(part.etag, length_and_md5[1]))
@@ -255,7 +259,7 @@ class Access:
         """Abort unfinished uploads in parts of closes other than ``close``, once for each."""
         if self._swept == close:
             return
-        for found in self._store.list_multiparts(UPLOADS):  # without retries: a caller waits
+        for found in self._store.list_multiparts(UPLOADS):  # no retries, since a caller waits
             began = keys.parse_upload_key(found.key)
             if began is not None and began[1:] != close:
                 with suppress(UploadMissingError):

@@ -58,10 +58,10 @@ log = logging.getLogger(__name__)
 
 #: Rules that a registry keeps for good, by the names that its charter has for them.
 FIXED = {"name": "name", "master": "chain.master_hotkey", "most_uids": "limits.max_uids"}
-_FOLLOWS = 15.0  # seconds, in which a registry serves a version that was signed just now
+_FOLLOWS = 15.0  # seconds in which a registry begins to serve a new version
 #: Rules that a registry reads at its start only.
 _AT_START = ("private", "store.endpoint", "store.region", "store.global_bucket", "store.access")
-_OTHER_FILES = 64  # that the service opens in addition to its connections
+_OTHER_FILES = 64  # files that the service opens in addition to its connections
 
 
 def add_commands(commands: Any) -> None:
@@ -143,7 +143,7 @@ def serve(given: argparse.Namespace) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter(rank=0))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    # Before anything is opened: a stop that comes meanwhile must still close it.
+    # Set this up before anything is opened, so that a stop that comes meanwhile still closes it.
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -159,13 +159,15 @@ def serve(given: argparse.Namespace) -> None:
         try:
             sock = listen(given.host.strip("[]"), given.port, backlog=1024)
         except OSError as error:
-            raise OSError(  # 1: an address may come late after a boot, and a port be free again
+            # Status 1, since an address may come late after a boot and a port may become free.
+            raise OSError(
                 f"cannot listen on {host}:{given.port} ({error.strerror}), so nothing was started: "
                 "stop what uses the port, or give another --port or --host"
             ) from None
         limits = Limits(
             requests_per_address=given.requests_per_address,
-            # What the system does not let it open would keep the rest out instead.
+            # Stay below the system's limit, since a connection that cannot be opened would block
+            # the others.
             max_connections=min(Limits.max_connections, limit_resources() - _OTHER_FILES),
             proxy=given.proxy,
             host_names=(host, *given.host_name),
@@ -181,7 +183,7 @@ def serve(given: argparse.Namespace) -> None:
         port, charter = sock.getsockname()[1], registry.charter
         print(f"registry {charter.name} at http://{host}:{port}")
         print(f"created by {charter.master}; registration: {charter.admission}")
-        # With the pid: a log that is appended to has the READY of earlier starts.
+        # Print the pid, since a log that is appended to has the READY of earlier starts.
         print(f"READY {os.getpid()}", flush=True)
         stop.wait()
 
@@ -216,7 +218,7 @@ class _Followed:
             log.info("%s; version %d of it stays served", error, known.head.version)
             return
         network = config.network
-        assert network is not None  # it was named
+        assert network is not None  # the parser requires it
         if known is not None:
             if network.values["run_id"] != known.values["run_id"]:
                 log.warning("%s is another network's now, so it is not served", path)
@@ -249,7 +251,7 @@ def open_registry(given: argparse.Namespace, config: Config | None) -> Registry:
     from distributed_training.common.files import FSTAB, late_mount
     from distributed_training.registry import store
 
-    # Read again at every start: its values are compared with the registry's own.
+    # Read the file at every start, to compare its values with the registry's own.
     terms: dict[str, Any] = {}
     if config is not None and config.network is not None:
         in_network = {**config.network.values, "name": config.network.head.name}
@@ -297,7 +299,7 @@ def open_access(
     from distributed_training.store.s3 import S3ObjectStore
 
     network, name = config.network, config.store.global_model_name
-    assert network is not None  # it was named
+    assert network is not None  # the parser requires it
     bucket: S3ObjectStore | ServedFolder
     files = None
     if given.store is not None:
@@ -305,7 +307,7 @@ def open_access(
         url, secret = config.store.endpoint_url or "", read_secret(given.folder)
         bucket = files = ServedFolder(given.store / name, url=url, secret=secret)
     else:
-        # Whoever waited longer would ask again, while the first request still holds a thread.
+        # A caller that waited longer would ask again while its first request still holds a thread.
         settings = replace(
             config.store,
             connect_timeout=timedelta(seconds=5),
@@ -371,7 +373,7 @@ def _chain(given: argparse.Namespace) -> AbstractContextManager[RegistryChain]:
 
     flags = {name: value for name, value in vars(given).items() if name.startswith("wallet.")}
     settings = ChainSettings(**{name.replace(".", "_"): value for name, value in flags.items()})
-    # Its line for each request would stand among the command's own output.
+    # httpx logs a line per request, which would mix with the command's output.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     return answering(url=given.url, wallet=load_wallet(settings) if flags else None)
 
@@ -384,11 +386,11 @@ def invite(given: argparse.Namespace) -> None:
     """
     from distributed_training.registry.store import ID_LENGTH, hash_of
 
-    place = text = software = ""  # text: of the file that the registry serves
+    place = text = software = ""  # text: the file that the registry serves
     if given.network is not None:
         config = load_config("miner", ["--network", given.network], check=False)
         network = config.network
-        assert network is not None  # it was named
+        assert network is not None  # the parser requires it
         if (public := config.chain.registry_url) is None:
             raise ConfigError(
                 f"{given.network} is of a network without a registry, so nobody can be invited: "
@@ -428,7 +430,8 @@ def invite(given: argparse.Namespace) -> None:
                 )
             time.sleep(0.5)
         token, expires = secrets.token_urlsafe(24), time.time() + given.days * 86400
-        # Only the hash: whoever reads the registry's file or its backup can let nobody in.
+        # Send only the hash, so that nobody can use an invitation from the registry's file or its
+        # backup.
         chain.invite(hash_of(token), uses=given.uses, expires=expires)
     until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(expires))
     print(f"invitation {hash_of(token)[:ID_LENGTH]}, good for {given.uses} until {until}; a secret")

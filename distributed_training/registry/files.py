@@ -46,9 +46,9 @@ from distributed_training.store.errors import (
 )
 from distributed_training.store.folder import FolderStore, info_of
 
-PREFIX = "/store/"  # of the path of each URL
+PREFIX = "/store/"  # beginning of the path of each URL
 SECRET = "store.key"  # in the registry's folder
-_KEPT = 7 * 86400.0  # seconds, of parts that nobody puts together
+_KEPT = 7 * 86400.0  # seconds for which parts are kept that nobody puts together
 _PIECE = 1024 * 1024  # bytes that are read or written at once
 _SENT = 128 * 1024  # bytes that are sent at once: a socket takes them mostly without a wait
 _WHOLE = "whole"  # in the folder of an upload in parts: its bytes, each part in its place
@@ -88,7 +88,7 @@ class ServedFolder(FolderStore):
         self._url, self._secret = url.rstrip("/") + PREFIX, secret
         self._uploads = folder.with_name(f".parts-{folder.name}")
         self._uploads.mkdir(parents=True, exist_ok=True)
-        for left in self._uploads.glob("*.new"):  # of a process that was killed
+        for left in self._uploads.glob("*.new"):  # left by a process that was killed
             left.unlink(missing_ok=True)
         for found in self.list_multiparts():
             if found.age.total_seconds() > _KEPT:
@@ -173,13 +173,13 @@ class ServedFolder(FolderStore):
     async def _write(self, request: Request, key: str, query: Mapping[str, str]) -> Response:
         size, md5 = query["ContentLength"], base64.b64decode(query["ContentMD5"]).hex()
         given = [request.headers.get(name) for name in ("content-length", "content-md5")]
-        if given != [size, query["ContentMD5"]]:  # told apart before the body comes
+        if given != [size, query["ContentMD5"]]:  # refuse before the body comes
             raise _Answered(403, "SignatureDoesNotMatch", f"this URL is for {size} other bytes")
         if upload := query.get("UploadId"):
             part = PartInfo(int(query["PartNumber"]), int(size), md5)
             return await self._write_part(request, self._upload(key, upload), part)
         target = self._path(key)
-        if target.exists():  # looked at before the body; naming it looks again
+        if target.exists():  # a first look before the body; the rename looks again
             raise _Answered(412, "PreconditionFailed", "there is one already")
         temporary = self._uploads / f"{secrets.token_hex(8)}.new"
         try:
@@ -220,10 +220,10 @@ class ServedFolder(FolderStore):
                 blocks.append(block)
                 size += len(block)
                 if size >= _PIECE:
-                    await writing  # of the piece before: meanwhile this one came
+                    await writing  # wait for the write of the piece before; this one came meanwhile
                     writing = asyncio.ensure_future(asyncio.to_thread(write, blocks))
                     blocks, size = [], 0
-        finally:  # the file is closed after this, also where the client is gone
+        finally:  # the file is closed after this, also if the client has gone
             await writing
         await asyncio.to_thread(write, blocks)
         file.flush()
@@ -255,7 +255,7 @@ class ServedFolder(FolderStore):
 
     def list_multiparts(self, prefix: str = "") -> list[MultipartInfo]:
         found, begins = [], quote(prefix, safe="")
-        for name in os.listdir(self._uploads):  # by their names: hundreds begin at a close
+        for name in os.listdir(self._uploads):  # go by names only, since hundreds begin at a close
             if name.startswith(begins) and "~" in name:
                 key, _, upload_id = name.rpartition("~")
                 with suppress(OSError):
@@ -274,7 +274,8 @@ class ServedFolder(FolderStore):
         """Put the parts together; return the object's etag. PreconditionError if there is one."""
         whole = self._upload(key, upload_id) / _WHOLE
         with self._errors(key):
-            os.truncate(whole, sum(part.size for part in parts))  # of larger parts before
+            # Drop the rest of larger parts that came before.
+            os.truncate(whole, sum(part.size for part in parts))
             _name(whole, self._path(key))
         self.abort_multipart(key, upload_id)
         return self._head(key).etag
@@ -307,7 +308,7 @@ class _File(Response):
             while left > 0 and not await request.is_disconnected():
                 piece = await asyncio.to_thread(file.read, min(_PIECE, left))
                 if not piece:
-                    raise OSError(f"{file.name} was cut")  # the client sees it by the length
+                    raise OSError(f"{file.name} was cut")  # the client notices it by the length
                 for at in range(0, len(piece), _SENT):
                     left -= len(body := piece[at : at + _SENT])
                     await send({"type": "http.response.body", "body": body, "more_body": left > 0})

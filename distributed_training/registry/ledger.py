@@ -26,7 +26,7 @@ from distributed_training.protocol.metadata import LONGEST
 from distributed_training.protocol.network_report import NetworkReport
 
 MAX_UIDS = 256
-FOUNDER_STAKE = 100_000.0  # by which programs that also know chains tell who leads
+FOUNDER_STAKE = 100_000.0  # programs that also know chains tell by it who leads
 MOST_LOSSES = 1000  # outer steps whose held-out loss is kept
 
 TABLES = """
@@ -57,7 +57,7 @@ Uid = Annotated[int, Field(ge=0, lt=4096)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Address = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_plain_ip)]
 PeerId = Annotated[str, Field(pattern=r"^(|[1-9A-HJ-NP-Za-km-z]{40,53})$")]
-Losses = dict[int, tuple[float, float]]  # by outer step: nats per token, and when it was reported
+Losses = dict[int, tuple[float, float]]  # outer step -> nats per token, and when it was reported
 _REPORT: TypeAdapter[tuple[float, NetworkReport]] = TypeAdapter(tuple[float, NetworkReport])
 
 
@@ -92,7 +92,7 @@ class Snapshot:
             return None
         try:
             return _REPORT.validate_json(self.reported)
-        except ValueError:  # of another version of this program
+        except ValueError:  # written by another version of this program
             return None
 
     @cached_property
@@ -156,7 +156,7 @@ class Ledger:
                 self._set_meta("version", self.view.version + 1)
                 view = self._read_view()
                 self._db.execute("COMMIT")
-            except BaseException:  # Ctrl-C too: no later write may join this transaction
+            except BaseException:  # also for Ctrl-C, since no later write may join this transaction
                 with contextlib.suppress(sqlite3.Error):
                     self._db.execute("ROLLBACK")
                 raise
@@ -214,14 +214,15 @@ class Ledger:
                         f"register: all {self.most_uids} uids are taken: ask the founder, who can "
                         "expel a member that is gone"
                     )
-                # Below the floor somebody may have a uid that a restored backup does not know.
+                # Below the floor a member may have a uid that a restored backup does not know.
                 floor = self._meta("floor") or 0
                 uid = next((uid for uid in free if uid >= floor), free[-1])
             if uid >= self.most_uids:
                 raise ChainError(f"register: uids are 0 to {self.most_uids - 1} here")
             if old == uid:
                 return uid
-            # Endpoint and commitment are the hotkey's and stay: others read its bucket by it.
+            # Endpoint and commitment belong to the hotkey and stay, since others read its bucket by
+            # them.
             find = "SELECT ip, port, peer, commitment FROM members WHERE hotkey = ?"
             kept = self._one(find, hotkey) or (Neuron.ip, None, "", None)
             for left in (old, uid):
@@ -243,7 +244,8 @@ class Ledger:
     def commit(self, hotkey: str, text: str) -> None:
         with self.change():
             uid = self._own("commit", hotkey)
-            # Others are up to six times as long in JSON, which would fill the list for all.
+            # Other characters are up to six times as long in JSON, which would fill the list for
+            # all.
             if len(text) > LONGEST or not (text.isascii() and text.isprintable()):
                 raise ChainError(f"commit: a commitment has at most {LONGEST} characters of ASCII")
             self._db.execute("UPDATE members SET commitment = ? WHERE uid = ?", (text, uid))
@@ -263,7 +265,7 @@ class Ledger:
         """Keep the validator's report, and drop losses of outer steps above the report's."""
         with self.change():
             step, now = report.outer_step, time.time()
-            # Bounded: all of them go into each page.
+            # Bound their number, since each page has all of them.
             self._db.execute(
                 "DELETE FROM losses WHERE outer_step > ? OR outer_step <= ?",
                 (step, step - MOST_LOSSES),
@@ -282,5 +284,5 @@ class Ledger:
         listened = now - self._opened
         if self._heard is not None:
             return now - self._heard, listened
-        # Whatever the wall clock says meanwhile, none came since.
+        # No report came since, whatever the wall clock says.
         return max(time.time() - report[0] if report else 0.0, listened), listened

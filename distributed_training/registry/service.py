@@ -52,10 +52,12 @@ from .store import CLOCK_SKEW, CannotStore, Registry, Replayed
 log = logging.getLogger(__name__)
 
 MAX_BODY = 256 * 1024  # bytes; weights of 4096 uids have 120 thousand
-_REGISTRATIONS_PER_SECOND, _REGISTRATIONS_BURST = 1 / 60, 32.0  # of one address
-_GRANTS_PER_SECOND, _GRANTS_BURST = 1.0, 64.0  # of one hotkey, of those that ask the store
-_MOST_GRANTS = 256  # that wait for a thread
-_PAGE_KEPT = 1.0  # seconds; one of 4096 uids takes 50 ms
+# Registrations per second from one address.
+_REGISTRATIONS_PER_SECOND, _REGISTRATIONS_BURST = 1 / 60, 32.0
+# Grants per second to one hotkey, if they ask the store.
+_GRANTS_PER_SECOND, _GRANTS_BURST = 1.0, 64.0
+_MOST_GRANTS = 256  # grants that wait for a thread
+_PAGE_KEPT = 1.0  # seconds for which a page is kept; one of 4096 uids takes 50 ms
 _FOLLOW_INTERVAL = 2.0  # seconds between two looks at the network's file
 _STOPS_WITHIN = 2  # seconds that a stop gives requests
 _LOG_INTERVAL = 60.0  # seconds between two lines about one caller
@@ -65,7 +67,7 @@ _FOUNDERS = frozenset(
     {"/enroll", "/expel", "/invite", "/invitations", "/revoke", "/allow", "/report"}
 )
 
-# Hotkeys and addresses come from others: no script runs, even where an escape were forgotten.
+# Hotkeys and addresses come from others, so no script may run, even if an escape is forgotten.
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -118,7 +120,7 @@ class Service:
         self._names = {"127.0.0.1", "localhost", "[::1]", *map(str.lower, limits.host_names)}
         self._private = limits.private
         self._proxy = normalize(limits.proxy) if limits.proxy is not None else None
-        # Behind a proxy callers come from anywhere, wherever this listens.
+        # Behind a proxy callers come from anywhere, whatever the address on which this listens.
         self._listens_at = sock.getsockname()[0] if limits.proxy is None else ""
         self._addresses = Buckets(rate=limits.requests_per_address, capacity=16384)
         self._hotkeys = Buckets(rate=limits.requests_per_hotkey, capacity=16384)
@@ -142,8 +144,8 @@ class Service:
         self._writes = {path: validate_call(write) for path, write in writes.items()}
         self._grants = Buckets(rate=_GRANTS_PER_SECOND, burst=_GRANTS_BURST, capacity=16384)
         self._granting = 0
-        # By member, the nonce of its last grant. Only in memory, so that no grant writes to the
-        # disk. What a call of the moment before a restart granted it would grant again.
+        # Member -> nonce of its last grant. It is kept in memory, so that no grant writes to the
+        # disk; a call from just before a restart could be repeated after it.
         self._granted: dict[str, int] = {}
         self._granter = ThreadPoolExecutor(8, thread_name_prefix="registry-access")
         self._reads: dict[str, Callable[[Request], Response]] = {
@@ -158,7 +160,7 @@ class Service:
         self._may_warn = Throttle(60.0)
         self._may_log = Throttle(_LOG_INTERVAL, most=_LOG_LINES)
         self._counts: Counter[str] = Counter()
-        # One: a slow disk holds up only writes, while the event loop answers reads.
+        # One thread writes, so a slow disk delays only writes, and the event loop answers reads.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="registry-writer")
         self.bounds = Bounds(
             most=limits.max_connections,
@@ -198,7 +200,7 @@ class Service:
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="critical",  # its warnings are one for each malformed request of anybody
+            log_level="critical",  # it would warn of each malformed request of anybody
             access_log=False,
             server_header=False,
             proxy_headers=False,
@@ -218,7 +220,7 @@ class Service:
             if thread.ident is not None:
                 thread.join(10)
         self._sock.close()
-        # In this order: no new calls, then the accepted writes are stored.
+        # Keep this order: first no new calls, then the accepted writes are stored.
         self._writer.shutdown()
         self._granter.shutdown(cancel_futures=True)  # they ask again
 
@@ -267,13 +269,13 @@ class Service:
         if int(request.headers.get("content-length", "0")) > MAX_BODY:
             raise RefusedRequest(Refusal.TOO_LARGE)
         signed = [name for name, _ in request.headers.raw if name.startswith(b"x-bittensor-")]
-        # A head with two values of one deceives a program that reads the other value.
+        # A header with two values would deceive a program that reads the other one.
         if len(signed) > len(set(signed)):
             raise RefusedRequest(Refusal.MALFORMED)
         claim = auth.read_claim(request.headers)
         if claim.receiver != self.registry.charter.identity:
             raise RefusedRequest(Refusal.RECEIVER)
-        # Only looked at. A token is taken with the proof, or anybody could use up a hotkey's rate.
+        # Only look here. A token is taken after the proof, or anybody could use up a hotkey's rate.
         if self._hotkeys.empty(claim.hotkey):
             raise RefusedRequest(Refusal.RATE)
         _check_fresh(claim, time.time_ns())
@@ -290,7 +292,7 @@ class Service:
         address = normalize(request.client.host if request.client is not None else "")
         if address != self._proxy:
             return address
-        # The last one: the proxy adds it, and any caller may write the others.
+        # Take the last value, which the proxy adds: any caller may write the others.
         named = ",".join(request.headers.getlist("x-forwarded-for"))
         return normalize(named.rpartition(",")[2].strip())
 
@@ -303,7 +305,8 @@ class Service:
         if path not in self._reads and file is None:
             raise RefusedRequest(Refusal.ROUTE, message="there is nothing here")
         self._counts[f"read{path}"] += 1
-        # A web site whose name was pointed at this address must not have a browser read it here.
+        # A web site that points its name at this address must not read this page through a
+        # visitor's browser.
         named = request.headers.get("host", "").lower()
         host = named if named.endswith("]") else named.rpartition(":")[0] or named
         if path in ("/", "/metrics") and host not in self._names:
@@ -323,7 +326,7 @@ class Service:
 
     def _state(self, request: Request) -> Response:
         registry, view = self.registry, self.registry.view
-        # Before any body, so that they are there without one too.
+        # Set the headers before any body, so that answers without one have them too.
         now = {
             "x-time": f"{time.time():.3f}",
             "x-start": registry.start,
@@ -336,14 +339,14 @@ class Service:
             "registry": registry.charter.identity,
             "start": registry.start,
             "version": view.version,
-            # By it a client tells that a refused write is its own clock's fault.
+            # By this time a client can tell that its own clock caused the refusal.
             "time": time.time(),
         }
         content = json.dumps(fields).encode()[:-1] + b", " + view.content + b"}"
         return _Pieces(content, headers=headers, media_type="application/json")
 
     def _page(self, request: Request) -> Response:
-        # Whoever reloads it for ever costs no more than one page a second.
+        # A client that reloads it for ever costs at most one page a second.
         if time.monotonic() - self._made[0] > _PAGE_KEPT:
             page = _Pieces(draw_page(self.registry), headers=_PAGE_HEADERS, media_type="text/html")
             self._made = time.monotonic(), page
@@ -356,12 +359,12 @@ class Service:
         claim, path = self._check_head(request), request.scope["path"]
         body = await request.body()
         registry = self.registry
-        # As it was sent, which is what the caller signed.
+        # Take the query as it was sent, since the caller signed that.
         query = request.scope["query_string"]
         target = (request.scope["raw_path"] + (b"?" + query if query else b"")).decode()
         auth.proven(claim, request.headers, body, path=target, own=registry.charter.identity)
         self._hotkeys.draw(claim.hotkey)
-        # By address: with open admission anybody makes new hotkeys for nothing.
+        # Count by address, since with open admission anybody creates hotkeys at no cost.
         if path == "/register" and not self._registrations.draw(self._caller(request)):
             raise RefusedRequest(Refusal.RATE)
         fields = _parse_fields(body)
@@ -382,7 +385,8 @@ class Service:
         asks_store = fields.get("do") != "read"
         view = self.registry.view
         member = find(view.neurons, claim.hotkey)
-        if member is None:  # before anything is kept: anybody can make hotkeys at no cost
+        # Refuse before anything is kept, since anybody can create hotkeys at no cost.
+        if member is None:
             expelled = " was expelled" if claim.hotkey in view.expelled else " has no uid"
             self._counts["refused/access"] += 1
             reason = f"access: hotkey {claim.hotkey}{expelled}, so nothing is granted"
@@ -391,7 +395,7 @@ class Service:
         if self._granting >= _MOST_GRANTS or (asks_store and not self._grants.draw(claim.hotkey)):
             raise RefusedRequest(Refusal.RATE)
         last, latest = self._granted.get(claim.hotkey, -1), time.time_ns() + CLOCK_SKEW * 1e9
-        # A last one of the future was accepted while both clocks were ahead: it locks nobody out.
+        # A nonce of the future was accepted while both clocks were ahead; it must lock nobody out.
         if claim.nonce <= last <= latest:
             raise RefusedRequest(Refusal.REPLAY)
         self._granted[claim.hotkey] = claim.nonce
@@ -417,7 +421,7 @@ class Service:
             self._counts[f"refused{path}"] += 1
             reason = str(error) if isinstance(error, ChainError) else "malformed request"
             if isinstance(error, ValidationError):
-                # Nothing of the input, which may hold a secret.
+                # Show nothing of the input, which may hold a secret.
                 first = error.errors(include_url=False, include_input=False)[0]
                 reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
             return JSONResponse({"message": reason}, 400)

@@ -46,8 +46,9 @@ CLOCK_SKEW = 4.0
 _OF_THE_DISK = ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")
 _HELD = ("SQLITE_BUSY", "SQLITE_LOCKED")
 _APPLICATION = 0x64747267  # "dtrg", in the file's header
-_MOST_NONCES = 1024  # of one hotkey; of a validator they are three days
-_INVITATIONS_KEPT = 400 * 86400.0  # seconds after their end, so that a wrong clock deletes none
+_MOST_NONCES = 1024  # nonces kept per hotkey; a validator uses as many in three days
+# Seconds for which ended invitations are kept, so that a wrong clock deletes none.
+_INVITATIONS_KEPT = 400 * 86400.0
 ID_LENGTH = 12  # letters of its hash that name an invitation
 _TAKEN_BACK = -1  # uses of an invitation
 _MOST_GONE = 65536  # hotkeys that are not registered, whose nonces are kept
@@ -67,7 +68,8 @@ _Short = Annotated[str, Field(min_length=1, max_length=200)]
 _Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 _Uses = Annotated[int, Field(ge=1, le=4096)]
 _Expires = Annotated[float, Field(ge=0, le=1e11)]
-_Id = Annotated[str, Field(pattern="^[0-9a-f]{12,64}$")]  # of an invitation: how its hash begins
+# Id of an invitation: the first letters of its hash.
+_Id = Annotated[str, Field(pattern="^[0-9a-f]{12,64}$")]
 Admission = Literal["open", "invited", "listed"]
 
 
@@ -91,7 +93,7 @@ class Charter:
     master: str
     most_uids: int
     admission: Admission
-    # Random, so that no two registries are one.
+    # Random, so that two registries never have the same.
     genesis: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @property
@@ -122,8 +124,8 @@ def _publish(temporary: Path, path: Path) -> None:
     with temporary.open("rb") as file:
         os.fsync(file.fileno())
     os.chmod(temporary, 0o600)
-    # They belong to the old file, and are left where that was killed and then moved away. SQLite
-    # would write what they hold into the new one.
+    # These belong to the old file, and stay if its process was killed and the file was moved away.
+    # SQLite would write their content into the new file.
     for ending in ("-wal", "-shm"):
         Path(f"{path}{ending}").unlink(missing_ok=True)
     os.replace(temporary, path)
@@ -138,18 +140,19 @@ class Registry(Ledger):
     """
 
     def __init__(self, folder: Path) -> None:
-        # First of all: two services of one file would each give out the same uid.
+        # Lock first: two services of one file would each give out the same uid.
         self._lock_file = _lock(folder)
         self.folder = folder
-        self.start = secrets.token_hex(4)  # of this process: versions count within it only
+        self.start = secrets.token_hex(4)  # id of this process, within which versions are counted
         self.faults = 0  # writes that could not be stored
-        #: By name: the network's file and its earlier versions, for new members.
+        #: Name -> content: the network's file and its earlier versions, for new members.
         self.files: Mapping[str, str] = {}
         self.file_version: int | None = None  # of the network's file
-        # Writes come from anybody: the log shares the full disk.
+        # Warn seldom: writes come from anybody, and the log is on the same full disk.
         self._may_warn = Throttle(60.0)
         with ExitStack() as failed:
-            failed.callback(self._lock_file.close)  # Ctrl-C too: it would keep the next start out
+            # Also for Ctrl-C, or the lock would keep the next start out.
+            failed.callback(self._lock_file.close)
             db = _open(folder / FILE)
             failed.callback(db.close)
             try:
@@ -158,7 +161,7 @@ class Registry(Ledger):
                 db.execute("PRAGMA synchronous = FULL")
                 (schema,) = db.execute("PRAGMA user_version").fetchone()
                 if schema < SCHEMA:
-                    # An operator may go back to the version before, which reads this.
+                    # Keep a copy, since an operator may go back to the version before.
                     backup(folder / FILE, folder / f"schema-{schema}.db")
                     _upgrade(db)
                 (charter,) = db.execute("SELECT value FROM meta WHERE key = 'charter'").fetchone()
@@ -213,7 +216,8 @@ class Registry(Ledger):
 
     def _leave_gap(self) -> None:
         """Give no uid out twice that a restored backup lacks."""
-        if self._meta("restored"):  # not each time: a start writes nothing on a full disk
+        # Only if it is needed, so that a start on a full disk writes nothing.
+        if self._meta("restored"):
             (last,) = self._one("SELECT coalesce(max(uid), -1) FROM members")
             self._set_meta("floor", last + 1 + _GAP)
             self._set_meta("restored", False)
@@ -230,8 +234,8 @@ class Registry(Ledger):
             find = "SELECT nonce, floor FROM nonces WHERE hotkey = ?"
             last, floor = self._one(find, hotkey) or (-1, -1)
             used = self._one("SELECT 1 FROM used WHERE hotkey = ? AND nonce = ?", hotkey, nonce)
-            # One of the future was accepted while both clocks were ahead: as a floor it would lock
-            # this hotkey out for as long as they were.
+            # A nonce of the future was accepted while both clocks were ahead. As the floor it would
+            # lock this hotkey out for as long as they were.
             ahead = last > time.time_ns() + round(CLOCK_SKEW * 1e9)
             if used or nonce <= floor or (nonce <= last and not ahead):
                 later = (max(last, floor) - nonce) / 1e9
@@ -242,7 +246,8 @@ class Registry(Ledger):
                     "was ahead: see whether timedatectl says 'synchronized: yes' there"
                 )
             result = action()
-            # In the action's transaction: a kill between the two would let the call be replayed.
+            # Do this in the action's transaction, since a kill between two would let the call be
+            # replayed.
             self._db.execute(
                 "INSERT INTO nonces (hotkey, nonce) VALUES (?, ?) "
                 "ON CONFLICT (hotkey) DO UPDATE SET nonce = excluded.nonce",
@@ -266,12 +271,12 @@ class Registry(Ledger):
             if known is not None:
                 return known
             self._admit(hotkey, invitation, again=uid is not None)
-            # Its own uid again: bucket and pages of data go by it.
+            # Give it its own uid again, since bucket and pages of data depend on it.
             taken = self._one("SELECT 1 FROM members WHERE uid = ?", uid)
             free = uid is not None and uid < self.most_uids and not taken
             uid = self.register(hotkey, uid=uid if free else None)
-            # With admission open anybody comes and goes. By number: by age, a wrong clock would
-            # forget those that are still fresh.
+            # With open admission anybody comes and goes, so bound the kept hotkeys. Bound their
+            # number: by age a wrong clock would forget fresh ones.
             gone = self._db.execute(
                 "SELECT hotkey FROM nonces WHERE hotkey NOT IN (SELECT hotkey FROM members) "
                 "ORDER BY nonce DESC LIMIT -1 OFFSET ?",
@@ -442,7 +447,8 @@ def _lock(folder: Path) -> Any:
 
 def _unusable(path: Path, error: Exception) -> StoreFault:
     remedy = "put a backup in its place with `dt-network restore`"
-    # The file is whole, and a backup would take back the last writes of everybody.
+    # Ask for no backup here: the file is whole, and a backup would undo the last writes of
+    # everybody.
     if getattr(error, "sqlite_errorname", "").startswith((*_OF_THE_DISK, *_HELD)):
         remedy = _remedy(path.parent, error)
     return StoreFault(f"{path} cannot be used ({error}), so the registry does not start: {remedy}")
@@ -461,8 +467,8 @@ def _remedy(folder: Path, error: Exception) -> str:
 def _open(path: Path) -> sqlite3.Connection:
     """Open a connection to a registry's file. Raises ConfigError, StoreFault."""
     try:
-        # No implicit transactions: a write's begins and ends in one place. Clients wait for 10 s:
-        # they are to hear that another program holds the file.
+        # Use no implicit transactions, so that a write's begins and ends in one place. The timeout
+        # is below the 10 s of clients, so they hear that another program holds the file.
         db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5)
         application, schema = (
             db.execute(f"PRAGMA {pragma}").fetchone()[0]
@@ -553,9 +559,10 @@ def restore(source: Path, folder: Path) -> Path | None:
     kept = folder / time.strftime("replaced-%Y%m%d-%H%M%S.db", time.gmtime())
     with contextlib.closing(_lock(folder)):
         temporary = folder / f".{FILE}.restored"
-        # First: a source that is no registry changes nothing.
+        # Copy first, so that a source that is no registry changes nothing.
         backup(source, temporary, to_restore=True)
-        with contextlib.suppress(ConfigError, StoreFault):  # damaged: that is why it is replaced
+        # It may be damaged, which is why it is replaced.
+        with contextlib.suppress(ConfigError, StoreFault):
             backup(path, kept)
             with contextlib.closing(_open(kept)) as db, contextlib.closing(_open(temporary)) as new:
                 _upgrade(new)

@@ -67,7 +67,8 @@ def main(argv: Sequence[str]) -> int:
             check=False,
         )
         require(**extras_of_network(config))
-        from distributed_training.scoring import verdicts  # heavy: once the flags are right
+        # Imported once the flags are right, since it is heavy.
+        from distributed_training.scoring import verdicts
 
         return verdicts.show(config, options)
     except ConfigError as error:
@@ -90,7 +91,7 @@ def subnet_flags(folder: Path | None) -> list[str]:
     if folder is None:
         return []
     state = read_json_object(folder / "localnet.json") or {}
-    # The file outlives a subnet that was killed: its ports may be another's now.
+    # The file outlives a killed subnet, whose ports may belong to another program now.
     runs = isinstance(state.get("pid"), int) and psutil.pid_exists(state["pid"])
     if not (runs and state.get("chain") and state.get("store")):
         raise ConfigError(
@@ -100,6 +101,6 @@ def subnet_flags(folder: Path | None) -> list[str]:
     return [
         *("--network", str(folder / "network.toml")),
         *("--neuron.run_folder", str(folder)),
-        # Only members read a network that exchanges through the store.
+        # Only a member may read the store of such a network.
         *("--wallet.path", str(folder / "wallets"), "--wallet.name", "master"),
     ]

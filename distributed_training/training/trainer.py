@@ -350,7 +350,7 @@ class Trainer(HeldWeights):
     def _forward_backward(self, rows: Tensor) -> None:
         """Add the gradients of a micro-batch; after a failure run all of the step again."""
         step, plan = self.step, self.batch_plan
-        missing = [rows]  # from the sum of gradients
+        missing = [rows]  # micro-batches that are not in the sum of gradients yet
         while missing:
             started, failed = time.perf_counter(), False
             last_batch = len(missing) == 1 and len(step.batches) == plan.micro_batches

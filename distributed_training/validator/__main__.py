@@ -23,14 +23,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         refuse_unknown_kinds(config)
         refuse_model(config, ranks=1)
-    except ConfigError as error:  # reported before torch is imported, which takes seconds
+    except ConfigError as error:  # report it before importing torch, which takes seconds
         return exit_with(error, of_service=True)
     from distributed_training.protocol.types import ExitStatus
     from distributed_training.validator.program import run_validator
 
     status = run_validator(config)
     if status == ExitStatus.AGAIN and argv is None:
-        # In the place of this process: to its supervisor it has neither ended nor failed.
+        # Replace this process, so that its supervisor sees no end and no failure.
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     return status
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from distributed_training.node.start import StopNow
 
 _Result = TypeVar("_Result")
-_AT_ONCE = 16  # a container may have no room for hundreds of threads
+_AT_ONCE = 16  # at once, since a container may have no room for hundreds of threads
 _LOOK = 0.2  # seconds between two looks at a stop
 
 
@@ -26,7 +26,7 @@ def begun(task: Callable[[], _Result]) -> Future[_Result]:
         except BaseException as error:  # noqa: BLE001 - whatever it is, whoever waits gets it
             done.set_exception(error)
 
-    # No pool: Python waits for a pool's threads before it ends.
+    # Use no pool, since Python waits for a pool's threads before it ends.
     threading.Thread(target=work, name="asking", daemon=True).start()
     return done
 
@@ -44,7 +44,7 @@ class Errands:
     """Tasks by uid, several at a time, of which a silent one delays no other."""
 
     def __init__(self) -> None:
-        self._under_way: dict[int, tuple[Future[Any], float]] = {}  # and when it began
+        self._under_way: dict[int, tuple[Future[Any], float]] = {}  # key -> task, and when it began
         self._ended = set[int]()
         #: Whether there is a task that has neither ended once nor been silent for too long.
         self.unheard = False

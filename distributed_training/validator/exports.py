@@ -38,11 +38,11 @@ from distributed_training.training.weights import GlobalState
 log = logging.getLogger(__name__)
 
 FOLDER = "exports"  # in the run folder
-_LONGEST = timedelta(hours=12)  # of a command
-_TAIL = 1 << 16  # bytes of what it prints that are kept
-_RESERVE = 10**9  # bytes of disk that stay free
+_LONGEST = timedelta(hours=12)  # limit for a command
+_TAIL = 1 << 16  # bytes of its output that are kept
+_RESERVE = 10**9  # bytes of the disk that stay free
 _MOST_RESULTS = 200
-_LOW_PRIORITY = ["nice", "-n", "10"]  # rounds and scores go first
+_LOW_PRIORITY = ["nice", "-n", "10"]  # so that rounds and scores go first
 
 
 class Exports:
@@ -115,7 +115,7 @@ class Exports:
             reason=problem,
             seconds=round(time.monotonic() - began, 3),
             results=results,
-            # The axis of the trackers, as at the miners.
+            # The trackers use it as their axis, as at the miners.
             total_inner_steps=state.total_inner_steps,
         )
 
@@ -128,9 +128,10 @@ class Exports:
         )
         for path in kept[: max(0, len(kept) + 1 - self._settings.keep_exports)]:
             shutil.rmtree(path)
-        for left in self._folder.glob(".export-*"):  # models of exports that were killed
+        for left in self._folder.glob(".export-*"):  # left by exports that were killed
             shutil.rmtree(left, ignore_errors=True)
-        shutil.rmtree(target, ignore_errors=True)  # of a step that a restart took again
+        # An export of a step that was taken again after a restart.
+        shutil.rmtree(target, ignore_errors=True)
         needed = 4 * sum(tensor.numel() for tensor in state.weights) + _RESERVE
         if (free := free_bytes(self._folder)) is not None and free < needed:
             raise OSError(
@@ -140,7 +141,7 @@ class Exports:
         words = [sys.executable, "-m", "distributed_training.scoring.export", str(target)]
         words += ["--outer-step", str(state.outer_step), "--from", str(self._run_folder)]
         words += ["--network", self._network] if self._network else []
-        # Also where its copy of a network's URL is.
+        # The run folder also has the copy of a network's URL.
         words += ["--neuron.run_folder", str(self._run_folder)]
         self._run(words, {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
 
@@ -168,7 +169,7 @@ class Exports:
         )
         assert process.stdout is not None
         self._process = process
-        if self._closed:  # before it was there to be ended
+        if self._closed:  # the stop came before the command could be ended
             self._kill(process)
         late = threading.Event()
 
@@ -181,10 +182,10 @@ class Exports:
         timer.start()
         tail = b""
         with process.stdout:
-            # Its end: of all that hold it, a process left in the background too.
+            # The pipe ends once all processes that hold it have ended, also one in the background.
             while data := os.read(process.stdout.fileno(), _TAIL):
                 tail = (tail + data)[-_TAIL:]
-        status = process.wait()  # in time too: it may have closed what it prints to
+        status = process.wait()  # wait with the limit, since it may have closed its output
         timer.cancel()
         lines = [line for line in tail.decode(errors="replace").splitlines() if line.strip()]
         last = lines[-1].strip() if lines else ""
@@ -196,7 +197,7 @@ class Exports:
     def _kill(self, process: subprocess.Popen[bytes]) -> None:
         if process.poll() is None:
             kill_tree(process.pid)
-        # And what has left the tree: a server in the background.
+        # End also what has left the tree, such as a server in the background.
         end_sessions([process.pid], settle=timedelta(0), grace=timedelta(0))
 
 
@@ -204,7 +205,7 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
     """Yield the numbers of a JSON value, named by their path. Raises ValueError for another one."""
     if isinstance(value, dict):
         for key, inner in list(value.items())[:_MOST_RESULTS]:
-            with suppress(ValueError):  # lm-evaluation-harness has texts among its numbers
+            with suppress(ValueError):  # lm-evaluation-harness prints texts among its numbers
                 yield from _numbers(f"{name}/{key}".strip("/"), inner)
     elif isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{value!r:.100} is no number")

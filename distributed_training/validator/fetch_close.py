@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 LOOK = 2.0  # seconds between two looks at the store
 _SILENT = 60.0  # seconds without an answer after which a store counts as silent, at least
 _MOST_NAMED = 3  # uploads of a close that a warning names: a source that is away concerns all
-_ALL_AWAITED = 8  # closes: at each such one nobody's absence counts
+_ALL_AWAITED = 8  # at each eighth close all members are expected
 
 
 @dataclass
@@ -63,16 +63,17 @@ class Intake:
     """All that has come of a close, which ``state`` names. A restart finds it in the store."""
 
     state: State
-    random_blocks: Sequence[int]  # of the text that all its uploads are judged on
-    began: float  # by time.monotonic()
-    until: float  # by the store's clock: nothing is fetched or judged any more
-    awaited: frozenset[str]  # hotkeys: the round does not end before them, within the grace
-    came: dict[int, float] = field(default_factory=dict)  # by uid: when, by the store's clock
+    random_blocks: Sequence[int]  # blocks of the text on which all uploads of the close are judged
+    began: float  # when the close began, by time.monotonic()
+    until: float  # end of fetching and judging, by the store's clock
+    awaited: frozenset[str]  # hotkeys for which the round waits, within the grace
+    # Uid -> when its upload came, by the store's clock.
+    came: dict[int, float] = field(default_factory=dict)
     accepted: dict[int, Accepted] = field(default_factory=dict)
     refused: dict[int, Refused] = field(default_factory=dict)
-    waiting: dict[int, str] = field(default_factory=dict)  # why one is not judged yet
-    lacks: dict[int, Lack] = field(default_factory=dict)  # those of them that failed
-    fetched: set[int] = field(default_factory=set)  # those that are on the disk
+    waiting: dict[int, str] = field(default_factory=dict)  # uid -> why its upload is not judged yet
+    lacks: dict[int, Lack] = field(default_factory=dict)  # uid -> what is missing, if it failed
+    fetched: set[int] = field(default_factory=set)  # uids whose uploads are on the disk
     fetching: Errands = field(default_factory=Errands)
     looking: Errands = field(default_factory=Errands)  # at members' own buckets, as the next one
     looking_last: Errands = field(default_factory=Errands)  # after the grace
@@ -108,11 +109,11 @@ class CloseFetcher:
         self._steps = steps
         self._of_member = of_member
         self._judge = judge
-        # what it knows
+        # what the validator knows of each member
         self.standings = reporter.standings
         self.state: GlobalState  # since the start
         self._grace = rules.config.validator.grace.total_seconds()
-        self._uploads = run.folder / "uploads"  # of the present close
+        self._uploads = run.folder / "uploads"  # uploads of the present close
         self._patience = max(_SILENT, self._grace)  # seconds that one upload has to come
 
     def _fetch_new(
@@ -142,7 +143,7 @@ class CloseFetcher:
         wanted = self._most_trusted(close, now, [uid for uid in new if uid not in close.refused])
         for uid in wanted:
             close.waiting.setdefault(uid, "it did not come from the store in time")
-        # Several at a time: each may be slow, and none of them delays another.
+        # Fetch several at a time, since each may be slow and must not delay the others.
         fetched = close.fetching.run(
             lambda u: self._fetch(close, new[u], by_uid[u], most),
             wanted,
@@ -153,7 +154,8 @@ class CloseFetcher:
         )
         for uid, found in fetched.items():
             if isinstance(found, ObjectInfo):
-                # Its owner may have replaced it since the look, by a copy of one that came later.
+                # The owner may have replaced it since the look, by a copy of an upload that came
+                # later.
                 close.came[uid] = found.modified
                 if uid in by_uid and not refuse_late(uid, found):
                     close.fetched.add(uid)
@@ -199,8 +201,8 @@ class CloseFetcher:
                     len(close.came),
                 )
             return False
-        # Text that cannot be had is waited for where most need some: a member chooses its pages,
-        # and one whose text nobody has must cost only that member.
+        # Wait for missing text only if most uploads need some: a member chooses its pages, and
+        # pages that nobody has must cost only that member.
         texts = close.lacks.keys() & close.fetched
         return (
             bool(unheard)
@@ -243,7 +245,8 @@ class CloseFetcher:
 
         def find(uid: int) -> ObjectInfo | None:
             key = keys.upload_key(uid, close.state.outer_step, close.state.serial)
-            with suppress(Exception):  # its owner's loss, whatever it is; it is looked for again
+            # Any error is the owner's loss; the upload is looked for again.
+            with suppress(Exception):
                 return self._reader(by_uid[uid]).head(key)
             return None
 
@@ -256,7 +259,7 @@ class CloseFetcher:
         return self._steps.reader if self._of_member is None else self._of_member(miner)
 
     def _upload_path(self, close: Intake, uid: int) -> Path:
-        # A fetch of an earlier close that nobody waits for may still write.
+        # A fetch of an earlier close may still write, though nobody waits for it.
         folder = f"{close.state.outer_step}.{close.state.serial}"
         return self._uploads / folder / f"{uid}.safetensors"
 

@@ -43,10 +43,10 @@ def claim_global_bucket(
         sign = member.wallet.hotkey.sign
         wanted = replace(wanted, network=network.values["run_id"])
     shown: Shown | None = None
-    with suppress(ValueError, IntegrityError):  # it is damaged: what is written now replaces it
+    with suppress(ValueError, IntegrityError):  # it is damaged, and what is written now replaces it
         shown = Shown.parse(store.get(keys.NETWORK, limit=LARGEST_SHOWN) or b"")
     owner = master if shown is None else shown.master
-    # Anybody can write an unsigned one, or sign one with a key made for it.
+    # Anybody can write an unsigned file, or sign one with a new key.
     proven = shown is not None and shown.network is not None
     if sign is not None and owner != master and (not proven or _is_led(store, network)):
         owner = master
@@ -62,7 +62,7 @@ def claim_global_bucket(
             if store.get(key, limit=LARGEST_FILE) == data:
                 continue
         store.put(key, data)
-    # Last: miners look for the version that it names.
+    # Write it last, since miners look for the version that it names.
     if shown != wanted:
         store.put(keys.NETWORK, wanted.to_bytes(sign))
 

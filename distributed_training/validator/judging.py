@@ -38,7 +38,7 @@ from distributed_training.scoring.evaluator import TRIED, Evaluation, Evaluator
 from distributed_training.scoring.upload import Cause, Judged, ReadUpload
 from distributed_training.validator.merge import HISTORY, Measured, clip_factor, helpful
 
-#: The causes of a refusal, by their word in a manifest, and the cause that scores report.
+#: Word of a refusal in a manifest -> the cause that scores report.
 CAUSES: Mapping[str, Cause] = {
     "late": Cause.STALE,
     "not-judged": Cause.NO_DATA,
@@ -51,16 +51,16 @@ CAUSES: Mapping[str, Cause] = {
     "spoiler": Cause.MAKES_IT_WORSE,
 }
 COPY = 0.9  # cosine of two uploads up to which none is ever called a copy
-LONELY_COPY = 0.999  # above it one of two is, however alike the others are
-_OWN_WORK = 0.99  # chance that other text shows it, too: its own pages gained more than others
+LONELY_COPY = 0.999  # above this cosine one of two is a copy, however alike the others are
+_OWN_WORK = 0.99  # certainty with which its own pages must have gained more than other pages
 _CERTAIN = 2.0  # standard errors by which the owner's pages must have gained more
 #: The uploads that help lie farther apart than the nearest quarter of their pairs does.
 _NEAREST = 4
-#: A tenth more gain is twice the share of what alike uploads count together.
+#: With the 8th power a tenth more gain is twice the share among alike uploads.
 _SHARPLY, _LEAST_SHARE, _NO_GAIN = 8, 1e-3, 1e-9
-# Norms of uploads that a factor in float32 clips to each other, and no sum of which is too large.
+# Norms between which a float32 factor can clip uploads to each other without an overflow.
 _LEAST_NORM, _MOST_NORM = 1e-12, 1e12
-_SAMPLE = 1 << 16  # values of an upload that are compared
+_SAMPLE = 1 << 16  # values of an upload that are compared with others
 _LONGEST = 300  # characters of a reason
 _NOT_JUDGED = Evaluation(-1, -1)
 
@@ -215,7 +215,7 @@ class UploadJudge:
         return self._accept(replace(one, factor=factor), judged, random_blocks)
 
     def _accept(self, one: Accepted, judged: Judged, random_blocks: Sequence[int]) -> Accepted:
-        # Without pages of its own it is judged on random text twice, which is never better.
+        # An upload without pages is judged on random text twice, which is never better.
         upload = ReadUpload(one.uid, self._draw(one) or tuple(random_blocks[:1]), one.file)
         as_merged = replace(judged, learning_rate=judged.learning_rate * one.factor)
         judgement = self.evaluator.judge(upload, as_merged, random_blocks=random_blocks)
@@ -314,9 +314,9 @@ class KnownSamples:
 
     def add(self, outer_step: int, samples: Mapping[str, Tensor]) -> None:
         """Keep the samples of an outer step, and forget those of old ones."""
-        # In half of the bytes: a cosine needs no more digits.
+        # bfloat16 takes half of the bytes, and a cosine needs no more digits.
         self._by_step[outer_step] = {what: s.bfloat16() for what, s in samples.items()}
-        # They are few without a disk, and a start without them costs little.
+        # Ignore a full disk: a start without these samples costs little.
         with contextlib.suppress(OSError):
             data = save(dict(self._by_step[outer_step]))
             write_bytes(self._folder / f"{outer_step}.safetensors", data, durable=False)
@@ -358,11 +358,11 @@ def find_copies(uploads: Sequence[Accepted], earlier: Mapping[str, Tensor]) -> d
     for cosine, one, other in sorted(pairs, key=lambda pair: -pair[0]):
         if cosine <= limit or found.keys() & {one.uid, other.uid}:
             continue
-        # Which came first decides only where nothing else differs.
+        # The order of arrival decides only if nothing else differs.
         order = sorted((one, other), key=lambda each: (-each.own_work[0], each.modified, each.uid))
         (more, error), (less, other_error) = (each.own_work for each in order)
-        # If it is not sure, neither is one: nobody loses a close to an imitator. Of many closes
-        # some show two standard errors by chance.
+        # If this is not sure, neither is a copy, so nobody loses a close to an imitator. Among many
+        # closes some show two standard errors by chance.
         sure = more - less >= _CERTAIN * math.hypot(error, other_error)
         if sure and _has_own_work(order[0]):
             blame(

@@ -44,11 +44,11 @@ from distributed_training.protocol.update_file import (
 from distributed_training.training.outer_rule import OUTER_RULES, UploadFacts, nesterov_sgd
 
 NESTEROV = "nesterov"
-#: Outer steps whose uploads say what is usual.
+#: Outer steps whose uploads determine what is usual.
 HISTORY = 10
-_CLIP = 2.0  # times the usual norm
-_FEEBLE = 3.0  # times less than the usual gain
-_LEAP = 4.0  # by which the inner steps of a second may grow or fall from one close to the next
+_CLIP = 2.0  # factor on the usual norm
+_FEEBLE = 3.0  # an upload that gains this factor less than usual does not help
+_LEAP = 4.0  # factor by which inner steps per second may change from one close to the next
 
 
 class Values(Protocol):
@@ -159,7 +159,7 @@ def usual_norm(uploads: Sequence[Measured], chain: Sequence[Manifest]) -> float 
     half, passed = math.fsum(gain for _, gain in weighted) / 2, 0.0
     for norm, gain in weighted:
         passed += gain
-        if passed >= half * (1 - 1e-9):  # sums of equal gains differ in their last bits
+        if passed >= half * (1 - 1e-9):  # sums of equal gains may differ a bit
             return norm
     return None
 
@@ -208,7 +208,8 @@ def whole_uploads(uploads: Sequence[Measured]) -> float:
         return float(np.float32(math.fsum(each.share for each in uploads)))
     helping = [each for each, good in zip(uploads, helps, strict=True) if good]
     gain = statistics.median_high(each.gain for each in helping)
-    norm = statistics.median_low(each.norm for each in helping)  # half may be far too long
+    # The lower median, since half of them may be far too long.
+    norm = statistics.median_low(each.norm for each in helping)
     parts = (
         min(1.0, (each.gain + each.chance) / gain, each.norm / norm) * each.share
         for each in helping
@@ -297,7 +298,8 @@ def merge(
             None if tensors is None else tensors[index].view(shape)
             for tensors in (before.momentum, before.residual)
         )
-        # Such a rule gets the rows of all members at once, so they are fewer: memory is bounded.
+        # A rule with its own merge gets the rows of all members at once, so take fewer rows to
+        # bound memory.
         for a, b in row_chunks(*shape, len(counted) if own is not None else 1):
             clipped = (upload.rows(index, a, b).mul_(factor) for upload, factor in counted)
             if own is not None:
@@ -315,9 +317,9 @@ def merge(
             wanted[a:b] = step
             write_rows(path, layout, index, a, step)
     finish(path, layout, sign)
-    # From the file: it is what all others apply.
+    # Read it from the file, since that is what all others apply.
     update = UpdateFile.reopen(path, layout.schema)
-    _subtract(residuals, update)  # until here all that was wanted
+    _subtract(residuals, update)  # until here the residuals held all that was wanted
     return update.digest, OuterState(subtract(before.weights, update), momenta, residuals)
 
 
@@ -327,7 +329,7 @@ def _step(rule: Rule, weight: Tensor, mean: Tensor, momentum: Tensor | None) -> 
     if step is not nesterov_sgd:
         new, kept = step(weight, mean, momentum, lr=rule.learning_rate, mu=rule.mu)
         return weight - new, kept
-    # Computed here, since the hivemind kind's has torch's fused additions.
+    # Computed here, since the rule's own code uses fused additions.
     kept = mean.clone() if momentum is None else momentum.mul(rule.mu).add_(mean)
     return kept.mul(rule.mu).add_(mean).mul_(rule.learning_rate), kept
 

@@ -52,10 +52,10 @@ class AnotherLeadsError(GlobalStateError):
     """Another process leads this network by now. Started again, each would end the other's turn."""
 
 
-_SMALL = timedelta(seconds=30)  # one small object with its retries
-_PUBLICATION = timedelta(minutes=30)  # one, with its retries
-_AGAIN = 60.0  # seconds between two sendings of a large file that the store does not keep
-SERIALS = 1 << 20  # above the closes that may have moved without our knowing
+_SMALL = timedelta(seconds=30)  # limit for one small object, with retries
+_PUBLICATION = timedelta(minutes=30)  # limit for a publication, with retries
+_AGAIN = 60.0  # seconds before a large file is sent again that the store does not keep
+SERIALS = 1 << 20  # distance above the closes that may have moved without our knowing
 
 
 @dataclass(frozen=True)
@@ -85,29 +85,31 @@ class OuterSteps:
         self._master = master
         self.own = OwnCopy(store, folder, master)
         self.reader = self.own.reader
-        self.state: State | None = None  # the newest that we know: written, or found at the start
+        # The newest state that we know, written or found at the start.
+        self.state: State | None = None
         self.head: Manifest
-        self.values: OuterState  # after the head
+        self.values: OuterState  # values after the head
         self.history: list[Manifest] = []  # the last manifests, ascending
-        self.led_last = False  # nobody has led the network since this folder's process did
+        # Nobody else has led the network since the last process of this folder.
+        self.led_last = False
         self.unsure = False  # closes may have moved since the state that was found
         self._store = store
         self._folder = folder
         self._keep_uploads = keep_uploads
         self._retry = Retry(each=_SMALL)
-        self.serial = 0  # the largest that the store may show
+        self.serial = 0  # the largest serial that the store may show
         self._ahead = 0.0  # seconds by which the store's clock is ahead of ours
-        self._etag = ""  # of our state in the store
-        self._ours: list[bytes] = []  # the last two: an answer may have been lost
-        self._looks = 0  # since an outer step was published
-        self._older: Manifest  # after the one that the next look compares
-        self._sent_at: dict[str, float] = {}  # by time.monotonic()
-        self._fault = ""  # of the state in the store, as logged
+        self._etag = ""  # etag of our state in the store
+        self._ours: list[bytes] = []  # our last two states, since an answer may have been lost
+        self._looks = 0  # looks since an outer step was published
+        self._older: Manifest  # the manifest after the one that the next look compares
+        self._sent_at: dict[str, float] = {}  # key -> when it was sent, by time.monotonic()
+        self._fault = ""  # fault of the state in the store, as it was logged
         self.emptied = False  # the store had no state at a look
         self._gone: set[str] = set()  # objects that nobody has
         self._mended: set[str] = set()  # objects that were written again at the last repair
         self._kept_at: object = None
-        self._kept_there: list[Kept] = []  # of the place above
+        self._kept_there: list[Kept] = []  # kept objects of that place
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -130,8 +132,8 @@ class OuterSteps:
             head = self.own.find_manifest(self.state.outer_step)
             if head is None or head.digest != self.state.head:
                 raise ValueError(f"{keys.STATE} names a manifest that is not there")
-            # Published by a process that was killed before it could say so. Two, if the second
-            # goes back.
+            # Outer steps that a killed process had published before it could say so. There may be
+            # two, if the second goes back.
             while (following := self.own.find_manifest(head.outer_step + 1)) is not None:
                 following.check_after(head)
                 head = following
@@ -182,7 +184,7 @@ class OuterSteps:
             if there and step <= head.outer_step and len(at) < 2:
                 named = self.own.find_manifest(step)
                 at += [step] if named is not None and keys.MODEL in named.files else []
-        # Of a time that is past, so nobody seems to lead.
+        # Its times are past, so that nobody seems to lead.
         made = next_state(None, head, head.serial, now=0.0, period=0.0, grace=0.0)
         self.state = replace(made, weights_at=tuple(sorted(at)))
         self._ours = [self.state.to_bytes(self.sign)]
@@ -217,16 +219,17 @@ class OuterSteps:
         if turn == len(kept) or info is None or info.etag != self._etag:
             known = self._fault
             if not self._holds_state(info):
-                if not known:  # a store that has lost the state may have lost what it names
+                if not known:  # a store that lost the state may also have lost what it names
                     self.restore()
                 self._retry(self._store.put, keys.STATE, self._ours[-1])
-                self._etag = ""  # it is read at the next look: some stores confirm what they drop
+                # Read it at the next look, since some stores confirm what they drop.
+                self._etag = ""
                 info = self._retry(self._store.head, keys.STATE)
             elif turn == len(kept):
                 self._fault = ""
         elif not all(
             self.own.fits(one, self._retry(self._store.head, one.key), most=most)
-            # The head's manifest at each look: without it nobody believes the state.
+            # Compare the head's manifest at each look, since nobody believes a state without it.
             for one, most in ((kept[turn], SMALL), *((one, 0) for one in kept[:1]))
         ):
             self.restore()
@@ -252,7 +255,7 @@ class OuterSteps:
     def _holds_state(self, info: ObjectInfo | None) -> bool:
         """Return whether the store has our state. Raises AnotherLeadsError for a newer one."""
         found = None
-        with suppress(IntegrityError):  # of an object that is too large
+        with suppress(IntegrityError):  # raised for an object that is too large
             found = self._retry(self._store.get, keys.STATE, limit=State.most_bytes)
         if found == self._ours[-1]:  # also where another replica has answered the HEAD
             self._etag = "" if info is None else info.etag
@@ -334,7 +337,7 @@ class OuterSteps:
             )
         if files:
             for key, path in files:
-                if path.stat().st_size > PART:  # with its etag it would pass for sent, if damaged
+                if path.stat().st_size > PART:  # a damaged file would pass for sent by its etag
                     self._retry(self._store.delete, key)
             upload_all(self._store, files, until=deadline_in(_PUBLICATION))
             self._sent_at |= {key: now for key, path in files if path.stat().st_size > SMALL}
@@ -430,7 +433,7 @@ class OuterSteps:
             ours, theirs = None, None
             with suppress(OSError):
                 ours = (self.place(step) / keys.CONFIG).read_bytes()
-            with suppress(IntegrityError):  # of an object that is too large
+            with suppress(IntegrityError):  # raised for an object that is too large
                 theirs = self.reader.get(key, limit=MAX_CONFIG_BYTES)
             for content in (ours, theirs):
                 if content is not None and sha256(content).hexdigest() == wanted:
@@ -458,7 +461,8 @@ class OuterSteps:
         """Sign and write a state."""
         data = state.to_bytes(self.sign)
         self._ours = [*self._ours[-1:], data]
-        # First: members may have it although the answer is lost. The next look writes it again.
+        # Keep the state first: members may have it although the answer is lost. The next look
+        # writes it again.
         self.serial, self.state = state.serial, state
         self.own.save(keys.STATE, data)
         self._etag = ""
@@ -477,14 +481,14 @@ class OuterSteps:
         files += [(keys.merged_key(n, uid), path) for uid, path in prepared.uploads.items()]
         sent = upload_all(self._store, files, until=deadline_in(_PUBLICATION))
         if self.state is not None:
-            self.restore_lost()  # who leads by now may have written its files over ours
+            self.restore_lost()  # another leader may have written its files over ours
         try:
             self._retry(put_once, self._store, place, prepared.data)
         except TakenError:
             if not self._is_published(n, prepared.data):
                 if self._retry(self._store.head, place) is None:
                     raise
-                # What is there was not signed by the master.
+                # The master has not signed what is there.
                 self._retry(self._store.put, place, prepared.data)
         self.own.save(f"{n}.json", prepared.data)
         return sent
@@ -506,7 +510,8 @@ class OuterSteps:
         assert state is not None
         n, oldest = state.outer_step, min(state.weights_at, default=0)
         self.own.remove_past(n, state.weights_at)
-        # From the newest set on an empty disk needs them, however few the network's file keeps.
+        # An empty disk needs the uploads since the newest set, however few the network's file
+        # keeps.
         merged = min(n - self._keep_uploads, max(state.weights_at, default=0))
         try:
             for info in self._store.list_objects("outer/"):
@@ -550,7 +555,7 @@ def next_state(
     if keys.MODEL in manifest.files and manifest.outer_step not in at:
         at = (*at, manifest.outer_step)[-2:]
     moved = before is not None and before.outer_step == manifest.outer_step
-    # From close to close it is a period. After one that was late, members first need the update.
+    # The next close is a period after this one. After a late close members first need the update.
     due = now + period if moved or before is None else before.closes_at + period
     return State(
         run_id=manifest.run_id,

@@ -39,11 +39,11 @@ from distributed_training.store.transfer import RANGE, Retry
 log = logging.getLogger(__name__)
 
 RECOVER = "run dt-network recover NETWORK"
-_SIGNED = "signed"  # in our folder: the state and all manifests
+_SIGNED = "signed"  # subfolder with the state and all manifests
 SMALL = 4 * 1024 * 1024  # bytes; objects up to here are read to compare them
-_PATIENCE = timedelta(seconds=30)  # for one small one, with retries
+_PATIENCE = timedelta(seconds=30)  # limit for one small object, with retries
 _SETS = (keys.MODEL, keys.OUTER_STATE, keys.CONFIG)
-#: An object's own fault, as opposed to a store that does not answer.
+#: Faults of an object, not of a store that does not answer.
 _FAULTS = (IntegrityError, ObjectMissingError, PreconditionError, StateUnavailable)
 _Kind = TypeVar("_Kind", State, Manifest)
 
@@ -79,7 +79,7 @@ class OwnCopy:
         self._folder = folder
         self._master = master
         self._retry = Retry(each=_PATIENCE)
-        self._etags: dict[str, str] = {}  # of large objects, when they were right
+        self._etags: dict[str, str] = {}  # etags of large objects when they were right
 
     # --- signed files -----------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ class OwnCopy:
                 return self._etags.setdefault(one.key, info.etag) == info.etag
         except _FAULTS:
             return False
-        except NoRoomError:  # it is only without a copy
+        except NoRoomError:  # the object only stays without a copy
             return True
         self._etags[one.key] = info.etag
         return True
@@ -234,7 +234,7 @@ class OwnCopy:
         return [
             one
             for one in kept
-            # No member reads momentum and residual, which are the largest of all.
+            # Leave out momentum and residual first: they are the largest, and no member reads them.
             if not self.fits(
                 one,
                 listed.get(one.key),

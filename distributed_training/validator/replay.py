@@ -49,12 +49,12 @@ from distributed_training.validator.merge import (
 )
 
 _MOMENTUM, _RESIDUAL = "momentum/", "residual/"  # before a parameter's name, in state.safetensors
-_LIKE = 1e-5  # by which norms and factors, computed elsewhere, may differ
+_LIKE = 1e-5  # relative difference of norms and factors that were computed elsewhere
 _CLOCK_BACK = 300.0  # seconds by which a store's clock may have been set back
 _COUNTS = ("total_inner_steps", "total_tokens")
 _TIMES = ("serial", "closed_at")
 _UNSIGNED = bytes(64)
-#: By rules' id: the number of a version, the outer step from which it holds, and its outer rule.
+#: Rules' id -> number of the version, the outer step from which it holds, and its outer rule.
 Versions = Mapping[str, tuple[int, int, Rule]]
 _File = TypeVar("_File", State, Manifest)
 _Found = TypeVar("_Found")
@@ -84,7 +84,8 @@ def write_set(folder: Path, schema: Schema, state: OuterState, config: bytes) ->
         }
     for file, tensors in files.items():
         with atomic_file(folder / file) as handle:
-            # By name: save_file opens the file itself. The handle is for the sync and the rename.
+            # Give the name, since save_file opens the file itself. The handle is for the sync and
+            # the rename.
             save_file(tensors, handle.name, metadata=keys.SAFETENSORS_METADATA)
     write_bytes(folder / keys.CONFIG, config)
     return {name: sha256_of(folder / name) for name in (*files, keys.CONFIG)}
@@ -208,7 +209,7 @@ class ManifestChain:
         except ValueError as error:
             raise ChainBroken(key, f"is refused: {error}") from None
         finally:
-            # Tensors that were read are mapped, and stay.
+            # Tensors that were read are mapped, so they stay after the files are deleted.
             for path in paths:
                 path.unlink()
         self._compare(key, found, manifest)
@@ -249,7 +250,7 @@ class ManifestChain:
         except ValueError as error:
             raise ChainBroken(key, f"is refused: {error}") from None
         finally:
-            path.unlink()  # an opened file is mapped, and stays
+            path.unlink()  # an opened file is mapped, so its content stays
 
     def _open(
         self,
@@ -272,7 +273,7 @@ class ManifestChain:
         except ValueError as error:
             raise ChainBroken(key, f"is refused: {error}") from None
         finally:
-            path.unlink()  # an opened file is mapped, and stays
+            path.unlink()  # an opened file is mapped, so its content stays
         place = (before.outer_step, before.weights)
         if (file.header.outer_step, file.header.start) != place:
             raise ChainBroken(key, f"counts from other weights than outer step {place[0]}'s")
@@ -327,7 +328,7 @@ class ManifestChain:
             found, before = self._follow(found, manifest, before, whole=whole), manifest
         if to == state.outer_step and before.digest != state.head:
             raise ChainBroken(keys.STATE, "names another head than the last manifest")
-        # What attempts before have fetched and not read; they may have begun at another set.
+        # Delete what earlier attempts have fetched, since they may have begun at another set.
         shutil.rmtree(self._folder / "outer", ignore_errors=True)
         return found
 
@@ -359,7 +360,7 @@ class ManifestChain:
         self, found: OuterState, manifest: Manifest, before: Manifest, *, whole: bool = True
     ) -> OuterState:
         """Return the state after one more outer step; not ``whole``: only its weights."""
-        if not manifest.update:  # a rewind, whose folder has them whole
+        if not manifest.update:  # a rewind, whose folder has whole weights
             return self.set_of(manifest)
         update = self.update(manifest, before)
         if not whole:
@@ -405,7 +406,7 @@ class ManifestChain:
     def _check_newest(self, state: State) -> None:
         """Raise ChainBroken where the bucket has a signed manifest that is later than its state."""
         later = {state.outer_step + 1}
-        with suppress(StoreError):  # members may not list
+        with suppress(StoreError):  # members may not list the bucket
             listed = [
                 keys.parse_outer_key(i.key) for i in self._bucket.store.list_objects("outer/")
             ]
@@ -443,7 +444,7 @@ class ManifestChain:
         found.head, found.recovered = state.head, chain[0].outer_step
         found.get(partial(self._check_newest, state))
         known: OuterState | None = None
-        whole = False  # momentum and residual are known too
+        whole = False  # true once momentum and residual are known too
         first = min(state.weights_at, default=state.outer_step)
         kept = min(state.outer_step - keep_uploads, max(state.weights_at, default=0))
         for before, manifest in zip((None, *chain), chain, strict=False):
@@ -541,7 +542,7 @@ def _check_rules(manifest: Manifest, chain: Sequence[Manifest], versions: Versio
     if chain and number < versions[chain[-1].rules_id][0]:
         raise ChainBroken(key, f"goes by version {number} after a later one")
     named = Rule(manifest.rule, manifest.learning_rate, manifest.mu)
-    if named != rule and manifest.rewound_to is None:  # which has those of its weights
+    if named != rule and manifest.rewound_to is None:  # a rewind has the rules of its weights
         raise ChainBroken(key, f"goes by {named}, and version {number} of the file by {rule}")
 
 

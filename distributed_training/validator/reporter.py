@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 EVERY = 300.0  # seconds between two reports where nothing happens
 # A judgement of one upload, or reading an outer step's text, may take this long.
 _LONGEST_SILENCE = 3 * EVERY
-_PATIENCE = 2.0  # seconds for the registry; then the validator continues
-_LAST_PATIENCE = 10.0  # for the report of the stop
+_PATIENCE = 2.0  # seconds to wait for the registry before the validator continues
+_LAST_PATIENCE = 10.0  # seconds to wait for the report of a stop
 
 
 @dataclass(kw_only=True)
@@ -67,14 +67,15 @@ class RoundReporter:
     tokens: int = 0
     loss: float = 0.0
     losses: Mapping[str, float] = field(default_factory=dict)
-    closes_at: float | None = None  # of the next round, in seconds since the epoch
+    closes_at: float | None = None  # close of the next round, in seconds since the epoch
 
     def __post_init__(self) -> None:
         self.metrics = MetricsFile(self.run_folder / "metrics.prom")
         registry = self.metrics.registry
         registry.labelled("build_info", "version", {__version__: 1.0})
         for name in ("rounds", "rounds_failed", "uploads_judged", "uploads_reset"):
-            registry.add(f"network_{name}_total", 0)  # until then: the first one is an increase
+            # Begin at 0, so that the first one is an increase.
+            registry.add(f"network_{name}_total", 0)
         self._due = Throttle(EVERY)
         self._sent: Future[None] | None = None
 
@@ -166,13 +167,13 @@ class RoundReporter:
         good = [each.ended for each in report.rounds if not each.fault]
         left = report.next_round
         memory = disk = None
-        # Processes end while they are looked at.
+        # A process may end while this looks at it.
         with suppress(OSError, psutil.Error):
             disk = free_bytes(self.run_folder)
             this = psutil.Process()
             memory = sum(p.memory_info().rss for p in (this, *this.children(recursive=True)))
         for name, value in {
-            # Absent once it has ended: nobody need be woken for that.
+            # Leave this metric out once the network has finished, so that no alert fires.
             "network_training": None if verdict.kind == "idle" else float(verdict.kind == "good"),
             "network_gate": float(verdict.word == "gate"),
             "network_outer_step": report.outer_step,

@@ -24,11 +24,11 @@ from distributed_training.scoring.evaluator import Evaluation
 class _Entry:
     hotkey: str
     published: float = 0.0  # the moving average of totals
-    all_reduce: int = 0  # whether something of it is in the last outer step
+    all_reduce: int = 0  # 1 if the last outer step has something of it
     repo_valid: int = 0
     scored_at: int = -1  # when its last upload was judged, in seconds since the epoch; -1: never
     uploaded: float | None = None  # when its upload came, in seconds since the epoch
-    missed: int = 0  # closes in a row for which it sent none
+    missed: int = 0  # closes in a row without an upload
     fault: str = ""  # why the last close has nothing of it
     reset: str = ""  # why the last upload that was judged was reset
 
@@ -58,18 +58,19 @@ class Standings:
 
     # These fields and ``board`` are the file.
     entries: dict[int, _Entry] = field(default_factory=dict)
-    failed_rounds: int = 0  # since the last success
+    failed_rounds: int = 0  # failed rounds since the last success
     successful_rounds: int = 0
-    rounds: list[PastRound] = field(default_factory=list)  # the last ones
+    rounds: list[PastRound] = field(default_factory=list)  # the last rounds
 
     def __post_init__(self) -> None:
         self.board = ScoreBoard(())
-        self._absent: set[int] = set()  # of the entries: not registered when that was last seen
+        self._absent: set[int] = set()  # uids that were not registered when we last looked
 
     def sync(self, neurons: Iterable[Neuron]) -> None:
         """Take in who is registered now. Who is not keeps its standing for its return."""
         present = {n.uid: n.hotkey for n in neurons}
-        # A registry of an older backup, or a chain's node that is behind, hides some for a while.
+        # A registry with an older backup, or a chain's node that is behind, hides members for a
+        # while.
         self._absent = self.entries.keys() - present.keys()
         for uid, hotkey in present.items():
             entry = self.entries.get(uid)
@@ -81,13 +82,13 @@ class Standings:
         self, judgements: Sequence[Evaluation], valid: Mapping[int, bool]
     ) -> dict[int, dict[str, float]]:
         """Record what a round has measured; return all scores by uid, as in an event."""
-        # Also of members that were not judged: their totals are computed again too.
+        # Compute the totals of members that were not judged again, too.
         for uid, is_valid in valid.items():
             self.entries[uid].repo_valid = int(is_valid)
         self.board.update_round(
             random={j.uid: j.random.losses if j.random else RESET for j in judgements},
             assigned={j.uid: j.assigned.losses if j.assigned else RESET for j in judgements},
-            # Its pages are too short to be measured, which is no fault of the upload.
+            # Pages that are too short to be measured are no fault of the upload.
             unknown={j.uid for j in judgements if j.ok and j.assigned is None},
         )
         for judgement in judgements:
@@ -131,7 +132,8 @@ class Standings:
     def load(cls, path: Path) -> Standings:
         """Load standings, empty ones if there is no file. Raises ValueError for a damaged one."""
         try:
-            # No read_state: it would set a damaged file aside, and begin with empty scores.
+            # Do not use read_state, which would set a damaged file aside and begin with empty
+            # scores.
             data = path.read_bytes()
             found = TypeAdapter(cls).validate_json(data, strict=True)
             found.board.restore(json.loads(data)["board"])
