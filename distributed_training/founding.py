@@ -58,7 +58,7 @@ from distributed_training.protocol.growth import (
 )
 from distributed_training.protocol.keys import CONFIG
 from distributed_training.protocol.metadata import LONGEST_KEY
-from distributed_training.protocol.types import UPDATE_CODEC
+from distributed_training.protocol.types import SMALLEST, UPDATE_CODEC
 from distributed_training.signing import seconds_of, show, write_file
 
 EMBEDDED = "embedded"  # instead of a store's URL
@@ -322,7 +322,7 @@ def _choose_grace(rules: dict[str, Any], link: float | None) -> None:
             f"the checkpoint before it, take {grace} s, above a third of the period of "
             f"{period:g} s, so no network was created: --set "
             f"round.period={math.ceil(3 * most)}s, or a faster "
-            "--slowest-link, or --set round.codec={SMALLEST}"
+            f"--slowest-link, or --set round.codec={SMALLEST}"
         )
     of_round["grace"] = f"{grace}s"
 
