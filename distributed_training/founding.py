@@ -136,6 +136,7 @@ def init(options: argparse.Namespace) -> None:
         if options.lora:
             start = begin_adapters(folder / ADAPTERS, rules["model"], options.lora)
         pin_weights(rules["model"], published, options.weights, start)
+        _refuse_another_base(rules["model"], options)
         if not options.unpinned:
             publish_folders(rules, published)
         text = (
@@ -180,6 +181,17 @@ def _describe_training(file: Path, members: int) -> str:
     )
 
 
+def _refuse_another_base(model: dict[str, Any], options: argparse.Namespace) -> None:
+    """Raise ConfigError where adapters would continue on another base than they began with."""
+    wanted = getattr(options, "frozen", None)
+    if wanted is not None and model.get("frozen") != wanted:
+        raise ConfigError(
+            f"--from {options.weights} is another base than that of {options.of} (the digests of "
+            "its frozen tensors differ), on which its adapters mean nothing, so no network was "
+            "created: give --from the base that it began with"
+        )
+
+
 def succeed(options: argparse.Namespace) -> None:
     """Create a network with the last weights and the rules of another. Raises as :func:`init`."""
     from distributed_training.scoring import export
@@ -203,19 +215,24 @@ def succeed(options: argparse.Namespace) -> None:
             f"{options.of} trains adapters and --from is missing, so there is no base and no "
             "network was created: give --from the base that it began with"
         )
-    if options.weights is None or (adapters and not options.lora):
-        exported = options.folder.absolute().with_name(f"{options.folder.name}-weights")
-        words = [str(exported), "--network", str(options.of)]
-        kept = options.of.absolute().parent / "validator"
-        words += ["--from", str(kept)] if (kept / "global").is_dir() else []
-        if status := export.main(words):
-            raise SystemExit(status)
-        if adapters:
-            kept_rules = (f"{key}={adapters[key]}" for key in ("train", "dtype") if key in adapters)
-            options.lora = ",".join([str(exported), *kept_rules])
-        else:
-            options.weights = exported
-    init(options)
+    with ExitStack() as stack:
+        if options.weights is None or (adapters and not options.lora):
+            exported = options.folder.absolute().with_name(f"{options.folder.name}-weights")
+            words = [str(exported), "--network", str(options.of)]
+            kept = options.of.absolute().parent / "validator"
+            words += ["--from", str(kept)] if (kept / "global").is_dir() else []
+            if status := export.main(words):
+                raise SystemExit(status)
+            # It would stand in the way of the next try.
+            stack.callback(shutil.rmtree, exported, ignore_errors=True)
+            if adapters:
+                rules = (f"{key}={adapters[key]}" for key in ("train", "dtype") if key in adapters)
+                options.lora = ",".join([str(exported), *rules])
+                options.frozen = old.get("model.frozen")
+            else:
+                options.weights = exported
+        init(options)
+        stack.pop_all()
 
 
 def _is_private(options: argparse.Namespace) -> bool:

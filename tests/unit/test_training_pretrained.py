@@ -59,14 +59,22 @@ WORDS += ("--data-source", "stdlib", "--set", "training.sequence_length=64")
 WORDS += ("--exchange", "store", "--store", "https://s3.example.org")
 
 
-def saved(folder: Path, *, tied: bool, sharded: bool, dtype: torch.dtype, words: int = 264) -> Path:
+def saved(
+    folder: Path,
+    *,
+    tied: bool,
+    sharded: bool,
+    dtype: torch.dtype,
+    words: int = 264,
+    factor: float = 3,
+) -> Path:
     """Write a folder with ``save_pretrained``; its weights are far from a fresh model's."""
     torch.manual_seed(7)
     config = hf_config(MODEL | {"tie_word_embeddings": tied, "vocab_size": words})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(1 + 3 * torch.rand_like(parameter))
+            parameter.mul_(1 + factor * torch.rand_like(parameter))
     model.to(dtype).save_pretrained(folder, max_shard_size="30KB" if sharded else "1GB")
     build_tokenizer("bytes", folder)
     assert (folder / INDEX).exists() == sharded
@@ -230,9 +238,11 @@ def test_a_folder_that_is_not_the_model_founds_nothing(
 class Founded:
     """A new network's validator, with twins around it."""
 
-    def __init__(self, place: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def __init__(
+        self, place: Path, source: Path, capsys: pytest.CaptureFixture[str], *more: str
+    ) -> None:
         self.folder, self.source = place / "lab", source
-        assert founded(self.folder, source) == 0
+        assert founded(self.folder, source, *more) == 0
         self.words = FounderPlan.of(self.folder).words["validator"]
         self.world = StoreWorld(place / "unused", begun=False)
         torch.manual_seed(1)
@@ -351,6 +361,36 @@ def test_a_network_whose_key_is_lost_continues_as_another_by_one_command(
     lost = ["--of", str(tmp_path / "no.toml")]
     assert main(["succeed", str(tmp_path / "third"), *words, *lost]) == 2
     assert not (tmp_path / "third").exists()
+
+
+def test_adapters_continue_in_another_network_on_the_base_that_they_began_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = saved(tmp_path / "source", tied=True, sharded=False, dtype=torch.bfloat16)
+    network = Founded(tmp_path, source, capsys, "--lora", "r=4,alpha=4,targets=q_proj,train=B")
+    state, loss = network.start(network.config())
+    assert loss == pytest.approx(network.plain_loss(), abs=0.02)  # B is zeros; bf16
+    file = network.folder / "network.toml"
+    # Another rule, signed: the same adapters on the same base.
+    file.write_text(file.read_text().replace("warmup_steps = ", "warmup_steps = 1"))
+    assert main(["sign", str(file)]) == 0
+    first, second = (tomllib.loads(path.read_text())["model"] for path in (
+        network.folder / "versions" / "1.toml", file,
+    ))  # fmt: skip
+    assert first == second
+    _, again = network.start(network.config())
+    assert again == loss
+    words = ["--of", str(file), *WORDS[:6], *WORDS[-2:]]
+    assert main(["succeed", str(tmp_path / "next"), *words]) == 2
+    assert "--from the base that it began with" in capsys.readouterr().err
+    other = saved(tmp_path / "other", tied=True, sharded=False, dtype=torch.bfloat16, factor=4)
+    assert main(["succeed", str(tmp_path / "next"), *words, "--from", str(other)]) == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert f"{other} is another base than that of {file}" in line
+    assert not (tmp_path / "next").exists()
+    assert main(["succeed", str(tmp_path / "next"), *words, "--from", str(source)]) == 0
+    third = tomllib.loads((tmp_path / "next" / "network.toml").read_text())["model"]
+    assert third == second | {"weights": digest_weights(state.weights)}
 
 
 def test_experts_under_other_names_are_refused_as_such(tmp_path: Path) -> None:
