@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import http.server
 import json
+import os
 import random
 import shutil
+import subprocess
+import sys
 import threading
 import tomllib
 from collections.abc import Callable
@@ -54,6 +59,7 @@ MODEL = {
     "rms_norm_eps": 1e-3,
     "hidden_act": "gelu",
 }
+COMMIT = "0123456789abcdef0123456789abcdef01234567"  # of a base at the hub
 WORDS = ("--name", "lab", "--host", "192.0.2.7", "--registry", "https://registry.example.org")
 WORDS += ("--data-source", "stdlib", "--set", "training.sequence_length=64")
 WORDS += ("--exchange", "store", "--store", "https://s3.example.org")
@@ -361,6 +367,83 @@ def test_a_network_whose_key_is_lost_continues_as_another_by_one_command(
     lost = ["--of", str(tmp_path / "no.toml")]
     assert main(["succeed", str(tmp_path / "third"), *words, *lost]) == 2
     assert not (tmp_path / "third").exists()
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """One model at one commit, in the form of the hub's answers. ``folder``: its files."""
+
+    folder: Path
+    asked: list[str]
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def _answer(self, *, body: bool) -> None:
+        self.asked.append(path := self.path.partition("?")[0])
+        of_model, at = "/api/models/lab/base", f"/lab/base/resolve/{COMMIT}/"
+        file = self.folder / path.removeprefix(at)
+        found = sorted(each for each in self.folder.iterdir() if each.is_file())
+        if path in (of_model, f"{of_model}/revision/{COMMIT}"):
+            siblings = [{"rfilename": each.name} for each in found]
+            data = json.dumps({"id": "lab/base", "sha": COMMIT, "siblings": siblings}).encode()
+        elif path == f"{of_model}/tree/{COMMIT}":
+            tree = [
+                {"type": "file", "path": each.name, "size": each.stat().st_size, "oid": "0" * 40}
+                for each in found
+            ]
+            data = json.dumps(tree).encode()
+        elif path.startswith(at) and file.is_file():
+            data = file.read_bytes()
+        else:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
+        self.end_headers()
+        if body:
+            self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.mark.timeout(300)
+def test_a_base_at_the_hub_is_fetched_at_its_commit(tmp_path: Path) -> None:
+    (tmp_path / "hub").mkdir()
+    Hub.folder, Hub.asked = tmp_path / "hub", []
+    source = saved(tmp_path / "hub", tied=True, sharded=True, dtype=torch.bfloat16)
+    (source / "pytorch_model.bin").write_bytes(b"of no use")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environ["HF_HOME"] = str(tmp_path / "cache")
+    words = [str(tmp_path / "lab"), *WORDS, "--from", "lab/base", "--lora", "r=4"]
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        # In a process of its own: the hub's client reads its address once.
+        environ["HF_ENDPOINT"] = f"http://127.0.0.1:{server.server_port}"
+        made = subprocess.run(
+            [sys.executable, "-m", "distributed_training.network_command", "init", *words],
+            env=environ, capture_output=True, text=True, check=False, timeout=280,
+        )  # fmt: skip
+        server.shutdown()
+    assert made.returncode == 0, made.stderr
+    model = tomllib.loads((tmp_path / "lab" / "network.toml").read_text())["model"]
+    assert model["settings"]["base"] == f"lab/base@{COMMIT}"
+    assert model["settings"]["dtype"] == "bfloat16"
+    (frozen,) = (tmp_path / "lab").rglob("frozen.safetensors")
+    held, given_as = load_file(frozen), dict[str, torch.Tensor]()
+    for path in source.glob("*.safetensors"):
+        given_as |= load_file(path)
+    assert {name.replace(".base_layer", "") for name in held} == given_as.keys()
+    for name, values in held.items():
+        assert torch.equal(values, given_as[name.replace(".base_layer", "")]), name
+    assert not [path for path in Hub.asked if path.endswith(".bin")]
+    # The commit is in what members save, so that PEFT finds the base again.
+    config = json.loads((tmp_path / "lab" / "adapters" / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("lab/base", COMMIT)
 
 
 def test_adapters_continue_in_another_network_on_the_base_that_they_began_with(
