@@ -13,6 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 import distributed_training
@@ -197,6 +198,7 @@ def train_on(model: Any, weights: ScriptWeights, steps: int) -> None:
         ({"target_modules": ["q_proj", "v_proj", "down_proj", "o_proj"]}, "o_proj.weight"),
         ({"dtype": torch.bfloat16}, "embed_tokens.weight is bfloat16 and .* file names float32"),
         ({"base": "int8"}, "gate_proj.weight is quantized, .* without FSDP"),
+        ({"base": "int8 of FSDP"}, "is quantized and is sharded by FSDP, .* without FSDP"),
         ({"base": "plain"}, "base_layer.weight, which the network's has"),
         ({"base": "A"}, "is frozen, and this network trains it"),
     ],
@@ -208,11 +210,13 @@ def test_a_script_with_other_adapters_is_refused(
     changes = {key: value for key, value in change.items() if key != "base"}
     model = script_model(BASE) if base == "plain" else peft_model(**changes)
     for name, module in model.named_modules():
-        if base == "int8" and name.endswith("gate_proj"):
+        if str(base).startswith("int8") and name.endswith("gate_proj"):
             codes = module.weight.detach().to(torch.int8)
             module.weight = nn.Parameter(codes, requires_grad=False)
         if base == "A" and name.endswith("lora_A"):
             module.requires_grad_(False)
+    if base == "int8 of FSDP":
+        fully_shard(model)
     with pytest.raises(ValueError, match=line) as refused:
         joined(model, tmp_path, lora())
     assert "\n" not in str(refused.value) and "nothing was joined" in str(refused.value)
