@@ -73,7 +73,7 @@ from distributed_training.telemetry.run_state import observe
 from distributed_training.telemetry.verdict import judge
 
 _MARKS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red"), "skip": ("-", "dim")}
-_WIDTH = 160  # where there is no terminal
+_WIDTH = 160  # width without a terminal
 
 
 def examine(examination: Examination) -> list[Check]:
@@ -84,7 +84,7 @@ def examine(examination: Examination) -> list[Check]:
     elif examination.offline:
         why_not = "--offline: chain, bucket, data are not asked"
     else:
-        # Here: --help and a refusal are not to wait for the chain's client.
+        # Imported here, since --help and a refusal should not wait for the chain's client.
         from distributed_training.health import outside
 
         checks += outside.CHECKS
@@ -222,8 +222,8 @@ def report(checks: Sequence[Check], *, as_json: bool) -> int:
 # No machine can find out by itself whether its port is open to others: a router may turn its own
 # address back inside. So a second machine, a peer's or a rented one, dials.
 
-_TIMEOUT = timedelta(seconds=5)  # of the connection, and of an answer
-_P2PD = b"/multistream/1.0.0"  # libp2p's first words, said by whoever is dialled
+_TIMEOUT = timedelta(seconds=5)  # limit for the connection, and for an answer
+_P2PD = b"/multistream/1.0.0"  # first words of libp2p, which the called side says
 
 
 def probed(text: str) -> tuple[str, int]:
@@ -246,7 +246,8 @@ def probe(host: str, port: int, *, timeout: timedelta = _TIMEOUT) -> Check:
     try:
         with socket.create_connection((host, port), timeout=timeout.total_seconds()) as connection:
             said = _read(connection)  # a libp2p daemon speaks first
-    # Before OSError, which it is: a firewall that drops keeps silent, a closed port refuses.
+    # Catch this before OSError, of which it is one: a firewall that drops is silent, a closed port
+    # refuses.
     except TimeoutError:
         finding = (
             f"{place} does not answer: a firewall drops what is sent there, or no such machine"
@@ -275,7 +276,7 @@ def probe(host: str, port: int, *, timeout: timedelta = _TIMEOUT) -> Check:
 
 def _read(connection: socket.socket) -> bytes:
     try:
-        # The first words tell. Whoever is dialled may send without an end.
+        # Read only the first words, since the called side may send without an end.
         return connection.recv(256)
     except OSError:  # nothing was said in time, or it hung up
         return b""

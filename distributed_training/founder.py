@@ -58,11 +58,11 @@ from distributed_training.protocol.types import FINAL, ExitStatus
 if TYPE_CHECKING:
     from distributed_training.node.start import StopSignals
 
-MASTER = "master"  # name of the wallet
+MASTER = "master"  # name of the master's wallet
 RUN_FILE = "run.toml"
-INVITATION = "invitation.txt"  # to the rules as they are
-REGISTRY_PORT = 8100  # behind a proxy, or where no other is named
-PIDS = "programs.json"  # of the programs that run, or ran last
+INVITATION = "invitation.txt"  # file of the invitation to the present rules
+REGISTRY_PORT = 8100  # port behind a proxy, or if no other is named
+PIDS = "programs.json"  # file with the programs that run, or ran last
 STORE = "store"  # name of the folder that the registry serves where --store is embedded
 _REGISTRY, _VALIDATOR = "registry", "validator"
 _PROGRAMS = {
@@ -73,10 +73,12 @@ _EFFECT = {
     _REGISTRY: "nobody can join until then; miners continue with the state they know",
     _VALIDATOR: "no outer step is taken until then",
 }
-_READY = timedelta(minutes=3)  # of the registry, on a busy machine
+_READY = timedelta(minutes=3)  # time until the registry is ready on a busy machine
 _SERVICES_STOP = timedelta(seconds=20)
-_VALIDATOR_STOPS = timedelta(seconds=540)  # what it publishes; pm2 and others wait 600 s for all
-_FIRST_PAUSE, _LONGEST_PAUSE = timedelta(minutes=1), timedelta(hours=1)  # after a final status
+# Time for the validator to publish; pm2 and others wait 600 s for all.
+_VALIDATOR_STOPS = timedelta(seconds=540)
+# Pause after a final exit status.
+_FIRST_PAUSE, _LONGEST_PAUSE = timedelta(minutes=1), timedelta(hours=1)
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,8 @@ class FounderPlan:
     folder: Path
     file: Path
     words: Mapping[str, list[str]]
-    places: Mapping[str, tuple[str, int]]  # where each listens: address and port
-    environ: Mapping[str, str]  # of the validator
+    places: Mapping[str, tuple[str, int]]  # program -> address and port on which it listens
+    environ: Mapping[str, str]  # environment of the validator
     signs: frozenset[str] = frozenset()  # variables of the key by which the registry signs URLs
 
     @classmethod
@@ -106,7 +108,7 @@ class FounderPlan:
         store = _own_store(folder, config)
         if (url := config.chain.registry_url) is not None:
             words[_REGISTRY] = [*given, "--folder", str(folder / _REGISTRY)]
-            # Without a proxy of the founder's in front, its members ask it itself.
+            # Without a proxy in front members reach the registry itself.
             place = _place(url if config.chain.private else "")
             if urlsplit(url).scheme == "https":
                 place = "127.0.0.1", REGISTRY_PORT
@@ -253,7 +255,7 @@ def check(plan: FounderPlan) -> Config:
         try:
             listen(host, port).close()
         except OSError as error:
-            # An address may come late after a boot: pm2 and systemd are to try again.
+            # An address may come late after a boot, so pm2 and systemd should try again.
             late = error.errno == errno.EADDRNOTAVAIL
             place = f"give the {program} another in {plan.folder / RUN_FILE}"
             raise (ConfigAway if late else ConfigError)(
@@ -267,7 +269,7 @@ def check(plan: FounderPlan) -> Config:
 
 
 def say(text: str, program: str = "network") -> None:
-    with suppress(OSError):  # nobody reads it any more; that must not end a child
+    with suppress(OSError):  # nobody reads the output any more, which must not end a child
         print(f"{program:9} | {text}", flush=True)
 
 
@@ -355,7 +357,8 @@ class Running:
                         f"in {pause:.0f} s; at once: end this program and start it again"
                     )
                 elif now >= again:
-                    with suppress(OSError):  # no memory or process left: again at the next look
+                    # No memory or process is left, so try again at the next look.
+                    with suppress(OSError):
                         again = 0.0
                         self.start(name)
                         break
@@ -395,7 +398,7 @@ def run(folder: Path, *, take_over: bool = False) -> int:
     plan = FounderPlan.of(folder)
     with StopSignals() as signals, sole_runner(plan, signals) as running:
         config = check(plan)
-        # Not when it is started again: of two that both do so, neither would ever stay.
+        # Only at the first start: if two validators did this at each start, neither would stay.
         running.once = ("--take-over",) if take_over else ()
         running.validators_stop = max(config.miner.stop_timeout, _VALIDATOR_STOPS)
         for name in plan.words:
@@ -415,7 +418,7 @@ def sole_runner(
 
     with sole_user(plan.folder, "run.lock", "dt-network run", instead="wait for it"):
         running = Running(plan, signals, tell=tell)
-        # What a killed one left is ending, and has its ports until then.
+        # Processes of a killed founder may still be ending, and hold their ports until then.
         before = read_state(plan.folder / PIDS, _Processes, lost="they are not waited for")
         left = sessions_of(before.processes if before else ())
         end_sessions(left, settle=timedelta(seconds=90), grace=timedelta(seconds=5))
@@ -458,7 +461,7 @@ def _invite(plan: FounderPlan, network: Network) -> None:
 
     done = registry()
     if not done.returncode and (old := re.match(r"invitation (\w+),", before)):
-        registry("--revoke", old[1])  # fails where it was used up
+        registry("--revoke", old[1])  # fails if the invitation was used up
     if done.returncode:
         say(f"no invitation could be made ({done.stderr.strip()[-300:]}): the next start tries")
         return

@@ -27,8 +27,9 @@ from distributed_training.protocol.metadata import with_rules
 from distributed_training.protocol.pages import HELD_OUT_PAGES
 
 _HELD_OUT_SHARE = 16  # in a small data set one of this many pages is held out
-_HUB_SECONDS = 10.0  # of the question for a commit
-_OF_BASE = ["*.json", "*.safetensors", "*.model", "*.txt"]  # what is read of a model of the hub
+_HUB_SECONDS = 10.0  # seconds for the question for a commit
+# Files that are read from a model at the hub.
+_OF_BASE = ["*.json", "*.safetensors", "*.model", "*.txt"]
 
 
 def pin_data(data: dict[str, Any], *, unpinned: bool) -> None:
@@ -91,10 +92,10 @@ def choose_pages(data: dict[str, Any], *, beside: Path | None = None) -> dict[st
     if data.get("rows") is not None:
         data.setdefault("selection", 2)
     rows, of_a_page = data.get("rows"), data["rows_per_page"]
-    # What is of another type is refused with the whole file.
+    # A value of another type is refused with the whole file.
     if data.get("selection") == 2 and type(rows) is type(of_a_page) is int and of_a_page > 0:
         share = rows // of_a_page // _HELD_OUT_SHARE
-        # Pages that nobody is judged on are trained on, but for the one that the draw needs.
+        # Pages that judge nobody are for training, except for the one that the draw needs.
         share = 1 if pinned else min(HELD_OUT_PAGES, share)
         data.setdefault("held_out_pages", max(1, share))
     return kept
@@ -123,7 +124,7 @@ def _pin_file(named: str, column: str, kept: dict[str, bytes], beside: Path | No
     digest = hashlib.sha256(content).hexdigest()
     if "://" not in place:
         place = re.sub(r"[^\w.-]", "-", Path(place).name)
-        if kept.setdefault(place, content) != content:  # another of the same name
+        if kept.setdefault(place, content) != content:  # another file of the same name
             place = f"{digest[:8]}-{place}"
             kept[place] = content
     return f"{start[0]}{place}#{digest}"
@@ -146,7 +147,7 @@ def pin_tokenizer(table: dict[str, Any]) -> None:
             table["revision"] = commit
             return
         why: object = "it names none"
-    # ValueError: a name that is none.
+    # ValueError means that the name is invalid.
     except (OSError, ValueError, httpx.HTTPError) as error:
         why = " ".join(str(error).split())[:200]
     print(
@@ -174,7 +175,7 @@ def refuse_vocabulary(table: Mapping[str, Any], model: Any) -> None:
         with TemporaryDirectory() as folder:
             path, end = build_tokenizer(name, Path(folder), revision=revision)
             needed = TextTokenizer(path, eos_id=end).vocabulary
-    except (ValueError, OSError) as error:  # OSError: of the folder's disk
+    except (ValueError, OSError) as error:  # OSError comes from the folder's disk
         if hub_is_away(error):
             print(f"the tokenizer was not looked at: {error}", file=sys.stderr)
             return
@@ -248,7 +249,8 @@ def read_model(path: Path | None, *, tokenizer: str) -> dict[str, Any]:
         elif path is not None:
             content = json.loads(path.read_text(encoding="utf-8"))
         elif tokenizer == "bytes":
-            # 1.9 million parameters on bytes: trains on a laptop. Its token 256 ends a text.
+            # A model of 1.9 million parameters on bytes, which trains on a laptop. Its token 256
+            # ends a text.
             ends = {"eos_token_id": 256, "pad_token_id": 256}
             content = local_llama_config(sequence_length=1024) | ends
         else:
@@ -273,7 +275,7 @@ def check_model(model: dict[str, Any], length: Any) -> None:
 
     content = model["config"]
     try:
-        # Of sizes that fill the memory, before they are built.
+        # Refuse sizes that fill the memory before the model is built.
         ModelShape.from_config(_with_usual_names(content), 1)
         built: Any = build_meta_model(_of_table(model))
         blocks_of(built)

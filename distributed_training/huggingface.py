@@ -48,7 +48,7 @@ class NetworkCallback(TrainerCallback):
         self._network = network
         self._settings = settings
         self._loss: float | None = None
-        self._tokens = 0  # that were reported
+        self._tokens = 0  # tokens that were reported
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **_: Any
@@ -66,7 +66,7 @@ class NetworkCallback(TrainerCallback):
         self._loss = logs.get("loss", self._loss)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        tokens = state.num_input_tokens_seen - self._tokens  # of all ranks
+        tokens = state.num_input_tokens_seen - self._tokens  # tokens of all ranks
         self._tokens += tokens
         self.net.step(loss=self._loss, tokens=tokens // args.world_size or None)
 

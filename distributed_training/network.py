@@ -58,7 +58,7 @@ _OF_AVERAGE = frozenset({"round.average_after", "round.sample"})
 _BITS = "round.bits"  # what earlier files have in place of round.codec: 4, 3 or 2
 #: What earlier files have in place of round.period: seconds, their number, and a rule that is gone.
 _BLOCKS = ("round.seconds_per_block", "round.blocks_per_allreduce", "round.epoch_length")
-_ROWS_API = "data.rows_url"  # of earlier files; without effect where the source is another
+_ROWS_API = "data.rows_url"  # key of earlier files, without effect if the source is another
 _EARLIER = {_BITS, *_BLOCKS, _ROWS_API}
 #: Keys that only format 3 has.
 NEWEST = _OF_AVERAGE | {
@@ -121,7 +121,7 @@ USUAL: Mapping[str, Any] = {
     "round.minimum_valid_inner_step": 50,
     "limits.max_uids": 256,
 }
-LARGEST_FILE = 1 << 20  # bytes, of the file, and of the model's file next to it
+LARGEST_FILE = 1 << 20  # bytes of the file, and of the model's file next to it
 LARGEST_SHOWN = 4096  # bytes of what the global bucket says of its network
 KEPT = "network"  # folder of the last good copy, in the run folder
 FILE = "network.toml"
@@ -137,8 +137,8 @@ _OPTIONAL = {
     *(key for keys in _CHAIN_KEYS.values() for key in keys),
 }  # fmt: skip
 _FIRST_TABLE = re.compile(r"^\s*\[", re.M)
-# A comment or a string of TOML. All but the first quote are optional: an end that is not there must
-# not make the search begin again at each character.
+# A comment or a string of TOML. All but the first quote are optional, since a missing end must not
+# make the search begin again at each character.
 _NO_KEY = re.compile(
     r'''\#[^\n]*+
     | """ (?:[^"\\] | \\. | "{1,2}+(?!"))*+ "{0,5}+  |  "(?:[^"\\\n] | \\.)*+"?+
@@ -147,7 +147,7 @@ _NO_KEY = re.compile(
 )
 _DEEPEST_KEY = 64
 _DEEP_KEY = re.compile(rf"(?<![\w.-])(?:[\w-]++[ \t]*+\.[ \t]*+){{{_DEEPEST_KEY}}}")
-# Of the model's file next to it. It also becomes a name in the run folder, where "url" is taken.
+# Name of the model's file next to it. The run folder uses the same name, and "url" is taken there.
 _BESIDE = re.compile(r"(?!(?:network\.toml|url)$)\w[\w.-]{0,199}", re.ASCII)
 
 
@@ -158,7 +158,7 @@ class NetworkFileError(ValueError):
     """A network's file that is refused: the cause, and what to do."""
 
     def __init__(self, cause: str, remedy: str) -> None:
-        super().__init__(f"{cause:.{_MOST_SHOWN}}")  # it may repeat the file
+        super().__init__(f"{cause:.{_MOST_SHOWN}}")  # the cause may repeat the file, so cut it
         self.remedy = f"{remedy:.{_MOST_SHOWN}}"
 
 
@@ -383,9 +383,9 @@ def other_version(shown: Shown, ours: Network) -> str:
 def tree_of(text: str) -> dict[str, Any]:
     """Return the tables of a file's ``text``. Raises NetworkFileError where it is not TOML."""
     try:
-        # tomllib's memory grows with the square of a dotted key: 32 kB of "a.a.a" take 1 GB, and
-        # whoever can write to the founder's web site could end every start by them. A quoted part
-        # of a key counts as a bare one; what stands in a value or a comment does not count.
+        # tomllib's memory grows with the square of a dotted key: 32 kB of "a.a.a" take 1 GB, so
+        # anybody who can write to the founder's web site could end every start. A quoted part of a
+        # key counts as a bare one; values and comments do not count.
         if _DEEP_KEY.search(_NO_KEY.sub("q", text)):
             raise ValueError("nested too deeply")
         return parse_toml(text)
@@ -441,7 +441,8 @@ def parse(text: str, *, place: str, keys: Collection[str], nearby: Callable[[str
     flat = flatten(tree_of(text))
     _refuse_format(flat)
     later = NEWEST if flat["format"] == 2 else frozenset()
-    # Strictly: a program that ignored a key would train by other rules than its peers.
+    # Refuse unknown keys, since a program that ignored one would train by other rules than its
+    # peers.
     known = {*keys, *HEAD_KEYS, *_EARLIER} - later
     for key in flat:
         if key in later:
@@ -463,7 +464,7 @@ def parse(text: str, *, place: str, keys: Collection[str], nearby: Callable[[str
     files = {FILE: text, **load_model(flat, nearby)}
     digest = digest_of(flat)
     head = _head({key: flat[key] for key in HEAD_KEYS & {*flat}})
-    # [chain] has the keys of its kind and no other's. One of a plug-in has what it likes.
+    # [chain] has only the keys of its kind; a plug-in's kind may have any.
     for kind, of_kind in _CHAIN_KEYS.items() if head.chain in _CHAIN_KEYS else ():
         for key in sorted(of_kind):
             if (key in flat) != (kind == head.chain):
@@ -484,7 +485,7 @@ def parse(text: str, *, place: str, keys: Collection[str], nearby: Callable[[str
             "model.frozen and model.trainable_parameters do not say which tensors stay as they are",
             "let dt-network init write both",
         )
-    # The built-in ones are part of the program, so whoever trusts the one trusts the others.
+    # Built-in files are part of the program, so they are trusted like it.
     built_in = "signature" not in flat and any(
         digest == digest_of(flatten(built_in_rules(name))) for name in BUILT_IN
     )
@@ -580,7 +581,7 @@ def without_blocks(text: str) -> str:
         changed = text[: first.start()] + line + lines.sub("", text[first.end() :])
         if flatten(tree_of(changed)).get("round.period") == period:
             return changed
-    return text  # inside of an inline table: it is read as it is
+    return text  # inside of an inline table, which is read as it is
 
 
 def _refuse_data(flat: Mapping[str, Any]) -> None:
@@ -669,7 +670,7 @@ def signed(
     ``head``: values of first lines to put in the place of those that stand there; None: none.
     """
     first = _FIRST_TABLE.search(text)
-    # Above the first table: below it "signature = " is a key of that table.
+    # Look above the first table, since below it "signature = " is a key of that table.
     end = first.start() if first else len(text)
     top, rest = text[:end], text[end:].lstrip("\n")
     for key in (*(head or ()), "signature"):
@@ -688,7 +689,7 @@ def to_toml(rules: Mapping[str, Any]) -> str:
 
     def table(title: str, content: Mapping[str, Any]) -> str:
         below = {key: value for key, value in content.items() if isinstance(value, dict)}
-        # First: in TOML a key below a table's head belongs to that table.
+        # Write these first, since in TOML a key below a table's head belongs to that table.
         lines = [f"{k} = {toml_value(v)}" for k, v in content.items() if k not in below]
         head = f"\n[{title}]\n" if title and lines else ""
         inner = [table(f"{title}.{key}".strip("."), value) for key, value in below.items()]

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     import httpx
 
 _ATTEMPTS, _FIRST_WAIT, _TIMEOUT = 3, 1.0, 10.0  # seconds
-_LONGEST = 30.0  # seconds, of a whole reply with the redirects before it
+_LONGEST = 30.0  # seconds for a whole reply with its redirects
 _MOST_REDIRECTS = 5
-_MOST_VERSIONS = 100  # between an invitation's and the newest
+_MOST_VERSIONS = 100  # versions between an invitation's and the newest
 
 
 def read_network(
@@ -83,9 +83,10 @@ def read_network(
             "what stands behind # is no digest of 64 letters and digits", "copy the line again"
         )
     copy = kept / KEPT
-    # Read before the URL is asked: its founder decides what counts as an answer.
+    # Read the copy before the URL is asked, since its founder decides what counts as an answer.
     known = None
-    with contextlib.suppress(OSError, ValueError):  # NetworkFileError too: none, or a damaged one
+    # Also NetworkFileError: there is no copy, or a damaged one.
+    with contextlib.suppress(OSError, ValueError):
         if (copy / "url").read_text(encoding="utf-8") == place:
             known = parse(
                 read_text(copy / FILE),
@@ -95,7 +96,8 @@ def read_network(
             )
     if known is not None and pinned not in ("", known.digest):
         known = None
-    # What comes over http anybody on the way may write: it must be known whose file it has to be.
+    # Anybody on the way can change what comes over http, so it must be known whose file it has to
+    # be.
     safe = ("https", "http") if pinned or known is not None else ("https",)
     if url.scheme not in safe or "@" in url.netloc:
         raise NetworkFileError(
@@ -154,7 +156,7 @@ def _descends(found: Network, pinned: str, place: str, keys: Collection[str]) ->
             version = parse(text, place=url, keys=keys, nearby=found.files.__getitem__)
         except (NetworkFileError, LookupError):
             return False
-        # Of another founder it could name any version, also that of an invitation.
+        # Another founder's file could name any version, also that of an invitation.
         same = version.values["run_id"] == found.values["run_id"]
         if not same or f"sha256:{version.digest}" != before:
             return False
@@ -169,7 +171,7 @@ def save_copy(network: Network, folder: Path) -> None:
         return
     copy = folder / KEPT
     copy.mkdir(exist_ok=True)
-    # The URL last: until it is there, the rest counts for no copy.
+    # Write the URL last: until it is there, the rest does not count as a copy.
     for name, text in {**network.files, "url": network.place}.items():
         write_bytes(copy / name, text.encode())
 
@@ -218,12 +220,12 @@ async def download(url: str, *, most: int = LARGEST_FILE, seconds: float | None 
             except ValueError:  # httpx takes some of those for names
                 raise NetworkAway(f"{url} leads to {location!r:.200}, which is no URL") from None
             shown = repr(place)[1:201]
-            # The signature tells who wrote the file, not that it is today's.
+            # Demand https: the signature tells who wrote the file, not that it is today's.
             if parts.scheme != "https" or "@" in parts.netloc or not parts.hostname:
                 raise NetworkAway(f"{url} leads to {shown}, which anybody on the way writes")
-            # Before anything is asked of it: whoever can write to the founder's web site would have
-            # this machine ask its neighbours. An operator's own URL may be of the own network. A
-            # proxy reaches no private address.
+            # Check this before anything is asked: a redirect of the founder's web site could make
+            # this machine ask its neighbours. An operator's own URL may be in the own network, and
+            # a proxy reaches no private address.
             if proxy_for(place) is None and is_inside(place) and not is_inside(url):
                 raise NetworkAway(
                     f"{url} leads to {shown}, an internal address, so it was not asked"

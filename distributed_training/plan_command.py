@@ -48,10 +48,11 @@ from distributed_training.protocol.growth import (
 from distributed_training.protocol.network_report import span
 
 _GPU = re.compile(r"([a-z0-9]+?)(?:x([1-9]\d?))?(?:x([1-9]\d{0,2}))?")
-_MFU = 0.4  # of a card whose speed is not given
+_MFU = 0.4  # part of a card's peak if its speed is not given
 _FLOPS = 6  # per parameter and token, forward and backward (arxiv.org/abs/2001.08361)
-_FROZEN_FLOPS = 4  # the same of a parameter that gets no gradient
-_VALIDATOR = 28, 1_000_000_000  # bytes of host memory per parameter; of Python, torch and the text
+_FROZEN_FLOPS = 4  # the same for a parameter that gets no gradient
+# Bytes of host memory per parameter, and for Python, torch and the text.
+_VALIDATOR = 28, 1_000_000_000
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_with(error)
     except KeyboardInterrupt:
         return ExitStatus.INTERRUPTED
-    except BrokenPipeError:  # of `dt-status --watch | head`
+    except BrokenPipeError:  # raised by `dt-status --watch | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitStatus.STOPPED
 
@@ -103,7 +103,7 @@ def find_own() -> list[Path]:
     try:
         own = [load_config("miner", [], file=OPERATORS_FILE, check=False).run_folder]
     except ConfigError as error:
-        # An operator looks at a miner also because its settings are refused.
+        # Continue, since an operator may look at a miner because its settings are refused.
         own, refused = [run_folder_of([])], error
     # A second miner of pm2 has a folder of its own (DT_NAME).
     places = [f"runs/*/{LAUNCHER_FILE}", f"*/runs/*/{LAUNCHER_FILE}"]
@@ -134,7 +134,7 @@ def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
     found = judge(facts, now)
     launch, due = facts.launch, facts.expected_round(now)
     upload = facts.uploads[-1] if facts.uploads else None
-    # The event is the log's line, and there at once; on a full disk only the facts are written.
+    # The event is there at once, like the log's line; on a full disk only the facts are written.
     outer_step, inner_step = facts.outer_step, facts.step.value if facts.step else None
     step_at = facts.step.at if facts.step else None
     last = neuron.steps[-1] if neuron.steps else None

@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
     """An argparse parser that refuses in one line and takes no abbreviations."""
 
     def __init__(self, **options: Any) -> None:
-        # An abbreviation of today is ambiguous, or another flag, once a flag was added.
+        # Allow no abbreviations: a new flag may make one ambiguous, or change its meaning.
         super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
@@ -72,7 +72,7 @@ class Parser(argparse.ArgumentParser):
 def refusal_of(message: str) -> ConfigError:
     """Describe argparse's complaint about an argument, with its consequence."""
     text = message.removeprefix("argument ")
-    if len(text) > 600:  # argparse repeats the whole of what is none of its choices
+    if len(text) > 600:  # argparse repeats the whole text if it is none of its choices
         text = f"{text[:300]}...{text[-300:]}"
     return ConfigError(f"{text}, so nothing was started: see --help")
 
@@ -100,7 +100,8 @@ def argument(hint: Any) -> Callable[[str], Any]:
 
     def convert(text: str) -> Any:
         why = unprintable(text)
-        # Not before: what is refused is shown, and control characters forge lines of a terminal.
+        # Take the text only now: a refusal shows it, and control characters forge lines of a
+        # terminal.
         if why is None:
             try:
                 return adapter.validate_python(text)
@@ -116,7 +117,7 @@ def ranged(low: float, high: float) -> Callable[[str], Any]:
     return argument(Annotated[type(low), Field(ge=low, le=high)])
 
 
-#: What names a hotkey, also to the commands that sign with it.
+#: Settings that name a hotkey, also for the commands that sign with it.
 WALLET = ("wallet.path", "wallet.name", "wallet.hotkey")
 
 
@@ -206,7 +207,7 @@ def parser_of(known: Schema, *, everything: bool = False) -> Parser:
     everywhere = parser.add_argument(
         "--help_all", action=_HelpAll, nargs=0, const=known, help=about
     )
-    everywhere.option_strings = ["--help-all"]  # as it is shown; what is typed has no dashes here
+    everywhere.option_strings = ["--help-all"]  # as it is shown; the typed form has no dashes here
     for group, found in groupby(known.flags, key=lambda setting: setting.group):
         by_name = {setting.name: setting for setting in found}
         # The usual ones by task.
@@ -252,7 +253,7 @@ def read_argv(
     """
     given: dict[str, str] = {}
     words: list[str] = []
-    at = ""  # the flag of before that the words belong to: some scripts gave it a value, some not
+    at = ""  # the former flag to which the next words belong, since some scripts gave it a value
     for word in argv:
         if word.startswith("--"):
             name, separate, text = word[2:].partition("=")
@@ -308,7 +309,7 @@ def _refuse_secret(name: str, known: Schema, why: str) -> None:
 def read_environment(environ: Mapping[str, str], known: Schema) -> dict[str, Given]:
     """Read the variables that name a setting; empty ones count as not set."""
     names = {setting.env: setting.name for setting in known if setting.env}
-    names["DT_PRESET"] = "preset"  # of the edition before
+    names["DT_PRESET"] = "preset"  # name in the edition before
     return {name: Given(environ[env], env) for env, name in names.items() if environ.get(env)}
 
 
@@ -326,13 +327,13 @@ def read_dotenv(
 
     found: dict[str, str] = {}
     places: dict[str, int] = {}
-    # No interpolation: a "$" in a secret is a "$".
+    # Interpolate nothing, since a "$" in a secret is a "$".
     for binding in parse_stream(io.StringIO(_read_text(path, str(path)))):
         text = binding.original.string
         line = binding.original.line + len(text) - len(text.lstrip("\r\n"))
         where = f"{path}, line {line}"
         if binding.error or (binding.key is not None and binding.value is None):
-            # Of others nothing is shown, and of ours the name: the rest may be a secret.
+            # Show only the name, and only of our own variables, since the rest may be a secret.
             found_name = re.match(r"[\s{\"']*(?:(?:export|set)\s+)?(\w*)", text)
             name = found_name[1] if found_name else ""
             ours = name.upper().startswith(_OURS)
@@ -415,7 +416,8 @@ def _read_text(path: Path, name: str) -> str:
     try:
         if b"\0" in data:  # UTF-16
             raise ValueError
-        # Some editors begin a file with a byte order mark: it would be part of the first name.
+        # Some editors begin a file with a byte order mark, which would become part of the first
+        # name.
         return data.decode("utf-8-sig")
     except ValueError:
         raise ConfigError(
@@ -453,7 +455,7 @@ def load_config(
         given["config"] = Given(str(file), str(file))
     if "config" in given:
         given = {**read_toml(Path(_text(given["config"])), known), **given}
-    # After the merge: a removed flag that stands in several places counts once.
+    # Do this after the merge, so that a removed flag that stands in several places counts once.
     removed = {n: given.pop(n) for n in list(given) if known.get(n) is None}
     rules = {key: removed.pop(name) for name, key in RULES.items() if name in removed}
     _refuse(
@@ -467,12 +469,13 @@ def load_config(
     if removed:
         sources = ", ".join(sorted(entry.source for entry in removed.values()))
         warnings += [f"no settings any more, without effect, and can be taken out: {sources}"]
-    if "plugins" in given:  # before any other value, which may name a kind that they register
+    # Load plug-ins first, since other values may name a kind that they register.
+    if "plugins" in given:
         try:
             import_plugins(_text(given["plugins"]).split())
         except PluginError as error:
             raise ConfigError(f"{given['plugins'].source}: {error}") from None
-    # Only if a setting came from it: another program's .env is its own affair.
+    # Check this only if a setting came from the file, since it may belong to another program.
     if dotenv and from_dotenv and (mode := stat.S_IMODE(dotenv.stat().st_mode)) & 0o066:
         warnings.append(
             f"{dotenv} has mode {mode:04o}, so other users of this machine can take the keys in "
@@ -496,7 +499,7 @@ def _with_rules(
     ``yielding``: what is given in vain, by the key of the rule that holds in its place.
     Raises NoNetworkNamed, ConfigError, ConfigAway.
     """
-    # Without them: the place of the network's file is a setting itself.
+    # Build without the file's values first, since the place of the file is a setting itself.
     alone = _build(known, given)
     place = alone.general.network
     named = given.get("network")
@@ -513,7 +516,7 @@ def _with_rules(
     try:
         network = read_network(
             place,
-            # Of the validator, for a miner too: one file serves both.
+            # Take the validator's settings for a miner too, since one file serves both.
             keys={setting.network for setting in schema("validator") if setting.network},
             kept=alone.run_folder,
             tell=warnings.append,
@@ -538,7 +541,7 @@ def _with_rules(
         )
     because = {
         entry.source: f"{place} says {key} = {show(ours.get(key))} for all members: "
-        # The chain is the network's affair, and a node of it the operator's.
+        # The network's file names the chain, and the operator may choose a node of it.
         + ("give --subtensor.chain_endpoint, or " if key == "chain.endpoint" else "")
         for key, entry in yielding.items()
     }
@@ -652,9 +655,9 @@ def _build(
                 wrong[setting.name] = (
                     f"{source}: {fault(setting, text, error)}, so nothing was started: {remedy}"
                 )
-    # After all packages: the line tells how many more are wrong.
+    # Refuse after all packages, since the line tells how many more are wrong.
     _refuse(list(wrong.values()))
-    # A key of the other exchange has no value, so nobody reads its default by mistake.
+    # Keys of the other exchange have no value, so nobody reads their default by mistake.
     absent = needless_keys(network.head.exchange) if network is not None else frozenset[str]()
     values = {
         s.name: getattr(packages[s.places[0][0]], s.places[0][1])

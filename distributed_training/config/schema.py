@@ -125,9 +125,9 @@ class Schema:
         for package, settings_class in self.classes.items():
             if package != "validator" or kind == "validator":
                 defaults = settings_class()
-                # As the class that declares a field has it: no other has its help.
+                # Take the field from the class that declares it, since only that one has its help.
                 declared: dict[str, FieldInfo] = {}
-                for ancestor in settings_class.__mro__[-2::-1]:  # but object
+                for ancestor in settings_class.__mro__[-2::-1]:  # all classes but object
                     declared = ancestor.__pydantic_fields__ | declared
                 for field_name in settings_class.__pydantic_fields__:
                     field = declared[field_name]
@@ -148,7 +148,7 @@ class Schema:
         known = self.settings.get(name)
         if known is not None:
             places, group = [*known.places, *places], known.group
-            # Or what --help shows would be true of one of the two packages only.
+            # Otherwise --help would be true for one of the two packages only.
             if known.default != default:
                 raise TypeError(f"--{name} has two defaults: {known.default!r}, {default!r}")
         self.settings[name] = Setting(
@@ -169,7 +169,7 @@ class Schema:
         """
         setting = self._spellings.get(canonical(name))
         if setting is None:
-            # Of a name without its section too: --upload_steps.
+            # Consider a name without its section too, such as --upload_steps.
             names = {spelling.rpartition(".")[2]: s for spelling, s in self._spellings.items()}
             names |= self._spellings
             close = difflib.get_close_matches(canonical(name), names, n=1, cutoff=0.8)
@@ -204,7 +204,7 @@ class Given(NamedTuple):
     """The text that one place gives for a setting."""
 
     text: str  # several words are separated by spaces
-    source: str  # as an operator calls the place: --neuron.upload_steps, R2_ACCOUNT_ID
+    source: str  # the place in an operator's words: --neuron.upload_steps, R2_ACCOUNT_ID
 
 
 # --- what people read ---------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def describe(config: Config) -> list[str]:
     They begin the log of every start; all settings are in :data:`SETTINGS_FILE`.
     """
     place = config.general.network
-    # What the network's file gave was not given by this operator.
+    # Leave out values of the network's file, which this operator did not give.
     given = [
         s
         for s in schema(config.kind)
@@ -244,7 +244,7 @@ def all_settings(config: Config) -> str:
 
 def _entry(config: Config, setting: Setting) -> str:
     source = config.sources.get(setting.name, "")
-    # The setting is None by default: the folder is made of two others.
+    # The setting is None by default, and the folder follows from two others.
     value = config.run_folder if setting.name == "neuron.run_folder" else config.get(setting.name)
     label = "" if setting.is_rule else "--"
     label = str(setting.env) if setting.secret else label + setting.name

@@ -34,8 +34,8 @@ from .schema import schema
 
 log = logging.getLogger(__name__)
 
-#: Keys of the exchange, by which a script continues: it uploads by them, the signed state names the
-#: close, and the rest is the validator's.
+#: Keys of the exchange, with which a script continues: it uploads by them, the signed state names
+#: the close, and all other keys concern the validator.
 _OF_EXCHANGE = ("round.", "stop.", "training.outer_")
 _MOST = 1000  # versions looked for at once
 
@@ -91,7 +91,7 @@ class Versions:
 
     def __init__(self, network: Network, folder: Path) -> None:
         self.known: tuple[Network, ...] = (network,)
-        self.in_force = network  # at the start
+        self.in_force = network  # the version at the start
         self._folder = folder / KEPT / VERSIONS
         self._keep(network)
         self.look(lambda number: self._read(self._folder, number), quiet=True)
@@ -136,7 +136,7 @@ class Versions:
         ``read``: the text of a version by its number, None where there is none.
         """
         refused = ""
-        # Backwards first: no damaged new version may hide the one that holds today.
+        # Look backwards first, so that a damaged new version cannot hide the one that holds today.
         for number, step in ((self.known[0].head.version, -1), (self.newest.head.version, 1)):
             for other in range(number + step, number + step * _MOST, step):
                 if other < 1 or (text := read(other)) is None:

@@ -24,10 +24,10 @@ class Close:
     A progress upload is for none: its close has the serial 0, which is no close's.
     """
 
-    outer_step: int  # E: for uploads of the members that hold its epoch-start weights
+    outer_step: int  # the outer step from whose weights the uploads count
     serial: int
     closes_at: float  # Unix seconds, by the store's clock
-    grace: float  # seconds: an upload that is in the store later is late
+    grace: float  # seconds after which an upload in the store is late
 
     @classmethod
     def of_progress(cls, outer_step: int) -> Close:
@@ -45,7 +45,7 @@ class CloseReached(Event):
     """An outer step's uploads are taken now."""
 
     close: Close
-    until: float = math.inf  # seconds of the steady clock: a later upload is late
+    until: float = math.inf  # seconds of the steady clock after which an upload is late
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class UploadEnded(Event):
 
     outer_step: int
     serial: int
-    cause: str = ""  # why it is not in the store in time; empty: it is, whole
+    cause: str = ""  # why it is not in the store in time; empty if it is there, complete
     size: int = 0  # bytes
-    seconds: float = 0.0  # that sending took in this process; 0: it was there already
+    seconds: float = 0.0  # seconds that sending took in this process; 0 if it was there already
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,10 @@ class UpdateReady(Event):
 class NetworkDiffers(Event):
     """The network's history or its file is another one than ours. Posted when that changes."""
 
-    cause: str  # one line that names both, and the remedy; empty: they are the same again
-    forked: bool  # of the history: nothing is applied or sent before a recovery; else of the file
+    cause: str  # one line that names both versions and the remedy; empty if they are the same again
+    # True: the history forked, so nothing is applied or sent before a recovery; false: the file
+    # differs.
+    forked: bool
 
 
 @dataclass(frozen=True)

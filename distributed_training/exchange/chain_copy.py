@@ -50,8 +50,8 @@ class ChainCopy:
         self._folder = folder
         self._master = master
         self.forked = self._describe_fork()
-        self._etag = ""  # of the newest state's object
-        # Seen at any time, also by an earlier process.
+        self._etag = ""  # etag of the newest state's object
+        # The newest state ever seen, also by an earlier process.
         self._newest = self._read("state", State, "an older state would not be noticed")
 
     def _describe_fork(self) -> str:
@@ -72,7 +72,7 @@ class ChainCopy:
         ``now``: Unix seconds, by the store's clock. Raises StateUnavailable, and ForkError.
         """
         state = self._newest
-        # Where HEAD finds nothing GET may: the two may be answered by different replicas.
+        # GET may find what HEAD does not, since different replicas may answer.
         if state is None or info is None or not same_etag(info.etag, self._etag):
             data = self._get(keys.STATE, State)
             if data is None and state is None:
@@ -95,7 +95,7 @@ class ChainCopy:
                 write_bytes(self._path("state"), data)
             self._newest = state
             md5 = hashlib.md5(data, usedforsecurity=False).hexdigest()
-            # A cache may answer with older bytes than HEAD described: then it is asked again.
+            # A cache may answer with older bytes than HEAD described. Ask again then.
             old = info is None or (is_md5(info.etag) and not same_etag(info.etag, md5))
             self._etag = "" if info is None or old else info.etag
         if self.forked:
@@ -218,7 +218,7 @@ class ChainCopy:
     def _get(self, key: str, kind: type[State | Manifest]) -> bytes | None:
         try:
             return self._reader.get(key, limit=kind.most_bytes)
-        except IntegrityError as error:  # a fault of the object, and not of the store
+        except IntegrityError as error:  # a fault of the object, not of the store
             raise StateUnavailable(f"{error}: nothing is taken from it") from None
 
     def _path(self, name: object) -> Path:

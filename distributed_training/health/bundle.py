@@ -30,8 +30,8 @@ from distributed_training.config.schema import all_settings
 from distributed_training.protocol.types import Check
 from distributed_training.telemetry.logs import mask, register_secret
 
-_MOST_BYTES = 4 * 2**20  # of a file: its end
-#: Of the run folder: small files of the miner's state, and the ends of those that grow.
+_MOST_BYTES = 4 * 2**20  # bytes of a file's end that are packed
+#: Files of the run folder: small ones with the miner's state, and the ends of growing ones.
 RUN_FILES = (
     *("config.txt", "launcher.json", "stage.json", "facts.json", "notify.json", "instance.json"),
     *("exit_status.json", "launcher.prom", "metrics.prom", "micro-batch.json", "score.json"),
@@ -45,7 +45,7 @@ def find_secrets(config: Config, dotenv: Path, environ: Mapping[str, str]) -> It
         if isinstance(value, SecretStr):
             yield value.get_secret_value()
     lines: Mapping[str, str] = {}
-    with contextlib.suppress(ConfigError):  # of a damaged file
+    with contextlib.suppress(ConfigError):  # raised for a damaged file
         lines = read_dotenv(dotenv)
     yield from (text for name, text in {**lines, **environ}.items() if is_secret(name))
 
@@ -93,7 +93,7 @@ def _end_of(path: Path) -> str | None:
             data = file.read(_MOST_BYTES)
     except OSError:
         return None
-    if start:  # of a line that is cut nothing: it may begin in a secret
+    if start:  # leave out a line that is cut, since it may begin in a secret
         data = data.partition(b"\n")[2]
     return data.decode(errors="replace")
 
@@ -124,13 +124,13 @@ def write_bundle(
             archive.addfile(member, io.BytesIO(data))
             lines.append(f"{name:<24} {len(data) / 1000:8.1f} kB  {mask(about)}")
     try:
-        # No link is followed, and no file is replaced.
+        # Follow no link and replace no file.
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(packed.getvalue())
         except OSError:
-            path.unlink()  # a part of it would be in the way of the next one
+            path.unlink()  # a part of it would block the next bundle
             raise
     except OSError as error:
         raise ConfigError(

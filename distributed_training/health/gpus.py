@@ -23,9 +23,10 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: Seconds. The first question after a reboot wakes up every card; a sample holds an inner step.
+#: Seconds to wait: the first question after a reboot wakes up every card, and a sample holds up an
+#: inner step.
 START_PATIENCE, SAMPLE_PATIENCE = 60.0, 2.0
-_open_question: list[threading.Thread] = []  # that the driver has not answered
+_open_question: list[threading.Thread] = []  # the question that the driver has not answered
 
 _RULE = "=" * 80
 
@@ -101,7 +102,7 @@ class NvmlSampler:
         if nvml is None:
             return None
         handles = _visible_handles(nvml)
-        # Each nvmlInit counts: one without its shutdown keeps the driver's library open.
+        # Each nvmlInit needs its shutdown, or the driver's library stays open.
         if not 0 <= device < len(handles):
             _stop(nvml)
             return None
@@ -115,7 +116,7 @@ class NvmlSampler:
         """
         nvml = self._nvml
         try:
-            # Every card tells these two; the rest is optional.
+            # Every card answers these two; the rest is optional.
             memory = nvml.nvmlDeviceGetMemoryInfo(self._handle)
             name = nvml.nvmlDeviceGetName(self._handle)
         except nvml.NVMLError:
@@ -241,7 +242,7 @@ def _all_handles(nvml: Any) -> Iterator[Any]:
     try:
         count = nvml.nvmlDeviceGetCount()
     except nvml.NVMLError:
-        # Of a driver that was updated under it, or a card that hangs. No error for the launcher,
+        # The driver was updated meanwhile, or a card hangs. This is no error for the launcher,
         # which waits for a driver as for a disk.
         return
     for index in range(count):
@@ -267,7 +268,7 @@ class CudaState:
 
 def cuda_state(device: int) -> CudaState:
     """Return the state of ``device`` now; call it after the model was placed. Imports torch."""
-    # Here: the launcher asks only NVML, and must not load torch for that.
+    # Imported here, since the launcher asks only NVML and must not load torch for that.
     import torch
 
     if not torch.cuda.is_available():
@@ -312,7 +313,7 @@ def gpu_report_lines(
             f"{micro_batch} sequences in a micro-batch, {effective} in an inner step, "
             f"{steps} micro-batches each"
         ]
-    # Operators grep these lines and compare them with the guide: their words stay.
+    # Operators grep these lines and compare them with the guide, so their words stay.
     lines = [_RULE, "🔍 GPU DIAGNOSTICS", _RULE]
     if cuda.available:
         lines += [

@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
         config = load_config("miner", argv, file=OPERATORS_FILE)
     except ConfigError as error:
         return exit_with(error, of_service=True)
-    # Here: the launcher imports no torch, and refuses a wrong flag at once.
+    # Set this here: the launcher imports no torch and refuses a wrong flag at once.
     set_rank_environment()
     from distributed_training.common.processes import leave
 
@@ -101,7 +101,8 @@ def load_settings(argv: Sequence[str]) -> Config:
         from distributed_training.telemetry.run_state import LauncherFile
 
         folder = run_folder_of(argv)
-        # A first start too, in the folder of a miner. Nothing is made in the place of a mount.
+        # This is also for a first start in a miner's folder: create nothing where a mount is
+        # missing.
         if (OPERATORS_FILE.exists() or Path(".env").exists()) and late_mount(folder) is None:
             with contextlib.suppress(OSError):
                 folder.mkdir(exist_ok=True, parents=not folder.is_absolute())
@@ -143,7 +144,8 @@ def set_rank_environment() -> None:
     from distributed_training.miner.rank_group import rank_environment_defaults
 
     for name in _INTERFACES:
-        given = os.environ.get(name, "^")  # NCCL's: all but these, or how names begin
+        # NCCL's form: "^" and names to leave out, or beginnings of names.
+        given = os.environ.get(name, "^")
         known = [*psutil.net_if_addrs()]
         if not given.startswith("^") and not all(
             any(each.startswith(one.lstrip("=").partition(":")[0]) for each in known)
@@ -164,7 +166,7 @@ def set_rank_environment() -> None:
             if any(entry.address == own for entry in entries):
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-    # torchrun sets 1 where nobody chose: encoding an upload would take one core of many.
+    # torchrun sets 1 by default, so encoding an upload would use one core of many.
     if os.environ.get("OMP_NUM_THREADS") == "1":
         del os.environ["OMP_NUM_THREADS"]
     chosen = {name: os.environ[name] for name in _INTERFACES if name in os.environ}

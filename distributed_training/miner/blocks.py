@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SAY_AGAIN = 600.0  # seconds between two lines of skipped blocks
-_STEPS = 8  # outer steps whose counts are remembered: a roll-back may return to one
+_STEPS = 8  # outer steps whose counts are remembered, since a roll-back may return to one
 
 
 class Blocks:
@@ -57,7 +57,8 @@ class Blocks:
         ```
     """
 
-    pause = 12.0  # seconds from a block without data to the next request: the source may be down
+    # Seconds from a block without data to the next request, since the source may be down.
+    pause = 12.0
 
     def __init__(
         self,
@@ -77,15 +78,17 @@ class Blocks:
         self._uid = uid
         self._clock = clock
         self._outer_step = outer_step
-        self._next = {outer_step: 0}  # by outer step: the page to request next
+        self._next = {outer_step: 0}  # outer step -> the page to request next
         self._named: tuple[int, ...] = ()  # first and last page of it that an upload names
         self._since_step: list[int] = []  # blocks in the inner step under way
-        self._ahead: list[int] = []  # to request first: before a restart they were already
-        self._queue: dict[int, int] = {}  # requested, in turn: the sequences; 0: not known yet
+        # Blocks to request first, since they were requested before a restart.
+        self._ahead: list[int] = []
+        # Requested blocks in turn -> their sequences; 0 if not known yet.
+        self._queue: dict[int, int] = {}
         self._current = 0  # the block in training
         self._remaining = 0  # micro-batches of it
         self._restored = (0, 0, 0)  # block, sequences and position of a restored cursor
-        self._asks_from = 0.0  # when the next block is requested, after one without data
+        self._asks_from = 0.0  # when to request the next block after one without data
         self._skipped = Repeats(_SAY_AGAIN)
 
     # --- what comes next -----------------------------------------------------------------------
@@ -111,7 +114,7 @@ class Blocks:
             if sequences is None:
                 continue
             self._queue[block] = sequences
-            # With less than a micro-batch it would end on all ranks as soon as it began.
+            # A block with less than a micro-batch would end on all ranks as soon as it began.
             if sequences < self._micro_batch_size:
                 del self._queue[block]
                 self._asks_from = self._clock() + self.pause
@@ -124,7 +127,7 @@ class Blocks:
             return DataPart(request)
         del self._queue[block]
         known, served, start = self._restored
-        # The ranks' blocks lie on disk: what was served before is there, unless one was lost.
+        # The ranks' blocks are on disk, so what was served before is there unless a block was lost.
         sequences, start = (min(sequences, served), start) if block == known else (sequences, 0)
         self._current = block
         self._remaining = max(0, sequences - start) // self._micro_batch_size
@@ -165,7 +168,7 @@ class Blocks:
             case ev.RolledBack(progress=Progress(outer_step=outer_step), kept=kept):
                 saved = kept.get("rank_zero", {}).get("blocks", {})
                 self._begin(outer_step, int(saved.get("next", 0)))
-                # What was trained on of the block is lost, so its rest could not be named.
+                # It is lost which part of the block was trained on, so the rest could not be named.
                 self._named, self._remaining = tuple(saved.get("pages", ())), 0
             case _:
                 return
@@ -207,7 +210,8 @@ class Blocks:
         return {
             "next": self._next[self._outer_step],
             "pages": [*self._named],
-            # In the order of their turn: a restart trains on the same blocks in the same order.
+            # Keep the order of their turn, so that a restart trains on the same blocks in the same
+            # order.
             "ahead": [*self._queue, *self._ahead],
             "since_step": [*self._since_step],
             "uid": self._uid,

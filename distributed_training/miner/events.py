@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 class Action(enum.IntEnum):
     """The action that every rank carries out next."""
 
-    TRAIN = 0  # one micro-batch
-    IDLE = 1  # nothing: rank 0 waits for something
-    WAIT_FOR_DATA = 2  # nothing: no block is ready on all ranks
-    WRITE_UPLOAD = 3  # for a close: of the weights as they are
-    OUTER_STEP = 4  # with the update: prepare, vote, commit everywhere or nowhere
+    TRAIN = 0  # train on one micro-batch
+    IDLE = 1  # do nothing while rank 0 waits for something
+    WAIT_FOR_DATA = 2  # do nothing while no block is ready on all ranks
+    WRITE_UPLOAD = 3  # write the upload for a close, of the weights as they are
+    OUTER_STEP = 4  # apply the update: prepare, vote, commit everywhere or nowhere
     CHECKPOINT = 5
-    ROLL_BACK = 6  # to the last good checkpoint
-    STOP = 7  # checkpoint and leave the loop
+    ROLL_BACK = 6  # go back to the last good checkpoint
+    STOP = 7  # write a checkpoint and leave the loop
     FOLLOW_SCHEDULE = 8  # go to the network's place in the learning rate's schedule
-    WRITE_PROGRESS = 10  # an upload for no close
+    WRITE_PROGRESS = 10  # write an upload that belongs to no close
 
 
 class Task(enum.Enum):
@@ -54,17 +54,17 @@ class DataPart(NamedTuple):
 
     request: int = 0  # a block to prefetch
     begin: int = 0  # the block to train on from here
-    sequences: int = 0  # to which it is cut on every rank
-    start: int = 0  # of which this many were trained on before a restart
+    sequences: int = 0  # sequences to which every rank cuts the block
+    start: int = 0  # how many of them were trained on before a restart
 
 
 class LocalPart(NamedTuple):
     """Rank 0's local data of a command; it is never broadcast."""
 
-    close: Close | None = None  # WRITE_UPLOAD, WRITE_PROGRESS
+    close: Close | None = None  # for WRITE_UPLOAD and WRITE_PROGRESS
     update: Update | None = None  # OUTER_STEP
-    pages: tuple[int, ...] = ()  # of uploads: the first and last page of them
-    kept: Mapping[str, Any] = {}  # CHECKPOINT, STOP: more for rank 0's checkpoint, JSON-able
+    pages: tuple[int, ...] = ()  # for uploads: their first and last page
+    kept: Mapping[str, Any] = {}  # for CHECKPOINT and STOP: more for rank 0's checkpoint, JSON-able
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class Command:
     """One boundary: the action with what it needs, the part about data, and rank 0's own part."""
 
     action: Action
-    outer_step: int = 0  # FOLLOW_SCHEDULE: of the place
-    inner_steps: int = 0  # FOLLOW_SCHEDULE: of the network before that outer step
-    exit_status: int = 0  # STOP: of the miner
+    outer_step: int = 0  # for FOLLOW_SCHEDULE: outer step of the place
+    inner_steps: int = 0  # for FOLLOW_SCHEDULE: inner steps of the network before that outer step
+    exit_status: int = 0  # for STOP: exit status of the miner
     data: DataPart = field(default=DataPart())
     local: LocalPart = field(default=LocalPart(), compare=False)
 
@@ -98,7 +98,7 @@ COMMAND_INTEGERS = len(Command(Action.TRAIN).to_integers())
 class MicroBatchEnded(Event):
     """A micro-batch was trained on, and the inner step is not complete yet."""
 
-    trained: bool = True  # False: none was left in the block, on any rank
+    trained: bool = True  # false if the block had none left, on any rank
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class InnerStepDone(Event):
     """The optimizer has stepped on all ranks."""
 
     report: StepReport
-    diverged: bool = False  # many steps in a row had no finite loss: a checkpoint must be loaded
+    diverged: bool = False  # many steps in a row had no finite loss, so a checkpoint must be loaded
 
 
 @dataclass(frozen=True)
@@ -114,19 +114,19 @@ class OuterStepEnded(Event):
     """An update was applied on all ranks, or on none."""
 
     committed: bool
-    outer_step: int  # after it
+    outer_step: int  # the outer step after it
     detail: str = ""  # why a rank voted against it
-    seconds: float = 0.0  # for which training was held
-    dropped: str = ""  # which training is lost, in words
-    inner_step: int = 0  # after it: the inner steps that the upload did not hold
+    seconds: float = 0.0  # seconds for which training was held
+    dropped: str = ""  # the training that is lost, in words
+    inner_step: int = 0  # inner steps after it, which the upload did not hold
 
 
 @dataclass(frozen=True)
 class RolledBack(Event):
     """All ranks have loaded the last good checkpoint."""
 
-    progress: Progress | None  # of the loaded checkpoint; None: there was none
-    kept: Mapping[str, Any] = field(default_factory=dict)  # rank 0's values in it
+    progress: Progress | None  # progress of the loaded checkpoint; None if there was none
+    kept: Mapping[str, Any] = field(default_factory=dict)  # rank 0's values in the checkpoint
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,9 @@ class CheckpointBegun(Event):
     """A checkpoint of this boundary is being written."""
 
     outer_step: int
-    saved: Callable[[], bool | None]  # on this machine's ranks; None: not known yet
-    seconds: float = 0.0  # for which training was held
+    # Whether this machine's ranks have saved; None if not known yet.
+    saved: Callable[[], bool | None]
+    seconds: float = 0.0  # seconds for which training was held
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class UploadBegun(Event):
     """The upload for ``close`` is being written; one of serial 0 is progress, for no close."""
 
     close: Close
-    handle: UploadHandle  # tells when all its rows are there
+    handle: UploadHandle  # says when all rows of the upload are there
     progress: Progress
 
 
@@ -178,8 +179,8 @@ class UploadWritten(Event):
 class UploadSkipped(Event):
     """No upload is written for the close."""
 
-    problem: str  # why, in a line
-    kind: str  # "disk", which has no room for it, or "steps", of which there are too few
+    problem: str  # the reason, in one line
+    kind: str  # "disk" if it has no room, or "steps" if there are too few
 
 
 # --- the state ------------------------------------------------------------------------------------
@@ -188,16 +189,17 @@ class UploadSkipped(Event):
 class Mode(enum.Enum):
     """The modes of the miner; the values are those of the ``state`` events."""
 
-    TRAINING = "training"  # inner steps
-    UPDATE_FAILED = "update_failed"  # inner steps; the update is asked for again later
+    TRAINING = "training"  # ranks take inner steps
+    # Ranks take inner steps, and the update is asked for again later.
+    UPDATE_FAILED = "update_failed"
     STOPPING = "stopping"  # the last command was STOP
 
 
 class Stage(enum.IntEnum):
     """The stages of an upload for a close."""
 
-    WRITING = 0  # or written: it may be begun again, since nothing was sent
-    SENDING = 1  # others may know its content
+    WRITING = 0  # being written, or written: it may be begun again, since nothing was sent
+    SENDING = 1  # being sent, so others may know its content
     ENDED = 2  # sent, or given up
 
 
@@ -207,8 +209,9 @@ class Upload:
 
     reached: CloseReached
     stage: Stage = Stage.WRITING
-    handle: UploadHandle | None = None  # of its file; None: no rank has begun it
-    saved: Callable[[], bool | None] | None = None  # whether the checkpoint of its boundary is
+    handle: UploadHandle | None = None  # handle of its file; None if no rank has begun it
+    # Whether the checkpoint of its boundary is saved.
+    saved: Callable[[], bool | None] | None = None
 
     @property
     def close(self) -> Close:
@@ -236,20 +239,20 @@ class MinerState:
     """Rank 0's state. Times are seconds of the steady clock."""
 
     mode: Mode
-    outer_step: int  # this miner's
-    inner_step: int = 0  # inner steps in it
+    outer_step: int  # outer step of this miner
+    inner_step: int = 0  # inner steps in this outer step
     # a round
     reached: CloseReached | None = None  # the close that waits for enough inner steps
-    upload: Upload | None = None  # of this outer step; None: there is none
-    update: Update | None = None  # that all ranks apply next
-    update_at: float = 0.0  # when it was ready
+    upload: Upload | None = None  # the upload of this outer step; None if there is none
+    update: Update | None = None  # the update that all ranks apply next
+    update_at: float = 0.0  # when the update was ready
     update_failures: int = 0  # updates in a row that could not be applied
     again_at: float = 0.0  # when UPDATE_FAILED ends, and an update is asked for again
-    place: tuple[int, int] | None = None  # an outer step; the network's inner steps before it
+    place: tuple[int, int] | None = None  # an outer step, and the network's inner steps before it
     # progress uploads
-    progress: Upload | None = None  # that is written or sent
-    steps_since_progress: int = 0  # inner steps since the last was begun
-    # trained since the last checkpoint
+    progress: Upload | None = None  # the progress upload that is being written or sent
+    steps_since_progress: int = 0  # inner steps since the last one was begun
+    # inner steps since the last checkpoint
     unsaved_steps: int = 0
     unsaved_seconds: float = 0.0
     # the end
@@ -271,11 +274,12 @@ class MinerState:
 class Rules:
     """The numbers by which the miner decides."""
 
-    checkpoint_steps: int  # inner steps between two checkpoints, and
-    checkpoint_seconds: float = 0.0  # seconds of training between them; both must have passed
-    tick_seconds: float = 1.0  # between two ticks
+    checkpoint_steps: int  # inner steps between two checkpoints
+    # Seconds of training between them; steps and seconds must both have passed.
+    checkpoint_seconds: float = 0.0
+    tick_seconds: float = 1.0  # seconds between two ticks
     upload_from: int = 0  # inner steps of an outer step before its first upload
-    progress_steps: int = 0  # inner steps between two progress uploads; 0: there are none
+    progress_steps: int = 0  # inner steps between two progress uploads; 0 if there are none
 
 
 Decision = tuple[MinerState, tuple[Action | Task | Event, ...]]

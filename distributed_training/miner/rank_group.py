@@ -40,28 +40,28 @@ from distributed_training.miner.run_folder import RANK_STORE
 
 log = logging.getLogger(__name__)
 
-PROGRAM = "distributed_training.miner.start"  # its run_rank(config) is a rank
+PROGRAM = "distributed_training.miner.start"  # the module whose run_rank(config) runs a rank
 
 
 def rank_environment_defaults(*, ranks: int) -> dict[str, str]:
     """Return the variables that the ranks of one machine need when they are imported."""
     wanted = {
         "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),
-        # numpy's and scipy's own, of which nothing here has a use.
+        # Threads of numpy and scipy, which nothing here uses.
         "OPENBLAS_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # Large tensors in huge pages where the kernel gives them on request: copies of the whole
+        # Put large tensors into huge pages if the kernel gives them on request: copies of the whole
         # model (checkpoints, uploads, the outer step) mostly wait for first touches of pages.
         "THP_MEM_ALLOC_ENABLE": "1",
     }
     if not os.environ.get("PYTORCH_ALLOC_CONF"):  # torch's newer name of the same
-        # Segments that grow instead of many of fixed sizes: what is free can then be used. Without
-        # it a GPU that is nearly full runs out of memory by fragmentation, hours into a run.
+        # Use segments that grow in place of many fixed ones, so that free memory can be used.
+        # Otherwise a nearly full GPU runs out of memory by fragmentation, hours into a run.
         wanted["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     found = {name: os.environ.get(name, value) for name, value in wanted.items()}
     if sys.platform == "linux":
-        # All ranks are on this machine. Its name may resolve to nothing, and an image's variable
-        # may name an interface of another machine.
+        # All ranks are on this machine, so use loopback: its name may resolve to nothing, and an
+        # image's variable may name an interface of another machine.
         found["GLOO_SOCKET_IFNAME"] = "lo"
     return found | {"PYTHONUNBUFFERED": "1"}
 
@@ -96,12 +96,13 @@ class RankGroup:
         self.world_size = world_size
         self._stacks = stacks
         self._ranks: list[subprocess.Popen[bytes]] = []
-        self._sockets: list[Connection] = []  # a rank whose socket is closed ends
+        self._sockets: list[Connection] = []  # a rank ends when its socket is closed
 
     def start(self) -> None:
         """Start every rank. Raises OSError; some may run then."""
         self._ranks, self._sockets = [], []
-        # Nobody else can open it, no disk can refuse it, and it goes when the last rank has ended.
+        # Nobody else can open this file, no disk can refuse it, and it vanishes when the last rank
+        # has ended.
         store = os.memfd_create("ranks")
         port = free_ports(1)[0]
         secrets = {name: value for name, value in os.environ.items() if is_secret(name)}
@@ -118,7 +119,7 @@ class RankGroup:
                 )
                 self._ranks.append(process)
                 self._sockets.append(socket)
-                with contextlib.suppress(OSError):  # it ended, which its status tells
+                with contextlib.suppress(OSError):  # the rank has ended, and its status tells why
                     socket.send((self._config, secrets))
         finally:
             os.close(store)
@@ -152,7 +153,7 @@ class RankGroup:
     def signal(self, number: signal.Signals, ranks: Sequence[int] | None = None) -> None:
         """Send a signal to ``ranks`` (all by default) that still run."""
         for each in range(len(self._ranks)) if ranks is None else ranks:
-            self._ranks[each].send_signal(number)  # nothing to one that has ended
+            self._ranks[each].send_signal(number)  # does nothing for a rank that has ended
 
     def end(self, *, settle: timedelta, grace: timedelta) -> list[str]:
         """End what is left of the ranks and of all that they started; return who had to be."""
@@ -165,7 +166,7 @@ class RankGroup:
         """End ranks that hang, and what they started, after their stacks were written."""
         try:
             collect_stacks(self._stacks, members(self.pids))
-        except OSError as error:  # a full disk, say
+        except OSError as error:  # for example a full disk
             log.warning("The stacks could not be written to %s: %s", self._stacks, error)
         self.end(settle=timedelta(0), grace=timedelta(0))
 

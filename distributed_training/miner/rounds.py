@@ -63,7 +63,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_AGAIN, _AGAIN_LONGEST = timedelta(minutes=1), timedelta(hours=1)  # after an update that failed
+# Pause after an update that failed.
+_AGAIN, _AGAIN_LONGEST = timedelta(minutes=1), timedelta(hours=1)
 
 
 def decide(state: MinerState, event: ev.Event, rules: Rules) -> Decision:
@@ -79,7 +80,7 @@ def decide(state: MinerState, event: ev.Event, rules: Rules) -> Decision:
             after = replace(state, mode=Mode.STOPPING, exit_status=status, stop_reason=reason)
             return after, (Action.STOP,)
         case ev.InnerStepDone(diverged=True):
-            # The checkpoint may be of an earlier outer step than an update that is at hand.
+            # The checkpoint may belong to an earlier outer step than the update that is at hand.
             if state.update is None:
                 return state.clear_unsaved(), (Action.ROLL_BACK,)
         case ev.InnerStepDone():
@@ -94,7 +95,7 @@ def decide(state: MinerState, event: ev.Event, rules: Rules) -> Decision:
             if upload.close == close:
                 return replace(state, upload=replace(upload, handle=handle)), ()
         case ev.CheckpointBegun(saved=saved) if upload is not None and upload.handle is not None:
-            if upload.saved is None:  # it is the one of the upload's boundary
+            if upload.saved is None:  # this is the checkpoint of the upload's boundary
                 return replace(state, upload=replace(upload, saved=saved)), ()
         case ev.UploadSkipped(kind="disk") if upload is not None:
             return replace(state, upload=replace(upload, stage=Stage.ENDED)), ()
@@ -116,7 +117,7 @@ def decide(state: MinerState, event: ev.Event, rules: Rules) -> Decision:
         case ev.OuterStepEnded() if state.update is not None:
             return _end_outer_step(state, event)
         case ev.Tick(at=at) if state.mode is Mode.UPDATE_FAILED and at >= state.again_at:
-            # The second time whole weights, which hold whatever ours are.
+            # The second time fetch whole weights, which do not depend on ours.
             again = Task.FETCH_WEIGHTS if state.update_failures > 1 else Task.REPORT_APPLIED
             return replace(state, mode=Mode.TRAINING), (again,)
         case ev.Tick(at=at):
@@ -142,7 +143,8 @@ def _count_step(state: MinerState, done: ev.InnerStepDone, rules: Rules) -> Deci
         unsaved_seconds=state.unsaved_seconds + (0.0 if report.skipped else report.seconds),
     )
     after, follows = _answer_close(state, rules)
-    # Neither in a round: its copies would be in host memory next to the round's.
+    # Write no checkpoint in a round either, since its copies would be in host memory next to the
+    # round's.
     if follows or report.skipped or state.holds_copies:
         return after, follows
     # Time counts as well as steps: a checkpoint has 16 bytes per parameter, and a GPU may take 25
@@ -177,8 +179,8 @@ def _answer_close(state: MinerState, rules: Rules, at: float | None = None) -> D
     if steps < rules.upload_from:
         return state, ()
     after = _drop_progress(replace(state.clear_unsaved(), reached=None, upload=Upload(reached)))
-    # Nothing is trained between the two, and nothing is sent before the checkpoint is complete:
-    # after a kill it must know what the upload held.
+    # Train nothing between the two, and send nothing before the checkpoint is complete: after a
+    # kill the miner must know what the upload held.
     return after, (Action.WRITE_UPLOAD, Action.CHECKPOINT)
 
 
@@ -202,7 +204,7 @@ def _roll_back(state: MinerState, back: Progress | None) -> Decision:
     after = replace(state, outer_step=back.outer_step, inner_step=back.inner_step)
     if back.outer_step != state.outer_step:
         return replace(after, reached=None, upload=None, update=None), (Task.REPORT_APPLIED,)
-    # The checkpoint may be older than the place.
+    # The checkpoint may be older than the known place.
     known = state.place is not None and state.place[0] == state.outer_step
     return after, (Action.FOLLOW_SCHEDULE,) if known else ()
 
@@ -222,7 +224,7 @@ def _end_outer_step(state: MinerState, event: ev.OuterStepEnded) -> Decision:
             update_failures=0,
         )
         return after, (Action.FOLLOW_SCHEDULE, Task.REPORT_APPLIED)
-    # A rank had no memory, or its weights are not the network's: it is asked for again.
+    # A rank had no memory, or its weights are not the network's, so ask for the update again.
     failures = state.update_failures + 1
     wait = doubling(failures, first=_AGAIN, longest=_AGAIN_LONGEST)
     after = replace(
@@ -256,7 +258,7 @@ class RoundRank:
         self._uploads = uploads
         self._header = header
         self._sign = sign
-        self._handle: UploadHandle | None = None  # of the last upload
+        self._handle: UploadHandle | None = None  # handle of the last upload
 
     def carry_out(self, command: Command, progress: Progress) -> ev.Event | None:
         """Carry out this boundary's part of a round. Collective."""
@@ -275,7 +277,7 @@ class RoundRank:
             self._handle.cancel()
 
     def _write_upload(self, local: LocalPart, progress: Progress) -> ev.Event | None:
-        self.give_up()  # of a close that has moved
+        self.give_up()  # it belongs to a close that has moved
         if self._uploads is None or self._header is None or (close := local.close) is None:
             with contextlib.suppress(OSError, RankFailedError):  # rank 0 reports the event
                 self._handle = self._trainer.write_upload()
@@ -302,7 +304,7 @@ class RoundRank:
         except (RuntimeError, ValueError, OSError) as error:
             detail = str(error) or type(error).__name__
             log.warning("Rank %d votes against the outer step: %s", self._ranks.rank, detail)
-        # A rank that failed votes too: without its vote the others would wait for ever.
+        # A rank that failed votes too, or the others would wait for ever.
         committed = self._ranks.vote(not detail)
         if committed:
             trainer.commit_outer_step()

@@ -35,10 +35,10 @@ from distributed_training.common.files import read_state, write_state
 from distributed_training.common.processes import ProcessId
 from distributed_training.protocol.types import ExitStatus
 
-#: Of a stop, in seconds, without its checkpoint: the micro-batch, the swarm, the uploads.
+#: Seconds of a stop without its checkpoint: for the micro-batch, the peers and the uploads.
 STOP_SLACK = 20.0
 
-RANK_STORE = "DT_RANK_STORE"  # environment variable: the file by which ranks of a machine meet
+RANK_STORE = "DT_RANK_STORE"  # environment variable with the file by which ranks of a machine meet
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class _ExitFile:
     pid: int = 0
     reason: str = ""
     outside: bool = False
-    time: float = 0.0  # since the epoch
+    time: float = 0.0  # seconds since the epoch
 
 
 def write_exit_status(
@@ -143,7 +143,7 @@ def stop_seconds(run_folder: Path) -> float | None:
     """Return the seconds that a stop may take by the last checkpoint; None before the first."""
     path = run_folder / "checkpoints" / "last.json"
     last = read_state(path, _LastCheckpoint, lost="a stop gets --neuron.stop_timeout and no more")
-    # Twice: one may be under way, and the stop's own waits for it.
+    # Count it twice: one checkpoint may be under way, and that of the stop waits for it.
     return None if last is None else 2 * last.seconds + STOP_SLACK
 
 
@@ -168,7 +168,7 @@ class Heartbeat:
 
     def __call__(self) -> None:
         now = time.monotonic()
-        # Small models come to hundreds of boundaries a second.
+        # Look seldom, since small models reach hundreds of boundaries per second.
         if now >= self._next:
             self._next = now + _BEAT_EVERY
             with contextlib.suppress(OSError):  # started without a launcher
@@ -202,7 +202,7 @@ class Watchdog:
     def __init__(self, run_folder: Path, *, ranks: Iterable[int], limit: timedelta) -> None:
         self._paths = [_beat_file(run_folder, rank) for rank in ranks]
         self._limit = limit.total_seconds()
-        # time of the file (None: not there yet), when it was another's
+        # path -> time of the file (None if missing), and when we saw that time first
         self._seen: dict[Path, tuple[int | None, float]] = {}
 
     def hangs(self) -> bool:
@@ -212,7 +212,7 @@ class Watchdog:
             written = None
             with contextlib.suppress(OSError):
                 written = path.stat().st_mtime_ns
-            # The file's time is compared only with itself: a disk may have another clock.
+            # Compare the file's time only with itself, since a disk may have another clock.
             if path not in self._seen or self._seen[path][0] != written:
                 self._seen[path] = written, now
             hangs |= now - self._seen[path][1] > self._limit

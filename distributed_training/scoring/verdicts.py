@@ -79,7 +79,7 @@ class SignedChain:
         by = Master(config.swarm.run_id, config.miner.master_ss58_address, verify_signature)
         self._reader = reader
         self._copy = ChainCopy(reader, folder / "chain", by)
-        # One that nobody leads any more is read too: its time is not asked.
+        # Read a network that nobody leads any more too, so do not compare its time.
         self.state: State = self._copy.state(reader.head(keys.STATE), 0.0)
 
     def head(self) -> Manifest:
@@ -122,7 +122,7 @@ def show(config: Config, options: argparse.Namespace) -> int:
     with TemporaryDirectory() as folder:
         while True:
             try:
-                with ExitStack() as stack:  # opened for each look: what failed is not kept
+                with ExitStack() as stack:  # open it for each look, so that a failure is not kept
                     reader = BucketReader(open_bucket(config, stack))
                     chain = SignedChain(config, reader, Path(folder))
                     rows = list(verdicts(chain.head(), uids=options.uid, hotkey=hotkey))

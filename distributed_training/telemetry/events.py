@@ -83,17 +83,17 @@ class EventLog:
                     self._shut()
                 if self._file is None:
                     self._file = self._open()
-                # One call, and the file is open for appending: a reader never sees parts of two
-                # lines mixed.
+                # Write in one call to a file that is open for appending, so that a reader never
+                # sees parts of two lines mixed.
                 os.write(self._file, line)
                 if os.fstat(self._file).st_size > self._limit:
                     self._shut()
-                    # Closed before: later events belong to the new file.
+                    # Close it first, since later events belong to the new file.
                     os.replace(self.path, rotated(self.path))
                     self._file = self._open()
             except OSError as error:
                 failed = error
-                self._shut()  # opened again by the next write, which closes off half a line
+                self._shut()  # the next write opens it again and ends half a line
             self._failing = failed is not None
         if failed is not None and not was_failing:
             log.warning(
@@ -138,7 +138,7 @@ class _Problems(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if not record.name.startswith(("distributed_training", "neurons", "__main__")):
             return
-        if record.name == __name__:  # that events cannot be written is no event
+        if record.name == __name__:  # that events cannot be written must not become an event
             return
         try:
             if self._throttle(str(record.msg)):
@@ -169,13 +169,14 @@ def finite(value: object) -> float | None:
         return None
     try:
         return float(value) if math.isfinite(value) else None
-    except OverflowError:  # an integer beyond any float, of a damaged line
+    except OverflowError:  # a damaged line may have an integer beyond any float
         return None
 
 
 def plain(value: Any) -> Any:
     """Return ``value`` as JSON can hold it. Raises TypeError if it has no plain form."""
-    if isinstance(value, enum.Enum):  # an exit status is a number, with which programs compare it
+    # An exit status becomes a number, with which programs compare it.
+    if isinstance(value, enum.Enum):
         return int(value) if isinstance(value, int) else value.name
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -235,7 +236,7 @@ class EventFollower:
         """
         size = self.path.stat().st_size if self.path.exists() else 0
         if size < at_most:
-            # The rotated file as well, or a page would begin with hours just after a rotation.
+            # Read the rotated file as well, or a page would begin empty just after a rotation.
             older = EventFollower(rotated(self.path))
             yield from older._from_end(at_most - size)
             older.close()
@@ -250,10 +251,10 @@ class EventFollower:
             now, ours = self.path.stat(), os.fstat(self._file.fileno())
         except FileNotFoundError:
             return events  # between the rename and the new file
-        # Rotated, or cut short by logrotate's copytruncate or "> events.jsonl": beyond the end
-        # nothing is ever read.
+        # The file was rotated, or cut short by logrotate's copytruncate or "> events.jsonl": beyond
+        # its end nothing could be read.
         if now.st_ino != ours.st_ino or now.st_size < self._file.tell():
-            # Once more before it is closed: the writer may have written between our read and its
+            # Read once more before closing: the writer may have written between our read and its
             # rename.
             events += self._events()
             self.close()
@@ -282,7 +283,7 @@ class EventFollower:
             self._rest += part
             if not part.endswith(b"\n") and len(self._rest) < LONGEST_LINE:
                 return
-            # A line that a kill cut off is None; the next one is whole again.
+            # A line that a kill cut off gives None; the next one is complete again.
             event, self._rest = json_line(self._rest), b""
             if event is not None:
                 yield event

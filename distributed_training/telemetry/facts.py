@@ -22,17 +22,17 @@ from distributed_training.common.files import json_line
 
 FACTS_FILE = "facts.json"  # in the run folder
 
-#: Registry or store are silent for longer: one of them, both.
+#: Seconds after which a silence counts: of registry or store, and of both.
 SILENT_AFTER, OFFLINE_AFTER = 120.0, 60.0
 #: What stopped a miner whose settings were refused.
 SETTINGS = "its settings"
-#: Of a stop: nobody is asked to look after it, since torchrun starts all ranks again or says why.
+#: Reason of a stop that needs nobody, since torchrun starts all ranks again or says why.
 TORCHRUN = "its ranks have ended; torchrun's log names the cause"
-SCRIPT = "its script ended"  # that joined a network
-FINISHED = "finished"  # its network is
-#: What became of a close, as a ``round`` event says it. MISSED: nothing was sent.
+SCRIPT = "its script ended"  # the script that joined has ended
+FINISHED = "finished"  # the network has finished
+#: What became of a close, in the words of a ``round`` event. MISSED: nothing was sent.
 MERGED, REFUSED, MISSED = "merged", "refused", "missed"  # or "not merged"
-TOO_EARLY = "too early"  # for the close before its first upload
+TOO_EARLY = "too early"  # of the close before a miner's first upload
 
 _T = TypeVar("_T")
 
@@ -121,7 +121,7 @@ def measure_disk(folder: Path, needed: float, now: float) -> Fact[Disk] | None:
         usage = shutil.disk_usage(folder)
     except OSError:
         return None
-    # Some network disks say 0.
+    # Some network disks report 0.
     return Fact(Disk(float(usage.free), float(usage.total), needed), now) if usage.total else None
 
 
@@ -133,33 +133,33 @@ class Facts:
     """
 
     # --- the network's file
-    pays: bool = False  # its chain pays; False: a registry's network, in which uploads count
-    round_seconds: float | None = None  # from one close to the next
+    pays: bool = False  # whether its chain pays; in a registry's network uploads only count
+    round_seconds: float | None = None  # seconds from one close to the next
     # --- the miner, as it sees itself
     name: str = ""
     uid: int | None = None
-    looked: float | None = None  # when it wrote these
+    looked: float | None = None  # when the miner wrote these facts
     started: float | None = None  # when its ranks began to train
     mode: str = ""
     mode_since: float | None = None
     outer_step: int | None = None
     step: Fact[int] | None = None  # the last inner step
     step_seconds: float | None = None
-    uploads: tuple[KnownUpload, ...] = ()  # the newest of each outer step, oldest first
+    uploads: tuple[KnownUpload, ...] = ()  # the newest upload of each outer step, oldest first
     missed: int = 0  # closes in a row for which nothing was sent, since the first upload
     missed_at: float | None = None  # when the last of them was over
     missed_cause: str = ""
     # --- the network, as the miner sees it
-    chain_at: float | None = None  # the last answer of its registry or chain
+    chain_at: float | None = None  # when its registry or chain answered last
     chain_trouble: str = ""
     registered: Fact[bool] | None = None
     incentive: Fact[float] | None = None  # this miner's share of what the chain pays, 0 to 1
-    network_step: int | None = None  # its outer step
+    network_step: int | None = None  # outer step of the network
     behind_since: float | None = None  # since when the network is at a later outer step
-    store_silent_since: float | None = None  # None: it answers
-    store_trouble: str = ""  # why it does not answer
+    store_silent_since: float | None = None  # None if the store answers
+    store_trouble: str = ""  # why the store does not answer
     other_version: Fact[str] | None = None  # how the network's file differs from ours
-    forked: str = ""  # there are two histories
+    forked: str = ""  # why there are two histories, or empty
     gate: int = 0  # closes in a row that the held-out text refused
     next_round: float | None = None  # the next close
     # --- what others see of the miner

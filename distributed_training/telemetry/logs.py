@@ -24,16 +24,16 @@ _LIBRARIES = (
     "hivemind", "bittensor", "boto3", "botocore", "s3transfer", "urllib3", "httpx", "httpcore",
     "uvicorn", "asyncio", "websockets", "transformers", "torch", "filelock", "matplotlib",
 )  # fmt: skip
-_SHORTEST_SECRET = 6  # shorter ones would mask ordinary words
+_SHORTEST_SECRET = 6  # a shorter secret would mask ordinary words
 MASK = "********"
 
-# Of texts from outside: ESC sequences would act on the terminal of whoever reads the log.
+# Control characters of foreign texts: ESC sequences would act on the terminal of a reader.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
-# The query of a presigned URL: whoever has it may do the signed request.
+# The query of a presigned URL, by which anybody could send the signed request.
 _SIGNED_QUERY = re.compile(r"\?(?=[^\s\"'<>?]*\b(?:X-Amz-)?Signature=)[^\s\"'<>]+", re.IGNORECASE)
 
-_secrets: tuple[str, ...] = ()  # the longest first: one may begin with another
+_secrets: tuple[str, ...] = ()  # the longest secret first, since one may begin with another
 
 
 def register_secret(secret: SecretStr | str | None) -> None:
@@ -42,7 +42,7 @@ def register_secret(secret: SecretStr | str | None) -> None:
     text = secret.get_secret_value() if isinstance(secret, SecretStr) else secret
     if text and len(text) >= _SHORTEST_SECRET:
         in_json = json.dumps(text, ensure_ascii=False)[1:-1]  # as an event has its quotes
-        # A new tuple, not the old one longer: another thread may be going through that.
+        # Make a new tuple, since another thread may be going through the old one.
         _secrets = tuple(sorted({*_secrets, text, in_json}, key=len, reverse=True))
 
 
@@ -51,7 +51,7 @@ def mask(text: str) -> str:
     for secret in _secrets:
         if secret in text:
             text = text.replace(secret, MASK)
-    if "ignature=" in text:  # looked for first: a line of log has none
+    if "ignature=" in text:  # look for this first, since a line of the log rarely has it
         text = _SIGNED_QUERY.sub(f"?{MASK}", text)
     return text
 
@@ -82,7 +82,7 @@ class LineFormatter(logging.Formatter):
             message = f"{message} ({text})"
         moment = datetime.fromtimestamp(record.created).astimezone()
         head = f"{moment.isoformat(' ', 'milliseconds')} | {level_name(record)} | {self._prefix}"
-        # Masked before it is split: a secret may have lines.
+        # Mask before splitting, since a secret may have several lines.
         body = " / ".join(part for part in mask(message).splitlines() if part.strip())
         return head + _CONTROL.sub("\N{REPLACEMENT CHARACTER}", body)
 
@@ -119,14 +119,15 @@ def setup_logging(
     for secret in secrets:
         register_secret(secret)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A file name in no encoding, or a "✓" under an old locale, would cost the whole line.
+        # Otherwise a file name in no encoding, or a "✓" under an old locale, would cost the whole
+        # line.
         sys.stdout.reconfigure(errors="backslashreplace")
     output = logging.StreamHandler(sys.stdout)
     output.setFormatter(LineFormatter(rank=rank))
     if rank:
         output.setLevel(logging.WARNING)
     root = logging.getLogger()
-    # Libraries add their own when imported: each line would come twice, and unmasked.
+    # Remove handlers that libraries added: each line would come twice, and unmasked.
     for handler in list(root.handlers):
         root.removeHandler(handler)
         handler.close()
@@ -153,7 +154,7 @@ def setup_logging(
         if error is not None and not isinstance(error, (KeyboardInterrupt, SystemExit)):
             log.critical("Uncaught error%s", where, exc_info=error)
 
-    # Python's own would write many lines to stderr, with every secret that is in them.
+    # Python's own hook would write many lines to stderr, with every secret in them.
     sys.excepthook = lambda kind, error, trace: uncaught(error)
     threading.excepthook = lambda failed: uncaught(
         failed.exc_value, f" in thread {failed.thread.name if failed.thread else '?'}"

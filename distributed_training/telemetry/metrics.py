@@ -92,11 +92,11 @@ for _name, _field, _about in (
     register_metric(_name, _about, step=attrgetter(_field))
 register_metric("train_steps_total", "inner steps", step=lambda report: not report.skipped)
 
-# Each is set where it is known.
+# The code that knows a figure sets it.
 for _name, _about in {
     "start_timestamp_seconds": "when training began",
     "last_step_timestamp_seconds": "end of the last inner step",
-    # start, by the launcher
+    # figures of the start, set by the launcher
     "launcher_running": "1 while the launcher runs",
     "starts_refused_in_a_row": "refused starts since the last training",
     # uploads
@@ -119,7 +119,7 @@ for _name, _about in {
     # chain
     "chain_age_seconds": "time since the chain last answered",
     "registered": "0 while the hotkey is not registered",
-    # a validator's, of its network
+    # figures of a validator's network
     "network_training": "1 while members answer and the last round was good, else 0",
     "network_gate": "1 while no half of the uploads passes the held-out text",
     "network_outer_step": "outer steps of the network",
@@ -150,7 +150,7 @@ for _name, _about in {
     "disk_needed_bytes": "disk for an upload, a checkpoint and the reserve",
     "memory_bytes": "resident memory of rank 0 and its processes",
     "memory_total_bytes": "memory limit of the machine or cgroup",
-    # of each rank, by number; its GPU has the same
+    # figures of each rank, by its number, which its GPU has too
     "rank_memory_bytes": "resident memory of the rank",
     "rank_gpu_memory_bytes": "memory in use on its GPU",
     "rank_gpu_utilization_percent": "utilization of its GPU",
@@ -177,7 +177,7 @@ _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_]")
 
 def unix_time(moment: float | None) -> float | None:
     """Return the Unix seconds of a ``time.monotonic()`` moment, for a timestamp metric."""
-    # Monotonic moments mean nothing to another process, nor after a restart.
+    # Convert monotonic moments, which mean nothing to another process or after a restart.
     return None if moment is None else moment - time.monotonic() + time.time()
 
 
@@ -189,7 +189,7 @@ class MetricsRegistry(Collector):
     """
 
     def __init__(self) -> None:
-        # By metric: its label ("": it has none), and the figures by the label's value ("" without).
+        # Metric -> its label ("" if it has none), and its figures by the label's value.
         self._figures: dict[str, tuple[str, dict[str, float]]] = {}
         self._lock = threading.Lock()
         self._client = CollectorRegistry(auto_describe=False)
@@ -208,7 +208,7 @@ class MetricsRegistry(Collector):
         """Set the latest measurement; None, NaN and Inf mean "could not be measured": absent."""
         _check(name, total=False)
         with self._lock:
-            # Removed first: a value that cannot be measured now must not stand there as if it were.
+            # Remove it first, so that a value that cannot be measured now does not stay.
             self._figures.pop(name, None)
             if value is not None and math.isfinite(value):
                 self._figures[name] = ("", {"": value})
@@ -300,7 +300,7 @@ def read_metrics(path: Path) -> dict[str, float]:
 
     Those that are not finite are left out; empty if there is no such file.
     """
-    # Here: writers of metrics do not need it.
+    # Imported here, since writers of metrics do not need it.
     from prometheus_client.parser import text_string_to_metric_families
 
     try:

@@ -31,10 +31,10 @@ from distributed_training.telemetry.verdict import Judgement, Verdict, judge
 
 log = logging.getLogger(__name__)
 
-# In seconds: between two looks, as the metrics file is written; between two events and two lines
-# while the verdict stays.
+# Seconds between two looks, at which the metrics file is written, and between two events and two
+# log lines while the verdict stays.
 _LOOK_EVERY, _RECORD_EVERY, _LOG_EVERY = 15.0, 300.0, 3600.0
-_LOOKS = 20  # in a round period, at the least
+_LOOKS = 20  # looks in a round period, at least
 _KEPT_UPLOADS = 3  # outer steps
 
 
@@ -59,16 +59,17 @@ class OwnFacts:
     ) -> None:
         self._measured, self._write = measured, write
         self._folder, self._needed, self._clocks = folder, needed, clocks
-        # All its own moments are steady, since the other clock may be set.
+        # All moments of this class are of the steady clock, since the other one may be set.
         now, known = clocks.steady(), Facts.read(folder).moved(-self._ahead())
         names = ("uploads", "missed", "missed_at", "missed_cause")
         kept = {name: getattr(known, name) for name in names}
         self._facts = replace(rules, started=now, mode_since=now, **kept)
-        #: Whether an upload of this run folder was ever begun: until then it can miss no close.
+        #: Whether an upload of this run folder was ever begun. Before that the miner can miss no
+        #: close.
         self.joined = bool(known.uploads)
-        self._noted = -1  # the outer step of whose close it is known why nothing was sent
-        self._heard = -1  # the outer step of the last close that it could answer
-        self._silent = ""  # who did not answer since the last outer step
+        self._noted = -1  # outer step for whose close it is known why nothing was sent
+        self._heard = -1  # outer step of the last close that the miner could answer
+        self._silent = ""  # what did not answer since the last outer step
         every = min(_LOOK_EVERY, (rules.round_seconds or math.inf) / _LOOKS)
         self._look, self._record_again, self._log_again = (
             Throttle(seconds, clock=clocks.steady) for seconds in (every, _RECORD_EVERY, _LOG_EVERY)

@@ -42,11 +42,12 @@ log = logging.getLogger(__name__)
 
 LAUNCHER_FILE, STAGE_FILE, LOCK_FILE = "launcher.json", "stage.json", "launcher.lock"
 _SIGNS = (LAUNCHER_FILE, FACTS_FILE, "instance.json", "events.jsonl", "config.txt")
-STAGES = 5  # of a start
+STAGES = 5  # stages of a start
 # What stopped a launcher:
-FAILURES = "failures"  # it gave its ranks up, and pm2 starts another
-_BYTES = 4096  # of a file here: its place stays, so that a full disk takes the next content too
-_LONGEST = 600  # characters of a text in it
+FAILURES = "failures"  # the launcher gave up its ranks, and pm2 starts another launcher
+# Bytes of a state file, whose blocks stay reserved so that a full disk takes the next content.
+_BYTES = 4096
+_LONGEST = 600  # characters of a text in such a file
 
 _unwritten = Repeats(600.0)
 
@@ -54,9 +55,9 @@ _unwritten = Repeats(600.0)
 class LauncherState(StrEnum):
     """The states of a launcher."""
 
-    STARTING = "starting"  # it checks, or its ranks come up
+    STARTING = "starting"  # the launcher checks, or its ranks come up
     RUNNING = "running"  # its ranks train
-    REFUSED = "refused"  # the outside refuses; it waits for the next try
+    REFUSED = "refused"  # something outside refuses, and the launcher waits for the next try
     STOPPING = "stopping"
     STOPPED = "stopped"
 
@@ -80,7 +81,7 @@ def read_launcher(folder: Path) -> Launch | None:
     found, stage = read_json_object(folder / LAUNCHER_FILE), _stage(folder)
     if found is None and stage is None:
         return None
-    # Without a launcher: under torchrun.
+    # Under torchrun there is no launcher.
     launcher = parse(Launch, found or {"state": LauncherState.STARTING})
     # The launcher rewrites it before its ranks begin, so the file is of this start.
     if stage is None or launcher.state != LauncherState.STARTING:
@@ -128,7 +129,8 @@ class LauncherFile:
         if not self._folder.is_dir() or self.taken():
             return
         if state is LauncherState.STARTING:
-            # Not removed: on a full disk rank 0 could not say that its start is complete.
+            # Do not remove the file, since on a full disk rank 0 could not say that its start is
+            # complete.
             _write(
                 self._folder / STAGE_FILE, StartStage("the ranks are being started", time.time())
             )
@@ -159,7 +161,7 @@ class LauncherFile:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
-        except OSError:  # none yet, or a file system without locks
+        except OSError:  # no file yet, or a file system without locks
             pass
         return False
 
@@ -198,7 +200,8 @@ def _write(path: Path, content: Launch | StartStage) -> None:
         write_bytes(path, data, durable=False)
     except OSError as error:
         if is_full(error) and len(data) <= _BYTES:
-            # Its blocks are there already. A reader that comes in between sees a damaged file.
+            # Write in place, since the blocks are reserved. A reader that comes in between sees a
+            # damaged file.
             with contextlib.suppress(OSError), path.open("r+b") as file:
                 file.write(data)
                 file.truncate()  # the old text may have been longer
@@ -213,13 +216,13 @@ def _write(path: Path, content: Launch | StartStage) -> None:
 
 
 def _append(folder: Path, kind: str, **fields: Any) -> None:
-    with contextlib.suppress(OSError):  # on a full disk the file says it
+    with contextlib.suppress(OSError):  # on a full disk the state file says it in its place
         _events(folder).write(kind, **fields)
 
 
 @functools.cache
 def _events(folder: Path) -> EventLog:
-    # One for the life of a process: it warns once of a disk that fails.
+    # Create one log for the life of a process, so that it warns of a failing disk once.
     return EventLog(folder / "events.jsonl")
 
 
@@ -233,7 +236,8 @@ def observe(folder: Path, now: float) -> Facts:
     life = NeuronState(folder).life()
     gone = bool(life["gone"])
     if launch is not None:
-        # One that waits for its next try may be in a container, where this process sees no pid.
+        # A launcher that waits for its next try may be in a container, whose pids this process
+        # cannot see.
         waits = launch.state == LauncherState.REFUSED and now < (launch.next_try_at or 0) + 60
         gone = gone and not waits
         if gone and launch.state != LauncherState.STOPPED:

@@ -36,15 +36,18 @@ from distributed_training.telemetry.facts import (
 
 # --- lives, in seconds ----------------------------------------------------------------------------
 
-#: The miner's own facts: it writes them every 15 s, and between two micro-batches.
+#: Seconds for which the miner's own facts hold; it writes them every 15 s, and between two
+#: micro-batches.
 LOOK_LIFE = 300.0
-ASKED_LIFE = 1200.0  # the network's file, which is compared with ours at each look at the store
-CHAIN_LIFE = 7200.0  # the registry's or chain's figures of this miner
-MACHINE_LIFE = 120.0  # disk, processes
-FATE_ROUNDS = 2  # round periods: what a manifest says of an upload
+# Seconds for the network's file, which is compared with ours at each look at the store.
+ASKED_LIFE = 1200.0
+CHAIN_LIFE = 7200.0  # seconds for the figures that registry or chain have of this miner
+MACHINE_LIFE = 120.0  # seconds for disk and processes
+FATE_ROUNDS = 2  # round periods for what a manifest says of an upload
 _LATE_ROUNDS = 3  # round periods in which a newcomer's first upload may be on its way
-_CLOCK_STEP = 5.0  # a fact of the future by more was written by another clock
-_FIRST_STEP = 1800.0  # seconds, with its compilation; a load of weights holds the loop as well
+_CLOCK_STEP = 5.0  # a fact that lies further in the future was written by another clock
+# Seconds for a first step with its compilation; loading weights holds the loop too.
+_FIRST_STEP = 1800.0
 
 NOT_RUNNING, MUST_ACT = 3, 1  # exit statuses of dt-status; 3 as `systemctl status` has it
 _T = TypeVar("_T")
@@ -152,8 +155,8 @@ _TELL = f"tell the founder, unless it is known; {_CONTINUES}"
 _TEACH = "lower the learning rate, or read some of the text that this miner trains on: it may be "
 _TEACH += "damaged, or unlike the network's; if this comes twice, ask the founder"
 _AGAIN = "if this comes twice, ask the founder"
-#: How the cause begins for which an upload does not count, and what the operator does about it;
-#: empty: nothing, since what the upload held goes into the next one.
+#: Beginning of the cause for which an upload does not count -> what the operator does about it. It
+#: is empty if the upload's content goes into the next one.
 REMEDIES: Mapping[str, str] = {
     # --- the validator's causes
     "worse": _TEACH,
@@ -180,7 +183,7 @@ REMEDIES: Mapping[str, str] = {
 }
 _CLOSED = "connection refused"
 _REFUSES = re.compile(r"the store refused this|does not accept|expelled|not registered")
-#: How a remedy begins, behind the last colon of our lines of one cause, consequence and remedy.
+#: How a remedy begins, after the last colon of a line with cause, consequence and remedy.
 _REMEDY = re.compile(
     r"(ask|btcli|check|copy|correct|create|free|get|give|install|leave|lower|mkdir|mount|move|name|"
     r"put|raise|register|restart|run|save|see|set|start|stop|update|use|wait|write)\b"
@@ -231,9 +234,10 @@ class _Seen:
         self.disk = self._value(facts.disk, MACHINE_LIFE) or Disk(0.0, 0.0)
         self.registered = self._value(facts.registered, CHAIN_LIFE)
         self.incentive = self._value(facts.incentive, CHAIN_LIFE) if facts.pays else None
-        self.quiet = self._since(looked)  # it has written no facts
+        self.quiet = self._since(looked)  # the miner has written no facts
         self.behind = self._since(facts.behind_since)
-        # Registry and store, until the miner's last look: later answers are not written yet.
+        # Silences of registry and store until the miner's last look, since later answers are not
+        # written yet.
         silent = facts.store_silent_since
         known = looked is not None and facts.chain_at is not None
         self.chain_away = (looked or 0.0) - (facts.chain_at or 0.0) if known else 0.0
@@ -312,7 +316,7 @@ class _Seen:
 
     @property
     def step_limit(self) -> float:
-        # Rounds and loads hold the loop: what comes after them has its own time.
+        # Rounds and loads hold the loop, so the time after them counts from there.
         usual = self.facts.step_seconds or 0.0
         return _FIRST_STEP if self.facts.step is None else max(120.0, 5 * usual)
 
@@ -356,7 +360,7 @@ class _Seen:
         """Return whether the last one that is named counts; None: not known."""
         if not self.last.fate:
             return None
-        # Accepted: it only was too short to tell.
+        # The upload was accepted; it was only too short to tell.
         carried = self.last.fate != REFUSED and self.last.cause.startswith("carried over")
         return self.last.fate == MERGED or carried
 
@@ -411,7 +415,7 @@ TABLE: tuple[Row, ...] = (
     # --- the process
     Row(V.STARTING, lambda s: s.state == "starting" and s.launch.attempt < 2,
         "it is not ready yet: {s.stage}"),
-    # From the second refusal on, whatever is tried meanwhile: else the verdict would flip.
+    # This holds from the second refusal on, whatever is tried meanwhile, or the verdict would flip.
     _bad(V.CANNOT_START, lambda s: s.state in ("starting", "refused"), "{s.refusal[0]}{s.attempt}",
          "{s.then}after a change of .env or a setting: pm2 restart", alert="start"),
     _bad(V.CANNOT_START, lambda s: s.state == "stopped" and s.launch.stopped_by == SETTINGS,
@@ -472,7 +476,7 @@ TABLE: tuple[Row, ...] = (
         "it has enough inner steps"),
     _bad(V.MISSED, lambda s: not s.facts.uploads, "nothing was uploaded in the {s.running}",
          "{s.missed_remedy}"),
-    # The validator gates, or waits for more uploads: nothing that a member could change.
+    # The validator refuses outer steps or waits for more uploads, which a member cannot change.
     Row(V.WAITING, lambda s: s.counts is None and s.awaited,
         "the upload of outer step {s.newest} waits for the validator's next update"),
     Row(V.WAITING, lambda s: s.counts is None and not s.late,
