@@ -145,7 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return report([try_webhook(config)], as_json=options.json)
         ranks, ports = listening_ranks(config.run_folder).values(), set()
         processes = members(sessions_of(ranks))
-        # Of a running miner, all: another process has each port; p2pd has the DHT peer's.
+        # Consider all processes of a running miner: another one has each port, and p2pd has the DHT
+        # peer's.
         for process in processes:
             with contextlib.suppress(psutil.Error):
                 for connection in process.net_connections("tcp"):

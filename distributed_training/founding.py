@@ -62,14 +62,14 @@ from distributed_training.protocol.types import SMALLEST, UPDATE_CODEC
 from distributed_training.signing import seconds_of, show, write_file
 
 EMBEDDED = "embedded"  # instead of a store's URL
-EXCHANGE = "store"  # of a network whose founder names none
+EXCHANGE = "store"  # for a network whose founder names none
 #: Mbit/s that a member sends. An all-reduce sends 4 bytes per parameter, an upload half a byte.
 SLOWEST_LINK = {"store": 20.0, "hivemind": 500.0}
 _CARRIED = ("data", "training", "round", "limits", "stop")
 _CARRIED_OF_MODEL = ("model.kind", "model.settings", "model.trainable")
 ADAPTERS = "adapters"  # folder of those that the network begins with, next to its file
-_SAMPLE = "sample/100BT"  # of the usual dataset, which has its texts several times
-_MANY_WORDS = 32_000  # of a tokenizer; with fewer, less can be learned and lost
+_SAMPLE = "sample/100BT"  # part of the usual dataset, which has its texts several times
+_MANY_WORDS = 32_000  # words of a tokenizer; with fewer, less can be learned and lost
 
 
 def init(options: argparse.Namespace) -> None:
@@ -117,7 +117,7 @@ def init(options: argparse.Namespace) -> None:
             f"{folder} cannot be made ({error.strerror}), so no network was created: give another"
         ) from None
     with ExitStack() as stack:
-        # Of what was made just now; Ctrl-C too.
+        # Remove what was just created, also after Ctrl-C.
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         from distributed_training.chain.identity import create_wallet
 

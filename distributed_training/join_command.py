@@ -286,7 +286,7 @@ def _register(config: Config, undo: ExitStack) -> tuple[int | None, bool]:
             owner = user.read_text()
         if not (is_new or named or there or owner == here):
             who, other = "no member of this network", "another"
-            if uid is not None:  # of two miners with one hotkey only one counts at each close
+            if uid is not None:  # if two miners share a hotkey, only one counts at each close
                 who, other = f"uid {uid} of this network", "two, or use the folder that has it"
                 other += f" ({owner})" if owner else ""
             raise ConfigError(

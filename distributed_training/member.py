@@ -295,7 +295,7 @@ class Net(RankLoop):
         self._stack = stack
         _members[folder] = self
         stack.callback(_members.pop, folder, None)
-        atexit.register(self._leave)  # of a script that neither closes it nor leaves its context
+        atexit.register(self._leave)  # for a script that neither closes it nor leaves its context
         this = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: None if (net := this()) is None else net._drop())
 
@@ -600,7 +600,7 @@ def _open(
     file = LauncherFile(folder)
     stack.enter_context(occupied(config, folder))
     file.owned = True
-    forget_ranks(folder)  # of a miner that ran here
+    forget_ranks(folder)  # left by a miner that ran here
     write_instance(folder)
     file.start()
 

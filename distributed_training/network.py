@@ -726,7 +726,7 @@ def _refuse_size(head: Head) -> None:
     """Raise NetworkFileError where the number of parameters is not the configuration's."""
     config = head.model or {}
     if head.settings is not None:
-        return  # of a kind that adds parameters
+        return  # a kind may add parameters
     try:
         # Files were signed with the count of untied models where the config does not say it.
         shapes = [ModelShape.from_config(config | more) for more in ({}, _UNTIED | config)]

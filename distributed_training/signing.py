@@ -37,7 +37,7 @@ from distributed_training.protocol.metadata import parse_config
 from distributed_training.registry.command import FIXED
 
 _LONGEST_PERIOD = 7 * 86400.0  # seconds
-_HIGHEST_RATE = 0.1  # of AdamW and Muon
+_HIGHEST_RATE = 0.1  # the highest learning rate of AdamW and Muon
 
 
 def show(place: str | Path, *, rules: bool = True) -> None:
@@ -115,7 +115,7 @@ def decay(options: argparse.Namespace) -> None:
     text = re.sub(r"(?m)^[ \t]*decay_(from|steps)[ \t]*=.*\n", "", text)
     lines = "".join(f"{key.partition('.')[2]} = {value}\n" for key, value in added.items())
     text = re.sub(r"(?m)^\[training\].*\n", lambda head: head[0] + lines, text, count=1)
-    # Of every layout that TOML allows: not all is found by such patterns.
+    # Compare the result, since patterns do not find every layout that TOML allows.
     if flatten(tree_of(text)) != wanted:
         raise ConfigError(
             f"{path} is not laid out as dt-network init writes it, so nothing was signed: write "

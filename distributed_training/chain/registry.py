@@ -48,7 +48,7 @@ KEPT = timedelta(seconds=20)  # an idle connection: shorter than the registry ke
 #: digest, and the secret; the registry has the secret's hash.
 INVITATION = re.compile(r"(https?://[^\s#]{1,2000}#[0-9a-f]{64})\.([\w-]{16,128})", re.ASCII)
 _FIRST_ANSWER = timedelta(seconds=30)  # time for the first answer to a command
-_MOST_BYTES = 16 * 2**20  # of an answer; 4096 neurons have 2 MB, with the longest keys up to 11
+_MOST_BYTES = 16 * 2**20  # bytes of an answer; 4096 neurons have 2 MB, or 11 with the longest keys
 _OURS = "could not be asked, by a fault of this program"  # stands in place of "does not answer"
 _CLOCK_APART = 4.0  # seconds, from which a refused write names the clocks
 

@@ -105,7 +105,7 @@ class ChainSettings:
     """The founder's invitation, for which the registry gives this hotkey a uid."""
     poll_interval: timedelta = 6 * SECOND  # between two reads of a registry
     neurons_interval: timedelta = 60 * SECOND  # between two reads of a Bittensor chain
-    call_timeout: timedelta = 120 * SECOND  # of one read or write there, with its connection
+    call_timeout: timedelta = 120 * SECOND  # limit for one read or write there, with its connection
     start_timeout: timedelta = 120 * SECOND  # that a start waits for the chain's first answer
 
     @property
@@ -418,7 +418,8 @@ class TrainingSettings:
     was on its way"""
     outer_rule: str = rule("training.outer_rule", "nesterov")
     """the outer rule, by the name that it is registered with"""
-    precision: Literal["auto", "bf16", "fp32"] = "auto"  # of the computation; weights are float32
+    # Precision of the computation; weights are float32.
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
     activation_checkpointing: Literal["auto", "none", "budget", "selective", "full"] = flag(
         "neuron.activation_checkpointing", "auto"
     )
@@ -432,7 +433,7 @@ class TrainingSettings:
     wrap: Literal["auto", "block", "root"] = "auto"  # what FSDP gathers at once; auto: by size
     offload_optimizer: Literal["auto", "on", "off"] = flag("neuron.offload_optimizer", "auto")
     """Keep the optimizer's state in host memory. 'auto' does so if the GPU cannot hold it."""
-    seed: int = 42  # of random initial weights
+    seed: int = 42  # seed of random initial weights
     profile_steps: int = flag("profile.steps", 0, ge=0, le=10_000)
     """Write a torch profiler trace of this many inner steps."""
 
@@ -460,7 +461,7 @@ class ValidatorSettings(RoundSettings):
     recorded."""
 
     held_out_sequences: int = 32  # on which each outer step is judged
-    seed: int = 0  # of the random pages; 0: from the system
+    seed: int = 0  # seed of the random pages; 0 takes one from the system
 
 
 @dataclasses.dataclass(frozen=True)

@@ -214,7 +214,7 @@ _is_bucket = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]").fullmatch
 
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 CountFrom0 = Annotated[int, Field(ge=0, le=1_000_000)]
-Port = Annotated[int, Field(ge=0, le=65535)]  # of this machine; 0: a free one
+Port = Annotated[int, Field(ge=0, le=65535)]  # a port of this machine; 0 stands for a free one
 OuterPort = Annotated[int, Field(ge=1, le=65535)]  # what a router makes of it
 Duration = Annotated[timedelta, _from_text(parse_duration)]
 Patience = Annotated[Duration, Field(ge=SECOND, le=DAY)]

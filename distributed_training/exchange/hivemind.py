@@ -50,9 +50,9 @@ class Settings:
     listen: str
     port: int
     address: str = ""  # full, to announce, without peer id; empty: p2pd's own guess
-    gather: float = 6.0  # of matchmaking
+    gather: float = 6.0  # seconds for matchmaking
     chunk: float = 20.0  # without a byte of a peer
-    longest: float = 600.0  # of a transfer
+    longest: float = 600.0  # seconds for a transfer
 
 
 @dataclass(frozen=True)

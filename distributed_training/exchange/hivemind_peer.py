@@ -66,8 +66,9 @@ _START = 60  # seconds in which its DHT and averager must start
 _FAILURES = 2  # in a row, after which all processes end, and the parent starts them again
 _LOOK = 0.5  # seconds between two looks at processes whose end ends all
 
-_members: set[PeerID] = set()  # of the averager's process: who may take part in this round
-_first = psutil.Process()  # of this module's; the others are its forks and p2pd
+# In the averager's process: the peers that may take part in this round.
+_members: set[PeerID] = set()
+_first = psutil.Process()  # this module's own process; the others are its forks and p2pd
 
 
 def _end_with(processes: Sequence[psutil.Process]) -> None:
@@ -96,7 +97,7 @@ def _own_scratch(identity: str) -> Path:
     scratch = Path(tempfile.gettempdir(), f"dt-peer-{name}")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(mode=0o700)
-    os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)  # of torch and of Python
+    os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)  # for torch and for Python
     P2P._UNIX_SOCKET_PREFIX = f"/unix{scratch}/"
     return scratch
 
@@ -356,7 +357,8 @@ def main(peer_class: type[Peer] = Peer) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 
-    signal.signal(signal.SIGTERM, end)  # of the parent; only now, so that no fork inherits it
+    # For the parent's signal; set only now, so that no fork inherits it.
+    signal.signal(signal.SIGTERM, end)
     assert parent_process is not None
     # Without its DHT or p2pd an averager only fails.
     _end_with([parent_process, *_first.children(recursive=True)])

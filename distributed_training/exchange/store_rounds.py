@@ -126,7 +126,7 @@ class StoreRounds:
         self._reported: dict[str, str] = {}
         self._to_send: deque[Close] = deque(maxlen=1)
         self._sending: tuple[Close, Uplink, threading.Thread] | None = None
-        self._progress = Uplink()  # of the last progress upload
+        self._progress = Uplink()  # link of the last progress upload
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="store-rounds", daemon=True)

@@ -54,7 +54,7 @@ _DESCRIPTORS = 1024  # files, shards and connections
 _COMFORTABLE = 0.9  # share of the memory
 TESTED_TORCH = "2.13.0"  # the newest one, as constraints.txt has it
 _MOST_SPARE = 10_000_000_000  # bytes of disk for data and logs, next to all that a miner keeps
-_SPARE_BYTES = 100  # of a parameter, of all that a miner keeps (docs/requirements.md)
+_SPARE_BYTES = 100  # bytes per parameter of all that a miner keeps (docs/requirements.md)
 _TOO_MUCH = 1.15  # share of the memory; the estimate is not exact enough to refuse a near miss
 
 
@@ -76,7 +76,7 @@ class Examination:
     running: bool = False
     own_ports: frozenset[int] = frozenset()
     shape: ModelShape | None = None
-    by_chain: Offset | None = None  # of this machine's clock
+    by_chain: Offset | None = None  # offset of this machine's clock
     found: list[Check] = field(default_factory=list)
 
     @property

@@ -52,9 +52,9 @@ from distributed_training.store.transfer import Retry
 
 _CHAIN_TIMEOUT = timedelta(seconds=30)  # for a first answer
 _SOON = timedelta(seconds=7)  # the same of a registry, or while the miner runs
-_TIMEOUT = timedelta(seconds=5)  # of one request or connection
-_ADDRESS_TIMEOUT = timedelta(seconds=2)  # of each service that is asked
-_STORE_TIMEOUT = timedelta(seconds=10)  # of its first answer
+_TIMEOUT = timedelta(seconds=5)  # limit for one request or connection
+_ADDRESS_TIMEOUT = timedelta(seconds=2)  # limit for each service that is asked
+_STORE_TIMEOUT = timedelta(seconds=10)  # limit for the store's first answer
 _LINE_BYTES = 8 * 1024 * 1024
 
 _KEYS_REMEDY = "check the R2_ variables in .env, and bucket and keys at R2 or another store"

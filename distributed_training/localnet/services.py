@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 #: Where this package is imported from: a checkout, or site-packages.
 PACKAGES = Path(__file__).resolve().parents[2]
 GLOBAL_BUCKET = "local"
-STORE_FOLDER = "s3"  # of the object store's data, in the run folder
+STORE_FOLDER = "s3"  # folder of the object store's data, in the run folder
 # An operator's own keys and settings must not reach a subnet that is only for experiments.
 FOREIGN_PREFIXES = ("R2_", "BT_", "DT_", "WANDB_", "LOKI_", "AWS_", "HF_", "INFLUXDB_")
 _MOST_RANKS = 10
@@ -615,7 +615,7 @@ class Services:
             # Nothing here needs the hub, and a look-up without a network waits for its time-out.
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
-            **plugin_environment(),  # of whoever starts the subnet
+            **plugin_environment(),  # plug-ins of the caller that starts the subnet
         }
 
 

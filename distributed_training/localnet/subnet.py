@@ -45,7 +45,7 @@ from distributed_training.telemetry.neuron_state import NeuronState
 
 STATE_FILE = "localnet.json"  # also tells that a folder is ours
 LOCK_FILE = ".lock"
-_START = timedelta(seconds=120)  # of the validator, the first model's publication included
+_START = timedelta(seconds=120)  # time for the validator to start and publish the first model
 _TURN = 12.0  # seconds that a miner's first inner step may delay the next miner's start
 _SETTLE = 5.0  # seconds in which a process ends after the one that started it
 GUEST = "guest"  # folder of a miner that joins by hand

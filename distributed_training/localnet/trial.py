@@ -41,7 +41,7 @@ from distributed_training.telemetry.neuron_state import NeuronState
 NETWORK = "NETWORK"  # in --args: the network's file
 _PERIOD = 12.0  # seconds from close to close, where four processes have two free cores
 _LONGEST = 300.0  # seconds without an outer step
-_NICE = "5"  # of scripts: on a few cores they would leave the validator no time to judge them
+_NICE = "5"  # niceness of scripts: on a few cores they would leave the validator no time to judge
 _OPERATORS = ("R2_", "BT_", "DT_")  # variables of another network's member, on this machine too
 _PATIENCE = timedelta(seconds=20)  # for members to apply the last update
 #: A validator judges an upload on eight pages: eight sequences. ``--set`` wins.

@@ -88,7 +88,7 @@ class RankContext:
     ranks: RankChannel
     events: queue.SimpleQueue[ev.Event]  # rank 0's
     stack: ExitStack  # closes what was opened
-    tick: timedelta = timedelta(seconds=1)  # of the controller
+    tick: timedelta = timedelta(seconds=1)  # time between two ticks of the controller
     guest: bool = False  # in a script's process, which nothing here may end, nor change its log
 
 
@@ -241,7 +241,7 @@ class Connections:
     member: Member
     rounds: StoreRounds
     global_folder: Path  # files of the weights that a fresh start begins with
-    versions: Versions | None = None  # of the network's file; None: it has none
+    versions: Versions | None = None  # versions of the network's file; None if it has none
     commitment: str = ""  # the read key of our own bucket
 
 

@@ -67,7 +67,7 @@ class Controller:
         self._uploads = uploads
         self._disk_problem = disk_problem
         self._versions = versions
-        #: Of a script, which continues: gets the version before, and the one that holds now.
+        #: For a script, which continues: called with the version before and the one that holds now.
         self.adopt: Callable[[Network, Network], None] | None = None
         self._clock = clock
         self.idle_wait = IDLE_WAIT  # seconds

@@ -94,7 +94,8 @@ STEADY = timedelta(minutes=10)
 FIRST_WAIT, LONGEST_WAIT = timedelta(seconds=1), timedelta(seconds=60)
 LONGEST_PAUSE = timedelta(minutes=5)  # between two tries while the outside refuses
 
-#: Of the last line: other statuses need somebody, since nothing starts the miner again.
+#: Level of the last line, by status. Other statuses need somebody, since nothing starts the miner
+#: again.
 _LEVELS = {
     ExitStatus.STOPPED: logging.INFO,
     ExitStatus.FINISHED: logging.INFO,
@@ -102,7 +103,7 @@ _LEVELS = {
     ExitStatus.AGAIN: logging.INFO,
 }
 
-#: Of ``launcher.json``: what ended a miner that no signal ended.
+#: Words in ``launcher.json`` for what ended a miner that no signal ended.
 _STOPPED_BY = {
     ExitStatus.FINISHED: "finished",
     ExitStatus.DEREGISTERED: "deregistered",

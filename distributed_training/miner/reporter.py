@@ -60,8 +60,8 @@ class Reporter:
         self._no_room = Repeats(_SAY_AGAIN, clock=clock)
         self._mode = Mode.TRAINING
         self._round_began: float | None = None
-        self.round_seconds: float | None = None  # of the last round
-        self.step_level = logging.INFO  # of the lines of a step
+        self.round_seconds: float | None = None  # seconds of the last round
+        self.step_level = logging.INFO  # level of the lines of a step
 
     def on_event(self, event: ev.Event, state: MinerState) -> None:
         """Report an event; ``state`` is the state it found, before any decision on it."""
@@ -112,7 +112,7 @@ class Reporter:
                 log.info(lines.UPLOADING, self._bucket)
             case ev.UploadEnded(outer_step=outer, serial=serial, cause=problem):
                 tag = f"{outer}.{serial}"
-                # Of progress: whatever keeps it away is a warning at the next close.
+                # For progress only inform: whatever prevents it is a warning at the next close.
                 level = logging.WARNING if serial else logging.INFO
                 if problem:
                     log.log(level, lines.UPLOAD_FAILED, problem)

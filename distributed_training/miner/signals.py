@@ -54,7 +54,7 @@ class RankStop:
     def _on_signal(self, number: int, frame: object) -> None:
         del number, frame
         self.wanted = True
-        # Of a SimpleQueue: another put, in the code that the signal interrupts, does no harm.
+        # With a SimpleQueue another put, in the code that the signal interrupts, does no harm.
         self.events.put(ev.StopRequested(who_stops()))
         if self._interrupts:
             self._interrupts = False  # once: the next one would cut its clean-up short

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 LIST = ".files.json"  # in the folder; sources of text and transformers read no such name
 LARGEST_LIST = 4 * 2**20  # bytes
-_MOST_FILES, _LARGEST = 20_000, 2**40  # of a folder; bytes of one file
+_MOST_FILES, _LARGEST = 20_000, 2**40  # files of a folder, and bytes of one file
 _LARGE = 20 * 10**9  # bytes, of a folder
 _SMALL, _LONG = timedelta(seconds=30), timedelta(hours=24)
 #: What transformers reads of a tokenizer.
@@ -215,7 +215,7 @@ def publish(config: Config, store: ObjectStore) -> None:
             for name, listed in files.items()
             if there.get(_key(listed.sha256)) != listed.size
         }
-        if missing:  # of data it may take hours
+        if missing:  # fetching data may take hours
             log.info("Publishing the network's %s: %d files", what, len(missing))
         upload_all(store, missing.items(), until=deadline_in(_LONG))
         of_list = _key(folder.name), folder / LIST

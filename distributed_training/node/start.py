@@ -48,7 +48,7 @@ from distributed_training.telemetry.page import PageProcess
 
 log = logging.getLogger(__name__)
 
-VALIDATOR_PAGE_PORT = 8011  # of a validator's dashboard, where none is given
+VALIDATOR_PAGE_PORT = 8011  # port of a validator's dashboard, if none is given
 
 
 # --- errors that end a start ---------------------------------------------------------------------

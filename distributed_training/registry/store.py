@@ -147,7 +147,7 @@ class Registry(Ledger):
         self.faults = 0  # writes that could not be stored
         #: Name -> content: the network's file and its earlier versions, for new members.
         self.files: Mapping[str, str] = {}
-        self.file_version: int | None = None  # of the network's file
+        self.file_version: int | None = None  # version of the network's file
         # Warn seldom: writes come from anybody, and the log is on the same full disk.
         self._may_warn = Throttle(60.0)
         with ExitStack() as failed:

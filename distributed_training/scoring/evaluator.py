@@ -175,7 +175,8 @@ class EvaluationModel:
         return sum(loss * n for loss, n in pairs) / sum(tokens)
 
 
-# Of the decoded gradient times the outer learning rate (protocol page, section 5).
+# Part of the decoded gradient, times the outer learning rate, that is applied for judging (protocol
+# page, section 5).
 APPLIED_FRACTION = 0.5
 
 TRIED = 4  # blocks, until one has enough text
@@ -259,7 +260,7 @@ class Comparison:
         Infinite for fewer than two micro-batches.
         """
         before = self.losses[0]
-        # Of a handful of micro-batches the normal distribution would promise too much.
+        # With a handful of micro-batches the normal distribution would promise too much.
         reach = t_quantile(len(self.before) - 1) * self.error
         if not before:
             return -math.inf, math.inf
@@ -411,7 +412,8 @@ class Evaluator:
         except ConfigError as error:
             # A few tokenizers have words beyond their model's: one text, not the end of the scores.
             raise DataUnavailable(str(error)) from None
-        except Exception as error:  # of rows or of this machine: the upload was not looked at yet
+        # A fault of the rows or of this machine, before the upload was looked at.
+        except Exception as error:
             raise DataUnavailable(f"its text cannot be measured: {in_a_line(error)}") from error
         # Scores are computed from both: one that is not finite would end the pass of all.
         if not all(math.isfinite(loss) for losses in before for loss in losses):

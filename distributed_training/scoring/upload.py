@@ -210,7 +210,7 @@ class PageReader:
                 "sequences"
             )
         cut = torch.from_numpy(tokens[: count * length].astype(np.int64)).reshape(count, length)
-        if 0 < self.limit < count:  # of all pages some
+        if 0 < self.limit < count:  # take some of all pages
             cut = cut[torch.linspace(0, count - 1, self.limit).long()]
         return cut
 

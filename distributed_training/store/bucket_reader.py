@@ -33,7 +33,7 @@ from .uplink import Uplink
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-MOST_BYTES = 256 * 1024**3  # of one file
+MOST_BYTES = 256 * 1024**3  # bytes of one file
 
 
 class StateUnavailable(StoreError):

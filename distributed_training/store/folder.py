@@ -158,12 +158,12 @@ class FolderStore:
                 raise RefusedError(
                     f"{self.bucket}/{key}: {error.strerror}: free that disk"
                 ) from None
-            # Of a network disk, or the uplink's pause.
+            # The error of a network disk, or the uplink's pause.
             raise TransientError(f"{self.bucket}/{key}: {error.strerror or error}") from None
 
 
 def info_of(key: str, status: os.stat_result) -> ObjectInfo:
-    # Of the object, as long as it is the same: a file system gives an inode again at once.
+    # The etag changes with the object: a file system may give an inode again at once.
     etag = f"{status.st_ino}-{status.st_size}-{status.st_mtime_ns}"
     modified = status.st_mtime
     return ObjectInfo(key, status.st_size, etag, modified, time.time() - modified)
@@ -186,7 +186,7 @@ def _open(
     if writes and len(parts) == 2:
         with contextlib.suppress(OSError):  # without the bucket it is missing
             folder.mkdir()
-    # Of uploaders that were killed; nothing else would ever remove them.
+    # Remove what killed uploaders left, since nothing else would ever remove it.
     for left in folder.rglob(".*.tmp") if writes else ():
         with contextlib.suppress(OSError):
             if time.time() - left.lstat().st_mtime > _LEFT_AFTER:

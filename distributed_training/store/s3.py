@@ -123,7 +123,7 @@ def _authorities() -> str | None:
     return None
 
 
-# Of all authorities it takes a tenth of a second, and a validator opens hundreds of buckets.
+# Loading all authorities takes a tenth of a second, and a validator opens hundreds of buckets.
 @functools.lru_cache(maxsize=4)
 def _load_authorities(path: str) -> None:
     ssl.create_default_context(cafile=path)

@@ -97,7 +97,7 @@ class _Progress:
         self._total = total
         self._there = held
         self._lock = threading.Lock()
-        self._since = time.monotonic(), held  # of the last line, and how much was there then
+        self._since = time.monotonic(), held  # when the last line came, and how much was there then
         self._follower = _follower.get() if total >= _FOLLOWED else None
         if self._follower:
             self._follower(held, total, None)
@@ -257,7 +257,7 @@ def download(
     known = read_state(notes, _Notes, lost="the file is downloaded from its beginning")
     if known and (known.etag, known.size) == (info.etag, info.size) and part.exists():
         done.update(known.done)
-    else:  # of another version of the object: its ranges would be mixed with those of the new one
+    else:  # the file is of another version of the object, whose ranges would mix with the new one's
         part.unlink(missing_ok=True)
     missing = [start for start in range(0, info.size, RANGE) if start not in done]
     needed = sum(min(RANGE, info.size - start) for start in missing)
@@ -394,7 +394,7 @@ class _InParts:
     until: float
     once: bool
     upload_id: str = ""
-    listed: dict[int, PartInfo] = field(default_factory=dict)  # of this upload, at the store
+    listed: dict[int, PartInfo] = field(default_factory=dict)  # parts of this upload at the store
     #: By id of the upload and number: those that this process has sent.
     sent: dict[tuple[str, int], PartInfo] = field(default_factory=dict)
 

@@ -11,7 +11,7 @@ from typing import Any
 from distributed_training.telemetry.events import EventFollower, finite
 
 DAY = 86400.0  # seconds
-_HISTORY_BYTES = 64 * 2**20  # of events: a day of steps of a second each
+_HISTORY_BYTES = 64 * 2**20  # bytes of events: a day with a step each second
 
 
 @dataclass

@@ -32,7 +32,7 @@ SCRIPT = "its script ended"  # the script that joined has ended
 FINISHED = "finished"  # the network has finished
 #: What became of a close, in the words of a ``round`` event. MISSED: nothing was sent.
 MERGED, REFUSED, MISSED = "merged", "refused", "missed"  # or "not merged"
-TOO_EARLY = "too early"  # of the close before a miner's first upload
+TOO_EARLY = "too early"  # cause at the close before a miner's first upload
 
 _T = TypeVar("_T")
 

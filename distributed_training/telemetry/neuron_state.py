@@ -25,11 +25,11 @@ from distributed_training.telemetry.events import EventFollower, finite
 from distributed_training.telemetry.facts import MERGED, TOO_EARLY
 from distributed_training.telemetry.metrics import read_metrics
 
-_HISTORY_BYTES = 64 * 2**20  # of events, about two weeks of inner steps
+_HISTORY_BYTES = 64 * 2**20  # bytes of events, about two weeks of inner steps
 _STEPS = 100_000
-_EVENTS = 10_000  # of one kind; a run of weeks has fewer rounds and publications
-_ROWS = 50  # of a table on the page
-_POINTS = 1500  # of a line on the page
+_EVENTS = 10_000  # events of one kind; a run of weeks has fewer rounds and publications
+_ROWS = 50  # rows of a table on the page
+_POINTS = 1500  # points of a line on the page
 _SILENT_SECONDS = 6.0  # without a sign of life, where the process cannot be seen
 _DAY, _HOUR = 86400.0, 3600.0
 _FEW_DAYS = 4  # up to this number, counts are by the hour
@@ -62,7 +62,7 @@ class JudgedUploads:
 
     scored: int = 0
     passes: int = 0  # scored or reset; a reset counts as a score of zero
-    last_cause: str = ""  # of the last reset: name of a scoring Cause
+    last_cause: str = ""  # name of the scoring Cause of the last reset
     last_reset: str = ""  # why, in words
 
 
@@ -82,11 +82,11 @@ class NeuronState:
         # Bounded: a run of months, or a neuron that fails each second, must not fill the page's
         # memory.
         self.tables: dict[str, deque[dict[str, Any]]] = {k: deque(maxlen=_EVENTS) for k in _TABLES}
-        # Of a validator, by uid.
+        # A validator's scores, by uid.
         self.scores: dict[int, dict[str, float]] = {}
         self.judged: dict[int, JudgedUploads] = {}
         self._taken = 0  # events; the page knows by it which of them the history held already
-        self._step_ended: float | None = None  # of the step before, if this run did it
+        self._step_ended: float | None = None  # end of the step before, if this run did it
         self._follower = EventFollower(folder / "events.jsonl")
 
     @property

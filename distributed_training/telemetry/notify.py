@@ -41,7 +41,8 @@ NOTIFY_FILE = "notify.json"  # in the run folder
 _LOOK_EVERY = 15.0  # seconds
 _LAST_WORDS = 6.0  # seconds that the end of a miner waits for its message
 _MOST_A_DAY = 10  # messages
-_LOW, _ENOUGH = 0.1, 0.12  # of the disk: a trouble below the first, over above the second
+# Parts of the disk: a trouble begins below the first and is over above the second.
+_LOW, _ENOUGH = 0.1, 0.12
 # A service that takes a message and does not say so gets it again after each of these waits.
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=30), timedelta(minutes=30)
 
@@ -119,7 +120,8 @@ class Notifier:
         self._saved = ""
         self._began: float | None = None  # the miner's first event
         self._backoff = Backoff(first=_FIRST_WAIT, longest=_LONGEST_WAIT)
-        self._failed_at, self._pause = 0.0, 0.0  # of the last try
+        # Time of the last failed try, and the pause after it.
+        self._failed_at, self._pause = 0.0, 0.0
         self._present: set[str] = set()  # troubles that were found at the last look
         self._crash_at = Crash(), 0.0  # and when it was, by the clock as it is set now
         self._failures = Repeats(3600.0)

@@ -66,7 +66,7 @@ class AveragingValidator(StoreValidator):
         self._ordered: Intake | None = None  # the close for which the last order was
         self._order: Order | None = None
         self._answer: Answer | None = None
-        self._averaging = Averaging("merge", "")  # of the present close
+        self._averaging = Averaging("merge", "")  # averaging of the present close
         self._sampled: Sequence[str] = ()  # hotkeys of those whose uploads are judged
 
     def start(self, state: GlobalState, *, found: bool) -> None:

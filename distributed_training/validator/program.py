@@ -107,7 +107,7 @@ class ValidatorParts:
     vocabulary: int
     eos_id: int
     verify: Verify = verify_signature
-    versions: Versions | None = None  # of the network's file
+    versions: Versions | None = None  # versions of the network's file
     show_finished: Callable[[str], None] = lambda reason: None  # to all miners; StoreError
 
 
@@ -346,7 +346,7 @@ def find_state(
     )
     if steps.load():
         state = steps.read_state()
-        # Of a process that was killed after the publication that they belong to.
+        # Left by a process that was killed after the publication to which they belong.
         with suppress(FileNotFoundError):
             os.replace(steps.place(state.outer_step) / LEDGER, folder / LEDGER)
         return steps, state, True

@@ -69,7 +69,7 @@ class _Reached:
     state: GlobalState
     losses: dict[str, float]
     began: float
-    samples: Mapping[str, Tensor]  # of what all can read from then on
+    samples: Mapping[str, Tensor]  # samples of what all can read from then on
 
 
 class StoreValidator(CloseJudge):
@@ -85,9 +85,9 @@ class StoreValidator(CloseJudge):
         super().__init__(run=run, **given)
         self._after_step = after_step  # returns at once
         self._standings_path = run.folder / LEDGER
-        self._losses: dict[str, float]  # of the state on each domain, since the start
+        self._losses: dict[str, float]  # losses of the state on each domain, since the start
         self.finished = ""  # why no round is called any more
-        self._finish_shown = ""  # of it, in the bucket
+        self._finish_shown = ""  # the end that the bucket shows
         config = self._rules.config  # none of these changes while it runs
         self._period = config.round_period.total_seconds()
         self._weights_due = Throttle(self._period / 4)

@@ -4,8 +4,8 @@
 
 It refuses sentences of more than 35 words, words that make a reader stop (`alone` for *only*,
 `goes on` for *continues*), `bytes a parameter` for *per parameter*, and comments that begin with
-*else*. In the packages of HEADED it also refuses comments that begin with *of*, which lack their
-noun. CONTRIBUTING.md has the rules. test_document_figures.py checks citations of docs/protocol.md.
+*else*. In the product it also refuses comments that begin with *of*, which lack their noun.
+CONTRIBUTING.md has the rules. test_document_figures.py checks citations of docs/protocol.md.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PER = re.compile(
     r"|(inner |outer )?step|request|round|line|rank|sequence|shard)\b"
 )
 HEADLESS, ELSE = re.compile(r"^of\b", re.I), re.compile(r"^else\b", re.I)  # of a comment
-HEADED = ("protocol", "training", "data")
+HEADED = "distributed_training"
 NONE = re.compile(r": none\b", re.I)  # in documents; docstrings say what a None means
 CODE_IN_TEXT = re.compile(r"```.*?```|``.*?``|`[^`]*`", re.S)
 
@@ -90,7 +90,7 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
 
 def of_comments(path: Path) -> Iterator[str]:
     """Yield what is wrong with the comments of a module."""
-    patterns = [CALQUES, PER, ELSE, *([HEADLESS] if path.parent.name in HEADED else [])]
+    patterns = [CALQUES, PER, ELSE, *([HEADLESS] if HEADED in path.parts else [])]
     for line, text in comments(path.read_text()):
         if not re.match(r"type:|noqa|fmt:|---", text):
             found = (*findings(" ".join(text.split())), *calques(text, *patterns))

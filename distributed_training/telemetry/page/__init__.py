@@ -15,7 +15,7 @@ from pydantic import SecretStr
 from distributed_training.common.backoff import Throttle
 from distributed_training.common.processes import ChildLog, ChildProcess
 
-_LINES_PER_MINUTE = 20  # of the page's: callers without a limit provoke them
+_LINES_PER_MINUTE = 20  # lines that the page may log, since any caller can provoke them
 
 
 class PageProcess(ChildProcess):

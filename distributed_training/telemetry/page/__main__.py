@@ -54,7 +54,7 @@ from distributed_training.telemetry.verdict import Verdict, judge
 log = logging.getLogger(__name__)
 
 _STATIC = Path(__file__).parent / "static"
-_FRESH_SECONDS = 1.0  # of an answer, for whoever asks next
+_FRESH_SECONDS = 1.0  # seconds for which an answer serves the next callers
 _NICENESS = 10  # training goes first
 _CONNECTIONS = 256  # fewer than the usual limit of open files, 1024
 _PATIENCE = 10.0  # seconds for a request, and for a client to read on
@@ -178,7 +178,7 @@ class Guard:
         self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Of the server itself, without a request to check.
+        # The server itself sends this, without a request to check.
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -235,7 +235,7 @@ _OTHER_ADDRESS = (
 )
 
 
-_FAULTS = {"LOCAL": "this miner could not apply the update"}  # of a round that failed
+_FAULTS = {"LOCAL": "this miner could not apply the update"}  # faults of a failed round
 
 
 def application(neurons: Sequence[NeuronState], *, token: str = "") -> ASGIApp:
@@ -255,13 +255,14 @@ def application(neurons: Sequence[NeuronState], *, token: str = "") -> ASGIApp:
         for neuron in neurons:
             if neuron.name == wanted:
                 text, seen = b"", observe(neuron.folder, time.time())
-                # Of a miner, whose page may be there without it.
+                # Only a miner has a launcher, and its page may run without it.
                 if seen.launch is not None:
                     own = MetricsRegistry()
                     away = seen.launch.state == "stopped" or (seen.gone and seen.gone.value)
                     own.set("launcher_running", float(not away))
                     text = own.text().encode()
-                for file in ("metrics.prom", "launcher.prom"):  # of the ranks, of their launcher
+                # Metrics of the ranks, and of their launcher.
+                for file in ("metrics.prom", "launcher.prom"):
                     try:
                         text += (neuron.folder / file).read_bytes()
                     except FileNotFoundError:
@@ -322,7 +323,7 @@ def main(argv: list[str] | None = None) -> int:
     if given.beside_miner:
         return serve(folders, host=given.host, port=given.port, token=token)
     if given.with_parent is None:
-        if len(folders) > 1:  # of runs/*, which holds more than run folders
+        if len(folders) > 1:  # runs/* may hold more than run folders
             folders = [folder for folder in folders if is_run_folder(folder)] or folders
         for folder in folders:
             if not folder.exists():
@@ -404,7 +405,7 @@ def serve(
         ]
         send_line(f"page: http://{shown}:{listener.getsockname()[1]}/", logging.INFO)
         server(neurons, token=token).run(sockets=[listener])
-    except OSError as error:  # of a disk, which may come back: not the status of an end for good
+    except OSError as error:  # a disk may come back, so do not end with a final status
         send_line(f"the page cannot begin ({error}): check the run folder's disk", logging.ERROR)
         return ExitStatus.FAULT
     except KeyboardInterrupt:  # uvicorn raises the signal again, of pm2 or Ctrl-C, at its end
