@@ -2,7 +2,7 @@
 
 One network runs for all tests of this file (minutes); each test looks at one property of it. Before
 its last outer step two processes of miners are killed. Each day it takes one. With two it is long.
-A network through the store is in test_store_subnet.py.
+Smaller networks over both exchanges are in tests/promises/test_networks.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from distributed_training.doctor import main as run_doctor
 from distributed_training.localnet.services import SubnetOptions
 from distributed_training.localnet.subnet import LocalNeuron, LocalSubnet
 from distributed_training.localnet.summary import Summary
-from distributed_training.telemetry import read_events
 from distributed_training.telemetry.metrics import METRICS
 from distributed_training.telemetry.page import PageProcess
 from tests.end_to_end.test_doctor import doctor
@@ -257,16 +256,3 @@ def test_the_page_shows_the_run_and_no_secret(run: Run) -> None:
         assert len(known["steps"]) == len(miner.state.losses) and known["state"] == "stopped"
         assert len(known["marks"]) >= run.outer_steps and known["tables"]["publication"]
     assert shown["validator"]["scores"]
-
-
-def test_after_an_outer_step_all_hold_the_weights_of_the_manifest(run: Run) -> None:
-    """A rank compares the digest of its own before it votes for an outer step."""
-    for miner in run.subnet.miners:
-        events = read_events(miner.plan.events, "outer_step")
-        assert set(range(1, run.outer_steps + 1)) <= {event["outer_step"] for event in events}
-
-
-def test_an_upload_of_each_miner_is_judged(run: Run) -> None:
-    uids = {miner.plan.uid for miner in run.subnet.miners}
-    scored = read_events(run.subnet.validator.plan.events, "upload_scored")
-    assert {event["uid"] for event in scored if event["ok"]} == uids

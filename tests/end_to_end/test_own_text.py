@@ -46,32 +46,6 @@ def ids_of(encoder: TextTokenizer, text: str) -> np.ndarray[tuple[int], np.dtype
     return encoder.encode_rows([text], max_length=10**9)[:-1].astype(np.int64)
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("way", ["bytes", "int16", "int32", "int64", "decimals", "JSON"])
-def test_the_search_finds_one_planted_window(
-    tmp_path: Path, encoder: TextTokenizer, way: str
-) -> None:
-    written = words(1, 3000)
-    ids = ids_of(encoder, written)
-    text = Text(written.encode(), ids, [])
-    draw, path = random.Random(way), tmp_path / "file"
-    for _ in range(8):
-        at = draw.randrange(len(written) - WINDOW)
-        planted = written[at : at + WINDOW].encode()
-        window = ids[at : at + WINDOW]
-        if way.startswith("int"):
-            planted = window.astype(f"<i{int(way[3:]) // 8}").tobytes()
-        elif way == "decimals":
-            planted = f" {' '.join(map(str, window))} ".encode()
-        elif way == "JSON":
-            planted = b"[" + ", ".join(map(str, window)).encode() + b"]"
-        noise = draw.randbytes(draw.randrange(200_000, 200_100))
-        path.write_bytes(noise + planted + draw.randbytes(draw.randrange(999)))
-        assert text.ways(path) == {"decimals" if way == "JSON" else way}
-        path.write_bytes(noise + planted[: -len(planted) // 16] + draw.randbytes(500))
-        assert not text.ways(path), "no part of a window is one"
-
-
 @pytest.mark.timeout(900)
 def test_own_text_is_in_nothing_that_leaves_a_miner(
     tmp_path: Path, encoder: TextTokenizer, monkeypatch: pytest.MonkeyPatch

@@ -11,18 +11,16 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from distributed_training.common.ports import free_ports
-from distributed_training.protocol.network_report import MemberReport, NetworkReport, RoundReport
 from distributed_training.telemetry import EventLog
 from distributed_training.telemetry.facts import FACTS_FILE
 from tests.tools import chromium
-from tests.tools.chain_server_thread import RegistryServer
 from tests.tools.chromium import CHECKS, card
 from tests.tools.miner_states import HOTKEY, STATES, facts_of, make_miner, step_fields
 from tests.tools.page import TOKEN, served
@@ -92,20 +90,6 @@ def test_the_page_shows_training_and_survives_a_restart(
     assert all("ERR_" in e["message"] for e in problems), problems
 
 
-def test_a_computer_whose_clock_is_an_hour_ahead_shows_the_same(
-    browser: Any, run_folder: tuple[Path, EventLog]
-) -> None:
-    shift = "const now = Date.now; Date.now = () => now() + 3600e3;"
-    shifted = browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": shift})
-    try:
-        with served(run_folder[0]) as page:
-            browser.get(page.url)
-            wait_for(lambda: "3 . 40" in card(browser, "Step"), "the history on the page")
-            assert verdict(browser) == ["training", "", "good"]
-    finally:
-        browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", shifted)
-
-
 def test_a_killed_miner_is_dead_within_ten_seconds(
     browser: Any, run_folder: tuple[Path, EventLog]
 ) -> None:
@@ -149,21 +133,6 @@ def test_a_page_without_its_server_says_so(browser: Any, run_folder: tuple[Path,
     word, words, kind = verdict(browser)
     assert (word, kind) == ("connection lost", "bad")
     assert "the dashboard, its machine or the tunnel" in words and "figures of" in words
-
-
-def test_text_of_a_card_stays_selected(browser: Any, run_folder: tuple[Path, EventLog]) -> None:
-    """The page counts ages each second; unchanged parts must not be drawn again."""
-    folder, _ = run_folder
-    with served(folder) as page:
-        browser.get(page.url)
-        wait_for(lambda: "3 . 40" in card(browser, "Step"), "the history on the page")
-        browser.execute_script("""
-            const value = [...document.querySelectorAll('.card')]
-                .find((card) => card.querySelector('h2').textContent === 'Step').querySelector('p');
-            getSelection().selectAllChildren(value);""")
-        seen: set[str] = set()
-        wait_for(lambda: seen.add(card(browser, "Step")) or len(seen) > 3, "an age that grows")
-        assert browser.execute_script("return getSelection().toString()") == "3 . 40"
 
 
 def test_the_verdict_of_each_state_is_on_top(browser: Any, tmp_path: Path) -> None:
@@ -259,14 +228,6 @@ def test_page_shows_a_days_tokens_cost_and_the_weeks(browser: Any, tmp_path: Pat
         assert "LOCAL" not in browser.find_element("tag name", "body").text
 
 
-def test_the_next_round_counts_down_by_the_clock(browser: Any, tmp_path: Path) -> None:
-    """Nobody told of the next one for three minutes."""
-    with served(make_miner(tmp_path, "offline")) as page:
-        browser.get(page.url)
-        wait_for(lambda: "by the clock" in card(browser, "Next close"), "the close after")
-        assert "in 2 h 2" in card(browser, "Next close")
-
-
 #: Whether verdict and score are seen without scrolling, in this order, and warnings before charts;
 #: and the whole hotkey.
 ABOVE_THE_FOLD = """
@@ -277,9 +238,6 @@ const hotkey = document.getElementById('hotkey');
 return at('#verdict').bottom <= score.top && score.bottom <= innerHeight
     && hotkey.scrollWidth <= hotkey.clientWidth && at('#problems').top <= at('#loss').top
     && at('#loss').top <= at('#speed').top;"""
-
-
-BAD_CARDS = "return [...document.querySelectorAll('.card.bad h2')].map((h) => h.textContent)"
 
 
 @contextmanager
@@ -433,78 +391,4 @@ def test_a_validator_shows_how_its_network_does(browser: Any, tmp_path: Path, si
         assert "3.250" in card(browser, "Held-out loss")
 
 
-#: A network's report and the verdict on it; "silent": its validator went away.
-NETWORKS = {
-    "running": ({}, ["training", "good"]),
-    "waiting": ({"least": 8}, ["waiting for members", "wait"]),
-    "failing": ({"failed_rounds": 3, "rounds": (RoundReport(39, 9, 600.0, (), 0, "TOO_FEW",
-                 "uid 4 sent <b>NaN</b>"),)}, ["rounds fail", "bad"]),
-    "gated": ({"failed_rounds": 1, "rounds": (RoundReport(39, 9, 600.0, (1, 2), 0, "GATE"),)},
-              ["gate", "bad"]),
-    "silent": ({}, ["validator silent", "bad"]),
-    "stopped": ({"phase": "stopped", "reason": "asked to stop"}, ["stopped", "idle"]),
-    "none": (None, ["not yet begun", "idle"]),
-}  # fmt: skip
-MEMBERS = (
-    *(MemberReport(uid, "alive", 60 * uid, 1 / uid) for uid in range(1, 6)),
-    MemberReport(6, "silent", 9000, 0.0, "it missed the last 12 sweeps"),
-    MemberReport(7, "alive", 300, 0.0, "its upload is of <i>another</i> model, " * 3),
-    MemberReport(8, "new", None, 0.0),
-)
-
-
-@pytest.mark.parametrize("state", NETWORKS)
-def test_a_registry_shows_how_its_network_does(browser: Any, tmp_path: Path, state: str) -> None:
-    changes, wanted = NETWORKS[state]
-    report = NetworkReport(
-        phase="waiting",
-        outer_step=39,
-        loss=1.3528,
-        losses={"English": 1.29, "C & <headers>": 1.41},
-        next_report=900.0,
-        next_round=1850.0,
-        least=2,
-        good_rounds=39,
-        tokens=39 * 10**9,
-        tokens_per_second=208_334.0,
-        rounds=tuple(RoundReport(n, 4800 * (39 - n), 95.0, (1, 2, 3)) for n in range(20, 39)),
-        members=MEMBERS,
-    )
-    with RegistryServer(tmp_path) as server:
-        registry = server.registry
-        for number in range(40):
-            registry.register(f"5{number:047d}")
-            if changes is not None:
-                loss = 1.3528 + 9 * 0.9**number
-                registry.report(replace(report, outer_step=number, loss=loss))
-        registry.serve("5" + "0" * 47, "2001:db8::1", 8091)
-        if changes is not None:
-            registry.report(replace(report, **changes))
-        if state == "silent":
-            registry._opened -= 5000
-            registry._heard = registry._opened
-        for (width, height), scheme in itertools.product(((1280, 900), (390, 844)), SCHEMES):
-            emulate = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-            browser.execute_cdp_cmd("Emulation.setEmulatedMedia", emulate)
-            with sized(browser, width, height):
-                browser.get(server.url)
-                assert browser.execute_script(CHECKS) == []
-                assert verdict(browser)[::2] == wanted
-                assert browser.title == f"test: {wanted[0]}"
-                assert browser.execute_script(FIRST), "the verdict is seen first"
-        if changes is None:
-            return
-        text = browser.execute_script("return document.body.textContent")
-        for said in ("[2001:db8::1]:8091", "score 0: it missed the last 12 sweeps",
-                     "<i>another</i>", "C & <headers>", "39,000,000,000", "208,334"):  # fmt: skip
-            assert said in text, said
-        assert ("<b>NaN</b>" in text) == (state == "failing")
-        assert browser.execute_script("return document.querySelectorAll('i, script').length") == 0
-        written = [e["message"] for e in browser.get_log("browser")]  # of other pages too
-        assert not [line for line in written if server.url in line]
-
-
 SCHEMES = ("dark", "light")
-FIRST = """
-const verdict = document.getElementById('verdict').getBoundingClientRect();
-return verdict.bottom < innerHeight / 2 && verdict.top < 100;"""

@@ -22,8 +22,7 @@ import torch
 
 from distributed_training.common.ports import free_ports
 from distributed_training.config.installed import EXTRAS
-from tests.end_to_end.test_founder_run import PATIENCE, TREE, call, start
-from tests.end_to_end.test_store_join import RULES
+from tests.tools.founded import PATIENCE, RULES, TREE, call, start
 from tests.tools.tree import Tree
 from tests.tools.waiting import wait_for
 from tests.tools.wheel import ROOT, build_wheel

@@ -17,22 +17,13 @@ from distributed_training.common.files import read_json_object
 from distributed_training.common.llama import local_llama_config
 from distributed_training.common.ports import free_ports
 from distributed_training.data.tokenizer import build_tokenizer
-from distributed_training.network import built_in_rules, flatten, of_exchange, toml_value
 from distributed_training.telemetry import read_events
 from distributed_training.training.model import hf_config
-from tests.end_to_end.test_founder_run import PATIENCE, TREE, call, start
+from tests.tools.founded import PATIENCE, RULES, TREE, call, start
 from tests.tools.settings import LOCAL
 from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
-RULES = [
-    word
-    for key, value in flatten(of_exchange(built_in_rules("local"), "store")).items()
-    if key.partition(".")[0] in ("training", "round") or "per_" in key
-    for word in ("--set", f"{key}={toml_value(value)}")
-]
-
-
 #: A part of the model that is trained: all but its embeddings.
 PART = 'model.trainable=["model.layers.*", "model.norm.weight", "lm_head.weight"]'
 
