@@ -10,7 +10,6 @@ import secrets
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,14 +18,10 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from distributed_training.common.kinds import UnknownKindError
-from distributed_training.config import load_config
 from distributed_training.config.settings import StoreSettings
-from distributed_training.health import outside
 from distributed_training.localnet.services import ObjectStoreServer
-from distributed_training.node.buckets import own_commitment
 from distributed_training.protocol import keys
-from distributed_training.protocol.metadata import BucketCredentials, parse_commitment
+from distributed_training.protocol.metadata import BucketCredentials
 from distributed_training.store import folder
 from distributed_training.store.base import MultipartStore, ObjectStore, PartInfo, put_once
 from distributed_training.store.bucket_reader import (
@@ -413,11 +408,6 @@ def test_a_folder_whose_disk_is_full_is_refused_at_once(
         FolderStore(tmp_path, writes=True).put("a", b"x")
 
 
-def test_an_unknown_kind_of_store_is_named_with_the_known_kinds() -> None:
-    with pytest.raises(UnknownKindError, match=r"object store called 'sqlite'.*folder.*s3"):
-        open_store(StoreSettings(endpoint_url="sqlite:///x"), "bucket")
-
-
 def test_a_missing_bucket_is_named(any_server: Any) -> None:
     store = S3ObjectStore.from_settings(settings_for(any_server), bucket="not-there-1", write=True)
     for operation in (
@@ -480,31 +470,6 @@ def test_without_a_clear_refusal_the_read_key_counts_as_one_that_can_write(
 
     with pytest.raises(kind, match="503"):
         check_read_key(MemoryObjectStore(before=before), timeout=timedelta(seconds=0.2))
-
-
-def test_others_read_a_bucket_by_its_owners_commitment_with_any_keys(any_server: Any) -> None:
-    settings = settings_for(any_server)
-    writer = new_bucket(any_server, settings)
-    writer.put("a", b"x")
-    text = own_commitment(settings, writer.bucket)
-    credentials = parse_commitment(text, any_length=True)
-    # Of theirs nothing is needed but the endpoint, which the network's file names.
-    reader = open_store(
-        StoreSettings(endpoint_url=settings.endpoint_url), writer.bucket, credentials=credentials
-    )
-    assert reader.get("a", limit=1) == b"x"
-    with pytest.raises(AccessDeniedError):
-        reader.put("a", b"y")
-
-
-def test_the_doctor_is_content_with_keys_of_any_store(any_server: Any) -> None:
-    settings = settings_for(any_server, access="own")
-    config = replace(load_config("miner", ["--network", "local"], check=False), store=settings)
-    bucket = keys.miner_bucket(settings.global_model_name, 7)
-    S3ObjectStore.from_settings(settings, bucket=bucket, write=True).create_bucket()
-    examination: Any = SimpleNamespace(config=config, uid=7, shape=None)
-    found = outside.check_bucket(examination)
-    assert [(check.name, check.status) for check in found] == [("bucket", "ok"), ("line", "ok")]
 
 
 def test_a_wrong_secret_has_its_own_error_that_does_not_show_it(server: ObjectStoreServer) -> None:

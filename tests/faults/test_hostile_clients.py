@@ -245,26 +245,6 @@ def test_a_pipelined_request_is_not_read(server: World) -> None:
     server.still_answers()
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"[]",
-        b"null",
-        b"{",
-        b'{"a": NaN}',
-        b'{"a": ' * 650,
-        b"[" * 4000,
-        b"\xff\xfe",
-        b'{"a": 9',
-    ],
-)
-def test_signed_nonsense_is_no_event(lenient: World, body: bytes) -> None:
-    before = lenient.calls
-    answer = lenient.send(request(CALL, lenient.sign(VALIDATOR, body), body))
-    assert status(answer) == 400 and lenient.calls == before
-
-
 @pytest.mark.parametrize("beyond", [0, 1])
 def test_the_limit_of_a_body(server: World, beyond: int) -> None:
     body = BODY.ljust(MAX_BODY + beyond)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import itertools
 import json
@@ -288,20 +287,6 @@ def test_a_worker_that_cannot_work_says_why(
     assert "Block 3 could not be prepared" in caplog.text
 
 
-def test_last_message_of_a_dead_worker_is_heard(
-    files: Path, tokenizer: tuple[Path, int], tmp_path: Path
-) -> None:
-    with Hub(files) as hub, pipeline(hub, tokenizer, tmp_path) as made:
-        worker = made._workers[0]
-        made.request(7)
-        wait_for(lambda: not worker.blocks, "its answer")
-        worker.child._process.kill()
-        made.request(8)
-        assert wait_ready(made, 7) > 0
-        assert wait_ready(made, 8) > 0
-        assert made.counters()["worker_restarts"] == 1
-
-
 def test_a_worker_that_could_not_be_started_is_not_its_block_s_fault(
     files: Path, tokenizer: tuple[Path, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,43 +308,6 @@ def test_a_worker_that_could_not_be_started_is_not_its_block_s_fault(
         made._workers[0].child._process.kill()
         assert wait_ready(made, 7) > 0
     assert len(failed) == 2
-
-
-def test_training_that_waits_for_its_data_is_not_taken_for_slow_training(
-    files: Path, tokenizer: tuple[Path, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    with Hub(files, latency=0.2) as hub:
-        with pipeline(hub, tokenizer, tmp_path) as made:
-            for block in (1, 50, 90):
-                made.request(block)  # only when the one before is used up
-                serve(made, block)
-            made.request(120)
-            wait_ready(made, 120)
-            made.begin(120, 2)
-            assert "this rank has 2 workers" in caplog.text and len(made._workers) == 2
-            made.begin(120, 2)
-            assert len(made._workers) == 2, "first it is measured again"
-            made._timed, made._settings = 3, dataclasses.replace(made._settings, workers=2)
-            made.begin(120, 2)
-            assert made._train_seconds < made._prepare_seconds / 2
-            assert "Data is prepared more slowly" in caplog.text
-            assert "raise --data.workers" in caplog.text
-
-
-def test_prefetch_depth_follows_the_source(
-    files: Path, tokenizer: tuple[Path, int], tmp_path: Path
-) -> None:
-    with Hub(files, latency=0.1) as hub:
-        with pipeline(hub, tokenizer, tmp_path) as made:
-            assert made.depth == 2
-            for block in (1, 50, 90):
-                made.request(block)
-                wait_ready(made, block)
-                made.begin(block, 2)
-            made._train_seconds = 0.125  # the consumer takes an eighth of a second for each block
-            assert made.depth >= 4  # five pages of 0.1 s, one after the other
-            assert made.depth <= 8
 
 
 def _alive(pid: int) -> bool:

@@ -40,14 +40,6 @@ def run(source: str, out: Path, *more: str) -> subprocess.CompletedProcess[str]:
     return forked.run(SCRIPT, *command(source, out, *more)[2:], environ={}, folder=out)
 
 
-def refused(source: str, out: Path, *more: str) -> str:
-    """Return the error with which it starts nothing."""
-    out.mkdir()
-    done = run(source, out, *more)
-    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    return done.stderr
-
-
 def text_of(row: int) -> str:
     return f"row {row} " + "abcdefghij " * (row % 37)
 
@@ -142,15 +134,3 @@ def test_a_killed_pretokenize_continues_and_ends_with_the_same_bytes(
     assert f"14 shards ({kept} were there already)" in result.stdout
     assert digests(tmp_path) == digests(whole)
     assert not list(tmp_path.glob(".*.tmp"))
-
-
-@pytest.mark.parametrize(
-    ("source", "said"),
-    [
-        ("jsonl:{empty}", "holds no .jsonl or .ndjson files"),
-        ("hub", "cannot be pretokenized"),
-    ],
-)
-def test_sources_that_are_none(source: str, said: str, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    assert said in refused(source.format(empty=tmp_path / "empty"), tmp_path / "out")

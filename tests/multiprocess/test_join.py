@@ -7,7 +7,6 @@ import os
 import re
 import sqlite3
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -304,40 +303,6 @@ def test_no_invitation_is_made_to_a_file_that_the_registry_does_not_serve(
     assert lab.founder("invite") == 2 and "neither" in capsys.readouterr().err
 
 
-def test_invitations_of_before_work_after_the_rules_have_changed(
-    lab: Lab, home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A registry that runs serves the version that was signed, and nobody starts it again."""
-    before = [invite(lab, capsys), invite(lab, capsys)]
-    for at, rate in enumerate((2e-4, 3e-4), start=1):
-        text = re.sub(r"(?m)^learning_rate = .*$", f"learning_rate = {rate}", lab.file.read_text())
-        lab.file.write_text(text)
-        assert network_command.main(["sign", str(lab.file), "--at", str(9 * at)]) == 0
-        signed = lab.file.read_text()
-        before.append(invite(lab, capsys))  # it waits until the registry serves this version
-        assert served(lab) == signed
-    newest = load_config(
-        "miner", ["--network", str(lab.file)], environ={}, dotenv=None, check=False
-    ).network
-    assert newest is not None
-    page = httpx.get(f"{lab.url}/").text
-    assert f"version {newest.head.version} of the network's file" in page
-    for number, line in enumerate(before):
-        folder = home / f"of-{number}"
-        folder.mkdir()
-        write_keys(lab, folder)
-        os.chdir(folder)
-        assert join_command.main([line, "--wallet.name", f"of-{number}"]) == 0, line
-        assert f"version {newest.head.version}," in capsys.readouterr().out
-    place, _, token = before[0].rpartition(".")
-    (other := home / "other").mkdir()
-    write_keys(lab, other)
-    os.chdir(other)
-    unknown = place[:-4] + "0123"
-    assert join_command.main([f"{unknown}.{token}", "--wallet.name", "x"]) == 2
-    assert "ask the founder for a new invitation" in capsys.readouterr().err
-
-
 def test_an_invitation_is_three_lines_where_the_file_names_the_software(
     lab: Lab, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -386,18 +351,3 @@ def test_one_who_was_expelled_is_told_so_once(
         said.count("register: ") == 1
         and lab.founder("expel", "--url", lab.url, hotkey[1], "--again") == 0
     )
-
-
-def test_the_doctor_runs_for_real(lab: Lab, home: Path, invitation: str) -> None:
-    """It runs as a program; a network without a validator has a warning."""
-    here = home / "here"
-    write_keys(lab, here)
-    done = subprocess.run(
-        [sys.executable, "-m", "distributed_training.join_command", invitation,
-         "--neuron.device", "cpu"],
-        cwd=here, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True, text=True, timeout=110,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"✓ ok +bucket +lab-\d{3}: R2_WRITE writes, R2_READ only reads", done.stdout)
-    assert done.stdout.splitlines()[-1] == "the start: dt-miner"

@@ -8,21 +8,16 @@ import re
 import signal
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from distributed_training.common.processes import command_of
-from distributed_training.common.proxies import VARIABLES
 from distributed_training.config.types import ConfigError
-from distributed_training.localnet import pace
-from distributed_training.localnet import subnet as localnet_subnet
 from distributed_training.localnet.command import INTERRUPT_GRACE, main
-from distributed_training.localnet.services import SubnetOptions, parse_ranks, plan_neurons
+from distributed_training.localnet.services import SubnetOptions, parse_ranks
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
 from distributed_training.scoring.command import subnet_flags
 from distributed_training.store.errors import TransientError
@@ -75,17 +70,6 @@ class TestPlan:
             parse_ranks(text, miners)
         assert "\n" not in str(error.value) and "--" in str(error.value)
 
-    def test_a_run_may_take_as_long_as_its_rounds_need(self, tmp_path: Path) -> None:
-        by_preset = SubnetOptions(tmp_path, outer_steps=4, slowness=3.0)
-        assert by_preset.longest == timedelta(seconds=3 * 120 + 1.5 * 4 * 60 * 3)
-        by_hand = replace(by_preset, period=2700, slowness=1.0)
-        assert by_hand.longest == timedelta(seconds=16_320)
-
-    def test_each_has_a_uid_and_a_port(self, tmp_path: Path) -> None:
-        plans = plan_neurons(SubnetOptions(folder=tmp_path, ranks=(4, 4, 4)), tmp_path)
-        assert [plan.uid for plan in plans] == [0, 1, 2, 3]
-        assert len({plan.dht_port for plan in plans}) == 4
-
 
 class TestSubnet:
     def test_missed_steps_kills_deadlines_and_a_service_that_dies(
@@ -114,42 +98,6 @@ class TestSubnet:
             chain.kill()
             subnet.wait_for_outer_steps(9, LONG)
         assert not tree.processes()
-
-    def test_a_local_subnet_runs_with_a_dead_proxy_in_the_environment(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        for name in VARIABLES:
-            monkeypatch.setenv(name, "http://127.0.0.1:9")
-            monkeypatch.setenv(name.upper(), "http://127.0.0.1:9")
-        monkeypatch.setattr(localnet_subnet, "measure_slowness", lambda processes: float(processes))
-        wanted = replace(options(tmp_path / "run"), measures=True)
-        told: list[str] = []
-        with LocalSubnet(options=wanted, tell=told.append) as subnet:
-            subnet.wait_for_outer_steps(1, LONG)
-            rules = tomllib.loads((tmp_path / "run" / "network.toml").read_text())["round"]
-        # Of four neurons' processes: period and timeouts are four times as long, and it is said.
-        assert (rules["period"], rules["grace"]) == ("240s", "60.0s")
-        assert "4 times as busy or slow as two free cores" in told[0]
-        assert subnet.options.longest == timedelta(seconds=4 * 120 + 1.5 * 2 * 60 * 4)
-
-    @pytest.mark.parametrize(
-        ("said", "slowness"), [("2900", 1.0), ("1400", 1.0), ("145", 10.0), ("0", 60.0), ("", 1.0)]
-    )
-    def test_a_machine_is_as_slow_as_its_processes_make_it(
-        self, said: str, slowness: float, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(pace, "_PROGRAM", f"print({said!r})")
-        assert pace.measure_slowness(3) == slowness
-
-    def test_a_machine_on_which_measuring_does_not_end_is_slow_and_learns_no_secret(
-        self, tmp_path: Path, tree: Tree, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("R2_WRITE_SECRET_ACCESS_KEY", "sesame")
-        program = f"import os, time; open({str(tmp_path / 'seen')!r}, 'w').write(str(os.environ));"
-        monkeypatch.setattr(pace, "_PROGRAM", f"{program} time.sleep(60)")
-        monkeypatch.setattr(pace, "_LONGEST", 3.0)
-        assert pace.measure_slowness(1) == 60.0
-        assert "sesame" not in (tmp_path / "seen").read_text()
 
     def test_a_store_that_fails_at_the_start_is_one_line(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -82,27 +82,3 @@ def test_ranks_of_a_script_apply_the_same_update_as_all(ranks: Ranks, kind: str)
     ranks.world.leader.take_outer_step(UID)
     ranks.end()
     ranks.assert_equal_to_the_leader()
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_kill_at_any_moment_of_a_round_leaves_each_epoch_start_equal_to_the_bit(
-    ranks: Ranks, kind: str
-) -> None:
-    leader = ranks.world.leader
-    for moment in ("taken", "written", "sent", "prepared", "committed"):
-        outer = leader.outer_step
-        ranks.start(kind, moment, 10**6)
-        ranks.wait_for_steps(outer)
-        leader.open_close()
-        if moment in ("prepared", "committed"):
-            leader.take_outer_step(UID)
-        ranks.end(killed=True)
-        ranks.start(kind, "none", outer + 1)
-        if leader.outer_step == outer:
-            leader.take_outer_step(UID)
-        ranks.end()
-        ranks.assert_equal_to_the_leader()
-    fates = {e["base"] for e in read_events(ranks.folder / "run" / "events.jsonl", "round")}
-    assert fates == {"merged"}, ranks.log()

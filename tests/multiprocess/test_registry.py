@@ -32,7 +32,6 @@ from distributed_training.chain.base import ChainError, find
 from distributed_training.chain.identity import Wallet, create_wallet
 from distributed_training.chain.registry import RegistryAnswer, RegistryChain
 from distributed_training.common import files
-from distributed_training.common.connections import BoundedConnection
 from distributed_training.common.ports import free_ports
 from distributed_training.protocol.network_report import NetworkReport
 from distributed_training.registry import store
@@ -40,10 +39,9 @@ from distributed_training.registry.files import SECRET
 from distributed_training.registry.page import draw_page
 from distributed_training.registry.service import Limits
 from distributed_training.registry.store import Registry, hash_of
-from tests.tools import tls_proxy
 from tests.tools.chain_program import chain_program, serve_command, url_of
 from tests.tools.chain_raw import trickle
-from tests.tools.chain_server_thread import FAST, RegistryServer
+from tests.tools.chain_server_thread import RegistryServer
 from tests.tools.chain_world import MINER, PEER, STRANGER, VALIDATOR
 from tests.tools.network import network_file
 from tests.tools.waiting import wait_for
@@ -746,18 +744,6 @@ class TestReading:
             for odd in ("?since=-1", "?since=9" + "9" * 40, "?start=%ff&since=x", "?&&&&&&"):
                 assert self.get(server, "/state" + odd).json()["rows"]
 
-    def test_a_client_asks_for_the_list_once(self, server: RegistryServer) -> None:
-        counts = server._service._counts
-        with chain_of(server.url, PEER) as chain:
-            chain.register()
-            neurons, before = chain.neurons(), chain.counters()["reads"]
-            content = server.registry.view.content
-            server.registry.view.__dict__["content"] = b"not JSON"  # nobody is sent it again
-            wait_for(lambda: chain.counters()["reads"] > before + 5)
-            assert chain.neurons() is neurons and not chain.counters().get("failures")
-            server.registry.view.__dict__["content"] = content
-        assert counts["read/state"] > 5
-
     def test_the_page_shows_the_present_members(self, server: RegistryServer) -> None:
         server.registry.register(PEER.ss58)
         server.registry.serve(PEER.ss58, "<script>alert(1)</script>", 8091)
@@ -826,43 +812,6 @@ def report_of(outer_step: int, loss: float) -> NetworkReport:
     )
 
 
-class TestConnections:
-    """A poller's connection is kept; nothing depends on it."""
-
-    @pytest.mark.parametrize(("idle", "kept"), [(30.0, True), (0.001, False)])
-    def test_a_client_keeps_one_connection_and_survives_its_end(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, idle: float, kept: bool
-    ) -> None:
-        opened: list[object] = []
-        made = BoundedConnection.connection_made
-        monkeypatch.setattr(
-            BoundedConnection,
-            "connection_made",
-            lambda own, transport: opened.append(own) or made(own, transport),
-        )
-        limits = replace(FAST, idle_timeout=timedelta(seconds=idle))
-        with RegistryServer(tmp_path, limits=limits) as server, chain_of(server.url, PEER) as chain:
-            chain.register()
-            before = chain.counters()["reads"]
-            for number in range(5):
-                chain.commit(str(number))
-            wait_for(lambda: chain.counters()["reads"] > before + 20)
-            assert not chain.counters().get("failures")
-            assert (len(opened) == 1) == kept
-
-    def test_a_later_request_has_a_deadline_too(self, tmp_path: Path) -> None:
-        limits = Limits(read_timeout=timedelta(seconds=2))
-        with RegistryServer(tmp_path, limits=limits) as server:
-            with socket.create_connection(("127.0.0.1", server.port), 60) as line:
-                line.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-                answer = b""
-                while b"}" not in answer:
-                    answer += line.recv(4096)
-                assert answer.startswith(b"HTTP/1.1 200")
-                line.sendall(b"GET /hea")
-                assert line.recv(1) == b""
-
-
 class TestLimits:
     @pytest.mark.parametrize("proxy", [None, "127.0.0.1"])
     def test_addresses_and_hotkeys_have_a_rate(self, tmp_path: Path, proxy: str | None) -> None:
@@ -881,43 +830,3 @@ class TestLimits:
             assert ask("1.1.1.1") == 200
             assert ask("1.1.1.1") in (429, None)
             assert (ask("2.2.2.2") == 200) == (proxy is not None), "only a proxy is believed"
-
-
-@pytest.mark.parametrize(
-    "front",
-    [
-        tls_proxy.python,
-        tls_proxy.caddy,
-    ],
-)
-def test_behind_tls_limits_count_the_true_callers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, front: Any
-) -> None:
-    limits = Limits(requests_per_address=2.0, proxy="127.0.0.1")
-    slowly = timedelta(seconds=1)
-    with (
-        RegistryServer(tmp_path / "registry", admission="invited", limits=limits) as server,
-        front(server.port, tmp_path) as (url, authority),
-    ):
-        with closing(RegistryChain(url=url, wallet=PEER, poll_interval=slowly)):
-            wait_for(lambda: "CERTIFICATE_VERIFY_FAILED" in caplog.text)
-        monkeypatch.setenv("SSL_CERT_FILE", str(authority))
-        server.registry.invite(hash_of("token"), uses=1, expires=time.time() + 60)
-        invited = RegistryChain(
-            url=url, wallet=PEER, poll_interval=slowly, invitation=SecretStr("token")
-        )
-        with closing(invited):
-            assert invited.register() == 1
-            invited.commit("x")
-            assert invited.commitment(PEER.ss58) == "x"
-        trust = httpx.create_ssl_context()
-
-        def ask(address: str, *claimed: str) -> list[int]:
-            transport = httpx.HTTPTransport(local_address=address, verify=trust)
-            with httpx.Client(transport=transport, timeout=20) as client:
-                headers = [{"X-Forwarded-For": name} for name in claimed]
-                return [client.get(url + "/health", headers=h).status_code for h in headers]
-
-        answers = ask("127.0.0.2", *(f"9.9.9.{number}" for number in range(100)))
-        assert answers[0] == 200 and 429 in answers, "a header of its own helps nobody"
-        assert ask("127.0.0.3", "127.0.0.2") == [200], "nor harms others"

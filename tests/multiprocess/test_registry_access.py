@@ -53,9 +53,8 @@ from distributed_training.store.transfer import Retry
 from distributed_training.store.uplink import Section, Uplink
 from distributed_training.telemetry.events import EventLog
 from distributed_training.telemetry.logs import LineFormatter
-from tests.tools.access_world import KEYLESS, AccessWorld
+from tests.tools.access_world import AccessWorld
 from tests.tools.chain_program import serve_command, url_of
-from tests.tools.chain_server_thread import RegistryServer
 from tests.tools.chain_world import MINER, PEER, STRANGER, VALIDATOR
 from tests.tools.network import network_file
 from tests.tools.support_store import server
@@ -670,11 +669,6 @@ def test_a_signed_query_is_in_no_log_exception_or_event(
             logging.getLogger().removeHandler(handler)
 
 
-def test_a_store_opens_without_any_key() -> None:
-    of_store = StoreSettings(endpoint_url="https://example.org", **KEYLESS)
-    AccessStore(lambda _: None, bucket="bucket", settings=of_store).close()
-
-
 @pytest.mark.parametrize("world", ["s3"], indirect=True)
 @pytest.mark.parametrize("where", ["environment", "nowhere"])
 def test_the_program_has_the_stores_own_key(
@@ -711,17 +705,6 @@ def test_the_program_has_the_stores_own_key(
         url = made.grant(1, "read", keys.STATE)["urls"]["get_object"]
         answer = httpx.get(url, trust_env=False)
         assert answer.content == world.owner.get(keys.STATE, limit=10**6)
-
-
-def test_a_network_of_the_other_kind_grants_nothing(tmp_path: Path) -> None:
-    with (
-        RegistryServer(tmp_path / "other") as server,
-        closing(RegistryChain(url=server.url, wallet=PEER, timeout=timedelta(seconds=60))) as chain,
-    ):
-        assert chain.wait_ready(timedelta(seconds=60))
-        chain.register()
-        with pytest.raises(RefusedWrite, match="does not know it"):
-            chain.access({"do": "read", "key": keys.STATE})
 
 
 @pytest.mark.parametrize("world", ["folder"], indirect=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -319,8 +318,3 @@ class StoreWorld:
         manifest = self.manifest(outer_step)
         merged = {one.uid: "merged" if one.factor else "carried" for one in manifest.merged}
         return merged | {one.uid: one.cause for one in manifest.refused}
-
-
-def numbered(start: int = 0) -> Callable[[], int]:
-    counter = itertools.count(start)
-    return lambda: next(counter)

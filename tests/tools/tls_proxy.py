@@ -1,22 +1,18 @@
-"""TLS in front of a registry on loopback: Caddy with ``ops/Caddyfile``, or Python's own ssl."""
+"""TLS in front of a registry on loopback: Caddy with ``ops/Caddyfile``."""
 
 from __future__ import annotations
 
-import http.client
 import os
 import shutil
 import socket
 import ssl
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from distributed_training.common.ports import free_ports
-from tests.tools.store_shim import make_certificate
 from tests.tools.waiting import wait_for
 
 CADDY = shutil.which("caddy", path=str(Path(sys.executable).parent)) or shutil.which("caddy")
@@ -50,46 +46,6 @@ def caddy(port: int, folder: Path) -> Iterator[tuple[str, Path]]:
     finally:
         process.terminate()
         process.wait(20)
-
-
-@contextmanager
-def python(port: int, folder: Path) -> Iterator[tuple[str, Path]]:
-    """Start such a proxy in this process, which adds to ``X-Forwarded-For`` as many proxies do."""
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            body = self.rfile.read(int(self.headers.get("content-length", "0")))
-            claimed = self.headers.get("x-forwarded-for")
-            del self.headers["x-forwarded-for"]
-            caller = self.client_address[0]
-            self.headers["X-Forwarded-For"] = f"{claimed}, {caller}" if claimed else caller
-            behind = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-            behind.request(self.command, self.path, body or None, dict(self.headers.items()))
-            answer = behind.getresponse()
-            content = answer.read()
-            self.send_response(answer.status)
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-            behind.close()
-
-        do_POST = do_GET
-
-        def log_message(self, *_: object) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    authority = make_certificate(folder, "DNS:localhost")
-    context.load_cert_chain(authority, authority.with_suffix(".key"))
-    server.socket = context.wrap_socket(server.socket, server_side=True)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    try:
-        yield f"https://localhost:{server.server_port}", authority
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def _shakes_hands(port: int, authority: Path) -> bool:

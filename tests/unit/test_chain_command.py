@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from bittensor.sp_core import verify as verify_sr25519
 
 from distributed_training import chain_command, network_command
 from distributed_training.chain_command import begin_again, go_back
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Manifest, Master
-from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.folder import FolderStore
 from distributed_training.validator.global_state import GlobalStateError
 from distributed_training.validator.merge import OuterState, Rule, digest_of
@@ -23,7 +21,6 @@ from distributed_training.validator.outer_steps import SERIALS, OuterSteps
 from distributed_training.validator.replay import ChainBroken, ManifestChain
 from distributed_training.validator.store_rounds import LEDGER
 from tests.tools.outer_steps import MASTER, RUN_ID, open_chain, publish_chain, sign, verify
-from tests.tools.store_world import StoreWorld
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -172,47 +169,6 @@ def test_a_kill_between_manifest_and_state_loses_nothing(tmp_path: Path) -> None
     steps, chain = opened(bucket, tmp_path)
     assert steps.head.rewound_to == 4 and steps.state is not None
     assert_same(chain.replay(steps.state, steps.head.outer_step), states[4])
-
-
-def test_validators_chain_passes_an_audit_and_continues_after_a_rewind(
-    tmp_path: Path,
-) -> None:
-    """The real validator: with a late and a hundredfold upload, then back, then on."""
-    world = StoreWorld(tmp_path / "world", weights_every=2, keep_uploads=3)
-    world.round()
-    world.train()
-    world.until_close()
-    world.miners[3].upload()
-    world.miners[5].upload(world.miners[5].encode(moved=[3 * t for t in world.miners[5].moved]))
-    world.until_late()
-    world.miners[17].upload()
-    world.tick()
-    world.round()
-    master = Master(world.run_id, world.master.ss58_address, verify_sr25519)
-
-    def chain_of(folder: Path) -> ManifestChain:
-        return ManifestChain(BucketReader(world.bucket), world.schema, folder, master)
-
-    n = world.state.outer_step
-    found = chain_of(tmp_path).audit()
-    assert found.problems == [] and n == 3 and found.replayed_from == 0
-    steps = OuterSteps(
-        world.bucket,
-        tmp_path / "founder",
-        master,
-        world.master.sign,
-        keep_uploads=3,
-    )
-    assert steps.load()
-    config = world.validator.state.model_config
-    go_back(steps, chain_of(tmp_path), 1, config=config, period=1000.0, grace=100.0)
-    world.restarted(folder=tmp_path / "empty")
-    assert digest_of(world.validator.state.weights) == world.manifest(1).weights
-    for miner in world.miners.values():
-        miner.start, miner.outer_step = [*world.validator.state.weights], n + 1
-    world.round()
-    found = chain_of(tmp_path).audit()
-    assert found.problems == [] and found.outer_step == n + 2
 
 
 def found(folder: Path) -> None:
@@ -375,14 +331,3 @@ def test_a_rewind_to_an_unknown_step_is_refused_in_one_line(
     assert network_command.main(["rewind", str(tmp_path / "lab"), "--to", "3"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("so it is not known where training stands: restore its files")
-
-
-def test_ctrl_c_is_a_line_and_a_status(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def rewind(options: object) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(chain_command, "rewind", rewind)
-    assert network_command.main(["rewind", str(tmp_path), "--to", "3"]) == 130
-    assert capsys.readouterr().err == "interrupted: give the same command again\n"

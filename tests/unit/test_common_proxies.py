@@ -5,7 +5,6 @@ Loopback and private addresses never go through one, whatever is set.
 
 from __future__ import annotations
 
-import os
 import threading
 from contextlib import closing, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,12 +13,10 @@ from urllib.parse import urlsplit
 
 import pytest
 from pydantic import SecretStr
-from websockets.proxy import get_proxy
-from websockets.uri import parse_uri
 
 from distributed_training.chain.registry import RegistryChain
 from distributed_training.common import proxies
-from distributed_training.common.proxies import proxy_for, share, unusable
+from distributed_training.common.proxies import proxy_for, unusable
 from distributed_training.config.settings import StoreSettings
 from distributed_training.health.clock import ClockUnknown, store_offset
 from distributed_training.store.errors import StoreError
@@ -107,21 +104,6 @@ def test_only_http_proxies_are_used(
     monkeypatch.setenv("ALL_PROXY", given)
     assert proxy_for("https://example.com") == proxy_for("wss://example.com") == used
     assert list(unusable()) == ([] if used else ["all_proxy"])
-
-
-@pytest.mark.parametrize(
-    ("url", "goes"), [("ws://10.0.0.7:9944", None), ("wss://example.com", "proxy.lab")]
-)
-def test_libraries_that_read_the_environment_do_the_same(
-    url: str, goes: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("https_proxy", "http://proxy.lab:3128")
-    monkeypatch.setenv("http_proxy", "http://proxy.lab:3128")
-    monkeypatch.setenv("all_proxy", "socks5h://127.0.0.1:1080")
-    share(url)
-    proxy = get_proxy(parse_uri(url))
-    assert (proxy and urlsplit(proxy).hostname) == goes
-    assert "all_proxy" not in os.environ
 
 
 class Refusing(BaseHTTPRequestHandler):

@@ -23,19 +23,6 @@ def test_the_defaults_have_no_problem() -> None:
     assert problems(config("--network", "local")) == []
 
 
-@pytest.mark.parametrize(
-    ("argv", "text"),
-    [
-        (("--data.source", "parquet:~nobody-x/a"), "no user has this name"),
-    ],
-)
-def test_each_mistake_is_one_line(argv: tuple[str, ...], text: str) -> None:
-    (line,) = problems(config(*argv))
-    assert text in line and "\n" not in line
-    with pytest.raises(ConfigError, match="so "):
-        load_config("miner", argv, environ=KEYS, dotenv=None)
-
-
 @pytest.mark.parametrize("address", ["127.0.0.1", "192.168.1.5", "224.0.0.1", "10.0.0.4"])
 def test_an_address_that_peers_cannot_reach_is_one_line(address: str, tmp_path: Path) -> None:
     place = network_file(tmp_path, {"chain.url": "https://registry.example.org", "private": False})
@@ -67,28 +54,6 @@ def test_a_schedule_that_cannot_be_followed_is_one_line(
     found = list(check_schedule(made))
     assert len(found) == bool(text)
     assert not text or (text in found[0] and "correct the network's file" in found[0])
-
-
-@pytest.mark.parametrize(
-    ("argv", "text"),
-    [
-        (("--neuron.upload_steps", "0"), "--neuron.upload_steps: 0 is less than 1"),
-        (("--neuron.upload_steps", "often"), "'often' is not a whole number"),
-        (("--neuron.upload_steps", "--logging.debug"), "expected one argument"),
-        (("--neuron.stop_timeout", "99999999999d"), "is not a duration"),
-        (("--dht.port", "70000"), "--dht.port: 70000 is more than 65535"),
-        (("--dht.ip", "my.host"), "--dht.ip: 'my.host' is not an IP address"),
-        (("--dht.ip", "2001:db8::1"), "'2001:db8::1' is not an IP address of version 4"),
-        (("--neuron.stop_timeout", "0"), "--neuron.stop_timeout: 0 is less than 1s"),
-        (("--neuron.name", "../../etc"), "'../../etc' is not a name without '/'"),
-    ],
-)
-def test_a_value_outside_its_kind_or_range_is_one_line(argv: tuple[str, ...], text: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        config(*argv)
-    line = str(error.value)
-    assert line.startswith(argv[0]) and text in line and "so nothing was started" in line
-    assert "\n" not in line
 
 
 @pytest.mark.parametrize("text", ["auto", "AUTO", " auto ", "", "none"])

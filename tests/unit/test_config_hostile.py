@@ -5,9 +5,7 @@ the flag, or accepted and inside what the flag declares. For every flag there is
 from __future__ import annotations
 
 import math
-import os
 import re
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from distributed_training.config import Config, ConfigError, describe
 from distributed_training.config.schema import Setting, schema
 from distributed_training.config.settings import MinerSettings
 from distributed_training.node.start import make_run_folder
-from tests.tools.measured import run_measured
 from tests.tools.r2_keys import KEYS
 from tests.tools.settings import load_config
 
@@ -192,23 +189,6 @@ def test_any_bytes_in_the_files(tmp_path: Path, content: bytes) -> None:
             load_config("miner", argv, environ=KEYS, dotenv=dotenv)
         except ConfigError as error:
             assert "\n" not in str(error) and str(error).isprintable()
-
-
-@pytest.mark.parametrize(
-    "command",
-    [["miner", "--neuron.stop_timeout", "nan"], ["validator", "--dht.port", "99999"]],
-    ids=lambda command: command[0],
-)
-def test_a_real_start_is_refused_at_once(command: list[str], tmp_path: Path) -> None:
-    words = [sys.executable, str(ROOT / "neurons" / f"{command[0]}.py"), *command[1:]]
-    environ = {"PATH": os.environ["PATH"], **KEYS}
-    done, used = run_measured(words, env=environ, cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
-    (line,) = done.stderr.splitlines()
-    assert " | ERROR | error: " in line and command[1] in line
-    # Of the processor, since the machine may be busy with other tests.
-    assert used < 3.0
-    assert not list(tmp_path.iterdir()), "nothing was started"
 
 
 def folder_flags() -> list[str]:

@@ -67,15 +67,6 @@ def test_every_flag_of_the_protocol_page_is_known() -> None:
     assert all(map(is_removed, unknown))
 
 
-def test_the_commands_of_the_public_guides_start() -> None:
-    """The commands are copied word by word from the documents of the public network's operators."""
-    rules = ("--netuid", "38", "--neuron.local_batch_size_train_effective", "256")
-    own = ("--nproc_per_node", "4", "--neuron.local_batch_size_train", "2")
-    config = load(*rules, *own, "--neuron.upload_steps", "5", "--neuron.use_dct=false")
-    assert len(config.warnings) == 3 and config.chain.netuid == 38
-    assert config.training.local_batch_size_train_effective == 512
-
-
 def test_unknown_flags_name_the_nearest() -> None:
     assert "did you mean --neuron.upload_steps?" in refused("--neuron.upload_stepz", "5")
     assert "did you mean --neuron.upload_steps?" in refused("--upload_steps", "5")
@@ -206,31 +197,6 @@ def test_a_start_prints_given_settings_and_keeps_all(tmp_path: Path) -> None:
     assert named == flags | {s.name for s in schema("miner") if s.is_rule}
     assert all(len(x.split()) > 1 for x in everything if x.startswith("  ")), "- for empty ones"
     assert "a" * 64 not in all_settings(config) and "********" in all_settings(config)
-
-
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    assert "cannot be read" in refused("--config", str(tmp_path / "missing.toml"))
-    bad = tmp_path / "bad.toml"
-    for text in ("neuron = = 1", f"neuron = {'1' * 5000}"):
-        bad.write_text(text)
-        assert "is not TOML" in refused("--config", str(bad))
-
-
-@pytest.mark.parametrize(
-    ("content", "what"),
-    [
-        ("R2_ACCOUNT_ID='ä'".encode("latin-1"), "is not UTF-8 text"),
-        ("R2_ACCOUNT_ID=a".encode("utf-16"), "is not UTF-8 text"),
-        ("R2_ACCOUNT_ID=a".encode("utf-16-le"), "is not UTF-8 text"),
-        (b"x" * (1 << 20) + b"x", "has more than 1048576 bytes"),
-    ],
-)
-def test_a_dotenv_that_is_no_text_is_one_line(tmp_path: Path, content: bytes, what: str) -> None:
-    dotenv = tmp_path / ".env"
-    dotenv.write_bytes(content)
-    with pytest.raises(ConfigError) as error:
-        load(dotenv=dotenv)
-    assert f"{dotenv} {what}" in str(error.value) and "\n" not in str(error.value)
 
 
 FORMS = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,11 @@ from hypothesis import strategies as st
 
 from distributed_training import config
 from distributed_training.config import Config
-from distributed_training.config.removed import RULES
 from distributed_training.config.types import NoNetworkNamed
 from tests.tools.settings import usual_network
 
 pytestmark = pytest.mark.timeout(60)
 
-OF_0_2 = Path(__file__).parents[1] / "vectors" / "flags-0.2.0.toml"
 PROGRAMS = {
     "miner": ("miner.__main__", []),
     "miner before torchrun": ("miner.__main__", ["check"]),
@@ -85,34 +82,6 @@ def test_the_strongest_place_names_it(folder: Path, places: list[str], data: st.
     assert (found.network.head.name == "local") is (names[strongest] == "local")
 
 
-@pytest.mark.parametrize("place", ["flag", "file"])
-def test_netuid_38_next_to_a_network_is_ignored_with_one_warning(place: str, folder: Path) -> None:
-    (folder / "miner.toml").write_text("netuid = 38\n" if place == "file" else "")
-    found = load("--network", "local", *(("--netuid", "38") if place == "flag" else ()))
-    assert found.network.head.name == "local" and found.chain.netuid == 0
-    (line,) = found.warnings
-    assert "netuid" in line and "has no effect" in line and line.endswith("leave it out")
-
-
 def test_subnet_38_is_refused_in_one_line(folder: Path) -> None:
     with pytest.raises(NoNetworkNamed, match=r"^--network is sn38, so .*dt-join.* 10170bb9 "):
         load("--network", "sn38")
-
-
-def test_settings_of_0_2_0_are_answered_with_the_line_that_they_lack(folder: Path) -> None:
-    """The file is accepted once it has that line."""
-    flags = tomllib.loads(OF_0_2.read_text(encoding="utf-8"))
-    given = {name: text for name, (text, _) in flags.items() if text}
-    # Rules of that network itself are not those of another.
-    apart = {"netuid", *RULES}
-    given = {n: text for n, text in given.items() if n not in apart and "validator." not in n}
-    section = f"[axon]\nport = {given.pop('axon.port')}\n"
-    before = "".join(f'"{name}" = "{text}"\n' for name, text in given.items()) + section
-    toml = folder / "miner.toml"
-    toml.write_text(before)
-    with pytest.raises(NoNetworkNamed) as error:
-        load()
-    assert toml.read_text() == before and list(folder.iterdir()) == [toml]
-    assert "dt-join" in str(error.value)
-    toml.write_text(f'network = "{usual_network()}"\n{before}')
-    assert load().network.head.name == "usual"

@@ -149,21 +149,6 @@ def test_faults_that_pass_are_waited_for(
     assert waits == [waited]
 
 
-def test_a_hub_that_is_asked_too_often_is_waited_for_as_it_says_and_then_named(
-    mirror: Path, waits: list[float]
-) -> None:
-    with Hub(mirror, window=40.0) as hub:
-        made = source(hub)
-        made.num_rows()
-        hub.limit = 0
-        hub._times.append(float("inf"))  # until when its window lasts does not matter
-        hub._too_many = lambda: 31.0  # type: ignore[method-assign]
-        with pytest.raises(PageUnavailable, match=r"HTTP 429.*give HF_TOKEN") as caught:
-            made.rows("a", 0, split="train", limit=5)
-    assert not isinstance(caught.value, NothingToRead)
-    assert waits == [32.0] * 5 and "hf_secret" not in str(caught.value)
-
-
 @pytest.mark.parametrize("status", [401, 403, 404])
 def test_an_answer_that_stays_is_not_asked_for_again(
     status: int, mirror: Path, waits: list[float]

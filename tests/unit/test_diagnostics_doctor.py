@@ -520,13 +520,3 @@ def test_a_bundle_has_the_rows_and_the_log_of_the_running_miner(
         (torch,) = (row for row in json.load(rows) if row["name"] == "torch")
         assert "the running miner" in torch["finding"]
     assert doctor.main([*flags, "--bundle", "help2.tar.gz"]) == 2
-
-
-def test_in_an_empty_folder_the_doctor_names_the_command_that_fills_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith(("R2_", "DT_", "BT_"))]:
-        monkeypatch.delenv(name)
-    assert doctor.main([]) == 2
-    assert "join a network with dt-join" in capsys.readouterr().err

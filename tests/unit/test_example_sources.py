@@ -157,28 +157,6 @@ def test_bad_shards_are_named_and_the_others_used(
     assert "1.tokens is corrupted" in caplog.text
 
 
-def test_tokens_beyond_the_models_vocabulary_are_not_trained_on(
-    tmp_path: Path, tokenizer: tuple[Path, int]
-) -> None:
-    """Shards made without ``--vocabulary`` may have one: it would end every rank at each start."""
-    data = np.zeros((60, 32), dtype=np.int32)
-    data[::3, 7] = 200
-    made = TextTokenizer(tokenizer[0], eos_id=tokenizer[1])
-    write_shard(
-        tmp_path / "shards" / "0.tokens",
-        data,
-        tokenizer=made.hash,
-        eos_id=made.eos_id,
-        vocabulary=made.vocabulary,
-    )
-    for vocabulary, left in ((None, 60), (201, 60), (200, 40)):
-        source = f"shards:{tmp_path / 'shards'}"
-        maker = BlockMaker(spec(tokenizer, tmp_path, source, vocabulary=vocabulary))
-        prepared = maker.prepare(1)
-        assert prepared.sequences == left
-        assert prepared.counts.get("sequences_beyond_vocabulary", 0) == 60 - left
-
-
 def mix_of(folder: Path, content: str) -> str:
     folder.mkdir(exist_ok=True)
     (folder / "mix.toml").write_text(content)

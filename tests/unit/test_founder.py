@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import re
 import shlex
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -25,7 +23,6 @@ from distributed_training.common.processes import ChildLog, Program
 from distributed_training.config import load_config
 from distributed_training.network_command import build_parser, main
 from distributed_training.node.start import StopSignals
-from tests.tools.pm2 import needs_node
 
 pytestmark = pytest.mark.timeout(120)
 HIVEMIND = ("--exchange", "hivemind")
@@ -235,25 +232,6 @@ def test_documents_and_services_show_the_command_that_init_prints(
     (service,) = compose["services"].values()
     assert service["command"] == words
     assert service["environment"]["DT_MINER"].endswith(f"bin/{program}")
-
-
-@needs_node
-def test_pm2_runs_the_command_that_init_prints(tmp_path: Path) -> None:
-    code = "console.log(JSON.stringify(require(process.argv[1]).apps[0]))"
-    environ = {"PATH": os.environ["PATH"], "DT_APP": "network", "DT_HOME": str(tmp_path)}
-    (tmp_path / "network.override.js").write_text('module.exports = [["lab"]];')
-    for more in ({}, {"DT_FLAGS": "lab"}):
-        done = subprocess.run(
-            ["node", "-e", code, str(ROOT / "app.config.js")],
-            env={**environ, **more},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        app = json.loads(done.stdout)
-        assert app["args"] == ["run", "lab"] and app["script"].endswith("bin/dt-network")
-        assert app["kill_timeout"] >= 600_000
-        (tmp_path / "network.override.js").unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("status", [2, 3, 4])

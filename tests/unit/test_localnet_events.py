@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import io
-import tempfile
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
-from distributed_training.config import SETTINGS_FILE, ConfigError
-from distributed_training.config.schema import all_settings, read_settings
-from distributed_training.localnet.summary import View, event_line, neuron_line, summarize
+from distributed_training.localnet.summary import summarize
 from distributed_training.telemetry.events import EventFollower
 from distributed_training.telemetry.neuron_state import COLUMNS, NeuronState
-from tests.tools.r2_keys import KEYS
-from tests.tools.settings import load_config
 
 pytestmark = pytest.mark.timeout(60)
 T0 = 1000.0
@@ -97,21 +89,6 @@ def test_uploads_and_rounds_are_counted_by_the_hour_and_after_days_by_the_day(
     merged = len(range(0, hours, 3))
     assert columns == [hours // 2, hours - hours // 2, merged, hours - merged]
     assert all(row[0] % seconds == 0 for row in counts["rows"])
-
-
-@settings(max_examples=10, deadline=None)
-@given(st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=20))
-def test_the_name_is_read_back_from_the_settings_of_a_start(name: str) -> None:
-    flags = ["--neuron.name", name]
-    try:
-        config = load_config("miner", flags, environ=KEYS, dotenv=None, check=False)
-    except ConfigError:
-        return  # no such name
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / SETTINGS_FILE).write_text(all_settings(config), encoding="utf-8")
-        found = read_settings(Path(folder))
-        assert found["neuron.name"] == name
-        assert NeuronState(Path(folder)).measured()["title"] == name
 
 
 def scored(uid: int, reason: str = "", cause: str = "") -> dict[str, Any]:
@@ -244,86 +221,6 @@ class TestState:
         assert [row[at] for row in miner.facts()["steps"]] == [None, 0.0, 30.0, None, 0.0]
 
 
-class TestView:
-    def test_neuron_line_begins_with_name_and_loss(self) -> None:
-        line = neuron_line(a_miner())
-        assert line.startswith("miner-000") and "loss  4.700" in line[:79]
-
-    def test_a_round_is_taken_by_whose_upload_is_in_its_update(self) -> None:
-        miner = NeuronState(Path("miner"), uid=0)
-        feed(miner, *({"kind": "round", "ok": True, "base": each} for each in ("kept", "merged")))
-        assert neuron_line(miner).endswith("rounds 1/2")
-
-    def test_a_miner_that_was_not_judged_yet_has_no_score_of_zero(self) -> None:
-        validator = NeuronState(Path("validator"), uid=200)
-        feed(
-            validator,
-            {"kind": "held_out", "outer_step": 0, "before": 5.72, "after": 5.72},
-            {"kind": "scores", "scores": {"0": {"total": 0.0}, "11": {"total": 0.0}}},
-        )
-        line = neuron_line(validator)
-        assert line.endswith("held-out 5.720") and "scores" not in line
-        feed(validator, scored(11), {"kind": "scores", "scores": {"11": {"total": 0.125}}})
-        assert neuron_line(validator).endswith("scores 11: 0.12")
-
-    @pytest.mark.parametrize("terminal", [True, False])
-    def test_plain_lines_without_escapes_and_not_too_many(self, terminal: bool) -> None:
-        stream = io.StringIO()
-        console = Console(file=stream, force_terminal=terminal, width=79)
-        view = View(console, interval=timedelta(hours=1))
-        for _ in range(50):
-            view.update([a_miner()])
-        view.report("hello " * 40)
-        assert "\x1b" not in stream.getvalue()
-        first, second = stream.getvalue().splitlines()
-        assert "miner-000" in first and second.count("hello") == 40
-
-    def test_a_stream_of_another_encoding_gets_question_marks(self) -> None:
-        raw = io.BytesIO()
-        stream = io.TextIOWrapper(raw, encoding="ascii")
-        View(Console(file=stream)).report("miner-000: a reason in \u00b5s")
-        stream.flush()
-        assert b"miner-000" in raw.getvalue() and b"?" in raw.getvalue()
-
-    @pytest.mark.parametrize(
-        ("event", "of_miner", "of_validator"),
-        [
-            (
-                {"kind": "publication", "revision": "5.0.4", "ok": True, "bytes_sent": 2e6},
-                *2 * ["published 5.0.4 (2.0 MB)"],
-            ),
-            (
-                {"kind": "round", "ok": False, "fault": "TIMEOUT", "detail": ""},
-                *2 * ["ROUND FAILED: TIMEOUT"],
-            ),
-            (
-                {"kind": "load", "outer_step": 3},
-                *2 * ["loaded the global state of outer step 3"],
-            ),
-            (
-                {"kind": "held_out", "before": 5.5, "after": 2.25},
-                *2 * ["held-out loss 5.500 -> 2.250"],
-            ),
-            (
-                {"kind": "publication", "revision": "5.0.4", "ok": False, "reason": "no bucket"},
-                *2 * ["publication of 5.0.4 failed: no bucket"],
-            ),
-            (
-                {"kind": "outer_step", "outer_step": 3},
-                "outer step 3 taken",
-                "global state of outer step 3 published",
-            ),
-            ({"kind": "held_out", "before": 5.5, "after": None}, *2 * ["held-out loss not finite"]),
-            (step(1, 2, 3, 4.0), *2 * [""]),
-        ],
-    )
-    def test_events_that_get_a_line(
-        self, event: dict[str, Any], of_miner: str, of_validator: str
-    ) -> None:
-        assert event_line(event, of_validator=False) == of_miner
-        assert event_line(event, of_validator=True) == of_validator
-
-
 class TestSummary:
     def test_a_good_run(self) -> None:
         summary = summary_of(a_validator(1, 2), a_miner(0), a_miner(11))
@@ -360,36 +257,3 @@ class TestSummary:
         summary = summary_of(a_validator(*reached, judged=judged), miner)
         assert set(summary.problems) == {problem}
         assert "all rounds worked" not in summary.verdict
-
-    def test_resets_are_shown_with_the_last_reason(self) -> None:
-        judged = (scored(0), scored(0, "first"), scored(0, "too old"), scored(11))
-        summary = summary_of(a_validator(1, 2, judged=judged), a_miner(0), a_miner(11))
-        assert summary.ok and summary.verdict.endswith("and 2 of 4 judged uploads were scored")
-        assert "1 of 3" in summary.text()
-        assert "miner-000: most uploads were not scored: too old" in summary.text()
-
-    def test_event_without_fault_is_no_note(self) -> None:
-        judged = (scored(0), scored(0), scored(0, "block 77 is old"), scored(11))
-        summary = summary_of(a_validator(1, 2, judged=judged), a_miner(0), a_miner(11))
-        assert "block 77" not in summary.text() and "reset" not in summary.text()
-
-    def test_a_refusal_names_the_outer_step_that_was_judged(self) -> None:
-        event = a_validator(1).apply(scored(0, "too old"))
-        said = event_line(event, of_validator=True)
-        assert said == "uid 0: its upload of outer step 1 is refused: too old"
-
-    def test_of_a_store_network_the_uploads_that_were_merged_are_shown(self) -> None:
-        validator, miner = a_validator(1, 2, judged=(scored(0) | {"revision": "1.2"},)), a_miner(0)
-        miner.tables["publication"][0]["revision"] = "1.2"
-        summary = summarize(
-            wanted_outer_steps=2,
-            started_at=T0,
-            seconds=90,
-            validator=validator,
-            miners=[miner],
-            world_sizes=[1],
-        )
-        assert summary.verdict.endswith("and 1 of 1 judged uploads were scored")
-        assert "merged" in summary.text() and "half a period" not in summary.text()
-        took = {"kind": "round", "ok": True, "peers": [], "participants": [0, 11], "seconds": 9.25}
-        assert event_line(took, of_validator=True) == "2 uploads merged, 9.2 s after the close"

@@ -6,8 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import re
-import statistics
 import threading
 import time
 import warnings
@@ -180,17 +178,6 @@ def test_a_step_prints_nothing_of_ours(script: Script, caplog: pytest.LogCapture
         assert any(line.startswith("Outer Step: ") for line in lines) == shown
         assert any(line.startswith("Throughput: ") for line in lines) == shown
     assert len(script.events("step")) == 6
-
-
-def test_a_script_that_starts_again_continues_from_its_state(script: Script) -> None:
-    world = script.world
-    script.train(7)
-    script.net.close()
-    held, steps = script.weights(), script.net.inner_step
-    again = Script(world, seed=4)  # it has other weights, as of an old checkpoint of its own
-    assert same(again.weights(), held) and again.net.inner_step == steps
-    again.take_outer_step()
-    again.net.close()
 
 
 KILLS = {
@@ -506,29 +493,6 @@ def test_a_fork_of_a_script_leaves_its_membership(script: Script) -> None:
 
 
 @pytest.mark.long
-def test_two_scripts_with_one_identity_cost_a_line_and_no_upload(
-    script: Script, caplog: pytest.LogCaptureFixture
-) -> None:
-    world = script.world
-    refused = refusal_elsewhere(world)
-    assert re.search(r"is running in .*run, so a second one", refused) and "\n" not in refused
-    other = Script(world, seed=9, neuron_run_folder=str(world.folder / "other"))
-    script.train(2)
-    other.train(2)
-    upload = script.upload()
-    digest = sha256_of(upload)
-    with caplog.at_level(logging.WARNING):
-        other.train_until(lambda: "upload failed" in caplog.text, "a line")
-    assert sha256_of(upload) == digest
-    world.leader.take_outer_step(UID)
-    script.follow()
-    other.follow()
-    events = read_events(world.folder / "other" / "events.jsonl", "round")
-    assert [event["base"] for event in events] == ["kept"]
-    other.net.close()
-
-
-@pytest.mark.long
 def test_weights_that_are_not_finite_are_not_saved(script: Script) -> None:
     script.train(5)
     script.net._checkpointer.wait()
@@ -542,17 +506,6 @@ def test_weights_that_are_not_finite_are_not_saved(script: Script) -> None:
     assert all(weights.isfinite().all() for weights in again.weights())
     again.take_outer_step()
     again.net.close()
-
-
-def test_a_script_that_logs_at_info_shows_no_line_for_each_request(
-    world: MemberWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    requests = logging.getLogger("httpx")
-    monkeypatch.setattr(requests, "level", logging.NOTSET)
-    script = Script(world)
-    assert requests.level == logging.WARNING
-    script.net.close()
-    assert requests.level == logging.NOTSET
 
 
 @pytest.mark.long
@@ -763,54 +716,3 @@ def test_settings_are_those_of_miner_toml(world: MemberWorld) -> None:
         distributed_training.join("local", model, optimizer)
     with pytest.raises(ValueError, match="text of their own"):
         next(Script(world).net.batches())
-
-
-@pytest.mark.long
-@pytest.mark.timeout(300)
-def test_joining_costs_a_step_of_half_a_second_at_most_a_percent(
-    world: MemberWorld, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Time a loop with and without join(), in turn, so its ``step()`` and its threads count."""
-    model, steps = script_model(world.model), 12
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    matrix = torch.randn(700, 700)
-
-    def work(count: int) -> None:
-        for _ in range(count):
-            matrix @ matrix
-
-    began = time.perf_counter()
-    work(50)
-    each = max(1, round(0.5 * 50 / (time.perf_counter() - began)))
-    alone: list[float] = []
-    joined: list[float] = []
-    inside: list[float] = []
-    of_core: list[float] = []
-    for _ in range(4):
-        for number in range(steps):
-            began = time.perf_counter()
-            work(each)
-            train_step(model, optimizer, number)
-            alone.append(time.perf_counter() - began)
-        with distributed_training.join(
-            world.network, model, optimizer, **world.settings(neuron_checkpoint_steps=25)
-        ) as net:
-            for number in range(steps):
-                began = time.perf_counter()
-                work(each)
-                loss = train_step(model, optimizer, number)
-                called, used = time.perf_counter(), time.thread_time()
-                net.step(loss=loss, tokens=64)
-                of_core.append(time.thread_time() - used)
-                inside.append(time.perf_counter() - called)
-                joined.append(time.perf_counter() - began)
-    ratio = statistics.median(joined) / statistics.median(alone)
-    with capsys.disabled():
-        print(
-            f"\na step of {statistics.median(alone):.3f} s; joined {ratio:.4f} times as long "
-            f"(medians of {len(alone)}, in turn); net.step() takes "
-            f"{1000 * statistics.median(inside):.2f} ms (median), and "
-            f"{1000 * statistics.mean(of_core):.2f} ms of a core (mean)"
-        )
-    # Not the seconds of the wall, which are the other programs' of a busy machine.
-    assert statistics.mean(of_core) <= 0.005

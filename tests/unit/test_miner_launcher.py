@@ -34,7 +34,6 @@ from distributed_training.telemetry.run_state import LauncherFile, observe, read
 from distributed_training.telemetry.verdict import Verdict, judge
 from tests.tools.r2_keys import KEYS
 from tests.tools.settings import load_config
-from tests.tools.webhooks import webhooks
 
 pytestmark = pytest.mark.timeout(60)
 Usage = namedtuple("Usage", "total used free")
@@ -131,36 +130,6 @@ def argv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def run_folder(argv: list[str]) -> Path:
     return load_config("miner", argv).run_folder
-
-
-def test_settings_that_cannot_be_right_end_with_status_2_at_once(
-    argv: list[str], ranks: Played, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ranks.left = [(0, STOPPED)]
-    assert launch([*argv, "--neuron.upload_steps", "0"]) == REFUSED
-    assert "--neuron.upload_steps" in capsys.readouterr().err
-    assert ranks.left and not run_folder(argv).exists()
-
-
-@pytest.mark.parametrize(
-    ("readable", "flag"), [(True, "peers.minimum"), (False, "neuron.checkpoint_steps")]
-)
-def test_the_run_folder_tells_of_settings_that_are_refused(
-    argv: list[str], ranks: Played, readable: bool, flag: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the dashboard would still say that somebody asked for the stop before."""
-    folder = Path("runs/one").absolute()
-    folder.mkdir(parents=True)
-    LauncherFile(folder).stopped("signal SIGINT")
-    argv = [*argv, "--neuron.run_folder", str(folder)]
-    if readable:  # as far as the folder's name
-        refuse = lambda config: [f"--{flag} is out of proportion"]
-        monkeypatch.setattr("distributed_training.config.loader.problems", refuse)
-    else:
-        argv += [f"--{flag}", "x"]
-    assert launch(argv) == REFUSED
-    launched = read_launcher(folder)
-    assert launched and launched.stopped_by == "its settings" and f"--{flag}" in launched.text
 
 
 @pytest.mark.parametrize(
@@ -435,16 +404,3 @@ def test_the_number_of_gpus_is_remembered_while_the_driver_is_away(
     for damaged in ("", "[]", '{"gpus": "x"}', '{"gpus": true}', '{"gpus": -1}'):
         file.write_text(damaged)
         assert remembered_gpus(run_folder(argv)) == 0
-
-
-def test_the_webhook_reports_an_end_that_nobody_asked_for(
-    argv: list[str], ranks: Played, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with webhooks() as world:
-        monkeypatch.setenv("DT_NOTIFY_URL", world.url)
-        ranks.left = [(0, FAULT)] * (1 + launcher.RESTARTS)
-        assert launch(argv) == FAULT
-    (told,) = [text for text in world.taken if "nobody asked" in text]  # the disk may be full
-    assert "failures: as told" in told
-    for path in run_folder(argv).rglob("*"):
-        assert not path.is_file() or b"secretsecret" not in path.read_bytes()

@@ -29,9 +29,7 @@ from distributed_training.miner.resume import (
 from distributed_training.node import identity as node_chain
 from distributed_training.node.identity import Member
 from distributed_training.node.start import Deregistered, NetworkFailure, OldRunFolder
-from distributed_training.protocol import keys
 from distributed_training.protocol.types import ExitStatus, Progress
-from distributed_training.store.errors import TransientError
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.model import hf_config
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
@@ -40,15 +38,6 @@ from tests.tools.miner_parts import config_of, impatient
 from tests.tools.training_world import sequences, tiny, trainer, whole_weights
 
 pytestmark = pytest.mark.timeout(30)
-
-
-@pytest.mark.parametrize(("name", "told"), [("cuda:0", True), ("cpu", False)])
-def test_a_gpu_without_measured_utilization_is_logged_once(
-    name: str, told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(device.NvmlSampler, "open", lambda index: None)
-    assert device.utilization_of(torch.device(name)) is None
-    assert caplog.text.count("GPU utilization is not reported: NVML is not usable") == told
 
 
 class Waits:
@@ -69,26 +58,6 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
     monkeypatch.setattr(build, "pause_start", waits.pause)
     monkeypatch.setattr(network_watch, "time", waits)
     return waits
-
-
-def test_a_start_that_waits_says_so_every_five_minutes(
-    waits: Waits, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    found = SimpleNamespace(outer_step=7, path=tmp_path / keys.MODEL, inner_steps=300)
-
-    def newest() -> Any:
-        if waits.now < 10:
-            raise TransientError("the bucket is empty so far")
-        if waits.now < 1000:
-            raise TransientError("503")
-        return found
-
-    rounds: Any = SimpleNamespace(fetch_newest=newest, held_weights=lambda: None)
-    with caplog.at_level(logging.INFO):
-        assert build.first_weights(rounds, lambda: True, resumes=True) == (7, tmp_path, 300)
-    told = [(r.levelno, r.getMessage()) for r in caplog.records]
-    assert [level for level, _ in told] == [logging.INFO] * 3 + [logging.WARNING] * 2
-    assert "Waiting for the network's weights: 503. Training cannot begin without it" in told[-1][1]
 
 
 def test_a_start_with_a_checkpoint_does_not_wait_for_the_network(tmp_path: Path) -> None:
@@ -284,14 +253,6 @@ def test_a_gpu_lost_in_mid_step_is_named_with_the_consequence(
     name = "NVIDIA H200, GPU-abc" if shown else "which the driver does not show any more"
     assert reason.startswith(f"GPU 0 ({name}) failed: {first}. All ranks start again from the last")
     assert reason in caplog.text and "dmesg | grep Xid" in reason
-
-
-def test_a_rank_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver counts a card that torch does not see any more."""
-    monkeypatch.setattr(device.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(device.torch.cuda, "device_count", lambda: 7)
-    with pytest.raises(NetworkFailure, match=r"rank 7 has no GPU, since torch sees 7: .* Xid"):
-        device.rank_device("auto", 7)
 
 
 class Lost:

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import runpy
 import shlex
 import subprocess
 import tomllib
@@ -23,10 +22,8 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 
 import distributed_training
-from distributed_training import doctor
 from distributed_training.chain.identity import load_wallet
-from distributed_training.chain.kinds import CHAINS
-from distributed_training.common.llama import SHAPES, local_llama_config, named_config
+from distributed_training.common.llama import local_llama_config
 from distributed_training.common.memory import Arrangement, ModelShape, host_memory
 from distributed_training.config import ConfigError, load_config
 from distributed_training.config.settings import ChainSettings
@@ -43,7 +40,6 @@ from distributed_training.protocol.metadata import ConfigExtras
 from distributed_training.training.model import parameter_schema
 from tests.tools.model_families import FAMILIES, init
 from tests.tools.network import network_file
-from tests.tools.r2_keys import KEYS
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -88,22 +84,6 @@ def test_a_miner_joins_a_network_that_the_command_created(tmp_path: Path, capsys
     validator = load_config("validator", flags, environ={}, dotenv=None, check=False)
     assert validator.network and validator.swarm.dht_port == 8009
     assert found(folder) == 2 and "exists already" in capsys.readouterr().err
-
-
-def test_a_member_on_a_plug_ins_chain_reads_how_to_register(
-    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    others = {name: CHAINS[name] for name in CHAINS if name != "memory"}  # a test may have had it
-    monkeypatch.setattr(CHAINS, "_made", others)
-    runpy.run_path(str(Path(__file__).parents[1] / "toys" / "chain.py"))
-    assert found(tmp_path / "lab", "--set", "chain.kind=memory") == 0
-    for name, value in KEYS.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(doctor, "main", lambda argv: 0)
-    monkeypatch.chdir(tmp_path)
-    words = (str(tmp_path / "lab" / "network.toml"), "--wallet.path", str(tmp_path / "wallets"))
-    assert main(["join", *words, "--folder", "here"]) == 0
-    assert "gets its uid by: nothing: it takes everybody\n" in capsys.readouterr().out
 
 
 def test_the_data_are_pinned_as_their_source_serves_them(
@@ -413,13 +393,6 @@ def test_a_network_that_trains_a_part_publishes_the_rest(tmp_path: Path, capsys)
     # Signed again it is the same network.
     assert main(["sign", file]) == 0
     assert read(tmp_path / "lab").network.head.frozen == head.frozen
-
-
-@pytest.mark.parametrize("size", SHAPES)
-def test_sizes_of_dt_plan_are_models_for_init_too(tmp_path: Path, capsys, size: str) -> None:
-    assert found(tmp_path / "lab", "--model", size) == 0
-    network = read(tmp_path / "lab").network
-    assert network.head.parameters == ModelShape.from_config(named_config(size)).parameters
 
 
 def test_a_mixtures_file_holds_the_true_count_and_machines_are_judged_by_it(
@@ -816,13 +789,6 @@ def test_a_decay_that_cannot_begin_changes_nothing(
     assert main(["decay", str(file), "--steps", "9", *more]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and words in line and file.read_text() == before
-
-
-def test_a_store_with_a_bucket_in_its_url_is_refused(tmp_path: Path, capsys) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        found(tmp_path / "lab", "--store", "https://s3.example.org/lab")
-    assert "leave out '/lab', the bucket's name is added here" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
 
 
 AWS = {

@@ -142,19 +142,6 @@ def test_a_mount_point_that_is_empty_is_no_run_folder(name: str, tmp_path: Path)
     assert make_run_folder(named(tmp_path / "other"), fstab=fstab) == tmp_path / "other"
 
 
-@pytest.mark.parametrize("written", ["{}/", "{}/../disk", "{}"])
-def test_a_late_mount_is_seen_again_after_a_refused_try(tmp_path: Path, written: str) -> None:
-    disk, fstab = tmp_path / "disk", tmp_path / "fstab"
-    disk.mkdir()
-    fstab.write_text(f"UUID=cd {written.format(disk)} xfs nofail 0 2\n")
-    for _ in range(2):
-        with pytest.raises(ConfigError, match="which is not mounted"):
-            make_run_folder(named(disk), fstab=fstab)
-        (disk / "launcher.prom").write_text("dt_starts_refused_in_a_row 1.0\n")  # the launcher's
-    fstab.write_text(f"#{fstab.read_text()}# {disk} was sdb1\n")  # a disk that was taken out
-    assert make_run_folder(named(disk), fstab=fstab) == disk
-
-
 def test_in_a_chroot_the_root_is_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table of mounts has no row of that name there."""
     monkeypatch.setattr(psutil, "disk_partitions", lambda **_kind: [])

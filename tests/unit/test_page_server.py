@@ -216,18 +216,6 @@ def test_a_file_that_cannot_be_read_is_one_line_and_one_miner_less(
     assert len(caplog.records) == 2, "it was well in between"
 
 
-def test_the_curves_are_those_of_the_miner_that_is_shown(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        with EventLog(tmp_path / name / "events.jsonl") as events:
-            for number in range(9):
-                events.write("step", inner_step=number, outer_step=1, loss=2.0, seconds=1.0)
-    with served(tmp_path / "one", tmp_path / "two") as page:
-        for shown, wanted in (("one", [9, 1]), ("two", [1, 9]), ("none", [9, 9])):
-            found = httpx.get(page.url + "history", params={"shown": shown}, timeout=60).json()
-            assert [len(neuron["steps"]) for neuron in found["neurons"]] == wanted
-
-
 def test_clients_that_say_nothing_or_do_not_read_lose_their_connections(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,7 +257,6 @@ _BODIES = """
 content-length: 5|content-length: 0|content-length: 05|content-length: +5|content-length: 5, 5|x: y
 transfer-encoding: chunked|Transfer-Encoding: identity|TRANSFER-ENCODING:x|transfer-encoding : x
 """
-_HARMLESS = {b"content-length: 0", b"x: y"}
 
 
 @settings(

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import botocore.session
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from pydantic import SecretStr
 
-from distributed_training.common.files import atomic_file
 from distributed_training.config.settings import StoreSettings
-from distributed_training.data.page_source import Counts
-from distributed_training.data.parquet import ParquetSource
 from distributed_training.miner import __main__ as program
 from distributed_training.miner import launcher
 from distributed_training.miner.rank_group import rank_environment_defaults
@@ -181,37 +174,3 @@ def test_a_folder_without_hard_links_holds_objects_that_are_written_once(tmp_pat
     store.put_new("uploads/2", b"first")
     assert store.get("uploads/2", limit=10) == b"first"
     assert [info.key for info in store.list_objects()] == ["uploads/1", "uploads/2"]
-
-
-@pytest.mark.usefixtures("no_links")
-def test_one_of_several_writers_has_written_it(tmp_path: Path) -> None:
-    path, written = tmp_path / "object", []
-
-    def write(number: int) -> None:
-        try:
-            with atomic_file(path, new=True) as file:
-                file.write(bytes([number]) * 1000)
-            written.append(number)
-        except FileExistsError:
-            pass
-
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert written and path.read_bytes() in [bytes([number]) * 1000 for number in written]
-    assert [each.name for each in tmp_path.iterdir()] == ["object"]
-
-
-def test_a_file_whose_name_is_other_bytes_than_utf_8_is_read(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    rows = [f"row {number}" for number in range(200)]
-    pq.write_table(pa.table({"text": rows}), tmp_path / "plain.parquet")
-    os.rename(tmp_path / "plain.parquet", os.fsencode(tmp_path) + b"/caf\xe9.parquet")
-    caplog.set_level(logging.WARNING)
-    source = ParquetSource(tmp_path, text_column="text", counts=Counts())
-    assert source.num_rows() == {"root": 200}
-    assert source.rows("root", 10, split="train", limit=2) == ["row 10", "row 11"]
-    assert not caplog.records

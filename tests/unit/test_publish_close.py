@@ -96,27 +96,6 @@ def test_a_kill_at_each_write_leaves_the_old_outer_step_or_the_new(
         world.manifest(2).check_after(world.manifest(1))
 
 
-def test_a_validator_on_an_empty_disk_continues_with_equal_bits(tmp_path: Path) -> None:
-    worlds = [StoreWorld(tmp_path / name) for name in ("kept", "lost")]
-    for n in range(1, 5):
-        manifests = [world.round() for world in worlds]
-        assert manifests[0].weights == manifests[1].weights
-        if n in (1, 3):
-            worlds[0].restarted()
-            worlds[1].restarted(folder=tmp_path / f"empty-{n}")
-            assert _bits(worlds[0]) == _bits(worlds[1])
-            # Its scores are those that the chain has.
-            entries = worlds[1].validator.standings.present()
-            assert {u: e.published for u, e in entries.items()} == manifests[1].scores
-    assert _bits(worlds[0]) == _bits(worlds[1])
-    best = max(manifests[1].scores, key=lambda uid: manifests[1].scores[uid])
-    worlds[1].ledger.register(keypair("newcomer").ss58_address, uid=best)
-    worlds[1].restarted(folder=tmp_path / "empty-5")
-    entries = worlds[1].validator.standings.present()
-    wanted = {uid: score * (uid != best) for uid, score in manifests[1].scores.items()}
-    assert {u: e.published for u, e in entries.items()} == wanted != manifests[1].scores
-
-
 def test_the_score_of_a_uids_second_owner_comes_back(world: StoreWorld, tmp_path: Path) -> None:
     """The history has another hotkey for it, whose upload was refused."""
     world.miners[3].upload = lambda: StoreMiner.upload(world.miners[3], b"damaged")  # type: ignore

@@ -189,19 +189,6 @@ def test_the_answer_names_the_clock_and_by_how_much(world: World, ahead: float) 
         world.sign(PEER.ss58)
 
 
-def test_a_start_on_a_full_disk_writes_nothing(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world.kill()
-
-    def full(*_: object) -> None:
-        raise sqlite3.OperationalError("database or disk is full")
-
-    monkeypatch.setattr(Registry, "_set_meta", full)
-    world.open()
-    assert world.registry.uid_of(VALIDATOR.ss58) == 0
-
-
 EARLIER_TABLES = """
 ALTER TABLE members RENAME TO kept;
 CREATE TABLE neurons (

@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 from unittest.mock import Mock
 from urllib.parse import urlsplit
 
-import botocore.loaders
 import pytest
 from pydantic import SecretStr
 
@@ -379,31 +378,6 @@ def test_a_list_without_an_end_is_given_up(name: str, monkeypatch: pytest.Monkey
     with store_at(full) as store, pytest.raises(StoreError, match="more than 4 objects"):
         store.list_objects(most=4)
     assert full.requests == 2
-
-
-@pytest.mark.parametrize("profile", ["absent", "", None])
-def test_settings_of_other_programs_for_aws_are_not_read(
-    profile: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A profile that this machine lacks, and files that would redirect or fail every request."""
-    if profile is not None:
-        monkeypatch.setenv("AWS_PROFILE", profile)
-    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
-        (tmp_path / name).write_text("[default]\nregion = nowhere\n[broken")
-        monkeypatch.setenv(name, str(tmp_path / name))
-    s3._session.cache_clear()
-    with store_at(type("Whole", (Cut,), {"length": "40"})) as store:
-        assert store.get("k", limit=100) == b"x" * 40
-
-
-def test_s3_service_description_is_read_once_for_all_buckets(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Or a validator of 250 miners parses a megabyte of JSON 250 times."""
-    with store_at(Page):
-        monkeypatch.delattr(botocore.loaders.JSONFileLoader, "load_file")
-        with store_at(Page):
-            pass
 
 
 def test_a_certificate_that_is_not_accepted_is_named(

@@ -203,19 +203,6 @@ def test_missing_or_oversized_object_is_not_read(
     assert reader.head("none") is None and not list(tmp_path.iterdir())
 
 
-def test_objects_come_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "RANGE", 1000)
-    store, data = MemoryObjectStore(), os.urandom(2500)
-    store.put("epoch-0/a", data)
-    reader = BucketReader(store)
-    info = reader.head("epoch-0/a")
-    assert info is not None and info.size == 2500
-    assert info.age_seconds is not None and 0 <= info.age_seconds < 60
-    assert reader.get("epoch-0/a", limit=2500) == data
-    reader.download("epoch-0/a", tmp_path / "a", limit=2500)
-    assert (tmp_path / "a").read_bytes() == data
-
-
 def test_a_store_that_stumbles_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

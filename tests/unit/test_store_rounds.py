@@ -23,15 +23,10 @@ from distributed_training.exchange.base import (
 )
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import Base, ExitStatus, Update
-from distributed_training.protocol.update_file import UpdateFile, UpdateLayout, largest_file
 from distributed_training.store import errors, transfer
 from distributed_training.store.opening import open_store
 from distributed_training.store.uplink import Uplink
-from distributed_training.validator.merge import OuterState, Rule, digest_of, merge, subtract
 from tests.tools.memory_store import MemoryObjectStore
-from tests.tools.outer_steps import RUN_ID, SCHEMA, drawn, header, hotkey_of, write_file
-from tests.tools.outer_steps import sign as sign_files
-from tests.tools.outer_steps import verify as verify_files
 from tests.tools.store_network import (
     GRACE,
     PERIOD,
@@ -42,7 +37,6 @@ from tests.tools.store_network import (
     Time,
     merged,
     refused,
-    sha256,
 )
 from tests.tools.support_store import new_bucket, server, settings_for
 from tests.tools.waiting import wait_for
@@ -114,67 +108,6 @@ def test_rounds_follow_each_other(any_store: FaultyStore, time: Time, tmp_path: 
         assert update.path.read_bytes().startswith(b"update %06d" % (outer_step + 1))
         miner.rounds.applied(outer_step + 1)
         assert miner.pass_time(leader.closes_at - time.store() - 1) == []
-
-
-def test_a_round_of_real_files_leads_to_the_weights_of_its_manifest(
-    leader: Leader, miner: Miner, tmp_path: Path
-) -> None:
-    """Written by a member, merged by the validator's code, and taken off by the member again."""
-    close = leader.close
-    assert miner.pass_time(PERIOD) == [close]
-    head = header("upload", 0, run_id=RUN_ID, hotkey=hotkey_of(UID), serial=close.serial)
-    upload = write_file(miner.upload_path(close), drawn(1, 1e-3), head)
-    miner.send(close)
-    miner.turn()
-
-    place = tmp_path / "validator"
-    place.mkdir()
-    data = leader.store.get(keys.upload_key(UID, 0, close.serial), limit=10**6)
-    (place / "upload").write_bytes(data)
-    uploads = [
-        UpdateFile.open(
-            place / "upload",
-            SCHEMA,
-            run_id=RUN_ID,
-            kind="upload",
-            hotkey=hotkey_of(UID),
-            verify=verify_files,
-        )
-    ]
-    before = OuterState(drawn(99))
-    layout = UpdateLayout.of(SCHEMA, header("update", 0, run_id=RUN_ID))
-    digest, after = merge(
-        uploads,
-        [1.0],
-        before,
-        Rule("nesterov", 0.7, 0.9),
-        path=place / "update",
-        layout=layout,
-        sign=sign_files,
-    )
-    weights, momentum, residual = after.digests
-    leader.store.put(keys.outer_key(1, keys.UPDATE), (place / "update").read_bytes())
-    leader.take_outer_step(
-        update=digest,
-        weights=weights,
-        momentum=momentum,
-        residual=residual,
-        merged=(merged(UID, upload.digest),),
-    )
-    miner.rounds._largest_update = largest_file(SCHEMA, "4-bit")
-    update = miner.pass_time(10)[-1]
-    assert isinstance(update, Update) and update.base is Base.MERGED
-    found = UpdateFile.open(
-        update.path,
-        SCHEMA,
-        run_id=RUN_ID,
-        kind="update",
-        hotkey=layout.header.hotkey,
-        verify=verify_files,
-    )
-    assert digest_of(subtract(before.weights, found)) == update.weights
-    assert update.own_upload is not None
-    assert sha256(update.own_upload.read_bytes()) == upload.digest
 
 
 def test_missed_updates_are_applied_one_after_the_other(leader: Leader, miner: Miner) -> None:

@@ -177,16 +177,6 @@ def test_passing_trouble_is_a_message_only_where_the_miner_stopped(miner: Miner)
     assert only.startswith("Over after 26 s") and only.endswith("rank 0 was ended by SIGKILL")
 
 
-def test_another_trouble_does_not_end_the_hour_of_uploads_that_do_not_count(miner: Miner) -> None:
-    lose(miner)
-    miner.passes(1800)
-    cut(miner)
-    assert len(miner.passes(180)) == 1, "no connection"
-    miner.chain_at = miner.store_silent_since = None
-    told = miner.passes(1800)
-    assert [text.partition(" ")[0] for text in told] == ["Over", "Uploads"]
-
-
 def test_waiting_is_no_trouble(miner: Miner) -> None:
     miner.fate = ""
     assert miner.passes(7200) == []
@@ -211,21 +201,6 @@ def test_trouble_while_the_link_was_down_is_one_message_with_the_span(
     miner.reached = True
     (only,) = miner.passes(1800)
     assert only.startswith("Over after 94 min (") and "No connection" in only
-
-
-def test_a_service_that_takes_messages_and_says_nothing_gets_one_again_ever_more_seldom(
-    miner: Miner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tries = []
-
-    def deliver(url: SecretStr, message: Message) -> None:
-        tries.append(miner.now)
-        raise NotSent("it has not answered within 10 s")
-
-    monkeypatch.setattr(notify, "deliver", deliver)
-    fill(miner)
-    miner.passes(DAY, every=60)
-    assert 8 < len(tries) < 90 and tries[2] - tries[0] < 300
 
 
 def test_ten_messages_a_day_and_the_tenth_says_so(miner: Miner) -> None:
@@ -253,15 +228,6 @@ def test_a_start_that_is_refused_again_and_again_is_one_message(miner: Miner) ->
     assert over.startswith("Over after 23 min"), "from the second refusal on"
 
 
-def test_at_its_end_a_miner_tells_of_that_and_of_nothing_that_has_not_lasted(miner: Miner) -> None:
-    lose(miner)
-    miner.passes(300)
-    miner.file.stopped("failures", "the ranks failed 6 times in a row")
-    miner.notifier._over.set()
-    (only,) = miner.passes(15)
-    assert only.startswith("Stopped, and nobody asked for it: failures")
-
-
 @pytest.mark.parametrize("begin", [refuse, lose, stick, cut])
 @pytest.mark.parametrize("stopped", [0.0, DAY / 2])
 def test_trouble_before_a_restart_has_not_lasted_through_it(
@@ -277,18 +243,6 @@ def test_trouble_before_a_restart_has_not_lasted_through_it(
     assert miner.passes(2400) == []
     heal(miner)
     assert miner.passes(300) == []
-
-
-def test_offline_is_not_over_because_the_miner_starts_again(miner: Miner) -> None:
-    cut(miner)
-    assert len(miner.passes(180)) == 1
-    miner.restart()
-    miner.file.enter(LauncherState.STARTING)
-    assert miner.passes(180) == []
-    cut(miner)
-    assert miner.passes(180) == []
-    heal(miner)
-    assert len(miner.passes(60)) == 1
 
 
 def test_a_clock_that_is_set_back_loses_and_repeats_no_message(miner: Miner) -> None:

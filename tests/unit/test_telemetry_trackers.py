@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-import struct
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -110,18 +107,6 @@ def test_tensorboard_reads_every_step_once_over_restarts_and_roll_backs(tmp_path
     assert scalars(board, "disk/free_bytes")[-1] == (11, 7e9)
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    pytest.importorskip("tensorboard")
-    board = tmp_path / "board"
-    board.write_text("a file where the folder should be")  # root may write read-only folders
-    log_steps(TelemetrySettings(tensorboard_dir=board), tmp_path, 1, 2, 3)
-    line = warning(caplog)
-    assert line.startswith("TensorBoard shows nothing from here on (")
-    assert "Training continues" in line
-
-
 def test_tensorboard_that_is_not_installed_is_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,39 +118,6 @@ def test_tensorboard_that_is_not_installed_is_one_line(
 
 
 # --- Weights & Biases ---------------------------------------------------------------------------
-
-
-def records(file: Path) -> Iterator[Any]:
-    """The protobuf records of a ``.wandb`` file: LevelDB's log format after seven bytes."""
-    protocol = pytest.importorskip("wandb.proto.wandb_internal_pb2")
-
-    data, at, parts = file.read_bytes(), 7, b""
-    while at + 7 <= len(data):
-        left = 32768 - at % 32768
-        if left < 7:  # no header fits: padding
-            at += left
-            continue
-        length, kind = struct.unpack_from("<HB", data, at + 4)
-        parts += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            yield protocol.Record.FromString(parts)
-            parts = b""
-
-
-def offline_runs(folder: Path) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Run id and history of each run kept in ``folder``, oldest first."""
-    runs = []
-    for file in sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda p: p.stat().st_mtime):
-        found = list(records(file))
-        ids = [r.run.run_id for r in found if r.HasField("run")]
-        history = [
-            {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in r.history.item}
-            for r in found
-            if r.HasField("history")
-        ]
-        runs.append((ids[0], history))
-    return runs
 
 
 @pytest.fixture
@@ -203,36 +155,6 @@ def test_a_library_that_hangs_holds_neither_training_nor_a_stop(
     log_steps(TelemetrySettings(wandb="offline"), tmp_path, *range(1, 1000))
     assert time.monotonic() - began < 30
     assert not any("telemetry.trackers" in command_of(p) for p in psutil.Process().children())
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("wandb")
-def test_wandb_gets_a_run_for_each_start_over_one_axis_of_steps(tmp_path: Path) -> None:
-    settings = TelemetrySettings(wandb="offline", wandb_api_key=SECRET)
-    log_steps(settings, tmp_path, 1, 2, 3)
-    log_steps(settings, tmp_path, 3, 4, 5)
-    (first, before), (second, after) = offline_runs(tmp_path)
-    assert first != second
-    assert [row["inner_step_total"] for row in before] == [1, 2, 3]
-    assert [row["inner_step_total"] for row in after] == [3, 4, 5]
-    assert after[-1]["loss_metrics/global_avg_loss"] == 0.05
-    (tmp_path / "wandb" / "latest-run").unlink()
-    for file in (p for p in tmp_path.glob("wandb/**/*") if p.is_file()):
-        content = file.read_bytes()
-        assert SECRET.encode() not in content and b"pytest" not in content, file
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("wandb")
-@pytest.mark.parametrize(("key", "words"), [(SECRET, "wandb sync"), (None, "WANDB_API_KEY")])
-def test_a_wandb_server_or_key_that_is_away_costs_a_line_and_no_figures(
-    key: str | None, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    log_steps(TelemetrySettings(wandb="online", wandb_api_key=key), tmp_path, 1, 2, 3)
-    line = warning(caplog)
-    assert words in line and SECRET not in line
-    ((_, rows),) = offline_runs(tmp_path)
-    assert [row["inner_step_total"] for row in rows] == [1, 2, 3]
 
 
 @pytest.mark.slow

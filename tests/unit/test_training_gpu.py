@@ -23,7 +23,6 @@ from distributed_training.protocol.types import Progress
 from distributed_training.training import (
     collectives,
     copies,
-    model,
 )
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import HostCopies
@@ -92,14 +91,6 @@ def test_no_micro_batch_waits_for_the_device(changes: dict[str, Any]) -> None:
     assert sum(last.values()) <= 1  # loss and norm, read together at the end of the step
 
 
-def test_the_count_sees_the_host_reads_of_transformers_own_sdpa(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(model, "register_attention", lambda: "sdpa")
-    first, *_ = reads_of_a_step()
-    assert first["_local_scalar_dense"] >= 1
-
-
 def test_the_form_of_the_loss_that_is_compiled_is_the_eager_one() -> None:
     torch.manual_seed(0)
     logits, target = torch.randn(7, 50).bfloat16(), torch.randint(0, 50, (7, 1))
@@ -162,18 +153,6 @@ def test_auto_finds_the_fastest_size_that_fits(first: int) -> None:
         if holds:
             assert found == (min(holds, max(first, fast)) if holds >= first else holds)
         assert first != holds or len(tried) <= 2
-
-
-def test_auto_on_an_h200_begins_with_the_largest() -> None:
-    """The estimate of memory decides it."""
-    plan = plan_memory(
-        TrainingSettings(), model_config=named_config("1b"), world_size=1, micro_batch=1,
-        device_bytes=round(150e9), host_bytes=None,
-    )  # fmt: skip
-    settings = TrainingSettings(local_batch_size_train_effective=512)
-    sizes, _ = sizes_to_try(settings, 1, torch.device("cuda"))
-    assert max(size for size in sizes if plan.bytes_with(size) <= 0.85 * 150e9) == 32 == sizes[-1]
-    assert plan.way.checkpointing == "none" and plan.rung == 0
 
 
 @pytest.mark.parametrize("card", [24, 48, 80])

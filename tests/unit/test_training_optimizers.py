@@ -121,16 +121,6 @@ def test_the_memory_plan_counts_the_optimizers_state() -> None:
     assert needed["adamw"] - needed["lion"] == pytest.approx(1.08 * 4 * parameters, rel=0.03)
 
 
-def test_a_checkpoint_of_another_optimizer_keeps_the_weights_and_begins_its_state() -> None:
-    made, other = trainer(), trainer(optimizer="sgd")
-    train(made, 0, 3)
-    saved = made.state_dict()
-    other.load_state_dict(saved | {"inner_momentum_buffer": None})
-    assert same(whole_weights(made), whole_weights(other))
-    assert other.optimizer.step_count == 0 and other.total_inner_steps == 3
-    assert not any(rows.any() for rows in other.optimizer.state["momentum_buffer"])
-
-
 @pytest.mark.parametrize(("before", "after"), [("adamw", "muon"), ("muon", "adamw")])
 def test_a_network_may_come_to_muon_and_leave_it(before: str, after: str, tmp_path: Path) -> None:
     """The weights stay; what the other optimizer kept is none of this one's."""
@@ -254,8 +244,3 @@ def test_a_checkpoint_brings_back_an_optimizers_state(kind: str, tmp_path: Path)
     )
     assert same(again.outer.epoch_start, made.outer.epoch_start)
     assert kind == "sum" or all(rows.any() for rows in again.optimizer.state["momentum"])
-
-
-def test_an_unknown_name_is_refused_with_the_known_names() -> None:
-    with pytest.raises(ConfigError, match=r"'soap': there are adamw, lion, muon"):
-        trainer(optimizer="soap")

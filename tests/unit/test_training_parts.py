@@ -29,7 +29,6 @@ from distributed_training.training.model import (
     build_meta_model,
     hf_config,
     linear_cross_entropy,
-    parameter_schema,
 )
 from distributed_training.training.outer_rule import nesterov_sgd
 from distributed_training.training.throughput import flops_per_token
@@ -153,14 +152,6 @@ def test_chunked_loss_and_gradients_equal_the_whole_ones(rows: int) -> None:
         assert float(without) == float(ours)
 
 
-def test_effective_batch_is_rounded_up_and_said() -> None:
-    exact = plan_batch(micro_batch=2, effective=512, world_size=4)
-    assert (exact.micro_batches, exact.effective, exact.note) == (64, 512, "")
-    rounded = plan_batch(micro_batch=3, effective=512, world_size=4)
-    assert (rounded.micro_batches, rounded.effective) == (43, 516)
-    assert "rounded up from 512 to 516" in rounded.note
-
-
 def test_bad_inputs_name_the_flag() -> None:
     with pytest.raises(ConfigError, match=r"--neuron\.local_batch_size_train 8 is larger"):
         plan_batch(micro_batch=8, effective=4, world_size=1)
@@ -258,14 +249,6 @@ def test_tied_weights_appear_once() -> None:
     names = [n for n, _ in made.schema]
     assert "lm_head.weight" not in names and "model.embed_tokens.weight" in names
     assert made.sharded.tied == {"lm_head.weight": "model.embed_tokens.weight"}
-
-
-def test_named_sizes_match_their_names() -> None:
-    for name, low, high in (("125m", 1.1e8, 1.4e8), ("1b", 1e9, 1.2e9), ("4b", 3.5e9, 4.2e9)):
-        count = sum(math.prod(shape) for _, shape in parameter_schema(named_config(name)))
-        assert low < count < high, (name, count)
-    with pytest.raises(ValueError, match="tiny"):
-        named_config("7b")
 
 
 def test_peaks_are_found_by_whole_words_or_not_at_all() -> None:

@@ -6,7 +6,6 @@ import copy
 import functools
 import shutil
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -397,32 +396,3 @@ def test_a_progress_upload_changes_nothing_that_the_upload_for_a_close_carries(
     move(made, drawn(2))
     finished(made.write_upload(tmp_path / "third", header("upload", 0, serial=0), sign=sign))
     assert store_step(made)._written is written and store_step(made).serial == 1
-
-
-def test_time_of_an_outer_step_at_ten_million_parameters(tmp_path: Path) -> None:
-    """Print how long training stands still, as ``-s`` shows it."""
-    made = trainer(
-        model=tiny(hidden=320, layers=8, heads=5, kv_heads=5, intermediate=864, vocab=264),
-    )
-    count = sum(shard.local.numel() for shard in made.sharded.shards)
-    move(made, drawn(1))
-    handle = made.write_upload(tmp_path / "own", header("upload", 0, serial=1), sign=sign)
-    began = time.perf_counter()
-    finished(handle)
-    writing = time.perf_counter() - began
-    own = decoded(tmp_path / "own", made.schema)
-    write_update(tmp_path / "update", made.schema, own)
-    after = [a - b for a, b in zip(made.outer.epoch_start or [], own, strict=True)]
-    weights, times = digest_of(after), []
-    for _ in range(3):
-        began = time.perf_counter()
-        made.prepare_update(Update(1, tmp_path / "update", Base.MERGED, tmp_path / "own", weights))
-        times.append(time.perf_counter() - began)
-    began = time.perf_counter()
-    made.commit_outer_step()
-    print(
-        f"{count / 1e6:.1f} M parameters: the upload holds training {handle.hold_seconds:.3f} s, "
-        f"{writing:.2f} s more during it; prepare {min(times):.3f} s, commit "
-        f"{time.perf_counter() - began:.3f} s"
-    )
-    assert store_step(made).start == weights and made.inner_step == 0

@@ -10,7 +10,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -120,30 +119,6 @@ def test_a_large_gradient_is_clipped_as_torch_clips_it() -> None:
         plain.named_parameters(), made.optimizer.state["exp_avg"], strict=True
     ):
         assert torch.allclose(p.grad / 10, moment, atol=1e-7), name
-
-
-@pytest.mark.parametrize("wrap", ["root", "block"])
-def test_one_reduction_per_group_and_step(wrap: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-
-    calls: list[int] = []
-    real = _fsdp_param_group.foreach_reduce
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(_fsdp_param_group, "foreach_reduce", counted)
-    made = trainer(wrap=wrap)
-    groups = 1 if wrap == "root" else 3
-    train(made, 0, 1)
-    assert len(calls) == groups
-    train(made, 1, 3)
-    assert len(calls) == 3 * groups
-    often = trainer(wrap=wrap, gradient_sync="every")
-    calls.clear()
-    train(often, 0, 1)
-    assert len(calls) == 4 * groups  # the control: four micro-batches
 
 
 def test_bf16_computation_learns_about_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,15 +295,6 @@ def test_a_failing_compiler_is_announced_and_training_continues(
     assert len(said) == 1 and "torch.compile: off from here" in said[0]
 
 
-def test_a_compiler_that_fails_without_a_word_is_left_out(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    monkeypatch.setattr(torch, "compile", mock.Mock(side_effect=AssertionError))
-    assert not trainer(compile="on").step.compiled
-    assert "torch.compile: off: AssertionError: " in caplog.messages
-
-
 def test_wrong_micro_batch_shape_is_refused() -> None:
     made = trainer()
     with pytest.raises(ValueError, match="expected"):
@@ -356,24 +322,6 @@ def test_micro_batches_of_another_step_are_dropped_at_a_restart(
     assert keeper.restore() is not None
     assert len(other.step.batches) == kept
     assert keeper.exact == bool(kept), "or their data counts as trained on"
-
-
-@dataclass
-class EarlierProgress(Progress):
-    """As editions before 0.3 wrote it."""
-
-    blocks: list[int] = field(default_factory=list)
-
-
-def test_a_checkpoint_with_the_blocks_of_an_earlier_edition_is_taken_over(tmp_path: Path) -> None:
-    made = trainer()
-    half_a_step(made, 0)
-    save_checkpoint(Checkpointer(trainer=made, folder=tmp_path), EarlierProgress(0, 0, 0, [101]))
-    (manifest,) = tmp_path.glob("checkpoint-*/rank-0.json")
-    assert json.loads(manifest.read_text())["progress"]["blocks"] == [101]
-    other = trainer()
-    assert Checkpointer(trainer=other, folder=tmp_path).restore() == (Progress(0, 0, 0), {})
-    assert len(other.step.batches) == len(made.step.batches) > 0
 
 
 def test_checkpoint_in_mid_step_resumes_to_the_bit(tmp_path: Path) -> None:
