@@ -49,13 +49,11 @@ from distributed_training.config.schema import schema
 from distributed_training.config.versions import parse_version, under
 from distributed_training.miner import build
 from distributed_training.miner import events as ev
-from distributed_training.miner.build import RankContext, open_data
-from distributed_training.miner.controller import IDLE_WAIT
+from distributed_training.miner.build import RankContext, StartupInfo, open_data
 from distributed_training.miner.events import Action, Command, LocalPart
 from distributed_training.miner.launcher import occupied
-from distributed_training.miner.loop import RankLoop
+from distributed_training.miner.loop import IDLE_WAIT, RankLoop
 from distributed_training.miner.ranks import RankChannel
-from distributed_training.miner.resume import StartupInfo
 from distributed_training.miner.run_folder import forget_ranks, write_instance
 from distributed_training.miner.start import CONTROL_TIMEOUT
 from distributed_training.node.start import NetworkFailure, make_run_folder

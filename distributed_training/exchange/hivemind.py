@@ -24,7 +24,7 @@ from distributed_training.common.processes import ChildProcess
 from distributed_training.protocol import lines
 from distributed_training.protocol.manifest import Manifest, State
 from distributed_training.protocol.types import Schema
-from distributed_training.store.uplink import Uplink
+from distributed_training.store.base import Uplink
 
 from .base import Close, Post
 from .store_rounds import StoreRounds

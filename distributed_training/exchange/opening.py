@@ -1,20 +1,31 @@
-"""Open the exchange that a network's file names."""
+"""Open the exchange that a network's file names, and over hivemind the DHT peer that it needs."""
 
 from __future__ import annotations
 
+import logging
+import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from bittensor_core import verify
 
+from distributed_training.chain.identity import AddressUnknown, identity_file
+from distributed_training.common.processes import ChildProcess
 from distributed_training.config import Config
-from distributed_training.node.identity import Member
+from distributed_training.node.identity import Member, announce, public_address
 from distributed_training.protocol.manifest import Master
+from distributed_training.protocol.types import Schema
 from distributed_training.store.base import ObjectStore
 
+from .hivemind import Answer, HivemindRounds, Membership, Ready, Settings, start_peer
 from .own_uploads import OwnUploads
 from .store_rounds import StoreRounds
+
+log = logging.getLogger(__name__)
+
+_MATCHMAKING = (2.0, 15.0)  # seconds, least and most: a tenth of what an all-reduce has
+_CHECK = 5.0  # seconds for a connection to our own port
 
 
 def open_exchange(
@@ -38,10 +49,6 @@ def open_exchange(
     """
     kind: Callable[..., StoreRounds] = StoreRounds
     if config.averages:
-        # Here: a member of a store network has nothing of hivemind in its memory.
-        from .hivemind import HivemindRounds, Membership
-        from .peer import open_peer
-
         master, after = config.miner.master_ss58_address, config.miner.average_after.total_seconds()
         kind = partial(
             HivemindRounds,
@@ -61,3 +68,48 @@ def open_exchange(
 def uploads_folder(folder: Path) -> Path:
     """Return where this member's uploads are written, in its run folder."""
     return folder / "exchange" / "uploads"
+
+
+def open_peer(
+    config: Config, member: Member, folder: Path, schema: Schema, answered: Callable[[Answer], None]
+) -> ChildProcess:
+    """Start a member's peer process. ``folder``: of the run. Raises OSError."""
+    swarm, identity = config.swarm, identity_file(folder).absolute()
+    identity.parent.mkdir(parents=True, exist_ok=True)
+    left = (config.miner.grace - config.miner.average_after).total_seconds()
+    port = swarm.dht_external_port or swarm.dht_port
+    settings = Settings(
+        schema=[(name, tuple(shape)) for name, shape in schema],
+        run_id=swarm.run_id,
+        identity=str(identity),
+        listen=swarm.dht_listen_ip,
+        port=swarm.dht_port,
+        address=f"/ip4/{swarm.dht_ip}/tcp/{port}" if swarm.dht_ip and port else "",
+        gather=min(max(left / 10, _MATCHMAKING[0]), _MATCHMAKING[1]),
+        chunk=max(5.0, left / 3),  # a validator that fetches and judges holds up its own peer
+        longest=left,
+    )
+    return start_peer(settings, ready=partial(announce_peer, config, member), answered=answered)
+
+
+def announce_peer(config: Config, member: Member, peer: Ready) -> None:
+    """Write to the chain where our peer is, and log whether this machine reaches it there."""
+    listening = int(peer.address.split("/")[4])
+    port = config.swarm.dht_external_port or listening
+    try:
+        ip = public_address(config)
+    except AddressUnknown as error:
+        log.warning("%s; it takes part in no all-reduce, and its uploads still count", error)
+        return
+    announce(member, ip, port, peer.peer_id)
+    log.info("DHT peer %s at %s:%d", peer.peer_id, ip, port)
+    try:
+        socket.create_connection((ip, port), timeout=_CHECK).close()
+    except OSError as error:
+        log.warning(
+            "The DHT peer's port may be closed: this machine cannot reach %s:%d (%s), as behind "
+            "routers that lead no machine back to itself. If no all-reduce finishes with it, open "
+            "TCP port %d in the firewall, forward it in the router, or give --dht.ip; its uploads "
+            "count all the same",
+            *(ip, port, error.strerror or error, listening),
+        )

@@ -23,10 +23,9 @@ from distributed_training.common.files import read_state, sha256_of, write_state
 from distributed_training.protocol import keys, lines
 from distributed_training.protocol.manifest import Manifest
 from distributed_training.protocol.types import Base
-from distributed_training.store.base import ObjectStore
+from distributed_training.store.base import ObjectStore, Uplink
 from distributed_training.store.errors import DeadlineError, StoppedError, StoreError, TakenError
 from distributed_training.store.transfer import STUCK_AGE, sweep_uploads, upload
-from distributed_training.store.uplink import Uplink
 
 from .base import Close, UploadEnded, upload_path
 

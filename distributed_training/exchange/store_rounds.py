@@ -32,7 +32,7 @@ from distributed_training.protocol.manifest import Manifest, Master, State
 from distributed_training.protocol.metadata import MAX_CONFIG_BYTES
 from distributed_training.protocol.types import UPDATE_CODEC, Base, ExitStatus, Schema, Update
 from distributed_training.protocol.update_file import largest_file
-from distributed_training.store.base import ObjectStore
+from distributed_training.store.base import ObjectStore, Uplink
 from distributed_training.store.bucket_reader import MOST_BYTES, BucketReader, StateUnavailable
 from distributed_training.store.errors import (
     IntegrityError,
@@ -42,7 +42,6 @@ from distributed_training.store.errors import (
     StoppedError,
     StoreError,
 )
-from distributed_training.store.uplink import Uplink
 
 from .base import (
     Close,

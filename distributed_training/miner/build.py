@@ -12,7 +12,7 @@ import queue
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch
 from distributed_training import __version__
 from distributed_training.chain.base import Chain
 from distributed_training.common.backoff import Repeats
+from distributed_training.common.files import read_json_object
 from distributed_training.common.memory import DISK_RESERVE, ModelShape, checkpoint_bytes
 from distributed_training.config import Config
 from distributed_training.config.types import choose_kind
@@ -36,38 +37,50 @@ from distributed_training.network import FILE, Network
 from distributed_training.node.buckets import check_as_member, open_as_member, open_own
 from distributed_training.node.identity import Member, commit
 from distributed_training.node.published import fetch_published, open_versions
-from distributed_training.node.start import fetch_tokenizer, require_data
+from distributed_training.node.start import (
+    NetworkFailure,
+    OldRunFolder,
+    fetch_tokenizer,
+    require_data,
+)
+from distributed_training.protocol import keys
 from distributed_training.protocol.codecs import CODECS
 from distributed_training.protocol.keys import miner_bucket
 from distributed_training.protocol.pages import block_at
 from distributed_training.protocol.update_file import Header, largest_file
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.errors import StoreError
-from distributed_training.store.room import describe_full_disk
+from distributed_training.store.transfer import describe_full_disk
 from distributed_training.telemetry import EventLog, MetricsFile, unix_time
 from distributed_training.telemetry.facts import Facts
 from distributed_training.telemetry.own_facts import OwnFacts
 from distributed_training.telemetry.trackers import open_trackers
-from distributed_training.training.checkpoint import Checkpointer, oldest_outer_step
+from distributed_training.training.checkpoint import (
+    Checkpointer,
+    is_complete,
+    newest_first,
+    oldest_outer_step,
+    outer_step_of,
+)
 from distributed_training.training.held_weights import HeldWeights
 from distributed_training.training.weights import read_model_config
 
 from . import events as ev
 from .blocks import Blocks, NoBlocks
-from .controller import Controller, Subscriber
 from .device import expects_gpu
 from .events import MinerState, Mode, Rules
-from .metrics import MachineGauges, Metrics
-from .network_watch import NetworkWatch, StartWait, pause_start, read_version
-from .ranks import RankChannel
-from .registration import chain_facts, follow_registration, join_network
-from .reporter import Record, Reporter
-from .resume import (
-    StartupInfo,
-    first_outer_step,
-    refuse_old_checkpoints,
-    resume_training,
+from .loop import Controller, Subscriber
+from .network_watch import (
+    NetworkWatch,
+    StartWait,
+    chain_facts,
+    follow_registration,
+    join_network,
+    pause_start,
+    read_version,
 )
+from .ranks import RankChannel
+from .reporter import MachineGauges, Metrics, Record, Reporter
 from .rounds import RoundRank
 
 log = logging.getLogger(__name__)
@@ -90,6 +103,20 @@ class RankContext:
     stack: ExitStack  # closes what was opened
     tick: timedelta = timedelta(seconds=1)  # time between two ticks of the controller
     guest: bool = False  # in a script's process, which nothing here may end, nor change its log
+
+
+@dataclass(frozen=True)
+class StartupInfo:
+    """The facts that rank 0 found out and every rank needs; JSON-able."""
+
+    uid: int = 0
+    model_config: dict[str, Any] = field(default_factory=dict)
+    tokenizer_path: str = ""
+    eos_id: int = 0
+    global_outer_step: int = 0
+    hotkey: str = ""
+    rules: str = ""  # the version of the network's file that holds; empty: as the file given
+    problem: str = ""  # why there is no start; the other ranks leave quietly then
 
 
 def describe_size(model: Mapping[str, Any], config: Config) -> str:
@@ -534,3 +561,81 @@ def build_rounds(
     if context.guest:
         rank_zero.controller.adopt = adopt
     return rank_zero, round_rank
+
+
+# --- what a start continues from ------------------------------------------------------------------
+
+
+def first_outer_step(folder: Path, outer_step: int) -> int:
+    """Return the outer step that a start continues from: its newest complete checkpoint's.
+
+    A kill leaves one that is not complete, perhaps of a later outer step, for which another
+    version of the network's file may hold.
+
+    Args:
+        folder: Of the checkpoints.
+        outer_step: Of the network's weights, for a start without a checkpoint.
+    """
+    found = (folder / name for name in newest_first(folder))
+    complete = next((path for path in found if is_complete(path)), None)
+    reached = None if complete is None else outer_step_of(complete)
+    return outer_step if reached is None else reached
+
+
+def refuse_old_checkpoints(folder: Path) -> None:
+    """Raise OldRunFolder where the checkpoints of ``folder`` are of subnet 38's kind of network.
+
+    They hold another outer step's state, and weights that no network of today has.
+    """
+    newest = max(folder.glob("checkpoint-*/rank-0.json"), default=None)
+    state = ((newest and read_json_object(newest)) or {}).get("state")
+    if isinstance(state, dict) and "outer_momentum" in state:
+        raise OldRunFolder(
+            f"{folder} holds checkpoints of the old hivemind kind of network (subnet 38), which "
+            "this version cannot continue, so nothing was started: set --neuron.run_folder to a "
+            "new folder; the weights come from the network"
+        )
+
+
+def resume_training(
+    trainer: HeldWeights,
+    checkpointer: Checkpointer,
+    info: StartupInfo,
+    global_folder: Path | None,
+) -> dict[str, Any]:
+    """Load the last checkpoint, or the network's weights where there is none. Collective.
+
+    Any checkpoint will do, because updates lead from each outer step to the network's. Training
+    continues at the network's place in the learning rate's schedule.
+
+    Args:
+        trainer: This rank's weights.
+        checkpointer: Finds the last whole checkpoint.
+        info: What rank 0 found out.
+        global_folder: Rank 0's folder of the network's weights; None on other ranks.
+
+    Returns:
+        What was kept in the checkpoint; empty after a fresh start.
+
+    Raises:
+        NetworkFailure: Where the weights are not this model's.
+    """
+    steps = info.model_config.get("total_inner_steps") or 0
+    if (restored := checkpointer.restore()) is not None:
+        progress, kept = restored
+        log.info(
+            "Resumed at outer step %d, inner step %d", progress.outer_step, progress.inner_step
+        )
+        # The checkpoint may be of before the place was known.
+        trainer.follow_schedule(info.global_outer_step, steps)
+        return kept
+    try:
+        weights = None if global_folder is None else global_folder / keys.MODEL
+        trainer.load_global(weights, info.global_outer_step)
+    except ValueError as error:  # on all ranks alike; nothing has changed
+        raise NetworkFailure(
+            f"the network's weights do not fit this program ({error}), so nothing is trained: look "
+            "for a newer version; other weights are fetched as soon as they are published"
+        ) from None
+    trainer.follow_schedule(info.global_outer_step, steps)
+    return {}

@@ -16,7 +16,10 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import ExitStack, suppress
+import queue
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -42,13 +45,13 @@ from distributed_training.training.collectives import COLLECTIVE_TIMEOUT, Layout
 from distributed_training.training.trainer import Trainer
 
 from . import build
-from .build import Connections, RankContext, RankParts, RankZero
+from . import events as ev
+from .build import Connections, RankContext, RankParts, RankZero, StartupInfo
 from .device import cuda_failure, rank_device, report_device, utilization_of
 from .loop import MinerLoop
 from .network_watch import StopBeforeStart
 from .nodes import Nodes, open_tcp_store, under_torchrun
 from .ranks import join_ranks
-from .resume import StartupInfo
 from .run_folder import (
     RANK_STORE,
     Heartbeat,
@@ -59,11 +62,10 @@ from .run_folder import (
     write_exit_status,
     write_pid_file,
 )
-from .signals import RankStop, who_stops
 
 log = logging.getLogger(__name__)
 
-
+_LAUNCHER = os.getppid()
 #: Covers every collective of the control channel. Rank 0 comes to a boundary at least every 0.2 s
 #: while there is nothing to do; the longest thing between two boundaries is writing the
 #: pseudo-gradient, loading weights or compiling the model.
@@ -249,3 +251,51 @@ def build_rank(context: RankContext, info: StartupInfo, connections: Connections
             world_size=context.ranks.world_size,
         )
     return Rank(context.folder, training, rank_zero, loop)
+
+
+# --- the signals that stop a rank -----------------------------------------------------------------
+
+
+def who_stops() -> str:
+    """Return why SIGTERM came, as far as a rank can see: also who started it has it sent."""
+    if os.getppid() != _LAUNCHER:
+        return f"the launcher (pid {_LAUNCHER}) is gone"
+    return "asked to stop"
+
+
+class RankStop:
+    """SIGTERM asks for a stop; SIGINT is the launcher's to handle (a terminal sends it to all).
+
+    Under torchrun SIGINT and SIGHUP ask for one too. It handles them from its construction on, in
+    the main thread. ``events``: rank 0's queue, in which the stop arrives as an event like any
+    other.
+    """
+
+    def __init__(self) -> None:
+        self.events: queue.SimpleQueue[ev.Event] = queue.SimpleQueue()
+        self.wanted = False
+        self._interrupts = False
+        signal.signal(signal.SIGTERM, self._on_signal)
+        # torchrun passes on which of them it got.
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._on_signal if under_torchrun() else signal.SIG_IGN)
+
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Let a stop raise :class:`StopNow` inside, whatever the main thread waits for there."""
+        self._interrupts = True
+        try:
+            if self.wanted:
+                raise StopNow
+            yield
+        finally:
+            self._interrupts = False
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        del number, frame
+        self.wanted = True
+        # With a SimpleQueue another put, in the code that the signal interrupts, does no harm.
+        self.events.put(ev.StopRequested(who_stops()))
+        if self._interrupts:
+            self._interrupts = False  # once: the next one would cut its clean-up short
+            raise StopNow

@@ -21,14 +21,13 @@ from distributed_training.common.files import sha256_of
 from distributed_training.network import LARGEST_FILE, LARGEST_SHOWN, Shown
 from distributed_training.protocol import keys
 
-from .base import ObjectInfo, ObjectStore
+from .base import ObjectInfo, ObjectStore, Uplink
 from .errors import (
     AccessDeniedError,
     ClockSkewError,
     StoreError,
 )
 from .transfer import Retry, deadline_in, download
-from .uplink import Uplink
 
 log = logging.getLogger(__name__)
 

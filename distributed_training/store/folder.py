@@ -20,7 +20,7 @@ from distributed_training.common.files import atomic_file, is_full, open_at_once
 from distributed_training.config.settings import StoreSettings
 from distributed_training.protocol.metadata import BucketCredentials
 
-from .base import MOST_LISTED, STORES, ObjectInfo
+from .base import MOST_LISTED, STORES, ObjectInfo, Section
 from .errors import (
     AccessDeniedError,
     BucketMissingError,
@@ -31,7 +31,6 @@ from .errors import (
     StoreError,
     TransientError,
 )
-from .uplink import Section
 
 _LEFT_AFTER = 3600.0  # seconds without a write: then a temporary file has no writer any more
 

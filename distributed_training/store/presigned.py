@@ -26,7 +26,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from distributed_training.common.addresses import keeps_secrets
 from distributed_training.config.settings import StoreSettings
 
-from .base import MOST_LISTED, ObjectInfo, PartInfo, md5_of, same_etag
+from .base import MOST_LISTED, ObjectInfo, PartInfo, Section, md5_of, same_etag
 from .errors import (
     AccessDeniedError,
     RefusedError,
@@ -36,7 +36,6 @@ from .errors import (
 )
 from .s3 import S3ObjectStore, base64_md5
 from .transfer import multipart_etag, run_all
-from .uplink import Section
 
 PART = 64 * 1024 * 1024  # bytes of a request; a larger object goes in parts of this size
 MOST_PARTS = 4096

@@ -35,6 +35,7 @@ from .base import (
     MultipartInfo,
     ObjectInfo,
     PartInfo,
+    Section,
     is_md5,
     md5_of,
     same_etag,
@@ -54,7 +55,6 @@ from .errors import (
     UnsupportedError,
     UploadMissingError,
 )
-from .uplink import Section
 
 # --- what a store answered ----------------------------------------------------------
 

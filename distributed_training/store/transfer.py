@@ -29,12 +29,14 @@ from typing import ParamSpec, TypeVar
 
 from distributed_training.common.backoff import Backoff
 from distributed_training.common.files import (
+    free_bytes,
     is_full,
     read_state,
     sync_folder,
     write_at,
     write_state,
 )
+from distributed_training.common.memory import DISK_RESERVE
 
 from .base import (
     OF_PARTS,
@@ -43,6 +45,8 @@ from .base import (
     ObjectInfo,
     ObjectStore,
     PartInfo,
+    Section,
+    Uplink,
     holds,
     is_md5,
     put_once,
@@ -63,8 +67,6 @@ from .errors import (
     UnsupportedError,
     UploadMissingError,
 )
-from .room import describe_shortage
-from .uplink import Section, Uplink
 
 log = logging.getLogger(__name__)
 
@@ -239,7 +241,7 @@ def download(
 
     An interrupted download of the same object continues where it was, also in another process.
     ``limit``: most bytes; ``deadline`` (time.monotonic()) covers all, and no range is begun after
-    it; ``concurrency`` ranges are in memory at once. ``room.DISK_RESERVE`` bytes stay free for the
+    it; ``concurrency`` ranges are in memory at once. ``DISK_RESERVE`` bytes stay free for the
     checkpoints.
 
     Raises ObjectMissingError, IntegrityError (larger than ``limit``, replaced meanwhile),
@@ -317,6 +319,9 @@ def download(
     return info
 
 
+# --- whether files fit on the disk ----------------------------------------------------------------
+
+
 def require_room(folder: Path, needed: int, *, what: str) -> None:
     """Raise NoRoomError unless ``needed`` bytes fit into ``folder``, with the reserve left free."""
     if shortage := describe_shortage(folder, needed):
@@ -324,6 +329,50 @@ def require_room(folder: Path, needed: int, *, what: str) -> None:
             f"no room to download {what}: the rest {shortage}; what came of it is kept: "
             f"{_MAKE_ROOM}"
         )
+
+
+def describe_shortage(folder: Path, needed: int) -> str | None:
+    """Return None if ``needed`` bytes fit and ``DISK_RESERVE`` stays free, else how many are free.
+
+    Raises OSError.
+    """
+    free = free_bytes(folder)
+    if free is None or free >= needed + DISK_RESERVE:
+        return None
+    return (
+        f"needs {size_text(needed)} in {folder}, only {size_text(free)} are free "
+        f"({size_text(DISK_RESERVE)} stay in reserve)"
+    )
+
+
+def describe_full_disk(folder: Path, needed: int) -> str | None:
+    """Return None if an upload of ``needed`` bytes fits, else a line with the reason.
+
+    ``folder`` need not exist yet.
+    """
+    place = folder
+    try:
+        # Before the first upload there is no such folder, and disk_usage() would raise.
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        shortage = describe_shortage(place, needed)
+    except OSError as error:  # a network disk that is away
+        return (
+            f"UPLOAD BLOCKED: the disk of {folder} does not answer ({error.strerror or error}), so "
+            "no upload can be written. Training continues without uploads: bring the disk back "
+            "or move --neuron.run_folder"
+        )
+    if shortage is None:
+        return None
+    return (
+        f"UPLOAD BLOCKED: an upload {shortage}. Training continues without uploads: free the "
+        "disk or move --neuron.run_folder"
+    )
+
+
+def size_text(count: float) -> str:
+    """Return a number of bytes as an operator reads it: ``12.4 GB``, ``0.3 MB``."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
 # --- uploads ------------------------------------------------------------------------------------

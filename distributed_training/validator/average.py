@@ -30,18 +30,16 @@ from distributed_training.exchange.hivemind import (
     NoAllReduce,
     Order,
 )
-from distributed_training.exchange.peer import open_peer
+from distributed_training.exchange.opening import open_peer
 from distributed_training.protocol import keys, lines
 from distributed_training.protocol.average_file import Average
 from distributed_training.protocol.manifest import Averaging, Manifest
 from distributed_training.protocol.network_report import printable
 from distributed_training.protocol.update_file import row_chunks, rows_and_columns
 from distributed_training.training.weights import GlobalState
-from distributed_training.validator.fetch_close import Intake
-from distributed_training.validator.judge_close import MergedSome
+from distributed_training.validator.closes import Intake, MergedSome, Run
 from distributed_training.validator.merge import OuterState, Values, clip_factor
 from distributed_training.validator.store_rounds import StoreValidator
-from distributed_training.validator.validator import Run
 
 log = logging.getLogger(__name__)
 

@@ -74,6 +74,7 @@ from distributed_training.training.outer_rule import rule_of_network
 from distributed_training.training.pretrained import WeightsError, digest_weights, read_weights
 from distributed_training.training.weights import GlobalState
 from distributed_training.validator.average import kind_of_validator
+from distributed_training.validator.closes import Run, ValidatorRules
 from distributed_training.validator.exports import Exports
 from distributed_training.validator.global_state import (
     GlobalStateError,
@@ -85,7 +86,6 @@ from distributed_training.validator.own_copy import RECOVER, OwnCopy
 from distributed_training.validator.reporter import RoundReporter
 from distributed_training.validator.standings import Standings
 from distributed_training.validator.store_rounds import LEDGER, StoreValidator
-from distributed_training.validator.validator import Run, ValidatorRules
 
 log = logging.getLogger(__name__)
 

@@ -11,6 +11,55 @@ is in the store: a round may be late, but no upload is lost.
 No wait for somebody else is without an end. An upload that the store does not deliver, that does
 not fit on this disk or whose text is away delays nobody once the grace is over: it is not judged,
 which costs its member nothing. Half a period later, judging ends too.
+
+One thread does all of it. At each tick, a round comes first when it is due, then the weights on
+the chain. Everything that the validator needs is handed to it (``program.build``), so tests run it
+with a chain, a bucket and members in memory.
+
+What the validator writes to ``events.jsonl``, one JSON object a line, for whoever follows it.
+
+Every line carries ``kind`` and ``time`` (seconds since the epoch, written by the event log). Fields
+of each kind, in the order in which they happen; readers ignore kinds and fields they do not know:
+
+``start``
+    uid, hotkey, outer_step, resumed (False: the initial model was new).
+``publication``
+    revision (``outer_step.serial`` of its close), ok, seconds, bytes_sent, reason (empty when ok).
+``held_out``
+    outer_step, before, after: mean loss in nats per token on held-out text; text: its name;
+    domains: the losses after it by name, where there are several. Once at start with
+    before == after (the state the run begins from), then for each outer step *before* its
+    ``outer_step`` event; outer_step is the one reached by it. A step that was refused for its loss
+    has the event too, and no ``outer_step`` event follows: for one outer_step the last counts.
+``upload_seen``
+    uid, revision (``outer_step.serial`` of its close), outer_step, age_seconds. Once for each.
+``upload_scored``
+    uid, outer_step, revision, ok; if it was reset, cause (name of a
+    ``Cause`` of ``scoring``) and reason (the same in words, with its figures), else both empty;
+    random_before, random_after, random_relative, assigned_before, assigned_after,
+    assigned_relative, assigned_page, random_page. Losses in nats; absent when ok is False.
+``scores``
+    outer_step, scores: {uid as text: {random (mu - 3 sigma), mu, sigma, assigned, train,
+    all_reduce, repo_valid, total, published (EMA of total: the weight set on the chain)}}.
+``round``
+    outer_step (the one the round was meant to end), ok, fault (``TOO_FEW`` or ``GATE``: the close
+    moved; or empty), detail, called (uids that sent an upload for the close), participants (uids
+    whose uploads were accepted), causes ({uid as text: why others' were refused}), seconds.
+``outer_step``
+    outer_step (reached; the new global state is published and complete), participants (uids),
+    seconds (from the call to the end of the publication).
+``finished``
+    outer_step, reason: which [stop] of the network's file it reached. No round follows.
+``export``
+    outer_step, folder, ok, reason (empty when ok), seconds, results: {name: number}, of the
+    founder's command.
+``weights``
+    weights: {uid as text: weight}.
+``network``
+    verdict, words, level (good, wait, bad, idle): how the network does; next_report: seconds until
+    the next such event, at most.
+``stop``
+    reason.
 """
 
 from __future__ import annotations
@@ -41,15 +90,13 @@ from distributed_training.scoring.evaluator import Evaluation
 from distributed_training.store.errors import StoreError
 from distributed_training.training.model import kind_of
 from distributed_training.training.weights import GlobalState
+from distributed_training.validator.closes import LOOK, CloseJudge, Intake, MergedSome, Run
 from distributed_training.validator.errands import Errands, unless_stopped
-from distributed_training.validator.fetch_close import LOOK, Intake
-from distributed_training.validator.judge_close import CloseJudge, MergedSome
 from distributed_training.validator.judging import CAUSES, find_copies, share_alike
 from distributed_training.validator.merge import OuterState, find_spoilers
 from distributed_training.validator.outer_steps import NextStep, next_state, renewed
 from distributed_training.validator.own_copy import RECOVER
 from distributed_training.validator.standings import PastRound
-from distributed_training.validator.validator import Run
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import BucketCredentials
 from distributed_training.store import folder
-from distributed_training.store.base import MultipartStore, ObjectStore, PartInfo, put_once
+from distributed_training.store.base import MultipartStore, ObjectStore, PartInfo, Section, put_once
 from distributed_training.store.bucket_reader import (
     BucketReader,
     WritableReadKeyError,
@@ -46,7 +46,6 @@ from distributed_training.store.folder import FolderStore
 from distributed_training.store.opening import open_store
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.store.transfer import multipart_etag, sweep_uploads
-from distributed_training.store.uplink import Section
 from tests.tools.access_world import AccessWorld
 from tests.tools.chain_world import PEER
 from tests.tools.measured import open_below

@@ -38,7 +38,7 @@ from distributed_training.registry import access, service
 from distributed_training.registry import command as program
 from distributed_training.registry.files import SECRET
 from distributed_training.store import presigned
-from distributed_training.store.base import ObjectInfo, md5_of, put_once
+from distributed_training.store.base import ObjectInfo, Section, Uplink, md5_of, put_once
 from distributed_training.store.errors import (
     AccessDeniedError,
     RefusedError,
@@ -50,7 +50,6 @@ from distributed_training.store.errors import (
 from distributed_training.store.presigned import AccessStore
 from distributed_training.store.s3 import base64_md5
 from distributed_training.store.transfer import Retry
-from distributed_training.store.uplink import Section, Uplink
 from distributed_training.telemetry.events import EventLog
 from distributed_training.telemetry.logs import LineFormatter
 from tests.tools.access_world import AccessWorld

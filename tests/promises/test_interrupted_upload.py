@@ -83,7 +83,7 @@ from distributed_training.exchange import own_uploads
 from distributed_training.exchange.base import Close
 from distributed_training.store import transfer
 from distributed_training.store.s3 import S3ObjectStore
-from distributed_training.store.uplink import Uplink
+from distributed_training.store.base import Uplink
 
 transfer.PART = 5 << 20
 bucket, folder, part = sys.argv[1], Path(sys.argv[2]), S3ObjectStore.upload_part

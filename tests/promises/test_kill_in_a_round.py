@@ -31,19 +31,19 @@ SECONDS = 120.0
 #: Files that a member runs through on rank 0, by what happens; all before a line count for it too.
 PHASES = {
     "": (
-        "telemetry/verdict telemetry/facts miner/build miner/registration common/files "
+        "telemetry/verdict telemetry/facts miner/build miner/network_watch common/files "
         "common/processes data/shards chain/base node/identity"
     ),
     "inner step": (
-        "miner/blocks miner/controller miner/events miner/ranks miner/loop miner/run_folder "
-        "miner/rounds miner/reporter miner/metrics protocol/pages protocol/lines protocol/types "
+        "miner/blocks miner/events miner/ranks miner/loop miner/run_folder miner/rounds "
+        "miner/reporter protocol/pages protocol/lines protocol/types "
         "data/pipeline training/trainer training/micro_batches training/copies training/model "
         "training/inner_optimizer training/collectives training/throughput telemetry/own_facts "
         "telemetry/events telemetry/logs telemetry/metrics common/backoff common/kinds"
     ),
     "upload": (
-        "exchange/base exchange/store_rounds exchange/own_uploads store/room store/base "
-        "store/transfer store/uplink store/folder training/outer_step training/held_weights "
+        "exchange/base exchange/store_rounds exchange/own_uploads store/base store/transfer "
+        "store/folder training/outer_step training/held_weights "
         "training/frozen training/sharding training/checkpoint protocol/update_file "
         "protocol/codecs protocol/quantization protocol/keys"
     ),

@@ -19,8 +19,8 @@ from distributed_training.exchange.own_uploads import OwnUploads
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import Base, Update
 from distributed_training.store import transfer
+from distributed_training.store.base import Uplink
 from distributed_training.store.opening import open_store
-from distributed_training.store.uplink import Uplink
 from tests.tools.memory_store import LEAST_PART, MemoryObjectStore
 from tests.tools.store_network import GRACE, PERIOD, UID, Leader, Miner, Time, merged, sha256
 

@@ -21,7 +21,7 @@ from distributed_training.exchange import store_rounds
 from distributed_training.exchange.opening import open_exchange
 from distributed_training.miner import build
 from distributed_training.miner import events as ev
-from distributed_training.miner.resume import StartupInfo
+from distributed_training.miner.build import StartupInfo
 from distributed_training.node.identity import Member
 from distributed_training.store.folder import FolderStore
 from distributed_training.training.model import hf_config

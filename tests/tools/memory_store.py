@@ -10,7 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from distributed_training.store.base import MOST_LISTED, MultipartInfo, ObjectInfo, PartInfo
+from distributed_training.store.base import (
+    MOST_LISTED,
+    MultipartInfo,
+    ObjectInfo,
+    PartInfo,
+    Section,
+)
 from distributed_training.store.errors import (
     BucketMissingError,
     IntegrityError,
@@ -19,7 +25,6 @@ from distributed_training.store.errors import (
     StoreError,
     UploadMissingError,
 )
-from distributed_training.store.uplink import Section
 
 LEAST_PART = 5 * 2**20  # bytes, of S3 and R2; the last part of an upload may be smaller
 

@@ -29,12 +29,12 @@ from distributed_training.data.tokenizer import BYTE_VOCABULARY
 from distributed_training.exchange import store_rounds
 from distributed_training.miner import build, start
 from distributed_training.miner import events as ev
+from distributed_training.miner.build import StartupInfo
 from distributed_training.miner.events import MinerState
 from distributed_training.miner.ranks import join_ranks
-from distributed_training.miner.resume import StartupInfo
 from distributed_training.protocol.update_file import UpdateFile
 from distributed_training.store import folder as folder_store
-from distributed_training.store import room
+from distributed_training.store import transfer
 from distributed_training.telemetry import read_events
 from tests.tools import jumping_clock
 from tests.tools.member_world import open_played
@@ -262,7 +262,7 @@ def no_room(folder: Path) -> None:
             miner.stop()
 
     # The disk is smaller than what is to stay free on a miner's.
-    with mock.patch.object(room, "DISK_RESERVE", 0):
+    with mock.patch.object(transfer, "DISK_RESERVE", 0):
         Miner(folder, on_step=on_step, on_other=on_other).run("no_room")
 
 

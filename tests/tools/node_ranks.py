@@ -16,7 +16,7 @@ import torch
 from distributed_training.config import Config
 from distributed_training.miner import build, start
 from distributed_training.miner import events as ev
-from distributed_training.miner.resume import StartupInfo
+from distributed_training.miner.build import StartupInfo
 from tests.tools.member_world import open_played
 from tests.tools.miner_ranks import leader_of
 from tests.tools.training_world import whole_weights

@@ -30,9 +30,9 @@ from distributed_training.config import Config
 from distributed_training.exchange import store_rounds
 from distributed_training.miner import build, start
 from distributed_training.miner import events as ev
+from distributed_training.miner.build import StartupInfo
 from distributed_training.miner.events import MinerState
 from distributed_training.miner.ranks import join_ranks
-from distributed_training.miner.resume import StartupInfo
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.miner_parts import config_of
 from tests.tools.network import ALICE

@@ -34,7 +34,7 @@ from distributed_training.protocol.update_file import (
 from distributed_training.scoring.evaluator import EvaluationModel
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.errors import StoreError
-from distributed_training.validator import fetch_close
+from distributed_training.validator import closes
 from distributed_training.validator.merge import digest_of
 from distributed_training.validator.program import ValidatorParts, build
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
@@ -292,7 +292,7 @@ class StoreWorld:
 
     def tick(self, times: int = 1) -> None:
         for _ in range(times):
-            self.validator._looked = -fetch_close.LOOK  # it looks again at once
+            self.validator._looked = -closes.LOOK  # it looks again at once
             self.validator.tick()
 
     def send(self, *uids: int) -> None:

@@ -6,8 +6,7 @@ import time
 from collections import defaultdict
 
 from distributed_training.store import base, errors
-from distributed_training.store.base import ObjectInfo
-from distributed_training.store.uplink import Section
+from distributed_training.store.base import ObjectInfo, Section
 
 BUCKETS: dict[str, dict[str, tuple[ObjectInfo, bytes]]] = defaultdict(dict)
 

@@ -41,8 +41,7 @@ from distributed_training.common.files import (
 from distributed_training.health import machine
 from distributed_training.health.machine import Examination, check_shared_memory
 from distributed_training.store.errors import NoRoomError
-from distributed_training.store.room import describe_full_disk
-from distributed_training.store.transfer import require_room
+from distributed_training.store.transfer import describe_full_disk, require_room
 from tests.tools.miner_parts import config_of
 
 

@@ -33,10 +33,9 @@ from distributed_training.node.buckets import NoBucket
 from distributed_training.protocol.growth import file_bytes
 from distributed_training.protocol.types import Check
 from distributed_training.status_command import describe
-from distributed_training.store.base import ObjectInfo
+from distributed_training.store.base import ObjectInfo, Section
 from distributed_training.store.errors import StoreError
 from distributed_training.store.s3 import S3ObjectStore
-from distributed_training.store.uplink import Section
 from distributed_training.telemetry.neuron_state import NeuronState
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.memory_store import MemoryObjectStore

@@ -19,7 +19,7 @@ from bittensor_core import verify
 
 from distributed_training.chain.base import ChainUnavailable, Neuron
 from distributed_training.common.backoff import Clocks
-from distributed_training.exchange import own_uploads, peer
+from distributed_training.exchange import opening, own_uploads
 from distributed_training.exchange.hivemind import (
     Answer,
     HivemindRounds,
@@ -31,8 +31,8 @@ from distributed_training.exchange.own_uploads import OwnUploads
 from distributed_training.protocol.average_file import Average, write_average
 from distributed_training.protocol.manifest import Averaging, Master
 from distributed_training.protocol.types import Base
+from distributed_training.store.base import Uplink
 from distributed_training.store.errors import StoppedError
-from distributed_training.store.uplink import Uplink
 from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.outer_steps import RUN_ID
 from tests.tools.store_network import MASTER, MEMBER, UID, Leader, Miner, Time, merged, refused
@@ -235,14 +235,14 @@ def test_a_port_that_cannot_be_reached_is_named_at_the_start(
     is_open: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     announced: list[Any] = []
-    monkeypatch.setattr(peer, "announce", lambda member, *place: announced.append(place))
+    monkeypatch.setattr(opening, "announce", lambda member, *place: announced.append(place))
     config: Any = SimpleNamespace(swarm=SimpleNamespace(dht_ip="127.0.0.1", dht_external_port=0))
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         if not is_open:
             server.close()
         ready = Ready(PEERS["a"], f"/ip4/0.0.0.0/tcp/{port}/p2p/{PEERS['a']}")
-        peer.announce_peer(config, cast(Any, None), ready)
+        opening.announce_peer(config, cast(Any, None), ready)
     assert announced == [("127.0.0.1", port, PEERS["a"])]  # its uploads count, and others try it
     assert (f"open TCP port {port}" in caplog.text) is not is_open
 

@@ -26,7 +26,7 @@ from distributed_training.data.tokenizer import BYTE_VOCABULARY
 from distributed_training.member import Net
 from distributed_training.miner import build, rounds
 from distributed_training.miner import events as ev
-from distributed_training.miner.controller import Controller
+from distributed_training.miner.loop import Controller
 from distributed_training.miner.reporter import Reporter
 from distributed_training.network import signed
 from distributed_training.node.start import sole_user

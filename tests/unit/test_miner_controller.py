@@ -13,8 +13,8 @@ import pytest
 
 from distributed_training.exchange.base import Close
 from distributed_training.miner import events as ev
-from distributed_training.miner.controller import Controller
 from distributed_training.miner.events import Action, Command, DataPart, MinerState, Mode, Rules
+from distributed_training.miner.loop import Controller
 from distributed_training.protocol.types import Base, ExitStatus, Progress, Update
 from tests.tools.miner_parts import step_report
 

@@ -11,8 +11,8 @@ from unittest.mock import Mock
 import pytest
 
 from distributed_training.miner import events as ev
+from distributed_training.miner.build import StartupInfo, resume_training
 from distributed_training.miner.events import Action, Command, MinerState, Mode, Rules
-from distributed_training.miner.resume import StartupInfo, resume_training
 from distributed_training.miner.rounds import decide
 from distributed_training.protocol.types import Base, Progress, Update
 from tests.tools.training_world import trainer

@@ -14,8 +14,7 @@ import pytest
 from distributed_training.health.gpus import GpuSample, NvmlSampler
 from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState, Mode
-from distributed_training.miner.metrics import MachineGauges, Metrics
-from distributed_training.miner.reporter import Reporter
+from distributed_training.miner.reporter import MachineGauges, Metrics, Reporter
 from distributed_training.miner.run_folder import write_pid_file
 from distributed_training.protocol import lines
 from distributed_training.protocol.types import Progress

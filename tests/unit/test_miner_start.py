@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import load_file
 
 from distributed_training.config import ConfigError
-from distributed_training.miner import build, device, network_watch, registration, run_folder, start
-from distributed_training.miner.resume import (
+from distributed_training.miner import build, device, network_watch, run_folder, start
+from distributed_training.miner.build import (
     StartupInfo,
     refuse_old_checkpoints,
     resume_training,
@@ -271,7 +271,7 @@ class Lost:
 
     def join(self, *_: object) -> tuple[int, str]:
         with ExitStack() as stack:
-            member = registration.join_network(self.config, self.folder, stack)
+            member = network_watch.join_network(self.config, self.folder, stack)
             return ExitStatus.STOPPED, f"uid {member.uid}"
 
 
@@ -317,7 +317,7 @@ def test_a_list_that_cannot_be_the_networks_is_not_used(
 
     def join(*_: object) -> tuple[int, str]:
         with ExitStack() as stack:
-            registration.join_network(config, tmp_path, stack)
+            network_watch.join_network(config, tmp_path, stack)
             pytest.fail("it has begun")
 
     status, (told, reason, outside) = rank_ends(join)
@@ -341,7 +341,7 @@ def test_a_changed_registration_ends_this_run_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     member, ended = Member(MINER, lost.chain, lost.uid), list[tuple[str, int]]()
-    registration.follow_registration(
+    network_watch.follow_registration(
         lost.config, lost.folder, member, lambda *given: ended.append(given)
     )
     lost.chain.wait_ready(timedelta(0))

@@ -14,9 +14,8 @@ from distributed_training.common.backoff import Clocks
 from distributed_training.exchange.base import Close
 from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState, Mode
-from distributed_training.miner.metrics import Metrics
-from distributed_training.miner.registration import chain_facts
-from distributed_training.miner.reporter import Reporter
+from distributed_training.miner.network_watch import chain_facts
+from distributed_training.miner.reporter import Metrics, Reporter
 from distributed_training.protocol.types import Base, Progress, Update
 from distributed_training.telemetry import MetricsFile
 from distributed_training.telemetry.facts import Facts

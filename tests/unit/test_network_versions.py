@@ -14,7 +14,7 @@ from bittensor_core import Keypair
 from distributed_training.common.files import write_json
 from distributed_training.config import Config, ConfigError, load_config
 from distributed_training.config.versions import Versions, for_script, under
-from distributed_training.miner.resume import first_outer_step
+from distributed_training.miner.build import first_outer_step
 from distributed_training.network import NetworkFileError, flatten, signed, tree_of
 from distributed_training.node.published import require_published
 from distributed_training.protocol import keys

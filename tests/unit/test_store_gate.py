@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed_training.store.room import describe_full_disk
+from distributed_training.store.transfer import describe_full_disk
 
 pytestmark = pytest.mark.timeout(10)
 

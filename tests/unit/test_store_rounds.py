@@ -24,8 +24,8 @@ from distributed_training.exchange.base import (
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import Base, ExitStatus, Update
 from distributed_training.store import errors, transfer
+from distributed_training.store.base import Uplink
 from distributed_training.store.opening import open_store
-from distributed_training.store.uplink import Uplink
 from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.store_network import (
     GRACE,

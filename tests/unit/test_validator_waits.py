@@ -23,7 +23,7 @@ from distributed_training.store.errors import (
     StoreError,
     TransientError,
 )
-from distributed_training.validator import judge_close
+from distributed_training.validator import closes
 from distributed_training.validator.errands import Errands
 from distributed_training.validator.judging import UploadJudge
 from tests.tools.store_world import PERIOD, StoreWorld
@@ -236,7 +236,7 @@ def test_judging_ends_half_a_period_after_the_grace(
     for uid, score in zip(UIDS, (0.2, 0.1, 0.3), strict=True):
         world.validator.standings.entries[uid].published = score
     real = UploadJudge.judge
-    monkeypatch.setattr(judge_close, "_TURN", 0.0)
+    monkeypatch.setattr(closes, "_TURN", 0.0)
 
     def slow(*args: Any, **how: Any) -> Any:
         world.clock.ahead += 0.45 * PERIOD
