@@ -44,6 +44,10 @@ def inline(page: Path) -> list[str]:
     return re.findall(r"(?<!`)`([^`\n]+)`", re.sub(r"```.*?```", "", page.read_text(), flags=re.S))
 
 
+def test_two_commands_of_the_readme_do_everything() -> None:
+    assert {"make run", "make test"} <= {*commands(ROOT / "README.md")}
+
+
 @lru_cache
 def make_targets() -> set[str]:
     rules = re.findall(r"^([a-z][a-z -]*):", (ROOT / "Makefile").read_text(), re.M)
