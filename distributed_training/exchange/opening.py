@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bittensor_core import verify
 
@@ -18,9 +19,11 @@ from distributed_training.protocol.manifest import Master
 from distributed_training.protocol.types import Schema
 from distributed_training.store.base import ObjectStore
 
-from .hivemind import Answer, HivemindRounds, Membership, Ready, Settings, start_peer
 from .own_uploads import OwnUploads
 from .store_rounds import StoreRounds
+
+if TYPE_CHECKING:
+    from .hivemind import Answer, Ready
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +52,9 @@ def open_exchange(
     """
     kind: Callable[..., StoreRounds] = StoreRounds
     if config.averages:
+        # Import it only here: a member of a store network has nothing of hivemind in its memory.
+        from .hivemind import HivemindRounds, Membership
+
         master, after = config.miner.master_ss58_address, config.miner.average_after.total_seconds()
         kind = partial(
             HivemindRounds,
@@ -74,6 +80,8 @@ def open_peer(
     config: Config, member: Member, folder: Path, schema: Schema, answered: Callable[[Answer], None]
 ) -> ChildProcess:
     """Start a member's peer process. ``folder``: of the run. Raises OSError."""
+    from .hivemind import Settings, start_peer
+
     swarm, identity = config.swarm, identity_file(folder).absolute()
     identity.parent.mkdir(parents=True, exist_ok=True)
     left = (config.miner.grace - config.miner.average_after).total_seconds()
