@@ -480,8 +480,7 @@ class Services:
         master = create_wallet(self._folder / "wallets", MASTER)
         self._write_network(master)
         tables = {"registry": _REGISTRY, "validator": self._settings(validator)}
-        run_file = "".join(f"[{name}]\n{_to_toml(flags)}" for name, flags in tables.items())
-        write_bytes(self._folder / RUN_FILE, run_file.encode(), durable=False)
+        write_bytes(self._folder / RUN_FILE, to_toml(tables).encode(), durable=False)
         environment = self.environment(validator)
         founder = FounderPlan.of(self._folder, environment)
         self._of_validator = founder.words["validator"]
@@ -625,7 +624,3 @@ _REGISTRY = {"requests-per-address": "10000"}
 
 def to_words(flags: Mapping[str, str]) -> list[str]:
     return [word for name, value in flags.items() for word in (f"--{name}", value)]
-
-
-def _to_toml(flags: Mapping[str, str]) -> str:
-    return "".join(f'"{name}" = {json.dumps(value)}\n' for name, value in flags.items())

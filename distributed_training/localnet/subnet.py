@@ -8,7 +8,6 @@ run folder is locked while it is used, and emptied only if a local subnet wrote 
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shlex
 import shutil
@@ -20,7 +19,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any
 
 import psutil
 
@@ -40,6 +38,7 @@ from distributed_training.localnet.services import (
     stop_together,
 )
 from distributed_training.localnet.summary import Summary, event_line, summarize
+from distributed_training.node.start import sole_user
 from distributed_training.protocol.types import FINAL
 from distributed_training.telemetry.neuron_state import NeuronState
 
@@ -51,56 +50,36 @@ _SETTLE = 5.0  # seconds in which a process ends after the one that started it
 GUEST = "guest"  # folder of a miner that joins by hand
 
 
-class RunFolder:
-    """Hold the lock of the run folder ``path`` (absolute) until the process ends."""
+def take_folder(path: Path, stack: ExitStack) -> None:
+    """Lock a run folder until ``stack`` closes, and empty it.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path.absolute()
-        self._lock: IO[bytes] | None = None
-
-    def acquire(self) -> None:
-        """Lock it and empty it. Raises ConfigError; nothing has changed then."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            # Locked before a look at the contents: another subnet may be running there.
-            self._lock = (self.path / LOCK_FILE).open("ab")
-        except OSError as error:
-            raise ConfigError(
-                f"{self.path} cannot be used ({error.strerror}), so no subnet was started: give "
-                "--folder a new or empty folder of yours"
-            ) from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.release()
-            raise ConfigError(
-                f"a local subnet is running in {self.path}, so another cannot start there: "
-                "stop it, or give --folder another folder"
-            ) from None
-        contents = [p for p in self.path.iterdir() if p.name != LOCK_FILE]
-        if contents and not (self.path / STATE_FILE).exists():
-            self.release()
-            (self.path / LOCK_FILE).unlink()
-            raise ConfigError(
-                f"{self.path} holds files that no local subnet wrote, so it is not used: "
-                "give --folder a new or empty folder"
-            )
-        for path in contents:
-            # For a link, remove the link and not its target.
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-        # At once: whatever ends this process from here on, the next start knows the folder as ours.
-        self.write_state({})
-
-    def write_state(self, state: dict[str, Any]) -> None:
-        write_json(self.path / STATE_FILE, state, durable=False)
-
-    def release(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+    Raises ConfigError; nothing has changed then.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        # Locked before a look at the contents: another subnet may be running there.
+        other = "give --folder another folder"
+        stack.enter_context(sole_user(path, LOCK_FILE, "local subnet", instead=other))
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be used ({error.strerror}), so no subnet was started: give "
+            "--folder a new or empty folder of yours"
+        ) from None
+    contents = [p for p in path.iterdir() if p.name != LOCK_FILE]
+    if contents and not (path / STATE_FILE).exists():
+        (path / LOCK_FILE).unlink()
+        raise ConfigError(
+            f"{path} holds files that no local subnet wrote, so it is not used: "
+            "give --folder a new or empty folder"
+        )
+    for found in contents:
+        # For a link, remove the link and not its target.
+        if found.is_dir() and not found.is_symlink():
+            shutil.rmtree(found)
+        else:
+            found.unlink()
+    # At once: whatever ends this process from here on, the next start knows the folder as ours.
+    write_json(path / STATE_FILE, {}, durable=False)
 
 
 class SubnetFailure(RuntimeError):
@@ -173,7 +152,7 @@ class LocalSubnet:
         # what there is
         self.neurons: list[LocalNeuron] = []
         self.services: Services | None = None
-        self._folder = RunFolder(options.folder)
+        self._locked = ExitStack()
         # how it went
         self.started_at = time.time()
         self.problems: list[str] = []
@@ -190,10 +169,10 @@ class LocalSubnet:
             ConfigError: If the folder cannot be used. Nothing was started.
             SubnetFailure: If a service or the validator does not come up. All processes were ended.
         """
-        self._folder.acquire()
         with ExitStack() as undo:
             # Whatever fails below, Ctrl-C too: no process stays.
             undo.callback(self.stop, timedelta(seconds=5))
+            take_folder(self.folder, self._locked)
             self.started_at = time.time()
             if self.options.measures:
                 slowness = measure_slowness(sum(self.options.ranks) + 1)
@@ -265,7 +244,7 @@ class LocalSubnet:
         for process in left:
             send(process, signal.SIGKILL)
         problems += [f"left behind, killed: {stray}" for stray in self.strays]
-        self._folder.release()
+        self._locked.close()
         self.problems += problems
         return problems
 
@@ -281,7 +260,7 @@ class LocalSubnet:
     @property
     def folder(self) -> Path:
         """Absolute path of the run folder."""
-        return self._folder.path
+        return self.options.folder.absolute()
 
     @property
     def validator(self) -> LocalNeuron:
@@ -478,14 +457,12 @@ class LocalSubnet:
     def _write_state(self) -> None:
         """Write the state for people and tests that look from outside."""
         assert self.services is not None
-        self._folder.write_state(
-            {
-                "pid": os.getpid(),
-                "store": self.services.store_endpoint,
-                "chain": self.services.chain_endpoint,
-                "neurons": [
-                    {"name": n.plan.name, "uid": n.plan.uid, "pid": n.child.pid}
-                    for n in self.neurons
-                ],
-            }
-        )
+        state = {
+            "pid": os.getpid(),
+            "store": self.services.store_endpoint,
+            "chain": self.services.chain_endpoint,
+            "neurons": [
+                {"name": n.plan.name, "uid": n.plan.uid, "pid": n.child.pid} for n in self.neurons
+            ],
+        }
+        write_json(self.folder / STATE_FILE, state, durable=False)

@@ -30,7 +30,7 @@ from distributed_training.founder import RUN_FILE, FounderPlan, check, sole_runn
 from distributed_training.join_command import enter
 from distributed_training.localnet.pace import measure_slowness
 from distributed_training.localnet.services import Child, to_words
-from distributed_training.localnet.subnet import RunFolder
+from distributed_training.localnet.subnet import take_folder
 from distributed_training.localnet.summary import held_out
 from distributed_training.node.start import StopSignals
 from distributed_training.protocol.lines import counted
@@ -75,11 +75,11 @@ def run(options: argparse.Namespace) -> int:
     words = [str(Path(word).absolute()) if Path(word).exists() else word for word in options.args]
     for name in [name for name in os.environ if name.startswith(_OPERATORS)]:
         del os.environ[name]
-    folder = RunFolder(options.folder)
-    folder.acquire()
-    began, network = time.monotonic(), folder.path / "network"
-    print(f"creating a network of {options.members} members in {folder.path}", flush=True)
+    folder = options.folder.absolute()
+    began, network = time.monotonic(), folder / "network"
     with StopSignals() as signals, ExitStack() as stack:
+        take_folder(folder, stack)
+        print(f"creating a network of {options.members} members in {folder}", flush=True)
         with redirect_stdout(io.StringIO()):
             period = _period_of(options)
             founding.init(_init_options(options, network, period))
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
         trial = _Trial(options, longest, NeuronState(network / "validator"), began)
         stack.callback(trial.end)
         for number in range(1, options.members + 1):
-            trial.start_member(folder.path / f"member-{number}", plan.file, [str(script), *words])
+            trial.start_member(folder / f"member-{number}", plan.file, [str(script), *words])
         print(f"{options.members} members run {script.name}", flush=True)
         while not trial.done:
             if signals.stop.wait(0.2):
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
             lost = [name for name, each in running.programs.items() if each.refused is not None]
             if lost or (problem := trial.look()):
                 return _fail(f"the {lost[0]} ended; {log.name} says why" if lost else problem)
-    print(f"done: {counted(trial.reached, 'outer step')}; all logs are in {folder.path}")
+    print(f"done: {counted(trial.reached, 'outer step')}; all logs are in {folder}")
     return ExitStatus.STOPPED
 
 
