@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
 import re
-import resource
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,13 +20,13 @@ from distributed_training.chain.kinds import chain_kind
 from distributed_training.common.files import free_bytes
 from distributed_training.common.memory import (
     DISK_RESERVE,
-    MOST_WORKERS,
     Arrangement,
     ModelShape,
     device_memory,
     disk_space,
     host_bytes,
     host_memory,
+    list_ways,
     loss_chunk,
 )
 from distributed_training.common.ports import listen
@@ -37,7 +35,6 @@ from distributed_training.config import Config, ConfigError, problems
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.data.sources import kind_of
 from distributed_training.health.gpus import (
-    accumulation_steps,
     driver_version,
     sample_gpu,
     visible_gpu_count,
@@ -50,7 +47,6 @@ if TYPE_CHECKING:
     from distributed_training.health.clock import Offset
 
 _SHARED_MEMORY = 1 << 30  # NCCL's buffers between the GPUs of one machine
-_DESCRIPTORS = 1024  # files, shards and connections
 _COMFORTABLE = 0.9  # share of the memory
 TESTED_TORCH = "2.13.0"  # the newest one, as constraints.txt has it
 _MOST_SPARE = 10_000_000_000  # bytes of disk for data and logs, next to all that a miner keeps
@@ -78,14 +74,6 @@ class Examination:
     shape: ModelShape | None = None
     by_chain: Offset | None = None  # offset of this machine's clock
     found: list[Check] = field(default_factory=list)
-
-    @property
-    def micro_batch(self) -> int | None:
-        """Return the sequences of a micro-batch; None for ``auto``."""
-        training = self.config.training
-        wanted = training.local_batch_size_train
-        most = training.local_batch_size_train_effective
-        return min(wanted, most) if isinstance(wanted, int) else None
 
     def failed(self, *names: str) -> str:
         """Return the first check that failed whose name begins with one of these, or nothing."""
@@ -203,22 +191,6 @@ def _check_gpu(examination: Examination, index: int) -> Check:
     return Check(name, "ok", finding)
 
 
-def check_batch(examination: Examination) -> Iterator[Check]:
-    name, micro_batch, ranks = "batch", examination.micro_batch, examination.ranks
-    effective = examination.config.training.local_batch_size_train_effective
-    if micro_batch is None:
-        yield Check(name, "ok", f"micro-batch auto, {effective} sequences per inner step")
-        return
-    steps = accumulation_steps(effective=effective, micro_batch=micro_batch, world_size=ranks)
-    actual = steps * micro_batch * ranks
-    finding = f"{actual} sequences = {steps} micro-batches of {micro_batch} on {ranks} rank(s)"
-    if actual == effective:
-        yield Check(name, "ok", finding)
-    else:
-        finding += f": rounded up from {effective}"
-        yield Check(name, "warn", finding, "give --neuron.local_batch_size_train auto")
-
-
 # --- model, memory ------------------------------------------------------------------------------
 
 
@@ -250,61 +222,43 @@ def gpu_bytes(config: Config) -> int | None:
 
 
 def check_memory(examination: Examination) -> Iterator[Check]:
-    """Check that device and host memory hold this model.
+    """Check that device and host memory can hold this model at all.
 
-    It fails where the model does not fit whatever the flags: the smallest micro-batch, all
-    recomputed, the optimizer's state in host memory. By the flags as they are it warns.
+    At the least it takes: the smallest micro-batch, all activations recomputed, and the way of the
+    optimizer's state and of the gradients that fits best. Training measures what fits beyond that.
     """
     config, shape = examination.config, examination.shape
     if shape is None:
         return
-    training, recompute = config.training, config.training.activation_checkpointing
-    gpu, workers = gpu_bytes(config), config.data.workers
-    how = Arrangement(
+    gpu = gpu_bytes(config)
+    least = Arrangement(
         world_size=examination.ranks,
-        micro_batch=examination.micro_batch or 1,
-        sequence_length=training.sequence_length,
-        checkpointing="full" if recompute == "auto" else recompute,
-        keep_unsharded=training.keep_unsharded == "on",
-        reduce_at_last=training.gradient_sync == "last",
-        offload_optimizer=training.offload_optimizer == "on",
+        micro_batch=1,
+        sequence_length=config.training.sequence_length,
+        checkpointing="full",
         cuda=gpu is not None,
-        compiled=training.compile != "off",
+        compiled=False,
         loss_chunk=loss_chunk(gpu),
-        moments=count_moments(training, shape),
-        workers=examination.ranks * (MOST_WORKERS if workers == "auto" else workers),
+        moments=count_moments(config.training, shape),
+        workers=examination.ranks,
     )
-    least = replace(how, micro_batch=1, checkpointing="full", keep_unsharded=False)
-    least = replace(least, workers=examination.ranks, compiled=False)  # auto starts with one each
     has = {kind: there for kind, there in (("gpu", gpu), ("host", host_bytes())) if there}
-    ways = [
-        _memory_of(shape, replace(least, reduce_at_last=at_last, offload_optimizer=offload))
-        for at_last, offload in itertools.product((False, True), (False, True))
-    ]
-    needed = _memory_of(shape, how)
+    ways = [_memory_of(shape, way) for way in list_ways(least, keep=[False])]
     if config.kind == "validator":  # weights, momentum, a round's buffers and their average
-        needed = {"host": 16 * shape.parameters + shape.frozen_bytes}
-        ways = [needed]
-
-    def tightest(way: dict[str, int]) -> float:
-        return max((way[kind] / has[kind] for kind in way if kind in has), default=0.0)
-
-    fewest = min(ways, key=tightest)
-    for kind, need in needed.items():
-        if kind not in has:
-            continue
-        name, of = f"{kind} memory", f"of {has[kind] / 1e9:.1f} GB needed"
-        if tightest(fewest) > _TOO_MUCH and fewest[kind] / has[kind] == tightest(fewest):
-            finding = f"at least {fewest[kind] / 1e9:.1f} {of}, so training would run out of memory"
+        ways = [{"host": 16 * shape.parameters + shape.frozen_bytes}]
+    shares = [{kind: way[kind] / has[kind] for kind in way if kind in has} for way in ways]
+    for kind, share in min(shares, key=lambda share: max(share.values(), default=0.0)).items():
+        finding = f"at least {share * has[kind] / 1e9:.1f} of {has[kind] / 1e9:.1f} GB needed"
+        if share > _TOO_MUCH:
             remedy = "use a machine with more memory (the limit of a Slurm job, a container or a "
             remedy += "systemd unit counts) or more GPUs, or join a network with a smaller model"
-            yield Check(name, "fail", finding, remedy)
-        elif need > _COMFORTABLE * has[kind]:
-            remedy = "give --neuron.local_batch_size_train, --neuron.activation_checkpointing and "
-            remedy += "--neuron.offload_optimizer auto, or use more GPUs"
-            yield Check(name, "warn", f"about {need / 1e9:.1f} {of}: tight", remedy)
+            finding += ", so training would run out of memory"
+            yield Check(f"{kind} memory", "fail", finding, remedy)
+        elif share > _COMFORTABLE:
+            remedy = "use more GPUs, or a machine with more memory"
+            yield Check(f"{kind} memory", "warn", f"{finding}: tight", remedy)
         else:
-            yield Check(name, "ok", f"about {need / 1e9:.1f} {of}")
+            yield Check(f"{kind} memory", "ok", finding)
 
 
 def _memory_of(shape: ModelShape, way: Arrangement) -> dict[str, int]:
@@ -403,19 +357,6 @@ def bytes_under(folder: Path) -> int:
     return total
 
 
-def check_descriptors(examination: Examination) -> Iterator[Check]:
-    # The hard limit: each process raises its soft one to that (limit_resources).
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < _DESCRIPTORS:
-        yield Check(
-            "descriptors",
-            "warn",
-            f"{hard} open files allowed, {_DESCRIPTORS} may be needed",
-            "LimitNOFILE=65536 in the unit of pm2 or the miner, or raise the hard limit of nofile "
-            "in /etc/security/limits.conf",
-        )
-
-
 def check_shared_memory(examination: Examination) -> Iterator[Check]:
     """Check /dev/shm, by which ranks on several GPUs exchange; a container has 64 MB of it."""
     if gpu_bytes(examination.config) is None or examination.ranks < 2:
@@ -457,6 +398,6 @@ def check_ports(examination: Examination) -> Iterator[Check]:
 
 #: In their order: memory and room need what the check of the model found.
 CHECKS: tuple[Checker, ...] = (
-    *(check_configuration, check_torch, check_gpus, check_batch, check_model, check_memory),
-    *(check_room, check_descriptors, check_shared_memory, check_webhook, check_ports),
+    *(check_configuration, check_torch, check_gpus, check_model, check_memory),
+    *(check_room, check_shared_memory, check_webhook, check_ports),
 )

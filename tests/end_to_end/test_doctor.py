@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).parents[2]
 EVERY = {
-    "configuration", "torch", "gpu", "batch", "disk", "port dht.port", "clock", "network",
+    "configuration", "torch", "gpu", "disk", "port dht.port", "clock", "network",
     "global state", "hotkey", "commitment", "bucket", "line", "tokenizer", "address", "data",
 }  # fmt: skip
 
