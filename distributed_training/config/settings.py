@@ -357,7 +357,7 @@ class TelemetrySettings:
     """Token of at least 16 characters that the dashboard asks for."""
     notify_url: Webhook | None = flag("notify.url", None, env="DT_NOTIFY_URL")
     """URL of apprise (appriseit.com), of ntfy, Slack, Discord, Telegram or another service, for
-    alerts and a daily report."""
+    alerts."""
     tensorboard_dir: File | None = flag("neuron.tensorboard_dir", None)
     """Folder in which each step's figures are written for TensorBoard."""
     wandb: Literal["off", "online", "offline"] = flag("neuron.wandb", "off")

@@ -125,7 +125,9 @@ def launch(config: Config, *, program: str = PROGRAM) -> ExitStatus:
     model that fits no rank.
     """
     file, telemetry = LauncherFile(config.run_folder), config.telemetry
-    with Notifier(config.run_folder, config.miner.name, telemetry.notify_url, file):
+    with contextlib.ExitStack() as stack:
+        if (url := telemetry.notify_url) is not None:
+            stack.enter_context(Notifier(config.run_folder, config.miner.name, url, file))
         # Outside of what is tried again: no disk or network that comes back makes it fit.
         try:
             refuse_unknown_kinds(config)

@@ -1,8 +1,8 @@
-"""Notify the operator: messages to a webhook, and a line of the log once a day.
+"""Notify the operator by messages to a webhook.
 
-The launcher has a :class:`Notifier`, since it lives while nothing trains. A thread of its own looks
-at the run folder every 15 s (:func:`~.run_state.observe`), asks the one judge, and sends. Only an
-end of the miner that nobody asked for waits for it, for a few seconds.
+The launcher has a :class:`Notifier` where there is a webhook, since it lives while nothing trains.
+A thread of its own looks at the run folder every 15 s (:func:`~.run_state.observe`), asks the one
+judge, and sends. Only an end of the miner that nobody asked for waits for it, for a few seconds.
 
 A *trouble* is reported once when it has lasted, and once when it is over. A message that the link
 held up is sent later, as one message if the trouble is over by then. ``notify.json`` in the run
@@ -28,7 +28,6 @@ from distributed_training.common.backoff import Backoff, Repeats
 from distributed_training.common.files import read_state, write_state
 from distributed_training.common.webhook import NotSent, send, service_of
 from distributed_training.protocol.network_report import span
-from distributed_training.telemetry.day import DAY, find_first_event, sum_up
 from distributed_training.telemetry.facts import FINISHED, Crash, Facts
 from distributed_training.telemetry.logs import mask, register_secret
 from distributed_training.telemetry.run_state import LauncherFile, LauncherState, observe
@@ -40,7 +39,7 @@ NOTIFY_FILE = "notify.json"  # in the run folder
 
 _LOOK_EVERY = 15.0  # seconds
 _LAST_WORDS = 6.0  # seconds that the end of a miner waits for its message
-_MOST_A_DAY = 10  # messages
+_MOST_A_DAY, _DAY = 10, 86400.0  # messages; seconds
 # Parts of the disk: a trouble begins below the first and is over above the second.
 _LOW, _ENOUGH = 0.1, 0.12
 # A service that takes a message and does not say so gets it again after each of these waits.
@@ -73,15 +72,13 @@ class Trouble:
 class Book:
     """The content of ``notify.json``: the reported troubles. Times are Unix seconds.
 
-    ``sent``: messages of the UTC day number ``day``. ``summed``: number of the miner's last day
-    that was summed up. ``crash``: time of the last crash that was reported and is over.
+    ``sent``: messages of the UTC day number ``day``. ``crash``: time of the last crash that was
+    reported and is over.
     """
 
     troubles: dict[str, Trouble] = field(default_factory=dict)
     day: int = 0
     sent: int = 0
-    summed: int = 0
-    summary: str = ""  # not sent yet
     crash: float = 0.0
 
 
@@ -107,18 +104,17 @@ def deliver(url: SecretStr, message: Message) -> None:
 class Notifier:
     """Report troubles of the miner of ``folder``, called ``name``.
 
-    ``url``: without one there is a line a day and no message. ``file``: the launcher's state, which
-    is known also where the folder is not.
+    ``url``: the webhook. ``file``: the launcher's state, which is known also where the folder is
+    not.
     """
 
-    def __init__(self, folder: Path, name: str, url: SecretStr | None, file: LauncherFile) -> None:
+    def __init__(self, folder: Path, name: str, url: SecretStr, file: LauncherFile) -> None:
         self._folder, self._title, self._url, self._file = folder, name, url, file
         self._name = name
-        self._service = "" if url is None else service_of(url)
+        self._service = service_of(url)
         self._book = Book()
         self._loaded = False
         self._saved = ""
-        self._began: float | None = None  # the miner's first event
         self._backoff = Backoff(first=_FIRST_WAIT, longest=_LONGEST_WAIT)
         # Time of the last failed try, and the pause after it.
         self._failed_at, self._pause = 0.0, 0.0
@@ -135,13 +131,13 @@ class Notifier:
     def __exit__(self, *_: object) -> None:
         """End the thread; wait for the last message if nobody asked for this end."""
         self._over.set()
-        if self._has_last_words():
+        if self._ended_by_itself():
             self._thread.join(_LAST_WORDS)
 
     def _run(self) -> None:
         while not self._over.wait(_LOOK_EVERY):
             self._look_once()
-        if self._has_last_words():
+        if self._ended_by_itself():
             self._look_once()
 
     def _look_once(self) -> None:
@@ -152,9 +148,6 @@ class Notifier:
                 log.warning(
                     "The state of this miner was not sent to the webhook%s", again, exc_info=True
                 )
-
-    def _has_last_words(self) -> bool:
-        return self._url is not None and self._ended_by_itself()
 
     def _ended_by_itself(self) -> bool:
         state = self._file.state
@@ -172,12 +165,8 @@ class Notifier:
             self._title = f"{self._name}, uid {facts.uid}"
         judgement = judge(facts, now)
         found = dict(self._find(facts, judgement, now))
-        if self._url is not None:
-            self._note(found, now)
-        if ours:
-            self._sum_up(now, judgement)
-        if self._url is not None:
-            self._send(now)
+        self._note(found, now)
+        self._send(now)
         if ours:
             self._save()
 
@@ -245,25 +234,10 @@ class Notifier:
                 if name == "finished" or not (known.told or lasted):
                     del troubles[name]
 
-    def _sum_up(self, now: float, judgement: Judgement) -> None:
-        """Log a day of the miner that is complete; the first began with its first event."""
-        if self._began is None:
-            self._began = find_first_event(self._folder)
-        if self._began is None:
-            return
-        number = int((now - self._began) // DAY)
-        if number <= self._book.summed:
-            self._book.summed = max(0, number)  # a clock was set back
-            return
-        self._book.summed, end = number, self._began + number * DAY
-        line = sum_up(self._folder, end - DAY, end).line(number)
-        log.info("%s", line)
-        self._book.summary = f"{line}. Now: {judgement.verdict}"
-
     # --- telling it -------------------------------------------------------------------------------
 
     def _due(self, now: float) -> Iterator[tuple[str, Message]]:
-        """Yield the messages that are due, by trouble; the name of the day's is empty."""
+        """Yield the messages that are due, by trouble."""
         for name, trouble in sorted(self._book.troubles.items(), key=lambda item: item[1].since):
             head, hold = TROUBLES[name]
             if trouble.ended is not None:
@@ -275,16 +249,13 @@ class Notifier:
                 continue
             elif now - trouble.since >= hold or self._over.is_set():
                 yield name, Message(self._title, f"{head}: {trouble.text}", bad=True)
-        if self._book.summary:
-            yield "", Message(self._title, self._book.summary)
 
     def _send(self, now: float) -> None:
-        book, day = self._book, int(now // DAY)
+        book, day = self._book, int(now // _DAY)
         if day != book.day:
             book.day, book.sent = day, 0
         if 0 <= now - self._failed_at < self._pause:  # a clock that was set back ends it
             return
-        assert self._url is not None
         for name, message in [*self._due(now)]:
             if book.sent >= _MOST_A_DAY:
                 return
@@ -306,9 +277,7 @@ class Notifier:
                 return
             self._backoff.succeeded()
             book.sent += 1
-            if not name:
-                book.summary = ""
-            elif book.troubles[name].ended is not None:
+            if book.troubles[name].ended is not None:
                 del book.troubles[name]
             else:
                 book.troubles[name].told = True

@@ -18,9 +18,8 @@ from pydantic import SecretStr
 from distributed_training.common.webhook import NotSent
 from distributed_training.config.schema import all_settings
 from distributed_training.telemetry import notify
-from distributed_training.telemetry.day import DAY
 from distributed_training.telemetry.facts import FACTS_FILE, Disk, Fact, Facts, KnownUpload, Launch
-from distributed_training.telemetry.notify import Message, Notifier
+from distributed_training.telemetry.notify import Message, Notifier, Trouble
 from distributed_training.telemetry.run_state import (
     LauncherFile,
     LauncherState,
@@ -30,6 +29,7 @@ from tests.tools.webhooks import Webhooks, webhooks
 
 pytestmark = pytest.mark.timeout(60)
 
+DAY = 86400.0
 BEGIN = 1_800_000_000.0 - 1_800_000_000.0 % DAY  # midnight
 HOOK = SecretStr("json://127.0.0.1:9/secretsecret")
 
@@ -280,39 +280,6 @@ def test_an_error_of_a_look_is_one_line_an_hour(
     assert len(caplog.records) == 1
 
 
-def write_events(folder: Path, *events: dict[str, object]) -> None:
-    lines = [json.dumps({"time": BEGIN, **event}) + "\n" for event in events]
-    (folder / "events.jsonl").write_text("".join([*lines, '{"kind": "step", "ti']))
-
-
-def test_a_day_is_one_line_and_one_message(miner: Miner, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    at = BEGIN + DAY + 9
-    write_events(
-        miner.folder,
-        {"kind": "start", "outer_step": 7},
-        *[{"time": at, "kind": "step", "outer_step": 7}] * 1760,
-        *[{"time": at, "kind": "publication", "ok": n > 0} for n in range(92)],
-        *[{"time": at, "kind": "round", "outer_step": 7 + n, "ok": n > 0} for n in range(10)],
-        {"time": at, "kind": "round", "outer_step": "x"},
-        {"time": 10**400, "kind": "step", "outer_step": 7},
-        {"time": at, "kind": "start", "outer_step": 17},
-        {"time": at, "kind": "start", "outer_step": 17},
-    )
-    (first,) = miner.passes(DAY + 600, every=600)
-    assert first.startswith("Day 1: 0 steps, 0 uploads, 0 of 0 rounds. Now: ")
-    (second,) = miner.passes(DAY, every=600)
-    line = "Day 2: 1,760 steps, 92 uploads (1 failed), 9 of 10 rounds, 2 restarts"
-    assert second == f"{line}. Now: counts"
-    assert [r.getMessage() for r in caplog.records if "Day 2" in r.getMessage()] == [line]
-    miner.restart()
-    assert miner.passes(3600) == []
-    miner.now += 400 * DAY  # a clock that jumps
-    assert len(miner.passes(60)) == 1
-    miner.now -= 398 * DAY
-    assert len(miner.passes(2 * DAY, every=600)) == 2
-
-
 def test_a_second_launcher_of_the_folder_touches_nothing_of_it(miner: Miner) -> None:
     miner.passes(30)
     before = (miner.folder / "notify.json").read_bytes()
@@ -411,7 +378,7 @@ def test_a_stop_that_was_asked_for_waits_for_no_message(
     world.manner = manner
     file = launcher_of(tmp_path)
     with Notifier(tmp_path, "guest", SecretStr(world.url), file) as notifier:
-        notifier._book.summary = "Day 1"
+        notifier._book.troubles["stop"] = Trouble(0.0, "Day 1", ended=1.0)
         while not world.asked:
             time.sleep(0.01)
         file.stopped("signal SIGTERM")
@@ -434,17 +401,18 @@ def test_a_service_that_takes_none_is_asked_seldom_and_named_once(
     world.manner = manner
     file = launcher_of(tmp_path)
     notifier = Notifier(tmp_path, "guest", SecretStr(world.url), file)
-    notifier._book.summary = "Day 1"
+    notifier._book.troubles["stop"] = Trouble(0.0, "rank 0 failed", told=True, ended=1.0)
     for n in range(241):  # an hour of looks
         notifier.look(BEGIN + 15 * n)
     assert 3 < world.asked <= 16
     lines = [r.getMessage() for r in caplog.records if "was not sent" in r.getMessage()]
     assert len(lines) == 1 and "(JSON)" in lines[0]
     kept = (tmp_path / "notify.json").read_text()
-    assert "secretsecret" not in kept + " ".join(lines) and "Day 1" in kept
+    assert "secretsecret" not in kept + " ".join(lines) and "rank 0 failed" in kept
     world.manner = ""
     notifier.look(BEGIN + 2 * 3600)
-    assert world.taken == ["guest: Day 1"]
+    (taken,) = world.taken
+    assert taken.startswith("guest: Over after 1 s") and taken.endswith("rank 0 failed")
 
 
 def test_the_webhook_is_in_no_settings_line_event_or_file(
@@ -457,9 +425,9 @@ def test_the_webhook_is_in_no_settings_line_event_or_file(
     assert "secretsecret" not in all_settings(config) + repr(config)
     file = launcher_of(tmp_path)
     with Notifier(tmp_path, "guest", config.telemetry.notify_url, file) as notifier:
-        notifier._book.summary = f"Day 1 at {world.url}"
+        notifier._book.troubles["disk"] = Trouble(0.0, f"full, at {world.url}", ended=1.0)
         file.stopped("failures", "x")
-    assert world.taken and "secretsecret" not in str(world.taken)
+    assert "full, at" in str(world.taken) and "secretsecret" not in str(world.taken)
     for path in tmp_path.iterdir():
         assert b"secretsecret" not in path.read_bytes()
     # What a client's own lines say is masked where they are written.
