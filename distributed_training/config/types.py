@@ -74,7 +74,6 @@ SETTINGS = ConfigDict(
 
 SECOND = timedelta(seconds=1)
 MINUTE = timedelta(minutes=1)
-HOUR = timedelta(hours=1)
 DAY = timedelta(days=1)
 
 
@@ -218,7 +217,6 @@ Port = Annotated[int, Field(ge=0, le=65535)]  # a port of this machine; 0 stands
 OuterPort = Annotated[int, Field(ge=1, le=65535)]  # what a router makes of it
 Duration = Annotated[timedelta, _from_text(parse_duration)]
 Patience = Annotated[Duration, Field(ge=SECOND, le=DAY)]
-Span = Annotated[Duration, Field(ge=0 * SECOND, le=DAY)]
 File = Annotated[Path, AfterValidator(_expand)]  # or a folder; ~ is the home folder
 Secret = Annotated[SecretStr, _from_text(_bare)]
 Key = Secret | None

@@ -58,21 +58,10 @@ class SourceKind:
 
 
 SOURCES: Kinds[SourceKind] = Kinds("data source")
-#: Sources of earlier editions, and the module that reads each of them now.
-_MOVED = {
-    "hf": "the rows API is not read any more: give hub, which reads the dataset's Parquet files",
-    **dict.fromkeys(("jsonl", "text"), "give --plugins examples.line_files, which reads it"),
-    "shards": "give --plugins examples.shard_source, which reads it",
-}
 
 
 def kind_of(spec: SourceSpec) -> SourceKind:
     """Return the kind of a source. Raises ConfigError."""
-    if spec.kind in _MOVED and spec.kind not in SOURCES:
-        raise ConfigError(
-            f"--data.source {spec.text} is of earlier editions, so nothing was started: "
-            f"{_MOVED[spec.kind]}"
-        )
     kind = choose_kind(SOURCES, spec.kind, key=f"--data.source {spec.text}")
     if kind.in_folder != (spec.folder is not None):
         raise ConfigError(

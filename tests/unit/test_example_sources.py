@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distributed_training.common.kinds import Kinds, import_plugins
+from distributed_training.common.kinds import import_plugins
 from distributed_training.config import ConfigError
 from distributed_training.config.settings import parse_source
-from distributed_training.data import sources
 from distributed_training.data.block_builder import BlockMaker
 from distributed_training.data.page_source import Counts, PageUnavailable
 from distributed_training.data.shards import open_shard, write_shard
@@ -32,18 +31,6 @@ ROWS = [f"row {i} " + "x" * (i % 17) for i in range(500)]
 
 def tokens(maker: BlockMaker, block: int) -> np.ndarray:
     return np.array(open_shard(maker.prepare(block).path)[1])
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "text", "shards", "hf"])
-def test_a_source_of_earlier_editions_is_refused_with_its_new_place(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sources, "SOURCES", Kinds("data source"))  # as without --plugins
-    with pytest.raises(ConfigError, match=f"--data.source {kind}.* is of earlier editions") as said:
-        kind_of(parse_source(kind if kind == "hf" else f"{kind}:/some/dir"))
-    line = str(said.value)
-    assert "\n" not in line and "nothing was started" in line
-    assert ("give hub" if kind == "hf" else "give --plugins examples.") in line
 
 
 @pytest.mark.parametrize("source", ["fineweb", "jsonl", "hub:dir", "", "hub,stdlib"])
