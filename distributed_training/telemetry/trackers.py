@@ -55,15 +55,15 @@ Write = Callable[[int, Mapping[str, float], float], bool]
 T = TypeVar("T")
 
 
-def open_trackers(
-    settings: TelemetrySettings, folder: Path, *, name: str
-) -> contextlib.AbstractContextManager[object]:
-    """Start the process that shows the run of ``folder``, if the settings name a tracker.
+@contextlib.contextmanager
+def open_trackers(settings: TelemetrySettings, folder: Path, *, name: str) -> Iterator[None]:
+    """Run the process that shows the run of ``folder``, if the settings name a tracker.
 
     Its end waits some seconds for the last figures.
     """
     if settings.tensorboard_dir is None and settings.wandb == "off":
-        return contextlib.nullcontext()
+        yield
+        return
     board, key = settings.tensorboard_dir, settings.wandb_api_key
     given = {"folder": str(folder), "name": name, "wandb": settings.wandb, "began": time.time()}
     given["board"] = "" if board is None else str(board / name)
@@ -77,11 +77,6 @@ def open_trackers(
         stderr=subprocess.DEVNULL,
     )
     child.start()
-    return _closing(child)
-
-
-@contextlib.contextmanager
-def _closing(child: ChildProcess) -> Iterator[None]:
     try:
         yield
     finally:

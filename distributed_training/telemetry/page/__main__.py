@@ -178,10 +178,6 @@ class Guard:
         self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # The server itself sends this, without a request to check.
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-            return
         if scope["type"] != "http":  # a WebSocket would pass all checks below
             raise ValueError(f"{scope['type']} is not served")
         request = Request(scope, receive)
@@ -299,6 +295,7 @@ def server(neurons: Sequence[NeuronState], *, token: str = "") -> uvicorn.Server
         log_level="critical",  # its warnings are one for each malformed request of anybody
         access_log=False,
         ws="none",
+        lifespan="off",
         timeout_graceful_shutdown=1,
     )
     return uvicorn.Server(config)
