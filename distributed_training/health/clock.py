@@ -1,11 +1,11 @@
-"""Measure by how much this machine's clock is wrong, and against whose.
+"""Measure by how much this machine's clock is wrong, by the store's.
 
 Two limits hang on it. DHT peers whose clocks are more than 3 s apart do not meet, since hivemind
 refuses the other's entries. Stores refuse requests that are 15 minutes off. So a wrong clock looks
 like a closed port or a wrong key, and must be named before those.
 
-The store's ``Date`` comes first, since the store mostly runs on another machine. Without it the
-chain's clock counts: a registry's to a second, a public chain's to the time of a block.
+The store mostly runs on another machine, and its answers have its ``Date``. A registry names a
+wrong clock itself where it refuses a call for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from datetime import timedelta
 
 import httpx
 
-from distributed_training.chain.base import Chain
 from distributed_training.common.http import PAST_CACHES, answered_at
 from distributed_training.common.proxies import proxy_for
 from distributed_training.config import Config
@@ -32,7 +31,6 @@ LIMIT = 3.0
 WARN = LIMIT / 2
 REMEDY = "timedatectl set-ntp true; then timedatectl shows 'synchronized: yes'"
 _TIMEOUT = timedelta(seconds=5)
-_OLDEST = timedelta(minutes=2)  # age of the chain's last answer
 
 # OSError: certificates that cannot be read.
 _SILENT = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, KeyError, OverflowError)
@@ -44,14 +42,13 @@ class ClockUnknown(RuntimeError):
 
 @dataclass(frozen=True)
 class Offset:
-    """The seconds by which this machine's clock is ahead of ``against``, give or take ``error``.
+    """The seconds by which this machine's clock is ahead of the store's, give or take ``error``.
 
-    A clock that is given in whole seconds is assumed to be in the middle of a second.
+    The store gives whole seconds: it is assumed to be in the middle of one.
     """
 
     seconds: float
     error: float
-    against: str
 
     @property
     def sure(self) -> float:
@@ -60,7 +57,7 @@ class Offset:
 
     def __str__(self) -> str:
         side = "ahead of" if self.seconds > 0 else "behind"
-        return f"{abs(self.seconds):.1f} s {side} {self.against}"
+        return f"{abs(self.seconds):.1f} s {side} the store's"
 
 
 def store_offset(config: Config) -> Offset:
@@ -84,13 +81,4 @@ def store_offset(config: Config) -> Offset:
         raise ClockUnknown("a cache before the store answers in its place")
     theirs += 0.5  # whole seconds
     # The store wrote it between the two: half of the way there and back is taken off.
-    return Offset((began + ended) / 2 - theirs, (ended - began) / 2, "the store's")
-
-
-def chain_offset(chain: Chain) -> Offset | None:
-    """Compare this machine's clock with a registry's; None if that is not known now."""
-    theirs = chain.clock()
-    if theirs is None or chain.age() > _OLDEST:
-        return None
-    error = 0.5  # seconds that an answer of a registry may take
-    return Offset(time.time() - theirs - error, error, "the registry's")
+    return Offset((began + ended) / 2 - theirs, (ended - began) / 2)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from distributed_training.chain.kinds import chain_kind
 from distributed_training.common.files import free_bytes
@@ -43,9 +43,6 @@ from distributed_training.network import TrainedShape
 from distributed_training.protocol.growth import partly_trained_memory
 from distributed_training.protocol.types import Check
 
-if TYPE_CHECKING:
-    from distributed_training.health.clock import Offset
-
 _SHARED_MEMORY = 1 << 30  # NCCL's buffers between the GPUs of one machine
 _COMFORTABLE = 0.9  # share of the memory
 TESTED_TORCH = "2.13.0"  # the newest one, as constraints.txt has it
@@ -60,8 +57,7 @@ class Examination:
 
     ``model``: a ``config.json``, and where it comes from; by default that of the network's file.
     ``offline``: nothing is asked of the network. ``running``: a miner of this run folder runs, and
-    listens at ``own_ports``. The check of the model sets ``shape``, that of the chain ``uid`` and
-    ``by_chain``.
+    listens at ``own_ports``. The check of the model sets ``shape``, that of the chain ``uid``.
     """
 
     config: Config
@@ -72,7 +68,6 @@ class Examination:
     running: bool = False
     own_ports: frozenset[int] = frozenset()
     shape: ModelShape | None = None
-    by_chain: Offset | None = None  # offset of this machine's clock
     found: list[Check] = field(default_factory=list)
 
     def failed(self, *names: str) -> str:

@@ -23,7 +23,6 @@ from distributed_training.health.clock import (
     REMEDY,
     WARN,
     ClockUnknown,
-    chain_offset,
     store_offset,
 )
 from distributed_training.health.machine import Checker, Examination
@@ -103,8 +102,7 @@ def check_proxies(examination: Examination) -> list[Check]:
 def check_chain(examination: Examination) -> list[Check]:
     """Check network, hotkey and commitment as the chain has them.
 
-    ``examination`` gets the uid, where the operator gave none, and the offset from the chain's
-    clock.
+    ``examination`` gets the uid, where the operator gave none.
     """
     config = examination.config
     shared, own = ["network"], []
@@ -124,7 +122,6 @@ def check_chain(examination: Examination) -> list[Check]:
     with ExitStack() as stack:
         try:
             chain = follow_chain(settings, stack, wallet)
-            examination.by_chain = chain_offset(chain)
             # Without a wallet too: who has not registered yet must know that it is the network.
             network = check_network(
                 chain.neurons(),
@@ -184,23 +181,18 @@ def _check_commitment(config: Config, chain: Chain, hotkey: str) -> Check:
 
 def check_clock(examination: Examination) -> list[Check]:
     """Compare this machine's clock with the store's: the swarm and signatures hold the time."""
-    name, by_chain = "clock", examination.by_chain
+    name = "clock"
     try:
         ours = store_offset(examination.config)
     except ClockUnknown as error:
-        if by_chain is None:
-            return [Check(name, "skip", str(error))]
-        ours, by_chain = by_chain, None
-    finding = f"{ours}, {by_chain}" if by_chain is not None else str(ours)
+        return [Check(name, "skip", str(error))]
+    finding = str(ours)
     if ours.sure >= LIMIT:
         finding += "; no round would find a group, and validators' calls would be refused"
         return [Check(name, "fail", finding, REMEDY)]
     if ours.sure >= WARN:
         finding += f"; from {LIMIT:.0f} s on no round finds a group"
         return [Check(name, "warn", finding, REMEDY)]
-    if by_chain is not None and by_chain.sure >= WARN:
-        remedy = "ask the network's founder to set the clock of the registry's machine"
-        return [Check(name, "warn", finding, remedy)]
     return [Check(name, "ok", finding)]
 
 
