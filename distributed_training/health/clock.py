@@ -67,7 +67,7 @@ def store_offset(config: Config) -> Offset:
         with httpx.Client(
             proxy=proxy_for(url),
             trust_env=False,
-            verify=certificates(),
+            verify=certificates() if url.startswith("https") else False,
             timeout=_TIMEOUT.total_seconds(),
             headers=PAST_CACHES,
         ) as client:
