@@ -1,0 +1,364 @@
+"""The verdict on one real miner through its troubles: all commands agree on it.
+
+The launcher's log, the dashboard, dt-status and the doctor are asked in each state. test_page.py
+has the dashboard in more states; test_verdict_walks.py compares the verdict with a validator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from distributed_training.common.processes import command_of
+from distributed_training.localnet.services import Child, SubnetOptions
+from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
+from tests.tools.page import Page, served
+from tests.tools.small_disk import small_disk
+from tests.tools.subnet_tools import PACED, idle, steps_of, stop_miner
+from tests.tools.waiting import wait_for
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+WAIT = timedelta(seconds=600)
+ROOM = 1600  # megabytes of the run folder's disk: more than what has to stay free
+
+
+class Journey:
+    """The miner of ``subnet``, and all that give a verdict on it."""
+
+    def __init__(self, subnet: LocalSubnet, folder: Path, page: Page, index: int = 0) -> None:
+        self.subnet, self.folder, self.page = subnet, folder, page
+        self.index, self.miner = index, subnet.miners[index]
+
+    def run(self, *words: str) -> tuple[int, Any]:
+        done = subprocess.run(
+            [sys.executable, "-m", *words],
+            env=self.miner.child.environment,
+            cwd=self.folder.parent,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        return done.returncode, json.loads(done.stdout)
+
+    def status(self) -> dict[str, Any]:
+        code, found = self.run("distributed_training.status_command", str(self.folder), "--json")
+        assert isinstance(found, dict) and code == found["status"], found
+        return found
+
+    def doctors_row(self) -> dict[str, str]:
+        flags = ["--json", "--offline"]
+        flags += ["--network", str(self.subnet.folder / "network.toml")]
+        flags += ["--neuron.run_folder", str(self.folder)]
+        _, rows = self.run("distributed_training", "doctor", *flags)
+        (row,) = (row for row in rows if row["name"] == "miner")
+        assert isinstance(row, dict)
+        return row
+
+    def run_status(self) -> int:
+        """Return the exit status of dt-status."""
+        return int(self.status()["status"])
+
+    @property
+    def log(self) -> str:
+        return self.miner.child.log.read_text()
+
+    def lines(self, words: str) -> list[str]:
+        return [line.partition(words)[2] for line in self.log.splitlines() if words in line]
+
+    def expect(self, verdict: str = "", *, bad: bool, says: str = "") -> dict[str, Any]:
+        """Wait for dt-status to say this, while the miner trains if no verdict is named.
+
+        Whoever is asked then says the same.
+        """
+        found = dict[str, Any]()
+
+        def there() -> bool:
+            found.update(self.status())
+            if not verdict:
+                return (
+                    found["state"] == "running" and found["mode"] == "training" and not found["bad"]
+                )
+            return found["verdict"] == verdict and says in found["cause"]
+
+        try:
+            # It may move to the next verdict while the others are asked.
+            same = lambda: there() and self.all_say_the_same(found) and found["bad"] == bad
+            self.subnet.wait_until(same, WAIT, verdict or "that it trains")
+        except (pytest.fail.Exception, SubnetFailure) as error:
+            raise AssertionError(f"{error}: {found}; {self.said}") from None
+        return found
+
+    said: tuple[Any, ...] = ()
+
+    def all_say_the_same(self, found: dict[str, Any]) -> bool:
+        (shown,) = httpx.get(self.page.url + "history", timeout=60).json()["neurons"]
+        row, page = self.doctors_row(), shown["judgement"]
+        before = found["verdict"]
+        found.update(self.status())
+        told = self.lines("Verdict: ")[-1:] if found["state"] == "running" else []
+        self.said = page, row, told
+        return (
+            before == found["verdict"] == page["verdict"]
+            and (page["level"] == "bad") == found["bad"] == (row["status"] == "warn")
+            and page["remedy"] == found["remedy"] == row["remedy"]
+            and row["finding"].startswith(f"{found['verdict']}: ")
+            and all(line.startswith(f"{found['verdict']}: ") for line in told)
+            and _plain(page["cause"]) == _plain(found["cause"])
+            and _plain(found["cause"]) in _plain(row["finding"])
+            # The log says a verdict once; the reason of an outage may change while it lasts.
+            and all(found["remedy"] in line for line in told)
+        )
+
+    def trains(self) -> None:
+        """Wait until the miner runs, and all commands have forgotten its last end."""
+        self.expect(bad=False)
+
+
+def _plain(text: str) -> str:
+    """Return ``text`` without its figures, which grow from one reader to the next."""
+    return re.sub(r"\d+", "#", text)
+
+
+def test_log_dashboard_status_and_doctor_never_contradict_each_other(tmp_path: Path) -> None:
+    options = SubnetOptions(
+        folder=tmp_path / "subnet",
+        exchange="hivemind",  # each member has a bucket, and keys for it
+        ranks=(1,),
+        period=3000,  # no round comes between
+    )
+    with LocalSubnet(options=idle(options)) as subnet:
+        folder = subnet.miners[0].plan.folder
+        with served(folder) as page:
+            journey = Journey(subnet, folder, page)
+            journey.trains()
+            killed(journey)
+            refused(journey)
+            links_down(journey)
+            assert stop_miner(subnet, 0) == 0
+
+
+def killed(journey: Journey) -> None:
+    journey.subnet.kill_miner(0)
+    found = journey.expect("stopped", bad=True, says="SIGKILL")
+    assert "pm2 resurrect" in found["remedy"]
+    journey.subnet.restart_miner(0)
+    journey.trains()
+    assert journey.status()["last_crash"] is not None
+
+
+def refused(journey: Journey) -> None:
+    """The store does not take its write key."""
+    child = journey.miner.child
+    (name,) = (name for name in child.environment if name.endswith("WRITE_SECRET_ACCESS_KEY"))
+    right = child.environment[name]
+    assert stop_miner(journey.subnet, 0) == 0
+    child.environment[name] = "0" * len(right)
+    journey.subnet.restart_miner(0)
+    found = journey.expect("cannot start", bad=True, says="key")
+    (line, *_) = journey.lines("Cannot train: ")
+    assert line[:40] in found["cause"], (line, found)
+    assert stop_miner(journey.subnet, 0) == 0
+    journey.expect("stopped", bad=False, says="signal SIGINT")
+    child.environment[name] = right
+    journey.subnet.restart_miner(0)
+    journey.trains()
+
+
+def disk_full(journey: Journey) -> None:
+    fill, free = journey.folder / "fill", shutil.disk_usage(journey.folder).free
+    with fill.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, free - 300_000_000)
+    journey.expect("disk full", bad=True)
+    # To the last byte, so that it writes no facts.
+    with contextlib.suppress(OSError), fill.open("ab", buffering=0) as file:
+        while file.write(bytes(1 << 20)):
+            pass
+    journey.expect("disk full", bad=True)
+    fill.unlink()
+    journey.trains()
+
+
+def links_down(journey: Journey) -> None:
+    servers = ("weed server", "network_command serve")
+    away = [
+        process
+        for process in journey.subnet.processes()
+        if any(name in command_of(process) for name in servers)
+    ]
+    assert len(away) == 2
+    for process in away:
+        process.send_signal(signal.SIGSTOP)
+    try:
+        found = journey.expect("no connection", bad=True, says="not answered")
+        assert found["store_silent_since"] is not None
+    finally:
+        for process in away:
+            process.send_signal(signal.SIGCONT)
+    journey.trains()
+
+
+# --- a network whose registry gives access to its store -------------------------------------------
+
+
+def members(folder: Path, period: int = 60) -> SubnetOptions:
+    """Return the options of a network of two members, with a close each ``period`` seconds."""
+    return SubnetOptions(
+        folder=folder,
+        exchange="store",
+        ranks=(1, 1),
+        period=period,
+        least_miners=1,
+        rules={"training.sequence_length": 64, "round.grace": "20s"},
+    )
+
+
+@pytest.mark.timeout(1800)  # each of its nine states waits for closes of a minute
+def test_members_are_told_of_silence_and_refused_uploads(tmp_path: Path) -> None:
+    """The last of two members is hostile: its uploads have the sign flipped."""
+    options = members(tmp_path / "subnet")
+    with steps_of(1.0), LocalSubnet(options=idle(options)) as subnet:
+        hostile = subnet.miners[1].child
+        subnet.kill_miner(1)  # if it began already
+        honest = list(hostile.command)
+        hostile.command[honest.index(str(PACED))] = str(PACED.with_name("hostile_miner.py"))
+        hostile.environment["HOSTILE_FACTOR"] = "-1"
+        subnet.restart_miner(1)
+        places = [miner.plan.folder for miner in subnet.miners]
+        with served(places[0]) as page, served(places[1]) as other:
+            journey = Journey(subnet, places[0], page)
+            found = journey.expect("counts", bad=False, says="was merged")
+            assert not re.search("paid|incentive|earn", found["cause"] + found["remedy"])
+            bad = Journey(subnet, places[1], other, 1)
+            found = bad.expect("refused", bad=True, says="refused the upload")
+            assert "learning rate" in found["remedy"] and "our upload was refused" in bad.log
+            assert stop_miner(subnet, 1) == 0
+            hostile.command = honest
+            subnet.restart_miner(1)
+            store, chain = (child for child in subnet.services.children[:2])  # type: ignore[union-attr]
+            closes_pass_unused(journey, chain, "the registry has not answered")
+            closes_pass_unused(journey, store, "the store has not answered")
+            for child in (store, chain):
+                child.kill_tree()
+            found = journey.expect("no connection", bad=True, says="link works")
+            assert "this machine's network" not in found["remedy"]
+            come_back(journey, store, chain)
+            journey.expect("counts", bad=False)
+
+
+@pytest.mark.timeout(1800)
+def test_members_are_told_of_missed_closes_and_refused_starts(tmp_path: Path) -> None:
+    # A missed close is reported until the next one; a start takes a minute on a busy machine.
+    options = members(tmp_path / "subnet", period=240)
+    with steps_of(1.0), LocalSubnet(options=idle(options)) as subnet:
+        folder = subnet.miners[0].plan.folder
+        with served(folder) as page:
+            journey = Journey(subnet, folder, page)
+            journey.expect("counts", bad=False, says="was merged")
+            missed(journey)
+            setting_refused(journey)
+
+
+@pytest.mark.timeout(1800)
+def test_members_are_told_of_full_disks_and_of_expulsion(tmp_path: Path) -> None:
+    folder = tmp_path / "disk"
+    options = replace(
+        members(tmp_path / "subnet"), ranks=(1,), miner_flags=("--neuron.run_folder", str(folder))
+    )
+    with (
+        small_disk(folder, megabytes=ROOM) as small,
+        steps_of(1.0),
+        LocalSubnet(options=idle(options)) as subnet,
+        served(folder) as page,
+    ):
+        journey = Journey(subnet, folder, page)
+        journey.expect("counts", bad=False, says="was merged")
+        if small:
+            disk_full(journey)
+            journey.expect("counts", bad=False)
+        expelled(journey)
+
+
+def expelled(journey: Journey) -> None:
+    """The founder expels the hotkey, and lets it in again: the miner ends, and may start again."""
+    services = journey.subnet.services
+    assert services is not None
+    hotkey = services.wallet(journey.miner.plan).ss58
+    with contextlib.closing(services.founders_chain()) as founder:
+        journey.miner.child.stopping = True  # the test's doing
+        founder.expel(hotkey)
+        assert journey.miner.child.wait(timedelta(seconds=180)) == 3
+        assert "expelled hotkey" in journey.status()["cause"]
+        founder.expel(hotkey, again=True)
+        founder.enroll(hotkey, uid=journey.miner.plan.uid)
+    journey.subnet.restart_miner(0)
+    journey.expect("counts", bad=False)
+
+
+def closes_pass_unused(journey: Journey, child: Child, says: str) -> None:
+    """``child`` is killed over at least one close, and comes back."""
+    child.kill_tree()
+    found = journey.expect("no connection", bad=True, says=says)
+    assert journey.run_status() == 1 and "tell the founder" in found["remedy"]
+    wait_for(lambda: journey.status()["missed_closes"] > 0, "a missed close", seconds=180)
+    assert "passed without an upload" in journey.status()["cause"]
+    come_back(journey, child)
+    journey.expect("counts", bad=False)
+
+
+def come_back(journey: Journey, *children: Child) -> None:
+    for child in children:
+        child.start()
+    services = journey.subnet.services
+    assert services is not None
+    for child in children:
+        # SeaweedFS says nothing of its own when it is ready.
+        (services._store if child is services._store.child else child).wait_ready()
+
+
+def missed(journey: Journey) -> None:
+    """The miner is stopped over a close for which the other member uploads."""
+    subnet, step = journey.subnet, journey.status()["outer_step"]
+    assert stop_miner(subnet, 0) == 0
+    found = journey.expect("stopped", bad=False, says="signal SIGINT")
+    assert "start it again" in found["remedy"]
+    there = lambda: subnet.validator.state.outer_step > step + 1
+    subnet.wait_until(there, WAIT, "two outer steps without it")
+    subnet.restart_miner(0)
+    found = journey.expect("missed a close", bad=True, says="not running")
+    assert "pm2 startup" in found["remedy"]
+    journey.expect("counts", bad=False)
+
+
+def setting_refused(journey: Journey) -> None:
+    """Before any setting is read: of a run folder that only a flag names."""
+    assert stop_miner(journey.subnet, 0) == 0
+    right = list(journey.miner.child.command)
+    journey.miner.child.command += ["--neuron.nproc_per_node", "many"]
+    journey.miner.child.start()
+    assert journey.miner.child.wait(timedelta(seconds=60)) == 2
+    journey.miner.child.stopping = True  # the test's doing
+    found = journey.expect("cannot start", bad=True, says="nproc_per_node")
+    assert found["status"] == 1 and "pm2 start" in found["remedy"]
+    journey.miner.child.command = [*right, "--wallet.hotkey", "nobody"]
+    journey.subnet.restart_miner(0)
+    tries = set[int]()
+    while max(tries, default=0) < 4:  # each is "starting" for some seconds
+        found = journey.expect("cannot start", bad=True, says="nobody")
+        tries.add(found["attempt"])
+    assert stop_miner(journey.subnet, 0) == 0
+    journey.miner.child.command = right
+    journey.subnet.restart_miner(0)
+    journey.expect("counts", bad=False)
