@@ -8,7 +8,7 @@ import os as _os
 from typing import Any as _Any
 
 __version__ = "0.2.0"
-#: In the place of a program's help, which is its docstring.
+#: Shown in place of a program's help, which is its docstring.
 NO_HELP = "python -OO removes the help: start without it"
 
 # Before anything imports the chain's client, which fails without a home: an account that a
@@ -18,8 +18,8 @@ if _os.path.expanduser("~") == "~":
 
 
 def __getattr__(name: str) -> _Any:
-    # At its first use: most programs that import this package join nothing, and that is heavy. By
-    # its name: it lies in the highest layer.
+    # Import the module at its first use, since it is heavy and most programs that import this
+    # package join nothing. Import it by its name, since it lies in the highest layer.
     if name in ("Net", "join"):
         return getattr(_importlib.import_module(f"{__name__}.member"), name)
     if name in ("lora_config", "model_config", "tokenizer"):

@@ -43,10 +43,11 @@ def main(argv: list[str]) -> int:
                 return _serve_page(schema("miner").classes["telemetry"](), folder)
             return _serve_page(config.telemetry, config.run_folder)
         case ["stop-seconds" | "run-folder" as what, ("miner" | "validator") as kind, *flags]:
-            # What app.config.js tells pm2, and where scripts/update.sh finds the events.
+            # app.config.js tells pm2 the first, and scripts/update.sh finds the events by the
+            # second.
             own = OPERATORS_FILE if kind == "miner" else None
             try:
-                # Without the checks across settings: the start tells what is wrong.
+                # Skip the checks across settings, since the start says what is wrong.
                 config = load_config(kind, flags, file=own, check=False)
             except ConfigError as error:
                 return exit_with(error)

@@ -101,7 +101,7 @@ def init(options: argparse.Namespace) -> None:
         options.more = [*options.more, *adapter_rules(options.lora, options.model, base)]
     rules = rules_of(options)
     # Before the folder is made: the source of the data may be away.
-    if rules["data"].get("own") is not True:  # otherwise nobody reads them
+    if rules["data"].get("own") is not True:  # without them nobody reads the files
         pin_data(rules["data"], unpinned=options.unpinned)
     old = getattr(options, "of", None)
     held_out = choose_pages(rules["data"], beside=None if old is None else old.absolute().parent)
@@ -110,7 +110,7 @@ def init(options: argparse.Namespace) -> None:
     model = rules["model"].get("config")
     refuse_vocabulary(rules["tokenizer"], model)
     try:
-        # For the founder only: the keys in it are the network's authority.
+        # Only the founder may read the folder, since its keys are the network's authority.
         folder.mkdir(mode=0o700)
     except OSError as error:
         raise ConfigError(
@@ -122,7 +122,7 @@ def init(options: argparse.Namespace) -> None:
         from distributed_training.chain.identity import create_wallet
 
         master = create_wallet(folder / "wallets", MASTER)
-        # What git picked up would be in every clone.
+        # A file that git picked up would be in every clone.
         (folder / "wallets" / ".gitignore").write_text("*\n")
         secret = ("wallets", INVITATION, "registry", "store", "validator")
         (folder / ".gitignore").write_text("".join(f"/{name}\n" for name in secret))
@@ -286,7 +286,7 @@ def _choose_schedule(rules: dict[str, Any], options: argparse.Namespace) -> None
     """
     given, training, of_round = dict(options.more), rules["training"], rules["round"]
     sizes = [training.get(key) for key in ("effective_batch", "sequence_length")]
-    # What is of another type is refused with the whole file.
+    # A value of another type is refused with the whole file.
     if not all(type(size) is int and size > 0 for size in sizes):
         return
     parameters, words = rules["model"]["parameters"], rules["model"]["config"].get("vocab_size")
@@ -326,7 +326,7 @@ def _choose_grace(rules: dict[str, Any], link: float | None) -> None:
         return
     link = link or SLOWEST_LINK[rules["exchange"]]
     grace = grace_seconds(parameters, codec, link, period=period)
-    # With the whole margins, which a longer period has.
+    # Compute with the whole margins, which a longer period has.
     most = grace_seconds(parameters, codec, link, period=math.inf)
     if rules["exchange"] == "hivemind":
         # The all-reduce comes when uploads are written.
@@ -374,7 +374,7 @@ def rules_of(options: argparse.Namespace) -> dict[str, Any]:
         if "." in key:
             section, _, name = key.partition(".")
             table = rules.setdefault(section, {})
-        # What is read of the rules later would not be of the kind that it has to be.
+        # Otherwise later code would read a rule of another type than it must be.
         if not isinstance(table, dict) or (key in rules and isinstance(rules[key], dict)):
             raise ConfigError(
                 f"--set {key}: the file has no such key, so no network was created: "
@@ -395,10 +395,12 @@ def rules_of(options: argparse.Namespace) -> dict[str, Any]:
     data = rules["data"]
     as_built_in = data["source"] == "hub" and data["dataset"] == USUAL["data.dataset"]
     if "data.dataset" not in dict(options.more) and data["source"] != "hub":
-        data["dataset"] = str(data["source"]).partition(":")[0]  # no dataset of the hub is read
+        # The dataset of the hub is not read then.
+        data["dataset"] = str(data["source"]).partition(":")[0]
     if as_built_in and not {"folder", "revision", "rows"} & set(data):
         data["folder"] = _SAMPLE
-    # What is given counts for the model too; a number of its parameters is compared with it.
+    # Values that were given count for the model too; a given number of parameters is compared with
+    # it.
     config = read_model(options.model, tokenizer=options.tokenizer)
     rules["model"] = {"config": config} | rules["model"]
     check_model(rules["model"], rules["training"].get("sequence_length"))

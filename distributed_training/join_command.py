@@ -119,7 +119,7 @@ def join(options: argparse.Namespace, words: Sequence[str]) -> int:
     enter(options.folder, words)
     here = Path.cwd()
     status = doctor.main([])
-    # A network that has not begun fails some of its checks.
+    # Before the network has begun, some checks of the doctor fail.
     when = "the start, once nothing fails" if status else "the start"
     go = f"cd {shlex.quote(str(here))} && " if options.folder != Path() else ""
     print(f"{when}: {go}dt-miner")
@@ -136,7 +136,7 @@ def enter(
     others: list[str] = []
     found = read_argv(words, schema("miner"), others=others)
     if len(others) > 1:
-        # Not shown: of an invitation that was broken in two it is the secret.
+        # Do not show the word: if the invitation was broken in two, it is the secret.
         raise ConfigError(f"the {len(others)}. word is one word too many, {_NOTHING}: see --help")
     text = others[0] if others else getpass.getpass("invitation: ")
     place, token = _parts(text)
@@ -182,7 +182,7 @@ def _parts(text: str) -> tuple[str, str]:
     text = text.strip().removeprefix("dt-join ")
     if found := LINE.fullmatch(text):
         return found[1], found[2]
-    if "#" in text or not text:  # not shown: it may hold most of a secret
+    if "#" in text or not text:  # do not show the text, which may hold most of a secret
         raise ConfigError(
             f"the invitation is not whole (URL#DIGEST.SECRET), {_NOTHING}: copy all of the line"
         )
@@ -296,8 +296,8 @@ def _register(config: Config, undo: ExitStack) -> tuple[int | None, bool]:
         _refuse(check_keys(config))
         admitted = uid is None
         if uid is None:
-            # From here on the hotkey may have the uid, whatever answer comes or does not: without
-            # it both are lost, and the invitation with them.
+            # From here on the hotkey may have the uid, whatever the answer. Without the hotkey both
+            # are lost, and the invitation too.
             made = undo.pop_all()
             try:
                 uid = chain.register()

@@ -80,9 +80,10 @@ PACKAGE = "distributed_training"  # the logger whose lines are ours
 _CLOSED = "the script left the network"
 _SAY_AGAIN = 600.0  # seconds between two lines of one cause
 _SILENT = 300.0  # seconds without a step, after which a close that passes is worth a line
-_MOST_BOUNDARIES = 1000  # until a stop, which is the next but for errors
+# Boundaries until a stop, which comes at the next one unless something fails.
+_MOST_BOUNDARIES = 1000
 _joins = itertools.count()
-_members: dict[Path, Net] = {}  # by their run folder, those that have not been left
+_members: dict[Path, Net] = {}  # run folder -> the membership, if it has not been left
 #: A script may have made another device torch's default, and what is built here is in host memory.
 _HOST = torch.device("cpu")
 
@@ -197,10 +198,11 @@ class Net(RankLoop):
         """
         if self._ended:
             return
-        self._changes_weights = True  # until it ends: an interrupt may leave them half changed
+        # Set until the change ends, since an interrupt may leave weights half changed.
+        self._changes_weights = True
         with self._survives("net.step()"):
             self._count_step(loss, tokens)
-        # Also where the first failed: the other ranks wait in the boundaries for this one.
+        # Do this also if the first failed, since the other ranks wait for this one at the boundary.
         with self._survives("net.step()"):
             self._pass_boundaries()
         self._changes_weights = False
@@ -235,7 +237,7 @@ class Net(RankLoop):
                 self._sequences += len(batch)
                 self._micro_batches += 1
                 yield batch
-                if self._micro_batches:  # no step counted it
+                if self._micro_batches:  # no step has counted these micro-batches
                     self._post(ev.MicroBatchEnded())
 
     def close(self) -> None:

@@ -78,7 +78,7 @@ def sign(options: argparse.Namespace, text: str | None = None) -> None:
         model = {key.removeprefix("model."): flat[key] for key in flat if key.startswith("model.")}
         check_model(model, flat.get("training.sequence_length"))
     head = None
-    # What is of subnet 38, or of no known format, is refused with the whole file.
+    # A file of subnet 38, or of an unknown format, is refused later.
     if flat.get("format") == 3 or (flat.get("format"), flat.get("exchange")) == (2, "store"):
         flat["format"] = FORMATS[-1]  # the same network in the newest format
         head = {"format": flat["format"], **_next_version(options, flat, nearby)}
@@ -198,7 +198,8 @@ def _first_outer_step(options: argparse.Namespace, now: int | None, before: int)
             "network's"
         )
     if options.at is None:
-        # A round may be under way. What the version before is to change later comes no earlier.
+        # A round may be under way, so begin two outer steps later, and not before the previous
+        # version begins.
         return max(0 if now == -1 else int(now or 0) + 2, before)
     if now is not None and options.at <= now:
         raise ConfigError(
@@ -231,7 +232,7 @@ def _place_of_the_validator(path: Path) -> tuple[int | None, int | None]:
 def write_file(path: Path, text: str) -> None:
     """Write a network's file if a miner accepts it. Raises ConfigError and keeps the old file."""
     _refuse_period(flatten(tree_of(text)))
-    # Next to the file: a model's file is looked for in the same folder.
+    # Write the trial next to the file, since a model's file is looked for in the same folder.
     trial = path.with_name(f".{path.name}")
     write_bytes(trial, text.encode())
     try:
@@ -250,7 +251,7 @@ def write_file(path: Path, text: str) -> None:
         if config.network:
             kept = path.absolute().parent / VERSIONS
             kept.mkdir(exist_ok=True)
-            # First: a version that is not there could be signed a second time, otherwise.
+            # Keep the version first, or a missing one could be signed a second time.
             write_bytes(kept / f"{config.network.head.version}.toml", text.encode())
         os.replace(trial, path)
     except ConfigError as error:

@@ -164,7 +164,7 @@ class RegistryChain(Chain):
         self.identity = ""  # identity of the registry, once it has answered
         self.all_expelled: frozenset[str] = frozenset()  # hotkeys, as last read
         # Kept for a registry that comes back from an old backup.
-        self._written: dict[str, dict[str, Any]] = {}  # by kind, the last accepted one
+        self._written: dict[str, dict[str, Any]] = {}  # kind -> the last accepted write
         self._thread = threading.Thread(target=self._poll, name="registry", daemon=True)
         self._thread.start()
 

@@ -27,7 +27,7 @@ class NotSent(RuntimeError):
 
 def open_service(url: str) -> Any:
     """Return apprise's object of a service. Raises ValueError, with the URL that is wanted."""
-    logging.getLogger("apprise").propagate = False  # its lines hold URLs, which are secrets
+    logging.getLogger("apprise").propagate = False  # apprise logs URLs, which are secrets
     import apprise  # imported here: it takes half a second, and many have no URL
 
     asset = apprise.AppriseAsset(

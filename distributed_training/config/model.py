@@ -30,7 +30,7 @@ Kind = Literal["miner", "validator"]
 #: for that miner read it too.
 OPERATORS_FILE = Path("miner.toml")
 
-#: What an operator commonly gives, by task: ``--help`` shows these, ``--help-all`` the rest too.
+#: Settings that an operator commonly gives, by task: ``--help`` shows these, ``--help-all`` all.
 TASKS: Mapping[str, tuple[str, ...]] = {
     "Network and wallet": (
         "network",
@@ -78,7 +78,7 @@ class Config(AllSettings):
     values: Mapping[str, Any] = field(repr=False)  # flag name -> value
     sources: Mapping[str, str] = field(repr=False)  # flag name -> where it was given, if anywhere
     warnings: tuple[str, ...] = ()  # what was noticed while the files were read
-    network: Network | None = None  # that is named; None only while its file is not read
+    network: Network | None = None  # the named network; None only before its file is read
     node: int = 0  # number of this machine, of those that torchrun runs one miner on
     of_script: bool = False  # a script trains, on data of its own where the members have such
 
@@ -419,7 +419,7 @@ def check_keys(config: Config) -> Iterator[str]:
     if not config.has_bucket:
         where, wanted = "a key of the store", "write and delete"
     missing = [variable for variable, text in _keys_of(config).items() if not text]
-    # Only this line: keys that are not there need no comparison.
+    # Report only this, since missing keys need no comparison.
     if missing:
         yield (
             f"{', '.join(missing)} not set, so nothing could be uploaded: put them into .env "

@@ -106,7 +106,7 @@ class ChainSettings:
     poll_interval: timedelta = 6 * SECOND  # between two reads of a registry
     neurons_interval: timedelta = 60 * SECOND  # between two reads of a Bittensor chain
     call_timeout: timedelta = 120 * SECOND  # limit for one read or write there, with its connection
-    start_timeout: timedelta = 120 * SECOND  # that a start waits for the chain's first answer
+    start_timeout: timedelta = 120 * SECOND  # how long a start waits for the chain's first answer
 
     @property
     def narrowest(self) -> Reach:
@@ -460,7 +460,7 @@ class ValidatorSettings(RoundSettings):
     """Command to run with each export's folder and outer step. Its last line, numbers, is
     recorded."""
 
-    held_out_sequences: int = 32  # on which each outer step is judged
+    held_out_sequences: int = 32  # sequences on which each outer step is judged
     seed: int = 0  # seed of the random pages; 0 takes one from the system
 
 

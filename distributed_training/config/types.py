@@ -128,7 +128,7 @@ T = TypeVar("T")
 #: Names that the chain's client knows; with another one its thread would end at once.
 SUBTENSORS = frozenset({"finney", "test", "archive", "devnet", "local"})
 _SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-# To the last @: a password may hold one.
+# Match up to the last @, since a password may hold one.
 _USER = re.compile(r"(?<=://).*@")
 
 
@@ -257,7 +257,7 @@ GlobalBucket = Annotated[  # a miner's own is this and four characters more
         lambda text: len(text.rpartition("/")[2]) <= 59,
     ),
 ]
-NetworkName = Annotated[  # its bucket's too, unless another is named
+NetworkName = Annotated[  # name of the network, and of its bucket unless another is named
     str,
     _holds(
         "3 to 59 lower-case letters, digits and '-', neither first nor last",
@@ -328,7 +328,7 @@ Ipv4Address = Annotated[
         lambda text: "[" not in text and is_ip(text, versions=(4,)),
     ),
 ]
-# For an address that is found out where none is given, which the public miner calls "auto".
+# An address that is found out if none is given, which older settings call "auto".
 Found = Annotated[
     T | None, BeforeValidator(lambda value: None if str(value).lower() == "auto" else value)
 ]
@@ -354,7 +354,7 @@ WebUrl = Annotated[
 
 def _check_endpoint(text: str) -> str:
     if re.fullmatch(r"(?!https?:)[a-z][a-z0-9]*://\S*", text):
-        return text  # for that kind of store to check
+        return text  # that kind of store checks it
     if not _is_url("http", "https")(text):
         raise ValueError("an http:// or https:// URL without user and password, or folder:///PLACE")
     parts = urlsplit(text)

@@ -161,7 +161,8 @@ class Versions:
 
     def _keep(self, network: Network) -> None:
         path = self._folder / f"{network.head.version}.toml"
-        with contextlib.suppress(OSError):  # no room: the global bucket has it too
+        # There is no room, but the global bucket has the file too.
+        with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             write_bytes(path, network.files[FILE].encode())
 

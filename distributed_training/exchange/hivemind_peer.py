@@ -178,7 +178,7 @@ class Averager(DecentralizedAverager):
     """hivemind's averager among members."""
 
     runner_class = Runner
-    _order: Order  # that is carried out
+    _order: Order  # the order that is carried out
 
     def begin_round(self, order: Order) -> None:
         """Let a round begin, among the members of an order and under its own group key."""
@@ -360,7 +360,7 @@ def main(peer_class: type[Peer] = Peer) -> None:
     # For the parent's signal; set only now, so that no fork inherits it.
     signal.signal(signal.SIGTERM, end)
     assert parent_process is not None
-    # Without its DHT or p2pd an averager only fails.
+    # End with the DHT and p2pd, without which an averager only fails.
     _end_with([parent_process, *_first.children(recursive=True)])
     parent.send(peer.ready)
     with contextlib.suppress(EOFError, OSError):  # the parent is gone: no order comes any more

@@ -56,7 +56,7 @@ class Fate(NamedTuple):
 
     base: Base
     path: Path | None = None  # its file, if it was merged or refused and is still there
-    cause: str = ""  # why it was not merged; empty: it was, or there was none
+    cause: str = ""  # why it was not merged; empty if it was, or if there was none
 
 
 class OwnUploads:
@@ -201,7 +201,7 @@ class OwnUploads:
                     carried = Fate(Base.KEPT, None, CARRIED)
                     return Fate(Base.MERGED, path) if one.factor else carried
             for each in manifest.refused:
-                # Only the uid is known of a file that was not read.
+                # If a file was not read, only its uid is known.
                 unread = not each.digest and each.uid == self._uid and serial == manifest.serial
                 if unread or each.digest == note.digest:
                     cause = f"{each.cause}: {each.reason}"

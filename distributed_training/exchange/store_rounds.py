@@ -61,14 +61,15 @@ _INTERVAL = 30.0  # seconds between two looks at the state
 _SOON = 5.0  # the same after a close, when its update is awaited
 _SOON_FOR = 600.0  # seconds after the grace: an update that takes longer needs no frequent look
 _CLOCK_OFF = 2.0  # seconds by which our clock may differ from the store's without a line
-_FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=5), timedelta(minutes=5)  # after a failed fetch
+# Pauses after a failed fetch.
+_FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=5), timedelta(minutes=5)
 _LAST_REQUEST = 5.0  # seconds that a request in flight gets at the end
 _VOID = "void: the close moved, or its outer step is over"
 _OVERTAKEN = "the upload for a close comes first, and holds the same training"
 _LONGEST_PROGRESS = 3600.0  # seconds of sending one
 _SHORTEST = 0.2  # seconds between two turns
 _LATE = 75.0  # seconds for which a store may show an older state without a line
-#: What makes an object unusable, for which the next sound one is taken.
+#: Faults of an object, in place of which the next sound one is taken.
 _FAULTS = (StateUnavailable, ObjectMissingError, IntegrityError, PreconditionError)
 _SLOW = 15.0  # seconds after which an answer to a look at the state is overdue
 
@@ -281,7 +282,7 @@ class StoreRounds:
             if self._older_since is None or steady() - self._older_since >= _LATE:
                 self._report("state", str(error))
         except (StoreError, OSError) as error:
-            # One line for each outage, not one for each look.
+            # Log one line per outage, not per look.
             text = f"The store cannot be read ({error}). Training continues, and it is asked again"
             self._silent_since, self.trouble = self._silent_since or self._asked, str(error)
             if isinstance(error, NotGrantedError):  # the registry's silence: it was not asked

@@ -122,7 +122,7 @@ def refuse_unknown_kinds(config: Config) -> None:
 def check_torch(examination: Examination) -> Iterator[Check]:
     """Compare the torch build with the driver."""
     name, seen = "torch", visible_gpu_count()
-    if examination.running:  # its import takes seconds from the ranks
+    if examination.running:  # importing torch would take seconds from the ranks
         yield Check(name, "ok", f"torch {version('torch')}; the running miner trains with it")
         return
     try:
@@ -269,12 +269,13 @@ def _memory_of(shape: ModelShape, way: Arrangement) -> dict[str, int]:
 
 def count_moments(training: TrainingSettings, shape: ModelShape) -> float:
     """Count the tensors that the network's inner optimizer keeps of a parameter, on average."""
-    # Without torch, for which the checks at a start have no time.
+    # Do this without torch, for which the checks at a start have no time.
     if (known := {"adamw": (2, 2), "muon": (2, 1)}.get(training.optimizer)) is not None:
         return shape.moments(*known)
     from distributed_training.training.inner_optimizer import moments_of
 
-    with contextlib.suppress(ConfigError):  # unknown, or refused: the miner says so itself
+    # The kind is unknown or refused, which the miner reports itself.
+    with contextlib.suppress(ConfigError):
         return shape.moments(*moments_of(training))
     return 2
 
@@ -307,8 +308,8 @@ def check_room(examination: Examination) -> Iterator[Check]:
     if shape is not None:
         keep, moments = config.miner.keep_checkpoints, count_moments(config.training, shape)
         most = disk_space(shape, keep_checkpoints=keep, moments=moments)
-        # What is there is part of the need: counted twice, a restart on a disk of the documented
-        # size would be refused.
+        # Files that are there are part of the need. Counted twice, they would make a restart on a
+        # disk of the documented size fail.
         most += shape.frozen_bytes
         needed = min(needed, most) + max(0, most - bytes_under(folder))
     elif config.network is not None:
@@ -391,7 +392,7 @@ def check_ports(examination: Examination) -> Iterator[Check]:
         yield Check(name, "ok", f"{port} is free" if port else "a free one is taken")
 
 
-#: In their order: memory and room need what the check of the model found.
+#: The order matters: memory and room need what the check of the model found.
 CHECKS: tuple[Checker, ...] = (
     *(check_configuration, check_torch, check_gpus, check_model, check_memory),
     *(check_room, check_shared_memory, check_webhook, check_ports),

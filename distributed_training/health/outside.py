@@ -49,7 +49,7 @@ from distributed_training.store.opening import open_store
 from distributed_training.store.s3 import endpoint_of
 from distributed_training.store.transfer import Retry
 
-_CHAIN_TIMEOUT = timedelta(seconds=30)  # for a first answer
+_CHAIN_TIMEOUT = timedelta(seconds=30)  # limit for a first answer of the chain
 _SOON = timedelta(seconds=7)  # the same of a registry, or while the miner runs
 _TIMEOUT = timedelta(seconds=5)  # limit for one request or connection
 _ADDRESS_TIMEOUT = timedelta(seconds=2)  # limit for each service that is asked
@@ -111,7 +111,7 @@ def check_chain(examination: Examination) -> list[Check]:
     wallet, refused = None, None
     try:
         wallet = load_wallet(config.chain)
-    # Not the end: whether the network itself is well does not need a wallet.
+    # Continue: checking the network itself needs no wallet.
     except ConfigError as error:
         cause, _, remedy = str(error).rpartition(": ")
         refused = Check("hotkey", "fail", cause or str(error), remedy or "--wallet.name, .path")
@@ -122,7 +122,8 @@ def check_chain(examination: Examination) -> list[Check]:
     with ExitStack() as stack:
         try:
             chain = follow_chain(settings, stack, wallet)
-            # Without a wallet too: who has not registered yet must know that it is the network.
+            # Check it without a wallet too, since a newcomer must know before registering that it
+            # is the right network.
             network = check_network(
                 chain.neurons(),
                 netuid=config.chain.netuid,
@@ -242,7 +243,7 @@ def check_bucket(examination: Examination) -> list[Check]:
                 if reader.get(key, limit=64) != content:
                     raise StoreError(f"{bucket}: R2_READ does not see what R2_WRITE wrote")
             finally:
-                # Also where the reader failed: nobody else would ever delete it.
+                # Delete it also if the reader failed, since nobody else would.
                 writer.delete(key)
     except _WRONG as error:
         failed = _failure("bucket", error, _KEYS_REMEDY)
@@ -254,7 +255,7 @@ def check_bucket(examination: Examination) -> list[Check]:
 def check_access(examination: Examination) -> list[Check]:
     """Check that the registry gives access to the bucket, and what our link must send."""
     config, name = examination.config, "access"
-    if config.has_bucket:  # by the master's commitment: see check_chain
+    if config.has_bucket:  # check_chain looks at it, by the master's commitment
         return []
     if refused := examination.failed("hotkey"):
         return [Check(name, "skip", f"not asked: {refused} failed")]
@@ -356,7 +357,7 @@ def check_data(examination: Examination) -> list[Check]:
     return [Check("data", "ok", f"{finding}{seconds:.1f} s")]
 
 
-#: In their order: the bucket's name ends in the uid that the chain gives.
+#: The order matters: the bucket's name ends in the uid that the chain gives.
 CHECKS: tuple[Checker, ...] = (
     *(check_proxies, check_chain, check_clock, check_address, check_bucket, check_access),
     *(check_tokenizer, check_data),

@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(summary.text(), end="")
     print(f"logs: {subnet.folder}/*/log.txt")
     if summary.ok and (not interrupted or (arguments.stay and done)):
-        # From the folder of the validator, so before that is emptied.
+        # Export before the validator's folder, from which this reads, is emptied.
         folder = subnet.folder / "model"
         shutil.rmtree(folder, ignore_errors=True)
         config = load_config(

@@ -45,7 +45,7 @@ def measure_slowness(processes: int) -> float:
             env=without_secrets() | one,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            # As neurons are: the kernel shares a core between sessions first.
+            # Start a session, as neurons do: the kernel shares a core between sessions first.
             start_new_session=True,
         )
         for _ in range(processes)

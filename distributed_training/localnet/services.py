@@ -229,7 +229,7 @@ class Child:
         Raises ChildFailure; it has ended then.
         """
         deadline = time.monotonic() + timeout.total_seconds()
-        # With the pid: the log is appended to and holds the READY of earlier starts.
+        # Look for the pid, since the log also holds the READY of earlier starts.
         while f"READY {self.pid}" not in self.last_lines():
             if not self.running or time.monotonic() > deadline:
                 # Before the kill, which would be all that it tells.
@@ -251,7 +251,7 @@ class Child:
         self.stopping = True
         if self._process is not None and self.running:
             kill_tree(self._process.pid)
-            # One that hangs in a disk's system call ends later: the others are still to be stopped.
+            # A service that hangs in a system call ends later; continue to stop the others.
             self.wait(timedelta(seconds=10))
 
     def wait(self, timeout: timedelta) -> int | None:
@@ -279,7 +279,7 @@ class Child:
         try:
             with self.log.open("rb") as log:
                 log.seek(0, os.SEEK_END)
-                # Only the end: after days a miner's log has hundreds of megabytes.
+                # Read only the end, since a miner's log has hundreds of megabytes after days.
                 log.seek(max(0, log.tell() - 64 * 1024))
                 text = log.read().decode("utf-8", errors="replace")
         except OSError:
@@ -295,7 +295,7 @@ def stop_together(children: Sequence[Child], grace: timedelta) -> list[str]:
     running = [child for child in children if child.running]
     for child in running:
         child.signal(signal.SIGTERM)
-    # One for all of them: they stop at the same time.
+    # Use one deadline for all, since they stop at the same time.
     deadline = time.monotonic() + grace.total_seconds()
     defects = []
     for child in running:
@@ -345,7 +345,7 @@ class ObjectStoreServer:
         inherited = dict(os.environ if environment is None else environment)
         self.child = Child(
             name="object store",
-            # To our log.txt, and to no files in /tmp.
+            # Let it log to our log.txt and not to files in /tmp.
             command=[
                 find_weed(),
                 "-logtostderr",
@@ -446,8 +446,9 @@ class Services:
         self.store_endpoint = self._store.endpoint
         (port,) = free_ports(1)
         self.chain_endpoint = f"http://127.0.0.1:{port}"
-        self.children = [self._store.child]  # that were begun, in this order
-        self._of_validator: list[str] = []  # its words, by the founder's folder
+        self.children = [self._store.child]  # children that were begun, in this order
+        # Words of the validator, which follow from the founder's folder.
+        self._of_validator: list[str] = []
 
     def open_bucket(self, plan: NeuronPlan, *, write: bool = False) -> S3ObjectStore:
         """Open a neuron's bucket, by default with the keys that may only read. Close it.
@@ -603,7 +604,8 @@ class Services:
         return self._clean_environment() | (self._store.keys if has_keys else {})
 
     def _clean_environment(self) -> dict[str, str]:
-        # By prefix: a miner here must not write into the bucket of its operator's real one.
+        # Drop variables by their prefix: a miner here must not write into the bucket of the
+        # operator's real miner.
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN_PREFIXES)}
         path = os.pathsep.join(filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH")]))
         return inherited | {

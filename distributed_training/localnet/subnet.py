@@ -42,7 +42,7 @@ from distributed_training.node.start import sole_user
 from distributed_training.protocol.types import FINAL
 from distributed_training.telemetry.neuron_state import NeuronState
 
-STATE_FILE = "localnet.json"  # also tells that a folder is ours
+STATE_FILE = "localnet.json"  # this file also tells that a folder is ours
 LOCK_FILE = ".lock"
 _START = timedelta(seconds=120)  # time for the validator to start and publish the first model
 _TURN = 12.0  # seconds that a miner's first inner step may delay the next miner's start
@@ -78,7 +78,8 @@ def take_folder(path: Path, stack: ExitStack) -> None:
             shutil.rmtree(found)
         else:
             found.unlink()
-    # At once: whatever ends this process from here on, the next start knows the folder as ours.
+    # Write this at once, so that the next start knows the folder as ours, whatever ends this
+    # process.
     write_json(path / STATE_FILE, {}, durable=False)
 
 
@@ -335,16 +336,17 @@ class LocalSubnet:
         for neuron in self.neurons:
             self._read_events(neuron)
             child = neuron.child
-            # Not those that a test stopped or killed, nor those whose turn has not come.
+            # Leave out children that a test stopped or killed, and those whose turn has not come.
             if child.running or child.exit_status is None or child.stopping:
                 continue
-            # As a miner's pm2, which starts it again unless its status says that it would not help.
+            # Do as pm2 does, which starts a miner again unless its status says that this would not
+            # help.
             again = neuron.plan.kind == "miner" and child.exit_status not in FINAL
             if not again or not self.options.restart_miners:
                 raise SubnetFailure(child.obituary)
             self._start_neuron(neuron)
         for service in self.services.children if self.services is not None else ():
-            # Without store or chain nothing can work: at once, not at the deadline.
+            # Fail at once, not at the deadline, since nothing works without store or chain.
             if not service.running and not service.stopping:
                 raise SubnetFailure(service.obituary)
 

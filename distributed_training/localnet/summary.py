@@ -277,7 +277,7 @@ def summarize(
                 fault = seen.get("fault") or "no reason given"
                 found.append(f"{neuron.name}: a round failed ({fault})")
     for miner in results:
-        # One line for each, its first cause: the others follow from it.
+        # Show one line for each, with its first cause, from which the others follow.
         if not miner.uploads:
             found.append(f"{miner.name} published nothing")
         elif not miner.uploads_judged:

@@ -38,12 +38,12 @@ from distributed_training.protocol.types import ExitStatus
 from distributed_training.signing import seconds_of
 from distributed_training.telemetry.neuron_state import NeuronState
 
-NETWORK = "NETWORK"  # in --args: the network's file
+NETWORK = "NETWORK"  # this word in --args becomes the network's file
 _PERIOD = 12.0  # seconds from close to close, where four processes have two free cores
 _LONGEST = 300.0  # seconds without an outer step
 _NICE = "5"  # niceness of scripts: on a few cores they would leave the validator no time to judge
 _OPERATORS = ("R2_", "BT_", "DT_")  # variables of another network's member, on this machine too
-_PATIENCE = timedelta(seconds=20)  # for members to apply the last update
+_PATIENCE = timedelta(seconds=20)  # time for members to apply the last update
 #: A validator judges an upload on eight pages: eight sequences. ``--set`` wins.
 _RULES = {
     "round.minimum_valid_inner_step": 1,
@@ -167,7 +167,7 @@ class _Trial:
         try:
             with redirect_stdout(io.StringIO()), chdir(home.parent):
                 uid = enter(home, [str(file), *to_words(settings), *plugins])
-        except RuntimeError as error:  # its registry has gone meanwhile, or refused
+        except RuntimeError as error:  # the registry has gone meanwhile, or has refused
             raise ConfigError(str(error)) from None
         threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // self.options.members))}
         path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}

@@ -84,11 +84,11 @@ from distributed_training.telemetry.run_state import (
 
 log = logging.getLogger(__name__)
 
-#: From SIGTERM to SIGKILL, and the most that the kernel then has. pm2's kill_timeout covers both.
+#: Time from SIGTERM to SIGKILL, and then for the kernel. pm2's kill_timeout covers both.
 TERMINATE_GRACE = timedelta(seconds=5)
 #: Rank 0 has ended as it wanted but others run on: they hang in a collective nobody will complete.
 LINGER = timedelta(seconds=15)
-#: In a row; ranks that then ran for STEADY count as healthy again.
+#: Failures in a row before giving up; ranks that ran for STEADY count as healthy again.
 RESTARTS = 5
 STEADY = timedelta(minutes=10)
 FIRST_WAIT, LONGEST_WAIT = timedelta(seconds=1), timedelta(seconds=60)
@@ -180,7 +180,7 @@ class Outages:
     def wait(self, reason: str) -> bool:
         """Report ``reason`` and wait before the next try. Return whether a stop was asked for."""
         seconds, failures = self._backoff.failed().total_seconds(), self._backoff.failures
-        cause = re.sub(r"\d+", "#", reason)  # its figures may differ each time
+        cause = re.sub(r"\d+", "#", reason)  # ignore figures, which may differ each time
         if cause != self._refused_for or failures & (failures - 1) == 0:
             log.warning(
                 "Cannot train: %s. Trying again in %.1f s (attempt %d)",
@@ -245,7 +245,7 @@ def _train(
     for check in start_checks(config, ranks=ranks):
         if check.status == "fail":
             raise ConfigError(check.line)
-        # What the settings warn of is in the log already.
+        # Warnings of the settings are in the log already.
         if check.status != "ok" and check.name != "configuration":
             log.warning("%s", check.line)
     group = RankGroup(config=config, world_size=ranks, stacks=folder / STACKS_FILE, program=program)
@@ -341,7 +341,7 @@ class _Supervisor:
         self._entered: dict[Phase, float] = {}  # since the ranks were started, and when
         self._failures: list[str] = []  # how ranks ended that did so by themselves
         self._looks = Throttle(_LOOK)
-        self._warned = False  # that a stop takes longer than asked for
+        self._warned = False  # whether the log has said that a stop takes longer than asked for
 
     def run(self) -> ExitStatus:
         """Run until no start is to follow."""
@@ -355,7 +355,7 @@ class _Supervisor:
                 if steady := self._steady(began):
                     backoff.succeeded()
                 if self._signals.stop.is_set():
-                    # One that came when no rank ran any more is a stop of the wait below.
+                    # A stop that came when no rank ran any more ends the wait below.
                     late = not self._is(Phase.STOPPING) and ending.status is ExitStatus.FAULT
                     stopped = ending.outside or late or again
                     return ExitStatus.STOPPED if stopped else ending.status

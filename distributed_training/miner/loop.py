@@ -102,7 +102,7 @@ class Controller:
         # First: an inner step that ended after the grace is uploaded for its close no more.
         if self._tick_due():
             self._handle_event(ev.Tick(self._clock()))
-        # Also while commands wait: a stop that is in the queue clears them.
+        # Drain also while commands wait, since a stop in the queue clears them.
         self.drain()
         for upload in (self.state.upload, self.state.progress):
             if upload is not None and (ended := upload.end_of_writing()) is not None:
@@ -117,11 +117,11 @@ class Controller:
         if may_train and (data.begin or self._blocks.available):
             return Command(Action.TRAIN, data=data)
         if not self._pending:
-            # With a request at hand there is no wait: ranks begin to fetch only with the command.
+            # Do not wait with a request at hand, since ranks begin to fetch only with the command.
             if not data.request:
                 self._handle_next(self.idle_wait)
             return Command(Action.WAIT_FOR_DATA if may_train else Action.IDLE, data=data)
-        # With what it needs and rank 0's own part, as they are at its turn.
+        # Fill in what the command needs, and rank 0's own part, when its turn comes.
         command = Command(self._pending.popleft())
         state, blocks = self.state, self._blocks
         match command.action:
@@ -332,7 +332,8 @@ class RankLoop(ABC):
             self._requested.add(part.request)
         if part.begin:
             self._data.begin(part.begin, part.sequences, part.start)
-        # At each boundary: a worker that died idle would be missed only when its block is due.
+        # Do this at each boundary: a worker that died idle would otherwise be missed only when its
+        # block is due.
         self._data.gather_blocks()
         for block in tuple(self._requested):
             sequences = self._data.ready(block)

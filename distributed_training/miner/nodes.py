@@ -108,7 +108,7 @@ class Nodes:
             log.info("Stopped with status %d%s", status, f": {reason}" if reason else "")
         asked = self._stopped_elsewhere
         if status == ExitStatus.STOPPED and not asked and not self._stop_wanted():
-            try:  # all may have saved before this rank's next look
+            try:  # all may save before this rank's next look
                 asked = self._store.add("stop", 0) > 0
             except RuntimeError:
                 log.debug("torchrun's store is gone", exc_info=True)
@@ -139,7 +139,7 @@ class Nodes:
                     and not self._stopped_elsewhere
                     and self._store.add("stop", 0) > 0
                 ):
-                    # It decides for all, as if it had been asked itself.
+                    # This rank decides for all, as if it had been asked to stop.
                     self._stopped_elsewhere = True
                     os.kill(os.getpid(), signal.SIGTERM)
             except RuntimeError:

@@ -93,7 +93,7 @@ class Reporter:
                 tokens_per_second = report.tokens_per_second
                 self._record("step", **asdict(report), tokens_per_second=tokens_per_second)
             case ev.UploadSkipped(problem=problem, kind=kind):
-                # By the kind: the problem names bytes and paths that differ each time.
+                # Compare the kind, since the problem names bytes and paths that differ each time.
                 early = kind == "steps" and not self._joined()
                 if (again := self._no_room() if kind == "disk" else "") is not None:
                     log.log(logging.INFO if early else logging.WARNING, "%s%s", problem, again)
@@ -205,7 +205,7 @@ class MachineGauges:
         self._cards = [card for i in range(gpus) if (card := NvmlSampler.open(i)) is not None]
 
     def single(self) -> Mapping[str, Callable[[], float | None]]:
-        total = host_bytes()  # as the start found it: the step is to read no files for it
+        total = host_bytes()  # as the start found it, so that a step reads no files
         return {
             "disk_free_bytes": lambda: free_bytes(self._folder),
             "disk_needed_bytes": lambda: self._needed,
@@ -274,10 +274,11 @@ class Metrics:
         self._gauges = gauges
         self._by_rank = by_rank
         self._last_rounds: deque[tuple[int, bool]] = deque(maxlen=20)  # outer step, merged
-        # From zero on: a counter that appears with 1 has no increase.
+        # Begin with zero, since a counter that appears with 1 shows no increase.
         self._skipped = {"disk": 0, "steps": 0}  # uploads
         for name in ("rounds", "rounds_failed", "rounds_missed", "publications_failed"):
-            file.registry.add(f"{name}_total", 0)  # until then: the first one is an increase
+            # Begin at 0, so that the first one is an increase.
+            file.registry.add(f"{name}_total", 0)
         file.registry.labelled("build_info", "version", {__version__: 1.0})
         for name in ("start", "last_step"):
             file.registry.set(f"{name}_timestamp_seconds", time.time())
@@ -291,12 +292,12 @@ class Metrics:
                 # A skipped step counts too: the alert by it is for a loop that stands.
                 registry.set("last_step_timestamp_seconds", time.time())
                 self._file.write(self._gather_figures)
-            case ev.Tick():  # also where no step ends, in a round or without data
+            case ev.Tick():  # this comes also if no step ends, in a round or without data
                 self._file.write(self._gather_figures)
             case ev.OuterStepEnded(committed=ok, outer_step=reached) if (
                 state.update is not None and self._joined()
             ):
-                # Whoever applied an update without a share in it took no part.
+                # A miner that applied an update without a share in it took no part.
                 self._count_round(state.outer_step, ok and state.update.base is Base.MERGED)
                 registry.add("rounds_missed_total", max(0, reached - state.outer_step - 1))
             case ev.UploadEnded(cause=problem, size=size):

@@ -89,7 +89,8 @@ def run_rank(config: Config) -> int:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str((folder / "compiled").absolute()))
     status, reason, outside, nodes = int(ExitStatus.FAULT), "", False, None
     try:
-        # From here on a stop goes only to rank 0, which saves first; before it ends all ranks.
+        # From here on a stop goes only to rank 0, which saves first. Before this point a stop ends
+        # all ranks.
         write_pid_file(folder, me.local_rank)
         Heartbeat(folder, me.local_rank)()
         with ExitStack() as stack:
@@ -118,7 +119,7 @@ def run_rank(config: Config) -> int:
         if reason.startswith("GPU "):
             log.error("%s", reason)
     if me.local_rank == 0:
-        with suppress(OSError):  # no room: to the launcher that is a fault
+        with suppress(OSError):  # there is no room, which the launcher takes for a fault
             write_exit_status(folder, status, reason, outside=outside)
     return status if nodes is None else nodes.close(status, reason)
 

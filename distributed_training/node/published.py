@@ -35,12 +35,12 @@ from distributed_training.store.transfer import Retry, deadline_in, require_room
 
 log = logging.getLogger(__name__)
 
-LIST = ".files.json"  # in the folder; sources of text and transformers read no such name
+LIST = ".files.json"  # file in the folder; sources of text and transformers read no such name
 LARGEST_LIST = 4 * 2**20  # bytes
 _MOST_FILES, _LARGEST = 20_000, 2**40  # files of a folder, and bytes of one file
 _LARGE = 20 * 10**9  # bytes, of a folder
 _SMALL, _LONG = timedelta(seconds=30), timedelta(hours=24)
-#: What transformers reads of a tokenizer.
+#: Files of a tokenizer that transformers reads.
 TOKENIZER_FILES = {
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "config.json",
@@ -165,7 +165,8 @@ def _fetch(open_bucket: Callable[[], BucketReader], folder: Path, what: str) -> 
         path = folder / name
         if path.exists():
             log.warning("%s is damaged and fetched again", path)
-        came = path.with_name(f".{listed.sha256}.came")  # its own name may be as long as any may be
+        # Use the digest, since the file's own name may have the greatest length.
+        came = path.with_name(f".{listed.sha256}.came")
         path.parent.mkdir(parents=True, exist_ok=True)
         reader.download(_key(listed.sha256), came, limit=listed.size)
         try:
@@ -209,7 +210,8 @@ def publish(config: Config, store: ObjectStore) -> None:
     there = {each.key: each.size for each in Retry(each=_SMALL)(store.list_objects, _key(""))}
     for what, folder in config.published.items():
         files = _FILES.validate_json((folder / LIST).read_bytes())
-        # By key: files of equal bytes are one object, which is not sent in parts twice at once.
+        # Collect by key: files of equal bytes are one object, which must not be sent in parts twice
+        # at once.
         missing = {
             _key(listed.sha256): folder / name
             for name, listed in files.items()

@@ -119,8 +119,8 @@ def make_run_folder(config: Config, *, fstab: Path = FSTAB) -> Path:
             continue
         cause = ""
         try:
-            # What holds files is no empty mount point. What the launcher writes of a start that was
-            # refused is no file of a miner: it may have been written while the mount was away.
+            # A folder with files is no empty mount point. Files that the launcher writes about a
+            # refused start do not count, since it may have written them while the mount was away.
             there = folder.iterdir() if folder.is_dir() else ()
             filled = any(path.name not in _NO_MINERS_FILES for path in there)
             if not filled and (mount := late_mount(folder, fstab)) is not None:
@@ -169,7 +169,8 @@ def sole_user(
                 f"a {program} (pid {pid or '?'}) is running in {folder}, so a second one would "
                 f"overwrite its files: stop it, or {instead}"
             ) from None
-        except OSError as error:  # Lustre without -o flock, NFS without a lock service
+        # Lustre without -o flock and NFS without a lock service have no locks.
+        except OSError as error:
             raise ConfigError(
                 f"the file system of {folder} has no locks ({error.strerror}), so a second "
                 f"{program} could overwrite the files of this one unnoticed: mount it with locks "
@@ -201,7 +202,7 @@ def sole_sender(config: Config) -> Iterator[None]:
                 "one upload of the two would count, so nothing was started: stop it, or run "
                 "dt-join --wallet.name two in a folder of its own"
             ) from None
-        except OSError:  # none here, or a place that cannot be written, or that has no locks
+        except OSError:  # there is no file, or the place cannot be written or has no locks
             pass
         yield
 
@@ -331,7 +332,8 @@ class StopSignals:
         self.name = ""
         self.hurry = False
         self._old: dict[int, Any] = {}
-        self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()  # its put() may be interrupted
+        # A SimpleQueue, whose put() may be interrupted.
+        self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     def __enter__(self) -> StopSignals:
         threading.Thread(target=self._set, name="stop-signals", daemon=True).start()

@@ -47,11 +47,11 @@ from distributed_training.store.errors import (
 from distributed_training.store.folder import FolderStore, info_of
 
 PREFIX = "/store/"  # beginning of the path of each URL
-SECRET = "store.key"  # in the registry's folder
+SECRET = "store.key"  # file of the key in the registry's folder
 _KEPT = 7 * 86400.0  # seconds for which parts are kept that nobody puts together
 _PIECE = 1024 * 1024  # bytes that are read or written at once
 _SENT = 128 * 1024  # bytes that are sent at once: a socket takes them mostly without a wait
-_WHOLE = "whole"  # in the folder of an upload in parts: its bytes, each part in its place
+_WHOLE = "whole"  # file in the folder of an upload in parts, with each part in its place
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
 _METHODS = {"get_object": "GET", "head_object": "HEAD", "put_object": "PUT", "upload_part": "PUT"}
 _CODES: tuple[tuple[type[StoreError], int, str], ...] = (

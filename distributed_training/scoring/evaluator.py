@@ -86,22 +86,22 @@ class EvaluationModel:
         fixed = schema_of(model, frozen=True)
         self.device = device
         self._vocabulary = int(model_config["vocab_size"])
-        # Without gradients: torch refuses to change weights in place that record some.
+        # Switch gradients off, since torch refuses to change weights in place that record them.
         self._model = model.to(device).eval().requires_grad_(False)
         self._loss = ModelWithLoss(kind, self._model)
         self._parameters = dict(self._model.named_parameters())
         if frozen is not None:
-            for entry in fixed:  # one at a time: together they may fill the memory
+            for entry in fixed:  # load one at a time, since together they may fill the memory
                 (values,) = load_weights(frozen, [entry])
                 self._parameters[entry[0]].copy_(values)
         if device.type == "cpu":
-            self._model.float()  # the values of a base in bf16 stay, and it computes in float32
+            self._model.float()  # a base in bf16 keeps its values and computes in float32
         self._micro_batch = micro_batch
         self._stop = stop if stop is not None else threading.Event()
 
     def state(self) -> list[Tensor]:
         """Return copies of the weights, float32 on the CPU, in the order of ``schema``."""
-        # Cloned: on the CPU .cpu() is the parameter itself, which the next upload changes.
+        # Clone: on the CPU .cpu() returns the parameter itself, which the next upload changes.
         return [self._parameters[name].detach().cpu().clone() for name, _ in self.schema]
 
     def load(self, weights: Sequence[Tensor]) -> None:
@@ -146,7 +146,8 @@ class EvaluationModel:
         """
         if sequences.shape[0] == 0:
             raise ValueError("there is no sequence to evaluate")
-        # Its embedding would end the program, and on a GPU all that the process does there.
+        # Refuse it here: the embedding would end the program, and on a GPU all that the process
+        # does there.
         if (most := int(sequences.max())) >= self._vocabulary:
             raise ConfigError(
                 f"the text holds token {most} and the model has {self._vocabulary} words, so its "
@@ -169,7 +170,7 @@ class EvaluationModel:
         Args:
             sequences: int64 ``(n, length)``, on any device.
         """
-        # Weighted: the last micro-batch may be smaller than the others.
+        # Weigh by tokens, since the last micro-batch may be smaller.
         tokens = self.tokens(sequences)
         pairs = zip(self.losses(sequences), tokens, strict=True)
         return sum(loss * n for loss, n in pairs) / sum(tokens)
@@ -179,7 +180,7 @@ class EvaluationModel:
 # page, section 5).
 APPLIED_FRACTION = 0.5
 
-TRIED = 4  # blocks, until one has enough text
+TRIED = 4  # blocks that are tried until one has enough text
 
 # (uid, block) -> int64 (n, sequence length). Raises DataUnavailable.
 Pages = Callable[[int, int], Tensor]
@@ -231,7 +232,7 @@ class Comparison:
         Inf for fewer than two. Texts of one page resemble each other, so the true one is somewhat
         larger.
         """
-        # By pairs: texts differ far more among each other than an upload changes one.
+        # Compare in pairs, since texts differ far more from each other than an upload changes one.
         gains = [b - a for b, a in zip(self.before, self.after, strict=True)]
         n = len(gains)
         if n < 2:
@@ -398,37 +399,40 @@ class Evaluator:
             ]
             blocks = [tuple(block for block, _ in drawn)]
             texts = [torch.cat([text for _, text in drawn])]
-            with contextlib.suppress(ShortText):  # it is judged on random text only
+            # An upload with too little text is judged on random text only.
+            with contextlib.suppress(ShortText):
                 if self.assigned:
                     block, text = self._text(uid, upload.blocks)
                     blocks.append((block,))
                     texts.append(text)
-            # After the text: without it all that is computed would be thrown away.
-            # Again for each upload: the one before is still subtracted.
+            # Load after the text, without which all would be computed in vain. Load again for each
+            # upload, since the one before is still subtracted.
             self.model.load(judged.weights)
             before = [self.model.losses(text) for text in texts]
         except (DataUnavailable, torch.AcceleratorError):
             raise
         except ConfigError as error:
-            # A few tokenizers have words beyond their model's: one text, not the end of the scores.
+            # A few tokenizers have words beyond their model's vocabulary. That costs one text, not
+            # the scores.
             raise DataUnavailable(str(error)) from None
         # A fault of the rows or of this machine, before the upload was looked at.
         except Exception as error:
             raise DataUnavailable(f"its text cannot be measured: {in_a_line(error)}") from error
-        # Scores are computed from both: one that is not finite would end the pass of all.
+        # Scores follow from both losses, and one that is not finite would end the pass of all
+        # members.
         if not all(math.isfinite(loss) for losses in before for loss in losses):
             raise DataUnavailable("the loss before it is not finite")
         try:
-            # One at a time: decoded together they are as large as the model.
+            # Decode one at a time, since together they are as large as the model.
             for name, shape in self.model.schema:
                 decoded = upload.payload.decode(name, shape)
-                if decoded is not None:  # it was sent
+                if decoded is not None:  # the parameter is in the upload
                     factor = judged.learning_rate * APPLIED_FRACTION
                     self.model.subtract(name, decoded, factor)
             after = [self.model.losses(text) for text in texts]
         except torch.AcceleratorError:
             raise
-        except Exception as error:  # what went well without the upload fails with it
+        except Exception as error:  # it went well without the upload and fails with it
             if of_this_machine(error):
                 raise DataUnavailable(f"it cannot be applied here: {in_a_line(error)}") from error
             why = f"it cannot be applied: {in_a_line(error)}"
@@ -462,7 +466,7 @@ def judgement_fields(judgement: Evaluation, revision: str) -> Mapping[str, objec
     }
     if revision:
         fields["revision"] = revision
-    # Left out of a reset one: a figure that was not measured is absent.
+    # Leave out figures that were not measured, as after a reset.
     for name, found in (("random", judgement.random), ("assigned", judgement.assigned)):
         if found is not None:
             fields[f"{name}_before"], fields[f"{name}_after"] = found.losses

@@ -72,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__doc__ or NO_HELP)
         return 0
     try:
-        # Before the network is asked: a download of gigabytes would end in one of these.
+        # Check this before the network is asked, since a download of gigabytes would end in one of
+        # these.
         folder: Path | None = options.folder
         if folder is None:
             raise ConfigError("no folder is given, so nothing was exported: dt-export FOLDER")
@@ -84,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(
                 f"{folder.absolute().parent} is not there, so nothing was exported: make it first"
             )
-        # First, so that the same flag on the command line wins.
+        # Put these first, so that the same flag on the command line wins.
         given = ["--neuron.device", "cpu", *subnet_flags(options.subnet)]
         # A run folder has what the network publishes: its tokenizer, its text.
         if options.source is not None and (options.source / "published").is_dir():
@@ -186,11 +187,12 @@ def export_model(config: Config, place: Path, folder: Path, *, merge: bool = Fal
         files = [(place / keys.MODEL, schema_of(model))]
         if fixed := schema_of(model, frozen=True):
             files.append((_frozen_file(config), fixed))
-        # Next to the folder: on one disk a move is a rename, whole or not at all.
+        # Write next to the folder: on one disk a move is a rename, which happens whole or not at
+        # all.
         with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=".export-") as made:
             part = Path(made, "model")
             part.mkdir()
-            # Each is checked: transformers makes up a tensor that is missing, and only warns.
+            # Each tensor is checked, since transformers makes up a missing one and only warns.
             kind_of(published).save(part, published, files, merge=merge)
             name = config.miner.global_tokenizer_name
             if name == "bytes":
@@ -198,7 +200,7 @@ def export_model(config: Config, place: Path, folder: Path, *, merge: bool = Fal
             else:
                 pretrained = load_pretrained(name, revision=config.tokenizer_revision)
                 pretrained.save_pretrained(part)
-            # An empty one: shutil.move would put the model inside of it.
+            # Remove an empty folder, since shutil.move would put the model into it.
             if folder.exists():
                 folder.rmdir()
             shutil.move(part, folder)
@@ -298,7 +300,7 @@ def sample(folder: Path, prompt: str, *, tokens: int) -> str:
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     room = model.config.max_position_embeddings
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
-    # The end of a long prompt: context and new tokens share max_position_embeddings.
+    # Keep the end of a long prompt, since context and new tokens share max_position_embeddings.
     ids = ids[:, -max(1, room - tokens) :]
     # The seed is for this text: a caller in the same process keeps its own.
     with torch.random.fork_rng(devices=[]):
@@ -348,7 +350,7 @@ def held_out_loss(config: Config, folder: Path, sequences: int) -> tuple[float, 
             mean = mean_loss(losses, config.domains)
             return mean, config.held_out_name + lines.describe_losses(losses)
         read = PageReader.from_settings(config, *tokenizer)
-        # The same pages at each call, so that two exports can be compared.
+        # Draw the same pages at each call, so that two exports can be compared.
         generator = random.Random(0)
         texts: list[torch.Tensor] = []
         while sum(map(len, texts)) < sequences:

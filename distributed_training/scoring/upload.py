@@ -75,7 +75,7 @@ class Judged:
     learning_rate: float
 
 
-# A member's bucket, by its commitment. Raises NoBucket, and ChainError.
+# Opens a member's bucket by its commitment. Raises NoBucket and ChainError.
 OpenBucket = Callable[[Neuron], BucketReader]
 
 
@@ -106,7 +106,7 @@ def pages_of(
         raise NetworkFailure(f"uploads cannot be judged: {error}") from None
 
     def read(uid: int, block: int) -> Tensor:
-        del uid  # all are judged on the same
+        del uid  # all members are judged on the same text
         draw, found = random.Random(block), []
         for domain in config.domains:
             of_domain = tokens[domain.name]
@@ -146,7 +146,7 @@ class PageReader:
     max_length: int
     draw_pages: PageDraw
     limit: int = 0
-    patience: timedelta = timedelta(minutes=5)  # with the pages of a block, except the last one's
+    patience: timedelta = timedelta(minutes=5)  # time for all pages of a block but the last
 
     @classmethod
     def from_settings(
@@ -190,14 +190,14 @@ class PageReader:
                 count=JUDGED_PAGES,
                 num_rows=self.source.num_rows(),
             ):
-                # A slow server has two minutes for each page, and a validator leads no round before
-                # the text of an upload is there.
+                # A slow server gets two minutes per page, and a validator cannot lead a round
+                # before the text is there.
                 if time.monotonic() >= deadline:
                     took = f"its pages take longer than {self.patience.total_seconds():g} s"
                     raise PageUnavailable(took)
                 rows += self.source.rows(config, row, split=split, limit=self.rows_per_page)
             tokens = self.tokenizer.encode_rows(rows, max_length=self.max_length)
-        # ValueError: the data have too few pages.
+        # ValueError means that the data have too few pages.
         except (PageUnavailable, OSError, ValueError) as error:
             kind = ShortText if isinstance(error, ValueError) else DataUnavailable
             why = f"pages of uid {uid} from {first} on, outer step {outer_step}"

@@ -54,7 +54,7 @@ class PartInfo:
 
     number: int  # from 1
     size: int
-    etag: str  # as the store writes it: MD5 in hex, or anything
+    etag: str  # etag as the store writes it: MD5 in hex, or anything
 
 
 @dataclass(frozen=True)

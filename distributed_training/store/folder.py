@@ -32,7 +32,7 @@ from .errors import (
     TransientError,
 )
 
-_LEFT_AFTER = 3600.0  # seconds without a write: then a temporary file has no writer any more
+_LEFT_AFTER = 3600.0  # seconds without a write after which a temporary file has no writer any more
 
 
 class FolderStore:

@@ -78,7 +78,7 @@ class AccessStore(S3ObjectStore):
     def __init__(
         self, ask: Ask, *, bucket: str, settings: StoreSettings, private: bool = False
     ) -> None:
-        endpoint = settings.endpoint_url or ""  # which the file of such a network has
+        endpoint = settings.endpoint_url or ""  # the file of such a network has an endpoint
         super().__init__(bucket=bucket, endpoint_url=endpoint, keys=None, settings=settings)
         own = _host_of(endpoint)
         # The bucket's name may stand in front: store.addressing.
@@ -122,7 +122,7 @@ class AccessStore(S3ObjectStore):
         try:
             return _GRANT.validate_python(self._ask({"do": do, "key": key, **more}))
         except ValidationError:
-            # Without its words: they would hold the URLs.
+            # Leave out the error's words, which would hold the URLs.
             raise StoreError(
                 f"{do} {self._bucket}/{key}: the registry's answer grants nothing that this "
                 "version knows, so nothing was sent: update it, or ask the founder"

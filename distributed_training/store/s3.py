@@ -59,13 +59,14 @@ from .errors import (
 # --- what a store answered ----------------------------------------------------------
 
 _PASSING_STATUS = frozenset({408, 429})
-# By code as well: S3 gives two of them status 400, which is otherwise for good. The last ones are
-# the 409 that pass: another request for the same key is not over yet. HEAD has only the status.
+# Compare codes as well: S3 gives two of these status 400, which is otherwise final. The last ones
+# are kinds of 409 that pass, since another request for the same key is not over yet. HEAD has only
+# the status.
 _PASSING_CODES = frozenset(
     {"SlowDown", "RequestTimeout", "IncompleteBody", "InternalError"}
     | {"OperationAborted", "ConditionalRequestConflict", "Conflict", "409"}
 )
-_NEVER = frozenset({501, 505})  # no such operation there
+_NEVER = frozenset({501, 505})  # the store has no such operation
 # A 400 for S3 are the last two, of keys that were good once.
 _BAD_KEYS = frozenset(
     {"InvalidAccessKeyId", "SignatureDoesNotMatch", "Unauthorized", "ExpiredToken", "InvalidToken"}
@@ -199,21 +200,21 @@ class S3ObjectStore:
                     # R2 refuses the trailers of botocore's default, when_supported.
                     request_checksum_calculation="when_required",
                     response_checksum_validation="when_required",
-                    # One attempt: `Retry` repeats it, and knows of pauses and deadlines.
+                    # Allow one attempt, since `Retry` repeats it and knows pauses and deadlines.
                     retries={"total_max_attempts": 1, "mode": "standard"},
                     connect_timeout=settings.connect_timeout.total_seconds(),
                     read_timeout=settings.read_timeout.total_seconds(),
                     # The claim's renewal and the cleanup use this client, too.
                     max_pool_connections=settings.concurrency + 4,
                     tcp_keepalive=True,
-                    # Without this botocore reads the environment, for loopback too.
+                    # Set this, or botocore reads the environment, also for loopback.
                     proxies={scheme: proxy} if proxy else {},
                     # The store compares every part with its MD5, so the payload need not be hashed
                     # a second time for the signature.
                     s3={
                         "addressing_style": settings.addressing,
                         "payload_signing_enabled": False,
-                        "us_east_1_regional_endpoint": "regional",  # not as the environment has it
+                        "us_east_1_regional_endpoint": "regional",  # whatever the environment says
                     },
                 ),
             )
@@ -224,7 +225,7 @@ class S3ObjectStore:
             "before-call.s3.HeadBucket",
             lambda context, **_: context.setdefault("s3_redirect", {}).update(redirected=True),
         )
-        if keys is None:  # no cache answers requests with a key
+        if keys is None:  # a cache answers no requests with a key
             self._client.meta.events.register("before-parameter-build.s3", self._note_changing)
             self._client.meta.events.register("before-call.s3", _ask_past_caches)
 
@@ -283,8 +284,8 @@ class S3ObjectStore:
         except ObjectMissingError:
             return None
         except StoreError as refused:
-            # Without a body no code: wrong keys, a wrong clock and a missing permission look alike.
-            # The answer to GET has one.
+            # An answer without a body has no code, so wrong keys, a wrong clock and a missing
+            # permission look alike. The answer to GET has one.
             if not refused.retryable:
                 with contextlib.suppress(ObjectMissingError, IntegrityError, TransientError):
                     self.get_range(key, 0, 1)
@@ -458,7 +459,7 @@ class S3ObjectStore:
 
     def list_multiparts(self, prefix: str = "") -> list[MultipartInfo]:
         with self._errors("list", ""):
-            # Those beyond are for the next cleanup.
+            # The next cleanup takes the rest.
             listed = islice(self._entries("list_multipart_uploads", "Uploads", prefix), MOST_LISTED)
             return [
                 MultipartInfo(u["Key"], u["UploadId"], u["Initiated"].timestamp()) for u in listed
@@ -530,7 +531,7 @@ class S3ObjectStore:
                 "(timedatectl)"
             ) from None
         except (BotoCoreError, HTTPError, OSError) as error:
-            # Connection, timeout, or a read of ours that was interrupted.
+            # The connection failed, timed out, or our read was interrupted.
             what = "connection refused" if refuses(error) else type(error).__name__
             raise TransientError(
                 f"{verb} {self._bucket}/{key}: no answer from {self._endpoint}"
@@ -607,7 +608,7 @@ class S3ObjectStore:
         if status == 412:
             return PreconditionError(f"{place}: the object changed meanwhile ({answer})")
         if 300 < status < 304 or status in (307, 308):
-            # Not followed: whoever answers there would get our signature. 302 and 307 may pass.
+            # Do not follow it, since the host there would get our signature. 302 and 307 may pass.
             kind = TransientError if status in (302, 303, 307) else StoreError
             return kind(
                 f"{place}: {self._endpoint} redirects elsewhere ({answer}): correct "

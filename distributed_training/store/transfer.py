@@ -203,7 +203,7 @@ def run_all(
     finally:
         for future in futures:
             future.cancel()
-        # Those that run still use the file, which the caller closes next.
+        # Wait for running tasks, since they still use the file, which the caller closes next.
         wait(futures)
 
 
@@ -214,7 +214,7 @@ def deadline_in(duration: timedelta) -> float:
 # --- downloads ----------------------------------------------------------------------------------
 
 RANGE = 16 * 1024 * 1024
-NO_PROGRESS = timedelta(minutes=5)  # that one range is tried again and again
+NO_PROGRESS = timedelta(minutes=5)  # how long one range is tried without progress
 _MAKE_ROOM = "free the disk, or move --neuron.run_folder"
 
 
@@ -265,7 +265,7 @@ def download(
     needed = sum(min(RANGE, info.size - start) for start in missing)
     progress = _Progress(f"Downloading {key}", info.size, info.size - needed)
     require_room(path.parent, needed, what=key)
-    # Not truncated: it holds the ranges of an earlier attempt.
+    # Do not truncate the file, which holds the ranges of an earlier attempt.
     handle = os.open(part, os.O_RDWR | os.O_CREAT, 0o644)
     lock = threading.Lock()
 
@@ -286,7 +286,7 @@ def download(
         length = min(RANGE, info.size - start)
         require_room(path.parent, length, what=key)  # others write to this disk too
         write_at(handle, retry(read, start, length), start)
-        # One at a time: the notes of a slower thread, written later, would forget this range.
+        # Write one at a time: notes that a slower thread writes later would forget this range.
         with lock:
             done.add(start)
             # Bytes of a range are on disk before it is called done.
@@ -444,7 +444,7 @@ class _InParts:
     once: bool
     upload_id: str = ""
     listed: dict[int, PartInfo] = field(default_factory=dict)  # parts of this upload at the store
-    #: By id of the upload and number: those that this process has sent.
+    #: (id of the upload, number) -> part that this process has sent.
     sent: dict[tuple[str, int], PartInfo] = field(default_factory=dict)
 
     def send(self) -> int:

@@ -41,7 +41,7 @@ def register_secret(secret: SecretStr | str | None) -> None:
     global _secrets
     text = secret.get_secret_value() if isinstance(secret, SecretStr) else secret
     if text and len(text) >= _SHORTEST_SECRET:
-        in_json = json.dumps(text, ensure_ascii=False)[1:-1]  # as an event has its quotes
+        in_json = json.dumps(text, ensure_ascii=False)[1:-1]  # with quotes as an event has them
         # Make a new tuple, since another thread may be going through the old one.
         _secrets = tuple(sorted({*_secrets, text, in_json}, key=len, reverse=True))
 

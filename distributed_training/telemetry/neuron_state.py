@@ -34,7 +34,7 @@ _SILENT_SECONDS = 6.0  # without a sign of life, where the process cannot be see
 _DAY, _HOUR = 86400.0, 3600.0
 _FEW_DAYS = 4  # up to this number, counts are by the hour
 _SHORTEST = 60.0  # seconds of steps from which a day's tokens are estimated
-_CLOCK_STEP = 60.0  # by which the clock may have been set since a process began
+_CLOCK_STEP = 60.0  # seconds by which the clock may have been set since a process began
 
 _DAMAGED = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
 
@@ -291,7 +291,7 @@ class NeuronState:
         for path in named if gone else ():
             with contextlib.suppress(*_DAMAGED, OSError, psutil.Error):
                 process = psutil.Process(int(json.loads(path.read_bytes())["pid"]))
-                # One that began after the file was written has the same pid by chance.
+                # A process that began after the file was written has the same pid only by chance.
                 if process.create_time() <= path.stat().st_mtime + _CLOCK_STEP:
                     gone = False
         return {"last_sign": last, "gone": gone}

@@ -45,7 +45,7 @@ _LOW, _ENOUGH = 0.1, 0.12
 # A service that takes a message and does not say so gets it again after each of these waits.
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=30), timedelta(minutes=30)
 
-#: By trouble: its title, and how many seconds it lasts before it is reported. The rows of
+#: Trouble -> its title, and the seconds for which it lasts before it is reported. The rows of
 #: :data:`~.verdict.TABLE` name it.
 TROUBLES = {
     "start": ("Cannot start", 60.0),
@@ -186,8 +186,8 @@ class Notifier:
             if judgement.alert == name:
                 head = f"{judgement.verdict}: " if name == "counts" else ""
                 text = f"{head}{judgement.words}"
-            # What the operator knows of is over only where its rows were asked. What he does not
-            # know of yet lasts through another trouble, and through no restart.
+            # A trouble that was reported ends only when its rows were asked again. One that was not
+            # reported yet lasts through another trouble, but not through a restart.
             runs = state.state == LauncherState.RUNNING
             unsure = known is not None and (known.told or runs) and hides(judgement, name)
             yield name, None if unsure and not text else text
@@ -295,7 +295,7 @@ class Notifier:
         self._book = kept
         known = {name: each for name, each in kept.troubles.items() if name in TROUBLES}
         for name, trouble in known.items():
-            # What lasts does so while the miner runs; a stop is one until the next inner step.
+            # A trouble lasts while the miner runs; a stop lasts until the next inner step.
             if name != "stop" and not trouble.told and trouble.ended is None:
                 trouble.since = now
         self._book.troubles = early | known

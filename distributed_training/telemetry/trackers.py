@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 
 STEP = "inner_step_total"  # the axis of every figure
 _POLL_SECONDS = 1.0
-_CLOSE_SECONDS = 5.0  # for the last figures, at a stop
-_SERVER_SECONDS = 30.0  # that W&B's server may take to answer at the start
+_CLOSE_SECONDS = 5.0  # seconds for the last figures at a stop
+_SERVER_SECONDS = 30.0  # seconds that W&B's server may take to answer at the start
 _HISTORY_BYTES = 8 * 2**20
 
 # torchtitan's names, where they mean the same thing, and what our figure is multiplied with. Its
@@ -163,7 +163,7 @@ def wandb(given: Mapping[str, Any]) -> Write:
     try:
         run = library.init(mode=given["wandb"], **options)
     except library.Error as error:
-        library.teardown()  # its helper still holds the run that failed
+        library.teardown()  # W&B's helper still holds the run that failed
         log.warning(
             "W&B: %s. The figures are kept in %s, `wandb sync` sends them: check WANDB_API_KEY in "
             ".env and the network",

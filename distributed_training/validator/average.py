@@ -184,7 +184,8 @@ class AveragingValidator(StoreValidator):
         ``owners``: of the values, in their order: the uid that reduced them, and their count.
         """
         ends = torch.tensor([size for _, size in owners]).cumsum(0)
-        # By owner: of the average, of its difference from the mean, and of the mean.
+        # Sums of squares by owner: of the average, of its difference from the mean, and of the
+        # mean.
         squares, place = torch.zeros(3, len(owners), dtype=torch.float64), 0
         for index, (_, shape) in enumerate(self.state.schema):
             for first, stop in row_chunks(*rows_and_columns(shape)):
@@ -201,7 +202,7 @@ class AveragingValidator(StoreValidator):
             differ = ~(squares[1] <= _ALIKE**2 * squares[2])  # also NaN
             suspects = [uid for (uid, _), each in zip(owners, differ, strict=True) if each]
             if len(suspects) == sum(size > 0 for _, size in owners):
-                suspects = []  # where all ranges differ it is what somebody sent
+                suspects = []  # if all ranges differ, somebody has sent other values
             finite = min(difference / max(length, 1e-18), 1e18) if math.isfinite(norm) else None
             self._averaging = replace(
                 self._averaging, difference=finite, suspects=tuple(sorted(suspects))
@@ -224,7 +225,7 @@ class AveragingValidator(StoreValidator):
     def _participants(self, close: Intake) -> frozenset[int]:
         if self._averaging.source == "merge":
             return super()._participants(close)
-        # Also of those whose uploads nobody looked at.
+        # This includes participants whose uploads nobody looked at.
         for uid in self._averaging.participants:
             close.came.setdefault(uid, close.state.closes_at)
         return frozenset(self._averaging.participants)

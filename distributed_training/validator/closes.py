@@ -549,7 +549,7 @@ class CloseJudge:
             layout=UpdateLayout.of(self.state.schema, header),
             sign=self._steps.sign,
             divisor=whole if average is None else whole / len(found),
-            # As the manifest has them: whoever replays the step must get the same bits.
+            # Take the facts as the manifest has them, since a replay must get the same bits.
             facts=[UploadFacts(u.file.header.tokens, u.norm, u.improvement) for u in ordered],
         )
         losses = self._rules.losses(values.weights)

@@ -234,7 +234,7 @@ def run_validator(
         with StopSignals(interrupts=True) as signals, ExitStack() as stack:
             # Another one's ledger and copy of the chain would be shared.
             stack.enter_context(sole_user(folder, "validator.lock", "validator"))
-            # By it the dashboard sees that this process is gone.
+            # The dashboard sees by this file that the process is gone.
             write_json(folder / "instance.json", {"pid": os.getpid()})
             stack.enter_context(dashboard(config, folder))
             write_settings(config, folder)
@@ -245,7 +245,8 @@ def run_validator(
                 config, parts, folder=folder, stop=signals.stop, stack=stack
             )
             validator.start(state, found=found)
-            # From here on it sets an event: a publication must not end anywhere in the middle.
+            # From here on a signal only sets an event, since a publication must not end in the
+            # middle.
             signals.interrupts = False
             validator.run()
     except StopNow:
@@ -391,7 +392,8 @@ def initial_state(config: Config, *, vocabulary: int, eos_token: int) -> GlobalS
     file or a folder that cannot be used.
     """
     path, rules = config.validator.model, config.network
-    if path is not None and path.is_dir():  # its weights count, and the file's model where it is
+    # The folder's weights count, and the file's model if it has one.
+    if path is not None and path.is_dir():
         path = path / keys.CONFIG if rules is None or rules.model is None else None
     if path is not None:
         try:

@@ -135,7 +135,7 @@ class StoreValidator(CloseJudge):
         self._losses: dict[str, float]  # losses of the state on each domain, since the start
         self.finished = ""  # why no round is called any more
         self._finish_shown = ""  # the end that the bucket shows
-        config = self._rules.config  # none of these changes while it runs
+        config = self._rules.config  # none of these changes while the validator runs
         self._period = config.round_period.total_seconds()
         self._weights_due = Throttle(self._period / 4)
         self._close: Intake | None = None
@@ -240,7 +240,7 @@ class StoreValidator(CloseJudge):
             steps.publish(self._signed(manifest))
             steps.went_on(manifest, values)
         self._miners()
-        if not self.standings.successful_rounds:  # on an empty disk: the chain has the scores
+        if not self.standings.successful_rounds:  # on an empty disk take the scores from the chain
             hotkeys = dict[int, str]()  # a uid may be another's by now, as of its last upload
             for past in steps.history:
                 hotkeys |= {one.uid: one.hotkey for one in past.merged}
@@ -366,7 +366,7 @@ class StoreValidator(CloseJudge):
         if self._missing(close, miners, now):
             self._reporter.report(at_once=False)
             return False
-        # Who was expelled meanwhile is in no outer step any more.
+        # A member that was expelled meanwhile is in no outer step any more.
         present = {miner.uid: miner.hotkey for miner in miners}
         close.accepted = {
             u: one for u, one in close.accepted.items() if present.get(u) == one.hotkey
@@ -412,14 +412,14 @@ class StoreValidator(CloseJudge):
         if not (after := self._rules.mean(merged.losses)) <= limit:
             detail = f"held-out loss {before:.4f} -> {after:.4f}, limit {limit:.4f}"
             self._record_losses(close.state.outer_step + 1, merged.losses)
-            del merged  # as large as three models, and each that is tried is as large
+            del merged  # the merge is as large as three models, and so is each that is tried
             spoilers = find_spoilers(len(trusted), passes)
             if spoilers is None or len(trusted) - len(spoilers) < least:
                 return self._move(close, GATE, detail, now)
             for place in spoilers:
                 self._blame(close, trusted[place], "spoiler", f"with it {detail}")
             merged = self._merge(close, [*close.accepted])
-            # Without the spoilers others may help, or be usual.
+            # Without the spoilers other uploads may help, or determine what is usual.
             if not self._rules.mean(merged.losses) <= limit:
                 return self._move(close, GATE, detail, now)
         self._prepare(close, merged, now)
@@ -679,7 +679,7 @@ class StoreValidator(CloseJudge):
         judgements += [
             Evaluation.reset(uid, close.state.outer_step, CAUSES[one.cause], one.reason)
             for uid, one in close.refused.items()
-            if one.cause != "not-judged"  # which says nothing about the upload
+            if one.cause != "not-judged"  # this cause says nothing about the upload
         ]
         entries, took_part = self.standings.present(), self._participants(close)
         for uid, entry in entries.items():

@@ -207,7 +207,8 @@ class Guard:
         if self._token:
             header = request.headers.get("authorization", "").removeprefix("Bearer ")
             given = header or request.query_params.get("token") or request.cookies.get("token", "")
-            # In constant time: one that stops at the first wrong letter tells how many were right.
+            # Compare in constant time: a comparison that stops at the first wrong letter would tell
+            # how many were right.
             if hmac.compare_digest(given.encode(), self._token.encode()):
                 return None
             return PlainTextResponse("the token is missing or wrong: open /?token=...\n", 401)
@@ -292,7 +293,7 @@ def server(neurons: Sequence[NeuronState], *, token: str = "") -> uvicorn.Server
     config = uvicorn.Config(
         application(neurons, token=token),
         http=PageConnection,
-        log_level="critical",  # its warnings are one for each malformed request of anybody
+        log_level="critical",  # it would warn of each malformed request of anybody
         access_log=False,
         ws="none",
         lifespan="off",
