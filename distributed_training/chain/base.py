@@ -42,7 +42,7 @@ class Neuron:
     uid: int
     hotkey: str  # ss58
     ip: str = "0.0.0.0"
-    port: int | None = None  # None: no endpoint is served
+    port: int | None = None  # None if it serves no endpoint
     stake: float = 0.0
     validator_permit: bool = False
     incentive: float = 0.0

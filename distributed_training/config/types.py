@@ -283,8 +283,8 @@ class Domain:
     weight: float = 1.0
 
 
-#: One file: NAME=, or NAME*WEIGHT=, then its place and digest. A place has no "#", so that the
-#: digest ends a file in a line of several. A file's name stands in logs, pages and metrics.
+#: A file is NAME= or NAME*WEIGHT=, its place and its digest. A place has no "#", so that in a line
+#: of several files the digest ends each. Logs, pages and metrics show the name.
 DOMAIN_NAME = (
     r"(?:(?P<name>[a-z0-9][a-z0-9-]{0,31})(?:\*(?P<weight>[0-9]{1,6}(?:\.[0-9]{1,6})?))?=)?"
 )

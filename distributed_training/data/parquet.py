@@ -65,8 +65,8 @@ def folder_revision(folder: Path, *, wanted: str | None = None) -> str | None:
         for note in notes.rglob("*.metadata"):
             with contextlib.suppress(OSError, UnicodeDecodeError), note.open() as file:
                 commits.add(file.readline(100).strip())
-    # Sort the wanted commit last, so that a folder with one file of another commit counts as the
-    # other's.
+    # Prefer any other commit to the wanted one: a folder with one file of another commit does not
+    # count as the wanted one.
     told = sorted(filter(_COMMIT.fullmatch, commits), key=lambda commit: commit == wanted)
     return told[0] if told else None
 

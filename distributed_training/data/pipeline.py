@@ -315,7 +315,7 @@ class DataPipeline:
         may_grow = self._settings.workers == "auto" and len(self._workers) < MOST_WORKERS
         if may_grow and per_worker > _NARROW * self._train_seconds:
             self._workers.append(DataWorker(self._spec))
-            self._timed = 0  # the next times are those of one more worker
+            self._timed = 0  # measure again, since there is one more worker
             log.info(
                 "Data: a block is prepared in %.1f s and trained on in %.1f s, so this rank has %d "
                 "workers from here on",

@@ -94,8 +94,8 @@ class Message:
 def deliver(url: SecretStr, message: Message) -> None:
     """Send ``message``, with no secret in it. Raises NotSent."""
     parts = urlsplit(url.get_secret_value())
-    # Lines of libraries may write a URL in other ways than it was given in. A part of it that is
-    # no host name is a token.
+    # Mask the parts of the URL too, since a library may log it in another form. A part that is no
+    # host name is a token.
     for part in (url, parts.path, parts.query, "" if "." in parts.netloc else parts.netloc):
         register_secret(part)
     send(url, message.title, mask(message.text), bad=message.bad)
