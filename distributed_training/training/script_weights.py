@@ -312,10 +312,11 @@ def _describe_missing(
                 f"the model is a wrapper that holds the network's model as {inner}, {_NOTHING}: "
                 f"give model.{inner} in its place"
             )
-    if any("lora_" in name or name.startswith("base_model.") for name in named):
+    adapters = any("lora_" in name for name in wanted)
+    if not adapters and any("lora_" in n or n.startswith("base_model.") for n in named):
         return (
             f"the model has adapters (LoRA, PEFT) and no {missing}, which the network's has, "
-            f"{_NOTHING}: join with the model without adapters, unless the network trains adapters"
+            f"{_NOTHING}: join with the model without adapters"
         )
     return f"the model has no parameter {missing}, which the network's has, {_NOTHING}: {other}"
 
@@ -333,6 +334,11 @@ def _problems(
     """
     other = "build the model from the network's config.json (distributed_training.model_config())"
     wanted = {plain_name(name): each for name, each in network.named_parameters()}
+    if any("lora_" in name for name in wanted):
+        other = (
+            "make the adapters by get_peft_model(model, distributed_training.lora_config()) on the "
+            "network's base"
+        )
     if missing := next((name for name in wanted if name not in named), ""):
         yield _describe_missing(missing, wanted, named, other)
         return
