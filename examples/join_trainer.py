@@ -1,9 +1,10 @@
-"""Train a causal model with a Hugging Face ``Trainer``, as a member of a network.
+"""Train adapters with PEFT and a Hugging Face ``Trainer``, as a member of a network.
 
-    python examples/join_trainer.py NETWORK TEXT ...
+    python examples/join_trainer.py NETWORK BASE TEXT ...
 
-As ``join.py``, by a callback: the two lines marked ``# network``. The ``Trainer`` keeps its own
-checkpoints in ``trainer/`` and resumes from the last one. It needs ``pip install accelerate``.
+BASE is the folder or the name of the base that the network adapts, TEXT files of your own. The
+lines marked ``# network`` are all that a script needs for it. A ``Trainer`` of a whole model needs
+the last of them only. It keeps its own checkpoints in ``trainer/`` and resumes from the last one.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import get_peft_model
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import distributed_training  # network
 from distributed_training.huggingface import NetworkCallback  # network
@@ -27,9 +29,9 @@ LENGTH = 256  # tokens of a sequence
 class Windows(Dataset[dict[str, Tensor]]):
     """Text of files in sequences of LENGTH tokens: int64 ``input_ids`` and ``labels``."""
 
-    def __init__(self, network: str, files: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any, files: Sequence[str]) -> None:
         text = "\n".join(Path(file).read_text() for file in files)
-        self._tokens = torch.tensor(distributed_training.tokenizer(network).encode(text).ids)
+        self._tokens = torch.tensor(tokenizer.encode(text).ids)
 
     def __len__(self) -> int:
         return len(self._tokens) // LENGTH
@@ -39,12 +41,6 @@ class Windows(Dataset[dict[str, Tensor]]):
         return {"input_ids": ids, "labels": ids}
 
 
-def make_model(network: str) -> Any:
-    """Return the model of a network's file, with random weights."""
-    config = AutoConfig.for_model(**distributed_training.model_config(network))  # network
-    return AutoModelForCausalLM.from_config(config)
-
-
 def last_checkpoint(folder: Path) -> str | None:
     """Return the newest checkpoint that no kill has cut off: its state is written last."""
     whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
@@ -52,7 +48,7 @@ def last_checkpoint(folder: Path) -> str | None:
     return None if newest is None else str(newest)
 
 
-def main(network: str, files: Sequence[str], steps: int = 1_000_000) -> None:
+def main(network: str, base: str, files: Sequence[str], steps: int = 1_000_000) -> None:
     folder = Path("trainer")
     arguments = TrainingArguments(
         output_dir=str(folder),
@@ -68,11 +64,13 @@ def main(network: str, files: Sequence[str], steps: int = 1_000_000) -> None:
         include_num_input_tokens_seen="all",
         report_to="none",
     )
-    data = Windows(network, files)
-    trainer = Trainer(model=make_model(network), args=arguments, train_dataset=data)
+    data = Windows(distributed_training.tokenizer(network), files)  # network
+    model: Any = AutoModelForCausalLM.from_pretrained(base)
+    model = get_peft_model(model, distributed_training.lora_config(network))  # network
+    trainer = Trainer(model=model, args=arguments, train_dataset=data)
     trainer.add_callback(NetworkCallback(network))  # network
     trainer.train(resume_from_checkpoint=last_checkpoint(folder))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

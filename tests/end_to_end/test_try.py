@@ -36,9 +36,9 @@ def start(folder: Path, script: Path, *words: str) -> subprocess.Popen[str]:
     )
 
 
-def ends(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def ends(process: subprocess.Popen[str], patience: float = PATIENCE) -> tuple[int, str, str]:
     try:
-        out, err = process.communicate(timeout=PATIENCE)
+        out, err = process.communicate(timeout=patience)
         assert not TREE.processes(), "nothing stays"
         return process.returncode, out, err
     finally:

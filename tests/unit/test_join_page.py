@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import distributed_training
 from distributed_training.common.memory import ModelShape
+from distributed_training.training.model import hf_config
 from tests.tools.network import network_file
 from tests.tools.settings import usual_network
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "join-a-script.md"
-SCRIPTS = [ROOT / "examples" / name for name in ("join.py", "join_trainer.py")]
+LOOP = ROOT / "examples" / "join.py"
+SCRIPTS = sorted((ROOT / "examples").glob("join*"))
+MOST = 10  # lines of ours in a script of somebody else
+LONGEST = 80  # lines of an example
 MODEL = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -43,6 +50,15 @@ RULES = {
 }
 
 
+def source(script: Path) -> str:
+    """Return a script's text, or that of a notebook's cells of code."""
+    text = script.read_text()
+    if script.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        return "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code")
+    return text
+
+
 def ours(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.endswith("# network")]
 
@@ -51,16 +67,24 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.M | re.S)
 
 
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_needs_few_lines_and_the_page_says_how_many(script: Path) -> None:
+    text = source(script)
+    count = len(ours(text))
+    assert 2 <= count <= MOST and len(text.splitlines()) <= LONGEST
+    assert re.search(rf"^\| .* \| `examples/{script.name}` \| {count} \|$", PAGE.read_text(), re.M)
+
+
 def test_the_page_shows_lines_of_the_scripts() -> None:
     sources = [
-        [line.removesuffix("  # network").strip() for line in script.read_text().splitlines()]
+        [line.removesuffix("  # network").strip() for line in source(script).splitlines()]
         for script in SCRIPTS
     ]
     shown = blocks("python")
     assert len(shown) >= len(SCRIPTS)
     for block in shown:
         lines = [line.strip() for line in block.splitlines() if line.strip()]
-        assert any(_in_order(lines, source) for source in sources), block
+        assert any(_in_order(lines, each) for each in sources), block
 
 
 def _in_order(lines: list[str], source: list[str]) -> bool:
@@ -95,61 +119,87 @@ def test_the_loop_without_the_lines_is_a_plain_one(
 ) -> None:
     torch.manual_seed(1)
     path, text = network
-    load(SCRIPTS[0], "with", "net.step")["main"](path, [text], 20)
+    load(LOOP, "with", "net.step")["main"](path, [text], 20)
     losses = [float(word) for word in capsys.readouterr().out.split() if word != "loss"]
     assert len(losses) == 20 and losses[-1] < losses[0]
 
 
 class Recorded:
-    """A membership that records its calls and sets the model's first weight at each step."""
+    """A membership that records its calls and sets the first trained weight at each step."""
 
     def __init__(self, network: str, model: Any, optimizer: Any) -> None:
-        self.first: Any = next(model.parameters()).data.view(-1)
+        trained = (each for each in model.parameters() if each.requires_grad)
+        self.first: Any = next(trained).data.view(-1)
         self.found = self.first[0].item()
         self.calls: list[tuple[float | None, int | None]] = []
         self.closed = False
         self.first[0] = 50.0
 
-    def step(self, loss: float | None, tokens: int | None) -> None:
-        self.calls.append((loss, tokens))
+    def step(self, loss: Any, tokens: int | None) -> None:
+        self.calls.append((None if loss is None else float(loss), tokens))
         self.first[0] = 50.0 + len(self.calls)
 
     def close(self) -> None:
         self.closed = True
 
 
-@pytest.mark.slow
-def test_the_trainer_steps_once_an_optimizer_step_and_saves_the_network_step(
-    network: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("accelerate")
+@pytest.fixture
+def adapted(network: tuple[str, str]) -> tuple[str, str, list[str]]:
+    """The arguments of a script that adapts a base."""
+    path, text = network
+    settings = {"r": 2, "alpha": 4, "targets": ["q_proj"]}
+    more = {"model.kind": "lora", "model.settings": settings, "model.trainable_parameters": 64}
+    network_file(Path(), {**RULES, "format": 3, **more, "model.frozen": "0" * 64})
+    AutoModelForCausalLM.from_config(hf_config(MODEL)).save_pretrained("base")
+    return path, "base", [text]
+
+
+def saved_by_transformers(step: int) -> float:
     from safetensors.torch import load_file
 
-    from distributed_training import huggingface
+    tensors = load_file(f"trainer/checkpoint-{step}/adapter_model.safetensors")
+    return next(each for name, each in tensors.items() if "lora_A" in name).view(-1)[0].item()
 
+
+def saved_by_lightning(step: int) -> float:
+    tensors = torch.load("lightning/last.ckpt", weights_only=False)["state_dict"]
+    return next(each for name, each in tensors.items() if "lora_A" in name).view(-1)[0].item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("host", "saved"),
+    [("huggingface", saved_by_transformers), ("lightning", saved_by_lightning)],
+    ids=["transformers", "lightning"],
+)
+def test_a_trainer_steps_once_an_optimizer_step_and_saves_the_network_step(
+    adapted: tuple[str, str, list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    host: str,
+    saved: Callable[[int], float],
+) -> None:
+    pytest.importorskip("accelerate" if host == "huggingface" else host)
     joined: list[Recorded] = []
     monkeypatch.setattr(
-        huggingface, "join", lambda *given: joined.append(Recorded(*given)) or joined[-1]
+        f"distributed_training.{host}.join",
+        lambda *given: joined.append(Recorded(*given)) or joined[-1],
     )
-    path, text = network
-    script = load(SCRIPTS[1])
-    script["main"](path, [text], 10)
+    name = {"huggingface": "join_trainer.py"}.get(host, f"join_{host}.py")
+    script = load(LOOP.with_name(name))
+    script["main"](*adapted, 10)
     (first,) = joined
     assert [tokens for _, tokens in first.calls] == [1024] * 10, "of four micro-batches of one"
-    assert first.calls[0][0] is None and 4 < first.calls[-1][0] < 6, "as it was logged"
+    reported = first.calls[-1][0]
+    assert reported is not None and 4 < reported < 6, "of a micro-batch, or as it was logged"
     assert first.closed
-
-    def saved(step: int) -> float:
-        file = f"trainer/checkpoint-{step}/model.safetensors"
-        return load_file(file)["model.embed_tokens.weight"].view(-1)[0].item()
-
     assert saved(10) == 60.0, "of this boundary, with what the network's step left"
-    script["main"](path, [text], 12)  # continues from the Trainer's checkpoint
+    script["main"](*adapted, 20)  # continues from the Trainer's checkpoint
     again = joined[-1]
-    assert again.found == 60.0 and len(again.calls) == 2 and saved(12) == 52.0
-    Path("trainer/checkpoint-12/trainer_state.json").unlink()  # a kill has cut it off
-    script["main"](path, [text], 12)
-    assert joined[-1].found == 60.0 and len(joined[-1].calls) == 2
+    assert again.found == 60.0 and len(again.calls) == 10 and saved(20) == 60.0
+    if host == "huggingface":
+        Path("trainer/checkpoint-20/trainer_state.json").unlink()  # a kill has cut it off
+        script["main"](*adapted, 20)
+        assert joined[-1].found == 60.0 and len(joined[-1].calls) == 10
 
 
 def test_a_trainer_that_ends_with_earlier_weights_is_refused() -> None:
