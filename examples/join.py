@@ -37,6 +37,7 @@ def batches(network: str, files: Sequence[str]) -> Iterator[Tensor]:
     """Yield int64 (BATCH, LENGTH) of random places of the files, without an end."""
     text = "\n".join(Path(file).read_text() for file in files)
     tokens = torch.tensor(distributed_training.tokenizer(network).encode(text).ids)
+    torch.seed()  # without it each start takes the same places
     while True:
         starts = torch.randint(len(tokens) - LENGTH, (BATCH, 1))
         yield tokens[starts + torch.arange(LENGTH)]
