@@ -35,12 +35,6 @@ from distributed_training.config.loader import Parser, argument, ranged
 from distributed_training.config.model import extras_of_network
 from distributed_training.config.types import File
 
-#: Options of editions up to 0.3, which judged uploads on this machine.
-_REMOVED = {
-    *("--random-block", "--sequences", "--passes", "--timeout", "--bucket", "--folder"),
-    *("--background", "--cache"),
-}
-
 
 def run() -> int:
     """Run the command. Ctrl-C is the ordinary end of ``--watch``."""
@@ -55,11 +49,6 @@ def main(argv: Sequence[str]) -> int:
         print(__doc__ or NO_HELP)
         return 0
     try:
-        if removed := _REMOVED & {flag.partition("=")[0] for flag in flags}:
-            raise ConfigError(
-                f"{min(removed)} is of earlier editions, which judged uploads on this machine, so "
-                "nothing was shown: leave it out; the verdicts are in the network's manifests"
-            )
         config = load_config(
             "validator",
             [*subnet_flags(options.subnet), *flags],

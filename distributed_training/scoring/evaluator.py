@@ -2,40 +2,219 @@
 
 The upload is applied to the global weights of its outer step: ``weights - outer_lr * 0.5 *
 decoded``. The loss is measured before and after, by one process without sharding. *Random* text is
-of one block for all uids of a pass, which nobody trained on; *assigned* text is of a block that the
-miner lists as trained.
+of one block for all uploads of a close, which nobody trained on; *assigned* text is of a block that
+the member names as trained. Both are of a few pages in a row, cut into sequences as members cut
+them (protocol page, section 3).
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
+import random
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from distributed_training.config import ConfigError
-from distributed_training.node.start import StopNow
-from distributed_training.protocol.pages import JUDGED_PAGES, place_of
+from distributed_training.chain.base import Neuron
+from distributed_training.config import Config, ConfigError
+from distributed_training.data.held_out import domain_tokens
+from distributed_training.data.page_source import PageSource, PageUnavailable
+from distributed_training.data.sources import Source
+from distributed_training.data.tokenizer import TextTokenizer
+from distributed_training.node.start import NetworkFailure, StopNow
+from distributed_training.protocol.pages import (
+    JUDGED_OF_DOMAINS,
+    JUDGED_PAGES,
+    PageDraw,
+    place_of,
+)
 from distributed_training.protocol.scoring import relative_improvement
 from distributed_training.protocol.types import Schema
-from distributed_training.scoring.upload import (
-    Cause,
-    DataUnavailable,
-    Judged,
-    ReadUpload,
-    ShortText,
-    in_a_line,
-    of_this_machine,
-)
+from distributed_training.protocol.update_file import UpdateFile
+from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.training.model import ModelWithLoss, kind_of, schema_of
 from distributed_training.training.weights import load_weights
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The global state that uploads are judged against.
+
+    Args:
+        outer_step: Of the close.
+        weights: Global weights of outer step X, float32 on the CPU, in the schema's order.
+        learning_rate: The outer learning rate.
+
+    Examples:
+        ```python
+        judged = Judged(
+            outer_step=state.outer_step,
+            weights=state.weights,
+            learning_rate=state.learning_rate,
+        )
+        ```
+    """
+
+    outer_step: int
+    weights: Sequence[Tensor]
+    learning_rate: float
+
+
+# Opens a member's bucket by its commitment. Raises NoBucket and ChainError.
+OpenBucket = Callable[[Neuron], BucketReader]
+
+
+BATCH = 2  # sequences come in pairs
+
+
+class DataUnavailable(RuntimeError):
+    """Pages, or this machine's memory, cannot be had now; says nothing about the upload."""
+
+
+class ShortText(DataUnavailable):
+    """A block has less text than a judgement needs, and never will have more."""
+
+
+def pages_of(config: Config, tokenizer_path: Path, eos_id: int) -> Callable[[int, int], Tensor]:
+    """Return the reader of the text that this network's uploads are judged on.
+
+    Raises ConfigError, NetworkFailure.
+    """
+    if not config.data.own:
+        return PageReader.from_settings(config, tokenizer_path, eos_id)
+    length = config.training.sequence_length
+    try:
+        tokens = domain_tokens(config, tokenizer_path, eos_id)
+    except PageUnavailable as error:
+        raise NetworkFailure(f"uploads cannot be judged: {error}") from None
+
+    def read(uid: int, block: int) -> Tensor:
+        del uid  # all members are judged on the same text
+        draw, found = random.Random(block), []
+        for domain in config.domains:
+            of_domain = tokens[domain.name]
+            for _ in range(max(1, round(JUDGED_OF_DOMAINS * domain.weight))):
+                start = draw.randint(0, len(of_domain) - length)
+                found.append(torch.from_numpy(of_domain[start : start + length].astype(np.int64)))
+        return torch.stack(found)
+
+    return read
+
+
+@dataclass(frozen=True)
+class PageReader:
+    """Reads the text of ``(uid, block)`` for the evaluator, as the miner with that uid reads it.
+
+    Args:
+        source: Has the rows of the data set.
+        tokenizer: Turns rows into tokens.
+        sequence_length: Tokens of a sequence.
+        rows_per_page: Rows of a page.
+        max_length: Tokens after which a row is cut.
+        draw_pages: The network's draw of pages.
+        patience: The longest time for the pages of a block, apart from the last page's own.
+
+    Examples:
+        ```python
+        read = PageReader.from_settings(config, tokenizer_path, eos_id=0)
+        sequences = read(17, block_at(3, 40))  # uid, outer step, page: int64 (n, sequence_length)
+        ```
+    """
+
+    source: PageSource
+    tokenizer: TextTokenizer
+    sequence_length: int
+    rows_per_page: int
+    max_length: int
+    draw_pages: PageDraw
+    patience: timedelta = timedelta(minutes=5)  # time for all pages of a block but the last
+
+    @classmethod
+    def from_settings(cls, config: Config, tokenizer_path: Path, eos_id: int) -> PageReader:
+        """Make the reader that a validator with this configuration has.
+
+        Args:
+            config: The validator's configuration, with the network's rules.
+            tokenizer_path: A ``tokenizer.json``.
+            eos_id: Token id that ends a row.
+
+        Raises:
+            ConfigError: If the data source cannot be opened.
+        """
+        return cls(
+            source=Source(config.data, cache=config.data_cache),
+            tokenizer=TextTokenizer(tokenizer_path, eos_id=eos_id),
+            sequence_length=config.training.sequence_length,
+            rows_per_page=config.data.rows_per_page,
+            max_length=config.data.max_length,
+            draw_pages=config.draw_pages,
+        )
+
+    def __call__(self, uid: int, block: int) -> Tensor:
+        """Return the text of a block as int64 ``(n, sequence_length)``.
+
+        Raises DataUnavailable: rows cannot be had now, or come too slowly; ShortText: they are too
+        few for two sequences or a page.
+        """
+        rows: list[str] = []
+        deadline = time.monotonic() + self.patience.total_seconds()
+        outer_step, first = place_of(block)
+        try:
+            for config, row, split in self.draw_pages(
+                uid=uid,
+                outer_step=outer_step,
+                first=first,
+                count=JUDGED_PAGES,
+                num_rows=self.source.num_rows(),
+            ):
+                # A slow server gets two minutes per page, and a validator cannot lead a round
+                # before the text is there.
+                if time.monotonic() >= deadline:
+                    took = f"its pages take longer than {self.patience.total_seconds():g} s"
+                    raise PageUnavailable(took)
+                rows += self.source.rows(config, row, split=split, limit=self.rows_per_page)
+            tokens = self.tokenizer.encode_rows(rows, max_length=self.max_length)
+        # ValueError means that the data have too few pages.
+        except (PageUnavailable, OSError, ValueError) as error:
+            kind = ShortText if isinstance(error, ValueError) else DataUnavailable
+            why = f"pages of uid {uid} from {first} on, outer step {outer_step}"
+            raise kind(f"{why}: {error}") from error
+        length = self.sequence_length
+        count = len(tokens) // (BATCH * length) * BATCH
+        if count == 0:
+            raise ShortText(
+                f"pages of uid {uid} from {first} on, outer step {outer_step} hold less than two "
+                "sequences"
+            )
+        return torch.from_numpy(tokens[: count * length].astype(np.int64)).reshape(count, length)
+
+
+def in_a_line(error: BaseException) -> str:
+    """Return type and text of an error that nobody expected, 200 characters at most."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+_LACKING = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
+
+
+def of_this_machine(error: BaseException | None) -> bool:
+    """Return whether it is this machine that lacks something, whatever it was reading."""
+    if isinstance(error, OSError):
+        return error.errno in _LACKING
+    lacking = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+    # torch raises a RuntimeError where the host has no memory left.
+    return isinstance(error, lacking) or "t allocate memory" in str(error)
 
 
 def evaluation_device(wanted: str) -> torch.device:
@@ -254,25 +433,12 @@ class Comparison:
         """True if the loss is worse afterwards beyond chance."""
         return self.absolute < -self.chance
 
-    @property
-    def interval(self) -> tuple[float, float]:
-        """The 95 % confidence interval of ``relative``.
-
-        Infinite for fewer than two micro-batches.
-        """
-        before = self.losses[0]
-        # With a handful of micro-batches the normal distribution would promise too much.
-        reach = t_quantile(len(self.before) - 1) * self.error
-        if not before:
-            return -math.inf, math.inf
-        return (self.absolute - reach) / before, (self.absolute + reach) / before
-
     def _mean(self, losses: Sequence[float]) -> float:
         total = sum(loss * n for loss, n in zip(losses, self.tokens, strict=True))
         return total / sum(self.tokens)
 
 
-def t_quantile(freedom: int, chance: float = 0.975) -> float:
+def t_quantile(freedom: int, chance: float) -> float:
     """Return the quantile ``chance`` of Student's t with ``freedom`` degrees of freedom.
 
     Cornish-Fisher (Abramowitz and Stegun 26.7.5), and exact where that series is not: for 1 and 2.
@@ -303,7 +469,9 @@ class Evaluation:
         random: On text that nobody was assigned; None if the upload was reset.
         assigned: On text that the miner was assigned; None if the upload was reset, where miners
             train on text of their own, or if the miner's blocks are too short.
-        cause: Why it was reset; None if it was not.
+        cause: Why it was reset, as events have it: ``STALE`` (it came too late), ``NO_DATA`` (it
+            could not be judged in time), ``BAD_GRADIENT`` (the file cannot be used), ``NOT_FINITE``
+            (the loss after it) or ``MAKES_IT_WORSE``; empty if it was not.
         reason: The finding in words; empty if it was not reset.
 
     Examples:
@@ -317,25 +485,13 @@ class Evaluation:
     outer_step: int
     random: Comparison | None = None
     assigned: Comparison | None = None
-    cause: Cause | None = None
+    cause: str = ""
     reason: str = ""
 
     @property
     def ok(self) -> bool:
         """False if the upload was reset."""
         return self.random is not None
-
-    @classmethod
-    def reset(cls, uid: int, outer_step: int, cause: Cause, reason: str) -> Evaluation:
-        """Return the judgement of an upload that is reset.
-
-        Args:
-            uid: The miner's.
-            outer_step: Of its close.
-            cause: What stands in the way.
-            reason: The finding in words.
-        """
-        return cls(uid, outer_step, cause=cause, reason=reason)
 
     @property
     def chance(self) -> float | None:
@@ -365,8 +521,8 @@ class Evaluator:
     Examples:
         ```python
         evaluator = Evaluator(model, PageReader.from_settings(config, tokenizer_path, eos_id=0))
-        upload = ReadUpload(uid, (block_at(3, 40),), file)
-        judgement = evaluator.judge(upload, judged, random_blocks=[random_block(Random())])
+        own = (block_at(3, 40),)
+        judgement = evaluator.judge(uid, file, own, judged, random_blocks=[random_block(Random())])
         print(judgement.random.relative, judgement.chance)
         ```
     """
@@ -376,12 +532,20 @@ class Evaluator:
     assigned: bool = True
 
     def judge(
-        self, upload: ReadUpload, judged: Judged, *, random_blocks: Sequence[int]
+        self,
+        uid: int,
+        file: UpdateFile,
+        own_blocks: Sequence[int],
+        judged: Judged,
+        *,
+        random_blocks: Sequence[int],
     ) -> Evaluation:
         """Measure by how much an upload lowers the loss on random and assigned text.
 
         Args:
-            upload: The upload to apply.
+            uid: The member's.
+            file: Its upload.
+            own_blocks: Of text that it was trained on, to be tried in this order; never empty.
             judged: The global weights to apply it to, and the outer learning rate.
             random_blocks: One block, as validators draw it; more make the figures surer.
 
@@ -391,7 +555,7 @@ class Evaluator:
             Stopped: If the model's ``stop`` was set.
             torch.AcceleratorError: After it the GPU cannot be used by this process any more.
         """
-        uid, outer_step = upload.uid, judged.outer_step
+        outer_step = judged.outer_step
         try:
             drawn = [
                 self._text(uid, range(block, block + TRIED * JUDGED_PAGES, JUDGED_PAGES))
@@ -402,7 +566,7 @@ class Evaluator:
             # An upload with too little text is judged on random text only.
             with contextlib.suppress(ShortText):
                 if self.assigned:
-                    block, text = self._text(uid, upload.blocks)
+                    block, text = self._text(uid, own_blocks)
                     blocks.append((block,))
                     texts.append(text)
             # Load after the text, without which all would be computed in vain. Load again for each
@@ -425,10 +589,8 @@ class Evaluator:
         try:
             # Decode one at a time, since together they are as large as the model.
             for name, shape in self.model.schema:
-                decoded = upload.payload.decode(name, shape)
-                if decoded is not None:  # the parameter is in the upload
-                    factor = judged.learning_rate * APPLIED_FRACTION
-                    self.model.subtract(name, decoded, factor)
+                factor = judged.learning_rate * APPLIED_FRACTION
+                self.model.subtract(name, file.decode(name, shape), factor)
             after = [self.model.losses(text) for text in texts]
         except torch.AcceleratorError:
             raise
@@ -436,14 +598,14 @@ class Evaluator:
             if of_this_machine(error):
                 raise DataUnavailable(f"it cannot be applied here: {in_a_line(error)}") from error
             why = f"it cannot be applied: {in_a_line(error)}"
-            return Evaluation.reset(uid, outer_step, Cause.BAD_GRADIENT, why)
+            return Evaluation(uid, outer_step, cause="BAD_GRADIENT", reason=why)
         found = [
             Comparison(of_text, self.model.tokens(text), b, a)
             for of_text, text, b, a in zip(blocks, texts, before, after, strict=True)
         ]
         if not all(math.isfinite(loss) for comparison in found for loss in comparison.after):
-            cause = Cause.NOT_FINITE
-            return Evaluation.reset(uid, outer_step, cause, "the loss after it is not finite")
+            why = "the loss after it is not finite"
+            return Evaluation(uid, outer_step, cause="NOT_FINITE", reason=why)
         return Evaluation(uid, outer_step, found[0], found[1] if len(found) > 1 else None)
 
     def _text(self, uid: int, blocks: Sequence[int]) -> tuple[int, Tensor]:
@@ -461,7 +623,7 @@ def judgement_fields(judgement: Evaluation, revision: str) -> Mapping[str, objec
         "uid": judgement.uid,
         "outer_step": judgement.outer_step,
         "ok": judgement.ok,
-        "cause": judgement.cause.name if judgement.cause else "",
+        "cause": judgement.cause,
         "reason": judgement.reason,
     }
     if revision:

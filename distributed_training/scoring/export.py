@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The heavy imports, once the flags are known to be right.
     from distributed_training.chain.base import ChainError
     from distributed_training.node.start import NetworkFailure
-    from distributed_training.scoring.upload import DataUnavailable
+    from distributed_training.scoring.evaluator import DataUnavailable
     from distributed_training.store.errors import StoreError
 
     try:
@@ -332,8 +332,7 @@ def held_out_loss(config: Config, folder: Path, sequences: int) -> tuple[float, 
     from distributed_training.node.start import NetworkFailure, fetch_tokenizer
     from distributed_training.protocol import keys, lines
     from distributed_training.protocol.scoring import random_block
-    from distributed_training.scoring.evaluator import EvaluationModel
-    from distributed_training.scoring.upload import PageReader
+    from distributed_training.scoring.evaluator import EvaluationModel, PageReader
     from distributed_training.training.weights import load_weights
 
     content = read_json_object(folder / keys.CONFIG) or {}

@@ -34,12 +34,13 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Refused, State
 from distributed_training.protocol.types import UPDATE_CODEC
 from distributed_training.protocol.update_file import Header, UpdateLayout, largest_file
-from distributed_training.scoring.evaluator import Evaluation, judgement_fields
-from distributed_training.scoring.upload import (
+from distributed_training.scoring.evaluator import (
     DataUnavailable,
+    Evaluation,
     Judged,
     OpenBucket,
     in_a_line,
+    judgement_fields,
     of_this_machine,
 )
 from distributed_training.store.base import ObjectInfo
@@ -386,7 +387,7 @@ class CloseJudge:
         self._leave(close, uid)
         with suppress(OSError):  # others may need its room
             self._upload_path(close, uid).unlink()
-        reset = Evaluation.reset(uid, close.state.outer_step, CAUSES[cause], reason)
+        reset = Evaluation(uid, close.state.outer_step, cause=CAUSES[cause], reason=reason)
         self._record("upload_scored", **judgement_fields(reset, ""))
         log.info("uid %d: refused (%s): %s", uid, cause, reason)
 
@@ -460,7 +461,6 @@ class CloseJudge:
     def _judged(self, close: Intake) -> Judged:
         return Judged(
             outer_step=close.state.outer_step,
-            schema=self.state.schema,
             weights=self.state.weights,
             learning_rate=self._outer_rule.learning_rate,
         )

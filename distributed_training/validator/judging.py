@@ -34,21 +34,20 @@ from distributed_training.protocol.network_report import printable
 from distributed_training.protocol.pages import JUDGED_PAGES, MOST_PAGES, block_at
 from distributed_training.protocol.types import Schema, Verify
 from distributed_training.protocol.update_file import UpdateFile
-from distributed_training.scoring.evaluator import TRIED, Evaluation, Evaluator
-from distributed_training.scoring.upload import Cause, Judged, ReadUpload
+from distributed_training.scoring.evaluator import TRIED, Evaluation, Evaluator, Judged
 from distributed_training.validator.merge import HISTORY, Measured, clip_factor, helpful
 
 #: Word of a refusal in a manifest -> the cause that scores report.
-CAUSES: Mapping[str, Cause] = {
-    "late": Cause.STALE,
-    "not-judged": Cause.NO_DATA,
-    "damaged": Cause.BAD_GRADIENT,
-    "other-close": Cause.BAD_GRADIENT,
-    "other-start": Cause.BAD_GRADIENT,
-    "empty": Cause.BAD_GRADIENT,
-    "worse": Cause.MAKES_IT_WORSE,
-    "copy": Cause.BAD_GRADIENT,
-    "spoiler": Cause.MAKES_IT_WORSE,
+CAUSES: Mapping[str, str] = {
+    "late": "STALE",
+    "not-judged": "NO_DATA",
+    "damaged": "BAD_GRADIENT",
+    "other-close": "BAD_GRADIENT",
+    "other-start": "BAD_GRADIENT",
+    "empty": "BAD_GRADIENT",
+    "worse": "MAKES_IT_WORSE",
+    "copy": "BAD_GRADIENT",
+    "spoiler": "MAKES_IT_WORSE",
 }
 COPY = 0.9  # cosine of two uploads up to which none is ever called a copy
 LONELY_COPY = 0.999  # above this cosine one of two is a copy, however alike the others are
@@ -216,9 +215,11 @@ class UploadJudge:
 
     def _accept(self, one: Accepted, judged: Judged, random_blocks: Sequence[int]) -> Accepted:
         # An upload without pages is judged on random text twice, which is never better.
-        upload = ReadUpload(one.uid, self._draw(one) or tuple(random_blocks[:1]), one.file)
+        own_blocks = self._draw(one) or random_blocks[:1]
         as_merged = replace(judged, learning_rate=judged.learning_rate * one.factor)
-        judgement = self.evaluator.judge(upload, as_merged, random_blocks=random_blocks)
+        judgement = self.evaluator.judge(
+            one.uid, one.file, own_blocks, as_merged, random_blocks=random_blocks
+        )
         if judgement.random is None:
             raise RefusedUploadError("worse", judgement.reason)
         if judgement.random.worse:
@@ -240,15 +241,10 @@ class UploadJudge:
         header = one.file.header
         if not header.pages:
             return ()
-        if len(header.pages) != 2:
-            raise RefusedUploadError(
-                "damaged",
-                f"its header lists {len(header.pages)} chain blocks in place of its first and last "
-                "page, as earlier editions do: its member updates the program",
-            )
-        first, last = header.pages
-        if not first <= last < MOST_PAGES:
-            raise RefusedUploadError("damaged", f"no member trains on the pages {first} to {last}")
+        first, last = header.pages[0], header.pages[-1]
+        if len(header.pages) != 2 or not first <= last < MOST_PAGES:
+            pages = " ".join(map(str, header.pages[:4]))
+            raise RefusedUploadError("damaged", f"no member trains on the pages {pages}")
         starts = range(first, last + 2 - JUDGED_PAGES)
         draw = random.Random(f"{self.secret} {one.uid} {header.outer_step} {header.serial}")
         return tuple(

@@ -55,10 +55,11 @@ from distributed_training.protocol.types import ExitStatus, Verify
 from distributed_training.scoring.evaluator import (
     EvaluationModel,
     Evaluator,
+    OpenBucket,
     Pages,
     evaluation_device,
+    pages_of,
 )
-from distributed_training.scoring.upload import OpenBucket, pages_of
 from distributed_training.store.base import ObjectStore
 from distributed_training.store.bucket_reader import BucketReader, states
 from distributed_training.store.errors import StoreError
@@ -293,6 +294,10 @@ def build(
         model.load(weights)
         return {name: model.loss(text) for name, text in parts.held_out.items()}
 
+    name = f"{config.miner.name}-validator"
+    stack.enter_context(open_trackers(config.telemetry, folder, name=name))
+    exports = Exports(config, folder, record=run.record)
+    stack.callback(exports.close)
     validator = kind_of_validator(config)(
         rules=ValidatorRules(
             config=config,
@@ -319,7 +324,7 @@ def build(
             round_seconds=(settings.grace + config.round_period / 2).total_seconds(),
             run_folder=folder,
         ),
-        after_step=open_exports(config, folder, state, run.record, stack).after,
+        after_step=exports.after,
         of_member=parts.open_bucket if config.has_bucket else None,
     )
     return validator, state, found
@@ -372,17 +377,6 @@ def load_standings(config: Config, ledger: Path) -> Standings:
         ) from None
     standings.board.assigned_counts = not config.data.own
     return standings
-
-
-def open_exports(
-    config: Config, folder: Path, state: GlobalState, record: Callable[..., None], stack: ExitStack
-) -> Exports:
-    """Open what looks at the model after an outer step; ``stack`` ends it."""
-    name = f"{config.miner.name}-validator"
-    stack.enter_context(open_trackers(config.telemetry, folder, name=name))
-    exports = Exports(config, folder, record=record)
-    stack.callback(exports.close)
-    return exports
 
 
 def initial_state(config: Config, *, vocabulary: int, eos_token: int) -> GlobalState:

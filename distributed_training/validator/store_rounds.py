@@ -34,10 +34,10 @@ of each kind, in the order in which they happen; readers ignore kinds and fields
 ``upload_seen``
     uid, revision (``outer_step.serial`` of its close), outer_step, age_seconds. Once for each.
 ``upload_scored``
-    uid, outer_step, revision, ok; if it was reset, cause (name of a
-    ``Cause`` of ``scoring``) and reason (the same in words, with its figures), else both empty;
-    random_before, random_after, random_relative, assigned_before, assigned_after,
-    assigned_relative, assigned_page, random_page. Losses in nats; absent when ok is False.
+    uid, outer_step, revision, ok; if it was reset, cause (of ``scoring.Evaluation``) and reason
+    (the same in words, with its figures), else both empty; random_before, random_after,
+    random_relative, assigned_before, assigned_after, assigned_relative, assigned_page, random_page.
+    Losses in nats; absent when ok is False.
 ``scores``
     outer_step, scores: {uid as text: {random (mu - 3 sigma), mu, sigma, assigned, train,
     all_reduce, repo_valid, total, published (EMA of total: the weight set on the chain)}}.
@@ -677,7 +677,7 @@ class StoreValidator(CloseJudge):
         """Let scores follow from what the round has found of each member."""
         judgements = [one.judgement for one in close.accepted.values()]
         judgements += [
-            Evaluation.reset(uid, close.state.outer_step, CAUSES[one.cause], one.reason)
+            Evaluation(uid, close.state.outer_step, cause=CAUSES[one.cause], reason=one.reason)
             for uid, one in close.refused.items()
             if one.cause != "not-judged"  # this cause says nothing about the upload
         ]

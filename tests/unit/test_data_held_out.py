@@ -25,7 +25,7 @@ from distributed_training.data.held_out import held_out_batches, mean_loss
 from distributed_training.data.page_source import PageUnavailable
 from distributed_training.data.tokenizer import BYTE_VOCABULARY, TextTokenizer
 from distributed_training.network import NetworkAway
-from distributed_training.scoring.upload import PageReader
+from distributed_training.scoring.evaluator import PageReader
 from tests.tools import validator_world
 from tests.tools.network import network_file
 from tests.tools.settings import load_config

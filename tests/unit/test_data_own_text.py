@@ -32,7 +32,7 @@ from distributed_training.data.page_source import Counts
 from distributed_training.data.pipeline import DataPipeline
 from distributed_training.data.shards import SUFFIX
 from distributed_training.data.tokenizer import TextTokenizer
-from distributed_training.scoring.upload import pages_of
+from distributed_training.scoring.evaluator import pages_of
 from tests.tools.network import network_file
 from tests.tools.store_world import StoreWorld
 from tests.tools.support_data import DRAW, wait_ready

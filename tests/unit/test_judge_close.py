@@ -23,8 +23,7 @@ from distributed_training.protocol.update_file import (
     finish,
     write_rows,
 )
-from distributed_training.scoring.evaluator import Evaluator
-from distributed_training.scoring.upload import DataUnavailable, Judged
+from distributed_training.scoring.evaluator import DataUnavailable, Evaluator, Judged
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.errors import IntegrityError
 from distributed_training.training.outer_rule import nesterov_sgd
@@ -376,7 +375,7 @@ def test_no_honest_upload_is_refused_in_200_rounds(tmp_path: Path) -> None:
                 uid,
                 pair.ss58_address,
                 path,
-                Judged(n, model.schema, [weights], 0.9),
+                Judged(n, [weights], 0.9),
                 serial=n + 1,
                 start=start,
                 modified=float(uid),

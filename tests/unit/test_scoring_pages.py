@@ -16,7 +16,7 @@ from distributed_training.config import load_config
 from distributed_training.data.block_builder import RowsTokens, WorkerSpec
 from distributed_training.data.page_source import Counts
 from distributed_training.protocol.pages import JUDGED_PAGES, PageDraw, block_at
-from distributed_training.scoring.upload import DataUnavailable, PageReader
+from distributed_training.scoring.evaluator import DataUnavailable, PageReader
 from tests.tools.network import network_file
 from tests.tools.r2_keys import KEYS
 
@@ -107,12 +107,6 @@ def test_a_miner_and_the_validator_draw_the_same_pages(
     assert len(judged) == JUDGED_PAGES and judged <= read and len(read) == 24
     held_out = {(config, row) for config, row, _ in miner.draw_pages.held_out(NUM_ROWS)}
     assert len(held_out) == 5 and not held_out & read
-
-
-def test_a_limit_takes_of_all_pages() -> None:
-    whole, some = _reader(Source())(7, BLOCK), _reader(Source(), limit=8)(7, BLOCK)
-    assert some.shape == (8, 16)
-    assert torch.equal(some[0], whole[0]) and torch.equal(some[-1], whole[-1])
 
 
 def test_rows_that_cannot_be_had_are_nobodys_fault() -> None:

@@ -72,17 +72,6 @@ def test_the_verdicts_that_were_signed_are_shown(
 
 
 @pytest.mark.parametrize(
-    "words", [["--random-block", "4"], ["--sequences=8"], ["--background"], ["--folder", "x"]]
-)
-def test_an_option_of_earlier_editions_is_refused_in_one_line(
-    file: str, words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command.main(["--network", file, "--all", *words]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"{words[0].partition('=')[0]} is of earlier editions" in line and "leave it out" in line
-
-
-@pytest.mark.parametrize(
     ("key", "old", "new"),
     [
         (keys.STATE, b'"serial":3', b'"serial":4'),

@@ -11,7 +11,6 @@ import torch
 from distributed_training.chain.base import Neuron
 from distributed_training.protocol.scoring import RESET, ScoreBoard, moving_average
 from distributed_training.scoring.evaluator import Comparison, Evaluation
-from distributed_training.scoring.upload import Cause
 from distributed_training.training.model import initial_weights
 from distributed_training.validator.global_state import (
     GlobalStateError,
@@ -44,7 +43,7 @@ def after_a_round() -> Standings:
 
 def test_scores_are_those_of_the_score_board() -> None:
     ledger, board = after_a_round(), ScoreBoard([1, 2])
-    reset = Evaluation.reset(2, 0, Cause.BAD_GRADIENT, "it is damaged")
+    reset = Evaluation(2, 0, cause="BAD_GRADIENT", reason="it is damaged")
     published = {1: 0.0, 2: 0.0}
     for second in (judged(2, 2.5, 2.6), reset, judged(2, 2.9)):
         given = [judged(1, 2.0, 1.5), second]

@@ -15,7 +15,7 @@ import torch
 from distributed_training.protocol import keys
 from distributed_training.protocol.pages import JUDGED_PAGES, block_at, place_of
 from distributed_training.protocol.scoring import ScoreBoard
-from distributed_training.scoring.upload import DataUnavailable, ShortText
+from distributed_training.scoring.evaluator import DataUnavailable, ShortText
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.errors import (
     AccessDeniedError,

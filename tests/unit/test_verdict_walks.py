@@ -33,8 +33,7 @@ from distributed_training.miner.reporter import Reporter
 from distributed_training.protocol.manifest import Manifest, Merged, Refused
 from distributed_training.protocol.types import Update
 from distributed_training.protocol.update_file import Header, UpdateLayout, finish, write_rows
-from distributed_training.scoring.evaluator import Comparison, Evaluation
-from distributed_training.scoring.upload import Judged
+from distributed_training.scoring.evaluator import Comparison, Evaluation, Judged
 from distributed_training.store.base import Uplink
 from distributed_training.telemetry.facts import Disk, Fact, Facts, Launch
 from distributed_training.telemetry.own_facts import OwnFacts
@@ -323,7 +322,7 @@ class Walk:
             1,
             ADDRESS,
             path,
-            Judged(step, SCHEMA, (), 0.7),
+            Judged(step, (), 0.7),
             serial=serial,
             start="a" * 64,
             modified=0.0,
