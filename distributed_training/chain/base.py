@@ -33,17 +33,12 @@ class ChainUnavailable(ChainError):
 
 @dataclass(frozen=True)
 class Neuron:
-    """One uid of the subnet, as last read.
-
-    ``stake`` is in units of the subnet's token (not rao); ``incentive``, the share of what the
-    chain pays, is 0..1.
-    """
+    """One uid of the subnet, as last read. ``incentive``: its share of what the chain pays."""
 
     uid: int
     hotkey: str  # ss58
     ip: str = "0.0.0.0"
-    port: int | None = None  # None if it serves no endpoint
-    stake: float = 0.0
+    port: int | None = None  # None: no endpoint is served
     validator_permit: bool = False
     incentive: float = 0.0
     # Id of its DHT peer at ip and port; empty if it has none, or if the chain keeps none.

@@ -199,7 +199,6 @@ class BittensorChain(Chain):
                 ip=host.strip("[]"),
                 port=int(port) or None,
                 peer=(peers or {}).get(found.hotkey, ""),
-                stake=float(found.total_stake.amount),
                 validator_permit=found.validator_permit,
                 incentive=found.incentive,
             )

@@ -149,23 +149,6 @@ def join_subnet(config: Config, stack: ExitStack, *, folder: Path | None = None)
     return Member(wallet, chain, uid)
 
 
-#: A uid with a permit and more stake than this is a validator and is not judged.
-VALIDATOR_STAKE = 40960.0
-
-
-def miners_of(neurons: Sequence[Neuron], *, max_uids: int) -> list[Neuron]:
-    """List the miners whose uploads are judged.
-
-    They have a uid below ``max_uids``, and are no validators, which have a permit and more than
-    ``VALIDATOR_STAKE``.
-    """
-    return [
-        n
-        for n in neurons
-        if n.uid < max_uids and not (n.validator_permit and n.stake > VALIDATOR_STAKE)
-    ]
-
-
 def public_address(config: Config, *, timeout: timedelta = timedelta(seconds=5)) -> str:
     """Return the address at which others reach this machine's DHT peer.
 

@@ -26,7 +26,6 @@ from distributed_training.protocol.metadata import LONGEST
 from distributed_training.protocol.network_report import NetworkReport
 
 MAX_UIDS = 256
-FOUNDER_STAKE = 100_000.0  # programs that also know chains tell by it who leads
 MOST_LOSSES = 1000  # outer steps whose held-out loss is kept
 
 TABLES = """
@@ -169,8 +168,7 @@ class Ledger:
         members = []
         for uid, hotkey, ip, port, peer, *rest in found:
             leads = hotkey == self._master
-            stake = FOUNDER_STAKE if leads else 0.0
-            neuron = Neuron(uid, hotkey, ip, port, stake, validator_permit=leads, peer=peer)
+            neuron = Neuron(uid, hotkey, ip, port, validator_permit=leads, peer=peer)
             members.append(LedgerMember(neuron, *rest))
         losses = self._db.execute("SELECT outer_step, loss, at FROM losses ORDER BY outer_step")
         expelled = self._db.execute("SELECT hotkey FROM expelled ORDER BY hotkey")

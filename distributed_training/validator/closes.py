@@ -28,7 +28,7 @@ from distributed_training.common.backoff import Backoff
 from distributed_training.config import Config
 from distributed_training.config.settings import ValidatorSettings
 from distributed_training.data.held_out import mean_loss
-from distributed_training.node.identity import Member, miners_of
+from distributed_training.node.identity import Member
 from distributed_training.node.start import StopNow
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Refused, State
@@ -392,9 +392,9 @@ class CloseJudge:
         log.info("uid %d: refused (%s): %s", uid, cause, reason)
 
     def _miners(self) -> list[Neuron]:
-        """List the members that may upload: registered, not us and not a validator."""
-        found = miners_of(self._chain.neurons(), max_uids=self._rules.settings.max_uids)
-        miners = [n for n in found if n.hotkey != self._member.hotkey]
+        """List the members that may upload: registered, with a uid of the network, and not us."""
+        most, own = self._rules.settings.max_uids, self._member.hotkey
+        miners = [n for n in self._chain.neurons() if n.uid < most and n.hotkey != own]
         self.standings.sync(miners)
         return miners
 

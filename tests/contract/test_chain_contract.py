@@ -78,7 +78,7 @@ def made(request, tmp_path: Path, monkeypatch) -> Iterator[Setup]:
         server.stop()
         return
     ledger = MemoryLedger()
-    ledger.register(me.ss58, stake=1e6, validator_permit=True)
+    ledger.register(me.ss58, validator_permit=True)
     ledger.register(other.ss58)
     chains: list[Chain] = []
     for wallet in (me, other):

@@ -26,12 +26,7 @@ class MemoryLedger(Ledger):
         self.weights: dict[int, dict[int, float]] = {}  # by uid of the validator
 
     def register(
-        self,
-        hotkey: str,
-        *,
-        uid: int | None = None,
-        stake: float = 0.0,
-        validator_permit: bool = False,
+        self, hotkey: str, *, uid: int | None = None, validator_permit: bool = False
     ) -> int:
         """Register; with a permit, as the one who leads."""
         if validator_permit:

@@ -20,7 +20,6 @@ from distributed_training.chain.base import ChainError
 from distributed_training.config.settings import ChainSettings
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 
-RAO = 10**9
 QUICK = timedelta(milliseconds=20)
 #: An endpoint that is read again and again.
 QUICK_READS = replace(
@@ -110,7 +109,7 @@ class LedgerSubstrate:
             "validator_permit": [n.validator_permit for n in neurons],
             "last_update": [0 for _ in neurons],
             "incentives": [round(n.incentive * 65535) for n in neurons],
-            "total_stake": [round(n.stake * RAO) for n in neurons],
+            "total_stake": [0 for _ in neurons],
             "axons": [
                 {
                     "ip": int(ipaddress.ip_address(n.ip)),

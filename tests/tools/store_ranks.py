@@ -55,7 +55,7 @@ class Chain(MemoryChain):
 
     def __init__(self) -> None:
         ledger = MemoryLedger()
-        ledger.register(ALICE.ss58_address, uid=0, stake=1e6, validator_permit=True)
+        ledger.register(ALICE.ss58_address, uid=0, validator_permit=True)
         ledger.register(MINER.ss58_address, uid=UID)
         super().__init__(hotkey=MINER.ss58_address, ledger=ledger)
 

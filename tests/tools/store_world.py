@@ -224,7 +224,7 @@ class StoreWorld:
         self.bucket = StoreBucket(self.clock)
         self.own = {uid: StoreBucket(self.clock) for uid in self.uids if own}
         self.ledger = MemoryLedger()
-        self.ledger.register(self.master.ss58_address, uid=200, stake=1e5, validator_permit=True)
+        self.ledger.register(self.master.ss58_address, uid=200, validator_permit=True)
         self.chain = MemoryChain(hotkey=self.master.ss58_address, ledger=self.ledger)
         for uid in self.uids:
             self.ledger.register(keypair(f"miner-{uid}").ss58_address, uid=uid)
