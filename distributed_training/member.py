@@ -31,7 +31,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self
@@ -46,7 +46,6 @@ from distributed_training.common.kinds import import_plugins
 from distributed_training.config import OPERATORS_FILE, Config, ConfigError, load_config, problems
 from distributed_training.config.loader import argv_of
 from distributed_training.config.schema import schema
-from distributed_training.config.versions import parse_version, under
 from distributed_training.miner import build
 from distributed_training.miner import events as ev
 from distributed_training.miner.build import RankContext, StartupInfo, open_data
@@ -529,7 +528,7 @@ def _assemble(
     stack: ExitStack,
 ) -> Net:
     """Build a rank. Raises ConfigError, NetworkFailure, OSError, ValueError."""
-    events, called, connections = SimpleQueue[ev.Event](), [time.perf_counter()], None
+    events, called = SimpleQueue[ev.Event](), [time.perf_counter()]
 
     def post(event: ev.Event) -> None:
         events.put(event)
@@ -542,19 +541,9 @@ def _assemble(
                 event.close.outer_step,
             )
 
-    if ranks.rank == 0:
-        try:
-            connections, info = _open(config, stack, post)
-        except BaseException as error:  # the other ranks wait for this word
-            ranks.share("start", {"problem": str(error) or type(error).__name__})
-            raise
-        ranks.share("start", asdict(info))
-    else:
-        info = StartupInfo(**ranks.share("start", None))
-        if info.problem:
-            raise NetworkFailure(f"rank 0 could not join: {info.problem}")
-    if info.rules and config.network is not None:
-        config = under(config, parse_version(info.rules, config.network))
+    config, info, connections = build.share_start(config, ranks, lambda: _open(config, stack, post))
+    if info.problem:
+        raise NetworkFailure(f"rank 0 could not join: {info.problem}")
     stream = open_stream(Layout(ranks.rank, ranks.world_size), STREAM_TIMEOUT)
     folder, hidden = config.run_folder.absolute(), None
     if not (folder / "instance.json").exists():

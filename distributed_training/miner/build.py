@@ -12,7 +12,7 @@ import queue
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from distributed_training.common.files import read_json_object
 from distributed_training.common.memory import DISK_RESERVE, ModelShape, checkpoint_bytes
 from distributed_training.config import Config
 from distributed_training.config.types import choose_kind
-from distributed_training.config.versions import Versions, for_script, under
+from distributed_training.config.versions import Versions, for_script, parse_version, under
 from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.data.own_text import require_one_sequence
 from distributed_training.data.pipeline import DataPipeline
@@ -287,7 +287,9 @@ def open_connections(
     checkpoints = folder / "checkpoints"
     refuse_old_checkpoints(checkpoints)
     choose_kind(CODECS, config.miner.codec, key="round.codec")
-    if config.network is None or config.data.own:
+    network = config.network
+    assert network is not None  # load_config names one
+    if config.data.own:
         require_data(config)
     member = join_network(config, folder, stack)
     own = miner_bucket(config.store.global_model_name, member.uid) if config.has_bucket else ""
@@ -306,14 +308,14 @@ def open_connections(
         uploads = open_own(config.store, own)
     stack.callback(uploads.close)
     reader = BucketReader(store, large=config.round_period)
-    watch = None if config.network is None else NetworkWatch(reader, config.network, None, post)
+    watch = NetworkWatch(reader, network, None, post)
     rounds = open_exchange(
         config,
         member,
         folder,
         store=store,
         uploads=uploads,
-        at_head=lambda: None if watch is None else watch.compare(),
+        at_head=watch.compare,
     )
     stack.callback(rounds.stop)
     resumes = any(checkpoints.glob("checkpoint-*"))
@@ -321,14 +323,12 @@ def open_connections(
     model = read_model_config(global_folder)
     log.info("Global state of outer step %d%s", outer_step, describe_size(model, config))
     first = first_outer_step(checkpoints, outer_step)
-    versions = None
-    if config.network is not None and watch is not None:
-        read = partial(read_version, reader)
-        versions = watch.versions = open_versions(config.network, folder, first, read)
-        # Before its data are asked for: those of the file given may be of the past.
-        config = under(config, versions.in_force)
-        fetch_published(config, lambda: reader)
-        require_data(config)
+    read = partial(read_version, reader)
+    versions = watch.versions = open_versions(network, folder, first, read)
+    # Before its data are asked for: those of the file given may be of the past.
+    config = under(config, versions.in_force)
+    fetch_published(config, lambda: reader)
+    require_data(config)
     tokenizer_path, eos_id = prepare_text(config, folder)
     info = StartupInfo(
         uid=member.uid,
@@ -337,9 +337,33 @@ def open_connections(
         eos_id=eos_id,
         global_outer_step=outer_step,
         hotkey=member.hotkey,
-        rules=versions.in_force.files[FILE] if versions else "",
+        rules=versions.in_force.files[FILE],
     )
     return Connections(member, rounds, global_folder, versions, commitment), info
+
+
+def share_start(
+    config: Config, ranks: RankChannel, opened: Callable[[], tuple[Connections, StartupInfo]]
+) -> tuple[Config, StartupInfo, Connections | None]:
+    """Return the rules that hold, what rank 0 has found out, and on rank 0 its connections.
+
+    ``opened`` opens them, on rank 0 only. What it raises is raised there; on the other ranks it is
+    the ``problem``.
+    """
+    connections = None
+    if ranks.rank == 0:
+        try:
+            connections, info = opened()
+        except BaseException as error:
+            # The other ranks wait for this word, and would end only by the launcher's SIGKILL.
+            ranks.share("start", {"problem": str(error) or type(error).__name__})
+            raise
+        ranks.share("start", asdict(info))
+    else:
+        info = StartupInfo(**ranks.share("start", None))
+    if info.rules and config.network is not None:
+        config = under(config, parse_version(info.rules, config.network))
+    return config, info, connections
 
 
 def first_weights(

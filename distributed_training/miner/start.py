@@ -20,14 +20,13 @@ import queue
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
 from distributed_training.common.kinds import import_plugins
 from distributed_training.common.processes import die_with_parent, write_stacks_on_signal
 from distributed_training.config import Config, ConfigError, exit_with
-from distributed_training.config.versions import parse_version, under
 from distributed_training.node.published import require_published
 from distributed_training.node.start import (
     NetworkFailure,
@@ -56,7 +55,6 @@ from .run_folder import (
     RANK_STORE,
     Heartbeat,
     RankEnvironment,
-    Watchdog,
     rank_environment,
     remembered_gpus,
     write_exit_status,
@@ -95,13 +93,7 @@ def run_rank(config: Config) -> int:
         Heartbeat(folder, me.local_rank)()
         with ExitStack() as stack:
             if under_torchrun():
-                watchdog = Watchdog(folder, ranks=[me.local_rank], limit=config.miner.hang_timeout)
-                nodes = Nodes(
-                    open_tcp_store(),
-                    me,
-                    stop_wanted=lambda: stop.wanted,
-                    hangs=watchdog.hangs,
-                )
+                nodes = Nodes(open_tcp_store(), me, stop_wanted=lambda: stop.wanted)
                 with Heartbeat(folder, me.local_rank).steady():
                     nodes.join(config, folder, stack)
             status, reason = train(config, me, folder, stop, stack)
@@ -136,29 +128,23 @@ def train(
         collective_timeout=COLLECTIVE_TIMEOUT,
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
     )
-    connections = None
+
+    def open_connections() -> tuple[Connections, StartupInfo]:
+        report_stage(folder, 2, "asking chain and store")
+
+        def loading(done: int, total: int, left: float | None) -> None:
+            what = "loading the global state"
+            report_stage(folder, 3, what, done=done, total=total, eta=left)
+
+        # A store that is away may take all the time of a stop for one answer.
+        with followed(loading), stop.interrupting():
+            return build.open_connections(
+                config, folder, stack, lambda: not stop.wanted, stop.events.put
+            )
+
     # Chain and store may be asked for hours: that is no hang.
     with Heartbeat(folder, me.local_rank).steady():
-        if ranks.rank == 0:
-            try:
-                report_stage(folder, 2, "asking chain and store")
-
-                def loading(done: int, total: int, left: float | None) -> None:
-                    what = "loading the global state"
-                    report_stage(folder, 3, what, done=done, total=total, eta=left)
-
-                # A store that is away may take all the time of a stop for one answer.
-                with followed(loading), stop.interrupting():
-                    connections, info = build.open_connections(
-                        config, folder, stack, lambda: not stop.wanted, stop.events.put
-                    )
-            except (ConfigError, NetworkFailure, StopBeforeStart, StopNow) as error:
-                # The other ranks wait for this word, and would end only by the launcher's SIGKILL.
-                ranks.share("start", {"problem": str(error) or "stopped"})
-                raise
-            ranks.share("start", asdict(info))
-        else:
-            info = StartupInfo(**ranks.share("start", None))
+        rules, info, connections = build.share_start(config, ranks, open_connections)
         if info.problem:
             return ExitStatus.STOPPED, ""  # rank 0 says why; this rank did not fail
         if node := ranks.rank // ranks.local_world_size:
@@ -176,9 +162,7 @@ def train(
                 found = {"path": str(path)}
             shared = ranks.share(f"tokenizer-{node}", found)
             info = replace(info, tokenizer_path=shared["path"])
-    if info.rules and config.network is not None:
-        config = under(config, parse_version(info.rules, config.network))
-    context = RankContext(config, folder, device, ranks, stop.events, stack)
+    context = RankContext(rules, folder, device, ranks, stop.events, stack)
     status, reason = build_rank(context, info, connections).run()
     with suppress(RuntimeError):  # the others may be gone already
         ranks.close()
