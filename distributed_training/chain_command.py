@@ -32,7 +32,7 @@ from distributed_training.node.start import sole_user
 from distributed_training.protocol import keys
 from distributed_training.protocol.keys import NETWORK
 from distributed_training.protocol.manifest import Manifest, Master, State
-from distributed_training.protocol.metadata import ConfigExtras
+from distributed_training.protocol.metadata import config_bytes
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.registry.store import FILE
 from distributed_training.scoring.verdicts import open_bucket
@@ -347,12 +347,11 @@ def _publish_again(
     **changes: Any,
 ) -> Manifest:
     """Publish ``values``, of the outer step of ``target``, as another one; return its manifest."""
-    extras = ConfigExtras(target.total_inner_steps, target.total_tokens or None)
     folder = steps.place(changes["outer_step"])
     # A round that was merged and never published has left its scores here, which would count now.
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    files = write_set(folder, chain.schema, values, extras.merge_into(config))
+    files = write_set(folder, chain.schema, values, config_bytes(config))
     weights, momentum, residual = values.digests
     manifest = replace(
         target,

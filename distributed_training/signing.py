@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from distributed_training.common.files import write_bytes
+from distributed_training.common.files import read_json_object, write_bytes
 from distributed_training.config import ConfigError, load_config
 from distributed_training.config.model import check_exchange, check_schedule
 from distributed_training.config.settings import ChainSettings
@@ -32,8 +32,6 @@ from distributed_training.network import (
     tree_of,
     without_blocks,
 )
-from distributed_training.protocol.keys import CONFIG
-from distributed_training.protocol.metadata import parse_config
 from distributed_training.registry.command import FIXED
 
 _LONGEST_PERIOD = 7 * 86400.0  # seconds
@@ -107,8 +105,8 @@ def decay(options: argparse.Namespace) -> None:
     if not begins:
         raise ConfigError(
             f"{path.absolute().parent / 'validator'} does not say at which inner step the network "
-            "is, so nothing was signed: give --from with total_inner_steps of config.json in the "
-            "global bucket"
+            "is, so nothing was signed: give --from with total_inner_steps of the newest "
+            "outer/N/manifest.json in the global bucket"
         )
     added = {"training.decay_from": begins, "training.decay_steps": options.steps}
     wanted = flat | added
@@ -223,10 +221,9 @@ def _place_of_the_validator(path: Path) -> tuple[int | None, int | None]:
         found = states(folder / "global")
     if not found:
         return (-1 if folder.is_dir() and not (folder / "ledger.json").exists() else None), None
-    with suppress(OSError, ValueError):
-        config = (found[-1][1] / CONFIG).read_bytes()
-        return found[-1][0], parse_config(config)[1].total_inner_steps
-    return found[-1][0], None
+    outer_step = found[-1][0]
+    manifest = read_json_object(folder / "global" / "signed" / f"{outer_step}.json") or {}
+    return outer_step, manifest.get("total_inner_steps")
 
 
 def write_file(path: Path, text: str) -> None:

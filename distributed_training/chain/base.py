@@ -38,7 +38,7 @@ class Neuron:
     uid: int
     hotkey: str  # ss58
     ip: str = "0.0.0.0"
-    port: int | None = None  # None: no endpoint is served
+    port: int | None = None  # None if it serves no endpoint
     validator_permit: bool = False
     incentive: float = 0.0
     # Id of its DHT peer at ip and port; empty if it has none, or if the chain keeps none.

@@ -114,6 +114,7 @@ class StartupInfo:
     tokenizer_path: str = ""
     eos_id: int = 0
     global_outer_step: int = 0
+    inner_steps: int = 0  # taken by the network before that outer step
     hotkey: str = ""
     rules: str = ""  # the version of the network's file that holds; empty: as the file given
     problem: str = ""  # why there is no start; the other ranks leave quietly then
@@ -332,10 +333,11 @@ def open_connections(
     tokenizer_path, eos_id = prepare_text(config, folder)
     info = StartupInfo(
         uid=member.uid,
-        model_config={**model, "total_inner_steps": steps},
+        model_config=model,
         tokenizer_path=str(tokenizer_path),
         eos_id=eos_id,
         global_outer_step=outer_step,
+        inner_steps=steps,
         hotkey=member.hotkey,
         rules=versions.in_force.files[FILE],
     )
@@ -644,14 +646,13 @@ def resume_training(
     Raises:
         NetworkFailure: Where the weights are not this model's.
     """
-    steps = info.model_config.get("total_inner_steps") or 0
     if (restored := checkpointer.restore()) is not None:
         progress, kept = restored
         log.info(
             "Resumed at outer step %d, inner step %d", progress.outer_step, progress.inner_step
         )
         # The checkpoint may be of before the place was known.
-        trainer.follow_schedule(info.global_outer_step, steps)
+        trainer.follow_schedule(info.global_outer_step, info.inner_steps)
         return kept
     try:
         weights = None if global_folder is None else global_folder / keys.MODEL
@@ -661,5 +662,5 @@ def resume_training(
             f"the network's weights do not fit this program ({error}), so nothing is trained: look "
             "for a newer version; other weights are fetched as soon as they are published"
         ) from None
-    trainer.follow_schedule(info.global_outer_step, steps)
+    trainer.follow_schedule(info.global_outer_step, info.inner_steps)
     return {}

@@ -9,7 +9,6 @@ space between them. It is public by design: only ever put *read* credentials the
 from __future__ import annotations
 
 import json
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,22 +91,6 @@ class MetadataError(ValueError):
     """A ``config.json`` does not have the protocol's form."""
 
 
-@dataclass(frozen=True)
-class ConfigExtras:
-    """The fields that the validator adds to the Hugging Face ``config.json`` it publishes.
-
-    None: the file does not say.
-    """
-
-    total_inner_steps: int | None = None  # the network's place in the learning rate's schedule
-    total_tokens: int | None = None  # tokens on which all members have trained
-
-    def merge_into(self, config: Mapping[str, Any]) -> bytes:
-        """Return ``config.json`` with these extras, replacing those already in ``config``."""
-        known = {name: value for name, value in vars(self).items() if value is not None}
-        return _dump({**config, **known})
-
-
 def with_rules(
     config: Mapping[str, Any],
     kind: str | None,
@@ -121,45 +104,23 @@ def with_rules(
     return {**config, MODEL_RULES: rules} if rules else {**config}
 
 
-def parse_config(data: bytes | str) -> tuple[dict[str, Any], ConfigExtras]:
-    """Return the whole ``config.json`` and its extras.
-
-    Raises MetadataError if it is not an object or an extra has the wrong type.
-    """
-    raw = _load(data, "config.json", MAX_CONFIG_BYTES)
-    extras = ConfigExtras(
-        **{
-            name: _count(raw[name], f"config.json: {name}")
-            for name in ("total_inner_steps", "total_tokens")
-            if raw.get(name) is not None
-        },
-    )
-    return raw, extras
+def config_bytes(config: Mapping[str, Any]) -> bytes:
+    """Return a ``config.json``, the same bytes on all machines."""
+    return json.dumps(config, indent=4, sort_keys=True).encode()
 
 
-def _dump(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, indent=4, sort_keys=True).encode()
-
-
-def _load(data: bytes | str, what: str, limit: int) -> dict[str, Any]:
+def parse_config(data: bytes | str) -> dict[str, Any]:
+    """Return a ``config.json``. Raises MetadataError if it is too large, or no object."""
     # Compare the size before parsing, since parsed JSON takes many times its size in memory.
-    if len(data) > limit:
-        raise MetadataError(f"{what}: {len(data)} bytes are more than the {limit} allowed")
+    if len(data) > MAX_CONFIG_BYTES:
+        raise MetadataError(
+            f"config.json: {len(data)} bytes are more than the {MAX_CONFIG_BYTES} allowed"
+        )
     try:
         raw = json.loads(data)
     # Some thousand brackets in a row raise RecursionError.
     except (ValueError, RecursionError) as error:
-        raise MetadataError(f"{what} is not JSON: {error}") from None
+        raise MetadataError(f"config.json is not JSON: {error}") from None
     if not isinstance(raw, dict):
-        raise MetadataError(f"{what} is not a JSON object")
+        raise MetadataError("config.json is not a JSON object")
     return raw
-
-
-def _count(value: Any, what: str) -> int:
-    """Return a non-negative integer below 2**53 (so that any JSON reader keeps it exact).
-
-    Raises MetadataError for any other value.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**53:
-        raise MetadataError(f"{what} is {reprlib.repr(value)}, not a non-negative integer")
-    return value

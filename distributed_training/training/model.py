@@ -39,11 +39,8 @@ from distributed_training.protocol.types import Schema
 
 from .weights import write_whole
 
-# Keys of the published config.json that are not the model's (protocol page, section 5).
-CONFIG_EXTRAS = (
-    *("block_list", "inner_step", "outer_step"),
-    *("last_allreduce_block", "total_inner_steps", "total_tokens"),
-)
+# Keys of a config.json that an earlier edition has published, which are not the model's.
+CONFIG_EXTRAS = ("total_inner_steps", "total_tokens")
 
 _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 

@@ -24,7 +24,7 @@ from .copies import write_safetensors
 
 def read_model_config(folder: Path) -> dict[str, Any]:
     """Return the ``config.json`` of a fetched state, with its extras. Raises ValueError."""
-    return parse_config((folder / keys.CONFIG).read_bytes())[0]
+    return parse_config((folder / keys.CONFIG).read_bytes())
 
 
 def model_bytes(schema: Schema) -> int:

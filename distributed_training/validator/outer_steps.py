@@ -25,7 +25,7 @@ from typing import Any
 from distributed_training.common.files import sha256_of
 from distributed_training.protocol import keys, lines
 from distributed_training.protocol.manifest import Manifest, Master, State
-from distributed_training.protocol.metadata import MAX_CONFIG_BYTES, ConfigExtras, parse_config
+from distributed_training.protocol.metadata import MAX_CONFIG_BYTES, config_bytes, parse_config
 from distributed_training.protocol.network_report import printable
 from distributed_training.protocol.types import Schema, Sign
 from distributed_training.store.base import ObjectInfo, ObjectStore, put_once
@@ -386,9 +386,7 @@ class OuterSteps:
         """Write a set of what an outer step leads to; return its files' digests. Raises OSError."""
         folder = self.place(state.outer_step)
         folder.mkdir(parents=True, exist_ok=True)
-        tokens = state.total_tokens or None
-        extras = ConfigExtras(state.total_inner_steps, tokens)
-        return write_set(folder, state.schema, values, extras.merge_into(state.model_config))
+        return write_set(folder, state.schema, values, config_bytes(state.model_config))
 
     def read_state(self) -> GlobalState:
         """Return the state of the head, and keep its values. Raises GlobalStateError, OSError."""
@@ -437,7 +435,7 @@ class OuterSteps:
                 theirs = self.reader.get(key, limit=MAX_CONFIG_BYTES)
             for content in (ours, theirs):
                 if content is not None and sha256(content).hexdigest() == wanted:
-                    return parse_config(content)[0]
+                    return parse_config(content)
         raise ValueError(f"the {keys.CONFIG} of outer step {at[-1]} is not the signed one")
 
     def _replay(self, schema: Schema) -> OuterState:

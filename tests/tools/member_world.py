@@ -49,14 +49,14 @@ def open_played(
     stack.callback(rounds.stop)
     resumes = any((folder / "checkpoints").glob("checkpoint-*"))
     outer_step, place, steps = build.first_weights(rounds, wanted, resumes=resumes)
-    model = {**read_model_config(place), "total_inner_steps": steps}
     tokenizer, eos = build_tokenizer("bytes", folder / "tokenizer")
     info = StartupInfo(
         UID,
-        model,
+        read_model_config(place),
         str(tokenizer),
         eos,
         global_outer_step=outer_step,
+        inner_steps=steps,
         hotkey=MINER.ss58_address,
     )
     return build.Connections(member, rounds, place), info

@@ -60,8 +60,7 @@ def test_going_back_is_one_more_outer_step(tmp_path: Path) -> None:
     assert_same(chain.replay(state), states[5])
     found = chain.audit()
     assert found.problems == [] and found.replayed_from == 4
-    content = json.loads((bucket / keys.outer_key(STEPS + 1, keys.CONFIG)).read_text())
-    assert (content["a"], content["total_inner_steps"]) == (1, 30 * 5)
+    assert json.loads((bucket / keys.outer_key(STEPS + 1, keys.CONFIG)).read_text())["a"] == 1
 
 
 OBJECTS = {

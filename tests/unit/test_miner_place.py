@@ -55,7 +55,7 @@ class Member:
         )  # fmt: skip
         info = StartupInfo(
             global_outer_step=network.outer_step,
-            model_config={"total_inner_steps": network.place},
+            inner_steps=network.place,
         )
         resume_training(self.trainer, Mock(restore=lambda: None), info, None)
         self.state = MinerState(Mode.TRAINING, network.outer_step)

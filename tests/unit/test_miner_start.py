@@ -73,7 +73,7 @@ def test_weights_that_do_not_fit_end_a_first_start_and_are_not_asked_of_a_checkp
     made, checkpointer = Mock(), Mock()
     made.load_global.side_effect = ValueError("layer.weight is not in it")
     checkpointer.restore.return_value = None
-    info = StartupInfo(global_outer_step=7, model_config={"total_inner_steps": 90})
+    info = StartupInfo(global_outer_step=7, inner_steps=90)
     with pytest.raises(NetworkFailure, match=r"do not fit this program \(layer\.weight"):
         resume_training(made, checkpointer, info, None)
     checkpointer.restore.return_value = Progress(3, 5, 5), {"kept": 1}

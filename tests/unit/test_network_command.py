@@ -36,7 +36,6 @@ from distributed_training.network_command import main
 from distributed_training.node.buckets import commitment_text
 from distributed_training.node.start import fetch_tokenizer
 from distributed_training.plan_command import main as plan_main
-from distributed_training.protocol.metadata import ConfigExtras
 from distributed_training.training.model import parameter_schema
 from tests.tools.model_families import FAMILIES, init
 from tests.tools.network import network_file
@@ -745,7 +744,9 @@ def test_a_decay_begins_where_the_network_is(tmp_path: Path, capsys) -> None:
     for outer_step, place in ((9, 4000), (10, 4400)):
         state = folder / "validator" / "global" / f"epoch-{outer_step}"
         state.mkdir(parents=True)
-        (state / "config.json").write_bytes(ConfigExtras(place).merge_into({}))
+        signed = state.parent / "signed" / f"{outer_step}.json"
+        signed.parent.mkdir(exist_ok=True)
+        signed.write_text(json.dumps({"total_inner_steps": place}))
     text = file.read_text().replace("[training]", "[training]  # rates")
     file.write_text(text)
     for again, (steps, more) in enumerate(((500, ()), (70, ("--from", "5000"))), 1):

@@ -45,7 +45,7 @@ def state(tmp_path: Path) -> Path:
     for step in (2, 3):
         folder = tmp_path / "validator" / "global" / f"epoch-{step}"
         folder.mkdir(parents=True)
-        extras = {"total_inner_steps": 5, "block_list": [1]}  # the last of an earlier edition
+        extras = {"total_inner_steps": 5}  # of an earlier edition
         (folder / "config.json").write_text(json.dumps(content | extras))
         weights = initial_weights(content, seed=step)
         named = {n: w for (n, _), w in zip(parameter_schema(content), weights, strict=True)}
