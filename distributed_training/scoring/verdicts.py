@@ -41,7 +41,8 @@ def open_bucket(config: Config, stack: ExitStack) -> ObjectStore:
     Raises ConfigError, ChainError, StoreError.
     """
     name = config.store.global_model_name
-    if config.kind == "validator" and config.store.write_access_key_id is not None:
+    has_key = config.kind == "validator" and config.store.write_access_key_id is not None
+    if has_key or config.in_folder:  # the embedded store is a folder of the founder's
         own = open_own(config.store, name)
         stack.callback(own.close)
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from distributed_training import chain_command, network_command
 from distributed_training.chain_command import begin_again, go_back
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Manifest, Master
+from distributed_training.scoring.verdicts import open_bucket
 from distributed_training.store.folder import FolderStore
 from distributed_training.validator.global_state import GlobalStateError
 from distributed_training.validator.merge import OuterState, Rule, digest_of
@@ -330,3 +332,12 @@ def test_a_rewind_to_an_unknown_step_is_refused_in_one_line(
     assert network_command.main(["rewind", str(tmp_path / "lab"), "--to", "3"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("so it is not known where training stands: restore its files")
+
+
+def test_a_founder_with_the_embedded_store_audits_while_no_registry_runs(tmp_path: Path) -> None:
+    folder = tmp_path / "lab"
+    words = ["--name", "lab", "--registry", "http://127.0.0.1:8100", "--store", "embedded"]
+    assert network_command.main(["init", str(folder), *words, "--data-source", "stdlib"]) == 0
+    with ExitStack() as stack:
+        store = open_bucket(chain_command._founders(folder), stack)
+        assert isinstance(store, FolderStore) and store.head(keys.STATE) is None
