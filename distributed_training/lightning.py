@@ -1,6 +1,6 @@
 """Make a ``Trainer`` of Lightning a member of a network by one callback.
 
-    lightning.Trainer(callbacks=[NetworkCallback("network.toml")])
+    lightning.Trainer(callbacks=[LightningCallback("network.toml")])
 
 When training starts, a ``Trainer`` that resumes has loaded its own checkpoint already. Its weights
 are then replaced by the weights of the member's run folder, which are as new or newer. Lightning
@@ -18,7 +18,7 @@ from lightning.pytorch import Callback
 from distributed_training.member import join
 
 
-class NetworkCallback(Callback):
+class LightningCallback(Callback):
     """Makes a ``Trainer`` of Lightning a member of a store network.
 
     ``net`` is the membership, from the moment at which training starts. The reported loss is that
@@ -33,9 +33,9 @@ class NetworkCallback(Callback):
         ```python
         from lightning.pytorch import Trainer
 
-        from distributed_training.lightning import NetworkCallback
+        from distributed_training.lightning import LightningCallback
 
-        trainer = Trainer(callbacks=[NetworkCallback("network.toml", wallet_name="w")])
+        trainer = Trainer(callbacks=[LightningCallback("network.toml", wallet_name="w")])
         trainer.fit(module, loader)
         ```
     """

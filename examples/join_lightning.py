@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoModelForCausalLM
 
 import distributed_training  # network
-from distributed_training.lightning import NetworkCallback  # network
+from distributed_training.lightning import LightningCallback  # network
 
 LENGTH, BATCH = 256, 2  # tokens of a sequence, sequences of a micro-batch
 
@@ -67,7 +67,7 @@ def main(network: str, base: str, files: Sequence[str], steps: int = -1) -> None
         logger=False,
         callbacks=[
             ModelCheckpoint("lightning", every_n_train_steps=10, save_last=True),
-            NetworkCallback(network, tokens=2 * BATCH * LENGTH),  # network
+            LightningCallback(network, tokens=2 * BATCH * LENGTH),  # network
         ],
     )
     trainer.fit(Adapted(model), DataLoader(data, batch_size=BATCH), ckpt_path="last")

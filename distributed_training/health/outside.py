@@ -181,7 +181,7 @@ def _check_commitment(config: Config, chain: Chain, hotkey: str) -> Check:
 
 
 def check_clock(examination: Examination) -> list[Check]:
-    """Compare this machine's clock with the store's: the swarm and signatures hold the time."""
+    """Compare this machine's clock with the store's: peers and signatures go by the time."""
     name = "clock"
     try:
         ours = store_offset(examination.config)
@@ -189,10 +189,10 @@ def check_clock(examination: Examination) -> list[Check]:
         return [Check(name, "skip", str(error))]
     finding = str(ours)
     if ours.sure >= LIMIT:
-        finding += "; no round would find a group, and validators' calls would be refused"
+        finding += "; no DHT peer meets it, and from 10 s on the registry refuses its calls"
         return [Check(name, "fail", finding, REMEDY)]
     if ours.sure >= WARN:
-        finding += f"; from {LIMIT:.0f} s on no round finds a group"
+        finding += f"; from {LIMIT:.0f} s on no DHT peer meets it"
         return [Check(name, "warn", finding, REMEDY)]
     return [Check(name, "ok", finding)]
 

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 TESTS = (
     "tests/unit/test_training_trainer.py",
-    "tests/unit/test_training_feedback.py",
+    "tests/unit/test_training_optimizers.py",
     "tests/multiprocess/test_training_ranks.py",
 )
 

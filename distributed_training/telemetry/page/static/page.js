@@ -97,7 +97,7 @@ function workCards(neuron) {
     made.push(card("Last close", tookPart(last) ? "merged" : last.ok ? last.fate : "failed", causeOf(last),
       tookPart(last) ? "good" : last.ok && last.fate !== "refused" || !running ? "" : "bad"));
     made.push(card("Closes merged", `${closes.filter(tookPart).length} of ${closes.length}`,
-      share === undefined ? "the last ones" : `${number(100 * share, 0)} % of the subnet's last 20`));
+      share === undefined ? "the last ones" : `${number(100 * share, 0)} % of the network's last 20`));
   }
   const told = facts.next_round ?? gauge("next_round_timestamp_seconds"), next = neuron.next_round ?? told;
   if (next && running) made.push(card("Next close", next > now ? `in ${span(next - now)}` : "due",
