@@ -192,7 +192,7 @@ def disk_full(journey: Journey) -> None:
 
 
 def links_down(journey: Journey) -> None:
-    servers = ("weed server", "network_command serve")
+    servers = ("weed -logtostderr server", "network_command serve")
     away = [
         process
         for process in journey.subnet.processes()
