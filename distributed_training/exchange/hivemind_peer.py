@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import math
 import mmap
@@ -64,6 +63,7 @@ _LAST_WORD = 5.0  # seconds in which a follower hears that its group begins
 _WITNESS = 1e-6  # weight of the validator, which sends zeros
 _START = 60  # seconds in which its DHT and averager must start
 _FAILURES = 2  # in a row, after which all processes end, and the parent starts them again
+_LONGEST_PLACE = 50  # characters of the folder in which sockets can be made
 _LOOK = 0.5  # seconds between two looks at processes whose end ends all
 
 # In the averager's process: the peers that may take part in this round.
@@ -85,19 +85,24 @@ def _end_with(processes: Sequence[psutil.Process]) -> None:
     threading.Thread(target=watch, name="end-watch", daemon=True).start()
 
 
-def _own_scratch(identity: str) -> Path:
-    """Return the empty folder in which all sockets and pipes of this peer lie from here on.
+def _own_scratch(identity: Path) -> Path:
+    """Return a new folder in which all sockets and pipes of this peer lie from here on.
 
     These processes end by SIGKILL, so hivemind never removes its files: after weeks of restarts
-    there would be thousands in /tmp. A stop removes the folder, and a start what a kill has left.
-    It is not in the run's folder, since the path of a socket has 107 characters at most. Raises
-    OSError.
+    there would be thousands in /tmp. A stop removes the folder, and a start the one that a kill has
+    left: a file next to ``identity`` names it. Raises OSError.
     """
-    name = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    scratch = Path(tempfile.gettempdir(), f"dt-peer-{name}")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(mode=0o700)
-    os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)  # for torch and for Python
+    note, prefix = identity.with_name("peer-scratch"), "dt-peer-"
+    with contextlib.suppress(OSError, ValueError):
+        if (left := Path(note.read_text())).name.startswith(prefix):
+            shutil.rmtree(left, ignore_errors=True)
+    usual = tempfile.gettempdir()
+    # The path of a socket has at most 107 characters, and the folder of a job may have more.
+    place = usual if len(usual) <= _LONGEST_PLACE else "/tmp"
+    scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
+    with contextlib.suppress(OSError):  # a full disk: the folder stays after a kill
+        note.write_text(str(scratch))
+    os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)  # torch reads the first
     P2P._UNIX_SOCKET_PREFIX = f"/unix{scratch}/"
     return scratch
 
@@ -349,7 +354,7 @@ def main(peer_class: type[Peer] = Peer) -> None:
     torch.set_num_threads(1)
     signal.alarm(_START)
     settings = parent.receive()
-    scratch = _own_scratch(settings.identity)
+    scratch = _own_scratch(Path(settings.identity))
     peer, failures = peer_class(settings), 0
     signal.alarm(0)
 
