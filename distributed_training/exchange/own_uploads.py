@@ -159,12 +159,16 @@ class OwnUploads:
         )
         if note.ended != _SENT:
             return
-        with contextlib.suppress(StoreError):  # otherwise the validator does, or the next close
+        try:
             for info in self._store.list_objects(self._prefix):
                 uplink.check_stopped()
                 past = keys.parse_upload_key(info.key)
                 if past is not None and past[1] < close.outer_step:
                     self._store.delete(info.key)
+        except StoppedError:
+            raise
+        except StoreError as error:
+            log.debug("Past uploads stay until the next close: %s", error)
 
     def send_progress(self, close: Close, within: float, uplink: Uplink) -> UploadEnded:
         """Send the file of no close in place of the one before it. Raises StoppedError.

@@ -14,7 +14,6 @@ Times are the store's: a machine whose clock is wrong joins rounds all the same,
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import shutil
@@ -398,8 +397,12 @@ class StoreRounds:
             ended = UploadEnded(close.outer_step, close.serial, repr(error))
         self._post(ended)
         self._wake.set()
-        with contextlib.suppress(StoppedError):
+        try:
             self._uploads.tidy(close, uplink)
+        except StoppedError:
+            pass
+        except Exception:  # whatever a store answers costs a line
+            log.warning("What past uploads have left in the store stays there", exc_info=True)
 
     def _post_close(self) -> None:
         """Post the close once, while it lasts, if we hold the weights that it is for."""

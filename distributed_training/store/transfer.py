@@ -606,6 +606,8 @@ def abort_uploads(
         try:
             with contextlib.suppress(UploadMissingError):
                 retry(in_parts.abort_multipart, one.key, one.upload_id)
+        except StoppedError:
+            raise
         except StoreError as error:
             return str(error)
         return ""
