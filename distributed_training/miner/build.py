@@ -11,7 +11,7 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -358,7 +358,8 @@ def share_start(
             connections, info = opened()
         except BaseException as error:
             # The other ranks wait for this word, and would end only by the launcher's SIGKILL.
-            ranks.share("start", {"problem": str(error) or type(error).__name__})
+            with suppress(RuntimeError):  # their end must not hide this one's reason
+                ranks.share("start", {"problem": str(error) or type(error).__name__})
             raise
         ranks.share("start", asdict(info))
     else:

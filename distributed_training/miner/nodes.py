@@ -11,6 +11,7 @@ does not do, so ranks do them through its store on node 0:
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import signal
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from distributed_training.common.processes import limit_resources
+from distributed_training.common.processes import leave, limit_resources
 from distributed_training.config import Config
 from distributed_training.node.start import NetworkFailure, log_settings
 from distributed_training.protocol.types import ExitStatus
@@ -57,13 +58,22 @@ class Nodes:
     """One rank's part in a miner of several machines.
 
     ``store``: a connection for only this object, since an answer that does not come must hold up
-    nothing else. ``stop_wanted``: whether this process was asked to stop.
+    nothing else. ``stop_wanted``: whether this process was asked to stop. ``hangs``: whether this
+    rank shows no sign of life.
     """
 
-    def __init__(self, store: Any, me: RankEnvironment, *, stop_wanted: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        store: Any,
+        me: RankEnvironment,
+        *,
+        stop_wanted: Callable[[], bool],
+        hangs: Callable[[], bool],
+    ) -> None:
         self._store = store
         self._me = me
         self._stop_wanted = stop_wanted
+        self._hangs = hangs
         self._stopped_elsewhere = False
         self._closed = threading.Event()
 
@@ -110,6 +120,15 @@ class Nodes:
     def _watch(self) -> None:
         told = False
         while not self._closed.wait(LOOK):
+            if self._hangs():
+                faulthandler.dump_traceback()
+                log.error(
+                    "Rank %d hangs: it came to no micro-batch boundary within "
+                    "--neuron.hang_timeout, or no further in its start, so the ranks of all nodes "
+                    "end (stacks are in its output)",
+                    self._me.rank,
+                )
+                leave(ExitStatus.FAULT)
             try:
                 if self._stop_wanted() and not self._stopped_elsewhere:
                     if not told:

@@ -55,6 +55,7 @@ from .run_folder import (
     RANK_STORE,
     Heartbeat,
     RankEnvironment,
+    Watchdog,
     rank_environment,
     remembered_gpus,
     write_exit_status,
@@ -93,7 +94,13 @@ def run_rank(config: Config) -> int:
         Heartbeat(folder, me.local_rank)()
         with ExitStack() as stack:
             if under_torchrun():
-                nodes = Nodes(open_tcp_store(), me, stop_wanted=lambda: stop.wanted)
+                watchdog = Watchdog(folder, ranks=[me.local_rank], limit=config.miner.hang_timeout)
+                nodes = Nodes(
+                    open_tcp_store(),
+                    me,
+                    stop_wanted=lambda: stop.wanted,
+                    hangs=watchdog.hangs,
+                )
                 with Heartbeat(folder, me.local_rank).steady():
                     nodes.join(config, folder, stack)
             status, reason = train(config, me, folder, stop, stack)

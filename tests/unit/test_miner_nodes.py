@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 from contextlib import ExitStack, nullcontext
@@ -30,7 +31,7 @@ from tests.tools.waiting import wait_for
 def node(store: Any, rank: int, folder: Path, *, stop: list[bool]) -> Nodes:
     """Return one of two ranks, each on a node of its own. ``stop``: whether it is asked to."""
     me = RankEnvironment(rank=rank, local_rank=0, world_size=2, local_world_size=1)
-    made = Nodes(store, me, stop_wanted=lambda: stop[0])
+    made = Nodes(store, me, stop_wanted=lambda: stop[0], hangs=lambda: False)
     with ExitStack() as stack:
         made.join(config_of("--neuron.page_port", "off"), folder, stack)
     return made
@@ -64,7 +65,7 @@ def test_a_stop_that_was_faster_than_a_look_is_another_nodes_all_the_same(tmp_pa
     store = dist.HashStore()
     store.add("stop", 1)
     assert node(store, 1, tmp_path, stop=[False]).close(ExitStatus.STOPPED, "") == ExitStatus.FAULT
-    asked = Nodes(store, RankEnvironment(1, 0, 2, 1), stop_wanted=lambda: True)
+    asked = Nodes(store, RankEnvironment(1, 0, 2, 1), stop_wanted=lambda: True, hangs=lambda: False)
     assert asked.close(ExitStatus.STOPPED, "") == ExitStatus.STOPPED
     assert asked.close(ExitStatus.DEREGISTERED, "") == ExitStatus.DEREGISTERED
 
@@ -75,6 +76,26 @@ def test_a_rank_that_comes_back_before_the_others_ended_ends_once_more(tmp_path:
     node(store, 1, tmp_path, stop=[False]).close(ExitStatus.FAULT, "killed")
     with pytest.raises(NetworkFailure, match=r"rank 1 ended, so it ends once more: .* last check"):
         node(store, 1, tmp_path, stop=[False])
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_rank_that_hangs_ends_with_its_stacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(faulthandler, "dump_traceback", lambda: ended.append(-1))
+
+    def leave(status: int) -> None:
+        ended.append(status)
+        hung._closed.set()
+
+    monkeypatch.setattr(nodes, "leave", leave)
+    me = RankEnvironment(rank=1, local_rank=1, world_size=2, local_world_size=2)
+    hung = Nodes(dist.HashStore(), me, stop_wanted=lambda: False, hangs=lambda: True)
+    with ExitStack() as stack:
+        hung.join(config_of(), tmp_path, stack)
+        wait_for(lambda: len(ended) == 2, "its end")
+    assert ended == [-1, ExitStatus.FAULT] and "Rank 1 hangs: it came to no" in caplog.text
 
 
 def test_ranks_that_do_not_meet_name_the_firewall() -> None:
