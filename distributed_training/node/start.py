@@ -174,8 +174,7 @@ def sole_user(
             raise ConfigError(
                 f"the file system of {folder} has no locks ({error.strerror}), so a second "
                 f"{program} could overwrite the files of this one unnoticed: mount it with locks "
-                "(Lustre: -o flock; NFS: -o local_lock=flock), or give --neuron.run_folder "
-                "another disk"
+                f"(Lustre: -o flock; NFS: -o local_lock=flock), or {instead}, on another disk"
             ) from None
         yield
 

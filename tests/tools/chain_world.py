@@ -20,7 +20,7 @@ def wallet_of(uri: str) -> Wallet:
 
 MINER = wallet_of("//miner")
 VALIDATOR = wallet_of("//validator")  # the master
-PEER = wallet_of("//peer")  # stake, no permit
+PEER = wallet_of("//peer")
 STRANGER = wallet_of("//stranger")
 
 

@@ -372,11 +372,12 @@ def serve(
             # A VPN whose address it is may come up later.
             waits = waits and error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
             if waits and not told:
-                line = (
-                    f"page: {shown}:{port} is taken ({error.strerror}), maybe by this miner's other"
-                    f" page, so this one waits for it: if it is not, give another {flags}port"
-                )
-                send_line(line, logging.INFO)
+                if error.errno == errno.EADDRINUSE:
+                    why = f"is taken ({error.strerror}), maybe by another page of this miner"
+                else:
+                    why = f"is no address of this machine yet ({error.strerror})"
+                line = f"The page waits for {shown}:{port}, which {why}: give another {flags}port"
+                send_line(f"{line} if it never comes", logging.WARNING)
             elif not waits:
                 problem = (
                     f"error: the page cannot be served at {shown}:{port} ({error.strerror}), so "
