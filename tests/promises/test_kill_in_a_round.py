@@ -203,6 +203,11 @@ def test_a_member_has_nothing_of_hivemind_in_its_memory_and_nobody_can_connect_t
     files = seen.pop("files")
     assert seen == {"modules": [], "listens": [], "outer_step": 1}
     listed = set[str]()
+    counts = [len(PHASES[phase].split()) for phase in ("inner step", "upload", "round")]
+    said = (
+        "through {} files, an upload through {} more, and a round through the store through {} more"
+    )
+    assert said.format(*counts) in (SCRIPT.parents[2] / "docs/architecture.md").read_text()
     for phase, names in PHASES.items():
         listed |= {f"{name}.py" for name in names.split()}
         # Those of the registry are the played chain's.
