@@ -102,7 +102,8 @@ def _own_scratch(identity: Path) -> Path:
     scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
     with contextlib.suppress(OSError):  # a full disk: the folder stays after a kill
         note.write_text(str(scratch))
-    os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)  # torch reads the first
+    # Torch removes the folder of its shared memory itself, and aborts where that is gone already.
+    os.environ["TMPDIR"], tempfile.tempdir = place, str(scratch)
     P2P._UNIX_SOCKET_PREFIX = f"/unix{scratch}/"
     return scratch
 

@@ -72,9 +72,9 @@ def test_a_port_that_is_taken_costs_a_line(launched: Callable[..., Launched]) ->
         port = str(taken)
         miner = launched("wait", flags=("--neuron.page_port", port))
         miner.wait_ready()
-        wait_for(lambda: "the page cannot be served" in miner.output, "the line")
+        wait_for(lambda: "The page waits for" in miner.output, "the line")
         (line,) = [x for x in miner.output.splitlines() if "page" in x and "WARNING" in x]
-        assert "give another --neuron.page_port" in line and "training is not affected" in line
+        assert "is taken" in line and "give another --neuron.page_port" in line
         assert miner.listening and miner.process.poll() is None
 
 

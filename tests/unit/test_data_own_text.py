@@ -398,7 +398,6 @@ def test_uploads_are_judged_on_the_domains_by_their_weights(
     made = TextTokenizer(tokenizer[0], eos_id=tokenizer[1])
     of_a = {*made.encode_rows(["ab"], max_length=9).tolist()[:2]}
     assert sum(token in of_a for token in first) == 48
-    assert pages_of(config, *tokenizer, limit=8)(3, 5).shape == (8, 256)
 
 
 def test_assigned_text_has_no_weight_in_such_a_network(tmp_path: Path) -> None:
