@@ -93,6 +93,9 @@ def test_from_nothing_to_an_upload_that_is_merged(tmp_path: Path, part: tuple[st
         )
         published = member / "runs" / "miner-default" / "published"
         assert len([*published.glob("*/frozen.safetensors")]) == bool(part)
+        assert re.search(r"merged: [+-]\d", call(member, "dt-score", "--all"))
+        audited = call(founder, "dt-network", "audit", "lab")
+        assert "merge, momentum and residual were computed again" in audited
         miner.send_signal(signal.SIGTERM)
         assert miner.wait(120) == 0
         running.send_signal(signal.SIGTERM)

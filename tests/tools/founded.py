@@ -21,6 +21,7 @@ MODULES = {
     "dt-validator": "distributed_training.validator",
     "dt-miner": "distributed_training.miner",
     "dt-export": "distributed_training.scoring.export",
+    "dt-score": "scripts.score",
     "dt-status": "distributed_training.status_command",
 }
 #: The rules of a store network that this machine runs in minutes.
