@@ -402,7 +402,7 @@ class StoreRounds:
         except StoppedError:
             pass
         except Exception:  # whatever a store answers costs a line
-            log.warning("What past uploads have left in the store stays there", exc_info=True)
+            log.exception("Unexpected error while tidying up after an upload; please report it")
 
     def _post_close(self) -> None:
         """Post the close once, while it lasts, if we hold the weights that it is for."""
