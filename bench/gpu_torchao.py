@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu_parts import Bench, micro_batch_of
-from bench.inner_step import AsAGoodEngineer, set_weights
+from bench.inner_step import AsAGoodEngineer, allocate, set_weights
 from distributed_training.training.model import build_meta_model
 
 _STEPS = 4  # that count, after two which compile
@@ -173,10 +173,7 @@ def _plain_step(bench: Bench, way: Callable[..., Any]) -> float:
     """Return the median seconds of an inner step with one sequence at once."""
     config = bench.model("3b")
     model: Any = build_meta_model(config).to(torch.bfloat16)
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model.to_empty(device=bench.device)
-    for name, buffer in buffers.items():
-        model.get_buffer(name).copy_(buffer)
+    allocate(model, bench.device)
     set_weights([parameter.data for parameter in model.parameters()])
     model.gradient_checkpointing_enable()
     for layer in model.model.layers if bench.cuda else ():

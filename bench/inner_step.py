@@ -67,11 +67,8 @@ class AsThePublicMiner:
 
         self.device, self.low, self.rate, self.steps = device, low, rate, 0
         model: Any = build_meta_model(config)
-        buffers = {n: b.clone() for n, b in model.named_buffers()}
         self.shard(model, init_device_mesh(device.type, (world_size,)))
-        model.to_empty(device=device)
-        for name, buffer in buffers.items():
-            model.get_buffer(name).copy_(buffer)
+        allocate(model, device)
         if shards is None:
             set_weights([p.data.to_local() for p in model.parameters()])
         else:
@@ -143,6 +140,14 @@ def mean_over_ranks(loss: float) -> float:
     mean = torch.tensor(loss, dtype=torch.float64)
     dist.all_reduce(mean)  # on the CPU, by gloo
     return float(mean) / dist.get_world_size()
+
+
+def allocate(model: torch.nn.Module, device: torch.device) -> None:
+    """Give a model its memory on ``device``: buffers keep their values, weights have any."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device=device)
+    for name, buffer in buffers.items():
+        model.get_buffer(name).copy_(buffer)
 
 
 @torch.no_grad()

@@ -55,7 +55,7 @@ class _Known:
 
 
 class KnownSize:
-    """What was found out about this model on these GPUs, kept in a file of the run folder.
+    """Remember what was found out about this model on these GPUs, in a file of the run folder.
 
     ``path`` None: nothing is remembered. ``facts``: all on which it depends. With another model,
     length, inner optimizer or GPU nothing is known. ``rung``: arrangements of memory in which not
