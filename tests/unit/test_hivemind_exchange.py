@@ -237,10 +237,12 @@ def test_a_port_that_cannot_be_reached_is_named_at_the_start(
     announced: list[Any] = []
     monkeypatch.setattr(opening, "announce", lambda member, *place: announced.append(place))
     config: Any = SimpleNamespace(swarm=SimpleNamespace(dht_ip="127.0.0.1", dht_external_port=0))
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.socket() as server:
+        # Bound in both cases: nobody else listens at the port meanwhile, or connects from it.
+        server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
-        if not is_open:
-            server.close()
+        if is_open:
+            server.listen()
         ready = Ready(PEERS["a"], f"/ip4/0.0.0.0/tcp/{port}/p2p/{PEERS['a']}")
         opening.announce_peer(config, cast(Any, None), ready)
     assert announced == [("127.0.0.1", port, PEERS["a"])]  # its uploads count, and others try it

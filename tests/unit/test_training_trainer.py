@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import logging
 import math
@@ -22,6 +23,7 @@ from distributed_training.protocol.types import Progress
 from distributed_training.training import checkpoint, copies, sharding
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import Layout
+from distributed_training.training.copies import BoundaryCopies
 from distributed_training.training.inner_optimizer import Schedule
 from distributed_training.training.model import blocks_of, hf_config
 from distributed_training.training.trainer import Trainer
@@ -430,7 +432,9 @@ def test_copies_of_another_boundary_wait_until_these_are_written(
     del second
     threading.Timer(0.2, held.clear).start()  # its writer is done
     third = made.copier.copy_boundary()
-    assert not held and not caplog.records and third is not first
+    kept = [o for o in gc.get_objects() if isinstance(o, BoundaryCopies) and o is not first]
+    by = [str(each)[:200] for o in kept if o is not third for each in gc.get_referrers(o)]
+    assert not held and not caplog.records and third is not first, f"kept by {by}"
 
 
 def test_memory_that_ends_at_a_second_tensor_leaves_none_that_was_not_copied() -> None:
