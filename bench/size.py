@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import statistics
 import sys
 import tokenize
@@ -31,6 +32,7 @@ PRODUCT = ("distributed_training", "neurons", "scripts")
 OTHERS = ("tests", "testbed", "bench", "examples")
 DOCUMENTS = ("*.md", "docs/**/*.md", "bench/*.md", "ops/*.md")
 LANDED = Path(__file__).with_suffix(".toml")
+_GENERATED = re.compile(r"<!-- figure: [\w-]+ -->.*?<!-- figure: end -->", re.S)
 _ANY_LINE = 3  # characters of a line that is code; a single bracket says nothing of density
 _SILENT = frozenset(
     {
@@ -60,7 +62,7 @@ class Tree:
     constructors: dict[str, int] = field(default_factory=dict)  # parameters
     flags: set[str] = field(default_factory=set)  # declared by the settings, all programs
     broad: list[str] = field(default_factory=list)
-    words: int = 0  # of the documents; a bar or a ruler of a table is no word
+    words: int = 0  # written in the documents; a bar or a ruler of a table is no word
 
     @property
     def total(self) -> int:
@@ -175,7 +177,8 @@ def measure(tree: Path) -> Tree:
         ]
         found.others[top] = (sum(counts), len(counts))
     for path in {path for pattern in DOCUMENTS for path in tree.glob(pattern)}:
-        found.words += sum(any(map(str.isalnum, word)) for word in path.read_text().split())
+        text = _GENERATED.sub("", path.read_text())
+        found.words += sum(any(map(str.isalnum, word)) for word in text.split())
     return found
 
 

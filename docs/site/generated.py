@@ -1,13 +1,12 @@
-"""Write what the site has and the repository does not: the pages of commands, flags and metrics.
+"""Write the pages of the site that follow from the code: commands, flags, metrics.
 
-``hooks.py`` calls :data:`PAGES` while it builds the site, and :func:`with_tables` on each page.
+``hooks.py`` calls :data:`PAGES` while it builds the site: the repository has none of these pages.
 """
 
 from __future__ import annotations
 
 import importlib
 import io
-import json
 import os
 import re
 import signal
@@ -32,8 +31,6 @@ _COMMANDS = """# Commands
 
 Each program prints this text for `--help`, and a command of `dt-network` prints its own.
 """
-#: A link to a measured table.
-_FIGURE = re.compile(r"^\[[^\]]+\]\(figures/([\w-]+)\.json\)$", re.M)
 #: Another name of ``dt-network``.
 _ALIASES = ("dt-registry",)
 _FLAGS = """# Flags
@@ -144,23 +141,6 @@ def metrics() -> str:
 def _table(rows: Mapping[str, str]) -> str:
     lines = [f"| `dt_{name}` | {text} |\n" for name, text in rows.items()]
     return "\n| Name | Meaning |\n| --- | --- |\n" + "".join(lines)
-
-
-def with_tables(markdown: str) -> str:
-    """Return a page with a table in place of each link to a file of docs/figures.
-
-    Such a link is a paragraph of its own. The table has the file's rows and says how they were
-    measured.
-    """
-    return _FIGURE.sub(lambda found: _figure(found[1]), markdown)
-
-
-def _figure(name: str) -> str:
-    figure = json.loads((ROOT / "docs" / "figures" / f"{name}.json").read_text())
-    rows = [figure["columns"], ["---"] * len(figure["columns"]), *figure["rows"]]
-    table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
-    source = f"`{figure['command']}`, {figure['date']}, recorded in commit {figure['commit']}"
-    return f"{table}\n*{source}; {figure['machine']}.*"
 
 
 PAGES: dict[str, Callable[[], str]] = {

@@ -30,8 +30,7 @@ OUTSIDE = {
     "docs/threats.toml": "threats.md",
 }
 #: Pages that are written while the site is built, by their name there.
-_MADE = runpy.run_path(str(Path(__file__).with_name("generated.py")))
-GENERATED = _MADE["PAGES"]
+GENERATED = runpy.run_path(str(Path(__file__).with_name("generated.py")))["PAGES"]
 #: The page of the site for each file that a document links.
 _LINKED = OUTSIDE | {
     "distributed_training/config/settings.py": "flags.md",
@@ -74,8 +73,7 @@ def threats(text: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Put measured tables in, and lead links to the site's pages."""
-    markdown = _MADE["with_tables"](markdown)
+    """Lead links to the site's pages."""
     _TEXTS[page.file.src_uri] = markdown
     named = {name: source for source, name in OUTSIDE.items()}
     folder = posixpath.dirname(named.get(page.file.src_uri, f"docs/{page.file.src_uri}"))

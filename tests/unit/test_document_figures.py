@@ -65,14 +65,26 @@ def test_each_picture_is_shown_with_its_command_date_and_commit() -> None:
             assert any(captions), f"{picture.name} is shown without its command, date and commit"
 
 
-def test_each_measured_table_is_on_one_page_of_the_site() -> None:
-    with_tables = runpy.run_path(str(ROOT / "docs" / "site" / "generated.py"))["with_tables"]
-    shown = "".join(with_tables(page.read_text()) for page in (ROOT / "docs").glob("*.md"))
-    assert "](figures/" not in shown
-    for path in (ROOT / "docs" / "figures").glob("*.json"):
+def test_a_drawn_picture_gets_the_date_and_commit_of_its_own_command_only() -> None:
+    drawn, other = f"`{pictures.COMMAND}`, 2026-01-02, at commit 01234567", "`make run`"
+    page = f"*{drawn}.* *{other}, 2026-01-02, at commit 01234567.*"
+    assert pictures.dated(page, "2026-03-04", "89abcdef") == (
+        f"*`{pictures.COMMAND}`, 2026-03-04, at commit 89abcdef.* "
+        f"*{other}, 2026-01-02, at commit 01234567.*"
+    )
+
+
+def test_each_table_of_figures_is_as_it_was_measured() -> None:
+    with_tables = runpy.run_path(str(ROOT / "docs" / "site" / "figures.py"))["with_tables"]
+    pages = [page.read_text() for page in (ROOT / "docs").glob("*.md")]
+    assert [with_tables(page) for page in pages] == pages, "python docs/site/figures.py"
+    shown = re.findall(r"^<!-- figure: (?!end)([\w-]+) -->$", "".join(pages), re.M)
+    files = {path.stem: path for path in (ROOT / "docs" / "figures").glob("*.json")}
+    assert sorted(shown) == sorted(files)
+    for name, path in files.items():
         figure = json.loads(path.read_text())
-        assert shown.count(f"*`{figure['command']}`, {figure['date']}, recorded in") == 1, path.name
-        assert {len(row) for row in figure["rows"]} == {len(figure["columns"])}, path.name
+        assert all(figure[key] for key in ("machine", "command", "date", "commit")), name
+        assert {len(row) for row in figure["rows"]} == {len(figure["columns"])}, name
 
 
 def test_each_commit_that_a_page_cites_is_in_the_history() -> None:
