@@ -24,7 +24,7 @@ from typing import Any
 from bittensor_core import verify
 
 from distributed_training.chain.identity import load_wallet
-from distributed_training.config import OPERATORS_FILE, Config, ConfigError, load_config
+from distributed_training.config import OPERATORS_FILE, Config, ConfigError, load_config, rules_at
 from distributed_training.config.versions import Versions, under
 from distributed_training.founder import FounderPlan
 from distributed_training.node.buckets import open_own
@@ -61,7 +61,7 @@ def audit(options: argparse.Namespace) -> int:
     else:
         given = ["--network", options.place]
         config = load_config("miner", given, file=OPERATORS_FILE, check=False)
-        rules = load_config("validator", given, environ={}, dotenv=None, check=False)
+        rules = rules_at(options.place, "validator")
     network_model(config)  # refuses a network without [model.config]
     with ExitStack() as stack:
         store: ObjectStore

@@ -40,7 +40,7 @@ from distributed_training.common.processes import (
     sessions_of,
     without_secrets,
 )
-from distributed_training.config import Config, load_config
+from distributed_training.config import Config, load_config, rules_at
 from distributed_training.config.installed import require
 from distributed_training.config.types import ConfigAway, ConfigError
 from distributed_training.network import (
@@ -103,7 +103,7 @@ class FounderPlan:
             )
         more = read_more(folder / RUN_FILE)
         given = ["--network", str(file)]
-        config = load_config("validator", given, environ={}, dotenv=None, check=False)
+        config = rules_at(file, "validator")
         words: dict[str, list[str]] = {}
         store = _own_store(folder, config)
         if (url := config.chain.registry_url) is not None:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from distributed_training.common.addresses import Reach, reach
 from distributed_training.common.files import write_bytes
-from distributed_training.config import ConfigError, load_config
+from distributed_training.config import Config, ConfigError
 from distributed_training.config.installed import require
 from distributed_training.config.settings import ChainSettings
 from distributed_training.config.types import show as show_value
@@ -59,7 +59,7 @@ from distributed_training.protocol.growth import (
 from distributed_training.protocol.keys import CONFIG
 from distributed_training.protocol.metadata import LONGEST_KEY
 from distributed_training.protocol.types import SMALLEST, UPDATE_CODEC
-from distributed_training.signing import seconds_of, show, write_file
+from distributed_training.signing import seconds_of, write_file
 
 EMBEDDED = "embedded"  # instead of a store's URL
 EXCHANGE = "store"  # for a network whose founder names none
@@ -143,22 +143,18 @@ def init(options: argparse.Namespace) -> None:
             f"# The rules of the network {options.name} (docs/network-file.md). After a change:\n"
             f"# dt-network sign {FILE}\n" + to_toml(rules)
         )
-        write_file(folder / FILE, signed(text, master.hotkey, nearby=_no_file_nearby))
+        config = write_file(folder / FILE, signed(text, master.hotkey, nearby=_no_file_nearby))
         write_bytes(folder / RUN_FILE, _run_file(options).encode())
         if options.store == EMBEDDED:
             (folder / STORE / rules["store"]["global_bucket"]).mkdir(parents=True)
         stack.pop_all()
-    show(folder / FILE, rules=False)
-    print(_describe_training(folder / FILE, options.miners))
+    print(_describe_training(config, options.miners))
     print(_what_to_run(options, folder))
 
 
-def _describe_training(file: Path, members: int) -> str:
-    """Return the schedule and, with a store, the bytes that members send and the store keeps."""
-    config = load_config(
-        "validator", ["--network", str(file)], environ={}, dotenv=None, check=False
-    )
-    rounds, training = config.validator, config.training
+def _describe_training(config: Config, members: int) -> str:
+    """Return the network's line, its schedule, and the bytes that members send and it keeps."""
+    rounds, training = config.miner, config.training
     assert config.network is not None
     tokens = members * config.tokens_of_step * training.total_steps
     schedule = (
@@ -174,7 +170,7 @@ def _describe_training(file: Path, members: int) -> str:
         keep_uploads=rounds.keep_uploads,
     )
     return (
-        f"{schedule}\n"
+        f"{config.network.line}\n{schedule}\n"
         f"each {show_value(config.round_period)} a member sends {growth.upload / 1e6:.1f} MB "
         f"within {show_value(rounds.grace)} and receives {growth.update / 1e6:.1f} MB; "
         f"{growth.describe_store()}"

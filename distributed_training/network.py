@@ -13,6 +13,7 @@ signed and verified. Types and ranges of its values are those of the settings th
 
 from __future__ import annotations
 
+import copy
 import difflib
 import hashlib
 import json
@@ -21,7 +22,7 @@ import tomllib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as checked
@@ -34,68 +35,18 @@ from distributed_training.protocol.metadata import with_rules
 from distributed_training.protocol.pages import HELD_OUT_PAGES
 from distributed_training.protocol.types import OWN_CODECS, Sign
 
-if TYPE_CHECKING:
-    pass
-
 #: Format 2 has only the exchange ``store``. Files of subnet 38's protocol are of format 1, or of
 #: format 2 with ``hivemind``: the commit :data:`LAST_OF_SUBNET_38` was the last that read them.
 FORMATS = (2, 3)
 LAST_OF_SUBNET_38 = "10170bb9"
-_OF_CLOSES = frozenset(
-    {
-        "round.grace",
-        "round.least",
-        "round.codec",
-        "publish.weights_every",
-        "store.access",
-        "store.keep_uploads",
-        "store.hosts",
-        "store.public_url",
-        "training.late_overlap",
-    }
-)
-_OF_AVERAGE = frozenset({"round.average_after", "round.sample"})
 _BITS = "round.bits"  # what earlier files have in place of round.codec: 4, 3 or 2
 #: What earlier files have in place of round.period: seconds, their number, and a rule that is gone.
 _BLOCKS = ("round.seconds_per_block", "round.blocks_per_allreduce", "round.epoch_length")
 _ROWS_API = "data.rows_url"  # key of earlier files, without effect if the source is another
+_CONFIG_FILE = "model.config_file"  # a file next to it, in place of [model.config]
 _EARLIER = {_BITS, *_BLOCKS, _ROWS_API}
-#: Keys that only format 3 has.
-NEWEST = _OF_AVERAGE | {
-    *("model.kind", "model.settings", "model.trainable", "model.trainable_parameters"),
-    "model.frozen",
-    "software",
-}
-#: Keys that a file may leave out. Each has a default; only keys of the file are in its digest.
-LATER = frozenset(
-    {
-        "previous",
-        "from_outer_step",
-        "model.weights",
-        "tokenizer.files",
-        "data.files",
-        "private",
-        "store.region",
-        "store.addressing",
-        "data.folder",
-        "data.selection",
-        "data.own",
-        "data.held_out",
-        "data.held_out_pages",
-        "training.decay_from",
-        "training.decay_steps",
-        "training.schedule",
-        "training.weight_decay_on",
-        "round.held_out_rise",
-        "stop.loss",
-        "stop.outer_steps",
-        "stop.tokens",
-        *_OF_CLOSES,
-        *NEWEST,
-    }
-)
-#: Keys that not every exchange has.
-OF_EXCHANGE = {"store": _OF_CLOSES, "hivemind": _OF_CLOSES | _OF_AVERAGE}
+#: Keys that only the exchange ``hivemind`` has.
+_OF_AVERAGE = frozenset({"round.average_after", "round.sample"})
 #: The file that comes with the program, by the name that ``--network`` knows it by.
 BUILT_IN = {"local": Path(__file__).parent / "networks" / "local.toml"}
 #: The rules of a network whose founder names no other, by key; they are the settings' defaults too.
@@ -129,12 +80,11 @@ HELD_OUT = "held-out"  # folder of held-out text, next to the founder's file and
 VERSIONS = "versions"  # folder of all signed versions, next to the founder's file
 
 _RUN_ID_DIGITS = 12
-_UNTIED = {"tie_word_embeddings": False}
 _CHAIN_KEYS = {"bittensor": {"chain.endpoint", "chain.netuid"}, "registry": {"chain.url"}}
-_OPTIONAL = {
-    "run_id", "signature", "model.config", "model.config_file", "data.revision", "data.rows",
-    "store.endpoint", "tokenizer.revision", "training.optimizer", "training.outer_rule",
-    *(key for keys in _CHAIN_KEYS.values() for key in keys),
+#: Each other key has a default, and only the keys of a file are in its digest.
+_REQUIRED = {
+    *USUAL, "format", "name", "version", "exchange", "chain.kind", "chain.master_hotkey",
+    "model.parameters", "tokenizer.name", "round.grace", "store.global_bucket",
 }  # fmt: skip
 _FIRST_TABLE = re.compile(r"^\s*\[", re.M)
 # A comment or a string of TOML. All but the first quote are optional, since a missing end must not
@@ -169,44 +119,41 @@ class NetworkAway(RuntimeError):
         super().__init__(f"{cause:.{_MOST_SHOWN}}")
 
 
+_Word = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
+_Count = Annotated[int, Field(ge=1, le=10**13)]
+_Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+_Patterns = Annotated[list[str], Field(min_length=1, max_length=1000)]
+# The first sign is no dash, which pip would read as an option.
+_Software = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._~:/@+=%#,\[\]-]{0,299}$")]
+
+
 @checked(frozen=True, config=ConfigDict(strict=True))
 class Head:
     """The first lines of a network's file, which are no settings. An alias is the key."""
 
-    format: Annotated[Literal[2, 3], Field(alias="format")]
-    name: Annotated[str, Field(alias="name", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
-    version: Annotated[int, Field(alias="version", ge=1, le=1_000_000)]
-    chain: Annotated[str, Field(alias="chain.kind", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
-    parameters: Annotated[int, Field(alias="model.parameters", ge=1, le=10**13)]
-    model: Annotated[dict[str, Any] | None, Field(alias="model.config")] = None
-    weights: Annotated[str | None, Field(alias="model.weights", pattern=r"^[0-9a-f]{64}$")] = None
-    kind: Annotated[str | None, Field(alias="model.kind", pattern=r"^[a-z0-9-]{1,63}$")] = None
-    settings: Annotated[dict[str, Any] | None, Field(alias="model.settings")] = None
-    trainable: Annotated[
-        list[str] | None, Field(alias="model.trainable", min_length=1, max_length=1000)
-    ] = None
-    trained: Annotated[int | None, Field(alias="model.trainable_parameters", ge=1, le=10**13)] = (
-        None
+    format: Literal[2, 3]
+    name: _Word
+    version: Annotated[int, Field(ge=1, le=1_000_000)]
+    chain: _Word = Field(alias="chain.kind")
+    parameters: _Count = Field(alias="model.parameters")
+    model: dict[str, Any] | None = Field(None, alias="model.config")
+    weights: _Digest | None = Field(None, alias="model.weights")
+    kind: _Word | None = Field(None, alias="model.kind")
+    settings: dict[str, Any] | None = Field(None, alias="model.settings")
+    trainable: _Patterns | None = Field(None, alias="model.trainable")
+    trained: _Count | None = Field(None, alias="model.trainable_parameters")
+    frozen: _Digest | None = Field(None, alias="model.frozen")
+    tokenizer_revision: str | None = Field(
+        None, alias="tokenizer.revision", pattern=r"^[0-9a-f]{40}$"
     )
-    frozen: Annotated[str | None, Field(alias="model.frozen", pattern=r"^[0-9a-f]{64}$")] = None
-    tokenizer_revision: Annotated[
-        str | None, Field(alias="tokenizer.revision", pattern=r"^[0-9a-f]{40}$")
-    ] = None
-    tokenizer_files: Annotated[
-        str | None, Field(alias="tokenizer.files", pattern=r"^[0-9a-f]{64}$")
-    ] = None
-    data_files: Annotated[str | None, Field(alias="data.files", pattern=r"^[0-9a-f]{64}$")] = None
-    exchange: Annotated[Literal["hivemind", "store"], Field(alias="exchange")] = "store"
-    #: What members give to pip. The first sign is no dash, which pip would read as an option.
-    software: Annotated[
-        str | None,
-        Field(alias="software", pattern=r"^[A-Za-z0-9][A-Za-z0-9._~:/@+=%#,\[\]-]{0,299}$"),
-    ] = None
-    previous: Annotated[str | None, Field(alias="previous", pattern=r"^sha256:[0-9a-f]{64}$")] = (
-        None
-    )
-    from_outer_step: Annotated[int, Field(alias="from_outer_step", ge=0, lt=10**9)] = 0
-    signature: Annotated[str | None, Field(alias="signature", pattern=r"^0x[0-9a-f]{128}$")] = None
+    tokenizer_files: _Digest | None = Field(None, alias="tokenizer.files")
+    data_files: _Digest | None = Field(None, alias="data.files")
+    exchange: Literal["hivemind", "store"] = "store"
+    #: What members give to pip.
+    software: _Software | None = None
+    previous: Annotated[str | None, Field(pattern=r"^sha256:[0-9a-f]{64}$")] = None
+    from_outer_step: Annotated[int, Field(ge=0, lt=10**9)] = 0
+    signature: Annotated[str | None, Field(pattern=r"^0x[0-9a-f]{128}$")] = None
 
     def of_model(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``config`` with what the file says of the model beyond it."""
@@ -228,12 +175,7 @@ class Head:
         return self.exchange == "hivemind"
 
 
-HEAD_KEYS = {
-    "format", "name", "version", "chain.kind", "model.parameters", "model.config",
-    "model.config_file", "model.weights", "model.kind", "model.settings", "model.trainable",
-    "model.trainable_parameters", "model.frozen", "signature", "tokenizer.revision",
-    "tokenizer.files", "data.files", "exchange", "software", "previous", "from_outer_step",
-}  # fmt: skip
+_HEAD = {of.alias or name for name, of in vars(Head)["__pydantic_fields__"].items()}
 #: Keys by which the versions of one file follow each other.
 VERSION_KEYS = ("version", "previous", "from_outer_step")
 
@@ -411,19 +353,15 @@ def built_in_rules(name: str = "local") -> dict[str, Any]:
 
 def needless_keys(exchange: str) -> frozenset[str]:
     """Return the keys that have no place in a file with this ``exchange``."""
-    return OF_EXCHANGE["hivemind"] - OF_EXCHANGE.get(exchange, OF_EXCHANGE["store"])
+    return frozenset() if exchange == "hivemind" else _OF_AVERAGE
 
 
 def of_exchange(rules: Mapping[str, Any], exchange: str) -> dict[str, Any]:
     """Return the tables of a file with ``exchange``, without the keys that have no place there."""
-    other = needless_keys(exchange)
-    kept: dict[str, Any] = {}
-    for title, value in {**rules, "exchange": exchange}.items():
-        if isinstance(value, dict):
-            table = {key: v for key, v in value.items() if f"{title}.{key}" not in other}
-            kept |= {title: table} if table or not value else {}
-        elif title not in other:
-            kept[title] = value
+    kept = copy.deepcopy({**rules, "exchange": exchange})
+    for key in needless_keys(exchange):
+        table, _, name = key.partition(".")
+        kept.get(table, {}).pop(name, None)
     return kept
 
 
@@ -440,30 +378,23 @@ def parse(text: str, *, place: str, keys: Collection[str], nearby: Callable[[str
     """
     flat = flatten(tree_of(text))
     _refuse_format(flat)
-    later = NEWEST if flat["format"] == 2 else frozenset()
-    # Refuse unknown keys, since a program that ignored one would train by other rules than its
-    # peers.
-    known = {*keys, *HEAD_KEYS, *_EARLIER} - later
-    for key in flat:
-        if key in later:
-            raise NetworkFileError(f"{key} is a key of format 3", "set format = 3, and sign it")
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-            hint = f"did you mean {near[0]}?" if near else "docs/network-file.md lists all"
-            raise NetworkFileError(f"{key!r} is not a key of it", hint)
-    needless = _refuse_exchange(flat)
-    codec_and_period = _codec_of(flat) | _period_of(flat)
-    absent = known - set(flat) - codec_and_period.keys()
-    missing = sorted(absent - _OPTIONAL - LATER - needless - _EARLIER)
-    if missing:
+    known = {*keys, *_HEAD, _CONFIG_FILE, *_EARLIER}
+    for key in sorted(flat.keys() - known):
+        # A program that ignored an unknown key would train by other rules than its peers.
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+        hint = f"did you mean {near[0]}?" if near else "docs/network-file.md lists all"
+        raise NetworkFileError(f"{key!r} is not a key of it", hint)
+    in_other_words = _codec_of(flat) | _period_of(flat)
+    if missing := sorted(_REQUIRED - flat.keys() - in_other_words.keys()):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise NetworkFileError(
             f"{missing[0]}{more} is missing", "every peer needs each value: add it"
         )
+    _refuse_exchange(flat)
     _refuse_data(flat)
     files = {FILE: text, **load_model(flat, nearby)}
     digest = digest_of(flat)
-    head = _head({key: flat[key] for key in HEAD_KEYS & {*flat}})
+    head = _head({key: flat[key] for key in _HEAD & flat.keys()})
     # [chain] has only the keys of its kind; a plug-in's kind may have any.
     for kind, of_kind in _CHAIN_KEYS.items() if head.chain in _CHAIN_KEYS else ():
         for key in sorted(of_kind):
@@ -479,7 +410,6 @@ def parse(text: str, *, place: str, keys: Collection[str], nearby: Callable[[str
             + ("names none before it" if head.version > 1 else "has none before it to name"),
             "let dt-network sign write version, previous and from_outer_step",
         )
-    _refuse_size(head)
     if (head.frozen is None) != (head.trained is None) or head.exchanged > head.parameters:
         raise NetworkFileError(
             "model.frozen and model.trainable_parameters do not say which tensors stay as they are",
@@ -511,7 +441,7 @@ def parse(text: str, *, place: str, keys: Collection[str], nearby: Callable[[str
                 "fetch it again from the founder",
             )
     values = {key: value for key, value in flat.items() if key in keys}
-    values |= codec_and_period
+    values |= in_other_words
     # Peers of two runs use other DHT keys and cannot meet.
     identity = {key: value for key, value in flat.items() if is_identity(key)}
     values.setdefault("run_id", digest_of(identity)[:_RUN_ID_DIGITS])
@@ -568,22 +498,6 @@ def _period_of(flat: Mapping[str, Any]) -> dict[str, str]:
     return {"round.period": f"{(seconds or 0) * (blocks or 0):g}s"}
 
 
-def without_blocks(text: str) -> str:
-    """Return the text of a file that names its period in blocks with ``round.period`` in place."""
-    period = _period_of(flatten(tree_of(text))).get("round.period")
-    if period is None:
-        return text
-    names = "|".join(key.removeprefix("round.") for key in _BLOCKS)
-    lines = re.compile(rf"(?m)^[ \t]*(round\.)?({names})[ \t]*=.*\n?")
-    first = lines.search(text)
-    if first is not None:
-        line = f'{first[1] or ""}period = "{period}"\n'
-        changed = text[: first.start()] + line + lines.sub("", text[first.end() :])
-        if flatten(tree_of(changed)).get("round.period") == period:
-            return changed
-    return text  # inside of an inline table, which is read as it is
-
-
 def _refuse_data(flat: Mapping[str, Any]) -> None:
     """Refuse keys of [data] that are wrong together. Raises NetworkFileError."""
     if flat.get("data.source") == "hf":
@@ -608,26 +522,16 @@ def _refuse_data(flat: Mapping[str, Any]) -> None:
         )
 
 
-def _refuse_exchange(flat: Mapping[str, Any]) -> frozenset[str]:
-    """Return the keys that have no place with this file's exchange. Raises NetworkFileError.
-
-    That is for one of them, and for what is missing or wrong together in a network with closes.
-    """
-    exchange = str(flat.get("exchange"))
-    needless = needless_keys(exchange)
-    for key in sorted(needless & flat.keys()):
+def _refuse_exchange(flat: Mapping[str, Any]) -> None:
+    """Refuse keys that are wrong together with this file's exchange. Raises NetworkFileError."""
+    exchange = str(flat["exchange"])
+    for key in sorted(needless_keys(exchange) & flat.keys()):
         raise NetworkFileError(f"{key} has no place with exchange {exchange!r}", "remove it")
-    if exchange not in OF_EXCHANGE:
-        return needless
-    if "round.grace" not in flat:
-        raise NetworkFileError(
-            "round.grace is missing, so nobody would know when an upload is late", "add it"
-        )
     if flat.get("store.access", "own" if exchange == "hivemind" else "registry") == "own":
-        return needless
-    if flat.get("chain.kind") != "registry":
+        return
+    if flat["chain.kind"] != "registry":
         raise NetworkFileError(
-            f"exchange is {exchange} and chain.kind {flat.get('chain.kind')!r:.100}, so nobody "
+            f"exchange is {exchange} and chain.kind {flat['chain.kind']!r:.100}, so nobody "
             "would hand out access to the store",
             'found it with a registry, or with store.access = "own"',
         )
@@ -637,7 +541,6 @@ def _refuse_exchange(flat: Mapping[str, Any]) -> frozenset[str]:
             "send it to",
             "add it",
         )
-    return needless
 
 
 def is_identity(key: str) -> bool:
@@ -722,24 +625,6 @@ def _head(found: Mapping[str, Any]) -> Head:
         raise NetworkFileError(f"{key} {shown}: {error['msg']}", "correct it") from None
 
 
-def _refuse_size(head: Head) -> None:
-    """Raise NetworkFileError where the number of parameters is not the configuration's."""
-    config = head.model or {}
-    if head.settings is not None:
-        return  # a kind may add parameters
-    try:
-        # Files were signed with the count of untied models where the config does not say it.
-        shapes = [ModelShape.from_config(config | more) for more in ({}, _UNTIED | config)]
-    except ValueError:  # only in the global bucket, or of a kind whose size is not known
-        return
-    count = shapes[0].parameters
-    if all(abs(s.parameters - head.parameters) > 0.05 * s.parameters for s in shapes):
-        raise NetworkFileError(
-            f"model.parameters is {head.parameters} and its model.config has {count}",
-            "correct the one that is wrong",
-        )
-
-
 def _refuse_pages(flat: Mapping[str, Any]) -> None:
     """Raise NetworkFileError where pages are drawn by a permutation and there are too few."""
     rows, of_a_page = flat.get("data.rows"), flat["data.rows_per_page"]
@@ -764,7 +649,7 @@ def load_model(flat: dict[str, Any], nearby: Callable[[str], str]) -> dict[str, 
 
     Raises NetworkFileError.
     """
-    if (name := flat.pop("model.config_file", None)) is None:
+    if (name := flat.pop(_CONFIG_FILE, None)) is None:
         return {}
     if not isinstance(name, str) or not _BESIDE.fullmatch(name):
         raise NetworkFileError(

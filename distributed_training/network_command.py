@@ -33,10 +33,10 @@ from typing import Any
 from distributed_training import NO_HELP, founding, signing
 from distributed_training.chain.base import ChainError
 from distributed_training.common.kinds import PluginError, UnknownKindError, import_plugins
-from distributed_training.config import ConfigError, exit_with
+from distributed_training.config import ConfigError, exit_with, rules_at
 from distributed_training.config.loader import Parser, argument, ranged
 from distributed_training.config.types import EndpointUrl, File, NetworkName, Text, no_such_kind
-from distributed_training.network import NetworkFileError
+from distributed_training.network import NetworkFileError, toml_value
 from distributed_training.protocol.growth import TOKENS_A_PARAMETER
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.registry import command as registry
@@ -205,7 +205,12 @@ def _assignment(word: str) -> tuple[str, Any]:
 
 
 def _show(options: argparse.Namespace) -> None:
-    signing.show(options.place)
+    """Print the line of a network, and each rule. Raises ConfigError."""
+    network = rules_at(options.place).network
+    assert network is not None
+    print(network.line)
+    for key, value in network.values.items():
+        print(f"  {key} = {toml_value(value)}")
 
 
 def _of_chain(options: argparse.Namespace) -> int:

@@ -32,7 +32,7 @@ from distributed_training.common.memory import (
     disk_space,
     host_memory,
 )
-from distributed_training.config import ConfigError, exit_with, load_config
+from distributed_training.config import ConfigError, exit_with, rules_at
 from distributed_training.config.loader import Parser, argument, ranged
 from distributed_training.config.settings import MinerSettings, TrainingSettings
 from distributed_training.config.types import Text, no_such_kind
@@ -233,8 +233,7 @@ def _rules_of(options: argparse.Namespace) -> tuple[Any, ModelShape, str]:
     rules: Any
     like: Any
     if options.network is not None:
-        words = ["--network", options.network]
-        rules = load_config("miner", words, environ={}, dotenv=None, check=False)
+        rules = rules_at(options.network)
         # The file for this machine has no more than the number of its parameters.
         like = rules.network.model or named_config("tiny")
         given, count = options.network, rules.network.head.parameters

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.common.files import read_json_object, write_bytes
-from distributed_training.config import ConfigError, load_config
+from distributed_training.config import Config, ConfigError, rules_at
 from distributed_training.config.model import check_exchange, check_schedule
 from distributed_training.config.settings import ChainSettings
 from distributed_training.config.types import parse_duration
@@ -28,25 +28,11 @@ from distributed_training.network import (
     load_model,
     read_text,
     signed,
-    toml_value,
     tree_of,
-    without_blocks,
 )
 from distributed_training.registry.command import FIXED
 
-_LONGEST_PERIOD = 7 * 86400.0  # seconds
 _HIGHEST_RATE = 0.1  # the highest learning rate of AdamW and Muon
-
-
-def show(place: str | Path, *, rules: bool = True) -> None:
-    """Print the line of a network and, with ``rules``, each rule. Raises ConfigError."""
-    given = ["--network", str(place)]
-    config = load_config("miner", given, environ={}, dotenv=None, check=False)
-    assert config.network is not None
-    print(config.network.line)
-    if rules:
-        for key, value in config.network.values.items():
-            print(f"  {key} = {toml_value(value)}")
 
 
 def sign(options: argparse.Namespace, text: str | None = None) -> None:
@@ -63,7 +49,7 @@ def sign(options: argparse.Namespace, text: str | None = None) -> None:
 
     wallets = path.absolute().parent / "wallets"
     master = load_wallet(ChainSettings(wallet_path=str(wallets), wallet_name=MASTER))
-    text = without_blocks(text or read_text(path))
+    text = text or read_text(path)
     flat = flatten(tree_of(text))
     named = flat.get("chain.master_hotkey")
     if named != master.ss58:
@@ -80,12 +66,10 @@ def sign(options: argparse.Namespace, text: str | None = None) -> None:
     if flat.get("format") == 3 or (flat.get("format"), flat.get("exchange")) == (2, "store"):
         flat["format"] = FORMATS[-1]  # the same network in the newest format
         head = {"format": flat["format"], **_next_version(options, flat, nearby)}
-    write_file(path, signed(text, master.hotkey, nearby=nearby, head=head))
-    show(path, rules=False)
-    if head is not None and head["previous"] is not None:
-        given = ["--network", str(path)]
-        after = load_config("miner", given, environ={}, dotenv=None, check=False).network
-        assert after is not None
+    after = write_file(path, signed(text, master.hotkey, nearby=nearby, head=head)).network
+    assert after is not None
+    print(after.line)
+    if after.head.previous is not None:
         before = read_text(path.absolute().parent / VERSIONS / f"{after.head.version - 1}.toml")
         print(describe(parse_version(before, after), after))
 
@@ -226,15 +210,16 @@ def _place_of_the_validator(path: Path) -> tuple[int | None, int | None]:
     return outer_step, manifest.get("total_inner_steps")
 
 
-def write_file(path: Path, text: str) -> None:
-    """Write a network's file if a miner accepts it. Raises ConfigError and keeps the old file."""
-    _refuse_period(flatten(tree_of(text)))
+def write_file(path: Path, text: str) -> Config:
+    """Write a network's file if its programs accept it.
+
+    Returns a miner's configuration by it. Raises ConfigError and keeps the old file.
+    """
     # Write the trial next to the file, since a model's file is looked for in the same folder.
     trial = path.with_name(f".{path.name}")
     write_bytes(trial, text.encode())
     try:
-        given = ["--network", str(trial)]
-        config = load_config("miner", given, environ={}, dotenv=None, check=False)
+        config = rules_at(trial)
         problems = [*check_schedule(config), *check_exchange(config)]
         rate = config.training.learning_rate
         name = {"adamw": "AdamW", "muon": "Muon"}.get(config.training.optimizer)
@@ -245,30 +230,17 @@ def write_file(path: Path, text: str) -> None:
             )
         if problems:
             raise ConfigError(problems[0])
-        if config.network:
-            kept = path.absolute().parent / VERSIONS
-            kept.mkdir(exist_ok=True)
-            # Keep the version first, or a missing one could be signed a second time.
-            write_bytes(kept / f"{config.network.head.version}.toml", text.encode())
+        assert config.network is not None
+        kept = path.absolute().parent / VERSIONS
+        kept.mkdir(exist_ok=True)
+        # Keep the version first, or a missing one could be signed a second time.
+        write_bytes(kept / f"{config.network.head.version}.toml", text.encode())
         os.replace(trial, path)
     except ConfigError as error:
         raise ConfigError(str(error).replace(str(trial), str(path))) from None
     finally:
         trial.unlink(missing_ok=True)
-
-
-def _refuse_period(flat: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a period that the grace does not fit into, or of over a week."""
-    period, grace = (seconds_of(flat.get(f"round.{key}")) for key in ("period", "grace"))
-    if period is None or grace is None or 3 * grace <= period <= _LONGEST_PERIOD:
-        return
-    why = f"round.grace {flat['round.grace']} is above a third of the period of {period:g} s"
-    if period > _LONGEST_PERIOD:
-        why = f"round.period {flat['round.period']} is longer than a week"
-    raise ConfigError(
-        f"{why}, so nothing was signed: set round.period to {3 * grace:g}s, the smallest that fits "
-        "round.grace, or to more, and at most to 7d"
-    )
+    return config
 
 
 def seconds_of(value: Any) -> float | None:

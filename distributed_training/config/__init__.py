@@ -1,6 +1,6 @@
 """Every setting once: declared by the packages' dataclasses here, loaded and checked at start."""
 
-from .loader import exit_with, load_config, run_folder_of
+from .loader import exit_with, load_config, rules_at, run_folder_of
 from .model import OPERATORS_FILE, Config, problems
 from .schema import SETTINGS_FILE, WARNING, all_settings, describe
 from .types import ConfigError
@@ -16,5 +16,6 @@ __all__ = [
     "exit_with",
     "load_config",
     "problems",
+    "rules_at",
     "run_folder_of",
 ]

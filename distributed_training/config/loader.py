@@ -425,6 +425,11 @@ def _read_text(path: Path, name: str) -> str:
         ) from None
 
 
+def rules_at(place: str | Path, kind: Kind = "miner") -> Config:
+    """Return the configuration by a network's file, and nothing else. Raises ConfigError."""
+    return load_config(kind, ["--network", str(place)], environ={}, dotenv=None, check=False)
+
+
 def load_config(
     kind: Kind,
     argv: Sequence[str],

@@ -183,7 +183,7 @@ def test_a_founder_is_asked_for_nothing_of_a_swarm(
             ("--slowest-link", "0.1", "--set", "round.period=240"),
             "or --set round.codec=2-bit",
         ),
-        (("--set", "round.grace=2000s"), "is above a third of the period of 720 s"),
+        (("--set", "round.grace=2000s"), "is above a third of the period (720s)"),
         (
             ("--set", "round.average_after=5s"),
             "average_after has no place with exchange 'store'",

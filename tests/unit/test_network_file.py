@@ -234,7 +234,6 @@ def test_the_canonical_form_is_the_documents() -> None:
         ("[training]", "[training]\nweight_decay_on = 1", "training.weight_decay_on in"),
         ('name = "example"', 'name = "Ex ample"', "name 'Ex ample'"),
         ("version = 1 ", "version = true ", "version True"),
-        ("1_872_576 ", "4_000_000_000 ", "its model.config has 1872576"),
         (
             "\nurl = ",
             "\nnetuid = 3\nurl = ",
