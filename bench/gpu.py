@@ -5,7 +5,7 @@
     python bench/gpu.py --minutes 20             more rows of the parts that are cut by time
     python bench/gpu.py --length 4096            tokens of a sequence
     python bench/gpu.py --device cpu --quick     every part's code at toy size; no figure counts
-    python bench/gpu.py --table FILE.json        put a report into docs/performance.md
+    python bench/gpu.py --table FILE.json        write docs/figures/gpu.json of a report
 
 Needs Python 3.11 or newer and these packages with what they require: torch (2.11 or newer),
 transformers, numpy, safetensors, pydantic, pydantic-core, annotated-types, typing-inspection,
@@ -42,8 +42,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-DOCUMENT = ROOT / "docs" / "performance.md"
-BEGIN, END = "<!-- gpu: begin -->", "<!-- gpu: end -->"
+FIGURE = ROOT / "docs" / "figures" / "gpu.json"  # docs/performance.md shows it
+COLUMNS = ["Part", "Measured", "Goal"]
 PLANS = ("plan", "memory plan")  # rows of the report that the document leaves out
 _LOOK = 2.0  # seconds
 MINUTES = 8.75  # of all parts; nine less the ends of processes
@@ -96,7 +96,7 @@ PARTS = (
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     if options.table is not None:
-        print(fill_document(options.table))
+        print(write_figure(options.table))
         return 0
     if options.child:
         from bench import gpu_parts, gpu_ranks, gpu_torchao
@@ -257,11 +257,12 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def table(report: Mapping[str, Any]) -> str:
     """Markdown, one row for each part; what did not run is said to be not measured."""
-    lines = [headline(report), "", "| Part | Measured | Goal |", "|---|---|---|"]
-    for part in PARTS:
-        result = report["parts"].get(part.name)
-        lines.append(f"| {part.title} | {_cell(result)} | {part.goal} |")
-    return "\n".join(lines)
+    rows = [COLUMNS, ["---"] * len(COLUMNS), *_rows(report)]
+    return "\n".join([headline(report), "", *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def _rows(report: Mapping[str, Any]) -> list[list[str]]:
+    return [[part.title, _cell(report["parts"].get(part.name)), part.goal] for part in PARTS]
 
 
 def headline(report: Mapping[str, Any]) -> str:
@@ -288,13 +289,15 @@ def _cell(result: Mapping[str, Any] | None) -> str:
     return "<br>".join(rows) or "nothing"
 
 
-def fill_document(path: Path) -> str:
-    """Put the table of the report at ``path`` between the marks of the document."""
-    found = table(json.loads(path.read_text()))
-    before, rest = DOCUMENT.read_text().split(BEGIN, 1)
-    after = rest.split(END, 1)[1]
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{found}\n{END}{after}")
-    return found
+def write_figure(path: Path) -> str:
+    """Write the report at ``path`` as the table that the site shows."""
+    report = json.loads(path.read_text())
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
+    of_run = {"machine": headline(report).rstrip("."), "date": report["started"], "commit": commit}
+    figure = {**of_run, "command": "make gpu", "columns": COLUMNS, "rows": _rows(report)}
+    FIGURE.write_text(json.dumps(figure, indent=1, ensure_ascii=False) + "\n")
+    return table(report)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -24,10 +24,10 @@ from bench import gpu
 ROOT = Path(__file__).parents[1]
 
 
-def test_a_report_fills_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    document = tmp_path / "performance.md"
-    document.write_text(f"before\n{gpu.BEGIN}\nold\n{gpu.END}\nafter\n")
-    monkeypatch.setattr(gpu, "DOCUMENT", document)
+def test_a_report_is_the_table_that_the_site_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "FIGURE", tmp_path / "gpu.json")
     report = {
         "started": "2027-01-01", "device": "cuda", "quick": False, "python": "3.12.1",
         "machine": {"device": "NVIDIA H200", "memory_gb": 150, "peak_tflops": 989.4, "torch": "2"},
@@ -38,9 +38,9 @@ def test_a_report_fills_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyP
     }  # fmt: skip
     (tmp_path / "r.json").write_text(json.dumps(report))
     assert gpu.main(["--table", str(tmp_path / "r.json")]) == 0
-    text = document.read_text()
-    assert text.startswith("before") and text.endswith("after\n") and "old" not in text
-    assert f"{gpu.BEGIN}\n{gpu.table(report)}\n{gpu.END}" in text
+    figure, text = json.loads(gpu.FIGURE.read_text()), gpu.table(report)
+    assert figure["machine"] in text
+    assert all(f"| {' | '.join(row)} |\n" in f"{text}\n" for row in figure["rows"])
     assert "| 100 steps: GPU bf16, CPU fp32 | ours: 31.0x |" in text
     assert "peak 989.4 TFLOP/s" in text
     assert "**ended after its 90 s** a / b" in text

@@ -41,6 +41,8 @@ _ABOUT = (
     "Train one language model together over the internet, among people who need not trust each "
     "other: a long-running miner, validator and registry in PyTorch (DiLoCo)."
 )
+#: A paragraph that only links to a file of settings, which the site shows in its place.
+_SHOWN = re.compile(r"^\[[^\]]+\]\(([\w-]+\.toml)\)$", re.M)
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 _CELL = re.compile(r"<td.*?</td>", re.S)
 _CODE = re.compile(r"<code>(?:[^<]|<wbr>)+</code>")
@@ -73,7 +75,9 @@ def threats(text: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Lead links to the site's pages."""
+    """Put files in that a page shows, and lead links to the site's pages."""
+    shown = lambda found: f"```toml\n{(ROOT / 'docs' / found[1]).read_text()}```"
+    markdown = _SHOWN.sub(shown, markdown)
     _TEXTS[page.file.src_uri] = markdown
     named = {name: source for source, name in OUTSIDE.items()}
     folder = posixpath.dirname(named.get(page.file.src_uri, f"docs/{page.file.src_uri}"))

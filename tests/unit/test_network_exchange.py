@@ -34,8 +34,7 @@ from tests.tools.settings import load_config
 pytestmark = pytest.mark.timeout(60)
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = (ROOT / "docs" / "network-file.md").read_text(encoding="utf-8")
-EXAMPLE = tomllib.loads(DOCUMENT.partition("```toml\n")[2].partition("```")[0])
+EXAMPLE = tomllib.loads((ROOT / "docs" / "network.toml").read_text(encoding="utf-8"))
 ALICE = Keypair.create_from_uri("//Alice")
 
 

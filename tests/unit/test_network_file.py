@@ -41,8 +41,7 @@ from tests.tools.settings import load_config
 pytestmark = pytest.mark.timeout(60)
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = (ROOT / "docs" / "network-file.md").read_text(encoding="utf-8")
-EXAMPLE = DOCUMENT.partition("```toml\n")[2].partition("```")[0]
+EXAMPLE = (ROOT / "docs" / "network.toml").read_text(encoding="utf-8")
 #: In place of "version = 1".
 SECOND = f'previous = "sha256:{"0" * 64}"\nfrom_outer_step = 7\nversion = 2 '
 ALICE, BOB = (Keypair.create_from_uri(f"//{name}") for name in ("Alice", "Bob"))
