@@ -143,7 +143,7 @@ class ApartSubnet(LocalSubnet):
     def _open_ways(self) -> None:
         """Lead what members send to store and registry to the founder's machine."""
         assert self.services is not None
-        urls = (self.services.store_endpoint, self.services.chain_endpoint)
+        urls = (self.services.store.endpoint, self.services.chain_endpoint)
         served = [url.rpartition(":")[2] for url in urls]
         founder, *others = self._made
         ports = ", ".join(served)

@@ -30,7 +30,6 @@ from distributed_training.telemetry.page import PageProcess
 # Ctrl-C: miners get this long, the validator half as long; with services and sweep that is < 15 s.
 INTERRUPT_GRACE = timedelta(seconds=6)
 _PROMPTS = ("def ", "import ", "class ", "    # ")
-_ROUND = 1.15  # periods from outer step to outer step, with the round itself
 
 
 def build_parser() -> Parser:
@@ -47,24 +46,15 @@ def build_parser() -> Parser:
     add("--exchange", choices=("hivemind", "store"), default="hivemind", help="(hivemind)")
     about = "how uploads become an update: a name, or a plug-in's FILE.py (default nesterov)"
     add("--outer-rule", type=text, help=about)
-    how_long = parser.add_mutually_exclusive_group()
-    about = "stop after this many outer steps (default 2)"
-    how_long.add_argument("--outer-steps", type=count, default=2, help=about)
-    about = "run as many outer steps as fit into this many minutes"
-    how_long.add_argument("--minutes", type=ranged(1.0, 1e5), help=about)
+    add("--outer-steps", type=count, default=2, help="stop after this many outer steps (default 2)")
     add("--folder", type=path, default=Path("runs/localnet"), help="where everything is written")
     about = "seconds between rounds (default 60, and more on a busy or slow machine)"
     add("--period", type=ranged(1.0, 1e5), help=about)
     add("--timeout", type=ranged(1.0, 1e6), help="seconds for it all (default: as its rounds need)")
-    add("--keep", action="store_true", help="keep buckets and checkpoints after a good run")
     add("--stay", action="store_true", help="run until Ctrl-C, and print how a miner joins by hand")
     add("--page-port", type=ranged(0, 65535), default=0, help="of the live page (default: any)")
-    add(
-        "--miner-flags", type=_split_flags, default=(), help="more flags for every miner, in quotes"
-    )
-    add(
-        "--validator-flags", type=_split_flags, default=(), help="more for the validator, in quotes"
-    )
+    about = "more flags for every miner, in quotes"
+    add("--miner-flags", type=_split_flags, default=(), help=about)
     add("--miner-script", type=path, help="another miner's program (default: this package's)")
     add("--validator-script", type=path, help="another validator's (default: this package's)")
     return parser
@@ -77,16 +67,6 @@ def _split_flags(text: str) -> tuple[str, ...]:
         raise argparse.ArgumentTypeError(f"{text!r:.100}: {error}") from None
 
 
-def _rule_of(text: str, exchange: str) -> str:
-    """Return the name of an outer rule that such a network can have. Raises ConfigError."""
-    from distributed_training.config.settings import TrainingSettings
-    from distributed_training.training.outer_rule import find_rule, outer_rule_of
-
-    name = find_rule(text)
-    outer_rule_of(TrainingSettings(outer_rule=name), exchange)
-    return name
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     view = View()
@@ -94,16 +74,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         find_weed()
         rules = {}
         if arguments.outer_rule:
-            rules["training.outer_rule"] = _rule_of(arguments.outer_rule, arguments.exchange)
+            from distributed_training.config.settings import TrainingSettings
+            from distributed_training.training.outer_rule import find_rule, outer_rule_of
+
+            rules["training.outer_rule"] = name = find_rule(arguments.outer_rule)
+            outer_rule_of(TrainingSettings(outer_rule=name), arguments.exchange)
         options = SubnetOptions(
             folder=arguments.folder,
             ranks=parse_ranks(arguments.ranks, arguments.miners),
             exchange=arguments.exchange,
             outer_steps=arguments.outer_steps,
             period=arguments.period,
-            measures=arguments.period is None,
             miner_flags=arguments.miner_flags,
-            validator_flags=arguments.validator_flags,
             rules=rules,
             miner_script=arguments.miner_script and arguments.miner_script.absolute(),
             validator_script=arguments.validator_script and arguments.validator_script.absolute(),
@@ -155,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         bulk = [subnet.folder / STORE_FOLDER]
         for neuron in subnet.neurons:
             bulk += [path for path in neuron.plan.folder.iterdir() if path.is_dir()]
-        for path in bulk if not arguments.keep else ():
+        for path in bulk:
             shutil.rmtree(path, ignore_errors=True)
     print("interrupted" if interrupted else summary.verdict)
     return ExitStatus.INTERRUPTED if interrupted else int(not summary.ok)
@@ -170,9 +152,6 @@ def _run(
     """Start, follow and stop the subnet; return the failure, or "". Raises ConfigError."""
     try:
         subnet.start()
-        if arguments.minutes:
-            steps = int(60 * arguments.minutes / (_ROUND * subnet.options.seconds))
-            subnet.options = replace(subnet.options, outer_steps=max(1, steps))
         options = subnet.options
         limit = timedelta(seconds=arguments.timeout) if arguments.timeout else options.longest
         with PageProcess(

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +32,7 @@ from distributed_training.founder import MASTER, RUN_FILE, FounderPlan
 from distributed_training.join_command import enter
 from distributed_training.network import FILE, built_in_rules, of_exchange, signed, to_toml
 from distributed_training.protocol.keys import miner_bucket
+from distributed_training.protocol.lines import counted
 
 if TYPE_CHECKING:
     from distributed_training.chain.identity import Wallet
@@ -60,8 +61,8 @@ class SubnetOptions:
         outer_steps: Outer steps that the run is to take; a summary with fewer names it.
         period: Seconds from one close to the next; None: as ``networks/local.toml`` says, and on a
             machine that is slower than two free cores as many times longer.
-        slowness: How many times slower this machine is; timeouts are as many times longer.
-        measures: Whether the start measures that.
+        slowness: How many times slower this machine is; timeouts are as many times longer. A start
+            without a period measures it.
         least_miners: Fewest uploads of an outer step; None: all miners', so that a slow start
             leaves none out. Lower it to kill miners.
         restart_miners: Start a miner again that ended with a fault, as pm2 would.
@@ -83,14 +84,12 @@ class SubnetOptions:
     outer_steps: int = 2
     period: float | None = None
     slowness: float = 1.0
-    measures: bool = False
     least_miners: int | None = None
-    restart_miners: bool = False  # one that ended with a fault is started again, as pm2 would
+    restart_miners: bool = False
     miner_flags: tuple[str, ...] = ()
     validator_flags: tuple[str, ...] = ()
-    #: Key of the network's file (``training.sequence_length``) -> its value here.
     rules: Mapping[str, Any] = field(default_factory=dict)
-    miner_script: Path | None = None  # None: the project's neurons
+    miner_script: Path | None = None
     validator_script: Path | None = None
 
     @property
@@ -129,27 +128,14 @@ def parse_ranks(text: str | None, miners: int | None) -> tuple[int, ...]:
     Without ranks the first miner has 2 and the others 1, so that world sizes differ; a shorter list
     is filled with 1. Raises ConfigError.
     """
-    try:
-        given = [int(word) for word in text.split(",")] if text else [2]
-    except ValueError:
+    given = [int(word) if word.isdecimal() else 0 for word in text.split(",")] if text else [2]
+    count = miners or (len(given) if text else 2)
+    if (text and len(given) > count) or not all(1 <= ranks <= _MOST_RANKS for ranks in given):
         raise ConfigError(
-            f"--ranks {text!r} is not a list of numbers, so nothing was started: "
-            "give one per miner, e.g. --ranks 2,1"
-        ) from None
-    if miners is None:
-        miners = len(given) if text else 2
-    if len(given) > miners and text:
-        raise ConfigError(
-            f"--ranks names {len(given)} miners but --miners {miners} are wanted, so nothing was "
-            "started: make them agree"
+            f"--ranks {text!r} does not give each of {counted(count, 'miner')} 1 to {_MOST_RANKS} "
+            "ranks, so nothing was started: correct it or --miners, e.g. --miners 2 --ranks 2,1"
         )
-    ranks = (given + [1] * miners)[:miners]
-    if any(not 1 <= rank <= _MOST_RANKS for rank in ranks):
-        raise ConfigError(
-            f"--ranks {text}: a miner on this machine has 1 to {_MOST_RANKS} ranks, so nothing "
-            "was started: correct --ranks"
-        )
-    return tuple(ranks)
+    return tuple((given + [1] * count)[:count])
 
 
 def plan_neurons(options: SubnetOptions, folder: Path) -> list[NeuronPlan]:
@@ -175,6 +161,9 @@ class Child:
 
     It gets a session of its own, so Ctrl-C at the terminal reaches only the orchestrator, which
     stops its children in order. If the orchestrator itself is killed, the kernel sends SIGTERM.
+
+    ``ready``: tells whether it is, for :meth:`wait_ready`; by default once it has written ``READY``
+    and its pid.
     """
 
     def __init__(
@@ -184,6 +173,7 @@ class Child:
         command: Sequence[str],
         environment: Mapping[str, str],
         folder: Path,
+        ready: Callable[[], bool] | None = None,
     ) -> None:
         self.name = name
         self.command = list(command)
@@ -191,6 +181,7 @@ class Child:
         self.log = folder / "log.txt"
         self.environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
+        self._ready = ready or self._says_ready
         self.stopping = False
 
     def start(self) -> None:
@@ -223,20 +214,20 @@ class Child:
         """The exit status; None while it runs or before its start; negative: the ending signal."""
         return self._process.poll() if self._process else None
 
-    def wait_ready(self, timeout: timedelta = timedelta(seconds=60)) -> None:
-        """Wait until the command writes ``READY`` and its pid, after its imports.
-
-        Raises ChildFailure; it has ended then.
-        """
-        deadline = time.monotonic() + timeout.total_seconds()
-        # Look for the pid, since the log also holds the READY of earlier starts.
-        while f"READY {self.pid}" not in self.last_lines():
+    def wait_ready(self) -> None:
+        """Wait until it is ready. Raises ChildFailure; it has ended then."""
+        deadline = time.monotonic() + _STARTS
+        while not self._ready():
             if not self.running or time.monotonic() > deadline:
                 # Before the kill, which would be all that it tells.
                 obituary = self.obituary
                 self.kill_tree()
                 raise ChildFailure(obituary)
             time.sleep(0.05)
+
+    def _says_ready(self) -> bool:
+        # Look for the pid, since the log also holds the READY of earlier starts.
+        return f"READY {self.pid}" in self.last_lines()
 
     def signal(self, number: signal.Signals) -> None:
         """Signal the command itself, not its descendants: passing it on is the command's task."""
@@ -305,31 +296,26 @@ def stop_together(children: Sequence[Child], grace: timedelta) -> list[str]:
     return defects
 
 
-class ObjectStoreServer:
-    """Start and stop SeaweedFS; its objects and keys lie in ``folder`` and survive a restart."""
+class ObjectStoreServer(Child):
+    """SeaweedFS as a child; its objects and keys lie in ``folder`` and survive a restart.
+
+    As a context it is ready, and ends with it.
+    """
 
     def __init__(self, *, folder: Path, environment: Mapping[str, str] | None = None) -> None:
-        self.folder = folder
         parts = [f"{part}.port{rpc}" for part in _WEED for rpc in ("", ".grpc")]
         ports = dict(zip(parts, free_ports(len(parts)), strict=True))
-        self.port, self._master = ports["s3.port"], ports["master.port"]
-        self.endpoint = f"http://127.0.0.1:{self.port}"
+        self._master = ports["master.port"]
+        self.endpoint = f"http://127.0.0.1:{ports['s3.port']}"
         #: R2 variables by which a neuron reaches its bucket; all use one account.
         self.keys = {"R2_ENDPOINT_URL": self.endpoint, **_store_keys(folder / "keys.json")}
-        names = (("READ", ["Read", "List"]), ("WRITE", ["Admin"]))
-        identities = [
-            {
-                "name": kind,
-                "credentials": [
-                    {
-                        "accessKey": self.keys[f"R2_{kind}_ACCESS_KEY_ID"],
-                        "secretKey": self.keys[f"R2_{kind}_SECRET_ACCESS_KEY"],
-                    }
-                ],
-                "actions": actions,
+        identities = []
+        for kind, actions in (("READ", ["Read", "List"]), ("WRITE", ["Admin"])):
+            key = {
+                "accessKey": self.keys[f"R2_{kind}_ACCESS_KEY_ID"],
+                "secretKey": self.keys[f"R2_{kind}_SECRET_ACCESS_KEY"],
             }
-            for kind, actions in names
-        ]
+            identities.append({"name": kind, "credentials": [key], "actions": actions})
         config = (folder / "s3.json").absolute()
         write_bytes(config, json.dumps({"identities": identities}).encode(), durable=False)
         flags = {
@@ -342,34 +328,15 @@ class ObjectStoreServer:
         # A bucket takes a volume, an empty file at first, and not seven. Read where it is started.
         growth = b"[master.volume_growth]\ncopy_1 = 1\n"
         write_bytes(folder / "master.toml", growth, durable=False)
-        inherited = dict(os.environ if environment is None else environment)
-        self.child = Child(
+        words = [f"-{name}={value}" for name, value in flags.items()]
+        super().__init__(
             name="object store",
             # Let it log to our log.txt and not to files in /tmp.
-            command=[
-                find_weed(),
-                "-logtostderr",
-                "server",
-                *(f"-{k}={v}" for k, v in flags.items()),
-            ],
-            environment=inherited,
+            command=[find_weed(), "-logtostderr", "server", *words],
+            environment=os.environ if environment is None else environment,
             folder=folder,
+            ready=self._takes_objects,
         )
-
-    def start(self) -> None:
-        """Start the server. Raises ChildFailure with the log's last lines if it fails."""
-        self.child.start()
-        self.wait_ready()
-
-    def wait_ready(self) -> None:
-        """Wait until it takes objects. Raises ChildFailure; it has ended then."""
-        deadline = time.monotonic() + _STORE_STARTS
-        while not self._takes_objects():
-            if not self.child.running or time.monotonic() > deadline:
-                obituary = self.child.obituary
-                self.child.kill_tree()
-                raise ChildFailure(obituary)
-            time.sleep(0.1)
 
     def _takes_objects(self) -> bool:
         import httpx
@@ -381,11 +348,11 @@ class ObjectStoreServer:
         return False
 
     def stop(self) -> None:
-        """Stop the server. Idempotent."""
-        stop_together([self.child], timedelta(seconds=1))  # what it has answered is on disk
+        stop_together([self], timedelta(seconds=1))  # what it has answered is on disk
 
     def __enter__(self) -> ObjectStoreServer:
         self.start()
+        self.wait_ready()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -393,7 +360,7 @@ class ObjectStoreServer:
 
 
 _WEED = ("s3", "master", "volume", "filer")  # parts of SeaweedFS, each with two ports
-_STORE_STARTS = 120.0  # seconds
+_STARTS = 120.0  # seconds until a service is ready
 
 
 def find_weed() -> str:
@@ -442,11 +409,10 @@ class Services:
         self._folder = folder.absolute()
         self.network = self._folder / FILE
         environment = self._clean_environment()
-        self._store = ObjectStoreServer(folder=folder / STORE_FOLDER, environment=environment)
-        self.store_endpoint = self._store.endpoint
+        self.store = ObjectStoreServer(folder=folder / STORE_FOLDER, environment=environment)
         (port,) = free_ports(1)
         self.chain_endpoint = f"http://127.0.0.1:{port}"
-        self.children = [self._store.child]  # children that were begun, in this order
+        self.children: list[Child] = [self.store]  # children that were begun, in this order
         # Words of the validator, which follow from the founder's folder.
         self._of_validator: list[str] = []
 
@@ -460,12 +426,12 @@ class Services:
         from distributed_training.config.settings import StoreSettings
         from distributed_training.store.s3 import AccessKeys, S3ObjectStore
 
-        found, kind = self._store.keys, "WRITE" if write else "READ"
+        found, kind = self.store.keys, "WRITE" if write else "READ"
         of_miner = miner_bucket(GLOBAL_BUCKET, plan.uid)
         key, secret = (found[f"R2_{kind}_{n}"] for n in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"))
         return S3ObjectStore(
             bucket=GLOBAL_BUCKET if plan.kind == "validator" else of_miner,
-            endpoint_url=self.store_endpoint,
+            endpoint_url=self.store.endpoint,
             keys=AccessKeys(SecretStr(key), SecretStr(secret)),
             settings=StoreSettings(),
         )
@@ -474,7 +440,7 @@ class Services:
 
     def start(self) -> None:
         """Start store and registry, and let all miners join. Raises ChildFailure."""
-        self._store.child.start()  # it imports for a second; meanwhile:
+        self.store.start()  # it imports for a second; meanwhile:
         from distributed_training.chain.identity import create_wallet
 
         validator, *miners = self.plans
@@ -496,7 +462,7 @@ class Services:
         self.children.append(registry)
         registry.start()
         registry.wait_ready()
-        self._store.wait_ready()
+        self.store.wait_ready()
         with contextlib.closing(self.open_bucket(validator, write=True)) as bucket:
             bucket.create_bucket()
         for plan in miners:
@@ -523,7 +489,7 @@ class Services:
     def stop(self) -> list[str]:
         """Stop the registry, then the store; return the problems met."""
         problems = stop_together(self.children[1:], timedelta(seconds=10))
-        self._store.stop()
+        self.store.stop()
         return problems
 
     def _write_network(self, master: Wallet) -> None:
@@ -531,17 +497,17 @@ class Services:
         options = self.options
         rules = of_exchange(built_in_rules(), options.exchange)
         rules.pop("run_id")  # it follows from the file
-        changed: dict[str, Any] = {
-            "chain.url": self.chain_endpoint,
-            "chain.master_hotkey": master.ss58,
-            "round.period": f"{options.seconds:g}s",
-            "store.endpoint": self.store_endpoint,
-        }
-        rules["private"] = True  # the store speaks plain HTTP, on this machine
         usual = _GRACE if options.exchange == "store" else _GRACE_OF_AVERAGE
         grace = min(usual * options.slowness, options.seconds / 3)
-        least = options.least_miners or len(options.ranks)
-        changed |= {"round.grace": f"{grace:.1f}s", "round.least": least}
+        changed: dict[str, Any] = {
+            "private": True,  # the store speaks plain HTTP, on this machine
+            "chain.url": self.chain_endpoint,
+            "chain.master_hotkey": master.ss58,
+            "store.endpoint": self.store.endpoint,
+            "round.period": f"{options.seconds:g}s",
+            "round.grace": f"{grace:.1f}s",
+            "round.least": options.least_miners or len(options.ranks),
+        }
         if options.exchange == "hivemind":
             changed["round.average_after"] = f"{grace / 4:.1f}s"
         for key, value in {**changed, **options.rules}.items():
@@ -601,7 +567,7 @@ class Services:
     def environment(self, plan: NeuronPlan) -> dict[str, str]:
         """Return the neuron's environment, with the keys of the object store that it needs."""
         has_keys = plan.kind == "validator" or not self._hands_out
-        return self._clean_environment() | (self._store.keys if has_keys else {})
+        return self._clean_environment() | (self.store.keys if has_keys else {})
 
     def _clean_environment(self) -> dict[str, str]:
         # Drop variables by their prefix: a miner here must not write into the bucket of the

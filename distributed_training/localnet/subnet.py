@@ -11,11 +11,10 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +24,7 @@ import psutil
 from distributed_training.common.control_groups import usable_cores
 from distributed_training.common.files import write_json
 from distributed_training.common.ports import free_ports
-from distributed_training.common.processes import command_of, is_running, send, tree_of
+from distributed_training.common.processes import end_sessions, tree_of
 from distributed_training.config.types import ConfigError
 from distributed_training.localnet.pace import measure_slowness
 from distributed_training.localnet.services import (
@@ -46,7 +45,7 @@ STATE_FILE = "localnet.json"  # this file also tells that a folder is ours
 LOCK_FILE = ".lock"
 _START = timedelta(seconds=120)  # time for the validator to start and publish the first model
 _TURN = 12.0  # seconds that a miner's first inner step may delay the next miner's start
-_SETTLE = 5.0  # seconds in which a process ends after the one that started it
+_SETTLE = timedelta(seconds=5)  # time for a process to end after the one that started it
 GUEST = "guest"  # folder of a miner that joins by hand
 
 
@@ -175,7 +174,7 @@ class LocalSubnet:
             undo.callback(self.stop, timedelta(seconds=5))
             take_folder(self.folder, self._locked)
             self.started_at = time.time()
-            if self.options.measures:
+            if self.options.period is None:
                 slowness = measure_slowness(sum(self.options.ranks) + 1)
                 self.options = replace(self.options, slowness=slowness)
                 if slowness > 1:
@@ -190,7 +189,7 @@ class LocalSubnet:
                 self.services.start()
             except ChildFailure as failure:
                 raise SubnetFailure(str(failure)) from failure
-            self._tell(f"object store at {self.services.store_endpoint}")
+            self._tell(f"object store at {self.services.store.endpoint}")
             self._tell(f"chain at {self.services.chain_endpoint}")
             for plan in plans:
                 plan.folder.mkdir(parents=True, exist_ok=True)
@@ -224,7 +223,11 @@ class LocalSubnet:
             return []
         self._stopped = True
         grace = grace if grace is not None else self.stop_grace
-        tree = self.processes()
+        # Sessions of all, in which also those are found whose parents will be gone.
+        leaders = set[int]()
+        for process in self.processes():
+            with suppress(OSError):  # it has ended meanwhile
+                leaders.add(os.getsid(process.pid))
         # Miners first: while they stop they still upload, and call store, chain and validator.
         problems = stop_together([n.child for n in self.neurons if n.plan.kind == "miner"], grace)
         problems += stop_together([n.child for n in self.neurons], grace / 2)
@@ -237,13 +240,7 @@ class LocalSubnet:
                 problems.append(f"{neuron.plan.name} ended with status {status} when stopped")
         if self.services is not None:
             problems += self.services.stop()
-        deadline = time.monotonic() + _SETTLE
-        while any(map(is_running, tree)) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        left = [process for process in tree if is_running(process)]
-        self.strays = [f"{process.pid} {command_of(process)}" for process in left]
-        for process in left:
-            send(process, signal.SIGKILL)
+        self.strays = end_sessions(leaders, settle=_SETTLE, grace=timedelta(0))
         problems += [f"left behind, killed: {stray}" for stray in self.strays]
         self._locked.close()
         self.problems += problems
@@ -461,7 +458,7 @@ class LocalSubnet:
         assert self.services is not None
         state = {
             "pid": os.getpid(),
-            "store": self.services.store_endpoint,
+            "store": self.services.store.endpoint,
             "chain": self.services.chain_endpoint,
             "neurons": [
                 {"name": n.plan.name, "uid": n.plan.uid, "pid": n.child.pid} for n in self.neurons

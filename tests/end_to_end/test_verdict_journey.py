@@ -321,11 +321,8 @@ def closes_pass_unused(journey: Journey, child: Child, says: str) -> None:
 def come_back(journey: Journey, *children: Child) -> None:
     for child in children:
         child.start()
-    services = journey.subnet.services
-    assert services is not None
     for child in children:
-        # SeaweedFS says nothing of its own when it is ready.
-        (services._store if child is services._store.child else child).wait_ready()
+        child.wait_ready()
 
 
 def missed(journey: Journey) -> None:
