@@ -8,19 +8,18 @@ is open no other is asked. The block at start is printed as the operator documen
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from distributed_training.protocol.lines import counted
 
 log = logging.getLogger(__name__)
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 #: Seconds to wait: the first question after a reboot wakes up every card, and a sample holds up an
@@ -31,43 +30,34 @@ _open_question: list[threading.Thread] = []  # the question that the driver has 
 _RULE = "=" * 80
 
 
-def within(seconds: float, otherwise: Any) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Limit a question to the driver to ``seconds``; return ``otherwise`` without an answer."""
+def within(seconds: float, otherwise: T, ask: Callable[[], T]) -> T:
+    """Return the driver's answer to ``ask``; ``otherwise`` where there is none in ``seconds``."""
+    if _open_question and _open_question[0].is_alive():
+        return otherwise
+    _open_question.clear()
+    answers: list[T] = []
+    errors: list[BaseException] = []
 
-    def bound(work: Callable[P, T]) -> Callable[P, T]:
-        @functools.wraps(work)
-        def ask(*args: P.args, **kwargs: P.kwargs) -> T:
-            if _open_question and _open_question[0].is_alive():
-                return otherwise
-            _open_question.clear()
-            answers: list[T] = []
-            errors: list[BaseException] = []
+    def run() -> None:
+        try:
+            answers.append(ask())
+        except BaseException as error:  # noqa: BLE001 - raised where it was asked
+            errors.append(error)
 
-            def run() -> None:
-                try:
-                    answers.append(work(*args, **kwargs))
-                except BaseException as error:  # noqa: BLE001 - raised where it was asked
-                    errors.append(error)
-
-            thread = threading.Thread(target=run, name="NVML", daemon=True)
-            thread.start()
-            thread.join(seconds)
-            if errors:
-                raise errors[0]
-            if answers:
-                return answers[0]
-            _open_question.append(thread)
-            log.warning(
-                "The NVIDIA driver has not answered for %.0f s: its GPUs count as those seen "
-                "before, and their figures are missing. nvidia-smi says whether it hangs; then "
-                "reboot",
-                seconds,
-            )
-            return otherwise
-
-        return ask
-
-    return bound
+    thread = threading.Thread(target=run, name="NVML", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if answers:
+        return answers[0]
+    _open_question.append(thread)
+    log.warning(
+        "The NVIDIA driver has not answered for %.0f s: its GPUs count as those seen before, and "
+        "their figures are missing. nvidia-smi says whether it hangs; then reboot",
+        seconds,
+    )
+    return otherwise
 
 
 @dataclass(frozen=True)
@@ -82,109 +72,97 @@ class GpuSample:
     power_watts: float | None
 
 
-class NvmlSampler:
-    """Reads one GPU through NVML. Build it with :meth:`open`; close it."""
-
-    def __init__(self, *, nvml: Any, handle: Any, index: int) -> None:
-        self._nvml = nvml
-        self._handle = handle
-        self.index = index
-
-    @classmethod
-    @within(START_PATIENCE, None)
-    def open(cls, device: int = 0) -> NvmlSampler | None:
-        """Open the sampler of the process's ``device``-th visible GPU.
-
-        None without an NVIDIA driver, without nvidia-ml-py, or when there is no such GPU.
-        ``CUDA_VISIBLE_DEVICES`` is honoured, both as numbers and as UUIDs.
-        """
-        nvml = _start()
-        if nvml is None:
-            return None
-        handles = _visible_handles(nvml)
-        # Each nvmlInit needs its shutdown, or the driver's library stays open.
-        if not 0 <= device < len(handles):
-            _stop(nvml)
-            return None
-        return cls(nvml=nvml, handle=handles[device], index=device)
-
-    @within(SAMPLE_PATIENCE, None)
-    def sample(self) -> GpuSample | None:
-        """Sample the GPU.
-
-        None if the driver does not answer (a card that fell off the bus, a driver update).
-        """
-        nvml = self._nvml
-        try:
-            # Every card answers these two; the rest is optional.
-            memory = nvml.nvmlDeviceGetMemoryInfo(self._handle)
-            name = nvml.nvmlDeviceGetName(self._handle)
-        except nvml.NVMLError:
-            return None
-        return GpuSample(
-            name=_text(name),
-            memory_total_gb=memory.total / 1e9,
-            memory_used_gb=memory.used / 1e9,
-            utilization=self._utilization(),
-            temperature=self._optional(
-                lambda: nvml.nvmlDeviceGetTemperature(self._handle, nvml.NVML_TEMPERATURE_GPU)
-            ),
-            power_watts=self._optional(lambda: nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3),
-        )
-
-    @within(SAMPLE_PATIENCE, None)
-    def utilization(self) -> float | None:
-        """Return the utilization in percent, 0 to 100; None if the driver does not answer."""
-        return self._utilization()
-
-    def _utilization(self) -> float | None:
-        return self._optional(lambda: self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
-
-    def _optional(self, read: Any) -> float | None:
-        try:
-            return float(read())
-        except self._nvml.NVMLError:  # not supported by this card, e.g. power on some laptops
-            return None
-
-    @within(SAMPLE_PATIENCE, "")
-    def describe(self) -> str:
-        """Return name and UUID, by which the card is known to nvidia-smi."""
-        with contextlib.suppress(self._nvml.NVMLError):
-            names = (self._nvml.nvmlDeviceGetName, self._nvml.nvmlDeviceGetUUID)
-            return ", ".join(_text(name(self._handle)) for name in names)
-        return ""
-
-    @within(SAMPLE_PATIENCE, None)
-    def close(self) -> None:
-        _stop(self._nvml)
-
-
-def sample_gpu(device: int = 0) -> GpuSample | None:
-    """Sample a visible GPU once; None without it, or where its driver does not answer."""
-    sampler = NvmlSampler.open(device)
-    if sampler is None:
-        return None
-    with contextlib.closing(sampler):
-        return sampler.sample()
-
-
-@within(START_PATIENCE, 0)
 def visible_gpu_count() -> int:
     """Count the GPUs this process may use; 0 without driver or if all are hidden.
 
     An empty ``CUDA_VISIBLE_DEVICES`` hides them.
     """
-    with _session() as nvml:
-        return 0 if nvml is None else len(_visible_handles(nvml))
+
+    def count() -> int:
+        with _session() as nvml:
+            return 0 if nvml is None else len(_visible_handles(nvml))
+
+    return within(START_PATIENCE, 0, count)
 
 
-@within(START_PATIENCE, None)
 def driver_version() -> str | None:
-    with _session() as nvml:
-        try:
-            return _text(nvml.nvmlSystemGetDriverVersion()) if nvml is not None else None
-        except nvml.NVMLError:
-            return None
+    def read() -> str | None:
+        with _session() as nvml:
+            try:
+                return None if nvml is None else _text(nvml.nvmlSystemGetDriverVersion())
+            except nvml.NVMLError:
+                return None
+
+    return within(START_PATIENCE, None, read)
+
+
+def sample_gpu(device: int = 0, *, patience: float = START_PATIENCE) -> GpuSample | None:
+    """Sample the process's ``device``-th visible GPU; None where its driver does not answer.
+
+    That is without an NVIDIA driver, nvidia-ml-py or such a GPU, and for a card that fell off the
+    bus. ``CUDA_VISIBLE_DEVICES`` is honoured, both as numbers and as UUIDs.
+    """
+
+    def read(nvml: Any, handle: Any) -> GpuSample:
+        # Every card answers the first two; the rest is optional.
+        memory, name = nvml.nvmlDeviceGetMemoryInfo(handle), nvml.nvmlDeviceGetName(handle)
+        heat = partial(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU)
+        power = _optional(nvml, partial(nvml.nvmlDeviceGetPowerUsage, handle))
+        return GpuSample(
+            name=_text(name),
+            memory_total_gb=memory.total / 1e9,
+            memory_used_gb=memory.used / 1e9,
+            utilization=_utilization(nvml, handle),
+            temperature=_optional(nvml, heat),
+            power_watts=None if power is None else power / 1e3,
+        )
+
+    return _of_gpu(device, read, patience)
+
+
+def gpu_utilization(device: int) -> float | None:
+    """Return the utilization in percent, 0 to 100; None if the driver does not answer."""
+    return _of_gpu(device, _utilization, SAMPLE_PATIENCE)
+
+
+def describe_gpu(device: int) -> str:
+    """Return name and UUID, by which the card is known to nvidia-smi; empty: it is not shown."""
+
+    def read(nvml: Any, handle: Any) -> str:
+        names = (nvml.nvmlDeviceGetName, nvml.nvmlDeviceGetUUID)
+        return ", ".join(_text(name(handle)) for name in names)
+
+    return _of_gpu(device, read, START_PATIENCE) or ""
+
+
+def keep_driver_open() -> None:
+    """Keep the driver's library open in this process, so that each question takes microseconds."""
+    within(START_PATIENCE, None, _start)
+
+
+def _of_gpu(device: int, read: Callable[[Any, Any], T], patience: float) -> T | None:
+    def ask() -> T | None:
+        with _session() as nvml:
+            handles = [] if nvml is None else _visible_handles(nvml)
+            if not 0 <= device < len(handles):
+                return None
+            try:
+                return read(nvml, handles[device])
+            except nvml.NVMLError:
+                return None
+
+    return within(patience, None, ask)
+
+
+def _utilization(nvml: Any, handle: Any) -> float | None:
+    return _optional(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+
+
+def _optional(nvml: Any, read: Callable[[], float]) -> float | None:
+    try:
+        return float(read())
+    except nvml.NVMLError:  # not supported by this card, e.g. power on some laptops
+        return None
 
 
 @contextlib.contextmanager
@@ -194,8 +172,10 @@ def _session() -> Iterator[Any]:
     try:
         yield nvml
     finally:
+        # Each nvmlInit needs its shutdown, or the driver's library stays open.
         if nvml is not None:
-            _stop(nvml)
+            with contextlib.suppress(nvml.NVMLError):  # the driver was taken out meanwhile
+                nvml.nvmlShutdown()
 
 
 def _text(value: Any) -> str:
@@ -212,11 +192,6 @@ def _start() -> Any:
     except pynvml.NVMLError:
         return None
     return pynvml
-
-
-def _stop(nvml: Any) -> None:
-    with contextlib.suppress(nvml.NVMLError):  # the driver was taken out meanwhile
-        nvml.nvmlShutdown()
 
 
 def _visible_handles(nvml: Any) -> list[Any]:

@@ -11,7 +11,7 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -257,7 +257,7 @@ def open_metrics(
             **gauges,
             **machine.single(),
         },
-        by_rank=open_until_end(closing(machine)).by_rank,
+        by_rank=machine.by_rank,
         joined=joined,
     )
 

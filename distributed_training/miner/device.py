@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from distributed_training.config import Config, ConfigError
 from distributed_training.health.gpus import (
-    NvmlSampler,
     cuda_state,
+    describe_gpu,
     gpu_report_lines,
+    gpu_utilization,
+    keep_driver_open,
+    sample_gpu,
     visible_gpu_count,
 )
 from distributed_training.node.start import NetworkFailure
@@ -66,11 +70,7 @@ def cuda_failure(error: BaseException | None, gpu: int) -> str | None:
         error = error.__cause__ or error.__context__
     if error is None:
         return None
-    sampler = NvmlSampler.open(gpu)
-    card = "which the driver does not show any more"
-    if sampler is not None:
-        card = sampler.describe() or card
-        sampler.close()
+    card = describe_gpu(gpu) or "which the driver does not show any more"
     return (
         f"GPU {gpu} ({card}) failed: {first:.200}. All ranks start again from the last "
         "checkpoint, so the inner steps since are repeated. If it comes back: dmesg | grep Xid "
@@ -87,9 +87,9 @@ def utilization_of(device: torch.device) -> Callable[[], float | None] | None:
     """Return what measures the device's utilization in percent; None if nothing does."""
     if device.type != "cuda":
         return None
-    sampler = NvmlSampler.open(device.index)
-    if sampler is not None:
-        return sampler.utilization
+    if sample_gpu(device.index) is not None:
+        keep_driver_open()
+        return partial(gpu_utilization, device.index)
     log.warning(
         "GPU utilization is not reported: NVML is not usable (`python scripts/diagnose.py`)"
     )

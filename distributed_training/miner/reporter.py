@@ -25,7 +25,7 @@ from distributed_training.common.backoff import Repeats
 from distributed_training.common.files import free_bytes
 from distributed_training.common.memory import host_bytes
 from distributed_training.common.processes import members, tree_of
-from distributed_training.health.gpus import NvmlSampler
+from distributed_training.health.gpus import SAMPLE_PATIENCE, sample_gpu
 from distributed_training.protocol import lines
 from distributed_training.protocol.types import Base, Progress, Update
 from distributed_training.telemetry import MetricsFile, record_step
@@ -202,7 +202,7 @@ class MachineGauges:
     def __init__(self, folder: Path, *, needed: int, gpus: int) -> None:
         self._folder = folder
         self._needed = needed
-        self._cards = [card for i in range(gpus) if (card := NvmlSampler.open(i)) is not None]
+        self._gpus = gpus
 
     def single(self) -> Mapping[str, Callable[[], float | None]]:
         total = host_bytes()  # as the start found it, so that a step reads no files
@@ -220,9 +220,8 @@ class MachineGauges:
             with contextlib.suppress(psutil.Error):
                 memory = psutil.Process(process.pid).memory_info().rss
                 found.setdefault("rank_memory_bytes", {})[rank] = memory
-        for card in self._cards:
-            sample = card.sample()
-            if sample is None:
+        for rank in range(self._gpus):
+            if (sample := sample_gpu(rank, patience=SAMPLE_PATIENCE)) is None:
                 continue
             for name, value in (
                 ("rank_gpu_memory_bytes", sample.memory_used_gb * 1e9),
@@ -231,12 +230,8 @@ class MachineGauges:
                 ("rank_gpu_power_watts", sample.power_watts),
             ):
                 if value is not None:
-                    found.setdefault(name, {})[card.index] = value
+                    found.setdefault(name, {})[rank] = value
         return found
-
-    def close(self) -> None:
-        for card in self._cards:
-            card.close()
 
     def _resident(self) -> float:
         """Return the resident bytes of all ranks and of what they have started.

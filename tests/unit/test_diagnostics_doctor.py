@@ -403,8 +403,7 @@ def test_a_driver_that_never_answers_costs_one_wait_and_one_line(
     fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     release = threading.Event()
-    sampler = gpus.NvmlSampler.open(0)
-    assert sampler is not None and sampler.utilization() == 97
+    assert gpus.gpu_utilization(0) == 97
     stuck = threading.Event()
 
     def hang(handle: int) -> SimpleNamespace:
@@ -413,11 +412,11 @@ def test_a_driver_that_never_answers_costs_one_wait_and_one_line(
         return SimpleNamespace(gpu=5)
 
     monkeypatch.setattr(fake_nvml, "nvmlDeviceGetUtilizationRates", hang)
-    bounded = gpus.within(0.2, None)(gpus.NvmlSampler._utilization)
-    assert bounded(sampler) is None and stuck.is_set()
+    monkeypatch.setattr(gpus, "SAMPLE_PATIENCE", 0.2)
+    assert gpus.gpu_utilization(0) is None and stuck.is_set()
     began = time.monotonic()
     assert gpus.visible_gpu_count() == 0 and gpus.driver_version() is None
-    assert sampler.sample() is None and gpus.sample_gpu() is None
+    assert gpus.sample_gpu() is None and gpus.describe_gpu(0) == ""
     assert time.monotonic() - began < 1.0, "nobody else waits for it"
     (line,) = [r.getMessage() for r in caplog.records]
     assert line.startswith("The NVIDIA driver has not answered for 0 s") and "reboot" in line
@@ -425,7 +424,7 @@ def test_a_driver_that_never_answers_costs_one_wait_and_one_line(
     wait_for(lambda: gpus.visible_gpu_count() == 3, "the driver's answer")
     monkeypatch.setattr(fake_nvml, "nvmlDeviceGetUtilizationRates", lambda handle: None)
     with pytest.raises(AttributeError):  # raised where it was asked
-        sampler.utilization()
+        gpus.gpu_utilization(0)
 
 
 def test_gpus_in_use_are_named(fake_nvml: FakeNvml) -> None:

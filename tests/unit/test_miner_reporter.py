@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from distributed_training.health.gpus import GpuSample, NvmlSampler
+from distributed_training.health.gpus import GpuSample
 from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState, Mode
 from distributed_training.miner.reporter import MachineGauges, Metrics, Reporter
@@ -187,32 +187,18 @@ def test_the_machine_is_measured_rank_by_rank(tmp_path: Path) -> None:
     assert ranks[0] > 1e7 and os.getpid()
 
 
-class Card:
-    """Report as a GPU does: the second one cannot measure its power, the third fell off the bus."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.closed = False
-
-    def sample(self) -> GpuSample | None:
-        power = 650.0 if self.index == 0 else None
-        used = GpuSample("H200", 141.0, 70.0, 98.0, 60.0, power)
-        return None if self.index == 2 else used
-
-    def close(self) -> None:
-        self.closed = True
-
-
 def test_each_gpu_is_logged_with_its_ranks_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cards = [Card(index) for index in range(3)]
-    monkeypatch.setattr(NvmlSampler, "open", lambda index: dict(enumerate(cards)).get(index))
-    machine = MachineGauges(tmp_path, needed=5, gpus=4)  # the fourth has no NVML
+    """The second one cannot measure its power, the third fell off the bus."""
+    cards = [GpuSample("H200", 141.0, 70.0, 98.0, 60.0, power) for power in (650.0, None)]
+    monkeypatch.setattr(
+        f"{MachineGauges.__module__}.sample_gpu",
+        lambda index, **_: dict(enumerate(cards)).get(index),
+    )
+    machine = MachineGauges(tmp_path, needed=5, gpus=3)
     found = machine.by_rank()
     assert found.keys() <= set(METRICS)
     assert found["rank_gpu_memory_bytes"] == {0: 70e9, 1: 70e9}
     assert found["rank_gpu_utilization_percent"] == {0: 98.0, 1: 98.0}
     assert found["rank_gpu_power_watts"] == {0: 650.0}, "what was not measured is absent"
-    machine.close()
-    assert all(card.closed for card in cards)

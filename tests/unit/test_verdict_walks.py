@@ -334,9 +334,7 @@ def no_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_verdict_says_what_the_manifests_say(
-    tmp_path: Path, no_syncs: None
-) -> None:
+def test_a_verdict_says_what_the_manifests_say(tmp_path: Path, no_syncs: None) -> None:
     check(200, tmp_path, moves=8)
 
 
