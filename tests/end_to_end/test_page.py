@@ -212,7 +212,6 @@ SAYS = {
         "Uploaded": "of outer step 9: not judged yet",
     },
     "not-merged": {"Last close": "late: by 3 s", "Closes merged": "42 of 50"},
-    "spam": {"Last close": "a copy of uid 3's", "Closes merged": "42 of 50"},
 }
 
 

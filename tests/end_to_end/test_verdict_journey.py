@@ -6,15 +6,11 @@ has the dashboard in more states; test_verdict_walks.py compares the verdict wit
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,13 +22,11 @@ from distributed_training.common.processes import command_of
 from distributed_training.localnet.services import Child, SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
 from tests.tools.page import Page, served
-from tests.tools.small_disk import small_disk
 from tests.tools.subnet_tools import PACED, idle, steps_of, stop_miner
 from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 WAIT = timedelta(seconds=600)
-ROOM = 1600  # megabytes of the run folder's disk: more than what has to stay free
 
 
 class Journey:
@@ -177,20 +171,6 @@ def refused(journey: Journey) -> None:
     journey.trains()
 
 
-def disk_full(journey: Journey) -> None:
-    fill, free = journey.folder / "fill", shutil.disk_usage(journey.folder).free
-    with fill.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, free - 300_000_000)
-    journey.expect("disk full", bad=True)
-    # To the last byte, so that it writes no facts.
-    with contextlib.suppress(OSError), fill.open("ab", buffering=0) as file:
-        while file.write(bytes(1 << 20)):
-            pass
-    journey.expect("disk full", bad=True)
-    fill.unlink()
-    journey.trains()
-
-
 def links_down(journey: Journey) -> None:
     servers = ("weed -logtostderr server", "network_command serve")
     away = [
@@ -213,22 +193,17 @@ def links_down(journey: Journey) -> None:
 # --- a network whose registry gives access to its store -------------------------------------------
 
 
-def members(folder: Path, period: int = 60) -> SubnetOptions:
-    """Return the options of a network of two members, with a close each ``period`` seconds."""
-    return SubnetOptions(
-        folder=folder,
-        exchange="store",
-        ranks=(1, 1),
-        period=period,
-        least_miners=1,
-        rules={"training.sequence_length": 64, "round.grace": "20s"},
-    )
-
-
 @pytest.mark.timeout(1800)  # each of its nine states waits for closes of a minute
 def test_members_are_told_of_silence_and_refused_uploads(tmp_path: Path) -> None:
     """The last of two members is hostile: its uploads have the sign flipped."""
-    options = members(tmp_path / "subnet")
+    options = SubnetOptions(
+        folder=tmp_path / "subnet",
+        exchange="store",
+        ranks=(1, 1),
+        period=60,
+        least_miners=1,
+        rules={"training.sequence_length": 64, "round.grace": "20s"},
+    )
     with steps_of(1.0), LocalSubnet(options=idle(options)) as subnet:
         hostile = subnet.miners[1].child
         subnet.kill_miner(1)  # if it began already
@@ -258,55 +233,6 @@ def test_members_are_told_of_silence_and_refused_uploads(tmp_path: Path) -> None
             journey.expect("counts", bad=False)
 
 
-@pytest.mark.timeout(1800)
-def test_members_are_told_of_missed_closes_and_refused_starts(tmp_path: Path) -> None:
-    # A missed close is reported until the next one; a start takes a minute on a busy machine.
-    options = members(tmp_path / "subnet", period=240)
-    with steps_of(1.0), LocalSubnet(options=idle(options)) as subnet:
-        folder = subnet.miners[0].plan.folder
-        with served(folder) as page:
-            journey = Journey(subnet, folder, page)
-            journey.expect("counts", bad=False, says="was merged")
-            missed(journey)
-            setting_refused(journey)
-
-
-@pytest.mark.timeout(1800)
-def test_members_are_told_of_full_disks_and_of_expulsion(tmp_path: Path) -> None:
-    folder = tmp_path / "disk"
-    options = replace(
-        members(tmp_path / "subnet"), ranks=(1,), miner_flags=("--neuron.run_folder", str(folder))
-    )
-    with (
-        small_disk(folder, megabytes=ROOM) as small,
-        steps_of(1.0),
-        LocalSubnet(options=idle(options)) as subnet,
-        served(folder) as page,
-    ):
-        journey = Journey(subnet, folder, page)
-        journey.expect("counts", bad=False, says="was merged")
-        if small:
-            disk_full(journey)
-            journey.expect("counts", bad=False)
-        expelled(journey)
-
-
-def expelled(journey: Journey) -> None:
-    """The founder expels the hotkey, and lets it in again: the miner ends, and may start again."""
-    services = journey.subnet.services
-    assert services is not None
-    hotkey = services.wallet(journey.miner.plan).ss58
-    with contextlib.closing(services.founders_chain()) as founder:
-        journey.miner.child.stopping = True  # the test's doing
-        founder.expel(hotkey)
-        assert journey.miner.child.wait(timedelta(seconds=180)) == 3
-        assert "expelled hotkey" in journey.status()["cause"]
-        founder.expel(hotkey, again=True)
-        founder.enroll(hotkey, uid=journey.miner.plan.uid)
-    journey.subnet.restart_miner(0)
-    journey.expect("counts", bad=False)
-
-
 def closes_pass_unused(journey: Journey, child: Child, says: str) -> None:
     """``child`` is killed over at least one close, and comes back."""
     child.kill_tree()
@@ -323,39 +249,3 @@ def come_back(journey: Journey, *children: Child) -> None:
         child.start()
     for child in children:
         child.wait_ready()
-
-
-def missed(journey: Journey) -> None:
-    """The miner is stopped over a close for which the other member uploads."""
-    subnet, step = journey.subnet, journey.status()["outer_step"]
-    assert stop_miner(subnet, 0) == 0
-    found = journey.expect("stopped", bad=False, says="signal SIGINT")
-    assert "start it again" in found["remedy"]
-    there = lambda: subnet.validator.state.outer_step > step + 1
-    subnet.wait_until(there, WAIT, "two outer steps without it")
-    subnet.restart_miner(0)
-    found = journey.expect("missed a close", bad=True, says="not running")
-    assert "pm2 startup" in found["remedy"]
-    journey.expect("counts", bad=False)
-
-
-def setting_refused(journey: Journey) -> None:
-    """Before any setting is read: of a run folder that only a flag names."""
-    assert stop_miner(journey.subnet, 0) == 0
-    right = list(journey.miner.child.command)
-    journey.miner.child.command += ["--neuron.nproc_per_node", "many"]
-    journey.miner.child.start()
-    assert journey.miner.child.wait(timedelta(seconds=60)) == 2
-    journey.miner.child.stopping = True  # the test's doing
-    found = journey.expect("cannot start", bad=True, says="nproc_per_node")
-    assert found["status"] == 1 and "pm2 start" in found["remedy"]
-    journey.miner.child.command = [*right, "--wallet.hotkey", "nobody"]
-    journey.subnet.restart_miner(0)
-    tries = set[int]()
-    while max(tries, default=0) < 4:  # each is "starting" for some seconds
-        found = journey.expect("cannot start", bad=True, says="nobody")
-        tries.add(found["attempt"])
-    assert stop_miner(journey.subnet, 0) == 0
-    journey.miner.child.command = right
-    journey.subnet.restart_miner(0)
-    journey.expect("counts", bad=False)

@@ -33,7 +33,6 @@ STATES: Mapping[str, tuple[str, str, bool]] = {
     "counts": ("counts", "good", True),
     "earning": ("earning", "good", True),  # the only one in a network that pays
     "new": ("waiting", "wait", True),
-    "late": ("missed a close", "bad", True),
     "stopped": ("stopped", "idle", False),
     "starting": ("starting", "wait", True),
     "refused": ("cannot start", "bad", True),
@@ -41,27 +40,18 @@ STATES: Mapping[str, tuple[str, str, bool]] = {
     "setting": ("cannot start", "bad", False),
     "disk-full": ("disk full", "bad", True),
     "offline": ("no connection", "bad", True),
-    "registry-silent": ("no connection", "bad", True),
     "store-silent": ("no connection", "bad", True),
-    "network-down": ("no connection", "bad", True),
     "behind": ("behind", "bad", True),
-    "killed": ("stopped", "bad", False),
     "stuck": ("stuck", "bad", True),
     "merged": ("counts", "good", True),
     "not-merged": ("refused", "bad", True),
-    "spam": ("refused", "bad", True),
-    "worse": ("refused", "bad", True),
     "missed": ("missed a close", "bad", True),
-    "not-judged": ("waiting", "wait", True),
 }
 #: By state: what became of the upload before the newest, which waits, and why.
 FATES = {
     "merged": ("merged", ""),
     "missed": ("merged", ""),
     "not-merged": ("not merged", "late: by 3 s"),
-    "spam": ("refused", "a copy of uid 3's"),
-    "worse": ("refused", "worse: with it the loss on random text rises from 3.0251 to 3.3561"),
-    "not-judged": ("not merged", "not-judged: pages of uid 17 hold less than two sequences"),
 }
 _HOTKEY = (
     "no hotkey at /home/ubuntu/.bittensor/wallets/default/hotkeys/default, so nothing was started: "
@@ -90,14 +80,11 @@ def facts_of(state: str, now: float) -> Facts:
     changed: dict[str, dict[str, Any]] = {
         "earning": {"pays": True, "incentive": Fact(0.0121, now)},
         "new": {"uploads": (), "started": now - 540},
-        "late": {"uploads": (), "started": now - 30_000},
         "disk-full": {"disk": disk_at(now, 1e15)},
         "offline": {"chain_at": away, "store_silent_since": away, "next_round": now - 64},
-        "registry-silent": {"chain_at": away, "chain_trouble": "connection refused"},
         "store-silent": {
             "store_silent_since": away, "store_trouble": closed, "next_round": now - 100
         },
-        "network-down": {"chain_at": away, "store_silent_since": away, "store_trouble": closed},
         "behind": {"behind_since": now - 9060},
         "stuck": {"step": Fact(40, now - 900)},
         "missed": {
@@ -106,7 +93,7 @@ def facts_of(state: str, now: float) -> Facts:
             "missed_cause": "blocked: 3 inner steps when the close was over, and 50 are needed",
         },
     }  # fmt: skip
-    if state in ("starting", "refused", "stopped", "killed", "tried-again", "setting"):
+    if state in ("starting", "refused", "stopped", "tried-again", "setting"):
         ago = now - 300
         return replace(facts, looked=ago, step=Fact(40, ago), chain_at=ago)
     return replace(facts, **changed.get(state, {}))
