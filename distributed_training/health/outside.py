@@ -11,21 +11,18 @@ from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
 from pathlib import Path
 
+import httpx
+
 from distributed_training.chain.base import Chain, ChainError
 from distributed_training.chain.identity import AddressUnknown, load_wallet
 from distributed_training.chain.kinds import how_to_register
 from distributed_training.chain.subtensor import chain_endpoint
+from distributed_training.common.http import PAST_CACHES, answered_at
 from distributed_training.common.memory import ModelShape
 from distributed_training.common.proxies import HUB, VARIABLES, proxy_for, unusable, variable
 from distributed_training.config import Config, ConfigError
-from distributed_training.health.clock import (
-    LIMIT,
-    REMEDY,
-    WARN,
-    ClockUnknown,
-    store_offset,
-)
 from distributed_training.health.machine import Checker, Examination
+from distributed_training.network_place import certificates
 from distributed_training.node.buckets import (
     check_own,
     commitment_text,
@@ -59,6 +56,13 @@ _LINE_BYTES = 8 * 1024 * 1024
 _KEYS_REMEDY = "check the R2_ variables in .env, and bucket and keys at R2 or another store"
 
 _WRONG = (ValueError, RuntimeError, OSError)  # the errors that end a start
+
+#: Seconds between two peers' clocks from which they do not meet, and half of it: two peers that are
+#: wrong by this in opposite directions are at the limit.
+LIMIT, WARN = 3.0, 1.5
+_CLOCK_REMEDY = "timedatectl set-ntp true; then timedatectl shows 'synchronized: yes'"
+# OSError: certificates that cannot be read.
+_NO_TIME = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, KeyError, OverflowError)
 
 
 def _failure(name: str, error: Exception, remedy: str) -> Check:
@@ -181,19 +185,41 @@ def _check_commitment(config: Config, chain: Chain, hotkey: str) -> Check:
 
 
 def check_clock(examination: Examination) -> list[Check]:
-    """Compare this machine's clock with the store's: peers and signatures go by the time."""
+    """Compare this machine's clock with the store's: peers and signatures go by the time.
+
+    DHT peers whose clocks are more than 3 s apart do not meet, since hivemind refuses the other's
+    entries. Stores refuse requests that are 15 minutes off. So a wrong clock looks like a closed
+    port or a wrong key. The store mostly runs on another machine, and its answers have its
+    ``Date``. A registry names a wrong clock itself where it refuses a call for it.
+    """
     name = "clock"
     try:
-        ours = store_offset(examination.config)
-    except ClockUnknown as error:
-        return [Check(name, "skip", str(error))]
-    finding = str(ours)
-    if ours.sure >= LIMIT:
+        url = endpoint_of(examination.config.store)
+        with httpx.Client(
+            proxy=proxy_for(url),
+            trust_env=False,
+            verify=certificates() if url.startswith("https") else False,
+            timeout=_TIMEOUT.total_seconds(),
+            headers=PAST_CACHES,
+        ) as client:
+            began = time.time()
+            reply = client.head(url)
+            ended = time.time()
+        theirs, cached = answered_at(reply.headers)
+    except _NO_TIME as error:
+        return [Check(name, "skip", f"the store does not tell its time ({error})")]
+    if cached:
+        return [Check(name, "skip", "a cache before the store answers in its place")]
+    # It gives whole seconds: assume the middle of one, and half of the way there and back.
+    ahead = (began + ended) / 2 - (theirs + 0.5)
+    sure = abs(ahead) - (ended - began) / 2
+    finding = f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the store's"
+    if sure >= LIMIT:
         finding += "; no DHT peer meets it, and from 10 s on the registry refuses its calls"
-        return [Check(name, "fail", finding, REMEDY)]
-    if ours.sure >= WARN:
+        return [Check(name, "fail", finding, _CLOCK_REMEDY)]
+    if sure >= WARN:
         finding += f"; from {LIMIT:.0f} s on no DHT peer meets it"
-        return [Check(name, "warn", finding, REMEDY)]
+        return [Check(name, "warn", finding, _CLOCK_REMEDY)]
     return [Check(name, "ok", finding)]
 
 

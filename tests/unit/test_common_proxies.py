@@ -6,7 +6,7 @@ Loopback and private addresses never go through one, whatever is set.
 from __future__ import annotations
 
 import threading
-from contextlib import closing, suppress
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 from urllib.parse import urlsplit
@@ -18,7 +18,8 @@ from distributed_training.chain.registry import RegistryChain
 from distributed_training.common import proxies
 from distributed_training.common.proxies import proxy_for, unusable
 from distributed_training.config.settings import StoreSettings
-from distributed_training.health.clock import ClockUnknown, store_offset
+from distributed_training.health.machine import Examination
+from distributed_training.health.outside import check_clock
 from distributed_training.store.errors import StoreError
 from distributed_training.store.s3 import AccessKeys, S3ObjectStore
 from tests.tools.settings import load_config
@@ -128,8 +129,7 @@ def _ask_everybody(host: str) -> None:
         return f"http://{name}.{host}:9" if host[-1].isalpha() else f"http://{host}:9"
 
     flags = ["--network", "local", "--r2.endpoint_url", at("clock")]
-    with suppress(ClockUnknown):
-        store_offset(load_config("miner", flags, check=False))
+    check_clock(Examination(load_config("miner", flags, check=False), ranks=1))
     keys = AccessKeys(SecretStr("key"), SecretStr("secret"))
     store = S3ObjectStore(bucket="b-7", endpoint_url=at("store"), keys=keys, settings=SETTINGS)
     with closing(store), pytest.raises(StoreError):

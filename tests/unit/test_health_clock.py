@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distributed_training.config import load_config
-from distributed_training.health import clock, outside
-from distributed_training.health.clock import LIMIT, WARN
+from distributed_training.health import outside
 from distributed_training.health.machine import Examination
+from distributed_training.health.outside import LIMIT, WARN
 from distributed_training.protocol.types import Check
 
 pytestmark = pytest.mark.timeout(60)
@@ -31,7 +31,7 @@ def check_clock() -> Check:
 
 
 def set_clock(monkeypatch: pytest.MonkeyPatch, read: Callable[[], float]) -> None:
-    monkeypatch.setattr(clock, "time", SimpleNamespace(**{**vars(time), "time": read}))
+    monkeypatch.setattr(outside, "time", SimpleNamespace(**{**vars(time), "time": read}))
 
 
 def set_store(
