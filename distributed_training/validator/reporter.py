@@ -71,17 +71,9 @@ class RoundReporter:
 
     def __post_init__(self) -> None:
         self.metrics = MetricsFile(self.run_folder / "metrics.prom")
-        registry = self.metrics.registry
-        registry.labelled("build_info", "version", {__version__: 1.0})
-        for name in ("rounds", "rounds_failed", "uploads_judged", "uploads_reset"):
-            # Begin at 0, so that the first one is an increase.
-            registry.add(f"network_{name}_total", 0)
+        self.metrics.registry.labelled("build_info", "version", {__version__: 1.0})
         self._due = Throttle(EVERY)
         self._sent: Future[None] | None = None
-
-    def count(self, what: str, amount: int = 1) -> None:
-        """Increase the counter ``network_<what>_total``."""
-        self.metrics.registry.add(f"network_{what}_total", amount)
 
     def report(self, *, at_once: bool = True) -> None:
         """Write events and metrics, and send the report; unless ``at_once``, if it is time."""
@@ -163,8 +155,6 @@ class RoundReporter:
     def _measure(self, report: NetworkReport) -> None:
         registry, now = self.metrics.registry, time.time()
         verdict = judge_network(report, now)
-        last = report.rounds[-1] if report.rounds else None
-        good = [each.ended for each in report.rounds if not each.fault]
         left = report.next_round
         memory = disk = None
         # A process may end while this looks at it.
@@ -181,10 +171,6 @@ class RoundReporter:
             "network_members_alive": report.alive,
             "network_members_needed": report.least,
             "network_members_scored": sum(member.score > 0 for member in report.members),
-            "network_rounds_failed_in_a_row": report.failed_rounds,
-            "network_round_seconds": last and last.seconds,
-            "network_round_participants": last and len(last.participants),
-            "network_last_outer_step_timestamp_seconds": now - good[-1] if good else None,
             "network_next_round_timestamp_seconds": None if left is None else now + left,
             "network_tokens": report.tokens,
             "network_tokens_per_second": report.tokens_per_second,
@@ -193,13 +179,4 @@ class RoundReporter:
             "memory_bytes": memory,
         }.items():
             registry.set(name, value)
-        registry.labelled("network_held_out_loss", "text", report.losses)
-        scores = {str(member.uid): member.score for member in report.members}
-        registry.labelled("network_member_score", "uid", scores)
-        uploads = {
-            str(member.uid): now - member.uploaded
-            for member in report.members
-            if member.uploaded is not None
-        }
-        registry.labelled("network_member_upload_timestamp_seconds", "uid", uploads)
         registry.totals("chain", self.chain.counters())

@@ -627,9 +627,6 @@ class StoreValidator(CloseJudge):
     def _remember_round(self, past: PastRound) -> None:
         self.standings.rounds.append(past)
         del self.standings.rounds[:-MOST_ROUNDS]
-        self._reporter.count("rounds")
-        if past.fault:
-            self._reporter.count("rounds_failed")
 
     def _record_losses(self, outer_step: int, after: Mapping[str, float]) -> None:
         several = {"domains": after} if len(after) > 1 else {}
@@ -697,8 +694,6 @@ class StoreValidator(CloseJudge):
             outer_step=close.state.outer_step,
             scores={str(uid): figures for uid, figures in scores.items()},
         )
-        self._reporter.count("uploads_judged", len(judgements))
-        self._reporter.count("uploads_reset", len(judgements) - len(close.accepted))
 
     def _find_progress(self, uids: Collection[int], closes_at: float) -> list[int]:
         """Return those of ``uids`` whose last progress was recent enough at the close to be valid.
