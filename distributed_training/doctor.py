@@ -34,7 +34,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import psutil
@@ -43,8 +42,7 @@ from rich.table import Table
 from rich.text import Text
 
 from distributed_training import NO_HELP
-from distributed_training.common.files import read_json_object
-from distributed_training.common.llama import named_config
+from distributed_training.common.llama import read_config
 from distributed_training.common.memory import ModelShape
 from distributed_training.common.ports import is_port
 from distributed_training.common.processes import members, sessions_of
@@ -99,9 +97,7 @@ def examine(examination: Examination) -> list[Check]:
 def read_model(wanted: str) -> tuple[dict[str, Any], str]:
     """Return the ``config.json`` that ``--model`` names, and the flag. Raises ConfigError."""
     try:
-        if not wanted.endswith(".json"):
-            return named_config(wanted), f"--model {wanted}"
-        content = read_json_object(Path(wanted)) or {}
+        content = read_config(wanted)
         ModelShape.from_config(content)
     except ValueError as error:
         raise ConfigError(

@@ -54,6 +54,7 @@ from distributed_training.network import (
     tree_of,
 )
 from distributed_training.protocol.types import FINAL, ExitStatus
+from distributed_training.registry.command import parse_serve, refuse_old_store
 
 if TYPE_CHECKING:
     from distributed_training.node.start import StopSignals
@@ -133,17 +134,10 @@ class FounderPlan:
                     "network, so nothing was: take them out"
                 )
             words[program] += flags
-        try:
-            places = {
-                program: (_last(found, "--host"), int(_last(found, "--port")))
-                for program, found in words.items()
-                if program != _VALIDATOR
-            }
-        except ValueError:
-            raise ConfigError(
-                f"{folder / RUN_FILE} has a port that is no number, so nothing was started: correct"
-                " it"
-            ) from None
+        places = {}
+        if _REGISTRY in words:
+            serve = parse_serve(words[_REGISTRY])  # ends with status 2 and its line
+            places[_REGISTRY] = serve.host, serve.port
         signs = frozenset(() if config.has_bucket or store else config.key_variables)
         return cls(folder, file, words, places, environ, signs)
 
@@ -191,8 +185,6 @@ def _own_store(folder: Path, config: Config) -> Path | None:
 
     Raises ConfigError for one of the edition before, or where it is not there.
     """
-    from distributed_training.registry.command import refuse_old_store
-
     store, endpoint = folder / STORE, config.store.endpoint_url
     own = endpoint is not None and endpoint == config.chain.registry_url
     if own or store.exists():
@@ -209,11 +201,6 @@ def _place(url: str) -> tuple[str, int]:
     with suppress(ValueError):
         return str(ipaddress.ip_address(host)), parts.port or 80
     return "0.0.0.0", parts.port or 80  # a name, which may lead to loopback on its own machine
-
-
-def _last(words: list[str], flag: str) -> str:
-    """Return the last value that ``words`` give ``flag``."""
-    return words[len(words) - words[::-1].index(flag)]
 
 
 def _listening(place: tuple[str, int]) -> list[str]:
@@ -234,11 +221,8 @@ def check(plan: FounderPlan) -> Config:
     """
     from distributed_training.chain.identity import load_wallet
     from distributed_training.health.machine import refuse_model, refuse_unknown_kinds
-    from distributed_training.registry.command import parse_serve
 
     require(validator="a validator")
-    if _REGISTRY in plan.words:
-        parse_serve(plan.words[_REGISTRY])  # ends with status 2 and its line
     config = load_config("validator", plan.words[_VALIDATOR], environ=plan.environ)
     refuse_unknown_kinds(config)
     refuse_model(config, ranks=1)

@@ -38,7 +38,6 @@ from distributed_training.network import (
     FORMATS,
     HELD_OUT,
     USUAL,
-    NetworkFileError,
     flatten,
     needless_keys,
     read_text,
@@ -143,7 +142,7 @@ def init(options: argparse.Namespace) -> None:
             f"# The rules of the network {options.name} (docs/network-file.md). After a change:\n"
             f"# dt-network sign {FILE}\n" + to_toml(rules)
         )
-        config = write_file(folder / FILE, signed(text, master.hotkey, nearby=_no_file_nearby))
+        config = write_file(folder / FILE, signed(text, master.hotkey, nearby=str))
         write_bytes(folder / RUN_FILE, _run_file(options).encode())
         if options.store == EMBEDDED:
             (folder / STORE / rules["store"]["global_bucket"]).mkdir(parents=True)
@@ -403,10 +402,6 @@ def rules_of(options: argparse.Namespace) -> dict[str, Any]:
     _choose_schedule(rules, options)
     _choose_grace(rules, options.slowest_link)
     return rules
-
-
-def _no_file_nearby(name: str) -> str:
-    raise NetworkFileError(f"model.config_file {name} is not supported here", "use model.config")
 
 
 def _run_file(options: argparse.Namespace) -> str:

@@ -8,7 +8,6 @@ a row count, a digest.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import shutil
 import sys
@@ -16,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+import httpx
 
 from distributed_training.common.proxies import HUB, share
 from distributed_training.config import ConfigError
@@ -28,6 +29,7 @@ from distributed_training.protocol.pages import HELD_OUT_PAGES
 
 _HELD_OUT_SHARE = 16  # in a small data set one of this many pages is held out
 _HUB_SECONDS = 10.0  # seconds for the question for a commit
+_OF_HUB = (OSError, ValueError, httpx.HTTPError)  # errors; ValueError: the name is invalid
 # Files that are read from a model at the hub.
 _OF_BASE = ["*.json", "*.safetensors", "*.model", "*.txt"]
 
@@ -138,23 +140,27 @@ def pin_tokenizer(table: dict[str, Any]) -> None:
     name = table["name"]
     if name == "bytes" or "revision" in table or Path(name).is_dir():
         return
-    import httpx
-    from huggingface_hub import HfApi
-
-    share(HUB)
     try:
-        if commit := HfApi().model_info(name, timeout=_HUB_SECONDS).sha:
-            table["revision"] = commit
-            return
-        why: object = "it names none"
-    # ValueError means that the name is invalid.
-    except (OSError, ValueError, httpx.HTTPError) as error:
+        table["revision"] = _commit_at_hub(name)
+        return
+    except _OF_HUB as error:
         why = " ".join(str(error).split())[:200]
     print(
         f"the hub does not tell the commit of the tokenizer {name} ({why}), so it is not pinned: "
         "a change of it there would divide the peers. Add tokenizer.revision and sign",
         file=sys.stderr,
     )
+
+
+def _commit_at_hub(name: str, revision: str = "") -> str:
+    """Return the commit of a model or tokenizer at the hub. Raises one of ``_OF_HUB``."""
+    from huggingface_hub import HfApi
+
+    share(HUB)
+    info = HfApi().model_info(name, revision=revision or None, timeout=_HUB_SECONDS)
+    if info.sha is None:
+        raise ValueError("it names none")
+    return info.sha
 
 
 def refuse_vocabulary(table: Mapping[str, Any], model: Any) -> None:
@@ -241,13 +247,11 @@ def read_model(path: Path | None, *, tokenizer: str) -> dict[str, Any]:
 
     Raises ConfigError.
     """
-    from distributed_training.common.llama import SHAPES, local_llama_config, named_config
+    from distributed_training.common.llama import local_llama_config, read_config
 
     try:
-        if str(path) in SHAPES:
-            content = named_config(str(path))
-        elif path is not None:
-            content = json.loads(path.read_text(encoding="utf-8"))
+        if path is not None:
+            content = read_config(str(path))
         elif tokenizer == "bytes":
             # A model of 1.9 million parameters on bytes, which trains on a laptop. Its token 256
             # ends a text.
@@ -256,7 +260,7 @@ def read_model(path: Path | None, *, tokenizer: str) -> dict[str, Any]:
         else:
             raise ValueError("the tiny model is for the tokenizer 'bytes'")
         return _without_nulls_of_meaning(content)
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(
             f"there is no model to create a network with ({error}), so nothing was created: give "
             "--model with 125m, 1b, 4b or the config.json of a Llama-like model"
@@ -335,20 +339,18 @@ def find_base(given: Path) -> tuple[Path, str]:
     name, _, revision = str(given).partition("@")
     if given.is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return given.absolute(), ""
-    import httpx
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import snapshot_download
 
-    share(HUB)
     try:
-        info = HfApi().model_info(name, revision=revision or None, timeout=_HUB_SECONDS)
-        folder = snapshot_download(name, revision=info.sha, allow_patterns=_OF_BASE)
-    except (OSError, ValueError, httpx.HTTPError) as error:
+        commit = _commit_at_hub(name, revision)
+        folder = snapshot_download(name, revision=commit, allow_patterns=_OF_BASE)
+    except _OF_HUB as error:
         why = " ".join(str(error).split())[:200]
         raise ConfigAway(
             f"--from {given} is no folder here, and the hub does not give a model of that name "
             f"({why}), so no network was created: correct it, or try again"
         ) from None
-    return Path(folder), f"{name}@{info.sha}"
+    return Path(folder), f"{name}@{commit}"
 
 
 def adapter_rules(lora: str, config: Path, base: str) -> list[tuple[str, Any]]:

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from distributed_training import NO_HELP, doctor
+from distributed_training import doctor
 from distributed_training.chain.base import ChainError
 from distributed_training.chain.kinds import how_to_register
 from distributed_training.common.files import atomic_file, write_bytes
@@ -76,14 +76,8 @@ class _Unfinished(RuntimeError):
 
 
 def build_parser() -> Parser:
-    lines = (__doc__ or NO_HELP).splitlines()
-    parser = Parser(
-        prog="dt-join",
-        usage="dt-join [INVITATION | FILE | URL] [--folder FOLDER] [flags of the miner]",
-        description=lines[0],
-        epilog="\n".join(lines[2:]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    usage = "dt-join [INVITATION | FILE | URL] [--folder FOLDER] [flags of the miner]"
+    parser = Parser.of_program("dt-join", __doc__, usage)
     parser.add_argument(
         "--folder",
         type=argument(File),

@@ -377,7 +377,7 @@ def parse(text: str, *, place: str, keys: Collection[str], nearby: Callable[[str
         NetworkFileError: Not TOML, an unknown or missing key, another format, unsigned, altered.
     """
     flat = flatten(tree_of(text))
-    _refuse_format(flat)
+    refuse_format(flat)
     known = {*keys, *_HEAD, _CONFIG_FILE, *_EARLIER}
     for key in sorted(flat.keys() - known):
         # A program that ignored an unknown key would train by other rules than its peers.
@@ -390,11 +390,11 @@ def parse(text: str, *, place: str, keys: Collection[str], nearby: Callable[[str
         raise NetworkFileError(
             f"{missing[0]}{more} is missing", "every peer needs each value: add it"
         )
-    _refuse_exchange(flat)
-    _refuse_data(flat)
     files = {FILE: text, **load_model(flat, nearby)}
     digest = digest_of(flat)
     head = _head({key: flat[key] for key in _HEAD & flat.keys()})
+    _refuse_exchange(flat)
+    _refuse_data(flat)
     # [chain] has only the keys of its kind; a plug-in's kind may have any.
     for kind, of_kind in _CHAIN_KEYS.items() if head.chain in _CHAIN_KEYS else ():
         for key in sorted(of_kind):
@@ -451,7 +451,7 @@ def parse(text: str, *, place: str, keys: Collection[str], nearby: Callable[[str
     return Network(place, head, digest, built_in, values, files)
 
 
-def _refuse_format(flat: Mapping[str, Any]) -> None:
+def refuse_format(flat: Mapping[str, Any]) -> None:
     """Refuse a file of a format that this program does not read. Raises NetworkFileError."""
     format_ = flat.get("format")
     if format_ is not True and (

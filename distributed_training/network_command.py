@@ -32,9 +32,9 @@ from typing import Any
 
 from distributed_training import NO_HELP, founding, signing
 from distributed_training.chain.base import ChainError
-from distributed_training.common.kinds import PluginError, UnknownKindError, import_plugins
+from distributed_training.common.kinds import UnknownKindError
 from distributed_training.config import ConfigError, exit_with, rules_at
-from distributed_training.config.loader import Parser, argument, ranged
+from distributed_training.config.loader import Parser, argument, import_named, ranged
 from distributed_training.config.types import EndpointUrl, File, NetworkName, Text, no_such_kind
 from distributed_training.network import NetworkFileError, toml_value
 from distributed_training.protocol.growth import TOKENS_A_PARAMETER
@@ -248,15 +248,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return join_command.main(argv[1:])
     options = build_parser().parse_args(argv)
     try:
-        import_plugins(getattr(options, "plugins", []))
+        import_named(getattr(options, "plugins", []))
         return options.run(options) or ExitStatus.STOPPED
     except ConfigError as error:
         return exit_with(error, of_service=options.command in ("run", "serve"))
     except (ChainError, StoreError, StoreFault, OSError, sqlite3.Error) as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitStatus.FAULT
-    except PluginError as error:
-        return exit_with(ConfigError(f"--plugins: {error}"))
     except UnknownKindError as error:
         return exit_with(no_such_kind(error, key="round.codec", done="written"))
     except NetworkFileError as error:

@@ -16,15 +16,12 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from distributed_training import NO_HELP
-from distributed_training.common.files import read_json_object
 from distributed_training.common.gpus import CARDS, PRICED, Card
-from distributed_training.common.kinds import PluginError, UnknownKindError, import_plugins
-from distributed_training.common.llama import named_config
+from distributed_training.common.kinds import UnknownKindError
+from distributed_training.common.llama import named_config, read_config
 from distributed_training.common.memory import (
     MARGIN,
     Arrangement,
@@ -33,7 +30,7 @@ from distributed_training.common.memory import (
     host_memory,
 )
 from distributed_training.config import ConfigError, exit_with, rules_at
-from distributed_training.config.loader import Parser, argument, ranged
+from distributed_training.config.loader import Parser, argument, import_named, ranged
 from distributed_training.config.settings import MinerSettings, TrainingSettings
 from distributed_training.config.types import Text, no_such_kind
 from distributed_training.protocol.growth import (
@@ -202,15 +199,6 @@ def link_of(text: str) -> tuple[float, float]:
         ) from None
 
 
-def _like(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the ``config.json`` of ``--model``. Raises ValueError."""
-    if not options.model.endswith(".json"):
-        return dict(named_config(options.model))
-    if (found := read_json_object(Path(options.model))) is None:
-        raise ValueError("it is no file of a JSON object that can be read")
-    return found
-
-
 def _trained_of(options: argparse.Namespace, rules: Any, shape: ModelShape) -> tuple[int, int]:
     """Return how many parameters are trained, and bytes of each other one. Raises ConfigError."""
     if options.network is not None:
@@ -220,7 +208,7 @@ def _trained_of(options: argparse.Namespace, rules: Any, shape: ModelShape) -> t
         return shape.parameters, 4
     from distributed_training.training.lora import count_trained, read_rules  # and torch
 
-    like = _like(options)
+    like = read_config(options.model)
     settings = read_rules(options.lora, like)
     return count_trained(like, settings), 4 if settings["dtype"] == "float32" else 2
 
@@ -244,7 +232,7 @@ def _rules_of(options: argparse.Namespace) -> tuple[Any, ModelShape, str]:
         )
     try:
         if options.network is None:
-            like = _like(options)
+            like = read_config(options.model)
         shape = ModelShape.from_config(like, count)
     except ValueError as error:
         raise ConfigError(
@@ -255,13 +243,7 @@ def _rules_of(options: argparse.Namespace) -> tuple[Any, ModelShape, str]:
 
 
 def build_parser() -> Parser:
-    text = (__doc__ or NO_HELP).splitlines()
-    parser = Parser(
-        prog="dt-plan",
-        description=text[0],
-        epilog="\n".join(text[2:]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser.of_program("dt-plan", __doc__)
     add, number = parser.add_argument, ranged(1.0, 1e18)
     of = parser.add_mutually_exclusive_group(required=True)
     of.add_argument(
@@ -295,12 +277,10 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = build_parser().parse_args(argv)
-        import_plugins(options.plugins)
+        import_named(options.plugins)
         plan = figures(options)
     except ConfigError as error:
         return exit_with(error)
-    except PluginError as error:
-        return exit_with(ConfigError(f"--plugins: {error}"))
     except UnknownKindError as error:
         return exit_with(no_such_kind(error, key="round.codec", done="planned"))
     if options.json:

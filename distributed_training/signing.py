@@ -27,6 +27,7 @@ from distributed_training.network import (
     is_identity,
     load_model,
     read_text,
+    refuse_format,
     signed,
     tree_of,
 )
@@ -51,6 +52,7 @@ def sign(options: argparse.Namespace, text: str | None = None) -> None:
     master = load_wallet(ChainSettings(wallet_path=str(wallets), wallet_name=MASTER))
     text = text or read_text(path)
     flat = flatten(tree_of(text))
+    refuse_format(flat)
     named = flat.get("chain.master_hotkey")
     if named != master.ss58:
         raise ConfigError(
@@ -61,11 +63,8 @@ def sign(options: argparse.Namespace, text: str | None = None) -> None:
     if "model.config" in flat:
         model = {key.removeprefix("model."): flat[key] for key in flat if key.startswith("model.")}
         check_model(model, flat.get("training.sequence_length"))
-    head = None
-    # A file of subnet 38, or of an unknown format, is refused later.
-    if flat.get("format") == 3 or (flat.get("format"), flat.get("exchange")) == (2, "store"):
-        flat["format"] = FORMATS[-1]  # the same network in the newest format
-        head = {"format": flat["format"], **_next_version(options, flat, nearby)}
+    flat["format"] = FORMATS[-1]  # the same network in the newest format
+    head = {"format": flat["format"], **_next_version(options, flat, nearby)}
     after = write_file(path, signed(text, master.hotkey, nearby=nearby, head=head)).network
     assert after is not None
     print(after.line)

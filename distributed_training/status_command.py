@@ -18,7 +18,6 @@ Of one miner that does not run the status is 3, also where somebody must act.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -30,7 +29,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from distributed_training import NO_HELP
 from distributed_training.common.processes import limit_resources
 from distributed_training.config import (
     OPERATORS_FILE,
@@ -54,12 +52,7 @@ _TAIL = 2**20  # bytes of events, hours of inner steps
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="dt-status",
-        description=(__doc__ or NO_HELP).splitlines()[0],
-        epilog="\n".join((__doc__ or NO_HELP).splitlines()[2:]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser.of_program("dt-status", __doc__)
     parser.add_argument("folders", nargs="*", type=argument(File), metavar="FOLDER")
     parser.add_argument("--watch", action="store_true", help="again every 2 s")
     parser.add_argument("--json", action="store_true", help="for programs")

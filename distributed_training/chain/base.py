@@ -114,7 +114,6 @@ class Chain(abc.ABC):
         self._read_at: float | None = None
         self._ahead_of_monotonic: float | None = None  # the chain's clock
         self._neurons: tuple[Neuron, ...] = ()
-        self._by_hotkey: dict[str, Neuron] = {}
         self._commitments: dict[str, str] | None = None
         #: Why the chain cannot be used now; empty if it can, if it was not asked yet, or if nobody
         #: knows.
@@ -150,7 +149,6 @@ class Chain(abc.ABC):
     def _show(self, neurons: tuple[Neuron, ...]) -> None:
         # For readers the same object means no news, so keep it if nothing has changed.
         if neurons != self._neurons:
-            self._by_hotkey = {n.hotkey: n for n in neurons}
             self._neurons = neurons
 
     def state(self, chain: str) -> ChainState | None:
@@ -193,14 +191,9 @@ class Chain(abc.ABC):
         self._check()
         return self._neurons
 
-    def neuron(self, hotkey: str) -> Neuron | None:
-        """Return the neuron of a hotkey; None: not registered."""
-        self._check()
-        return self._by_hotkey.get(hotkey)
-
     def uid(self, hotkey: str) -> int | None:
         """Return the uid of a hotkey; None: not registered."""
-        neuron = self.neuron(hotkey)
+        neuron = find(self.neurons(), hotkey)
         return neuron.uid if neuron is not None else None
 
     def expelled(self, hotkey: str) -> bool:

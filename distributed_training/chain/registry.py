@@ -394,7 +394,8 @@ class RegistryChain(Chain):
         if seen is not None and state.start != seen.start:
             own = self._wallet.ss58 if self._wallet is not None else ""
             # Members that came back before us may have raised the version above ours.
-            there, lost = False, own in self._by_hotkey
+            uid = next((n.uid for n in self._neurons if n.hotkey == own), None)
+            there, lost = False, uid is not None
             for _, neuron, text in state.rows:
                 if neuron is not None and neuron.hotkey == own:
                     shown = {
@@ -419,9 +420,8 @@ class RegistryChain(Chain):
                     state.version,
                 )
                 try:
-                    if own in self._by_hotkey and not there:
+                    if uid is not None and not there:
                         # Another uid would mean another bucket.
-                        uid = self._by_hotkey[own].uid
                         self._post("register", {**self._registration(), "uid": uid})
                         there = True
                     for kind, fields in self._written.items() if there else ():

@@ -5,7 +5,10 @@ A real network's model comes from its global bucket; nothing about its shape is 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+from distributed_training.common.files import read_json_object
 
 
 def llama_config(
@@ -78,3 +81,12 @@ def named_config(name: str) -> dict[str, Any]:
     if name not in SHAPES:
         raise ValueError(f"model size {name!r} is none of: tiny, {', '.join(SHAPES)}")
     return llama_config(vocab=32000, max_positions=2048, **SHAPES[name])
+
+
+def read_config(model: str) -> dict[str, Any]:
+    """Return a model by its size, or what its ``config.json`` holds. Raises ValueError."""
+    if not model.endswith(".json"):
+        return named_config(model)
+    if (found := read_json_object(Path(model))) is None:
+        raise ValueError("it is no file of a JSON object that can be read")
+    return found

@@ -36,6 +36,7 @@ from typing import Annotated, Any, NoReturn
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from distributed_training import NO_HELP
 from distributed_training.common.files import parse_toml
 from distributed_training.common.kinds import PluginError, import_plugins
 from distributed_training.network import (
@@ -63,6 +64,14 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         # Allow no abbreviations: a new flag may make one ambiguous, or change its meaning.
         super().__init__(allow_abbrev=False, **options)
+
+    @classmethod
+    def of_program(cls, name: str, text: str | None, usage: str | None = None) -> Parser:
+        """Return the parser of a program whose docstring is ``text``."""
+        lines = (text or NO_HELP).splitlines()
+        form = argparse.RawDescriptionHelpFormatter
+        about: dict[str, Any] = {"description": lines[0], "epilog": "\n".join(lines[2:])}
+        return cls(prog=name, usage=usage, formatter_class=form, **about)
 
     def error(self, message: str) -> NoReturn:
         """Exit status 2."""
@@ -425,6 +434,14 @@ def _read_text(path: Path, name: str) -> str:
         ) from None
 
 
+def import_named(modules: Sequence[str], source: str = "--plugins") -> None:
+    """Import plug-ins that ``source`` names. Raises ConfigError."""
+    try:
+        import_plugins(modules)
+    except PluginError as error:
+        raise ConfigError(f"{source}: {error}") from None
+
+
 def rules_at(place: str | Path, kind: Kind = "miner") -> Config:
     """Return the configuration by a network's file, and nothing else. Raises ConfigError."""
     return load_config(kind, ["--network", str(place)], environ={}, dotenv=None, check=False)
@@ -476,10 +493,7 @@ def load_config(
         warnings += [f"no settings any more, without effect, and can be taken out: {sources}"]
     # Load plug-ins first, since other values may name a kind that they register.
     if "plugins" in given:
-        try:
-            import_plugins(_text(given["plugins"]).split())
-        except PluginError as error:
-            raise ConfigError(f"{given['plugins'].source}: {error}") from None
+        import_named(_text(given["plugins"]).split(), given["plugins"].source)
     # Check this only if a setting came from the file, since it may belong to another program.
     if dotenv and from_dotenv and (mode := stat.S_IMODE(dotenv.stat().st_mode)) & 0o066:
         warnings.append(

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import pytest
 
 from distributed_training import doctor, join_command, network_command
@@ -167,6 +166,7 @@ WRONG = {
     "unknown": "the invitation is not known here",
     "digest": "its rules are not those of the invitation",
     "cut": "the invitation is not whole",
+    "no digest": "whose part behind # is missing",
     "away": "does not answer",
     "wallet": "is there already and no member of this network",
     "wallet folder": "give --wallet.path",
@@ -205,6 +205,8 @@ def test_bad_invitation_is_one_line_and_nothing_is_written(
         line = f"{place[:-4]}0123.{token}"
     elif wrong == "cut":
         line = line[:-30]
+    elif wrong == "no digest":
+        line = line.partition("#")[0]
     elif wrong == "away":
         (port,) = free_ports(1)
         line = line.replace(lab.url, f"http://127.0.0.1:{port}")
@@ -321,17 +323,6 @@ def test_an_invitation_is_three_lines_where_the_file_names_the_software(
     install, join, start = lines()
     assert install.endswith(f"pip install '{software}'") and start == "dt-miner"
     assert re.fullmatch(r"dt-join \S+#\S+", join)
-
-
-def served(lab: Lab) -> str:
-    return httpx.get(f"{lab.url}/network.toml").text
-
-
-def test_a_url_whose_part_behind_the_sign_is_missing_is_named(
-    lab: Lab, home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert join_command.main([f"{lab.url}/network.toml"]) == 2
-    assert "whose part behind # is missing" in capsys.readouterr().err
 
 
 def test_one_who_was_expelled_is_told_so_once(

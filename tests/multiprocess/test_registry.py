@@ -496,7 +496,7 @@ class TestKept:
             wait_for(lambda: chain.counters()["reads"] > before + 1)
             with chain_of(server.url, PEER) as second:
                 second.serve("127.0.0.1", 8092)
-            wait_for(lambda: chain.neuron(PEER.ss58).port == 8092)
+            wait_for(lambda: find(chain.neurons(), PEER.ss58).port == 8092)
             before = chain.counters()["reads"]
             wait_for(lambda: chain.counters()["reads"] > before + 1)
         assert server.registry.view.neurons[1].port == 8092

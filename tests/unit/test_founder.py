@@ -101,7 +101,7 @@ MISSING = {
     "no such program": (lambda lab: (lab / "run.toml").write_text("[miner]"),
                         "'miner' is no table of it"),
     "no port": (lambda lab: (lab / "run.toml").write_text('[registry]\nport = "x"'),
-                "a port that is no number"),
+                "--port"),
     "no flag of the registry": (lambda lab: (lab / "run.toml").write_text("[registry]\nprt = 1"),
                                 "--prt"),
     "no such flag": (lambda lab: (lab / "run.toml").write_text('[validator]\n"dht.prot" = 1'),

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from distributed_training.config import ConfigError, load_config
+from distributed_training.config import load_config
 from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState, Mode, Rules
 from distributed_training.miner.network_watch import NetworkWatch
@@ -113,24 +113,6 @@ def test_a_network_without_a_stop_is_never_finished(tmp_path: Path) -> None:
     config = founded(tmp_path, {}).config
     assert not config.finished(outer_step=10**9, tokens=10**18, loss=0.0)
     assert not config.finished(outer_step=0, tokens=0, loss=float("nan"))
-
-
-@pytest.mark.parametrize(
-    ("rules", "words"),
-    [
-        (SECOND | {"stop.outer_steps": 0}, "stop.outer_steps"),
-        (SECOND | {"stop.tokens": 1.5}, "stop.tokens"),
-        (SECOND | {"stop.loss": "low"}, "stop.loss"),
-        (SECOND | {"stop.steps": 5}, "'stop.steps' is not a key of it"),
-    ],
-)
-def test_a_stop_that_means_nothing_is_refused(
-    tmp_path: Path, rules: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        given = ["--network", network_file(tmp_path, rules)]
-        load_config("miner", given, environ={}, dotenv=None, check=False)
-    assert words in str(refusal.value) and "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("mode", [Mode.TRAINING, Mode.UPDATE_FAILED])

@@ -19,7 +19,6 @@ from distributed_training.config.model import KEY_VARIABLES
 from distributed_training.health import machine
 from distributed_training.health.machine import Examination
 from distributed_training.network import (
-    needless_keys,
     of_exchange,
     signed,
     to_toml,
@@ -88,23 +87,12 @@ def test_buckets_of_their_own_need_no_registry_and_a_key_each(
     assert any("R2_READ_ACCESS_KEY_ID" in line for line in loader.problems(config))
 
 
-def test_a_key_of_another_exchange_is_refused_by_name(tmp_path: Path) -> None:
-    rules, exchange = store_rules(), "store"
-    foreign_keys = needless_keys(exchange)
-    assert foreign_keys and not needless_keys("hivemind")
-    for key in foreign_keys:
-        table, _, name = key.rpartition(".")
-        foreign = (
-            {**rules, table: {**rules.get(table, {}), name: 1}} if table else {**rules, key: 1}
-        )
-        with pytest.raises(ConfigError, match=f"{key} has no place with exchange '{exchange}'"):
-            load(foreign, tmp_path)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"round__grace": None}, "round.grace is missing"),
+        ({"round__average_after": "5s"}, "round.average_after has no place with exchange 'store'"),
+        ({"round__sample": 1}, "round.sample has no place with exchange 'store'"),
         ({"round__grace": "1601s"}, "is above a third of the period"),
         ({"round__bits": 5}, "round.bits is 5"),
         ({"round__bits": 4, "round__codec": "4-bit"}, "round.bits is 4"),
@@ -167,63 +155,6 @@ def test_a_founder_is_asked_for_nothing_of_a_swarm(
     assert missing.startswith("R2_WRITE_ACCESS_KEY_ID, R2_WRITE_SECRET_ACCESS_KEY not set")
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (
-            ("--slowest-link", "0.005", "--set", "round.period=4800"),
-            "above a third of the period of 4800 s",
-        ),
-        (
-            ("--slowest-link", "0.1", "--set", "round.period=240"),
-            "--set round.period=4",
-        ),
-        (
-            ("--slowest-link", "0.1", "--set", "round.period=240"),
-            "or --set round.codec=2-bit",
-        ),
-        (("--set", "round.grace=2000s"), "is above a third of the period (720s)"),
-        (
-            ("--set", "round.average_after=5s"),
-            "average_after has no place with exchange 'store'",
-        ),
-        (("--set", "round.codec=x"), "round.codec"),
-        (("--store", "http://s3.example.org"), "URLs of it that the registry hands out are secret"),
-        (("--set", 'store.hosts=["a/b"]'), "HOST:PORT"),
-    ],
-)
-def test_an_option_that_has_no_place_leaves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], words: str
-) -> None:
-    assert found(tmp_path / "lab", *more) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert words in line and not (tmp_path / "lab").exists()
-
-
-def test_no_store_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("init", str(tmp_path / "lab"), "--exchange", "store", "--name", "lab")
-    assert main([*words, "--registry", "https://registry.example.org"]) == 2
-    assert "--store is missing" in capsys.readouterr().err
-    assert main([*words, "--netuid", "7"]) == 2
-    assert "--exchange store without --registry" in capsys.readouterr().err
-
-
-def test_the_embedded_store_is_where_the_registry_is(tmp_path: Path) -> None:
-    words = ("--store", "embedded", "--registry", "http://127.0.0.1:8100")
-    assert found(tmp_path / "lab", *words) == 0
-    config = read(tmp_path / "lab")
-    assert config.chain.private and config.store.endpoint_url == "http://127.0.0.1:8100"
-
-
-def test_a_network_stays_of_its_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert found(tmp_path / "lab") == 0
-    file = tmp_path / "lab" / "network.toml"
-    file.write_text(file.read_text().replace('exchange = "store"', 'exchange = "hivemind"'))
-    capsys.readouterr()
-    assert main(["sign", str(file)]) == 2
-    assert "exchange is another one than in version 1" in capsys.readouterr().err
-
-
 def test_a_member_needs_no_port_and_no_key(tmp_path: Path) -> None:
     assert found(tmp_path / "lab") == 0
     config = read(tmp_path / "lab")
@@ -231,13 +162,6 @@ def test_a_member_needs_no_port_and_no_key(tmp_path: Path) -> None:
     assert names and not [name for name in names if name.startswith("port")]
     found_by_doctor = [*machine.check_configuration(Examination(config, 1))]
     assert [check.status for check in found_by_doctor] == ["ok"]
-
-
-def test_init_takes_the_store_where_its_founder_names_no_exchange(tmp_path: Path) -> None:
-    words = ("init", str(tmp_path / "lab"), "--name", "lab", "--data-source", "stdlib")
-    where = ("--registry", "https://registry.example.org", "--store", "https://s3.example.org")
-    assert main([*words, *where]) == 0
-    assert read(tmp_path / "lab").exchange == "store"
 
 
 def test_init_takes_a_public_chain_where_each_member_has_a_bucket(

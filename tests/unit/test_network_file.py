@@ -231,6 +231,10 @@ def test_the_canonical_form_is_the_documents() -> None:
         ("[training]", "[training]\ndecay_steps = 0", "0 is less than 1"),
         ("[training]", "[training]\ndecay_from = -1", "-1 is less than 0"),
         ("[training]", "[training]\nweight_decay_on = 1", "training.weight_decay_on in"),
+        ("[limits]", "[stop]\nouter_steps = 0\n[limits]", "stop.outer_steps"),
+        ("[limits]", "[stop]\ntokens = 1.5\n[limits]", "stop.tokens"),
+        ("[limits]", '[stop]\nloss = "low"\n[limits]', "stop.loss"),
+        ("[limits]", "[stop]\nsteps = 5\n[limits]", "'stop.steps' is not a key of it"),
         ('name = "example"', 'name = "Ex ample"', "name 'Ex ample'"),
         ("version = 1 ", "version = true ", "version True"),
         (
