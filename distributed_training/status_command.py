@@ -3,7 +3,7 @@
     dt-status                        the miner of the settings here, and others below this folder
     dt-status FOLDER...              those of these run folders, a row each if there are several
     dt-status --watch                again every 2 s; into a pipe or file: a line for each change
-    dt-status --json                 one object a miner and line, for programs
+    dt-status --json                 one object per miner, each on a line, for programs
 
 Only files of the run folder are read, so it needs no port, works over ssh and under any load, and
 also while no miner runs. Exit status, of several miners the first that holds for one:

@@ -114,6 +114,17 @@ def test_each_event_of_a_miner_is_in_the_reference() -> None:
     assert [kind for kind in kinds if f"`{kind}`" not in page] == []
 
 
+@pytest.mark.parametrize("page", ["registry", "operator-guide"])
+def test_each_verdict_and_fate_of_a_page_is_one_of_the_code(page: str) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    tables = re.findall(r"^\| (?:Verdict|The line says) \|.*\n((?:\|.*\n)+)", text, re.M)
+    words = re.findall(r"`([^`]+)`", "".join(re.findall(r"^\|.*?\|", "".join(tables), re.M)))
+    folders = [ROOT / "distributed_training" / name for name in ("protocol", "telemetry")]
+    code = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
+    assert len(words) > 8
+    assert [word for word in words if f'"{word}"' not in code] == []
+
+
 #: Keys of a file of format 1.2.0 (its schema.json), of which four must be there.
 CITATION = {
     *("abstract", "authors", "cff-version", "commit", "contact", "date-released", "doi"),
