@@ -409,7 +409,7 @@ def _run_file(options: argparse.Namespace) -> str:
     flags: dict[str, Any] = {}
     if options.exchange == "hivemind":
         flags["dht.port"] = options.dht_port
-        with suppress(ValueError):  # a name is looked up by the validator itself
+        with suppress(ValueError):  # the validator looks a name up itself
             flags["dht.ip"] = str(ipaddress.IPv4Address(options.host or ""))
     if options.weights:
         flags["validator.model"] = str(options.folder.absolute() / ADAPTERS)

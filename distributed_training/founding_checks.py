@@ -166,7 +166,7 @@ def _commit_at_hub(name: str, revision: str = "") -> str:
 def refuse_vocabulary(table: Mapping[str, Any], model: Any) -> None:
     """Raise ConfigError for a tokenizer that cannot be used, or has more words than the model.
 
-    One of the hub is looked at where its commit is known.
+    A tokenizer of the hub is read if its commit is known.
     """
     from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 

@@ -214,7 +214,7 @@ def write_file(path: Path, text: str) -> Config:
 
     Returns a miner's configuration by it. Raises ConfigError and keeps the old file.
     """
-    # Write the trial next to the file, since a model's file is looked for in the same folder.
+    # Write the trial next to the file, since programs look for a model's file in the same folder.
     trial = path.with_name(f".{path.name}")
     write_bytes(trial, text.encode())
     try:

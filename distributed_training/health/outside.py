@@ -185,7 +185,7 @@ def _check_commitment(config: Config, chain: Chain, hotkey: str) -> Check:
 
 
 def check_clock(examination: Examination) -> list[Check]:
-    """Compare this machine's clock with the store's: peers and signatures go by the time.
+    """Compare this machine's clock with the store's, since peers and signatures need it.
 
     DHT peers whose clocks are more than 3 s apart do not meet, since hivemind refuses the other's
     entries. Stores refuse requests that are 15 minutes off. So a wrong clock looks like a closed

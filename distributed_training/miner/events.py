@@ -215,7 +215,7 @@ class Upload:
 
     @property
     def close(self) -> Close:
-        """The close that it is for; its serial is 0 for progress, which is for none."""
+        """The close that the upload is for. A progress upload is for none: its serial is 0."""
         return self.reached.close
 
     def end_of_writing(self) -> UploadWritten | UploadEnded | None:

@@ -78,7 +78,7 @@ class OldRunFolder(ConfigError):
 
 
 class OtherRules(NetworkFailure):
-    """Another version of the network's file holds now: a start goes by it. Exit status 5."""
+    """Another version of the file holds now, which the next start follows. Exit status 5."""
 
 
 class Deregistered(NotRegistered):

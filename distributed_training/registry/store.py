@@ -275,8 +275,8 @@ class Registry(Ledger):
             taken = self._one("SELECT 1 FROM members WHERE uid = ?", uid)
             free = uid is not None and uid < self.most_uids and not taken
             uid = self.register(hotkey, uid=uid if free else None)
-            # With open admission anybody comes and goes, so bound the kept hotkeys. Bound their
-            # number: by age a wrong clock would forget fresh ones.
+            # With open admission anybody comes and goes, so bound the number of kept hotkeys. A
+            # bound on their age would forget fresh ones if the clock is wrong.
             gone = self._db.execute(
                 "SELECT hotkey FROM nonces WHERE hotkey NOT IN (SELECT hotkey FROM members) "
                 "ORDER BY nonce DESC LIMIT -1 OFFSET ?",

@@ -569,8 +569,8 @@ class Evaluator:
                     block, text = self._text(uid, own_blocks)
                     blocks.append((block,))
                     texts.append(text)
-            # Load after the text, without which all would be computed in vain. Load again for each
-            # upload, since the one before is still subtracted.
+            # Load the weights after the text, since without a text nothing can be judged. Load them
+            # again for each upload, since the upload before is still subtracted.
             self.model.load(judged.weights)
             before = [self.model.losses(text) for text in texts]
         except (DataUnavailable, torch.AcceleratorError):

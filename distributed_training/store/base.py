@@ -269,7 +269,7 @@ def put_once(store: ObjectStore, key: str, data: bytes | Section) -> str:
     """Write an object that nobody may replace; return its etag.
 
     Of two writers one wins where the store has a method ``put_new``, which raises PreconditionError
-    if there is an object; elsewhere it is looked first, and two at one moment may both write.
+    if there is an object; elsewhere the client asks first, so two at one moment may both write.
     Fine if the same bytes are there, as after an answer that was lost. Raises TakenError if there
     are others, and StoreError.
     """

@@ -337,8 +337,8 @@ class S3ObjectStore:
     def put_new(self, key: str, data: bytes | Section) -> str:
         """Write an object; return its etag. PreconditionError if there is one.
 
-        It is looked first, since some stores let the condition (If-None-Match) pass unread; where
-        one refuses it, that look is all.
+        Ask for the object first, since some stores ignore the condition (If-None-Match), and
+        others refuse it.
         """
         if self.head(key) is not None:
             raise PreconditionError(f"write {self._bucket}/{key}: there is one already")

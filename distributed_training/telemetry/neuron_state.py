@@ -208,7 +208,7 @@ class NeuronState:
     # --- facts for the page -----------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
-        """Return all that a dashboard needs to begin with, as JSON can hold it."""
+        """Return what a dashboard shows first, as values that JSON can hold."""
         return {
             "name": self.name,
             "state": self.mode,

@@ -105,7 +105,7 @@ class Run:
 
 @dataclass(frozen=True)
 class ValidatorRules:
-    """The network's file that the validator goes by, and what is done by it.
+    """The network's file that the validator follows, and what it decides.
 
     ``losses``: of a model with the given weights on each held-out domain, in nats per token.
     ``follow``: gets the outer step, and why the network is finished; raises OtherRules where
@@ -344,7 +344,7 @@ class CloseJudge:
 
         def find(uid: int) -> ObjectInfo | None:
             key = keys.upload_key(uid, close.state.outer_step, close.state.serial)
-            # Any error is the owner's loss; the upload is looked for again.
+            # Any error costs only the owner; the validator looks for the upload again.
             with suppress(Exception):
                 return self._reader(by_uid[uid]).head(key)
             return None

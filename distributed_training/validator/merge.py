@@ -357,7 +357,7 @@ def find_spoilers(count: int, passes: Callable[[Sequence[int]], bool]) -> tuple[
     or nothing passes, None is returned and nobody is to blame.
 
     One is found by halves: with the first k of them the merge fails, with the first k - 1 it
-    passes. If the others pass without it, it is to blame; else another one is looked for too.
+    passes. If the others pass without it, it is to blame; otherwise look for another one too.
     """
     left, found, asked = list(range(count)), list[int](), 0
     good = 0  # the first ``good`` uploads pass

@@ -397,7 +397,7 @@ class StoreValidator(CloseJudge):
                 "%s to merge, and none was merged before: nothing bounds a hostile one",
                 lines.counted(len(close.accepted), "upload"),
             )
-        # The least trusted last: among them a spoiler is looked for first.
+        # Put the least trusted last, since the search for a spoiler begins there.
         counted = [uid for uid, factor in self._factors(close).items() if factor]
         trusted = sorted(counted, key=lambda u: -self.standings.entries[u].published)
         before = self._rules.mean(self._losses)
