@@ -452,7 +452,7 @@ class Net(RankLoop):
                     close := command.local.close
                 ) is not None:
                     why = f"it was not written ({error})"
-                    return ev.UploadEnded(close.outer_step, close.serial, why)
+                    return ev.UploadEnded(close, why)
             return None
 
     def _micro_batch(self) -> ev.Event | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -21,18 +21,19 @@ from distributed_training.protocol.types import Event, ExitStatus, Schema, Updat
 class Close:
     """The time at which an outer step's uploads are taken. If it moves, its serial grows.
 
-    A progress upload is for none: its close has the serial 0, which is no close's.
+    Two are the same if outer step and serial are: the grace may change. A progress upload is for
+    none: its close has the serial 0, which is no close's.
     """
 
     outer_step: int  # the outer step from whose weights the uploads count
     serial: int
-    closes_at: float  # Unix seconds, by the store's clock
-    grace: float  # seconds after which an upload in the store is late
+    closes_at: float = field(default=0.0, compare=False)  # Unix seconds, by the store's clock
+    grace: float = field(default=0.0, compare=False)  # seconds; an upload after them is late
 
-    @classmethod
-    def of_progress(cls, outer_step: int) -> Close:
-        """Return the close of a progress upload, which is for none."""
-        return cls(outer_step, 0, 0.0, 0.0)
+    @property
+    def tag(self) -> str:
+        """The name of its upload."""
+        return f"{self.outer_step}.{self.serial}"
 
     @property
     def ends_at(self) -> float:
@@ -52,8 +53,7 @@ class CloseReached(Event):
 class UploadEnded(Event):
     """The upload for a close is in the store, or, with a cause, is not sent any more."""
 
-    outer_step: int
-    serial: int
+    close: Close
     cause: str = ""  # why it is not in the store in time; empty if it is there, complete
     size: int = 0  # bytes
     seconds: float = 0.0  # seconds that sending took in this process; 0 if it was there already
@@ -97,8 +97,8 @@ class Exchange(Protocol):
         ``outer_step``: the one whose epoch-start weights are held; ``schema``: the model's.
         """
 
-    def send(self, close: Close, path: Path) -> None:
-        """Send the upload at ``path`` (:func:`upload_path`); UploadEnded answers.
+    def send(self, close: Close) -> None:
+        """Send the upload for ``close`` (:func:`upload_path`); UploadEnded answers.
 
         Called when a checkpoint that has the upload in its state is complete.
         """
@@ -116,4 +116,4 @@ class Exchange(Protocol):
 
 def upload_path(folder: Path, close: Close) -> Path:
     """Return where the upload for ``close`` lies. ``folder``: of this member's uploads."""
-    return folder / f"{close.outer_step}.{close.serial}.safetensors"
+    return folder / f"{close.tag}.safetensors"

@@ -119,7 +119,7 @@ class ChainCopy:
         """
         back, before = None, self.copy(state.outer_step)
         try:
-            before = head = before or Manifest.parse(self._fetch(state.outer_step), self._master)
+            before = head = before or self._fetch(state.outer_step)[0]
             _check_head(state, head)
             before = self.manifest(max(first, head.recovered))
             if before.outer_step > first:
@@ -141,9 +141,8 @@ class ChainCopy:
         """Return our copy of a manifest, or else the store's. Raises StateUnavailable."""
         if (ours := self.copy(outer_step)) is not None:
             return ours
-        data = self._fetch(outer_step)
         try:
-            manifest = Manifest.parse(data, self._master)
+            manifest, data = self._fetch(outer_step)
             if manifest.outer_step != outer_step:
                 raise ValueError(f"it is of outer step {manifest.outer_step}")
         except ValueError as error:
@@ -172,7 +171,7 @@ class ChainCopy:
 
     def _settle_fork(self, state: State) -> None:
         """Forget the two histories if the state belongs to a recovery since. Raises ForkError."""
-        head = Manifest.parse(self._fetch(state.outer_step), self._master)
+        head, _ = self._fetch(state.outer_step)
         _check_head(state, head)
         forks = list(self._folder.glob("*.other.json"))
         if any(int(path.name.partition(".")[0]) >= head.recovered for path in forks):
@@ -184,8 +183,7 @@ class ChainCopy:
     def _find_another(self, outer_step: int) -> None:
         """Raise ForkError if the store has a valid manifest that is not the one we know."""
         try:
-            data = self._fetch(outer_step)
-            theirs = Manifest.parse(data, self._master)
+            theirs, data = self._fetch(outer_step)
         except (StoreError, ValueError):
             return
         ours = self.copy(outer_step)
@@ -199,21 +197,20 @@ class ChainCopy:
         """Yield the manifests, in order, with the bytes of each that we have no copy of."""
 
         def fetch(outer_step: int) -> tuple[Manifest, bytes]:
-            if (ours := self.copy(outer_step)) is not None:
-                return ours, b""
-            data = self._fetch(outer_step)
-            return Manifest.parse(data, self._master), data
+            ours = self.copy(outer_step)
+            return self._fetch(outer_step) if ours is None else (ours, b"")
 
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="manifests") as pool:
             for start in range(first, end, _AT_ONCE):
                 yield from pool.map(fetch, range(start, min(start + _AT_ONCE, end)))
 
-    def _fetch(self, outer_step: int) -> bytes:
+    def _fetch(self, outer_step: int) -> tuple[Manifest, bytes]:
+        """Return the store's manifest, and its bytes. Raises StoreError, ValueError."""
         key = keys.outer_key(outer_step, keys.MANIFEST)
         data = self._get(key, Manifest)
         if data is None:
             raise StateUnavailable(f"{key} is missing")
-        return data
+        return Manifest.parse(data, self._master), data
 
     def _get(self, key: str, kind: type[State | Manifest]) -> bytes | None:
         try:

@@ -197,7 +197,7 @@ class HivemindRounds(StoreRounds):
     def _order(self, close: Close) -> None:
         assert self._peer is not None, "the exchange has started"
         manifest = self.manifest(close.outer_step)
-        upload = self._uploads.path(close.outer_step, close.serial)
+        upload = self._uploads.path(close)
         try:
             order = self._membership.build_order(
                 close, self.now(), manifest, upload=str(upload.absolute())

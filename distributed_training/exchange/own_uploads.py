@@ -24,7 +24,7 @@ from distributed_training.protocol import keys, lines
 from distributed_training.protocol.manifest import Manifest
 from distributed_training.protocol.types import Base
 from distributed_training.store.base import ObjectStore, Uplink
-from distributed_training.store.errors import DeadlineError, StoppedError, StoreError, TakenError
+from distributed_training.store.errors import DeadlineError, StoreError, TakenError
 from distributed_training.store.transfer import STUCK_AGE, sweep_uploads, upload
 
 from .base import Close, UploadEnded, upload_path
@@ -68,28 +68,27 @@ class OwnUploads:
         self._uid, self._prefix = uid, f"uploads/{uid}/"
         folder.mkdir(parents=True, exist_ok=True)
 
-    def path(self, outer_step: int, serial: int) -> Path:
+    def path(self, close: Close) -> Path:
         """Return where the upload for that close is to be written."""
-        return upload_path(self._folder, Close(outer_step, serial, 0.0, 0.0))
+        return upload_path(self._folder, close)
 
     def begun(self, close: Close) -> bool:
         """Return whether something was sent for ``close``, or may have been."""
-        return self._note(close.outer_step, close.serial) is not None
+        return self._note(close) is not None
 
     def unfinished(self, close: Close) -> bool:
         """Return whether sending was begun by a process that did not see it end."""
-        note = self._note(close.outer_step, close.serial)
+        note = self._note(close)
         return note is not None and not note.ended
 
     def is_lost(self, close: Close) -> bool:
         """Return whether the upload for ``close`` was sent and is not there. Raises StoreError."""
-        note = self._note(close.outer_step, close.serial)
-        key = keys.upload_key(self._uid, close.outer_step, close.serial)
+        note, key = self._note(close), self._key(close)
         return note is not None and note.ended == _SENT and self._store.head(key) is None
 
     def send_again(self, close: Close) -> None:
         """Let :meth:`send` send the same file once more, as the store has lost it."""
-        if (note := self._note(close.outer_step, close.serial)) is not None:
+        if (note := self._note(close)) is not None:
             self._write_note(close, replace(note, ended=""))
 
     def send(self, close: Close, within: float, uplink: Uplink) -> UploadEnded:
@@ -97,27 +96,21 @@ class OwnUploads:
 
         ``within``: seconds. ``uplink``: ends the sending when it is stopped.
         """
-        place = close.outer_step, close.serial
-        began, until = time.monotonic(), time.monotonic() + within
+        path, until = self.path(close), time.monotonic() + within
         waits, note = Backoff(first=_FIRST_WAIT, longest=_LONGEST_WAIT), None
         while True:
             try:
-                path = self.path(*place)
                 # Once: a file of gigabytes would be read again before each attempt.
                 note = note or self._claim(path, close)
                 if note.ended == _SENT:
-                    return UploadEnded(*place, size=path.stat().st_size)
+                    return UploadEnded(close, size=path.stat().st_size)
                 if note.ended:
-                    return UploadEnded(*place, note.ended)
+                    return UploadEnded(close, note.ended)
                 if time.monotonic() > until:
                     raise DeadlineError("late: it was written after the grace had ended")
-                key = keys.upload_key(self._uid, *place)
-                upload(self._store, key, path, until=until, uplink=uplink, once=True)
+                ended = self._upload(close, until, uplink)
                 self._write_note(close, replace(note, ended=_SENT))
-                took = time.monotonic() - began
-                return UploadEnded(*place, size=path.stat().st_size, seconds=took)
-            except StoppedError:
-                raise
+                return ended
             except (StoreError, OSError) as error:
                 cause = str(error)
                 if isinstance(error, TakenError):
@@ -140,7 +133,28 @@ class OwnUploads:
         # A file that is refused here because it is another one has no note of its own.
         if note is not None:
             self._write_note(close, replace(note, ended=cause[:_LONGEST]))
-        return UploadEnded(*place, cause)
+        return UploadEnded(close, cause)
+
+    def send_progress(self, close: Close, within: float, uplink: Uplink) -> UploadEnded:
+        """Send the file of no close in place of the one before it. Raises StoppedError.
+
+        It has no note: nothing follows from it, so a process that starts again sends none.
+        """
+        try:
+            return self._upload(close, time.monotonic() + within, uplink)
+        except (StoreError, OSError) as error:
+            return UploadEnded(close, str(error))
+
+    def _upload(self, close: Close, until: float, uplink: Uplink) -> UploadEnded:
+        """Send the file of ``close``. Raises StoreError, OSError, StoppedError."""
+        path, key, began = self.path(close), self._key(close), time.monotonic()
+        upload(self._store, key, path, until=until, uplink=uplink, once=close.serial > 0)
+        return UploadEnded(close, size=path.stat().st_size, seconds=time.monotonic() - began)
+
+    def _key(self, close: Close) -> str:
+        if not close.serial:
+            return keys.progress_key(self._uid)
+        return keys.upload_key(self._uid, close.outer_step, close.serial)
 
     def tidy(self, close: Close, uplink: Uplink) -> None:
         """Abort our uploads in parts that nobody continues, and delete those of past closes.
@@ -148,7 +162,7 @@ class OwnUploads:
         Call it after the sending for ``close`` has ended and was answered: a store that does
         not answer takes a minute here. Raises StoppedError.
         """
-        note = self._note(close.outer_step, close.serial)
+        note = self._note(close)
         if note is None or not note.ended:
             return  # it may be continued
         sweep_uploads(
@@ -165,27 +179,8 @@ class OwnUploads:
                 past = keys.parse_upload_key(info.key)
                 if past is not None and past[1] < close.outer_step:
                     self._store.delete(info.key)
-        except StoppedError:
-            raise
         except StoreError as error:
             log.debug("Past uploads stay until the next close: %s", error)
-
-    def send_progress(self, close: Close, within: float, uplink: Uplink) -> UploadEnded:
-        """Send the file of no close in place of the one before it. Raises StoppedError.
-
-        It has no note: nothing follows from it, so a process that starts again sends none.
-        """
-        place, began = (close.outer_step, close.serial), time.monotonic()
-        try:
-            path = self.path(*place)
-            key = keys.progress_key(self._uid)
-            upload(self._store, key, path, until=began + within, uplink=uplink)
-            took = time.monotonic() - began
-            return UploadEnded(*place, size=path.stat().st_size, seconds=took)
-        except StoppedError:
-            raise
-        except (StoreError, OSError) as error:
-            return UploadEnded(*place, str(error))
 
     def find_fate(self, manifest: Manifest) -> Fate:
         """Return how an outer step dealt with our upload: merged, or refused with a cause."""
@@ -193,7 +188,7 @@ class OwnUploads:
             log.info(lines.SCORE, self._uid, manifest.outer_step, score)
         cause = ""
         for serial, note in self._notes(manifest.outer_step - 1):
-            found = self.path(manifest.outer_step - 1, serial)
+            found = self.path(Close(manifest.outer_step - 1, serial))
             # A miner that went back in time has written another upload for the same close.
             path = found if found.exists() and sha256_of(found) == note.digest else None
             averaging = manifest.averaging if manifest.averaged else None
@@ -229,10 +224,10 @@ class OwnUploads:
     def _claim(self, path: Path, close: Close) -> _Note:
         """Return the note of ``path``, made before anything is sent. Raises StoreError, OSError."""
         digest = sha256_of(path)
-        note = self._note(close.outer_step, close.serial)
+        note = self._note(close)
         if note is None:
             note = _Note(digest)
-            write_state(self._note_path(close.outer_step, close.serial), note)
+            write_state(self._note_path(close), note)
         elif note.digest != digest:
             raise _AnotherFile(
                 f"{path} is another file than the one that was begun for this close, so it is not "
@@ -243,23 +238,19 @@ class OwnUploads:
     def _notes(self, outer_step: int) -> Iterator[tuple[int, _Note]]:
         names = [_NAME.fullmatch(path.name) for path in self._folder.glob(f"{outer_step}.*.json")]
         for serial in sorted(int(name[2]) for name in names if name):
-            if (note := self._note(outer_step, serial)) is not None:
+            if (note := self._note(Close(outer_step, serial))) is not None:
                 yield serial, note
 
-    def _note(self, outer_step: int, serial: int) -> _Note | None:
-        return read_state(
-            self._note_path(outer_step, serial), _Note, lost="whether it was merged is not known"
-        )
+    def _note(self, close: Close) -> _Note | None:
+        lost = "whether it was merged is not known"
+        return read_state(self._note_path(close), _Note, lost=lost)
 
     def _write_note(self, close: Close, note: _Note) -> None:
-        write_state(
-            self._note_path(close.outer_step, close.serial),
-            note,
-            lost="a start sends this upload again, which changes nothing",
-        )
+        lost = "a start sends this upload again, which changes nothing"
+        write_state(self._note_path(close), note, lost=lost)
 
-    def _note_path(self, outer_step: int, serial: int) -> Path:
-        return self._folder / f"{outer_step}.{serial}.json"
+    def _note_path(self, close: Close) -> Path:
+        return self._folder / f"{close.tag}.json"
 
 
 def forget_files(folder: Path, before: int) -> None:

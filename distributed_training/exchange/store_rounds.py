@@ -125,6 +125,7 @@ class StoreRounds:
         self._reported: dict[str, str] = {}
         self._to_send: deque[Close] = deque(maxlen=1)
         self._sending: tuple[Close, Uplink, threading.Thread] | None = None
+        self._tidies = False  # whether that has ended, and past uploads are being deleted
         self._progress = Uplink()  # link of the last progress upload
         self._wake = threading.Event()
         self._closed = threading.Event()
@@ -152,7 +153,7 @@ class StoreRounds:
 
     # --- for the loop: each only leaves a note for the thread ------------------------------------
 
-    def send(self, close: Close, path: Path) -> None:
+    def send(self, close: Close) -> None:
         """Send the upload for ``close``, or progress, whose sending ends where one for a close is.
 
         A second call for one close sends the same file again or none; one for progress comes after
@@ -217,6 +218,8 @@ class StoreRounds:
         self._progress.stop()
         sending = self._sending
         if sending is not None:
+            if self._tidies:  # this miner may never start again
+                sending[2].join(_LAST_REQUEST)
             sending[1].stop()
         for thread in (self._thread, *([sending[2]] if sending else [])):
             if thread.is_alive():
@@ -254,7 +257,7 @@ class StoreRounds:
             if self._sending is not None:
                 self._sending[1].stop()
             for close in self._to_send:  # the loop delays checkpoints until it ends
-                self._post(UploadEnded(close.outer_step, close.serial, forked))
+                self._post(UploadEnded(close, forked))
             self._to_send.clear()
             return _INTERVAL
         due = self._next_look
@@ -269,8 +272,6 @@ class StoreRounds:
         self._next_look = self._asked + _INTERVAL
         try:
             self._state = state = self._read_state()
-        except StoppedError:
-            raise
         except ForkError:
             return  # turn() logs it
         except StateUnavailable as error:
@@ -342,24 +343,24 @@ class StoreRounds:
             return
         if self._sending is not None:
             current, uplink, thread = self._sending
-            if not _same(current, close):
+            if current != close:
                 uplink.stop()
             if thread.is_alive():
                 return
             self._sending = None
         wanted = self._to_send.pop() if self._to_send else None
-        if wanted is None and not _same(self._sent, close) and self._uploads.unfinished(close):
+        if wanted is None and self._sent != close and self._uploads.unfinished(close):
             wanted = close
-        if wanted is None and _same(self._sent, close) and self._is_lost(close):
+        if wanted is None and self._sent == close and self._is_lost(close):
             self._uploads.send_again(close)
             wanted = close
         if wanted is None:
             return
         self._sent, self._lost_since = wanted, None
-        if not _same(wanted, close):
-            self._post(UploadEnded(wanted.outer_step, wanted.serial, _VOID))
+        if wanted != close:
+            self._post(UploadEnded(wanted, _VOID))
             return
-        uplink = Uplink()
+        uplink, self._tidies = Uplink(), False
         self._progress.stop()
         thread = threading.Thread(
             target=self._send, args=(close, uplink), name="upload", daemon=True
@@ -391,12 +392,15 @@ class StoreRounds:
             if self._closed.is_set():
                 return
             why = _VOID if close.serial else _OVERTAKEN
-            ended = UploadEnded(close.outer_step, close.serial, why)
+            ended = UploadEnded(close, why)
         except Exception as error:  # the loop would wait for its end
             log.exception("Unexpected error while sending an upload; please report it")
-            ended = UploadEnded(close.outer_step, close.serial, repr(error))
+            ended = UploadEnded(close, repr(error))
         self._post(ended)
         self._wake.set()
+        if not close.serial:
+            return
+        self._tidies = True
         try:
             self._uploads.tidy(close, uplink)
         except StoppedError:
@@ -409,7 +413,7 @@ class StoreRounds:
         state, close = self._state, self.next_close
         if state is None or close is None or state.finished or state.outer_step != self._held:
             return
-        if not close.closes_at <= self.now() < close.ends_at or _same(self._posted, close):
+        if not close.closes_at <= self.now() < close.ends_at or self._posted == close:
             return
         self._posted = close
         # An earlier process began it: there is no second upload for a close.
@@ -427,8 +431,6 @@ class StoreRounds:
             return
         try:
             update = self._next(state)
-        except StoppedError:
-            raise
         except ForkError:
             return
         except (StoreError, OSError) as error:
@@ -583,8 +585,3 @@ def _lead_to(manifest: Manifest, path: Path, fate: Fate, *, whole: str = "") -> 
         cause=fate.cause,
         whole=whole,
     )
-
-
-def _same(one: Close | None, other: Close) -> bool:
-    """Return whether both are the same close; its grace may change."""
-    return one is not None and (one.outer_step, one.serial) == (other.outer_step, other.serial)

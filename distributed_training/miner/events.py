@@ -231,7 +231,7 @@ class Upload:
             why = None if saved else "the checkpoint that must know of it was not written"
         if why is None:
             return UploadWritten(close)
-        return UploadEnded(close.outer_step, close.serial, f"it was not sent ({why})")
+        return UploadEnded(close, f"it was not sent ({why})")
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,11 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributed_training.common.backoff import Throttle
 from distributed_training.config.versions import Versions
-from distributed_training.exchange.base import Exchange, upload_path
+from distributed_training.exchange.base import Close, Exchange
 from distributed_training.network import Network
 from distributed_training.protocol.types import ExitStatus, Progress
 
@@ -56,8 +55,8 @@ IDLE_WAIT = 0.2  # seconds
 class Controller:
     """Decides what all ranks do next.
 
-    ``uploads``: the folder of uploads. ``disk_problem``: returns why an upload does not fit on the
-    disk, None: it does. ``versions``: of the network's file, None where it has none.
+    ``disk_problem``: returns why an upload does not fit on the disk, None: it does. ``versions``:
+    of the network's file, None where it has none.
     """
 
     def __init__(
@@ -68,7 +67,6 @@ class Controller:
         events: queue.SimpleQueue[ev.Event],
         blocks: Blocks,
         exchange: Exchange,
-        uploads: Path,
         disk_problem: Callable[[], str | None] = lambda: None,
         versions: Versions | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -78,7 +76,6 @@ class Controller:
         self._events = events
         self._blocks = blocks
         self._exchange = exchange
-        self._uploads = uploads
         self._disk_problem = disk_problem
         self._versions = versions
         #: For a script, which continues: called with the version before and the one that holds now.
@@ -188,7 +185,7 @@ class Controller:
         if writes and (problem := self._disk_problem()) is not None:
             follows = (ev.UploadSkipped(problem, "disk"),)
             if Action.WRITE_PROGRESS in writes:
-                follows = (ev.UploadEnded(self.state.outer_step, 0, problem),)
+                follows = (ev.UploadEnded(Close(self.state.outer_step, 0), problem),)
         for each in follows:
             match each:
                 case Task():
@@ -206,7 +203,7 @@ class Controller:
             wanted = task is Task.FETCH_WEIGHTS
             self._exchange.applied(state.outer_step, wants_weights=wanted)
         elif (upload := state.upload if task is Task.SEND_UPLOAD else state.progress) is not None:
-            self._exchange.send(upload.close, upload_path(self._uploads, upload.close))
+            self._exchange.send(upload.close)
 
 
 #: Commands that leave nothing to train: a round, or a wait for something. They are no step's time;

@@ -106,10 +106,10 @@ def decide(state: MinerState, event: ev.Event, rules: Rules) -> Decision:
             if upload.stage is Stage.WRITING:
                 sends = replace(upload, stage=Stage.SENDING)
                 return replace(state, upload=sends), (Task.SEND_UPLOAD,)
-        case ev.UploadEnded(serial=0):
+        case ev.UploadEnded(close=Close(serial=0)):
             return replace(state, progress=None), ()
-        case ev.UploadEnded(outer_step=outer, serial=serial) if upload is not None:
-            if (upload.close.outer_step, upload.close.serial) == (outer, serial):
+        case ev.UploadEnded(close=close) if upload is not None:
+            if upload.close == close:
                 return replace(state, upload=replace(upload, stage=Stage.ENDED)), ()
         case ev.UpdateReady(update=update, at=at) if state.update is None:
             if update.whole or update.outer_step == state.outer_step + 1:
@@ -157,7 +157,7 @@ def _count_step(state: MinerState, done: ev.InnerStepDone, rules: Rules) -> Deci
     due = rules.progress_steps and state.steps_since_progress >= rules.progress_steps
     if waits or early or not due:
         return after, ()
-    progress = Upload(ev.CloseReached(Close.of_progress(state.outer_step)))
+    progress = Upload(ev.CloseReached(Close(state.outer_step, 0)))
     return replace(after, progress=progress, steps_since_progress=0), (Action.WRITE_PROGRESS,)
 
 
@@ -293,7 +293,7 @@ class RoundRank:
             self._handle = self._trainer.write_upload(path, header, sign=self._sign)
         except (OSError, RankFailedError) as error:  # raised on all ranks alike
             problem = f"it was not written ({error})"
-            return ev.UploadEnded(close.outer_step, close.serial, problem)
+            return ev.UploadEnded(close, problem)
         return ev.UploadBegun(close, self._handle, progress)
 
     def _apply_update(self, local: LocalPart) -> ev.OuterStepEnded:

@@ -12,26 +12,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
 
 from distributed_training.common.files import sha256_of
 from distributed_training.network import LARGEST_FILE, LARGEST_SHOWN, Shown
 from distributed_training.protocol import keys
 
 from .base import ObjectInfo, ObjectStore, Uplink
-from .errors import (
-    AccessDeniedError,
-    ClockSkewError,
-    StoreError,
-)
+from .errors import AccessDeniedError, ClockSkewError, StoreError
 from .transfer import Retry, deadline_in, download
 
 log = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
 MOST_BYTES = 256 * 1024**3  # bytes of one file
 
 
@@ -83,22 +76,19 @@ class BucketReader:
 
         Raises StateUnavailable for a damaged ``network.json``.
         """
-        return self._parsed(keys.NETWORK, LARGEST_SHOWN, Shown.parse)
+        data = self.get(keys.NETWORK, limit=LARGEST_SHOWN)
+        try:
+            return None if data is None else Shown.parse(data)
+        except ValueError as error:
+            raise StateUnavailable(f"{self.name}/{keys.NETWORK}: {error}") from None
 
     def version(self, number: int) -> str | None:
         """Return the text of that version of the network's file; None if it is not there.
 
         Bytes that are no text are replaced: no signature fits them.
         """
-        key = keys.VERSION.format(number)
-        return self._parsed(key, LARGEST_FILE, lambda data: data.decode(errors="replace"))
-
-    def _parsed(self, key: str, limit: int, parse: Callable[[bytes], _T]) -> _T | None:
-        try:
-            data = self.get(key, limit=limit)
-            return None if data is None else parse(data)
-        except ValueError as error:
-            raise StateUnavailable(f"{self.name}/{key}: {error}") from None
+        data = self.get(keys.VERSION.format(number), limit=LARGEST_FILE)
+        return None if data is None else data.decode(errors="replace")
 
     # --- large objects --------------------------------------------------------------------------
 

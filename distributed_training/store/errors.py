@@ -15,7 +15,8 @@ The texts are for the operator and never hold a key, a secret or a signed addres
         PreconditionError       begin again
             TakenError          other bytes are there, and stay
         IntegrityError          other bytes than they should be
-        NoRoomError, DeadlineError, StoppedError
+        NoRoomError, DeadlineError
+    StoppedError                no fault: the operation was ended on request
 """
 
 from __future__ import annotations
@@ -99,5 +100,8 @@ class DeadlineError(StoreError):
     """The retries of an operation used up its time. The text says what the last attempt met."""
 
 
-class StoppedError(StoreError):
-    """The operation was ended on request; what the store holds of it stays."""
+class StoppedError(Exception):
+    """The operation was ended on request; what the store holds of it stays.
+
+    It is no StoreError: whoever reports a store that fails must not report a stop.
+    """

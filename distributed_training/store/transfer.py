@@ -61,7 +61,6 @@ from .errors import (
     NoRoomError,
     ObjectMissingError,
     PreconditionError,
-    StoppedError,
     StoreError,
     TakenError,
     UnsupportedError,
@@ -408,7 +407,8 @@ def upload(
     Raises:
         TakenError: ``once``, and the object holds other bytes.
         IntegrityError: The store lost parts, or put other bytes together.
-        StoreError: It is not sent, as DeadlineError and StoppedError; parts stay at the store.
+        StoreError: It is not sent, as DeadlineError; parts stay at the store.
+        StoppedError: ``uplink`` was stopped; parts stay at the store.
         OSError: The file cannot be read.
     """
     retry = Retry(until=until, uplink=uplink)
@@ -530,7 +530,7 @@ class _InParts:
         try:
             etag = self.retry(store.complete_multipart, key, self.upload_id, parts)
         except StoreError as error:
-            if not isinstance(error, (StoppedError, DeadlineError, UploadMissingError)):
+            if not isinstance(error, (DeadlineError, UploadMissingError)):
                 # Refused for good: the parts would only be billed.
                 with contextlib.suppress(StoreError):
                     store.abort_multipart(key, self.upload_id)
@@ -606,8 +606,6 @@ def abort_uploads(
         try:
             with contextlib.suppress(UploadMissingError):
                 retry(in_parts.abort_multipart, one.key, one.upload_id)
-        except StoppedError:
-            raise
         except StoreError as error:
             return str(error)
         return ""
@@ -629,8 +627,6 @@ def sweep_uploads(
     """
     try:
         stuck = stuck_uploads(store, prefix=prefix, is_stuck=is_stuck, uplink=uplink)
-    except StoppedError:
-        raise
     except StoreError as error:
         log.warning("Stuck multipart uploads could not be listed, next try later: %s", error)
         return

@@ -100,9 +100,10 @@ store = S3ObjectStore.from_settings(
     StoreSettings(**json.loads(os.environ["SETTINGS"])), bucket=bucket, write=True
 )
 uploads = own_uploads.OwnUploads(store, folder, 7)
-if not uploads.path(3, 5).exists():
-    uploads.path(3, 5).write_bytes(bytes(range(256)) * 50_000)
-ended = uploads.send(Close(3, 5, 0.0, 600.0), 600.0, Uplink())
+close = Close(3, 5, 0.0, 600.0)
+if not uploads.path(close).exists():
+    uploads.path(close).write_bytes(bytes(range(256)) * 50_000)
+ended = uploads.send(close, 600.0, Uplink())
 print("ended", ended.cause, flush=True)
 """
 

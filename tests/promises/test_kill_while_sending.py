@@ -122,7 +122,7 @@ def test_after_a_kill_one_close_has_one_file_and_its_note(
                 new = b"%d" % number * (LEAST_PART + 7 if in_parts else 5)
                 # A checkpoint from before the upload knows nothing of it, and writes another one.
                 data = new if another or not begun else written
-                uploads.path(3, 5).write_bytes(data)
+                uploads.path(CLOSE).write_bytes(data)
                 if not begun:
                     written = data
                 life.begin(ends_at)
@@ -143,7 +143,7 @@ def test_after_a_kill_one_close_has_one_file_and_its_note(
                 if another and begun:
                     assert found is None or found.cause
             again = uploads.send(CLOSE, GRACE, Uplink())
-            noted = uploads._note(3, 5)
+            noted = uploads._note(CLOSE)
             assert noted is not None and noted.digest == sha256(written)
             if not again.cause:
                 assert held == written

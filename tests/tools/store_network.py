@@ -251,7 +251,7 @@ class Miner:
         return digest
 
     def send(self, close: Close) -> None:
-        self.rounds.send(close, self.upload_path(close))
+        self.rounds.send(close)
 
     def upload_path(self, close: Close) -> Path:
         return upload_path(self.folder / "uploads", close)

@@ -93,7 +93,7 @@ class World:
     def send(self) -> list[Order]:
         self.look()
         close = self.leader.close
-        path = self.rounds._uploads.path(close.outer_step, close.serial)
+        path = self.rounds._uploads.path(close)
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"values")
         self.rounds._send(close, Uplink())

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from distributed_training.exchange.base import Close
 from distributed_training.miner import events as ev
 from distributed_training.miner.blocks import Blocks
 from distributed_training.miner.events import DataPart, MinerState, Mode
@@ -78,7 +79,7 @@ def test_pages_count_from_0_in_each_outer_step_and_an_upload_names_first_and_las
     assert see(blocks, STEP) == (0, 9), "both ranks read five"
     assert [begin(blocks), begin(blocks)] == [(3, 10), (3, 20)]
     assert see(blocks, STEP) == (20, 29), "without a gap: nothing was trained of 10 to 19"
-    assert see(blocks, ev.UploadEnded(3, 1)) == (20, 29), "the close may move"
+    assert see(blocks, ev.UploadEnded(Close(3, 1))) == (20, 29), "the close may move"
     assert see(blocks, ev.OuterStepEnded(True, 4)) == ()
     assert see(blocks, STEP) == (), "the rest of a block of the outer step before"
     assert [begin(blocks), begin(blocks)] == [(3, 30), (4, 0)]

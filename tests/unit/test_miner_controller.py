@@ -69,7 +69,6 @@ class Rig:
             events=events,
             blocks=self.blocks,
             exchange=self.exchange,
-            uploads=Path("uploads"),
             versions=versions,
             disk_problem=lambda: disk_problem,
             clock=lambda: self.now,
@@ -115,8 +114,8 @@ def test_a_whole_round() -> None:
     written: Any = Mock(done=lambda: True, error=None)
     saved = [ev.UploadBegun(CLOSE, written, Progress(4)), ev.CheckpointBegun(4, lambda: True)]
     assert rig.action(*saved) is Action.TRAIN  # it is sent by its own thread
-    rig.exchange.send.assert_called_once_with(CLOSE, Path("uploads/4.1.safetensors"))
-    assert rig.action(ev.UploadEnded(4, 1)) is Action.TRAIN
+    rig.exchange.send.assert_called_once_with(CLOSE)
+    assert rig.action(ev.UploadEnded(Close(4, 1))) is Action.TRAIN
     assert rig.action(ev.UpdateReady(UPDATE, 1000.0)) is Action.OUTER_STEP
     command = rig.command(ev.OuterStepEnded(True, 5))
     assert command == Command(Action.FOLLOW_SCHEDULE, outer_step=5, inner_steps=500)
@@ -185,7 +184,7 @@ def test_nothing_is_written_on_a_full_disk() -> None:
     assert ev.UploadSkipped("it is full", "disk") in rig.seen
     rig.controller.rules = replace(RULES, progress_steps=1)
     assert rig.action(ev.OuterStepEnded(True, 5), step(1)) is Action.TRAIN
-    assert ev.UploadEnded(4, 0, "it is full") in rig.seen
+    assert ev.UploadEnded(Close(4, 0), "it is full") in rig.seen
     assert rig.controller.state.progress is None
 
 

@@ -58,7 +58,7 @@ def step(inner_step: int = 5, **fields: Any) -> ev.InnerStepDone:
     return ev.InnerStepDone(step_report(inner_step, outer_step=12, **fields))
 
 
-UPLOAD, ENDED = Upload(REACHED), ev.UploadEnded(12, 3)
+UPLOAD, ENDED = Upload(REACHED), ev.UploadEnded(Close(12, 3))
 SENT = replace(TRAINING, upload=replace(UPLOAD, stage=Stage.SENDING))
 OVER = replace(TRAINING, upload=replace(UPLOAD, stage=Stage.ENDED))
 APPLIES = replace(TRAINING, update=update())
@@ -266,7 +266,7 @@ def test_uploads_are_sent_once_and_known_and_steps_continue_in_any_order_of_even
             case "saved" | "lost" if world.saved and world.saved[-1] is None:
                 world.saved[-1] = moment == "saved"
             case "sent" if world.sent:
-                world.handle_event(ev.UploadEnded(*world.sent[-1]))
+                world.handle_event(ev.UploadEnded(Close(*world.sent[-1])))
             case "back":
                 world.handle_event(DIVERGED)
             case "tick":
@@ -347,7 +347,7 @@ def test_a_close_that_is_missed_for_few_steps_is_told_once() -> None:
 
 def test_progress_is_written_each_so_many_steps_after_the_gate() -> None:
     rules, state = replace(RULES, checkpoint_steps=99, progress_steps=3), replace(TRAINING)
-    none = Close.of_progress(12)
+    none = Close(12, 0)
 
     def train(first: int, last: int) -> list[int]:
         """Return the inner steps after which progress is ordered."""
@@ -371,7 +371,7 @@ def test_progress_is_written_each_so_many_steps_after_the_gate() -> None:
     state, follows = decide(state, written, rules)
     assert follows == (Task.SEND_PROGRESS,) and state.progress is not None
     assert state.progress.end_of_writing() is None and train(10, 11) == []
-    state, _ = decide(state, ev.UploadEnded(12, 0), rules)
+    state, _ = decide(state, ev.UploadEnded(none), rules)
     assert train(12, 12) == [12]
     # A round goes first: what is written holds nothing that its upload lacks.
     state, follows = decide(state, REACHED, rules)

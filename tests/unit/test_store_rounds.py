@@ -630,8 +630,8 @@ def test_an_upload_that_is_refused_is_sent_until_the_grace_ends(
     assert returns or update.cause == "not sent: 503 SlowDown"
 
 
-def test_an_upload_has_ended_before_the_store_is_swept_and_a_sweep_can_be_stopped(
-    store: FaultyStore, leader: Leader, miner: Miner, monkeypatch: pytest.MonkeyPatch
+def test_an_upload_has_ended_before_the_store_is_swept(
+    leader: Leader, miner: Miner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     posted: list[list[Any]] = []
     sweep = lambda *_, **__: posted.append(list(miner.facts))
@@ -641,15 +641,58 @@ def test_an_upload_has_ended_before_the_store_is_swept_and_a_sweep_can_be_stoppe
     miner.upload(leader.close)
     [[ended]] = posted
     assert isinstance(ended, UploadEnded) and not ended.cause
-    uplink = Uplink()
 
-    def list_multiparts(prefix: str) -> list[Any]:
-        uplink.stop()
-        raise errors.TransientError("503 SlowDown")
 
-    away = SimpleNamespace(multipart=lambda: SimpleNamespace(list_multiparts=list_multiparts))
+@pytest.mark.parametrize("away", [True, False])
+@pytest.mark.parametrize("at", ["list_multiparts", "abort_multipart"])
+def test_a_sweep_can_be_stopped_at_each_request(at: str, away: bool) -> None:
+    """In the middle of many aborts too, of which it begins no more then."""
+    uplink, aborts = Uplink(), list[str]()
+
+    def before(operation: str, key: str) -> None:
+        if operation == "abort_multipart":
+            aborts.append(key)
+        if operation == at and len(aborts) in (0, 20):
+            uplink.stop()
+            if away:
+                raise errors.TransientError("503 SlowDown")
+
+    store = MemoryObjectStore(before=before)
+    for n in range(100):
+        store.create_multipart(f"uploads/7/{n}")
     with pytest.raises(errors.StoppedError):
-        transfer.sweep_uploads(away, prefix="uploads/7/", uplink=uplink)  # type: ignore[arg-type]
+        transfer.sweep_uploads(store, prefix="", is_stuck=lambda one: True, uplink=uplink)
+    least = 0 if at == "list_multiparts" else 20
+    assert least <= len(aborts) < least + 10 and len(store._uploads) > 70
+
+
+def test_a_miner_that_ends_for_good_after_an_upload_leaves_no_past_one(
+    time: Time, tmp_path: Path
+) -> None:
+    begun, answers = threading.Event(), threading.Event()
+
+    def before(operation: str, key: str) -> None:
+        if operation == "delete":
+            begun.set()
+            answers.wait(30)
+
+    store = FaultyStore(MemoryObjectStore(clock=time.store, before=before), time)
+    leader = Leader(store, time)
+    miner = Miner(store, tmp_path / "rounds", time)
+    miner.pass_time(PERIOD)
+    miner.upload(leader.close)
+    leader.take_outer_step()
+    miner.pass_time(10)
+    miner.rounds.applied(1)
+    miner.pass_time(PERIOD)
+    miner.write_upload(leader.close)
+    miner.send(leader.close)
+    miner.rounds.turn()
+    assert begun.wait(30)
+    threading.Timer(0.2, answers.set).start()
+    miner.rounds.stop()
+    left = [info.key for info in store.list_objects(f"uploads/{UID}/")]
+    assert left == [keys.upload_key(UID, 1, leader.close.serial)]
 
 
 @pytest.mark.parametrize("size", [20, (5 << 20) + 7])  # the larger one is sent in parts
@@ -667,11 +710,11 @@ def test_progress_is_sent_in_place_of_the_last_and_ends_for_a_close(
     miner.take_facts()
 
     def send_progress(data: bytes) -> UploadEnded:
-        miner.write_upload(Close(0, 0, 0.0, 0.0), data)
-        miner.send(Close(0, 0, 0.0, 0.0))
+        miner.write_upload(Close(0, 0), data)
+        miner.send(Close(0, 0))
         wait_for(lambda: miner.facts, "the end of a progress upload")
         [fact] = miner.take_facts()
-        assert isinstance(fact, UploadEnded) and (fact.outer_step, fact.serial) == (0, 0)
+        assert isinstance(fact, UploadEnded) and fact.close == Close(0, 0)
         return fact
 
     key = keys.progress_key(UID)
@@ -685,13 +728,13 @@ def test_progress_is_sent_in_place_of_the_last_and_ends_for_a_close(
         return  # a fault has no names for parts
     any_store.faults["put", key] = away(errors.TransientError)
     any_store.faults["put", key].first = True  # type: ignore[attr-defined]
-    miner.write_upload(Close(0, 0, 0.0, 0.0), b"of 180 steps")
-    miner.send(Close(0, 0, 0.0, 0.0))
+    miner.write_upload(Close(0, 0), b"of 180 steps")
+    miner.send(Close(0, 0))
     [close] = miner.pass_time(PERIOD + 1)
     assert close == leader.close
     miner.upload(leader.close)
     wait_for(lambda: len(miner.facts) == 2, "the end of both")
-    ended = {fact.serial: fact.cause for fact in miner.facts if isinstance(fact, UploadEnded)}
+    ended = {fact.close.serial: fact.cause for fact in miner.facts if isinstance(fact, UploadEnded)}
     overtaken = "the upload for a close comes first, and holds the same training"
     assert ended == {0: overtaken, leader.close.serial: ""}
     assert any_store.get(key, limit=size) == b"of 120 steps".ljust(size)
@@ -740,7 +783,7 @@ def test_two_valid_manifests_of_one_step_stop_everything_and_both_are_shown(
     # What is written is not sent, and the loop, which waits for its end, learns of it.
     miner.send(Close(1, 3, 0.0, 60.0))
     miner.turn()
-    assert miner.take_facts() == [UploadEnded(1, 3, forked.cause)]
+    assert miner.take_facts() == [UploadEnded(Close(1, 3), forked.cause)]
     # Also after a restart, until the operator has asked.
     again = Miner(store, tmp_path / "rounds", time)
     posted = again.pass_time(2 * PERIOD)

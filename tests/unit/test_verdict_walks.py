@@ -221,10 +221,11 @@ class Walk:
             self.closes_at += self.PERIOD
             return
         if self.alive and self.store_up and self.outer_step == step and rng.random() < 0.8:
-            path = self.uploads.path(step, serial)
+            close = Close(step, serial, self.closes_at, self.GRACE)
+            path = self.uploads.path(close)
             path.write_bytes(rng.randbytes(16))
-            sent = self.uploads.send(Close(step, serial, self.closes_at, self.GRACE), 60, Uplink())
-            self.tell(ev.UploadEnded(step, serial, sent.cause))
+            sent = self.uploads.send(close, 60.0, Uplink())
+            self.tell(ev.UploadEnded(close, sent.cause))
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
             match rng.choice(("merged", "merged", "merged", "not judged in time", *CAUSES)):
                 case "merged":
