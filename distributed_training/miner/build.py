@@ -16,13 +16,12 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
 from distributed_training import __version__
-from distributed_training.chain.base import Chain
-from distributed_training.common.backoff import Repeats
+from distributed_training.common.backoff import Repeats, Throttle
 from distributed_training.common.files import read_json_object
 from distributed_training.common.memory import DISK_RESERVE, ModelShape, checkpoint_bytes
 from distributed_training.config import Config
@@ -33,6 +32,7 @@ from distributed_training.data.own_text import require_one_sequence
 from distributed_training.data.pipeline import DataPipeline
 from distributed_training.exchange.opening import open_exchange, uploads_folder
 from distributed_training.exchange.store_rounds import StoreRounds
+from distributed_training.health.gpus import visible_gpu_count
 from distributed_training.network import FILE, Network
 from distributed_training.node.buckets import check_as_member, open_as_member, open_own
 from distributed_training.node.identity import Member, commit
@@ -67,12 +67,10 @@ from distributed_training.training.weights import read_model_config
 
 from . import events as ev
 from .blocks import Blocks, NoBlocks
-from .device import expects_gpu
 from .events import MinerState, Mode, Rules
 from .loop import Controller, Subscriber
 from .network_watch import (
     NetworkWatch,
-    StartWait,
     chain_facts,
     follow_registration,
     join_network,
@@ -87,6 +85,8 @@ log = logging.getLogger(__name__)
 
 _NO_DIGEST = "0" * 64
 _SAY_AGAIN = 600.0  # seconds between two lines of one cause
+_START_AGAIN = 300.0  # seconds between two lines of a start that waits for the same
+_START_EXPECTED = 600.0  # seconds in which a start may wait for a first state without a warning
 #: How often "auto" writes a checkpoint: after this many inner steps and seconds of training.
 _CHECKPOINT_STEPS, _CHECKPOINT_SECONDS = 25, 600.0
 
@@ -145,14 +145,11 @@ def prepare_text(config: Config, folder: Path) -> tuple[Path, int]:
     return tokenizer_path, eos_id
 
 
-Weights = TypeVar("Weights", bound=HeldWeights)
-
-
 @dataclass(frozen=True)
-class RankParts(Generic[Weights]):
+class RankParts:
     """The objects that every rank holds, whoever trains."""
 
-    trainer: Weights
+    trainer: HeldWeights
     checkpointer: Checkpointer
     data: DataPipeline | None  # None where they are a script's
     kept: Mapping[str, Any]  # this rank's part of its checkpoint; empty after a fresh start
@@ -161,10 +158,10 @@ class RankParts(Generic[Weights]):
 def resume(
     context: RankContext,
     info: StartupInfo,
-    trainer: Weights,
+    trainer: HeldWeights,
     data: DataPipeline | None,
     connections: Connections | None,
-) -> RankParts[Weights]:
+) -> RankParts:
     """Continue from the last checkpoint or from the network's weights. Collective."""
     folder, config = context.folder, context.config
     checkpointer = Checkpointer(
@@ -202,7 +199,7 @@ def open_data(context: RankContext, info: StartupInfo, micro_batch_size: int) ->
     return data
 
 
-def open_blocks(context: RankContext, training: RankParts[Any], *, uid: int) -> Blocks:
+def open_blocks(context: RankContext, training: RankParts, *, uid: int) -> Blocks:
     """Return the count of pages as the checkpoint left it."""
     if training.data is None:
         return NoBlocks()
@@ -220,46 +217,6 @@ def open_blocks(context: RankContext, training: RankParts[Any], *, uid: int) -> 
         exact=training.checkpointer.exact,
     )
     return blocks
-
-
-def open_metrics(
-    context: RankContext,
-    training: RankParts[Any],
-    chain: Chain,
-    *,
-    uid: int,
-    needed: int,
-    gauges: Mapping[str, Callable[[], float | None]],
-    joined: Callable[[], bool],
-) -> Metrics:
-    """Open the metrics file, and start the trackers. ``gauges`` are the exchange's own.
-
-    ``needed``: bytes of disk that the next upload, a checkpoint and the reserve take. ``joined``:
-    see :class:`Metrics`.
-    """
-    config, open_until_end = context.config, context.stack.enter_context
-    open_until_end(
-        open_trackers(config.telemetry, context.folder, name=f"{config.miner.name}-{uid}")
-    )
-    machine = MachineGauges(
-        context.folder,
-        needed=needed,
-        gpus=context.ranks.local_world_size if context.device.type == "cuda" else 0,
-    )
-    return Metrics(
-        file=MetricsFile(context.folder / "metrics.prom"),
-        counts={
-            **({} if training.data is None else {"data": training.data.counters}),
-            "chain": chain.counters,
-        },
-        gauges={
-            "chain_age_seconds": lambda: chain.age().total_seconds(),
-            **gauges,
-            **machine.single(),
-        },
-        by_rank=machine.by_rank,
-        joined=joined,
-    )
 
 
 @dataclass(frozen=True)
@@ -377,7 +334,7 @@ def first_weights(
     ``resumes``: there is a checkpoint to train from, so those on the disk will do. Raises
     StopBeforeStart.
     """
-    waiting = StartWait("if this lasts: does the founder's validator run?")
+    due, began = Throttle(_START_AGAIN), time.monotonic()
     while True:
         if resumes and (held := rounds.held_weights()) is not None:
             outer_step = int(held.name)
@@ -387,7 +344,15 @@ def first_weights(
             found = rounds.fetch_newest()
             return found.outer_step, found.path.parent, found.inner_steps
         except (StoreError, OSError) as error:
-            waiting.report(f"Waiting for the network's weights: {error}", expected=True)
+            if due(str(error)):
+                # An empty bucket is nothing to warn of, unless it stays empty.
+                early = time.monotonic() - began < _START_EXPECTED
+                log.log(
+                    logging.INFO if early else logging.WARNING,
+                    "Waiting for the network's weights: %s. Training cannot begin without it; if "
+                    "this lasts: does the founder's validator run?",
+                    error,
+                )
         pause_start(wanted)
 
 
@@ -399,7 +364,7 @@ class RankZero:
         context: RankContext,
         info: StartupInfo,
         connections: Connections,
-        training: RankParts[Any],
+        training: RankParts,
     ) -> None:
         self._context, self._info = context, info
         self._connections, self._training = connections, training
@@ -423,7 +388,6 @@ class RankZero:
             events=context.events,
             blocks=self.blocks,
             exchange=connections.rounds,
-            uploads=uploads_folder(context.folder),
             disk_problem=partial(describe_full_disk, context.folder, needed),
             versions=connections.versions,
         )
@@ -434,10 +398,10 @@ class RankZero:
 
         ``needed``: bytes of disk that the next upload, a checkpoint and the reserve take.
         """
-        config, folder = self._context.config, self._context.folder
-        trainer, connections = self._training.trainer, self._connections
-        log_of = "distributed_training" if self._context.guest else ""
-        rounds, chain = connections.rounds, connections.member.chain
+        context, trainer, data = self._context, self._training.trainer, self._training.data
+        config, folder, enter = context.config, context.folder, context.stack.enter_context
+        log_of = "distributed_training" if context.guest else ""
+        rounds, chain = self._connections.rounds, self._connections.member.chain
 
         def measured() -> dict[str, Any]:
             return {
@@ -479,30 +443,33 @@ class RankZero:
 
         reporter = Reporter(
             record=self.record,
-            expect_gpu=expects_gpu(config, self._context.device),
+            expect_gpu=expects_gpu(config, context.device),
             bucket=config.store.global_model_name,
             joined=lambda: facts.joined,
             upload_from=lambda: self.controller.rules.upload_from,
         )
-        if self._context.guest:  # the script's output has its own lines for a step
+        if context.guest:  # the script's output has its own lines for a step
             reporter.step_level = logging.DEBUG
-        metrics = open_metrics(
-            self._context,
-            self._training,
-            chain,
-            uid=self._info.uid,
-            needed=needed,
+        enter(open_trackers(config.telemetry, folder, name=f"{config.miner.name}-{self._info.uid}"))
+        gpus = context.ranks.local_world_size if context.device.type == "cuda" else 0
+        machine = MachineGauges(folder, needed=needed, gpus=gpus)
+        metrics = Metrics(
+            file=MetricsFile(folder / "metrics.prom"),
+            counts={"chain": chain.counters} | ({} if data is None else {"data": data.counters}),
             gauges={
+                "chain_age_seconds": lambda: chain.age().total_seconds(),
                 "next_round_timestamp_seconds": of_close("closes_at"),
                 "global_outer_step": of_close("outer_step"),
                 "clock_offset_seconds": rounds.clock_offset,
                 "round_seconds": lambda: reporter.round_seconds,
                 "counts": facts.counts,
+                **machine.single(),
             },
+            by_rank=machine.by_rank,
             joined=lambda: facts.joined,
         )
         for subscriber in (reporter.on_event, metrics.on_event, follow):
-            self.controller.subscribe(_forgiving(subscriber) if self._context.guest else subscriber)
+            self.controller.subscribe(_forgiving(subscriber) if context.guest else subscriber)
 
     def go_live(self, post: Callable[[ev.Event], None]) -> None:
         """Begin to follow the network. Returns at once. ``post``: queues an event."""
@@ -529,6 +496,11 @@ class RankZero:
         )
 
 
+def expects_gpu(config: Config, device: torch.device) -> bool:
+    """Return whether a GPU is used, or is there to be used: steps without its memory are wrong."""
+    return device.type == "cuda" or (config.miner.device != "cpu" and visible_gpu_count() > 0)
+
+
 def _forgiving(subscriber: Subscriber) -> Subscriber:
     """Return a subscriber whose errors are warnings: the event is decided on all the same."""
     repeats = Repeats(_SAY_AGAIN)
@@ -550,7 +522,7 @@ def build_rounds(
     context: RankContext,
     info: StartupInfo,
     connections: Connections | None,
-    training: RankParts[Any],
+    training: RankParts,
 ) -> tuple[RankZero | None, RoundRank]:
     """Build rank 0's own part, and this rank's part of rounds.
 

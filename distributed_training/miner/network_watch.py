@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from distributed_training.chain.base import Chain, ChainError, ChainUnavailable, find
+from distributed_training.chain.base import Chain, ChainUnavailable, find
 from distributed_training.chain.kinds import how_to_register
 from distributed_training.common.backoff import Throttle
 from distributed_training.config import Config
@@ -19,7 +19,7 @@ from distributed_training.node.identity import Member, join_subnet, keep_state
 from distributed_training.node.start import NotRegistered
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.store.bucket_reader import BucketReader
-from distributed_training.store.errors import StoppedError, StoreError
+from distributed_training.store.errors import StoreError
 from distributed_training.telemetry import MetricsFile
 from distributed_training.telemetry.facts import Fact
 
@@ -27,8 +27,6 @@ from . import events as ev
 
 log = logging.getLogger(__name__)
 
-_SAY_AGAIN = 300.0  # seconds between two lines of a start that waits
-_EXPECTED = 600.0  # seconds in which a start may wait for a first state without a warning
 KEEP_AGAIN = 60.0  # seconds between two writes of the chain's state
 _LOOK_AGAIN = 1.0  # seconds between two looks for a global state that is not there yet
 
@@ -38,23 +36,6 @@ class StopBeforeStart(RuntimeError):
 
 
 # --- at the start -----------------------------------------------------------------------------
-
-
-class StartWait:
-    """Log what a start waits for: when that changes, and every five minutes."""
-
-    def __init__(self, advice: str) -> None:
-        self._advice = advice
-        self._throttle = Throttle(_SAY_AGAIN, clock=time.monotonic)
-        self._began = time.monotonic()
-
-    def report(self, what: str, *, expected: bool = False) -> None:
-        if not self._throttle(what):
-            return
-        # An empty bucket is nothing to warn of, unless it stays empty.
-        early = expected and time.monotonic() - self._began < _EXPECTED
-        level = logging.INFO if early else logging.WARNING
-        log.log(level, "%s. Training cannot begin without it; %s", what, self._advice)
 
 
 def pause_start(wanted: Callable[[], bool]) -> None:
@@ -71,8 +52,6 @@ def read_version(reader: BucketReader, number: int) -> str | None:
     try:
         return reader.version(number)
     except (StoreError, OSError) as error:
-        if isinstance(error, StoppedError):
-            raise
         log.warning("The global bucket was not asked for versions of the network's file: %s", error)
         return None
 
@@ -100,8 +79,8 @@ class NetworkWatch:
         self._other_version = ""
         self._version = 0  # the newest that the bucket has named
 
-    def compare(self) -> str:
-        """Post what has changed; return why the network is finished, as the bucket says.
+    def compare(self) -> None:
+        """Post what has changed.
 
         A bucket that is damaged, or away just now, changes nothing. Nor does what the network's
         master has not signed, or an older version than the bucket has named before.
@@ -109,25 +88,22 @@ class NetworkWatch:
         try:
             shown, rules, refused = self._reader.network(), self._network, ""
             if shown is None or not shown.counts_for(self._network):
-                return ""
+                return
             if shown.version < self._version:
-                return ""
+                return
             self._version = shown.version
             if self.versions is not None:
                 if shown.version > self.versions.newest.head.version:
                     refused = self.versions.look(self._reader.version)
                 rules = self.versions.newest
-        except (StoppedError, ChainError):
-            raise
         except Exception:  # noqa: BLE001 - foreign bytes: no reason to call our file old
-            return ""
+            return
         problem = other_version(shown, rules)
         if problem and refused:
             problem = f"{problem}; {refused}"
         if problem != self._other_version:
             self._other_version = problem
             self._post(ev.NetworkDiffers(problem, forked=False))
-        return "" if problem else shown.finished or ""
 
 
 # --- what the chain says --------------------------------------------------------------------------

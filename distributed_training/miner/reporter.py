@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import TypeVar
 
 import psutil
@@ -126,18 +127,17 @@ class Reporter:
             case ev.UploadWritten():
                 log.info("%s", lines.UPLOAD_MODEL_START)
                 log.info(lines.UPLOADING, self._bucket)
-            case ev.UploadEnded(outer_step=outer, serial=serial, cause=problem):
-                tag = f"{outer}.{serial}"
+            case ev.UploadEnded(close=close, cause=problem):
                 # For progress only inform: whatever prevents it is a warning at the next close.
-                level = logging.WARNING if serial else logging.INFO
+                level = logging.WARNING if close.serial else logging.INFO
                 if problem:
                     log.log(level, lines.UPLOAD_FAILED, problem)
                 else:
-                    pushed = lines.pushed(tag, self._bucket)
+                    pushed = lines.pushed(close.tag, self._bucket)
                     log.info("%s (%.1f MB in %.1f s)", pushed, event.size / 1e6, event.seconds)
                 self._record(
                     "publication",
-                    revision=tag,
+                    revision=close.tag,
                     ok=not problem,
                     seconds=event.seconds,
                     bytes_sent=event.size,
@@ -268,7 +268,7 @@ class Metrics:
         self._counts = counts
         self._gauges = gauges
         self._by_rank = by_rank
-        self._last_rounds: deque[tuple[int, bool]] = deque(maxlen=20)  # outer step, merged
+        self._last_rounds: deque[bool] = deque(maxlen=20)  # whether each had our upload
         # Begin with zero, since a counter that appears with 1 shows no increase.
         self._skipped = {"disk": 0, "steps": 0}  # uploads
         for name in ("rounds", "rounds_failed", "rounds_missed", "publications_failed"):
@@ -293,7 +293,7 @@ class Metrics:
                 state.update is not None and self._joined()
             ):
                 # A miner that applied an update without a share in it took no part.
-                self._count_round(state.outer_step, ok and state.update.base is Base.MERGED)
+                self._count_round(ok and state.update.base is Base.MERGED)
                 registry.add("rounds_missed_total", max(0, reached - state.outer_step - 1))
             case ev.UploadEnded(cause=problem, size=size):
                 registry.add("publications_total")
@@ -306,19 +306,14 @@ class Metrics:
             case ev.Stopped():  # the last figures, which stay in the file
                 self._file.write(self._gather_figures, at_once=True)
 
-    def _count_round(self, outer_step: int, took_part: bool) -> None:
+    def _count_round(self, took_part: bool) -> None:
         registry = self._file.registry
         registry.add("rounds_total")
         registry.add("rounds_failed_total", not took_part)
-        self._last_rounds.append((outer_step, took_part))
-        self._set_participation()
-
-    def _set_participation(self) -> None:
-        registry, worked = self._file.registry, [ok for _, ok in self._last_rounds]
-        failed = list(itertools.takewhile(lambda ok: not ok, reversed(worked)))
+        self._last_rounds.append(took_part)
+        failed = list(itertools.takewhile(lambda ok: not ok, reversed(self._last_rounds)))
         registry.set("rounds_failed_in_a_row", len(failed))
-        if worked:
-            registry.set("round_participation_ratio", sum(worked) / len(worked))
+        registry.set("round_participation_ratio", fmean(self._last_rounds))
 
     def _gather_figures(self) -> None:
         registry = self._file.registry

@@ -110,9 +110,8 @@ class Miner:
             info,
             connections,
         )
-        training, self.rank_zero = self.product.training, self.product.rank_zero
-        self.trainer, self.data = training.trainer, training.data
-        self.checkpointer = training.checkpointer
+        loop, self.rank_zero = self.product.loop, self.product.rank_zero
+        self.trainer, self.data, self.checkpointer = loop._trainer, loop._text, loop._checkpointer
         if self.rank_zero is not None and connections is not None:
             self.blocks = self.rank_zero.blocks
             self.rank_zero.controller.subscribe(self.on_event)

@@ -43,7 +43,7 @@ class Played:
             self.context.events.put(ev.StopRequested("the test is over"))
 
     def run(self) -> tuple[int, str]:
-        ended, trainer = self.rank.run(), self.rank.training.trainer
+        ended, trainer = self.rank.run(), self.rank.loop._trainer
         layout = trainer.stream.layout
         rows = [shard.local.clone() for shard in trainer.sharded.shards]
         torch.save(rows, self.context.folder / f"rows-{layout.shard}.pt")

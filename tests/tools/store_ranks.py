@@ -110,7 +110,7 @@ def run(moment: str, until: int, folder: Path, bucket: Path, exchange: str) -> N
             config, folder, torch.device("cpu"), ranks, events, stack, timedelta(milliseconds=1)
         )
         rank = start.build_rank(context, info, connections)
-        trainer, rank_zero = rank.training.trainer, rank.rank_zero
+        trainer, rank_zero = rank.loop._trainer, rank.rank_zero
         if moment == "prepared":
             trainer.commit_outer_step = kill  # type: ignore[method-assign]
         if rank_zero is not None:

@@ -61,7 +61,7 @@ def test_the_block_without_a_gpu(expected: bool) -> None:
 def test_failed_checks_are_found_by_a_search_for_warnings(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from distributed_training.miner.device import rank_device, report_device
+    from distributed_training.miner.start import rank_device, report_device
     from tests.tools.settings import load_config
 
     config = load_config("miner", ["--neuron.device", "auto"], environ={}, dotenv=None, check=False)

@@ -17,18 +17,21 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from distributed_training.config import ConfigError
-from distributed_training.miner import build, device, network_watch, run_folder, start
+from distributed_training.miner import build, network_watch, run_folder, start
 from distributed_training.miner.build import (
     StartupInfo,
     refuse_old_checkpoints,
     resume_training,
 )
+from distributed_training.miner.ranks import RankChannel
+from distributed_training.miner.run_folder import RankEnvironment
 from distributed_training.node import identity as node_chain
 from distributed_training.node.identity import Member
-from distributed_training.node.start import Deregistered, NetworkFailure, OldRunFolder
+from distributed_training.node.start import Deregistered, NetworkFailure, OldRunFolder, StopNow
 from distributed_training.protocol.types import ExitStatus, Progress
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.model import hf_config
@@ -38,26 +41,6 @@ from tests.tools.miner_parts import config_of, impatient
 from tests.tools.training_world import sequences, tiny, trainer, whole_weights
 
 pytestmark = pytest.mark.timeout(30)
-
-
-class Waits:
-    """A start that waits: time passes only in its pauses."""
-
-    now = 0.0
-
-    def pause(self, wanted: Callable[[], bool]) -> None:
-        self.now += 1.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
-    waits = Waits()
-    monkeypatch.setattr(build, "pause_start", waits.pause)
-    monkeypatch.setattr(network_watch, "time", waits)
-    return waits
 
 
 def test_a_start_with_a_checkpoint_does_not_wait_for_the_network(tmp_path: Path) -> None:
@@ -144,6 +127,28 @@ def test_a_rank_that_stops_as_ordered_has_not_failed() -> None:
     assert start.Rank.run(other) == (0, "")
 
 
+@pytest.mark.parametrize("local", [1, 2])
+@pytest.mark.parametrize(
+    "error", [ConfigError("403"), NetworkFailure("silent"), RuntimeError("a bug"), StopNow()]
+)
+def test_whatever_ends_rank_0s_start_ends_the_others_at_once(
+    local: int, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another node's torchrun would wait 300 s after status 0."""
+    store, config = dist.HashStore(), config_of("--neuron.device", "cpu")
+    zero, one = (
+        RankChannel(rank=rank, world_size=2, group=None, store=store, local_world_size=local)
+        for rank in (0, 1)
+    )
+    with pytest.raises(type(error)):
+        build.share_start(config, zero, Mock(side_effect=error))
+    monkeypatch.setattr(start, "join_ranks", lambda **_: one)
+    me = RankEnvironment(1, 1 % local, 2, local)
+    with ExitStack() as stack:
+        status, reason = start.train(config, me, tmp_path, Mock(), stack)
+    assert (status, reason) == ((0, "") if local == 2 else (1, str(error) or "StopNow"))
+
+
 @pytest.fixture
 def rank_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -198,9 +203,10 @@ def test_ranks_do_not_train_on_the_cpu_while_the_gpus_are_away(
     rank_ends: Callable[..., Any],
 ) -> None:
     """The driver, or the fabric manager, is not ready after a reboot."""
-    monkeypatch.setattr(device.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(device, "visible_gpu_count", lambda: shown)
-    rank_device, cpu = device.rank_device, torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for module in (build, start):
+        monkeypatch.setattr(module, "visible_gpu_count", lambda: shown)
+    rank_device, cpu = start.rank_device, torch.device("cpu")
     status, (told, reason, outside) = rank_ends(
         lambda *_: rank_device("auto", 0, remembered=remembered)
     )
@@ -211,8 +217,8 @@ def test_ranks_do_not_train_on_the_cpu_while_the_gpus_are_away(
         rank_device("cuda", 0, remembered=remembered)
     for wanted in ("auto", "cuda", "cpu"):
         config = config_of("--neuron.device", wanted)
-        assert device.expects_gpu(config, cpu) == (shown > 0 and wanted != "cpu"), wanted
-    monkeypatch.setattr(device, "visible_gpu_count", lambda: 0)
+        assert build.expects_gpu(config, cpu) == (shown > 0 and wanted != "cpu"), wanted
+    monkeypatch.setattr(start, "visible_gpu_count", lambda: 0)
     assert rank_device("auto", 0) == cpu, "a machine without GPUs"
 
 
@@ -234,7 +240,7 @@ def test_a_gpu_lost_in_mid_step_is_named_with_the_consequence(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     card = "NVIDIA H200, GPU-abc" if shown else ""
-    monkeypatch.setattr(device, "describe_gpu", lambda index: card)
+    monkeypatch.setattr(start, "describe_gpu", lambda index: card)
 
     def train(*_: object) -> None:
         try:

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ import pytest
 from distributed_training.config import load_config
 from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState, Mode, Rules
-from distributed_training.miner.network_watch import NetworkWatch
 from distributed_training.miner.rounds import decide
 from distributed_training.network import Shown
 from distributed_training.node.start import OtherRules, exit_status_of
@@ -27,7 +25,6 @@ from distributed_training.telemetry.neuron_state import NeuronState
 from tests.tools.network import network_file
 from tests.tools.store_world import PERIOD, StoreWorld
 from tests.tools.validator_world import one_thread  # noqa: F401
-from tests.unit.test_miner_network_file import network
 
 pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).parents[2]
@@ -117,15 +114,7 @@ def test_a_network_without_a_stop_is_never_finished(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", [Mode.TRAINING, Mode.UPDATE_FAILED])
 def test_a_miner_ends_with_a_checkpoint_once_its_network_is_finished(mode: Mode) -> None:
-    def look(**content: Any) -> str:
-        bucket: Any = SimpleNamespace(network=lambda: replace(word, **content))
-        return NetworkWatch(bucket, network(), None, lambda event: None).compare()
-
-    why, word = "outer step 4 of stop.outer_steps 4", Shown("lab", 1, "5Master", "aa", None, "aa")
-    assert look() == "" and look(finished=why, network=None) == "", "nobody has signed it"
-    assert look(finished=why, run_id="bb", version=2) == "", "that of another file"
-    assert look(finished=why) == why
-    stop = ev.StopRequested(why, ExitStatus.FINISHED)
+    stop = ev.StopRequested("the network is finished: 4 outer steps", ExitStatus.FINISHED)
     state, actions = decide(MinerState(mode, 4), stop, Rules(25))
     assert state.exit_status == 4 and actions[-1] is ev.Action.STOP
 
