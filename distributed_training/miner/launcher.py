@@ -42,7 +42,6 @@ from distributed_training.common.processes import (
     sessions_of,
 )
 from distributed_training.config import Config, ConfigError
-from distributed_training.config.settings import MinerSettings
 from distributed_training.health.gpus import visible_gpu_count
 from distributed_training.health.machine import refuse_model, refuse_unknown_kinds, start_checks
 from distributed_training.miner.rank_group import PROGRAM, RankGroup
@@ -226,31 +225,7 @@ def _prepare(config: Config, program: str, signals: StopSignals, outages: Outage
             log.warning("Ending %s an earlier miner of this run folder left behind", found)
             patience = stop_limit(folder, config.miner.stop_timeout)  # they save their state
             end_sessions(left, settle=patience, grace=TERMINATE_GRACE)
-        return outages.outlast(lambda: _train(config, program, folder, signals, outages))
-
-
-def _train(
-    config: Config,
-    program: str,
-    folder: Path,
-    signals: StopSignals,
-    outages: Outages,
-) -> ExitStatus:
-    """Run ranks to the miner's end. Raises ConfigError of this machine; no rank runs then."""
-    gpus = remembered_gpus(folder)
-    if config.miner.device != "cpu":
-        gpus = visible_gpu_count() or gpus
-    ranks = ranks_of(config, gpus)
-    write_instance(folder, gpus=gpus)
-    for check in start_checks(config, ranks=ranks):
-        if check.status == "fail":
-            raise ConfigError(check.line)
-        # Warnings of the settings are in the log already.
-        if check.status != "ok" and check.name != "configuration":
-            log.warning("%s", check.line)
-    group = RankGroup(config=config, world_size=ranks, stacks=folder / STACKS_FILE, program=program)
-    log.info("Starting %s, run folder %s", counted(ranks, "rank"), folder)
-    return _Supervisor(config.miner, folder, group, signals, outages).run()
+        return outages.outlast(_Supervisor(config, program, folder, signals, outages).train)
 
 
 # --- before the start ---------------------------------------------------------------------------
@@ -319,31 +294,50 @@ class Phase(enum.Enum):
 
 
 class _Supervisor:
-    """Run the group until a stop, or until it failed too often.
+    """Run the ranks until a stop, or until they failed too often.
 
-    ``settings.stop_timeout`` covers a stop up to the point where the ranks are ended by force; see
+    ``--neuron.stop_timeout`` covers a stop up to the point where the ranks are ended by force; see
     :func:`stop_limit`.
     """
 
+    _group: RankGroup
+
     def __init__(
         self,
-        settings: MinerSettings,
+        config: Config,
+        program: str,
         folder: Path,
-        group: RankGroup,
         signals: StopSignals,
         outages: Outages,
     ) -> None:
-        self._group = group
-        self._folder = folder
-        self._signals = signals
-        self._settings = settings
-        self._outages = outages
+        self._config, self._settings, self._program = config, config.miner, program
+        self._folder, self._signals, self._outages = folder, signals, outages
         self._entered: dict[Phase, float] = {}  # since the ranks were started, and when
         self._failures: list[str] = []  # how ranks ended that did so by themselves
         self._looks = Throttle(_LOOK)
         self._warned = False  # whether the log has said that a stop takes longer than asked for
 
-    def run(self) -> ExitStatus:
+    def train(self) -> ExitStatus:
+        """Run ranks to the miner's end. Raises ConfigError of this machine; no rank runs then."""
+        config, folder = self._config, self._folder
+        gpus = remembered_gpus(folder)
+        if config.miner.device != "cpu":
+            gpus = visible_gpu_count() or gpus
+        ranks = ranks_of(config, gpus)
+        write_instance(folder, gpus=gpus)
+        for check in start_checks(config, ranks=ranks):
+            if check.status == "fail":
+                raise ConfigError(check.line)
+            # Warnings of the settings are in the log already.
+            if check.status != "ok" and check.name != "configuration":
+                log.warning("%s", check.line)
+        self._group = RankGroup(
+            config=config, world_size=ranks, stacks=folder / STACKS_FILE, program=self._program
+        )
+        log.info("Starting %s, run folder %s", counted(ranks, "rank"), folder)
+        return self._run()
+
+    def _run(self) -> ExitStatus:
         """Run until no start is to follow."""
         backoff, again = Backoff(first=FIRST_WAIT, longest=LONGEST_WAIT), False
         try:
