@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
-import secrets
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -62,24 +60,6 @@ from tests.toys import store as toys
 __all__ = ["server"]
 pytestmark = pytest.mark.timeout(60)
 MIB = 1024 * 1024
-
-
-@pytest.fixture(scope="session")
-def short_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStoreServer]:
-    """A store whose keys are those of AWS, of 20 and 40 characters, without an account."""
-    folder, keys = tmp_path_factory.mktemp("short-keys"), {}
-    for kind in ("READ", "WRITE"):
-        keys[f"R2_{kind}_ACCESS_KEY_ID"] = "AKIA" + secrets.token_hex(8).upper()
-        keys[f"R2_{kind}_SECRET_ACCESS_KEY"] = "/+" + secrets.token_hex(19)
-    (folder / "keys.json").write_text(json.dumps(keys))
-    with ObjectStoreServer(folder=folder) as running:
-        yield running
-
-
-@pytest.fixture(params=["server", "short_keys"])
-def any_server(request: pytest.FixtureRequest) -> ObjectStoreServer:
-    found: ObjectStoreServer = request.getfixturevalue(request.param)
-    return found
 
 
 #: Of others in the same bucket: their names begin as ours does, or are ours to whoever forgets it.
@@ -407,8 +387,8 @@ def test_a_folder_whose_disk_is_full_is_refused_at_once(
         FolderStore(tmp_path, writes=True).put("a", b"x")
 
 
-def test_a_missing_bucket_is_named(any_server: Any) -> None:
-    store = S3ObjectStore.from_settings(settings_for(any_server), bucket="not-there-1", write=True)
+def test_a_missing_bucket_is_named(server: ObjectStoreServer) -> None:
+    store = S3ObjectStore.from_settings(settings_for(server), bucket="not-there-1", write=True)
     for operation in (
         lambda: store.put("a", b"x"),
         lambda: store.get("a", limit=1),
@@ -420,10 +400,10 @@ def test_a_missing_bucket_is_named(any_server: Any) -> None:
 
 
 def test_a_reading_key_cannot_write_and_the_line_says_which_permission(
-    any_server: Any,
+    server: ObjectStoreServer,
 ) -> None:
-    settings = settings_for(any_server)
-    writer = new_bucket(any_server, settings)
+    settings = settings_for(server)
+    writer = new_bucket(server, settings)
     writer.put("a", b"x")
     reader = S3ObjectStore.from_settings(settings, bucket=writer.bucket, write=False)
     assert reader.get("a", limit=1) == b"x"
@@ -439,10 +419,10 @@ def test_a_reading_key_cannot_write_and_the_line_says_which_permission(
 
 
 def test_a_read_key_that_can_write_is_found_before_it_is_published(
-    any_server: Any,
+    server: ObjectStoreServer,
 ) -> None:
-    settings = settings_for(any_server)
-    bucket = new_bucket(any_server, settings)
+    settings = settings_for(server)
+    bucket = new_bucket(server, settings)
     reader = S3ObjectStore.from_settings(settings, bucket=bucket.bucket, write=False)
     check_read_key(reader, timeout=timedelta(seconds=10))
 
@@ -450,7 +430,7 @@ def test_a_read_key_that_can_write_is_found_before_it_is_published(
         check_read_key(bucket, timeout=timedelta(seconds=10))
     assert bucket.list_objects() == [], "what was tried leaves nothing behind"
 
-    wrong = settings_for(any_server, read_secret_access_key=SecretStr("0" * 64))
+    wrong = settings_for(server, read_secret_access_key=SecretStr("0" * 64))
     reader = S3ObjectStore.from_settings(wrong, bucket=bucket.bucket, write=False)
     with pytest.raises(AccessDeniedError, match="copy R2_READ_ACCESS_KEY_ID"):
         check_read_key(reader, timeout=timedelta(seconds=10))

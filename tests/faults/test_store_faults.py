@@ -7,7 +7,6 @@ import itertools
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -148,22 +147,6 @@ def test_an_upload_aborted_by_someone_else_is_not_success(
         assert direct.head(LARGE) is None
         shim.fault = lambda call: None
         upload.assert_whole(upload.send(shim.endpoint))
-
-
-@pytest.mark.parametrize(
-    ("status", "text"),
-    [(403, "R2_WRITE_ACCESS_KEY_ID lacks the permission"), (401, "does not accept these keys")],
-)
-def test_a_refusal_ends_at_once_and_names_the_permission(
-    server: ObjectStoreServer, tmp_path: Path, status: int, text: str
-) -> None:
-    upload = Upload(server, tmp_path, rows=256)
-    with Shim(server.endpoint, lambda c: status if c.method == "PUT" else None) as shim:
-        report = upload.send(shim.endpoint)
-        tried = Counter(call.key for call in shim.log if call.method == "PUT")
-    assert not report.ok
-    assert text in report.reason
-    assert set(tried.values()) == {1}, "nothing is tried again"
 
 
 def test_over_tls_no_trailers_are_sent(

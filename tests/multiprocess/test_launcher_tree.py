@@ -10,14 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
 import pytest
 
-from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import command_of
 from distributed_training.miner.run_folder import listening_ranks
 from distributed_training.telemetry.facts import Launch
@@ -305,16 +303,6 @@ def test_a_checkpoint_that_takes_longer_than_a_stop_may_is_said(
     again.stop()
 
 
-def test_a_failed_rank_is_a_fault_in_one_line(launched: Start) -> None:
-    """One that stays is left to pm2."""
-    run = launched("crash", ranks=2, restarts=1)
-    assert run.wait() == 1
-    assert not run.tree.processes()
-    assert "Rank 1 (pid" in run.output and "ended with status 1" in run.output
-    assert run.output.count("Traceback") == 2  # the rank's own, of both starts
-    assert "The ranks failed 2 times in a row: giving up" in run.output
-
-
 def test_ranks_that_hang_after_rank_zero_are_ended(launched: Start) -> None:
     run = launched("linger", ranks=2)
     run.wait_ready(2)
@@ -345,15 +333,3 @@ def test_two_miners_do_not_share_a_folder(launched: Start) -> None:
     first.stop()
     second.wait_ready()  # it continues by itself
     second.stop()
-
-
-def test_a_port_in_use_is_waited_for(launched: Start) -> None:
-    (port,) = free_ports(1)
-    with socket.create_server(("127.0.0.1", port)):
-        run = launched("run", flags=("--dht.port", str(port)))
-        wait_for(lambda: "(attempt 3)" in run.output, "two tries")
-        assert f"Cannot train: port {port} (--dht.port) is in use" in run.output
-        assert not run.tree.processes()
-        assert run.shown.state == "refused" and f"port {port}" in run.shown.text
-    run.wait_ready()
-    run.stop()

@@ -63,8 +63,6 @@ def run_rank(config: Config) -> int:
             write_exit_status(folder, 3, "as told")
             return 3
         return 0
-    if mode == "crash" and me.rank == me.world_size - 1:
-        raise RuntimeError("out of luck")
     ready = folder / f"ready-{me.rank}"
     secret = config.values["r2.write_secret_access_key"]
     ready.write_text(secret.get_secret_value() if secret else "")
@@ -85,6 +83,4 @@ def run_rank(config: Config) -> int:
             elif mode == "linger":
                 time.sleep(600)
             return 0
-        if mode == "crash" and stop:
-            return 1
         time.sleep(0.05)

@@ -18,7 +18,6 @@ from distributed_training.store.base import (
     Section,
 )
 from distributed_training.store.errors import (
-    BucketMissingError,
     IntegrityError,
     ObjectMissingError,
     PreconditionError,
@@ -45,7 +44,6 @@ class MemoryObjectStore:
         self._bucket = bucket
         self._before = before
         self._clock = clock
-        self._exists = True
         self._objects: dict[str, tuple[bytes, str, float]] = {}
         self._uploads: dict[str, tuple[str, float, dict[int, bytes]]] = {}
         self._lock = threading.RLock()
@@ -58,31 +56,17 @@ class MemoryObjectStore:
     def bucket(self) -> str:
         return self._bucket
 
-    def create_bucket(self) -> None:
-        self._exists = True
-
-    def delete_bucket(self) -> None:
-        with self._lock:
-            self._exists = False
-            self._objects.clear()
-            self._uploads.clear()
-
-    def _enter(self, operation: str, key: str) -> None:
-        self._before(operation, key)
-        if not self._exists:
-            raise BucketMissingError(f"bucket {self._bucket} does not exist")
-
     def _info(self, key: str) -> ObjectInfo:
         data, etag, modified = self._objects[key]
         return ObjectInfo(key, len(data), etag, modified, self._clock() - modified)
 
     def head(self, key: str) -> ObjectInfo | None:
-        self._enter("head", key)
+        self._before("head", key)
         with self._lock:
             return self._info(key) if key in self._objects else None
 
     def get(self, key: str, *, limit: int) -> bytes | None:
-        self._enter("get", key)
+        self._before("get", key)
         with self._lock:
             if key not in self._objects:
                 return None
@@ -92,7 +76,7 @@ class MemoryObjectStore:
         return data
 
     def get_range(self, key: str, start: int, length: int, *, etag: str = "") -> bytes:
-        self._enter("get_range", key)
+        self._before("get_range", key)
         with self._lock:
             if key not in self._objects:
                 raise ObjectMissingError(f"{key}: no such object")
@@ -102,7 +86,7 @@ class MemoryObjectStore:
         return data[start : start + length]
 
     def put(self, key: str, data: bytes | Section) -> str:
-        self._enter("put", key)
+        self._before("put", key)
         content = _bytes(data)
         etag = _md5(content)
         with self._lock:
@@ -110,12 +94,12 @@ class MemoryObjectStore:
         return etag
 
     def delete(self, key: str) -> None:
-        self._enter("delete", key)
+        self._before("delete", key)
         with self._lock:
             self._objects.pop(key, None)
 
     def list_objects(self, prefix: str = "", *, most: int = MOST_LISTED) -> list[ObjectInfo]:
-        self._enter("list", prefix)
+        self._before("list", prefix)
         with self._lock:
             found = [self._info(k) for k in sorted(self._objects) if k.startswith(prefix)]
         if len(found) > most:
@@ -126,7 +110,7 @@ class MemoryObjectStore:
         return self
 
     def create_multipart(self, key: str) -> str:
-        self._enter("create_multipart", key)
+        self._before("create_multipart", key)
         with self._lock:
             self._count += 1
             upload_id = f"upload-{self._count}"
@@ -141,7 +125,7 @@ class MemoryObjectStore:
         return found[2]
 
     def upload_part(self, key: str, upload_id: str, number: int, data: bytes | Section) -> PartInfo:
-        self._enter("upload_part", key)
+        self._before("upload_part", key)
         content = _bytes(data)
         parts = self._upload(key, upload_id)
         with self._lock:
@@ -149,13 +133,13 @@ class MemoryObjectStore:
         return PartInfo(number, len(content), _md5(content))
 
     def list_parts(self, key: str, upload_id: str) -> list[PartInfo]:
-        self._enter("list_parts", key)
+        self._before("list_parts", key)
         parts = self._upload(key, upload_id)
         with self._lock:
             return [PartInfo(n, len(d), _md5(d)) for n, d in sorted(parts.items())]
 
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[PartInfo]) -> str:
-        self._enter("complete_multipart", key)
+        self._before("complete_multipart", key)
         held = self._upload(key, upload_id)
         with self._lock:
             if problem := _refused(held, parts):
@@ -168,13 +152,13 @@ class MemoryObjectStore:
         return etag
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
-        self._enter("abort_multipart", key)
+        self._before("abort_multipart", key)
         self._upload(key, upload_id)
         with self._lock:
             self._uploads.pop(upload_id, None)
 
     def list_multiparts(self, prefix: str = "") -> list[MultipartInfo]:
-        self._enter("list_multiparts", prefix)
+        self._before("list_multiparts", prefix)
         with self._lock:
             return [
                 MultipartInfo(key, upload_id, at)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from distributed_training.chain.base import Neuron
+from distributed_training.chain.base import ChainUnavailable, Neuron
 from distributed_training.config import ConfigError
 from distributed_training.config.settings import StoreSettings
 from distributed_training.node import buckets
@@ -21,7 +22,10 @@ from distributed_training.store.errors import (
     StoreError,
     TransientError,
 )
+from tests.tools.chain_memory import MemoryChain, MemoryLedger
+from tests.tools.chain_world import MINER
 from tests.tools.memory_store import MemoryObjectStore
+from tests.tools.miner_parts import config_of
 
 
 @pytest.mark.parametrize(
@@ -76,3 +80,34 @@ def test_a_member_with_malformed_keys_costs_only_itself() -> None:
         (own, "r2"): f"{name}-001",
         (public, "r2"): f"{name}-001",
     }
+
+
+OURS = "our read keys"
+
+
+@pytest.mark.parametrize("shown", [OURS, None, "other read keys", ChainUnavailable("not yet")])
+def test_a_start_in_an_outage_uses_the_keys_that_the_chain_shows_and_no_others(
+    shown: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    chain = MemoryChain(hotkey=MINER.ss58, ledger=(ledger := MemoryLedger()))
+    ledger.register(MINER.ss58)
+
+    def away(*given: object, **named: object) -> Any:
+        raise NetworkFailure("the store is away")
+
+    def commitment(hotkey: str) -> Any:
+        if isinstance(shown, Exception):
+            raise shown
+        return shown
+
+    monkeypatch.setattr(buckets, "open_own", away)
+    monkeypatch.setattr(buckets, "commitment_text", lambda settings: OURS)
+    monkeypatch.setattr(chain, "commitment", commitment)
+    if shown == OURS:
+        settings = replace(config_of().store, bucket_name="other")
+        assert buckets.check_as_member(settings, chain, MINER.ss58, "mine") == OURS
+        assert "R2_BUCKET_NAME is other, but uploads go to mine" in caplog.text
+        assert "Bucket mine does not answer (the store is away)" in caplog.text
+    else:
+        with pytest.raises(NetworkFailure, match="the store is away"):
+            buckets.check_as_member(config_of().store, chain, MINER.ss58, "mine")

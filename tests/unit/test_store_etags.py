@@ -6,163 +6,104 @@ is there byte for byte, and what cannot succeed ends after the second time, with
 
 from __future__ import annotations
 
-import base64
+import dataclasses
 import hashlib
-import io
 import os
 import random
 import time
-from datetime import UTC, datetime, timedelta
+from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from botocore.exceptions import ClientError
-from pydantic import SecretStr
 
-from distributed_training.config.settings import StoreSettings
 from distributed_training.store import transfer
-from distributed_training.store.errors import IntegrityError, StoreError, TakenError
-from distributed_training.store.s3 import AccessKeys, S3ObjectStore
+from distributed_training.store.base import PartInfo, Section
+from distributed_training.store.errors import (
+    ContradictionError,
+    IntegrityError,
+    StoreError,
+    TakenError,
+    UploadMissingError,
+)
 from distributed_training.store.transfer import multipart_etag, upload
+from tests.tools import memory_store
+from tests.tools.memory_store import MemoryObjectStore
 
 pytestmark = pytest.mark.timeout(60)
 
 PART = 1000
-#: How a store writes the etag of bytes whose MD5 is known. ``asked``: not in the answer to a write.
+#: How a store writes the etag of bytes whose MD5 is known.
 STYLES = {
-    "md5": lambda md5, asked: md5,
-    "capitals": lambda md5, asked: md5.upper(),
-    "weak": lambda md5, asked: f'W/"{md5}"',
-    "opaque": lambda md5, asked: f"v1:{md5[::-1]}",
-    "a hash of another kind": lambda md5, asked: hashlib.sha256(md5.encode()).hexdigest(),
-    "another MD5": lambda md5, asked: hashlib.md5(md5.encode()).hexdigest(),
+    "md5": lambda md5: md5,
+    "capitals": lambda md5: md5.upper(),
+    "opaque": lambda md5: f"v1:{md5[::-1]}",
+    "a hash of another kind": lambda md5: hashlib.sha256(md5.encode()).hexdigest(),
 }
-HOPELESS = ("another MD5",)
 
 
-class Client:
-    """botocore's client of a store. It refuses bytes of another MD5 than the one sent with them."""
+class Store(MemoryObjectStore):
+    """A store with etags of its own, which refuses the first ``damages`` bodies as damaged."""
 
-    exceptions = SimpleNamespace(BucketAlreadyOwnedByYou=type("Owned", (Exception,), {}))
+    def __init__(self, style: str, damages: int = 0) -> None:
+        super().__init__()
+        self.style, self._damages = STYLES[style], damages
+        self.received, self.lost = 0, ""
 
-    def __init__(self, style: str, damages: int) -> None:
-        self._style, self._damages = STYLES[style], damages
-        self.objects: dict[str, tuple[bytes, str]] = {}
-        self._parts: dict[int, bytes] = {}
-        self.received = 0
-        self.lost: list[str] = []
-
-    def close(self) -> None: ...
-
-    def _lose(self, operation: str) -> None:
-        """Answer once that there is no such upload."""
-        if operation in self.lost:
-            self.lost.remove(operation)
-            answer: Any = {"Error": {"Code": "NoSuchUpload"}, "ResponseMetadata": {}}
-            raise ClientError(answer, operation)
-
-    def _etag(self, md5: str, *, asked: bool) -> str:
-        etag = self._style(md5, asked)
-        return etag if etag.startswith("W/") else f'"{etag}"'
-
-    def _take(self, body: Any, given: str) -> bytes:
-        data = body if isinstance(body, bytes) else b"".join(iter(lambda: body.read(333), b""))
+    def _take(self, data: bytes | Section) -> None:
         self.received += len(data)
         if self._damages:
             self._damages -= 1
-            data = bytes([data[0] ^ 1]) + data[1:]
-        if base64.b64decode(given) != hashlib.md5(data).digest():
-            answer: Any = {"Error": {"Code": "BadDigest"}, "ResponseMetadata": {}}
-            raise ClientError(answer, "PutObject")
-        return data
+            raise ContradictionError("other bytes arrived than were sent (400 BadDigest)")
 
-    def put_object(self, *, Key: str, Body: Any, ContentMD5: str, **_: Any) -> Any:
-        data = self._take(Body, ContentMD5)
-        self.objects[Key] = data, hashlib.md5(data).hexdigest()
-        return {"ETag": self._etag(self.objects[Key][1], asked=False)}
+    def _lose(self, operation: str) -> None:
+        """Answer once that there is no such upload."""
+        if self.lost == operation:
+            self.lost = ""
+            raise UploadMissingError("no such multipart upload")
 
-    def head_object(self, *, Key: str, **_: Any) -> Any:
-        if Key not in self.objects:
-            answer: Any = {"Error": {"Code": "404"}, "ResponseMetadata": {"HTTPStatusCode": 404}}
-            raise ClientError(answer, "HeadObject")
-        data, md5 = self.objects[Key]
-        now = datetime.now(UTC)
-        return {
-            "ContentLength": len(data),
-            "ETag": self._etag(md5, asked=True),
-            "LastModified": now,
-            "ResponseMetadata": {"HTTPHeaders": {}},
-        }
+    def _info(self, key: str) -> Any:
+        found = super()._info(key)
+        return dataclasses.replace(found, etag=self.style(found.etag))
 
-    def get_object(self, *, Key: str, Range: str, **_: Any) -> Any:
-        first, last = (int(number) for number in Range.removeprefix("bytes=").split("-"))
-        data = self.objects[Key][0][first : last + 1]
-        return {"Body": io.BytesIO(data), "ContentLength": len(data)}
+    def get_range(self, key: str, start: int, length: int, *, etag: str = "") -> bytes:
+        return super().get_range(key, start, length)
 
-    def create_multipart_upload(self, **_: Any) -> Any:
-        self._parts = {}
-        return {"UploadId": "u"}
+    def put(self, key: str, data: bytes | Section) -> str:
+        self._take(data)
+        return self.style(super().put(key, data))
 
-    def get_paginator(self, name: str) -> Any:
-        pages = {"list_parts": self._all_parts, "list_multipart_uploads": self._all_uploads}
-        return SimpleNamespace(paginate=pages[name])
-
-    def _all_uploads(self, **_: Any) -> list[Any]:
-        begun = {"Key": "k", "UploadId": "u", "Initiated": datetime.now(UTC)}
-        return [{"Uploads": [begun] if self._parts else []}]
-
-    def _all_parts(self, **_: Any) -> list[Any]:
-        parts = (self.list_parts(PartNumberMarker=number - 1) for number in sorted(self._parts))
-        return [{"Parts": [part for page in parts for part in page["Parts"]]}]
-
-    def upload_part(self, *, PartNumber: int, Body: Any, ContentMD5: str, **_: Any) -> Any:
+    def upload_part(self, key: str, upload_id: str, number: int, data: bytes | Section) -> PartInfo:
         self._lose("part")
-        data = self._parts[PartNumber] = self._take(Body, ContentMD5)
-        return {"ETag": self._etag(hashlib.md5(data).hexdigest(), asked=False)}
+        self._take(data)
+        found = super().upload_part(key, upload_id, number, data)
+        return dataclasses.replace(found, etag=self.style(found.etag))
 
-    def list_parts(self, *, PartNumberMarker: int, **_: Any) -> Any:
-        number = PartNumberMarker + 1
-        md5 = hashlib.md5(self._parts[number]).hexdigest()
-        etag = self._etag(md5, asked=True)
-        return {"Parts": [{"PartNumber": number, "Size": len(self._parts[number]), "ETag": etag}]}
+    def list_parts(self, key: str, upload_id: str) -> list[PartInfo]:
+        found = super().list_parts(key, upload_id)
+        return [dataclasses.replace(part, etag=self.style(part.etag)) for part in found]
 
-    def complete_multipart_upload(self, *, Key: str, MultipartUpload: Any, **_: Any) -> Any:
+    def complete_multipart(self, key: str, upload_id: str, parts: Sequence[PartInfo]) -> str:
         self._lose("complete")
-        digests = b""
-        for part in MultipartUpload["Parts"]:
-            digest = hashlib.md5(self._parts[part["PartNumber"]])
-            held = self._etag(digest.hexdigest(), asked=True).removeprefix("W/")
-            assert part["ETag"] == held, "a store knows its own etags only"
-            digests += digest.digest()
-        md5 = f"{hashlib.md5(digests).hexdigest()}-{len(self._parts)}"
-        self.objects[Key] = b"".join(self._parts[n] for n in sorted(self._parts)), md5
-        return {"ETag": self._etag(md5, asked=False)}
-
-    def abort_multipart_upload(self, **_: Any) -> Any:
-        return {}
-
-
-def store_of(client: Client) -> S3ObjectStore:
-    store = S3ObjectStore(
-        bucket="llama-007",
-        endpoint_url="http://a",
-        keys=AccessKeys(SecretStr("a"), SecretStr("b")),
-        settings=StoreSettings(),
-    )
-    store._client = client
-    return store
+        assert list(parts) == self.list_parts(key, upload_id), "a store knows its own etags only"
+        held = super().list_parts(key, upload_id)
+        return self.style(super().complete_multipart(key, upload_id, held))
 
 
 @pytest.fixture(autouse=True)
 def one_part_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "PART", PART)
+    monkeypatch.setattr(memory_store, "LEAST_PART", PART)
     monkeypatch.setattr(transfer, "_CONCURRENT", 1)
 
 
-def send(store: S3ObjectStore, path: Path, *, once: bool = False) -> int:
+def send(store: Store, path: Path, *, once: bool = False) -> int:
     return upload(store, "k", path, until=time.monotonic() + 30, once=once)
+
+
+def content(store: Store) -> bytes | None:
+    return store.get("k", limit=10**6)
 
 
 def test_accepted_object_is_there_and_was_sent_once(
@@ -170,23 +111,21 @@ def test_accepted_object_is_there_and_was_sent_once(
 ) -> None:
     monkeypatch.setattr(transfer, "FIRST_WAIT", timedelta(milliseconds=1))
     dice, failed = random.Random(3), 0
-    store = store_of(Client("md5", 0))
     for _ in range(80):
         style, damages = dice.choice(list(STYLES)), dice.choice([0, 0, 0, 1, 99])
         size = dice.choice([1, PART - 1, PART, PART + 1, 3 * PART, 4 * PART + 7])
-        content, path = dice.randbytes(size), tmp_path / "model"
-        path.write_bytes(content)
-        client = store._client = Client(style, damages)  # a store of botocore's takes 10 ms
-        if damages > 1 or style in HOPELESS:
+        path, store = tmp_path / "model", Store(style, damages)
+        path.write_bytes(dice.randbytes(size))
+        if damages > 1:
             failed += 1
             with pytest.raises(IntegrityError, match="twice"):
                 send(store, path)
             # Each part twice at most; the next ones may be under way as the first fails.
-            assert client.received <= 2 * size, (style, damages)
+            assert store.received <= 2 * size, (style, damages)
             continue
         assert send(store, path) == size
-        assert client.objects["k"][0] == content, (style, damages)
-        assert client.received == size + damages * min(PART, size), (style, damages)
+        assert content(store) == path.read_bytes(), (style, damages)
+        assert store.received == size + damages * min(PART, size), (style, damages)
     assert 10 < failed < 70
 
 
@@ -195,43 +134,38 @@ def test_accepted_object_is_there_and_was_sent_once(
 def test_one_answer_that_an_upload_is_gone_costs_nothing(
     tmp_path: Path, style: str, lost: str
 ) -> None:
-    client, path = Client(style, 0), tmp_path / "model"
-    client.lost = [lost]
+    store, path = Store(style), tmp_path / "model"
+    store.lost = lost
     path.write_bytes(os.urandom(3 * PART))
-    assert send(store_of(client), path) == 3 * PART
-    assert client.objects["k"][0] == path.read_bytes()
-    assert client.received == 3 * PART and not client.lost
+    assert send(store, path) == 3 * PART
+    assert content(store) == path.read_bytes()
+    assert store.received == 3 * PART and not store.lost
+
+
+def of_other_parts(etag: str) -> str:
+    """It has the form of one of parts, and is not that of these."""
+    return "0" * 32 + "-3" if "-" in etag else etag
 
 
 def test_an_object_of_other_parts_is_sent_again(tmp_path: Path) -> None:
     """Its size is right, and its etag belongs to other parts: at Complete and when asked again."""
-    client = Client("md5", 0)
-    path = tmp_path / "model"
+    store, path = Store("md5"), tmp_path / "model"
     path.write_bytes(os.urandom(3 * PART))
-    complete, head = client.complete_multipart_upload, client.head_object
-
-    def wrong(ask: Any) -> Any:
-        return lambda **how: ask(**how) | {"ETag": f'"{"0" * 32}-3"'}
-
-    client.complete_multipart_upload = wrong(complete)  # type: ignore[method-assign]
-    send(store_of(client), path)  # only one answer is wrong
-    client.head_object = wrong(head)  # type: ignore[method-assign]
+    complete = store.complete_multipart
+    store.complete_multipart = lambda *given: of_other_parts(complete(*given))  # type: ignore[method-assign]
+    send(store, path)  # only one answer is wrong
+    store.style = of_other_parts
     with pytest.raises(StoreError, match="put the parts together wrongly"):
-        send(store_of(client), path)
-    assert multipart_etag([]) != "" == multipart_etag([*[SimpleNamespace(etag="v1")]])  # type: ignore[list-item]
+        send(store, path)
+    assert multipart_etag([]) != "" == multipart_etag([PartInfo(1, 1, "v1")])
 
 
 def test_an_object_that_nobody_may_replace_is_read_back_where_its_etag_tells_nothing(
     tmp_path: Path,
 ) -> None:
-    """Its etag has the form of one of parts, and is none of MD5s."""
-    client, path = Client("opaque", 0), tmp_path / "model"
-    for name in ("complete_multipart_upload", "head_object"):
-        ask = getattr(client, name)
-        answer = lambda ask=ask, **how: ask(**how) | {"ETag": f'"{"0" * 32}-3"'}
-        setattr(client, name, answer)
+    store, path = Store("opaque"), tmp_path / "model"
+    store.style = lambda etag: "0" * 32 + "-3"
     path.write_bytes(os.urandom(3 * PART))
-    store = store_of(client)
     assert send(store, path, once=True) == 3 * PART
     assert send(store, path, once=True) == 0, "it is there"
     path.write_bytes(os.urandom(3 * PART))

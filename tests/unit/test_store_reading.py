@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import re
+import shutil
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -220,3 +221,27 @@ def test_a_store_that_stumbles_is_asked_again(
     reader.download("a", tmp_path / "a", limit=2500)
     assert (tmp_path / "a").read_bytes() == data and reader.get("a", limit=2500) == data
     assert set(stumbles.values()) == {0}
+
+
+# --- the disk -----------------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_an_error_with_its_remedy(tmp_path: Path) -> None:
+    assert transfer.describe_full_disk(tmp_path / "not" / "there", 1) is None
+    line = transfer.describe_full_disk(tmp_path, 10**18)
+    assert line is not None
+    assert "UPLOAD BLOCKED" in line
+    assert "--neuron.run_folder" in line
+
+
+def test_a_disk_that_does_not_answer_is_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked on the thread that trains."""
+
+    def stale(path: Path) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(shutil, "disk_usage", stale)
+    line = transfer.describe_full_disk(tmp_path, 1)
+    assert line is not None and "UPLOAD BLOCKED" in line and "does not answer" in line
