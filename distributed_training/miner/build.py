@@ -131,20 +131,6 @@ def describe_size(model: Mapping[str, Any], config: Config) -> str:
     return f": a model of {parameters / unit:.2f} {prefix} parameters"
 
 
-def prepare_text(config: Config, folder: Path) -> tuple[Path, int]:
-    """Return the tokenizer's path and its end of text, and check a member's own text.
-
-    Nothing of both where a script reads its own. Raises ConfigError, NetworkFailure.
-    """
-    if not config.reads_text:
-        return Path(), 0
-    tokenizer_path, eos_id = fetch_tokenizer(config, folder)
-    if config.data.own:
-        length = config.training.sequence_length
-        require_one_sequence(config.data, tokenizer_path, eos_id, length)
-    return tokenizer_path, eos_id
-
-
 @dataclass(frozen=True)
 class RankParts:
     """The objects that every rank holds, whoever trains."""
@@ -287,7 +273,12 @@ def open_connections(
     config = under(config, versions.in_force)
     fetch_published(config, lambda: reader)
     require_data(config)
-    tokenizer_path, eos_id = prepare_text(config, folder)
+    tokenizer_path, eos_id = Path(), 0
+    if config.reads_text:  # a script may have text of its own
+        tokenizer_path, eos_id = fetch_tokenizer(config, folder)
+        if config.data.own:
+            length = config.training.sequence_length
+            require_one_sequence(config.data, tokenizer_path, eos_id, length)
     info = StartupInfo(
         uid=member.uid,
         model_config=model,

@@ -71,14 +71,7 @@ class FolderStore:
             file.seek(start)
             return file.read(length)
 
-    def put(self, key: str, data: bytes | Section) -> str:
-        return self._put(key, data)
-
-    def put_new(self, key: str, data: bytes | Section) -> str:
-        """Write an object; return its etag. PreconditionError if there is one."""
-        return self._put(key, data, new=True)
-
-    def _put(self, key: str, data: bytes | Section, *, new: bool = False) -> str:
+    def put(self, key: str, data: bytes | Section, *, new: bool = False) -> str:
         if not self._writes:
             raise AccessDeniedError(f"write {self.bucket}/{key}: it was opened for reading only")
         path = self._path(key)
@@ -92,6 +85,10 @@ class FolderStore:
                 file.write(data)
         with self._errors(key):
             return info_of(key, path.stat()).etag
+
+    def put_new(self, key: str, data: bytes | Section) -> str:
+        """Write an object; return its etag. PreconditionError if there is one."""
+        return self.put(key, data, new=True)
 
     def delete(self, key: str) -> None:
         with contextlib.suppress(ObjectMissingError), self._errors(key):

@@ -37,7 +37,7 @@ from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.model import hf_config
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_world import MINER, VALIDATOR
-from tests.tools.miner_parts import config_of, impatient
+from tests.tools.miner_parts import config_of
 from tests.tools.training_world import sequences, tiny, trainer, whole_weights
 
 pytestmark = pytest.mark.timeout(30)
@@ -305,29 +305,6 @@ def test_an_expelled_miner_ends_for_good(
     status, (told, reason, outside) = rank_ends(lost.join)
     assert status == told == ExitStatus.DEREGISTERED and not outside
     assert "the founder expelled hotkey" in reason and "--again" in reason
-
-
-@pytest.mark.parametrize("shown", ["nobody", "others, without the master hotkey"])
-def test_a_list_that_cannot_be_the_networks_is_not_used(
-    shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank_ends: Callable[..., Any]
-) -> None:
-    """Nobody is to pay for a uid on another network's subnet; a node may also be damaged."""
-    ledger = MemoryLedger()
-    if shown != "nobody":
-        ledger.register(MINER.ss58)
-    chain = MemoryChain(hotkey=MINER.ss58, ledger=ledger, master=VALIDATOR.ss58)
-    monkeypatch.setattr(node_chain, "load_wallet", lambda _: MINER)
-    monkeypatch.setattr(node_chain, "chain_kind", lambda _: SimpleNamespace(open=lambda *_: chain))
-    config = impatient(config_of(), start_timeout=0.1)
-
-    def join(*_: object) -> tuple[int, str]:
-        with ExitStack() as stack:
-            network_watch.join_network(config, tmp_path, stack)
-            pytest.fail("it has begun")
-
-    status, (told, reason, outside) = rank_ends(join)
-    assert status == told == ExitStatus.FAULT and outside
-    assert "did not answer" in reason and "chain.master_hotkey of its file" in reason
 
 
 @pytest.mark.parametrize(
