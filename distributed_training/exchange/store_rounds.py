@@ -396,11 +396,11 @@ class StoreRounds:
         except Exception as error:  # the loop would wait for its end
             log.exception("Unexpected error while sending an upload; please report it")
             ended = UploadEnded(close, repr(error))
+        self._tidies = self._tidies or close.serial > 0
         self._post(ended)
         self._wake.set()
         if not close.serial:
             return
-        self._tidies = True
         try:
             self._uploads.tidy(close, uplink)
         except StoppedError:

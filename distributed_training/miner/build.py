@@ -78,7 +78,7 @@ from .network_watch import (
     read_version,
 )
 from .ranks import RankChannel
-from .reporter import MachineGauges, Metrics, Record, Reporter
+from .reporter import Metrics, Record, Reporter, gauges_by_rank, machine_gauges
 from .rounds import RoundRank
 
 log = logging.getLogger(__name__)
@@ -443,7 +443,6 @@ class RankZero:
             reporter.step_level = logging.DEBUG
         enter(open_trackers(config.telemetry, folder, name=f"{config.miner.name}-{self._info.uid}"))
         gpus = context.ranks.local_world_size if context.device.type == "cuda" else 0
-        machine = MachineGauges(folder, needed=needed, gpus=gpus)
         metrics = Metrics(
             file=MetricsFile(folder / "metrics.prom"),
             counts={"chain": chain.counters} | ({} if data is None else {"data": data.counters}),
@@ -454,9 +453,9 @@ class RankZero:
                 "clock_offset_seconds": rounds.clock_offset,
                 "round_seconds": lambda: reporter.round_seconds,
                 "counts": facts.counts,
-                **machine.single(),
+                **machine_gauges(folder, needed=needed),
             },
-            by_rank=machine.by_rank,
+            by_rank=partial(gauges_by_rank, folder, gpus=gpus),
             joined=lambda: facts.joined,
         )
         for subscriber in (reporter.on_event, metrics.on_event, follow):
@@ -466,12 +465,7 @@ class RankZero:
         """Begin to follow the network. Returns at once. ``post``: queues an event."""
         trainer, context = self._training.trainer, self._context
         config, member = context.config, self._connections.member
-        follow_registration(
-            config,
-            context.folder,
-            member,
-            lambda line, status: context.events.put(ev.StopRequested(line, status)),
-        )
+        follow_registration(config, context.folder, member, context.events.put)
         if text := self._connections.commitment:
             commit(member, text)
         rounds = self._connections.rounds

@@ -110,12 +110,9 @@ class NetworkWatch:
 
 
 def follow_registration(
-    config: Config, folder: Path, member: Member, end: Callable[[str, ExitStatus], None]
+    config: Config, folder: Path, member: Member, post: Callable[[ev.Event], None]
 ) -> None:
-    """Keep the chain's state after its reads; call ``end`` once if the uid is ours no longer.
-
-    ``end`` gets the line for the operator and the exit status, in the chain's thread.
-    """
+    """Keep the chain's state after its reads; post a stop once if the uid is ours no longer."""
     chain, hotkey, uid = member.chain, member.hotkey, member.uid
     keep, reported = Throttle(KEEP_AGAIN), False
 
@@ -146,7 +143,7 @@ def follow_registration(
                 f"stops; its weights are kept: register it again with "
                 f"`{how_to_register(config.chain)}`, and the miner continues by itself"
             )
-        end(line, status)
+        post(ev.StopRequested(line, status))
 
     chain.on_read = on_read
 

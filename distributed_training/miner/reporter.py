@@ -193,57 +193,52 @@ class Reporter:
 # --- metrics --------------------------------------------------------------------------------------
 
 
-class MachineGauges:
-    """Gauges of the disk, memory and GPUs of one miner.
+def machine_gauges(folder: Path, *, needed: int) -> Mapping[str, Callable[[], float | None]]:
+    """Return the gauges of the disk and of the memory of one miner.
 
     ``needed``: bytes that an upload, a checkpoint and the reserve take in ``folder``.
     """
+    total = host_bytes()  # as the start found it, so that a step reads no files
+    return {
+        "disk_free_bytes": lambda: free_bytes(folder),
+        "disk_needed_bytes": lambda: needed,
+        "memory_bytes": lambda: _resident(folder),
+        "memory_total_bytes": lambda: total,
+    }
 
-    def __init__(self, folder: Path, *, needed: int, gpus: int) -> None:
-        self._folder = folder
-        self._needed = needed
-        self._gpus = gpus
 
-    def single(self) -> Mapping[str, Callable[[], float | None]]:
-        total = host_bytes()  # as the start found it, so that a step reads no files
-        return {
-            "disk_free_bytes": lambda: free_bytes(self._folder),
-            "disk_needed_bytes": lambda: self._needed,
-            "memory_bytes": self._resident,
-            "memory_total_bytes": lambda: total,
-        }
+def gauges_by_rank(folder: Path, *, gpus: int) -> dict[str, dict[int, float]]:
+    """Return metric, rank -> value. A rank has the number of its GPU."""
+    found: dict[str, dict[int, float]] = {}
+    for rank, process in listening_ranks(folder).items():
+        with contextlib.suppress(psutil.Error):
+            memory = psutil.Process(process.pid).memory_info().rss
+            found.setdefault("rank_memory_bytes", {})[rank] = memory
+    for rank in range(gpus):
+        if (sample := sample_gpu(rank, patience=SAMPLE_PATIENCE)) is None:
+            continue
+        for name, value in (
+            ("rank_gpu_memory_bytes", sample.memory_used_gb * 1e9),
+            ("rank_gpu_utilization_percent", sample.utilization),
+            ("rank_gpu_temperature_celsius", sample.temperature),
+            ("rank_gpu_power_watts", sample.power_watts),
+        ):
+            if value is not None:
+                found.setdefault(name, {})[rank] = value
+    return found
 
-    def by_rank(self) -> dict[str, dict[int, float]]:
-        """Return metric, rank -> value. A rank has the number of its GPU."""
-        found: dict[str, dict[int, float]] = {}
-        for rank, process in listening_ranks(self._folder).items():
-            with contextlib.suppress(psutil.Error):
-                memory = psutil.Process(process.pid).memory_info().rss
-                found.setdefault("rank_memory_bytes", {})[rank] = memory
-        for rank in range(self._gpus):
-            if (sample := sample_gpu(rank, patience=SAMPLE_PATIENCE)) is None:
-                continue
-            for name, value in (
-                ("rank_gpu_memory_bytes", sample.memory_used_gb * 1e9),
-                ("rank_gpu_utilization_percent", sample.utilization),
-                ("rank_gpu_temperature_celsius", sample.temperature),
-                ("rank_gpu_power_watts", sample.power_watts),
-            ):
-                if value is not None:
-                    found.setdefault(name, {})[rank] = value
-        return found
 
-    def _resident(self) -> float:
-        """Return the resident bytes of all ranks and of what they have started.
+def _resident(folder: Path) -> float:
+    """Return the resident bytes of all ranks and of what they have started.
 
-        Shared pages count for each process.
-        """
-        ranks = [rank.pid for rank in listening_ranks(self._folder).values()]
-        total = 0
-        for process in members(ranks) or tree_of(os.getpid()):
-            with contextlib.suppress(psutil.Error):  # it ended meanwhile
-                total += process.memory_info().rss
-        return total
+    Shared pages count for each process.
+    """
+    ranks = [rank.pid for rank in listening_ranks(folder).values()]
+    total = 0
+    for process in members(ranks) or tree_of(os.getpid()):
+        with contextlib.suppress(psutil.Error):  # it ended meanwhile
+            total += process.memory_info().rss
+    return total
 
 
 class Metrics:

@@ -19,8 +19,8 @@ from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.store import transfer
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.store.transfer import MIB, stuck_uploads, sweep_uploads, upload
-from tests.tools.store_shim import DROP, STALL, Call, Shim, make_certificate, through
-from tests.tools.support_store import LARGE, Upload, new_bucket, publish, server, settings_for
+from tests.tools.store_shim import DROP, STALL, Call, Shim, make_certificate
+from tests.tools.support_store import LARGE, Upload, new_bucket, server, settings_for
 
 __all__ = ["server"]
 pytestmark = pytest.mark.timeout(300)
@@ -184,8 +184,7 @@ def test_no_secret_in_logs(
     seen = [repr(base), repr(store)]
     counter = itertools.count()
     with Shim(server.endpoint, lambda c: (500, 403, None)[next(counter) % 3]) as shim:
-        _, through_shim = through(shim, base, store.bucket)
-        report = publish(through_shim, upload.files)
+        report = upload.send(shim.endpoint)
     assert not report.ok
     seen += [report.reason, caplog.text]
     for secret in secrets:

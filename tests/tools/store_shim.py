@@ -7,7 +7,6 @@ of one key come at most once a second (429).
 
 from __future__ import annotations
 
-import dataclasses
 import http.client
 import re
 import socket
@@ -20,9 +19,6 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
-
-from distributed_training.config.settings import StoreSettings
-from distributed_training.store.s3 import S3ObjectStore
 
 DROP = -1  # a fault: close the connection in the middle of the body
 STALL = -2  # a fault: take a part of the body, and neither more of it nor leave of the client
@@ -93,14 +89,6 @@ class Shim:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def through(
-    shim: Shim, settings: StoreSettings, bucket: str
-) -> tuple[StoreSettings, S3ObjectStore]:
-    """Settings and a store that reach ``bucket`` by ``shim``."""
-    changed = dataclasses.replace(settings, endpoint_url=shim.endpoint)
-    return changed, S3ObjectStore.from_settings(changed, bucket=bucket, write=True)
 
 
 def make_certificate(folder: Path, subject: str = "IP:127.0.0.1") -> Path:

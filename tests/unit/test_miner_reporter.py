@@ -19,7 +19,7 @@ from distributed_training.health.gpus import GpuSample
 from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState, Mode
 from distributed_training.miner.network_watch import chain_facts
-from distributed_training.miner.reporter import MachineGauges, Metrics, Reporter
+from distributed_training.miner.reporter import Metrics, Reporter, gauges_by_rank, machine_gauges
 from distributed_training.miner.run_folder import write_pid_file
 from distributed_training.protocol import lines
 from distributed_training.protocol.types import Base, Progress, Update
@@ -200,12 +200,11 @@ def test_unmeasurable_metric_is_absent_and_ends_nothing(
 
 def test_the_machine_is_measured_rank_by_rank(tmp_path: Path) -> None:
     write_pid_file(tmp_path, 0)
-    machine = MachineGauges(tmp_path, needed=5, gpus=0)
-    figures = {name: measure() for name, measure in machine.single().items()}
+    figures = {name: measure() for name, measure in machine_gauges(tmp_path, needed=5).items()}
     assert figures.keys() <= set(METRICS) and figures["disk_needed_bytes"] == 5
     assert (figures["memory_total_bytes"] or 0) > (figures["memory_bytes"] or 0) > 1e7
-    (ranks,) = machine.by_rank().values()
-    assert machine.by_rank().keys() == {"rank_memory_bytes"} and ranks.keys() == {0}
+    ((name, ranks),) = gauges_by_rank(tmp_path, gpus=0).items()
+    assert name == "rank_memory_bytes" and ranks.keys() == {0}
     assert ranks[0] > 1e7 and os.getpid()
 
 
@@ -215,11 +214,10 @@ def test_each_gpu_is_logged_with_its_ranks_number(
     """The second one cannot measure its power, the third fell off the bus."""
     cards = [GpuSample("H200", 141.0, 70.0, 98.0, 60.0, power) for power in (650.0, None)]
     monkeypatch.setattr(
-        f"{MachineGauges.__module__}.sample_gpu",
+        f"{Metrics.__module__}.sample_gpu",
         lambda index, **_: dict(enumerate(cards)).get(index),
     )
-    machine = MachineGauges(tmp_path, needed=5, gpus=3)
-    found = machine.by_rank()
+    found = gauges_by_rank(tmp_path, gpus=3)
     assert found.keys() <= set(METRICS)
     assert found["rank_gpu_memory_bytes"] == {0: 70e9, 1: 70e9}
     assert found["rank_gpu_utilization_percent"] == {0: 98.0, 1: 98.0}

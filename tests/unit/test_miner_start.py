@@ -322,10 +322,8 @@ def test_a_changed_registration_ends_this_run_once(
     lost: Lost,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    member, ended = Member(MINER, lost.chain, lost.uid), list[tuple[str, int]]()
-    network_watch.follow_registration(
-        lost.config, lost.folder, member, lambda *given: ended.append(given)
-    )
+    member, ended = Member(MINER, lost.chain, lost.uid), list[Any]()
+    network_watch.follow_registration(lost.config, lost.folder, member, ended.append)
     lost.chain.wait_ready(timedelta(0))
     kept = lost.folder / node_chain.STATE_FILE
     assert ended == [] and MINER.ss58 in kept.read_text()
@@ -336,8 +334,8 @@ def test_a_changed_registration_ends_this_run_once(
         change(lost)
     for _ in range(3):
         lost.chain.wait_ready(timedelta(0))
-    ((line, given),) = ended
-    assert words in line and MINER.ss58 in line and given == status
+    (stop,) = ended
+    assert words in stop.reason and MINER.ss58 in stop.reason and stop.exit_status == status
 
 
 def test_no_room_for_a_ranks_first_file_is_a_line(
