@@ -192,11 +192,6 @@ class RegistryChain(Chain):
         self._refuse_plain("access")
         return self._write("access", dict(request), changes=False)
 
-    def enroll(self, hotkey: str, *, uid: int | None = None) -> int:
-        """Register another's hotkey, or give it another uid. For the founder only."""
-        given = {} if uid is None else {"uid": uid}
-        return int(self._write("enroll", {"hotkey": hotkey, **given}))
-
     def expel(self, hotkey: str, *, again: bool = False) -> dict[str, Any]:
         """Shut another's hotkey out, or let it in again. For the founder only.
 

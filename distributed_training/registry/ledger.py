@@ -194,50 +194,31 @@ class Ledger:
 
     # writes
 
-    def register(self, hotkey: str, *, uid: Uid | None = None) -> int:
-        """Give ``hotkey`` a uid: the one it has, or the lowest free one. Returns it.
-
-        A hotkey that is registered keeps its endpoint. A ``uid`` that is taken goes to the new
-        hotkey, whose owner is thereby deregistered.
-        """
+    def register(self, hotkey: str, *, uid: int | None = None) -> int:
+        """Give ``hotkey`` a uid: the one it has, ``uid`` if it is free, or the lowest free one."""
         with self.change():
-            old = self.uid_of(hotkey)
-            if uid is None:
-                uid = old
-            if uid is None:
-                taken = {uid for (uid,) in self._db.execute("SELECT uid FROM members")}
-                free = [uid for uid in range(self.most_uids) if uid not in taken]
-                if not free:
-                    raise ChainError(
-                        f"register: all {self.most_uids} uids are taken: ask the founder, who can "
-                        "expel a member that is gone"
-                    )
+            known = self.uid_of(hotkey)
+            if known is not None:
+                return known
+            taken = {uid for (uid,) in self._db.execute("SELECT uid FROM members")}
+            free = [each for each in range(self.most_uids) if each not in taken]
+            if not free:
+                raise ChainError(
+                    f"register: all {self.most_uids} uids are taken: ask the founder, who can "
+                    "expel a member that is gone"
+                )
+            if uid not in free:
                 # Below the floor a member may have a uid that a restored backup does not know.
                 floor = self._meta("floor") or 0
-                uid = next((uid for uid in free if uid >= floor), free[-1])
-            if uid >= self.most_uids:
-                raise ChainError(f"register: uids are 0 to {self.most_uids - 1} here")
-            if old == uid:
-                return uid
-            # Endpoint and commitment belong to the hotkey and stay, since others read its bucket by
-            # them.
-            find = "SELECT ip, port, peer, commitment FROM members WHERE hotkey = ?"
-            kept = self._one(find, hotkey) or (Neuron.ip, None, "", None)
-            for left in (old, uid):
-                self._remove(left)
+                uid = next((each for each in free if each >= floor), free[-1])
             self._db.execute(
-                "INSERT INTO members (uid, hotkey, ip, port, peer, commitment, since) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (uid, hotkey, *kept, time.time()),
+                "INSERT INTO members (uid, hotkey, ip, since) VALUES (?, ?, ?, ?)",
+                (uid, hotkey, Neuron.ip, time.time()),
             )
             return uid
 
     def _remove(self, uid: int | None) -> None:
         self._db.execute("DELETE FROM members WHERE uid = ?", (uid,))
-
-    def deregister(self, hotkey: str) -> None:
-        with self.change():
-            self._remove(self._own("deregister", hotkey))
 
     def commit(self, hotkey: str, text: str) -> None:
         with self.change():

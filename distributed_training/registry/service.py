@@ -7,8 +7,7 @@ thread stores them, one after the other, while reads continue.
 ``GET /state``, ``/health``, ``/metrics``, ``/network.toml`` and ``/``, the page; ``/store/``
 (:mod:`.files`).
 ``POST /register``, ``/access``, ``/commit``, ``/serve``;
-for the founder also ``/enroll``, ``/expel``, ``/invite``, ``/invitations``,
-``/revoke``, ``/allow``, ``/report``.
+for the founder also ``/expel``, ``/invite``, ``/invitations``, ``/revoke``, ``/allow``, ``/report``.
 """
 
 from __future__ import annotations
@@ -63,9 +62,7 @@ _STOPS_WITHIN = 2  # seconds that a stop gives requests
 _LOG_INTERVAL = 60.0  # seconds between two lines about one caller
 _LOG_LINES = 20  # per interval, all callers together
 _PIECE = 64 * 1024  # bytes
-_FOUNDERS = frozenset(
-    {"/enroll", "/expel", "/invite", "/invitations", "/revoke", "/allow", "/report"}
-)
+_FOUNDERS = frozenset({"/expel", "/invite", "/invitations", "/revoke", "/allow", "/report"})
 
 # Hotkeys and addresses come from others, so no script may run, even if an escape is forgotten.
 _PAGE_HEADERS = {
@@ -131,7 +128,6 @@ class Service:
             "/register": registry.join,
             "/commit": registry.commit,
             "/serve": self._write_endpoint,
-            "/enroll": registry.enroll,
             "/expel": registry.expel,
             "/invite": registry.invite,
             "/invitations": registry.invitations,

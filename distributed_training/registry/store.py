@@ -188,7 +188,7 @@ class Registry(Ledger):
             found(folder, charter)
         registry = cls(folder)
         if not registry.view.members:
-            registry.enroll(registry.charter.master)
+            registry.register(registry.charter.master)
         return registry
 
     def close(self) -> None:
@@ -272,9 +272,7 @@ class Registry(Ledger):
                 return known
             self._admit(hotkey, invitation, again=uid is not None)
             # Give it its own uid again, since bucket and pages of data depend on it.
-            taken = self._one("SELECT 1 FROM members WHERE uid = ?", uid)
-            free = uid is not None and uid < self.most_uids and not taken
-            uid = self.register(hotkey, uid=uid if free else None)
+            uid = self.register(hotkey, uid=uid)
             # With open admission anybody comes and goes, so bound the number of kept hotkeys. A
             # bound on their age would forget fresh ones if the clock is wrong.
             gone = self._db.execute(
@@ -335,14 +333,6 @@ class Registry(Ledger):
         self._db.execute("INSERT OR REPLACE INTO joined VALUES (?, ?)", (hotkey, hashed))
 
     # writes of the founder
-
-    def enroll(self, hotkey: Hotkey, *, uid: Uid | None = None) -> int:
-        """Register ``hotkey``, or give it another uid. Returns the uid."""
-        with self.change():
-            self._refuse_expelled("enroll", hotkey)
-            if uid is not None and uid == self.uid_of(self.charter.master) != self.uid_of(hotkey):
-                raise ChainError(f"enroll: uid {uid} is the founder's")
-            return self.register(hotkey, uid=uid)
 
     def expel(self, hotkey: Hotkey, again: bool = False) -> dict[str, Any]:
         """Take the uid of ``hotkey``, give it none any more, and end the invitation it came by.

@@ -70,7 +70,7 @@ def made(request, tmp_path: Path, monkeypatch) -> Iterator[Setup]:
 
         def gone() -> None:
             assert server.registry is not None
-            server.registry.deregister(other.ss58)
+            server.registry.expel(other.ss58)
 
         yield Setup(mine, me, other, others, server.stop, lambda: server.start(), gone)
         mine.close()

@@ -114,8 +114,8 @@ def test_only_the_hotkey_writes_for_itself(server: RegistryServer, tmp_path: Pat
         ("/commit", b'{"text": 5}'),
         ("/commit", b"[]"),
         ("/register", b'{"uid": -1}'),
-        ("/enroll", b'{"hotkey": "<script>"}'),
-        ("/enroll", b'{"hotkey": "' + PEER.ss58.encode() + b'", "uid": 4096}'),
+        ("/register", b'{"uid": 4096}'),
+        ("/allow", b'{"hotkey": "<script>", "allowed": true}'),
         *(("/serve", b'{"ip": "%s", "port": 1}' % ip) for ip in (b"a/b?", b"fe80::1%a/", b"::x")),
         ("/expel", b'{"hotkey": "' + VALIDATOR.ss58.encode() + b'"}'),
         ("/invite", b'{"hashed": "secret", "uses": 1, "expires": 1}'),
@@ -127,20 +127,18 @@ def test_nonsense_is_refused(server: RegistryServer, path: str, body: bytes) -> 
     assert server.registry.view is before
 
 
-def test_only_the_founder_enrolls_and_expels(server: RegistryServer) -> None:
+def test_only_the_founder_admits_and_expels(server: RegistryServer) -> None:
     with chain_of(server.url, PEER) as chain, chain_of(server.url, VALIDATOR) as founder:
         assert chain.register() == 1
         for write in (
-            lambda: chain.enroll(PEER.ss58, uid=2),
             lambda: chain.expel(VALIDATOR.ss58),
             lambda: chain.allow(PEER.ss58),
             lambda: chain.invite(hash_of("x"), uses=9, expires=time.time() + 60),
         ):
             with pytest.raises(ChainError, match="founder"):
                 write()
-        assert founder.enroll(PEER.ss58, uid=9) == 9
-        assert chain.register() == 9, "what it has it keeps"
-        wait_for(lambda: chain.uid(PEER.ss58) == 9)
+        assert chain.register() == 1, "what it has it keeps"
+        wait_for(lambda: chain.uid(PEER.ss58) == 1)
         leads = [n.validator_permit for n in chain.neurons()]
         assert leads == [True, False], "the founder, and nobody else"
         founder.expel(PEER.ss58)
@@ -165,7 +163,8 @@ def test_a_restored_backup_gives_no_uid_out_twice(tmp_path: Path, most: int, fir
     with closing(Registry.at(folder, charter)) as registry:
         registry.invite(hash_of("ends"), uses=9, expires=time.time() + 3600)
         assert registry.join(PEER.ss58, "ends") == 1 and registry.join("since", "ends") == 2
-        registry.deregister("since")  # uid 2 is free in the backup, and given away after it
+        with registry.change():
+            registry._remove(2)  # it is free in the backup, and given away after it
         store.backup(folder / store.FILE, copy)
         assert registry.join(MINER.ss58, "ends") == 2
         assert registry.join("later", "ends") == 3
@@ -226,7 +225,7 @@ class TestAdmission:
                 self.join(server, STRANGER)
 
     def test_expelled_member_cannot_come_back_by_any_way(self, tmp_path: Path) -> None:
-        """Not by the invitation it came by, nor another, the list, enrolment, or a backup."""
+        """Not by the invitation it came by, nor another, the list, or a backup."""
         copy = tmp_path / "copy.db"
         with (
             RegistryServer(tmp_path / "registry", admission="invited") as server,
@@ -253,9 +252,8 @@ class TestAdmission:
                     self.join(server, PEER, token)
             with pytest.raises(ChainError, match="was taken back"):
                 self.join(server, STRANGER, "first")
-            for way in (founder.allow, founder.enroll):
-                with refused:
-                    way(PEER.ss58)
+            with refused:
+                founder.allow(PEER.ss58)
             founder.expel(STRANGER.ss58)  # before it ever came
             with refused:
                 self.join(server, STRANGER, "second")
@@ -478,7 +476,7 @@ class TestKept:
         registry._db.execute("PRAGMA query_only = 1")
         for _ in range(3):
             with pytest.raises(ChainError, match="cannot store"):
-                registry.enroll(PEER.ss58)
+                registry.register(PEER.ss58)
         registry._db.execute("PRAGMA query_only = 0")
         assert caplog.text.count("was not stored") == 1
         assert registry.faults == 3
@@ -507,7 +505,7 @@ class TestKept:
     ) -> None:
         registry, folder, copy = server.registry, tmp_path / "killed", tmp_path / "copy.db"
         store.backup(server.folder / store.FILE, copy)
-        registry.enroll(PEER.ss58)
+        registry.register(PEER.ss58)
         shutil.copytree(server.folder, folder)  # with its write-ahead log
         (folder / store.FILE).rename(tmp_path / "damaged.db")  # as an operator does
         assert store.restore(copy, folder) is None
@@ -571,15 +569,15 @@ class TestKept:
             other.execute(f"BEGIN {how}")
             other.execute("UPDATE meta SET value = value")
             with pytest.raises(store.CannotStore, match=r"cannot store writes now .*locked"):
-                registry.enroll(PEER.ss58)
+                registry.register(PEER.ss58)
             assert registry.view.members, "reads continue"
-            answer = server._service._answer("/enroll", lambda: registry.enroll(PEER.ss58))
+            answer = server._service._answer("/register", lambda: registry.register(PEER.ss58))
             assert answer.status_code == 503
             assert caplog.text.count("another program holds") == 1
             assert "`dt-network backup` copies a registry that is in use" in caplog.text
             assert "free" not in caplog.text
             other.execute("ROLLBACK")
-        registry.enroll(PEER.ss58)
+        registry.register(PEER.ss58)
         error = sqlite3.OperationalError("database is locked")
         error.sqlite_errorname = "SQLITE_BUSY"
         assert "restore" not in str(store._unusable(path, error)), "a backup would take back writes"
@@ -739,7 +737,7 @@ class TestReading:
             assert [row[::2] for row in second.json()["rows"]] == [[0, None], [1, "x"]]
             chain.commit("x")
             assert self.get(server, "/state").headers["etag"] == second.headers["etag"]
-            server.registry.deregister(PEER.ss58)
+            server.registry.expel(PEER.ss58)
             assert [row[0] for row in self.get(server, "/state").json()["rows"]] == [0]
             for odd in ("?since=-1", "?since=9" + "9" * 40, "?start=%ff&since=x", "?&&&&&&"):
                 assert self.get(server, "/state" + odd).json()["rows"]

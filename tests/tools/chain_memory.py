@@ -28,10 +28,17 @@ class MemoryLedger(Ledger):
     def register(
         self, hotkey: str, *, uid: int | None = None, validator_permit: bool = False
     ) -> int:
-        """Register; with a permit, as the one who leads."""
+        """Register; with a permit, as the one who leads. A ``uid`` that is taken changes hands."""
         if validator_permit:
             self._master = hotkey
-        return super().register(hotkey, uid=uid)
+        with self.change():
+            for left in (uid, self.uid_of(hotkey)) if uid is not None else ():
+                self._remove(left)
+            return super().register(hotkey, uid=uid)
+
+    def deregister(self, hotkey: str) -> None:
+        with self.change():
+            self._remove(self._own("deregister", hotkey))
 
     def set_weights(self, hotkey: str, weights: Mapping[int, float]) -> None:
         """Take a validator's weights, as a chain that pays by them."""

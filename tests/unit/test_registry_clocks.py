@@ -166,7 +166,8 @@ def test_a_bounded_number_of_past_members_is_remembered(
     world.offsets[STRANGER.ss58] = 0.0
     for hotkey in (PEER.ss58, MINER.ss58, STRANGER.ss58):
         world.sign(hotkey)
-        world.registry.deregister(hotkey)
+        with world.registry.change():
+            world.registry._remove(world.registry.uid_of(hotkey))
         world.now += 1
     # Whoever comes and goes makes no table longer, however long the process runs.
     left = world.registry._db.execute("SELECT hotkey FROM nonces ORDER BY nonce").fetchall()
