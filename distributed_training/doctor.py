@@ -28,6 +28,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import sys
@@ -44,7 +45,6 @@ from rich.text import Text
 from distributed_training import NO_HELP
 from distributed_training.common.llama import read_config
 from distributed_training.common.memory import ModelShape
-from distributed_training.common.ports import is_port
 from distributed_training.common.processes import members, sessions_of
 from distributed_training.common.webhook import NotSent, service_of
 from distributed_training.config import (
@@ -229,7 +229,8 @@ def probed(text: str) -> tuple[str, int]:
     if not colon or is_ip(text, versions=(6,)):
         host, port = text, str(SwarmSettings().dht_port)
     host = host.strip("[]")
-    if not host or text.isdigit() or not is_port(port):
+    is_port = re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 65536
+    if not host or text.isdigit() or not is_port:
         raise ConfigError(
             f"--probe {text!r} is not HOST or HOST:PORT, so nothing was dialled: give e.g. "
             "203.0.113.7:8009"

@@ -1,4 +1,4 @@
-"""Check numbers of TCP ports, and find free ports of this machine."""
+"""Listen at TCP ports, and find free ones of this machine."""
 
 from __future__ import annotations
 
@@ -28,12 +28,6 @@ def listen(address: str, port: int, *, backlog: int | None = None) -> socket.soc
     # Python adds the address, which the reader of this error already knows.
     except OSError as error:
         raise OSError(error.errno, str(error.strerror).partition(" (while")[0]) from None
-
-
-def is_port(text: str) -> bool:
-    """Return whether ``text`` is the number of a port, 1 to 65535, in ASCII digits."""
-    # Cut the text before int(), which refuses thousands of digits. Six digits are too many already.
-    return text.isascii() and text.isdigit() and 0 < int(text[:6]) < 65536
 
 
 def free_ports(count: int) -> list[int]:

@@ -105,7 +105,7 @@ def argument(hint: Any) -> Callable[[str], Any]:
     The function raises argparse's error for other text.
     """
     adapter = TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False, str_min_length=1))
-    setting = Setting("", None, "", FieldInfo.from_annotation(hint), ())
+    setting = Setting("", FieldInfo.from_annotation(hint))
 
     def convert(text: str) -> Any:
         why = unprintable(text)

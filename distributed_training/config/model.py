@@ -199,13 +199,8 @@ class Config(AllSettings):
 
     @property
     def averages(self) -> bool:
-        """True where members also average over hivemind at each close."""
+        """True where members average over hivemind at each close, so they take ports."""
         return self.exchange == "hivemind"
-
-    @property
-    def takes_ports(self) -> bool:
-        """True where the members of this network connect to each other's machines."""
-        return self.averages
 
     @property
     def round_period(self) -> timedelta:
@@ -370,7 +365,7 @@ def check_schedule(config: Config) -> Iterator[str]:
 
 
 def check_exchange(config: Config) -> Iterator[str]:
-    if config.of_script and config.takes_ports:
+    if config.of_script and config.averages:
         yield (
             f"{config.general.network} averages over hivemind, which takes ports and a bucket of "
             "its own, so a script cannot join it: run dt-miner there"

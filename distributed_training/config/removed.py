@@ -19,7 +19,8 @@ neuron.begin_at_peak neuron.block_on_preview neuron.checkpoint_interval neuron.c
 neuron.deregistered_wait neuron.deterministic neuron.dont_* neuron.epoch_* neuron.error_feedback
 neuron.events_retention_size neuron.fsdp_wrap neuron.global_batch_size_train neuron.gradient_sync
 neuron.influxdb_* neuron.initial_peers neuron.keep_* neuron.loss_kernel
-neuron.max_average_norm_ratio neuron.min_* neuron.momentum_decay neuron.nan_* neuron.part_size_bytes
+neuron.max_average_norm_ratio neuron.min_* neuron.momentum_decay neuron.nan_*
+neuron.offload_optimizer neuron.part_size_bytes
 neuron.precision neuron.preview_sequences neuron.quantization_* neuron.repo_age_limit
 neuron.run_number neuron.score_preview neuron.seed neuron.shard_across_nodes
 neuron.show_all_rank_logs neuron.step_length neuron.target_chunk neuron.train_in_rounds

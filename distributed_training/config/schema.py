@@ -46,11 +46,11 @@ class Setting:
     """
 
     name: str
-    env: str | None
-    group: str
     field: FieldInfo
-    places: tuple[tuple[str, str], ...]  # (package, field name)
+    group: str = ""
+    places: tuple[tuple[str, str], ...] = ()  # (package, field name)
     default: Any = None
+    env: str | None = None
     network: str = ""  # its key in the network's file
     is_rule: bool = False  # only the network's file gives it
 
@@ -142,9 +142,8 @@ class Schema:
     def _add(self, package: str, field_name: str, field: FieldInfo, default: Any) -> None:
         declared: dict[str, Any] = field.json_schema_extra  # type: ignore[assignment]
         name, places, group = declared["name"], [(package, field_name)], package
-        is_rule = "rule" in declared
-        if is_rule or name in USUAL:
-            group = "network" if is_rule else "usual"
+        if "is_rule" in declared or name in USUAL:
+            group = "network" if "is_rule" in declared else "usual"
         known = self.settings.get(name)
         if known is not None:
             places, group = [*known.places, *places], known.group
@@ -152,14 +151,7 @@ class Schema:
             if known.default != default:
                 raise TypeError(f"--{name} has two defaults: {known.default!r}, {default!r}")
         self.settings[name] = Setting(
-            name=name,
-            env=declared["env"],
-            group=group,
-            field=field,
-            places=tuple(places),
-            default=default,
-            network=declared["network"],
-            is_rule=is_rule,
+            **declared, group=group, field=field, places=tuple(places), default=default
         )
 
     def find(self, name: str) -> Setting:

@@ -431,8 +431,8 @@ class TrainingSettings:
     gradient_sync: Literal["auto", "last", "every"] = "auto"
     keep_unsharded: Literal["auto", "on", "off"] = "auto"  # the gathered weights, through a step
     wrap: Literal["auto", "block", "root"] = "auto"  # what FSDP gathers at once; auto: by size
-    offload_optimizer: Literal["auto", "on", "off"] = flag("neuron.offload_optimizer", "auto")
-    """Keep the optimizer's state in host memory. 'auto' does so if the GPU cannot hold it."""
+    # The optimizer's state in host memory; auto: if the GPU cannot hold it.
+    offload_optimizer: Literal["auto", "on", "off"] = "auto"
     seed: int = 42  # seed of random initial weights
     profile_steps: int = flag("profile.steps", 0, ge=0, le=10_000)
     """Write a torch profiler trace of this many inner steps."""

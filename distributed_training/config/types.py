@@ -93,10 +93,7 @@ def flag(
     field of type ``Secret`` comes from ``env`` only. ``network``: the key under which a network's
     file gives the value where the operator does not.
     """
-    declared: dict[str, Any] = {"name": name, "env": env, "network": network}
-    if network:
-        default = USUAL.get(network, default)
-    return Field(default, ge=ge, le=le, json_schema_extra=declared)
+    return _declare(name, default, ge=ge, le=le, env=env, network=network)
 
 
 def rule(key: str, default: Any = None, *, ge: Any = None, le: Any = None) -> Any:
@@ -105,8 +102,12 @@ def rule(key: str, default: Any = None, *, ge: Any = None, le: Any = None) -> An
     ``ge`` and ``le`` are those of :func:`flag`. The default is that of :data:`USUAL`, or else
     ``default``.
     """
-    declared: dict[str, Any] = {"name": key, "env": None, "network": key, "rule": True}
-    return Field(USUAL.get(key, default), ge=ge, le=le, json_schema_extra=declared)
+    return _declare(key, default, ge=ge, le=le, network=key, is_rule=True)
+
+
+def _declare(name: str, default: Any, *, ge: Any, le: Any, network: str, **more: Any) -> Any:
+    declared = {"name": name, "network": network, **more}  # of a Setting of schema.py
+    return Field(USUAL.get(network, default), ge=ge, le=le, json_schema_extra=declared)
 
 
 def is_ss58(text: str) -> bool:

@@ -7,7 +7,8 @@ thread stores them, one after the other, while reads continue.
 ``GET /state``, ``/health``, ``/metrics``, ``/network.toml`` and ``/``, the page; ``/store/``
 (:mod:`.files`).
 ``POST /register``, ``/access``, ``/commit``, ``/serve``;
-for the founder also ``/expel``, ``/invite``, ``/invitations``, ``/revoke``, ``/allow``, ``/report``.
+for the founder also ``/expel``, ``/invite``, ``/invitations``, ``/revoke``, ``/allow`` and
+``/report``.
 """
 
 from __future__ import annotations
@@ -62,7 +63,6 @@ _STOPS_WITHIN = 2  # seconds that a stop gives requests
 _LOG_INTERVAL = 60.0  # seconds between two lines about one caller
 _LOG_LINES = 20  # per interval, all callers together
 _PIECE = 64 * 1024  # bytes
-_FOUNDERS = frozenset({"/expel", "/invite", "/invitations", "/revoke", "/allow", "/report"})
 
 # Hotkeys and addresses come from others, so no script may run, even if an escape is forgotten.
 _PAGE_HEADERS = {
@@ -125,15 +125,18 @@ class Service:
             rate=_REGISTRATIONS_PER_SECOND, burst=_REGISTRATIONS_BURST, capacity=16384
         )
         writes: dict[str, Callable[..., Any]] = {
-            "/register": registry.join,
-            "/commit": registry.commit,
-            "/serve": self._write_endpoint,
             "/expel": registry.expel,
             "/invite": registry.invite,
             "/invitations": registry.invitations,
             "/revoke": registry.revoke,
             "/allow": registry.allow,
             "/report": registry.report,
+        }
+        self._founders = frozenset(writes)
+        writes |= {
+            "/register": registry.join,
+            "/commit": registry.commit,
+            "/serve": self._write_endpoint,
         }
         if access is not None:
             writes["/access"] = access.grant
@@ -146,7 +149,7 @@ class Service:
         self._granter = ThreadPoolExecutor(8, thread_name_prefix="registry-access")
         self._reads: dict[str, Callable[[Request], Response]] = {
             "/state": self._state,
-            "/health": self._health,
+            "/health": lambda _: JSONResponse({"registry": registry.charter.identity}),
             "/metrics": lambda _: _Pieces(
                 figures(registry, self.counters()), media_type="text/plain"
             ),
@@ -168,7 +171,10 @@ class Service:
         self._stopping = threading.Event()
         self._threads = [
             threading.Thread(target=run, name=name, daemon=True)
-            for name, run in (("registry", self._serve), ("registry-files", self._follow_regularly))
+            for name, run in (
+                ("registry", partial(self._server.run, sockets=[sock])),
+                ("registry-files", self._follow_regularly),
+            )
         ]
 
     def _configuration(self, limits: Limits) -> uvicorn.Config:
@@ -219,9 +225,6 @@ class Service:
         # Keep this order: first no new calls, then the accepted writes are stored.
         self._writer.shutdown()
         self._granter.shutdown(cancel_futures=True)  # they ask again
-
-    def _serve(self) -> None:
-        self._server.run(sockets=[self._sock])
 
     def _follow_regularly(self) -> None:
         while not self._stopping.wait(_FOLLOW_INTERVAL):
@@ -275,7 +278,7 @@ class Service:
         if self._hotkeys.empty(claim.hotkey):
             raise RefusedRequest(Refusal.RATE)
         _check_fresh(claim, time.time_ns())
-        if request.scope["path"] in _FOUNDERS and claim.hotkey != self.registry.charter.master:
+        if request.scope["path"] in self._founders and claim.hotkey != self.registry.charter.master:
             raise RefusedRequest(Refusal.NO_PERMIT, message="only the founder's hotkey may do this")
         return claim
 
@@ -316,9 +319,6 @@ class Service:
             return await self._read(request)
         self._counts[f"store/{request.method}"] += 1
         return await self._files.answer(request, partial(self._draw, request))
-
-    def _health(self, request: Request) -> Response:
-        return JSONResponse({"registry": self.registry.charter.identity})
 
     def _state(self, request: Request) -> Response:
         registry, view = self.registry, self.registry.view
@@ -367,7 +367,7 @@ class Service:
         if path == "/access":
             return await self._grant(claim, fields)
         # A neuron writes for itself; the founder writes for the hotkey that the fields name.
-        own: tuple[Any, ...] = () if path in _FOUNDERS else (claim.hotkey,)
+        own: tuple[Any, ...] = () if path in self._founders else (claim.hotkey,)
         if path == "/serve":
             found = narrowest(self._listens_at, self._caller(request))
             own = claim.hotkey, max(found, Reach.NETWORK) if self._private else found

@@ -41,8 +41,8 @@ from .sharding import ShardedModel
 log = logging.getLogger(__name__)
 
 OUT_OF_MEMORY_ADVICE = (
-    "use more GPUs; --neuron.local_batch_size_train, --neuron.activation_checkpointing and "
-    "--neuron.offload_optimizer save most as auto; the effective batch does not change memory"
+    "use more GPUs; --neuron.local_batch_size_train and --neuron.activation_checkpointing save "
+    "most as auto; the effective batch does not change memory"
 )
 
 
