@@ -6,8 +6,9 @@ client (:mod:`..store.presigned`) uses them. The validator writes into the same 
 of both; of a write its length and MD5, too. An object that is there is not replaced.
 
 A write goes to a file of its own first, is compared, synced and only then named. The parts of an
-upload share one, next to the bucket, until it is complete, or aborted at the next close. A start
-aborts what is seven days old.
+upload share one, next to the bucket, until it is complete, or aborted at the next close. A part is
+synced while the next one comes, and counts as there only then. A start aborts what is seven days
+old.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from email.utils import formatdate
 from pathlib import Path
@@ -88,6 +90,9 @@ class ServedFolder(FolderStore):
         self._url, self._secret = url.rstrip("/") + PREFIX, secret
         self._uploads = folder.with_name(f".parts-{folder.name}")
         self._uploads.mkdir(parents=True, exist_ok=True)
+        # Upload and number of a part -> its way to the disk, which its member does not wait for.
+        self._syncing: dict[tuple[Path, int], Future[None]] = {}
+        self._syncs = ThreadPoolExecutor(4, thread_name_prefix="registry-sync")
         for left in self._uploads.glob("*.new"):  # left by a process that was killed
             left.unlink(missing_ok=True)
         for found in self.list_multiparts():
@@ -196,17 +201,30 @@ class ServedFolder(FolderStore):
     async def _write_part(self, request: Request, folder: Path, part: PartInfo) -> Response:
         """Write a part to its place in the whole, so that nothing is copied at the end."""
         mark = folder / f"{part.number}-{part.size}-{part.etag}"
+        if (before := self._syncing.pop((folder, part.number), None)) is not None:
+            await asyncio.wrap_future(before)
         if not mark.exists():
             for other in folder.glob(f"{part.number}-*"):  # the part had other bytes
                 other.unlink(missing_ok=True)
             with (folder / _WHOLE).open("r+b") as file:
                 file.seek((part.number - 1) * presigned.PART)
-                await self._receive(request, file, part.etag)
-            mark.touch()
+                await self._receive(request, file, part.etag, sync=False)
+                handle = os.dup(file.fileno())
+            # Sync it while the next part comes.
+            self._syncing[folder, part.number] = self._syncs.submit(_sync_part, handle, mark)
         return Response(headers={"etag": f'"{part.etag}"'})
 
-    async def _receive(self, request: Request, file: IO[bytes], md5: str) -> None:
-        """Write the body of a request with this MD5 into a file, synced."""
+    def _await_syncs(self, key: str, folder: Path) -> None:
+        """Wait until the parts of an upload are on the disk. Raises StoreError if one is not."""
+        for part in [each for each in list(self._syncing) if each[0] == folder]:
+            with self._errors(key):
+                if (sync := self._syncing.pop(part, None)) is not None:
+                    sync.result()
+
+    async def _receive(
+        self, request: Request, file: IO[bytes], md5: str, *, sync: bool = True
+    ) -> None:
+        """Write the body of a request with this MD5 into a file, and ``sync`` it."""
         digest = hashlib.md5(usedforsecurity=False)
 
         def write(blocks: Sequence[bytes]) -> None:
@@ -227,7 +245,8 @@ class ServedFolder(FolderStore):
             await writing
         await asyncio.to_thread(write, blocks)
         file.flush()
-        await asyncio.to_thread(os.fsync, file.fileno())
+        if sync:
+            await asyncio.to_thread(os.fsync, file.fileno())
         if digest.hexdigest() != md5:
             raise _Answered(400, "BadDigest", "other bytes arrived than were announced")
 
@@ -264,8 +283,9 @@ class ServedFolder(FolderStore):
         return sorted(found, key=lambda info: info.initiated)
 
     def list_parts(self, key: str, upload_id: str) -> list[PartInfo]:
-        parts = []
-        for mark in self._upload(key, upload_id).glob("*-*-*"):
+        parts, folder = [], self._upload(key, upload_id)
+        self._await_syncs(key, folder)
+        for mark in folder.glob("*-*-*"):
             number, size, md5 = mark.name.split("-")
             parts.append(PartInfo(int(number), int(size), md5))
         return sorted(parts, key=lambda part: part.number)
@@ -281,7 +301,19 @@ class ServedFolder(FolderStore):
         return self._head(key).etag
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
-        shutil.rmtree(self._upload(key, upload_id), ignore_errors=True)
+        folder = self._upload(key, upload_id)
+        with suppress(StoreError):  # it is not wanted any more
+            self._await_syncs(key, folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sync_part(handle: int, mark: Path) -> None:
+    """Note a part once it is on the disk."""
+    try:
+        os.fsync(handle)
+        mark.touch()
+    finally:
+        os.close(handle)
 
 
 def _name(temporary: Path, target: Path) -> None:
