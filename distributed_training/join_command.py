@@ -153,13 +153,13 @@ def enter(
     config.run_folder.mkdir(parents=True, exist_ok=True)
     save_copy(config.network, config.run_folder)
     if not OPERATORS_FILE.exists():
-        write_bytes(OPERATORS_FILE, _toml_of(given, ports=config.averages).encode())
+        write_bytes(OPERATORS_FILE, _toml_of(given, ports=config.takes_ports).encode())
     with atomic_file(_DOTENV, private=True) as file:
         file.write(_dotenv_with(variables).encode())
     here = Path.cwd()
     secrets = "keys" if config.has_bucket else "invitation"
     print(f"{config.network.line}\nsettings {here / OPERATORS_FILE}, {secrets} {here / _DOTENV}")
-    if not config.averages:
+    if not config.takes_ports:
         print(
             "a script of yours joins here too: distributed_training.model_config() is the model's "
             "config.json (docs/join-a-script.md)"

@@ -199,8 +199,13 @@ class Config(AllSettings):
 
     @property
     def averages(self) -> bool:
-        """True where members average over hivemind at each close, so they take ports."""
+        """True where members also average over hivemind at each close."""
         return self.exchange == "hivemind"
+
+    @property
+    def takes_ports(self) -> bool:
+        """True where the members of this network connect to each other's machines."""
+        return self.averages
 
     @property
     def round_period(self) -> timedelta:
@@ -365,7 +370,7 @@ def check_schedule(config: Config) -> Iterator[str]:
 
 
 def check_exchange(config: Config) -> Iterator[str]:
-    if config.of_script and config.averages:
+    if config.of_script and config.takes_ports:
         yield (
             f"{config.general.network} averages over hivemind, which takes ports and a bucket of "
             "its own, so a script cannot join it: run dt-miner there"

@@ -134,11 +134,12 @@ def test_only_the_founder_admits_and_expels(server: RegistryServer) -> None:
             lambda: chain.expel(VALIDATOR.ss58),
             lambda: chain.allow(PEER.ss58),
             lambda: chain.invite(hash_of("x"), uses=9, expires=time.time() + 60),
+            lambda: chain.revoke("0" * 12),
+            lambda: chain.report(report_of(0, 1.0)),
+            chain.invitations,
         ):
             with pytest.raises(ChainError, match="founder"):
                 write()
-        assert chain.register() == 1, "what it has it keeps"
-        wait_for(lambda: chain.uid(PEER.ss58) == 1)
         leads = [n.validator_permit for n in chain.neurons()]
         assert leads == [True, False], "the founder, and nobody else"
         founder.expel(PEER.ss58)
@@ -281,7 +282,6 @@ class TestAdmission:
         with (
             RegistryServer(tmp_path, admission="invited") as server,
             chain_of(server.url, VALIDATOR) as founder,
-            chain_of(server.url, PEER) as other,
         ):
             ends = time.time() + 3600
             for token, uses in (("one", 1), ("two", 2), ("expired", 3)):
@@ -303,9 +303,6 @@ class TestAdmission:
             for id_ in ("two", "%" * 12, hash_of("one")[:11]):
                 with pytest.raises(ChainError, match="pattern"):
                     founder.revoke(id_)
-            for write in (other.invitations, lambda: other.revoke("0" * 12)):
-                with pytest.raises(ChainError, match="only the founder's hotkey"):
-                    write()
 
     def test_an_invitation_travels_encrypted_only(self) -> None:
         chain = RegistryChain(
@@ -359,25 +356,17 @@ def test_a_server_that_is_away_costs_only_age(
     assert caplog.text.count("does not answer") == 1
 
 
-def test_an_impossible_answer_ends_neither_the_polling_nor_a_write(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_impossible_time_does_not_end_the_polling(monkeypatch: pytest.MonkeyPatch) -> None:
     said = {"registry": f"a/1/{'5' * 48}", "start": "1", "version": 1}
     times = ["-1", 9.0]  # the last for good
 
     def fetch(chain: RegistryChain, path: str, body: bytes | None = None) -> RegistryAnswer:
-        if body is not None:
-            return RegistryAnswer(
-                200, {}, b"[" * 100_000
-            )  # which ends the stack of whoever parses it
         seconds = times.pop(0) if len(times) > 1 else times[0]
         return RegistryAnswer(200, {}, json.dumps({**said, "time": seconds}).encode())
 
     monkeypatch.setattr(RegistryChain, "_fetch", fetch)
     with closing(RegistryChain(url="http://127.0.0.1:1", wallet=MINER)) as chain:
         assert chain.wait_ready(timedelta(seconds=20))
-        with pytest.raises(ChainError, match=r"commit: its answer .* RecursionError: .* at http"):
-            chain.commit("x" * 128)
 
 
 def test_an_answer_whose_head_never_ends_is_given_up() -> None:
@@ -468,18 +457,6 @@ class TestKept:
                 assert me is not None and (me.ip, me.port) == ("5.6.7.8", 2)
             wait_for(lambda: caplog.text.count("went back") == 3, "one line for each client")
         server.stop()
-
-    def test_a_disk_that_stays_full_does_not_fill_the_log(
-        self, server: RegistryServer, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        registry = server.registry
-        registry._db.execute("PRAGMA query_only = 1")
-        for _ in range(3):
-            with pytest.raises(ChainError, match="cannot store"):
-                registry.register(PEER.ss58)
-        registry._db.execute("PRAGMA query_only = 0")
-        assert caplog.text.count("was not stored") == 1
-        assert registry.faults == 3
 
     def test_a_start_is_no_backup_for_a_client_whose_list_stayed_the_same(
         self, server: RegistryServer, caplog: pytest.LogCaptureFixture
@@ -572,7 +549,7 @@ class TestKept:
                 registry.register(PEER.ss58)
             assert registry.view.members, "reads continue"
             answer = server._service._answer("/register", lambda: registry.register(PEER.ss58))
-            assert answer.status_code == 503
+            assert answer.status_code == 503 and registry.faults == 2
             assert caplog.text.count("another program holds") == 1
             assert "`dt-network backup` copies a registry that is in use" in caplog.text
             assert "free" not in caplog.text
@@ -757,10 +734,7 @@ class TestReading:
         assert "nothing" not in self.get(server, "/metrics").text
 
     def test_the_founder_reports_the_held_out_loss(self, server: RegistryServer) -> None:
-        with chain_of(server.url, VALIDATOR) as founder, chain_of(server.url, PEER) as chain:
-            chain.register()
-            with pytest.raises(ChainError, match="founder"):
-                chain.report(report_of(0, 1.0))
+        with chain_of(server.url, VALIDATOR) as founder:
             for wrong in ((-1, 1.0), (1, math.nan), (1, -1.0)):
                 with pytest.raises(ChainError):
                     founder.report(report_of(*wrong))

@@ -124,11 +124,6 @@ def test_muon_saves_what_the_page_of_requirements_says() -> None:
     assert f"With Muon, plan up to {gpu} bytes per parameter {said}" in " ".join(page.split())
 
 
-def written(folder: Path, pattern: str) -> int:
-    files = [f for found in folder.glob(pattern) for f in found.rglob("*") if f.is_file()]
-    return sum(f.stat().st_size for f in files)
-
-
 #: Largest micro-batch by the card's memory in GB: 1b on one GPU and on four, then 4b.
 FITTING = {
     12: ["does not fit", "4, host", "does not fit", "does not fit"],
