@@ -257,7 +257,7 @@ def open_registry(given: argparse.Namespace, config: Config | None) -> Registry:
         in_network = {**config.network.values, "name": config.network.head.name}
         terms = {field: in_network[key] for field, key in FIXED.items()}
     if (given.folder / store.FILE).exists():
-        registry = store.Registry.at(given.folder, None)
+        registry = store.Registry.at(given.folder)
         for field, wanted in terms.items():
             if wanted != (has := getattr(registry.charter, field)):
                 registry.close()

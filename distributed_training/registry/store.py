@@ -1,4 +1,4 @@
-"""The ledger kept in SQLite, so that a SIGKILL at any moment loses no acknowledged write.
+"""The members kept in SQLite, so that a SIGKILL at any moment loses no acknowledged write.
 
 One folder holds one registry: ``registry.db`` (WAL mode, each write synced before it is answered)
 and a lock.
@@ -19,27 +19,31 @@ import logging
 import os
 import secrets
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import IO, Annotated, Any, Literal
 
 from pydantic import Field
 
-from distributed_training.chain.base import ChainError
+from distributed_training.chain.base import ChainError, Neuron
 from distributed_training.common.backoff import Throttle
 from distributed_training.common.files import sync_folder
 from distributed_training.config.types import ConfigError, Hotkey
 from distributed_training.network import LAST_OF_SUBNET_38
+from distributed_training.protocol.metadata import LONGEST
+from distributed_training.protocol.network_report import NetworkReport
 
-from .ledger import TABLES, Ledger, Uid
+from .ledger import Address, LedgerMember, PeerId, Port, Snapshot, Uid
 
 log = logging.getLogger(__name__)
 
 FILE = "registry.db"
 SCHEMA, _OLDEST = 5, 3
+MOST_LOSSES = 1000  # outer steps whose held-out loss is kept
 _GAP = 64  # uids above those of a restored backup, which may have been given out since
 #: Seconds that a caller's clock may be ahead of ours.
 CLOCK_SKEW = 4.0
@@ -54,7 +58,15 @@ _TAKEN_BACK = -1  # uses of an invitation
 _MOST_GONE = 65536  # hotkeys that are not registered, whose nonces are kept
 # ``used``: accepted nonces above the floor of their hotkey. ``joined``: the hash of the invitation
 # by which a hotkey came.
-_TABLES = """
+TABLES = """
+CREATE TABLE members (
+    uid INTEGER PRIMARY KEY, hotkey TEXT NOT NULL UNIQUE, ip TEXT NOT NULL, port INTEGER,
+    peer TEXT NOT NULL DEFAULT '', since REAL NOT NULL, commitment TEXT
+);
+CREATE UNIQUE INDEX members_peer ON members (peer) WHERE peer != '';
+CREATE TABLE losses (outer_step INTEGER PRIMARY KEY, loss REAL NOT NULL, at REAL NOT NULL);
+CREATE TABLE expelled (hotkey TEXT PRIMARY KEY);
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE nonces (
     hotkey TEXT PRIMARY KEY, nonce INTEGER NOT NULL, floor INTEGER NOT NULL DEFAULT -1
 );
@@ -110,9 +122,7 @@ def found(folder: Path, charter: Charter) -> None:
     db = sqlite3.connect(temporary, isolation_level=None)
     with contextlib.closing(db):
         db.executescript(
-            f"PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {SCHEMA};"
-            + TABLES
-            + _TABLES
+            f"PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {SCHEMA};" + TABLES
         )
         meta = {"charter": asdict(charter), "version": 0}
         rows = [(key, json.dumps(value)) for key, value in meta.items()]
@@ -132,17 +142,18 @@ def _publish(temporary: Path, path: Path) -> None:
     sync_folder(path.parent)
 
 
-class Registry(Ledger):
-    """The registry of ``folder``.
+class Registry:
+    """The registry on the tables of ``db``. Thread-safe. Close it.
 
-    Close it. Raises ConfigError if there is none, StoreFault if another process has it or its file
-    is damaged.
+    Each write is one transaction, and raises ChainError when it is not accepted. After it the
+    tables are read once to an immutable :class:`Snapshot`, so readers wait for no writer and no
+    disk. ``folder``: of the file, for lines of the log.
     """
 
-    def __init__(self, folder: Path) -> None:
-        # Lock first: two services of one file would each give out the same uid.
-        self._lock_file = _lock(folder)
-        self.folder = folder
+    def __init__(self, db: sqlite3.Connection, charter: Charter, folder: Path = Path()) -> None:
+        self._db = db
+        self.charter, self.folder = charter, folder
+        self.most_uids = charter.most_uids
         self.start = secrets.token_hex(4)  # id of this process, within which versions are counted
         self.faults = 0  # writes that could not be stored
         #: Name -> content: the network's file and its earlier versions, for new members.
@@ -150,11 +161,27 @@ class Registry(Ledger):
         self.file_version: int | None = None  # version of the network's file
         # Warn seldom: writes come from anybody, and the log is on the same full disk.
         self._may_warn = Throttle(60.0)
+        self._lock = threading.RLock()
+        self._lock_file: IO[bytes] | None = None
+        self._opened = time.monotonic()
+        self._heard: float | None = None  # when the last report came, if it came to this process
+        self.view = self._read_view()
+
+    @classmethod
+    def at(cls, folder: Path, charter: Charter | None = None) -> Registry:
+        """Open the registry of ``folder``, or create it with ``charter``.
+
+        The founder is registered first. Raises ConfigError if there is none, StoreFault if another
+        process has it or its file is damaged.
+        """
+        path = folder / FILE
+        if charter is not None and not path.exists():
+            found(folder, charter)
         with ExitStack() as failed:
-            # Also for Ctrl-C, or the lock would keep the next start out.
-            failed.callback(self._lock_file.close)
-            db = _open(folder / FILE)
-            failed.callback(db.close)
+            # Lock first: two services of one file would each give out the same uid. Also for
+            # Ctrl-C, or the lock would keep the next start out.
+            lock_file = failed.enter_context(_lock(folder))
+            db = failed.enter_context(contextlib.closing(_open(path)))
             try:
                 db.execute("PRAGMA journal_mode = WAL")
                 # NORMAL would lose acknowledged writes in a power failure.
@@ -162,31 +189,18 @@ class Registry(Ledger):
                 (schema,) = db.execute("PRAGMA user_version").fetchone()
                 if schema < SCHEMA:
                     # Keep a copy, since an operator may go back to the version before.
-                    backup(folder / FILE, folder / f"schema-{schema}.db")
+                    backup(path, folder / f"schema-{schema}.db")
                     _upgrade(db)
-                (charter,) = db.execute("SELECT value FROM meta WHERE key = 'charter'").fetchone()
+                (terms,) = db.execute("SELECT value FROM meta WHERE key = 'charter'").fetchone()
                 known = {field.name for field in fields(Charter)}
-                terms = {key: v for key, v in json.loads(charter).items() if key in known}
-                self.charter = Charter(**terms)  # earlier ones had a clock of blocks
-                super().__init__(
-                    db,
-                    most_uids=self.charter.most_uids,
-                    master=self.charter.master,
-                )
-                self._leave_gap()
+                # Earlier ones had a clock of blocks.
+                given = {key: v for key, v in json.loads(terms).items() if key in known}
+                registry = cls(db, Charter(**given), folder)
+                registry._leave_gap()
             except (sqlite3.Error, LookupError, TypeError, ValueError, AttributeError) as error:
-                raise _unusable(folder / FILE, error) from None
+                raise _unusable(path, error) from None
+            registry._lock_file = lock_file
             failed.pop_all()
-
-    @classmethod
-    def at(cls, folder: Path, charter: Charter | None) -> Registry:
-        """Open the registry of ``folder``, or create it with ``charter``.
-
-        The founder is registered first.
-        """
-        if charter is not None and not (folder / FILE).exists():
-            found(folder, charter)
-        registry = cls(folder)
         if not registry.view.members:
             registry.register(registry.charter.master)
         return registry
@@ -195,24 +209,49 @@ class Registry(Ledger):
         """Close the database. Idempotent."""
         with self._lock:
             self._db.close()
-            self._lock_file.close()
+            if self._lock_file is not None:
+                self._lock_file.close()
 
-    # the file
+    # the tables
+
+    def _one(self, query: str, *values: Any) -> Any:
+        return self._db.execute(query, values).fetchone()
+
+    def _meta(self, key: str) -> Any:
+        """Read a value; None if it was never set."""
+        found = self._one("SELECT value FROM meta WHERE key = ?", key)
+        return json.loads(found[0]) if found is not None else None
+
+    def _set_meta(self, key: str, value: Any) -> None:
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value)))
 
     @contextmanager
     def change(self) -> Iterator[None]:
-        try:
-            with super().change():
+        """Make one atomic write; a write inside a write is part of the outer one."""
+        with self._lock:
+            if self._db.in_transaction:
                 yield
-        except sqlite3.Error as error:
-            self.faults += 1
-            if self._may_warn("write"):
-                log.warning(
-                    "A write was not stored (%s), so it is refused: %s",
-                    error,
-                    _remedy(self.folder, error),
-                )
-            raise CannotStore(f"the registry cannot store writes now ({error})") from None
+                return
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+                yield
+                self._set_meta("version", self.view.version + 1)
+                view = self._read_view()
+                self._db.execute("COMMIT")
+            except BaseException as error:  # also for Ctrl-C: no later write may join this one
+                with contextlib.suppress(sqlite3.Error):
+                    self._db.execute("ROLLBACK")
+                if isinstance(error, sqlite3.Error):
+                    raise self._not_stored(error) from None
+                raise
+            self.view = view
+
+    def _not_stored(self, error: sqlite3.Error) -> CannotStore:
+        self.faults += 1
+        if self._may_warn("write"):
+            remedy = _remedy(self.folder, error)
+            log.warning("A write was not stored (%s), so it is refused: %s", error, remedy)
+        return CannotStore(f"the registry cannot store writes now ({error})")
 
     def _leave_gap(self) -> None:
         """Give no uid out twice that a restored backup lacks."""
@@ -225,6 +264,38 @@ class Registry(Ledger):
     def change_charter(self, **changes: Any) -> None:
         self.charter = replace(self.charter, **changes)
         self._set_meta("charter", asdict(self.charter))
+
+    def _read_view(self) -> Snapshot:
+        found = self._db.execute(
+            "SELECT uid, hotkey, ip, port, peer, since, commitment FROM members ORDER BY uid"
+        )
+        members = []
+        for uid, hotkey, ip, port, peer, *rest in found:
+            leads = hotkey == self.charter.master
+            neuron = Neuron(uid, hotkey, ip, port, validator_permit=leads, peer=peer)
+            members.append(LedgerMember(neuron, *rest))
+        losses = self._db.execute("SELECT outer_step, loss, at FROM losses ORDER BY outer_step")
+        expelled = self._db.execute("SELECT hotkey FROM expelled ORDER BY hotkey")
+        return Snapshot(
+            self._meta("version") or 0,
+            tuple(members),
+            {step: (loss, at) for step, loss, at in losses},
+            tuple(hotkey for (hotkey,) in expelled),
+            (self._one("SELECT value FROM meta WHERE key = 'report'") or (None,))[0],
+        )
+
+    def uid_of(self, hotkey: str) -> int | None:
+        """Return the uid of ``hotkey``; None: it is not registered."""
+        found = self._one("SELECT uid FROM members WHERE hotkey = ?", hotkey)
+        return found[0] if found is not None else None
+
+    def _own(self, kind: str, hotkey: str) -> int:
+        """Return the uid of a caller. Raises ChainError."""
+        uid = self.uid_of(hotkey)
+        if uid is None:
+            self._refuse_expelled(kind, hotkey)
+            raise ChainError(f"{kind}: hotkey {hotkey} is not registered")
+        return uid
 
     # signed writes
 
@@ -285,11 +356,6 @@ class Registry(Ledger):
         log.info("Hotkey %s is registered as uid %d", hotkey, uid)
         return uid
 
-    def _own(self, kind: str, hotkey: str) -> int:
-        if self.uid_of(hotkey) is None:
-            self._refuse_expelled(kind, hotkey)
-        return super()._own(kind, hotkey)
-
     def _refuse_expelled(self, kind: str, hotkey: str) -> None:
         if self._one("SELECT 1 FROM expelled WHERE hotkey = ?", hotkey):
             raise ChainError(
@@ -331,6 +397,78 @@ class Registry(Ledger):
             raise ChainError(f"register: the invitation {why}: {remedy}")
         self._db.execute("UPDATE invitations SET uses = uses - 1 WHERE hash = ?", (hashed,))
         self._db.execute("INSERT OR REPLACE INTO joined VALUES (?, ?)", (hotkey, hashed))
+
+    def register(self, hotkey: str, *, uid: int | None = None) -> int:
+        """Give ``hotkey`` a uid: the one it has, ``uid`` if it is free, or the lowest free one."""
+        with self.change():
+            known = self.uid_of(hotkey)
+            if known is not None:
+                return known
+            taken = {uid for (uid,) in self._db.execute("SELECT uid FROM members")}
+            free = [each for each in range(self.most_uids) if each not in taken]
+            if not free:
+                raise ChainError(
+                    f"register: all {self.most_uids} uids are taken: ask the founder, who can "
+                    "expel a member that is gone"
+                )
+            if uid not in free:
+                # Below the floor a member may have a uid that a restored backup does not know.
+                floor = self._meta("floor") or 0
+                uid = next((each for each in free if each >= floor), free[-1])
+            self._db.execute(
+                "INSERT INTO members (uid, hotkey, ip, since) VALUES (?, ?, ?, ?)",
+                (uid, hotkey, Neuron.ip, time.time()),
+            )
+            return uid
+
+    def _remove(self, uid: int | None) -> None:
+        self._db.execute("DELETE FROM members WHERE uid = ?", (uid,))
+
+    def commit(self, hotkey: str, text: str) -> None:
+        with self.change():
+            uid = self._own("commit", hotkey)
+            # Other characters are up to six times as long in JSON, which would fill the list for
+            # all.
+            if len(text) > LONGEST or not (text.isascii() and text.isprintable()):
+                raise ChainError(f"commit: a commitment has at most {LONGEST} characters of ASCII")
+            self._db.execute("UPDATE members SET commitment = ? WHERE uid = ?", (text, uid))
+
+    def serve(self, hotkey: str, ip: Address, port: Port, peer: PeerId = "") -> None:
+        with self.change():
+            uid = self._own("serve", hotkey)
+            find = "SELECT hotkey FROM members WHERE peer = ? AND peer != '' AND hotkey != ?"
+            if owner := self._one(find, peer, hotkey):
+                # Two members with one peer would share what an all-reduce counts for one of them.
+                raise ChainError(f"serve: DHT peer {peer} is that of hotkey {owner[0]}")
+            self._db.execute(
+                "UPDATE members SET ip = ?, port = ?, peer = ? WHERE uid = ?", (ip, port, peer, uid)
+            )
+
+    def report(self, report: NetworkReport) -> None:
+        """Keep the validator's report, and drop losses of outer steps above the report's."""
+        with self.change():
+            step, now = report.outer_step, time.time()
+            # Bound their number, since each page has all of them.
+            self._db.execute(
+                "DELETE FROM losses WHERE outer_step > ? OR outer_step <= ?",
+                (step, step - MOST_LOSSES),
+            )
+            self._db.execute(
+                "INSERT INTO losses VALUES (?, ?, ?) ON CONFLICT (outer_step) DO UPDATE "
+                "SET loss = excluded.loss, at = excluded.at WHERE loss != excluded.loss",
+                (step, report.loss, now),
+            )
+            self._set_meta("report", [now, asdict(report)])
+        self._heard = time.monotonic()
+
+    def ages(self) -> tuple[float, float]:
+        """Return the seconds since the last report, and since this process could receive one."""
+        now, report = time.monotonic(), self.view.report
+        listened = now - self._opened
+        if self._heard is not None:
+            return now - self._heard, listened
+        # No report came since, whatever the wall clock says.
+        return max(time.time() - report[0] if report else 0.0, listened), listened
 
     # writes of the founder
 
@@ -417,7 +555,7 @@ def hash_of(invitation: str) -> str:
     return hashlib.sha256(invitation.strip().encode()).hexdigest()
 
 
-def _lock(folder: Path) -> Any:
+def _lock(folder: Path) -> IO[bytes]:
     if not (folder / FILE).is_file():
         raise ConfigError(
             f"there is no registry in {folder}, so nothing was started: correct --folder, or found "

@@ -170,7 +170,7 @@ def test_a_restored_backup_gives_no_uid_out_twice(tmp_path: Path, most: int, fir
         assert registry.join(MINER.ss58, "ends") == 2
         assert registry.join("later", "ends") == 3
     store.restore(copy, folder)
-    with closing(Registry(folder)) as registry:
+    with closing(Registry.at(folder)) as registry:
         assert registry.join(STRANGER.ss58, "ends") == first
         assert registry.join(MINER.ss58, "ends", 2) == 2, "its own"
         registry.invite(hash_of("ends"), uses=9, expires=1.0)
@@ -486,7 +486,7 @@ class TestKept:
         shutil.copytree(server.folder, folder)  # with its write-ahead log
         (folder / store.FILE).rename(tmp_path / "damaged.db")  # as an operator does
         assert store.restore(copy, folder) is None
-        with closing(Registry(folder)) as restored:
+        with closing(Registry.at(folder)) as restored:
             assert find(restored.view.neurons, PEER.ss58) is None
         live = server.folder / store.FILE
         assert program.main(["backup", "--folder", str(server.folder), str(live)]) == 2
@@ -533,7 +533,7 @@ class TestKept:
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, old)
             chain.commit("y")
             process.kill()
-        with closing(Registry(folder)) as registry:
+        with closing(Registry.at(folder)) as registry:
             assert registry.view.members[1].commitment == "y"
 
     @pytest.mark.parametrize("how", ["IMMEDIATE", "EXCLUSIVE"])
@@ -567,11 +567,11 @@ class TestKept:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, old[1]))
         try:
             with pytest.raises(store.StoreFault, match="free or repair the disk of") as error:
-                Registry(server.folder)
+                Registry.at(server.folder)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, old)
         assert "restore" not in str(error.value)
-        Registry(server.folder).close()
+        Registry.at(server.folder).close()
 
     @pytest.mark.parametrize("bytes_at", [(100, 600), (0, 16), None])
     def test_a_damaged_file_is_one_line_and_status_1(

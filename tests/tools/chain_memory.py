@@ -5,22 +5,23 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
 
 from distributed_training.chain.base import Chain, ChainError, Neuron
 from distributed_training.protocol.network_report import NetworkReport
-from distributed_training.registry.ledger import TABLES, Ledger
+from distributed_training.registry.store import TABLES, Charter, Registry
 
 
-class MemoryLedger(Ledger):
+class MemoryLedger(Registry):
     """``up`` False: writes fail, reads keep the last state. ``writes``: (kind, hotkey)."""
 
     def __init__(self) -> None:
         db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         db.executescript(TABLES)
-        super().__init__(db)
+        super().__init__(db, Charter("memory", "", 256, "open"))
         self.up = True
         self.writes: list[tuple[str, str]] = []
         self.weights: dict[int, dict[int, float]] = {}  # by uid of the validator
@@ -30,7 +31,7 @@ class MemoryLedger(Ledger):
     ) -> int:
         """Register; with a permit, as the one who leads. A ``uid`` that is taken changes hands."""
         if validator_permit:
-            self._master = hotkey
+            self.charter = replace(self.charter, master=hotkey)
         with self.change():
             for left in (uid, self.uid_of(hotkey)) if uid is not None else ():
                 self._remove(left)
@@ -43,7 +44,7 @@ class MemoryLedger(Ledger):
     def set_weights(self, hotkey: str, weights: Mapping[int, float]) -> None:
         """Take a validator's weights, as a chain that pays by them."""
         with self.change():
-            if hotkey != self._master:
+            if hotkey != self.charter.master:
                 raise ChainError("weights: only a validator with a permit sets weights")
             self.weights[self._own("weights", hotkey)] = dict(weights)
 

@@ -17,7 +17,7 @@ from distributed_training.chain.auth import BTAUTH_MAX_AGE, Claim, RefusedReques
 from distributed_training.chain.base import ChainError
 from distributed_training.config import ConfigError
 from distributed_training.protocol.metadata import LONGEST
-from distributed_training.registry import ledger, service, store
+from distributed_training.registry import service, store
 from distributed_training.registry.store import CLOCK_SKEW, Charter, Registry, Replayed
 from tests.tools.chain_memory import MemoryLedger
 from tests.tools.chain_world import MINER, PEER, STRANGER, VALIDATOR
@@ -45,8 +45,7 @@ class World:
             strftime=time.strftime,
             gmtime=time.gmtime,
         )
-        for module in (store, ledger):
-            monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(store, "time", clock)
         self.folder = folder
         self.charter = Charter("x", VALIDATOR.ss58, most_uids=8, admission="open")
         self.accepted: list[tuple[str, int]] = []
