@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from distributed_training.chain.base import ChainError
 from distributed_training.common.backoff import Buckets
 from distributed_training.protocol import keys
 from distributed_training.registry import access, files
@@ -166,6 +167,36 @@ def test_an_upload_in_parts_survives_a_restart(
     assert world.member(PEER).put(OURS, data)
     assert world.owner.get(OURS, limit=9999) == data
     assert not list(world.folder.glob(".parts-*/*"))
+
+
+def test_a_part_that_the_disk_does_not_take_is_asked_for_again(
+    world: AccessWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its member has the answer before the disk has the part."""
+    monkeypatch.setattr(presigned, "PART", 1000)
+    data = bytes(range(250)) * 8
+    md5 = [md5_of(data[at : at + 1000]) for at in (0, 1000)]
+    ask = {"do": "write", "key": OURS, "size": len(data), "md5": md5}
+    chain = world.chain(PEER)
+    urls = chain.access(ask)["urls"]
+
+    def send(number: int) -> None:
+        header = {"content-md5": base64_md5(md5[number - 1])}
+        assert put(urls[str(number)], data[(number - 1) * 1000 :][:1000], header).is_success
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "fsync", fail)
+        send(1)
+        with pytest.raises(ChainError, match="Input/output error"):
+            chain.access({**ask, "do": "complete"})
+    send(2)
+    assert sorted(chain.access(ask)["urls"]) == ["1"]
+    send(1)
+    assert chain.access({**ask, "do": "complete"})["etag"]
+    assert world.owner.get(OURS, limit=9999) == data
 
 
 @pytest.mark.slow

@@ -102,24 +102,6 @@ def test_lists_take_several_words_commas_and_repetition() -> None:
         assert load(name, word).get("data.own_text") == ()
 
 
-def test_precedence_of_settings(tmp_path: Path) -> None:
-    toml = tmp_path / "miner.toml"
-    toml.write_text('network = "local"\n[neuron]\ncheckpoint-steps = 7\nname = "file"\n')
-    dotenv = tmp_path / ".env"
-    dotenv.write_text("export BT_WALLET_NAME='from dotenv'\nBT_WALLET_HOTKEY=h1 # comment\n")
-    config = load("--config", str(toml), dotenv=dotenv)
-    assert config.general.network == "local" and config.get("neuron.checkpoint_steps") == 7
-    assert config.get("wallet.name") == "from dotenv" and config.get("wallet.hotkey") == "h1"
-    assert config.run_folder == Path("runs/file-h1")
-    config = load(
-        *("--config", str(toml), "--neuron.checkpoint_steps", "9"),
-        environ={"BT_WALLET_NAME": "from environment"},
-        dotenv=dotenv,
-    )
-    assert config.get("neuron.checkpoint_steps") == 9
-    assert config.get("wallet.name") == "from environment"
-
-
 def test_the_operators_file_is_read_unless_another_is_named(tmp_path: Path) -> None:
     ours, other = tmp_path / "miner.toml", tmp_path / "other.toml"
 
