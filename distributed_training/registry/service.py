@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -151,7 +151,7 @@ class Service:
             "/state": self._state,
             "/health": lambda _: JSONResponse({"registry": registry.charter.identity}),
             "/metrics": lambda _: _Pieces(
-                figures(registry, self.counters()), media_type="text/plain"
+                figures(registry, self.counters()).encode(), kind="text/plain"
             ),
             "/": self._page,
         }
@@ -338,14 +338,14 @@ class Service:
             # By this time a client can tell that its own clock caused the refusal.
             "time": time.time(),
         }
-        content = json.dumps(fields).encode()[:-1] + b", " + view.content + b"}"
-        return _Pieces(content, headers=headers, media_type="application/json")
+        head = json.dumps(fields).encode()[:-1] + b", "
+        return _Pieces(head, view.content, b"}", headers=headers, kind="application/json")
 
     def _page(self, request: Request) -> Response:
         # A client that reloads it for ever costs at most one page a second.
         if time.monotonic() - self._made[0] > _PAGE_KEPT:
-            page = _Pieces(draw_page(self.registry), headers=_PAGE_HEADERS, media_type="text/html")
-            self._made = time.monotonic(), page
+            text = draw_page(self.registry).encode()
+            self._made = time.monotonic(), _Pieces(text, headers=_PAGE_HEADERS, kind="text/html")
         return self._made[1]
 
     # writes
@@ -468,20 +468,24 @@ def _check_fresh(claim: auth.Claim, now: int) -> None:
 
 
 class _Pieces(Response):
-    """An answer of which a client that reads slowly holds no more than a piece in memory."""
+    """An answer of several parts, which answers may share.
+
+    A client that reads slowly holds no more than a piece of them in memory.
+    """
+
+    def __init__(self, *parts: bytes, headers: Mapping[str, str] | None = None, kind: str) -> None:
+        length = {"content-length": str(sum(map(len, parts)))}
+        super().__init__(headers={**(headers or {}), **length}, media_type=kind)
+        self._parts = parts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send(
-            {
-                "type": "http.response.start",
-                "status": self.status_code,
-                "headers": self.raw_headers,
-            }
-        )
-        for at in range(0, len(self.body) or 1, _PIECE):
-            more = at + _PIECE < len(self.body)
-            piece = self.body[at : at + _PIECE]
-            await send({"type": "http.response.body", "body": piece, "more_body": more})
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send({**start, "headers": self.raw_headers})
+        for part in self._parts:
+            for at in range(0, len(part), _PIECE):
+                piece = memoryview(part)[at : at + _PIECE]
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
 
 
 def _parse_fields(body: bytes) -> dict[str, Any]:
