@@ -106,7 +106,7 @@ def rule(key: str, default: Any = None, *, ge: Any = None, le: Any = None) -> An
 
 
 def _declare(name: str, default: Any, *, ge: Any, le: Any, network: str, **more: Any) -> Any:
-    declared = {"name": name, "network": network, **more}  # of a Setting of schema.py
+    declared = {"name": name, "network": network, **more}  # see Setting of schema.py
     return Field(USUAL.get(network, default), ge=ge, le=le, json_schema_extra=declared)
 
 
