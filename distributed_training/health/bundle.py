@@ -39,14 +39,14 @@ RUN_FILES = (
 )
 
 
-def find_secrets(config: Config, dotenv: Path, environ: Mapping[str, str]) -> Iterator[str]:
+def find_secrets(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
     """Yield the secrets of settings, ``.env`` and environment."""
     for value in config.values.values():
         if isinstance(value, SecretStr):
             yield value.get_secret_value()
     lines: Mapping[str, str] = {}
     with contextlib.suppress(ConfigError):  # raised for a damaged file
-        lines = read_dotenv(dotenv)
+        lines = read_dotenv(Path(".env"))
     yield from (text for name, text in {**lines, **environ}.items() if is_secret(name))
 
 
@@ -104,7 +104,6 @@ def write_bundle(
     checks: Sequence[Check],
     *,
     log: Path | None,
-    dotenv: Path = Path(".env"),
     environ: Mapping[str, str] = os.environ,
 ) -> list[str]:
     """Write the archive ``path``, readable only by its owner; return a line for each member.
@@ -112,7 +111,7 @@ def write_bundle(
     ``log``: the miner's log, whose end goes into the archive. Raises ConfigError for a file that is
     there already, or cannot be written.
     """
-    for secret in find_secrets(config, dotenv, environ):
+    for secret in find_secrets(config, environ):
         for text in {secret, *secret.splitlines()}:
             register_secret(text)
     lines, packed = [], io.BytesIO()

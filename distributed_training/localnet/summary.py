@@ -7,7 +7,6 @@ import io
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +84,11 @@ def neuron_line(state: NeuronState) -> str:
 
 
 class View:
-    """Print events, and the state of each neuron every ``interval`` seconds."""
+    """Print events, and the state of each neuron every 15 seconds."""
 
-    def __init__(
-        self, console: Console | None = None, *, interval: timedelta = timedelta(seconds=15)
-    ) -> None:
-        self._console = console or Console(highlight=False)
-        self._due = Throttle(interval.total_seconds())
+    def __init__(self) -> None:
+        self._console = Console(highlight=False)
+        self._due = Throttle(15.0)
         self._started = time.monotonic()
         if isinstance(self._console.file, io.TextIOWrapper):
             self._console.file.reconfigure(errors="replace")  # a terminal of ASCII

@@ -20,7 +20,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -73,11 +73,7 @@ for _name, _field, _about in (
     ("train_inner_step", "inner_step", "inner steps since the outer step"),
     ("train_loss", "loss", "mean cross-entropy, nats per token"),
     ("train_learning_rate", "learning_rate", "learning rate"),
-    (
-        "train_learning_rate_share",
-        "learning_rate_share",
-        "learning rate divided by training.learning_rate",
-    ),
+    ("train_learning_rate_share", "learning_rate_share", "share of training.learning_rate"),
     ("train_step_seconds", "seconds", "duration of the last inner step"),
     ("train_data_wait_seconds", "data_wait_seconds", "part of the step spent waiting for data"),
     ("train_tokens_per_second", "tokens_per_second", "tokens per second, all ranks"),
@@ -103,9 +99,7 @@ for _name, _about in {
     "last_publication_timestamp_seconds": "when the newest upload was complete",
     "publications_total": "uploads, successful or not",
     "publications_failed_total": "failed uploads",
-    "uploads_refused_total": (
-        "uploads that were not written, by kind: disk (no room), steps (too few inner steps)"
-    ),
+    "uploads_refused_total": "uploads not written, by kind: disk (no room), steps (too few)",
     "uploaded_bytes_total": "bytes uploaded",
     "counts": "1 while the last upload that was judged counts, else 0",
     # rounds
@@ -181,8 +175,6 @@ class MetricsRegistry(Collector):
         # Metric -> its label ("" if it has none), and its figures by the label's value.
         self._figures: dict[str, tuple[str, dict[str, float]]] = {}
         self._lock = threading.Lock()
-        self._client = CollectorRegistry(auto_describe=False)
-        self._client.register(self)
 
     def add(self, name: str, amount: float = 1.0) -> None:
         """Increase a counter. Raises ValueError also for a negative or non-finite amount."""
@@ -241,7 +233,7 @@ class MetricsRegistry(Collector):
 
     def text(self) -> str:
         """Return all metrics that have a value in Prometheus' text format, named ``dt_...``."""
-        return generate_latest(self._client).decode()
+        return generate_latest(self).decode()
 
 
 def _check(name: str, *, total: bool) -> None:

@@ -254,8 +254,8 @@ class NeuronState:
         ``rows`` begin with the Unix time at which the day or hour, of ``seconds``, begins.
         """
         found = [
-            (event, column + (not good(event)))
-            for kind, column, good in (("publication", 1, _uploaded), ("round", 3, took_part))
+            (event, column + (not took_part(event)))  # an upload's event has no fate
+            for kind, column in (("publication", 1), ("round", 3))
             for event in self.tables[kind]
             if finite(event.get("time")) is not None and event.get("fate") != TOO_EARLY
         ]
@@ -315,10 +315,6 @@ def thinned(rows: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
 def took_part(event: Mapping[str, Any]) -> bool:
     """Return whether a round's update holds this miner's share of its outer step."""
     return bool(event.get("ok")) and event.get("fate") in (None, "", MERGED)
-
-
-def _uploaded(event: Mapping[str, Any]) -> bool:
-    return bool(event.get("ok"))
 
 
 def _whole(value: object, otherwise: int) -> int:

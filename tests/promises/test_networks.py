@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bittensor_core import verify
@@ -22,10 +23,13 @@ from distributed_training.localnet.services import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Manifest, Master, State
+from distributed_training.scoring import command, export
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.telemetry import read_events
 from distributed_training.training.model import parameter_schema
+from distributed_training.training.weights import load_weights
 from distributed_training.validator.replay import Audit, ManifestChain
+from tests.end_to_end.test_doctor import doctor
 from tests.tools.subnet_tools import paced, steps_of
 
 pytestmark = [pytest.mark.timeout(580), pytest.mark.long]
@@ -52,6 +56,8 @@ class Network:
     audit: Audit
     objects: set[str]  # keys of the members' uploads: own buckets, or the network's
     secrets: set[str]
+    checks: tuple[int, dict[str, dict[str, Any]]]  # the doctor's of the last miner: status, by name
+    verdicts: dict[str, Any]  # of dt-score, in the store network
 
 
 @pytest.fixture(scope="module", params=["store", "hivemind"])
@@ -101,7 +107,25 @@ def network(
             assert subnet.services is not None
             environ = subnet.services.environment(subnet.validator.plan)
             secrets = {value for name, value in environ.items() if "SECRET" in name}
-    yield Network(exchange, subnet, logs(), manifests, audit, objects, secrets)
+            plan, verdicts = subnet.miners[-1].plan, dict[str, Any]()
+            status, checks, _ = doctor(
+                *subnet.services.flags(plan),
+                folder=tmp_path_factory.mktemp("doctor"),
+                environ=subnet.services.environment(plan),
+            )
+            if exchange == "store":
+                verdicts = dt_score(subnet.folder)
+                exported = str(subnet.folder / "exported")
+                assert export.main([exported, "--subnet", str(subnet.folder)]) == 0
+    seen = objects, secrets, (status, checks), verdicts
+    yield Network(exchange, subnet, logs(), manifests, audit, *seen)
+
+
+def dt_score(folder: Path) -> dict[str, Any]:
+    told = folder / "score.json"
+    with told.open("w") as file, contextlib.redirect_stdout(file):
+        assert command.main(["--subnet", str(folder), "--json"]) == 0
+    return dict(json.loads(told.read_text()))
 
 
 def published(subnet: LocalSubnet, folder: Path) -> tuple[list[Manifest], Audit]:
@@ -250,6 +274,24 @@ def test_progress_is_uploaded_between_two_closes(network: Network) -> None:
         return
     assert found == {keys.progress_key(1), keys.progress_key(2)}
     assert all(map(PROGRESS.search, network.logs))
+
+
+def test_the_doctor_of_a_member_finds_nothing_wrong(network: Network) -> None:
+    status, checks = network.checks
+    assert status == 0, checks
+    if network.exchange == "store":
+        assert checks["access"]["status"] == "ok"
+        assert not checks.keys() & {"port dht.port", "address", "bucket"}
+
+
+def test_score_and_export_read_the_signed_weights(network: Network) -> None:
+    if network.exchange != "store":
+        return
+    assert network.verdicts["outer_step"] >= 2
+    assert {row["uid"] for row in network.verdicts["uploads"]} <= {1, 2}
+    exported = network.subnet.folder / "exported"
+    schema = parameter_schema(json.loads((exported / keys.CONFIG).read_text()))
+    assert len(load_weights(exported / keys.MODEL, schema)) == len(schema)
 
 
 def test_a_member_has_keys_where_it_has_a_bucket(network: Network) -> None:

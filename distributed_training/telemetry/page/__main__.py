@@ -16,6 +16,7 @@ are few for all clients together.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import hmac
 import ipaddress
@@ -119,21 +120,18 @@ def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
     found = judge(facts, now)
     known = facts.looked is not None or facts.launch is not None
     verdict: tuple[str, ...] = (found.verdict, found.cause, found.level, found.remedy)
-    if known and found.verdict is Verdict.STOPPED and facts.launch is not None:
+    if not known:
+        verdict = neuron.phase, "", "good", ""
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # lines of another version
+            verdict = judge_validator(neuron, now)
+    elif found.verdict is Verdict.STOPPED and facts.launch is not None:
         verdict = (verdict[0], f"{span(now - facts.launch.at)} ago: {verdict[1]}", *verdict[2:])
     return {
         "facts": asdict(facts),
         "judgement": asdict(found) if known else None,
-        "verdict": verdict if known else _judge_events(neuron, now),
+        "verdict": verdict,
         "next_round": facts.expected_round(now),
     }
-
-
-def _judge_events(neuron: NeuronState, now: float) -> tuple[str, ...]:
-    try:
-        return judge_validator(neuron, now)
-    except (KeyError, TypeError, ValueError):  # lines of another version
-        return neuron.phase, "", "good", ""
 
 
 def judge_validator(neuron: NeuronState, now: float) -> tuple[str, ...]:
@@ -364,28 +362,26 @@ def serve(
         send_line(f"error: {problem}", logging.ERROR)
         return ExitStatus.BAD_CONFIGURATION
     shown, told = f"[{host}]" if ":" in host else host, False
+    may_come = {  # a VPN whose address it is may come up later
+        errno.EADDRINUSE: "is taken ({}), maybe by another page of this miner",
+        errno.EADDRNOTAVAIL: "is no address of this machine yet ({})",
+    }
     while True:
         try:
             listener = listen(host, port)
             break
         except OSError as error:
-            # A VPN whose address it is may come up later.
-            waits = waits and error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
-            if waits and not told:
-                if error.errno == errno.EADDRINUSE:
-                    why = f"is taken ({error.strerror}), maybe by another page of this miner"
-                else:
-                    why = f"is no address of this machine yet ({error.strerror})"
-                line = f"The page waits for {shown}:{port}, which {why}: give another {flags}port"
-                send_line(f"{line} if it never comes", logging.WARNING)
-            elif not waits:
+            if not waits or error.errno not in may_come:
                 problem = (
                     f"error: the page cannot be served at {shown}:{port} ({error.strerror}), so "
                     f"there is none; training is not affected: give another {flags}port"
                 )
                 send_line(problem, logging.ERROR)
-        if not waits:
-            return ExitStatus.BAD_CONFIGURATION
+                return ExitStatus.BAD_CONFIGURATION
+            why = may_come[error.errno].format(error.strerror)
+            line = f"The page waits for {shown}:{port}, which {why}: give another {flags}port"
+            if not told:
+                send_line(f"{line} if it never comes", logging.WARNING)
         told = True
         try:
             time.sleep(_TAKE_OVER_SECONDS)
