@@ -258,14 +258,6 @@ def cuda_state(device: int) -> CudaState:
     )
 
 
-def accumulation_steps(*, effective: int, micro_batch: int, world_size: int) -> int:
-    """Return the micro-batches each rank adds up per inner step: 512 / 2 / 4 = 64.
-
-    They are effective / micro-batch / world size, rounded up.
-    """
-    return -(-effective // (micro_batch * world_size))
-
-
 def gpu_report_lines(
     *,
     cuda: CudaState,
@@ -281,7 +273,7 @@ def gpu_report_lines(
     sequences; ``effective`` is over all ranks. ``expect_gpu``: False where the CPU was asked for
     (``--neuron.device cpu``), which is one line.
     """
-    steps = accumulation_steps(effective=effective, micro_batch=micro_batch, world_size=world_size)
+    steps = -(-effective // (micro_batch * world_size))  # of a rank, rounded up: 512 / 2 / 4 = 64
     if not expect_gpu:
         return [
             f"✓ Training on the CPU, as --neuron.device cpu asks: {counted(world_size, 'rank')}, "
