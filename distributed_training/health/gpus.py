@@ -273,7 +273,8 @@ def gpu_report_lines(
     sequences; ``effective`` is over all ranks. ``expect_gpu``: False where the CPU was asked for
     (``--neuron.device cpu``), which is one line.
     """
-    steps = -(-effective // (micro_batch * world_size))  # of a rank, rounded up: 512 / 2 / 4 = 64
+    # Round up: 512 sequences, 2 in each micro-batch of 4 ranks, are 64 steps.
+    steps = -(-effective // (micro_batch * world_size))
     if not expect_gpu:
         return [
             f"✓ Training on the CPU, as --neuron.device cpu asks: {counted(world_size, 'rank')}, "
