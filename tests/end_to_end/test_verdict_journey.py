@@ -61,10 +61,6 @@ class Journey:
         assert isinstance(row, dict)
         return row
 
-    def run_status(self) -> int:
-        """Return the exit status of dt-status."""
-        return int(self.status()["status"])
-
     @property
     def log(self) -> str:
         return self.miner.child.log.read_text()
@@ -237,7 +233,7 @@ def closes_pass_unused(journey: Journey, child: Child, says: str) -> None:
     """``child`` is killed over at least one close, and comes back."""
     child.kill_tree()
     found = journey.expect("no connection", bad=True, says=says)
-    assert journey.run_status() == 1 and "tell the founder" in found["remedy"]
+    assert journey.status()["status"] == 1 and "tell the founder" in found["remedy"]
     wait_for(lambda: journey.status()["missed_closes"] > 0, "a missed close", seconds=180)
     assert "passed without an upload" in journey.status()["cause"]
     come_back(journey, child)

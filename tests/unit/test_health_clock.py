@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from email.utils import formatdate
 from types import SimpleNamespace
 from typing import Any
@@ -30,35 +29,6 @@ def check_clock() -> Check:
     return check
 
 
-def set_clock(monkeypatch: pytest.MonkeyPatch, read: Callable[[], float]) -> None:
-    monkeypatch.setattr(outside, "time", SimpleNamespace(**{**vars(time), "time": read}))
-
-
-def set_store(
-    monkeypatch: pytest.MonkeyPatch,
-) -> Callable[..., None]:
-    """Return what lets the store's clock be behind ours by seconds, or silent (None).
-
-    A request takes ``slow`` seconds.
-    """
-
-    def behind(seconds: float | None, slow: float = 0.0) -> None:
-        now = [1_790_000_000.0]
-
-        def head(client: httpx.Client, url: str) -> SimpleNamespace:
-            if seconds is None:
-                raise httpx.ConnectError("away")
-            now[0] += slow / 2
-            date = formatdate(int(now[0] - seconds), usegmt=True)
-            now[0] += slow / 2
-            return SimpleNamespace(headers={"date": date})
-
-        monkeypatch.setattr(httpx.Client, "head", head)
-        set_clock(monkeypatch, lambda: now[0])
-
-    return behind
-
-
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     st.floats(-100, 100) | st.sampled_from([0.0, 1.4, -2.1, 3.6, -3.6]),
@@ -67,8 +37,19 @@ def set_store(
 def test_the_doctor_names_a_wrong_clocks_offset_and_its_reference(
     ahead: float, slow: float
 ) -> None:
+    now = 1_790_000_000.0
+
+    def head(client: httpx.Client, url: str) -> SimpleNamespace:
+        """Answer, in the middle of ``slow`` seconds, by a clock that ours is ahead of."""
+        nonlocal now
+        date = formatdate(int(now + slow / 2 - ahead), usegmt=True)
+        now += slow
+        return SimpleNamespace(headers={"date": date})
+
     with pytest.MonkeyPatch.context() as monkeypatch:
-        set_store(monkeypatch)(ahead, slow)
+        monkeypatch.setattr(httpx.Client, "head", head)
+        clock = SimpleNamespace(**{**vars(time), "time": lambda: now})
+        monkeypatch.setattr(outside, "time", clock)
         check = check_clock()
     # A store's clock is read to half a second, and to half the way there and back.
     sure = abs(ahead) - slow / 2
