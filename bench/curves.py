@@ -153,7 +153,7 @@ class Members(Network):
             nesterov_sgd(s, (s - w).mean(0), m, lr=RULE.learning_rate, mu=RULE.mu)
             for s, w, m in zip(self.start, own, before, strict=True)
         ]
-        self.states = [OuterState([w for w, _ in found], [m for _, m in found])]
+        self.state = OuterState([w for w, _ in found], [m for _, m in found])
         self.sent += sum(4 * each.numel() for each in self.start)
         self.received = self.sent
 
@@ -169,11 +169,11 @@ class Members(Network):
             share = (flat @ along) / along.square().sum().clamp_min(1e-30)
             late.sub_((share.clamp_min(0)[:, None] * along).view_as(late)).add_(new)
 
-    def _merge_all(self, uploads: Sequence[UpdateFile], folder: Path, outer_step: int) -> None:
+    def merge_all(self, uploads: Sequence[UpdateFile], folder: Path, outer_step: int) -> None:
         usual, self.usual = self.usual, statistics.median_low(map(norm_of, uploads))
         paths = [upload.path for upload in uploads]
         if self.peers is None or not usual or self.peers.round(paths, usual, ahead=1):
-            super()._merge_all(uploads, folder, outer_step)
+            super().merge_all(uploads, folder, outer_step)
             return
         average = Average(self.peers.folder / "average", uploads[0].layout.schema)
         update = self.merge([average], [1.0], 1.0, folder, outer_step)
@@ -223,7 +223,7 @@ def train(
     inner = Inner(weights, arm.optimizer, Schedule(rate, min(WARMUP, total // 2), total))
     diloco = DiLoCo(start, options.device)
     codec = arm.way if arm.way not in (ONE, FLOAT32, DILOCO, HIVEMIND) else "4-bit"
-    members = Members(RULE, [*start], [OuterState([*start.values()])], codec=codec, arm=arm)
+    members = Members(RULE, [*start], OuterState([*start.values()]), codec=codec, arm=arm)
     late = max(1, round(LATE * options.steps)) if arm.late else 0
     down, up = options.link
     with contextlib.ExitStack() as stop:

@@ -359,14 +359,6 @@ def _found(
     return found
 
 
-def loss_at(losses: Sequence[tuple[int, float]], tokens: int) -> float:
-    """Return the loss after ``tokens`` tokens, on the straight line between two outer steps."""
-    before = max((each for each in losses if each[0] <= tokens), default=losses[0])
-    after = min((each for each in losses if each[0] >= tokens), default=losses[-1])
-    share = (tokens - before[0]) / (after[0] - before[0]) if after[0] > before[0] else 0.0
-    return before[1] + share * (after[1] - before[1])
-
-
 def rows(results: dict[str, Found]) -> Iterator[tuple[str, ...]]:
     """Yield the table's rows: a column for each kind, the ratio to the first, the goal."""
     growth = Growth(MINERS, PARAMETERS)
@@ -407,10 +399,6 @@ def rows(results: dict[str, Found]) -> Iterator[tuple[str, ...]]:
         for number, (name, computed) in enumerate(ways_of.items()):
             moved = [each.validator[number] for each in kinds]
             yield row(f"validator {name}", moved, ".3f", f"store: {computed / PARAMETERS:.3f}")
-    if all(each.losses for each in kinds):
-        tokens = min(each.losses[-1][0] for each in kinds)
-        losses = [loss_at(each.losses, tokens) for each in kinds]
-        yield row(f"held-out loss after {tokens:,} tokens", losses, ".4f")
 
 
 def main(argv: list[str] | None = None) -> int:

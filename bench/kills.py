@@ -1,19 +1,14 @@
 """Kill processes of miners in a local subnet, and check that all continue.
 
-    python -m bench.kills                            30 minutes, a kill every 2 minutes
-    python -m bench.kills --minutes 1 --every 15 --ranks 1               a quick look
-    python -m bench.kills --phases all --ranks 2,1,1                     each kind in each phase
-    python -m bench.kills --phases upload --kinds rank --ranks 1         one of them
+    python -m bench.kills --ranks 2,1,1                             each kind in each phase
+    python -m bench.kills --phases upload --kinds rank --ranks 1    one of them, a quick look
 
-Every ``--every`` seconds (give or take half of it) a process of a random kind of a random miner
-gets ``kill -9``: its ranks, launcher, DHT peer, p2pd, data workers, page. A
-launcher that ends is started again, as pm2 would. Then the killing stops. The run is good when
-everybody takes the next outer step, whose weights each rank compares with the manifest's digest,
-and the stop leaves nothing. Memory, threads, descriptors and files must be what they were after the
-first outer step.
-
-With ``--phases`` each kind is killed once in each of them, one in each miner at a time. Then the
-next round that everybody takes part in is waited for. Phases are seen from outside:
+Each kind of a miner's processes gets ``kill -9`` once in each phase, one in each miner at a time:
+ranks, launcher, DHT peer, p2pd, data workers, page. A launcher that ends is started again, as pm2
+would. Then the next round that everybody takes part in is waited for. The run is good when
+everybody takes that outer step, whose weights each rank compares with the manifest's digest, and
+the stop leaves nothing. Memory, threads, descriptors and files must be what they were after the
+first outer step. Phases are seen from outside:
 
     training      inner steps run, and no upload
     commit        the outer step is taken; its checkpoint is not complete
@@ -28,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import random
 import re
@@ -46,14 +40,12 @@ from pathlib import Path
 from unittest import mock
 
 import psutil
-import torch
-from safetensors.torch import load_file
 
 from bench.common import folder_or_temporary, parser, some_of, table
 from distributed_training.common.files import read_json_object
 from distributed_training.common.processes import is_running, send, tree_of
 from distributed_training.localnet.services import SubnetOptions, parse_ranks
-from distributed_training.localnet.subnet import LocalNeuron, LocalSubnet, SubnetFailure
+from distributed_training.localnet.subnet import LocalNeuron, LocalSubnet
 from distributed_training.miner.run_folder import launcher_of, listening_ranks
 from distributed_training.telemetry import read_events
 
@@ -154,25 +146,6 @@ def _lines(log: Path) -> Iterator[tuple[float, str]]:
         moment, _, rest = line.partition(" | ")
         with contextlib.suppress(ValueError):
             yield datetime.fromisoformat(moment).timestamp(), rest.partition(" | ")[2]
-
-
-def kill_for(
-    subnet: LocalSubnet, seconds: float, *, every: float, kinds: Sequence[str], seed: int
-) -> list[Kill]:
-    """Kill at random until the time is over. Raises SubnetFailure if a neuron ends for good."""
-    kills: list[Kill] = []
-    chosen, end = random.Random(seed), time.monotonic() + seconds
-    while time.monotonic() < end:
-        pause = timedelta(seconds=chosen.uniform(0.5, 1.5) * every)
-        with contextlib.suppress(SubnetFailure):
-            subnet.wait_until(lambda: False, pause)
-        subnet.poll()
-        miner, kind = chosen.choice(subnet.miners), chosen.choice(list(kinds))
-        kill = kill_one(miner, kind, chosen)
-        if kill is not None:
-            print(f"killed: {kill.kind} of {kill.miner.plan.name} ({kill.phase})", flush=True)
-            kills.append(kill)
-    return kills
 
 
 def kill_in_phases(
@@ -318,24 +291,6 @@ def clean_round(subnet: LocalSubnet, longest: timedelta = ROUND) -> int:
     return step
 
 
-def epoch_start(checkpoints: Path, outer_step: int) -> dict[str, torch.Tensor]:
-    """The weights a miner began ``outer_step`` with, put together from all ranks' rows."""
-    manifests = [
-        json.loads(path.read_text()) for path in checkpoints.glob("checkpoint-*/rank-0.json")
-    ]
-    of_step = [m for m in manifests if m["progress"]["outer_step"] == outer_step]
-    assert of_step, f"no checkpoint of outer step {outer_step} in {checkpoints}"
-    newest = max(of_step, key=lambda m: m["progress"]["inner_step"])
-    world_size = newest["world_size"]
-    folder = checkpoints / f"epoch-{newest['state']['epoch_id']}-of-{world_size}"
-    parts = [load_file(folder / f"rank-{rank}.safetensors") for rank in range(world_size)]
-    names = [key for key in parts[0] if key.startswith("epoch_start/")]
-    return {
-        key.removeprefix("epoch_start/"): torch.cat([p[key] for p in parts if key in p])
-        for key in names
-    }
-
-
 # --- the run ------------------------------------------------------------------------------------
 
 
@@ -352,12 +307,10 @@ def run(
     *,
     seed: int,
     kinds: Sequence[str] = KINDS,
-    seconds: float = 360,
-    every: float = 15,
-    phases: Sequence[str] = (),
+    phases: Sequence[str] = PHASES,
     ranks: tuple[int, ...] = (2, 1),
 ) -> Outcome:
-    """Kill at random for the seconds given, or each of ``kinds`` once in each of ``phases``."""
+    """Kill each of ``kinds`` once in each of ``phases``."""
     outcome = Outcome()
     temporary = Path(tempfile.mkdtemp(prefix="kills-"))  # short: sockets are made there
     options = SubnetOptions(
@@ -366,8 +319,8 @@ def run(
         ranks=ranks,
         least_miners=1,
         restart_miners=True,
-        period=BLOCKS if phases else None,
-        miner_flags=("--neuron.page_port", "0") if phases else (),
+        period=BLOCKS,
+        miner_flags=("--neuron.page_port", "0"),
     )
     cells = list(itertools.product(kinds, phases))
     subnet = LocalSubnet(options=options, stop_grace=timedelta(seconds=40))
@@ -375,10 +328,7 @@ def run(
     with mock.patch.dict(os.environ, TMPDIR=str(temporary)), subnet:
         clean_round(subnet)
         outcome.before = {m.plan.name: usage(m) for m in subnet.miners}
-        if phases:
-            outcome.kills = kill_in_phases(subnet, cells, seed=seed)
-        else:
-            outcome.kills = kill_for(subnet, seconds, every=every, kinds=kinds, seed=seed)
+        outcome.kills = kill_in_phases(subnet, cells, seed=seed)
         step = clean_round(subnet)
         outcome.after = {m.plan.name: usage(m) for m in subnet.miners}
         there += subnet.processes()
@@ -445,10 +395,8 @@ def seconds(value: float | None) -> str:
 
 def main() -> int:
     arguments = parser(__doc__)
-    arguments.add_argument("--minutes", type=float, default=30)
-    arguments.add_argument("--every", type=float, default=120, help="seconds between two kills")
     arguments.add_argument("--kinds", type=some_of(KINDS), default=list(KINDS))
-    arguments.add_argument("--phases", type=some_of((*PHASES, "all")), default=[])
+    arguments.add_argument("--phases", type=some_of((*PHASES, "all")), default=["all"])
     arguments.add_argument("--ranks", default="2,1", help="ranks of each miner")
     arguments.add_argument("--seed", type=int, default=random.randrange(1 << 16))
     arguments.add_argument("--folder", type=Path, help="keep the logs there")
@@ -459,8 +407,6 @@ def main() -> int:
             folder,
             seed=options.seed,
             kinds=options.kinds,
-            seconds=60 * options.minutes,
-            every=options.every,
             phases=PHASES if options.phases == ["all"] else options.phases,
             ranks=parse_ranks(options.ranks, None),
         )

@@ -4,49 +4,152 @@
     python -m bench.lora --hidden 512 --layers 6 --steps 50    about 20 million
     python -m bench.lora --seeds 1 --ranks 8 --ways B          a quick look
 
-The texts and batches are those of ``bench.own_text``. First a base learns from all three; it is
-saved as a founder gives it to ``--from``. Then members train adapters of rank 8 or 16, both
-matrices or only B, on the base in bf16. Uploads and update are the product's own files of 4 bits,
-merged by the validator's code. The outer rule is the mean of the members' adapters. Members and
-single workers take equal steps; the one worker takes as many, each on a batch of every text.
+Texts: the Python library, the C headers of /usr/include, the English manuals of /usr/share/man. One
+file in ten is held out, of each text. A member's text and batches are read and cut as a miner does.
+First a base learns from all three; it is saved as a founder gives it to ``--from``. Then members
+train adapters of rank 8 or 16, both matrices or only B, on the base in bf16. Uploads and update are
+the product's own files of 4 bits, merged by the validator's code. The outer rule is the mean of the
+members' adapters. Members and single workers take equal steps; the one worker takes as many, each
+on a batch of every text.
 """
 
 from __future__ import annotations
 
+import gzip
 import itertools
+import statistics
+import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from bench.common import alone, parser, some_of, table
-from bench.own_text import (
-    BATCH,
-    CONTEXT,
-    TEXTS,
-    batches,
-    inner_steps,
-    losses,
-    read_held_out,
-    trainer,
-    write_texts,
-)
 from bench.workers import Network
+from distributed_training.common.files import write_bytes
 from distributed_training.common.llama import llama_config
-from distributed_training.data.tokenizer import BYTE_VOCABULARY, build_tokenizer
+from distributed_training.config.settings import DataSettings, TrainingSettings
+from distributed_training.data.block_builder import WorkerSpec
+from distributed_training.data.own_text import OwnTokens
+from distributed_training.data.page_source import Counts
+from distributed_training.data.tokenizer import BYTE_VOCABULARY, TextTokenizer, build_tokenizer
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import with_rules
+from distributed_training.protocol.pages import PageDraw
+from distributed_training.scoring.evaluator import EvaluationModel
 from distributed_training.training.lora import begin, read_rules
 from distributed_training.training.model import write_config
 from distributed_training.training.pretrained import read_weights, write_frozen
 from distributed_training.training.trainer import Trainer
 from distributed_training.validator.merge import NESTEROV, OuterState, Rule
 
+CONTEXT, BATCH = 128, 8
+BYTES, HELD_OUT_BYTES, HELD_OUT = 3_000_000, 120_000, 96  # of a text; sequences
 GOAL = 0.01  # above the worker on all texts
+
+TEXTS = {
+    "python": (Path(sysconfig.get_paths()["stdlib"]), "*.py"),
+    "headers": (Path("/usr/include"), "*.h"),
+    "manuals": (Path("/usr/share/man"), "man?/*.gz"),
+}
+
+
+def write_texts(folder: Path) -> None:
+    """Write each text as files to train on, and one of what is held out. Raises SystemExit."""
+    for name, (place, pattern) in TEXTS.items():
+        files = [f for f in sorted(place.rglob(pattern)) if "site-packages" not in f.parts]
+        # By a fixed draw: neighbours in the alphabet are alike.
+        files = [files[at] for at in np.random.default_rng(1).permutation(len(files))]
+        sizes = {False: 0, True: 0}
+        (folder / name).mkdir()
+        with (folder / f"{name}.held").open("wb") as held_out:
+            for number, file in enumerate(files):
+                held = number % 10 == 0
+                if sizes[held] >= (HELD_OUT_BYTES if held else BYTES):
+                    continue
+                data = file.read_bytes()
+                data = gzip.decompress(data) if file.suffix == ".gz" else data
+                # The beginning: some are generated, and as large as all of a text.
+                text = data[:40_000].decode(errors="ignore").encode()
+                sizes[held] += len(text)
+                if held:
+                    held_out.write(text)
+                elif text:
+                    write_bytes(folder / name / f"{number}.txt", text, durable=False)
+        if sizes[False] < BYTES // 3 or sizes[True] < HELD_OUT_BYTES // 2:
+            raise SystemExit(f"{place} has too little text for {name}: {sizes}")
+
+
+def batches(text: Path, tokenizer: tuple[Path, int], *, seed: int) -> Iterator[Tensor]:
+    """Yield micro-batches of a member's own text, as its data workers cut them."""
+    settings = DataSettings(own=True, own_text=(str(text),), pages_per_block=1, rows_per_page=64)
+    spec = WorkerSpec(
+        settings=settings, uid=0, rank=0, world_size=1, sequence_length=CONTEXT,
+        tokenizer_path=tokenizer[0], eos_id=tokenizer[1], folder=text.parent,
+        draw_pages=PageDraw("bench", "bench", rows_per_page=64, held_out_pages=0),
+    )  # fmt: skip
+    source, draw = OwnTokens(spec, Counts()), np.random.default_rng(seed)
+    for place in itertools.count(1000 * seed):
+        tokens = source.block(place, 1).tokens
+        cut = tokens[: len(tokens) // CONTEXT * CONTEXT].reshape(-1, CONTEXT)
+        cut = cut[draw.permutation(len(cut))].astype(np.int64)
+        yield from torch.from_numpy(cut).split(BATCH)[:-1]
+
+
+def trainer(
+    seed: int, *, batch: int, model: dict[str, Any], rate: float, frozen: Path | None = None
+) -> Trainer:
+    made = Trainer(
+        settings=TrainingSettings(
+            local_batch_size_train=BATCH,
+            local_batch_size_train_effective=batch,
+            sequence_length=CONTEXT,
+            learning_rate=rate,
+            warmup_steps=30,
+            total_steps=100_000,
+            seed=seed,
+        ),
+        model_config=model,
+        device=torch.device("cpu"),
+        say=lambda line: None,
+        frozen=frozen,
+    )
+    made.load_weights(None)
+    made.begin_epoch(0)
+    return made
+
+
+def inner_steps(made: Trainer, texts: list[Iterator[Tensor]], steps: int) -> None:
+    for _ in range(steps):
+        for text in texts:
+            made.add_micro_batch(next(text))
+
+
+def loss(
+    made: Trainer, held: dict[str, Tensor], config: dict[str, Any], frozen: Path | None = None
+) -> float:
+    """Return the mean of the held-out losses on each text, in nats per byte."""
+    model = EvaluationModel(
+        model_config=config, device=torch.device("cpu"), micro_batch=HELD_OUT, frozen=frozen
+    )
+    model.load(made.outer.current())
+    return statistics.mean(model.loss(text) for text in held.values())
+
+
+def read_held_out(folder: Path, tokenizer: tuple[Path, int]) -> dict[str, Tensor]:
+    """Return the held-out sequences of each text."""
+    made, held = TextTokenizer(tokenizer[0], eos_id=tokenizer[1]), {}
+    for name in TEXTS:
+        text = (folder / f"{name}.held").read_text()
+        tokens = made.encode_rows([text], max_length=10**9).astype(np.int64)
+        starts = np.linspace(0, len(tokens) - CONTEXT, HELD_OUT).astype(int)
+        held[name] = torch.from_numpy(np.stack([tokens[s : s + CONTEXT] for s in starts]))
+    return held
 
 
 class Adapters:
@@ -75,8 +178,8 @@ class Adapters:
         for member in members:
             member.load_global(self._start, outer_step)
 
-    def losses(self, made: Trainer, held: dict[str, Tensor]) -> dict[str, float]:
-        return losses(made, held, self.config, self.frozen)
+    def loss(self, made: Trainer, held: dict[str, Tensor]) -> float:
+        return loss(made, held, self.config, self.frozen)
 
 
 def make_base(
@@ -124,8 +227,7 @@ def main() -> None:
         texts = [read(name, 99) for name in TEXTS]
         base = make_base(folder / "base", config, texts, options.base_steps)
         count = sum(each.local.numel() for each in base.shards)
-        before = losses(base, held, config)
-        print(f"base of {count / 1e6:.1f} million: {mean(before):.4f} {before}", flush=True)
+        print(f"base of {count / 1e6:.1f} million: {loss(base, held, config):.4f}", flush=True)
         del base
         kinds = []
         for way, rank in itertools.product(options.ways, map(int, options.ranks)):
@@ -141,10 +243,6 @@ def main() -> None:
     print(f"goals: below the best single one; at most {GOAL:.0%} above the one on all")
 
 
-def mean(found: dict[str, float]) -> float:
-    return sum(found.values()) / len(found)
-
-
 def of_seed(
     adapters: Adapters, read: Any, held: dict[str, Tensor], seed: int, options: Any
 ) -> tuple[object, ...]:
@@ -153,7 +251,7 @@ def of_seed(
     members = [adapters.trainer(seed, batch=BATCH, rate=rate) for _ in TEXTS]
     names = [name for name, _ in members[0].schema]
     rule = Rule(NESTEROV, 1.0, 0.0)
-    network = Network(rule, names, [OuterState(adapters.weights)], workers=len(members))
+    network = Network(rule, names, OuterState(adapters.weights), workers=len(members))
     texts = [read(name, seed) for name in TEXTS]
     for step in range(options.rounds):
         for member, text in zip(members, texts, strict=True):
@@ -161,16 +259,16 @@ def of_seed(
         own = zip(*(member.outer.current() for member in members), strict=True)
         network.exchange([torch.stack(of_all) for of_all in own], adapters.folder, step)
         adapters.give(members, [each.clone() for each in network.state.weights], step + 1)
-    merged = mean(adapters.losses(members[0], held))
+    merged = adapters.loss(members[0], held)
     values = sum(each.numel() for each in network.state.weights) * options.rounds
     single = []
     for name in TEXTS:
         one = adapters.trainer(seed, batch=BATCH, rate=rate)
         inner_steps(one, [read(name, seed)], options.rounds * steps)
-        single.append(mean(adapters.losses(one, held)))
+        single.append(adapters.loss(one, held))
     one = adapters.trainer(seed, batch=BATCH * len(TEXTS), rate=rate)
     inner_steps(one, [read(name, seed) for name in TEXTS], options.rounds * steps)
-    of_all = mean(adapters.losses(one, held))
+    of_all = adapters.loss(one, held)
     return (
         adapters.way, adapters.rank, seed, f"{merged:.4f}",
         f"{min(single):.4f}", f"{merged / min(single) - 1:+.2%}", f"{of_all:.4f}",

@@ -7,11 +7,9 @@ merged as a validator merges them (``validator/merge.py``) by the outer rule tha
 
 from __future__ import annotations
 
-import argparse
 import lzma
 import os
-import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -20,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bench.common import parser
 from distributed_training.protocol.types import UPDATE_CODEC
 from distributed_training.protocol.update_file import (
     Header,
@@ -32,13 +29,10 @@ from distributed_training.protocol.update_file import (
 )
 from distributed_training.training.outer_rule import OUTER_RULES, UploadFacts
 from distributed_training.validator.merge import (
-    HISTORY,
     Measured,
     OuterState,
     Rule,
     Values,
-    clip_factor,
-    longest_norm,
     merge,
     norm_of,
     whole_uploads,
@@ -109,20 +103,6 @@ def losses(weights: Weights, tokens: Tensor) -> Tensor:
     return each.view(models, -1).mean(1)
 
 
-def batches(
-    steps: int, workers: int, device: torch.device = _CPU
-) -> Iterator[tuple[float, Tensor]]:
-    """Yield each step's share of the learning rate, and its tokens (workers, batch, context + 1).
-
-    They are the same each time.
-    """
-    data, window = text()[HELD_OUT_BYTES:], torch.arange(CONTEXT + 1)
-    generator = torch.Generator().manual_seed(1)
-    for step in range(steps):
-        places = torch.randint(len(data) - CONTEXT, (workers, BATCH, 1), generator=generator)
-        yield min(1.0, (step + 1) / WARMUP), data[places + window].to(device)
-
-
 @torch.no_grad()
 def held_out_losses(weights: Weights, data: Tensor | None = None) -> list[float]:
     """Return each model's loss on ``data``; None: on the text that none trains on."""
@@ -133,69 +113,10 @@ def held_out_losses(weights: Weights, data: Tensor | None = None) -> list[float]
     return losses(weights, tokens.expand(len(models), -1, -1)).tolist()
 
 
-def arguments_of(doc: str | None, *, rounds: int) -> argparse.ArgumentParser:
-    arguments = parser(doc)
-    arguments.add_argument("--seeds", type=int, default=3)
-    arguments.add_argument("--rounds", type=int, default=rounds)
-    arguments.add_argument("--steps", type=int, default=30, help="inner steps of a round")
-    torch.set_num_threads(1)
-    return arguments
-
-
 def stack(starts: Sequence[Weights], workers: int, device: torch.device = _CPU) -> Weights:
     """Return the weights of the ``workers`` of each network, which begin at ``starts``."""
     stacked = {n: torch.stack([s[n] for s in starts for _ in range(workers)]) for n in starts[0]}
     return {name: each.to(device).requires_grad_() for name, each in stacked.items()}
-
-
-def inner_steps(
-    weights: Weights, count: int, workers: int, device: torch.device = _CPU
-) -> Iterator[tuple[int, Tensor]]:
-    """Train all models; yield the number of each inner step, from 1, and the models' losses.
-
-    The first ``workers`` models have batches of their own; the next ones have the same again.
-    """
-    optimizer = torch.optim.AdamW(weights.values(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
-    times = len(weights["bytes"]) // workers
-    for step, (warm, tokens) in enumerate(batches(count, workers, device), 1):
-        optimizer.param_groups[0]["lr"] = RATE * warm
-        loss = losses(weights, tokens.repeat(times, 1, 1))
-        optimizer.zero_grad()
-        loss.sum().backward()
-        optimizer.step()
-        yield step, loss.detach()
-
-
-class Inner:
-    """AdamW over all models at once. A slow worker takes a share of the steps and rests between.
-
-    ``speeds``: that share, of the models in turn.
-    """
-
-    def __init__(self, weights: Weights, speeds: Sequence[float] = (1.0,)) -> None:
-        self._weights, self._speeds = weights, speeds
-        betas = (0.9, 0.95)
-        self._adam = torch.optim.AdamW(weights.values(), lr=RATE, betas=betas, weight_decay=0.1)
-
-    def step(self, number: int, tokens: Tensor) -> None:
-        """Take inner step ``number``, from 1, of each model."""
-        models = len(tokens)
-        self._adam.param_groups[0]["lr"] = RATE * min(1.0, number / WARMUP)
-        speeds = [self._speeds[model % len(self._speeds)] for model in range(models)]
-        rests = [m for m, s in enumerate(speeds) if int(number * s) == int((number - 1) * s)]
-        self._adam.zero_grad()
-        losses(self._weights, tokens).sum().backward()
-        kept = [(each, each[rests].clone()) for each in self._tensors()] if rests else []
-        self._adam.step()
-        with torch.no_grad():
-            for each, before in kept:
-                each[rests] = before
-
-    def _tensors(self) -> Iterator[Tensor]:
-        """Yield weights and averages, whose first dimension is the models'."""
-        for weight in self._weights.values():
-            state = self._adam.state[weight]
-            yield from (weight.data, *(state[n] for n in ("exp_avg", "exp_avg_sq") if n in state))
 
 
 def _unsigned(message: bytes) -> bytes:
@@ -204,109 +125,42 @@ def _unsigned(message: bytes) -> bytes:
 
 @dataclass
 class Network:
-    """The rounds of one store network: outer states, and what each worker's upload left out.
+    """The rounds of one store network: the outer state, and what each worker's upload left out.
 
-    There is one state for all; with a rule of groups each worker has one. ``sent`` and
-    ``received``: bytes of one worker in all outer steps, by the body of the files. Where a rule
-    selects what is sent, an upload counts as long as zlib makes it.
+    ``sent`` and ``received``: bytes of one worker in all outer steps, by the body of the files.
     """
 
     rule: Rule
     names: Sequence[str]
-    states: list[OuterState]
+    state: OuterState
     codec: str = UPDATE_CODEC
     workers: int = WORKERS
-    clips: bool = False  # uploads, as a validator does
-    judged: Tensor | None = None  # text on which uploads are judged, for a rule that merges them
     sent: float = 0.0
     received: float = 0.0
-    residuals: list[Sequence[Tensor] | None] = field(default_factory=list)
-    norms: list[list[float]] = field(default_factory=list)  # of an outer step, as merged
+    residuals: dict[int, Sequence[Tensor]] = field(default_factory=dict)  # by worker
 
-    def __post_init__(self) -> None:
-        self.residuals = [None] * self.workers
-        if OUTER_RULES[self.rule.name].groups is not None:
-            self.states = self.states * self.workers
-
-    @property
-    def state(self) -> OuterState:
-        """The state that all have."""
-        (state,) = self.states
-        return state
-
-    def state_of(self, worker: int) -> OuterState:
-        return self.states[worker % len(self.states)]
-
-    def exchange(
-        self,
-        weights: Sequence[Tensor],
-        folder: Path,
-        outer_step: int,
-        *,
-        missing: int = 0,
-        lost: Collection[int] = (),
-    ) -> None:
+    def exchange(self, weights: Sequence[Tensor], folder: Path, outer_step: int) -> None:
         """Upload what the workers trained, and take the outer step that follows from it.
 
-        ``weights``: ``(workers, ...)`` of each parameter, on the CPU. The last ``missing`` workers
-        and those of ``lost`` upload nothing.
+        ``weights``: ``(workers, ...)`` of each parameter, on the CPU.
         """
-        uploads = {
-            worker: self._upload(worker, [each[worker] for each in weights], folder, outer_step)
-            for worker in range(self.workers - missing)
-            if worker not in lost
-        }
-        rule = OUTER_RULES[self.rule.name]
-        if rule.groups is not None:
-            before = [*self.states]
-            for group in rule.groups(self.workers, outer_step):
-                if there := [worker for worker in group if worker in uploads]:
-                    self._average(before, there, [uploads[worker] for worker in there])
-            return
-        self._merge_all([*uploads.values()], folder, outer_step)
+        uploads = [
+            self.upload(worker, [each[worker] for each in weights], folder, outer_step)
+            for worker in range(self.workers)
+        ]
+        self.merge_all(uploads, folder, outer_step)
 
-    def exchange_and_carry(
-        self, own: Sequence[Tensor], folder: Path, outer_step: int, lost: Collection[int]
-    ) -> list[Tensor]:
-        """Take an outer step; return the workers' weights: what was lost is on top of the new."""
-        before = [self.state_of(worker).weights for worker in range(self.workers)]
-        self.exchange(own, folder, outer_step, lost=lost)
-        found = []
-        for index, each in enumerate(own):
-            new = torch.stack([self.state_of(w).weights[index] for w in range(self.workers)])
-            for worker in lost:
-                new[worker] += each[worker] - before[worker][index]
-            found.append(new)
-        return found
+    def state_of(self, worker: int) -> OuterState:
+        """Return the state that a worker begins its inner steps with."""
+        return self.state
 
-    def _merge_all(self, uploads: Sequence[UpdateFile], folder: Path, outer_step: int) -> None:
-        factors, facts = [1.0] * len(uploads), list[UploadFacts]()
-        norms = [norm_of(upload) for upload in uploads]
-        found = [Measured(norm, 1.0, 0.0) for norm in norms]  # all gain the same
-        if self.clips:
-            past = [Measured(norm, 1.0, 0.0) for some in self.norms[-HISTORY:] for norm in some]
-            longest = longest_norm([*past, *found], [])
-            factors = [clip_factor(norm, longest) for norm in norms]
-            self.norms.append([n * f for n, f in zip(norms, factors, strict=True)])
-        if OUTER_RULES[self.rule.name].merge is not None:
-            assert self.judged is not None
-            gains = self._gains(uploads, self.judged)
-            tokens = [upload.header.tokens for upload in uploads]
-            facts = [UploadFacts(*each) for each in zip(tokens, norms, gains, strict=True)]
-        update = self.merge(uploads, factors, whole_uploads(found), folder, outer_step, facts)
-        self.sent += sum(map(self._bytes_of, uploads)) / self.workers
+    def merge_all(self, uploads: Sequence[UpdateFile], folder: Path, outer_step: int) -> None:
+        """Merge uploads that all gain the same, none of which is clipped."""
+        found = [Measured(norm_of(upload), 1.0, 0.0) for upload in uploads]
+        factors = [1.0] * len(uploads)
+        update = self.merge(uploads, factors, whole_uploads(found), folder, outer_step)
+        self.sent += sum(upload.layout.body_bytes for upload in uploads) / self.workers
         self.received += update.layout.body_bytes
-
-    def _gains(self, uploads: Sequence[UpdateFile], data: Tensor) -> list[float]:
-        """Return by how much each upload lowers the loss on ``data``, in nats per byte."""
-        stacked = {
-            name: torch.stack(
-                [weight, *(weight - upload.decode(name, weight.shape) for upload in uploads)]
-            )
-            for name, weight in zip(self.names, self.state.weights, strict=True)
-        }
-        before, *after = held_out_losses(stacked, data)
-        return [before - each for each in after]
 
     def merge(
         self,
@@ -321,20 +175,19 @@ class Network:
         path = folder / "update"
         path.unlink(missing_ok=True)
         layout = self._layout("update", UPDATE_CODEC, outer_step)
-        _, state = merge(
+        _, self.state = merge(
             uploads, factors, self.state, self.rule,
             path=path, layout=layout, sign=_unsigned, divisor=divisor, facts=facts,
         )  # fmt: skip
-        self.states = [state]
         return UpdateFile.reopen(path, layout.schema)
 
-    def _upload(
+    def upload(
         self, worker: int, weights: Sequence[Tensor], folder: Path, outer_step: int
     ) -> UpdateFile:
         """Write one worker's upload as a member does; keep what it left out."""
         rule = OUTER_RULES[self.rule.name]
         moved = [s - w for s, w in zip(self.state_of(worker).weights, weights, strict=True)]
-        if (residual := self.residuals[worker]) is not None:
+        if (residual := self.residuals.get(worker)) is not None:
             moved = [m + r * rule.feedback for m, r in zip(moved, residual, strict=True)]
         path = folder / f"upload-{worker}"
         path.unlink(missing_ok=True)
@@ -349,33 +202,6 @@ class Network:
         ]
         return upload
 
-    def _average(
-        self, before: Sequence[OuterState], group: Sequence[int], uploads: Sequence[UpdateFile]
-    ) -> None:
-        """Take the outer step of each member of one group: they send each other all of it."""
-        step = OUTER_RULES[self.rule.name].step
-        lr, mu = self.rule.learning_rate, self.rule.mu
-        starts, gradients = [], []
-        for index, name in enumerate(self.names):
-            own = torch.stack([before[worker].weights[index] for worker in group])
-            starts.append(own.mean(0))
-            sent = [upload.decode(name, starts[-1].shape) for upload in uploads]
-            gradients.append(torch.stack(sent).mean(0))
-        for worker in group:
-            momenta: Sequence[Tensor | None] = before[worker].momentum or [None] * len(starts)
-            every = zip(starts, gradients, momenta, strict=True)
-            found = [step(*each, lr=lr, mu=mu) for each in every]
-            self.states[worker] = OuterState([w for w, _ in found], [m for _, m in found])
-        whole = sum(start.numel() * start.itemsize for start in starts)
-        each = sum(self._bytes_of(upload) + whole for upload in uploads) / self.workers
-        self.sent += each * (len(group) - 1)
-        self.received += each * (len(group) - 1)
-
-    def _bytes_of(self, upload: UpdateFile) -> int:
-        if OUTER_RULES[self.rule.name].select is None:
-            return upload.layout.body_bytes
-        return len(zlib.compress(upload.path.read_bytes()[upload.layout.body :]))
-
     def _layout(
         self, kind: Literal["upload", "update"], codec: str, outer_step: int
     ) -> UpdateLayout:
@@ -383,5 +209,5 @@ class Network:
             kind=kind, run_id="bench", outer_step=outer_step, serial=0, hotkey="bench",
             start="0" * 64, codec=codec, inner_steps=1, tokens=1,
         )  # fmt: skip
-        shapes = [tuple(weight.shape) for weight in self.states[0].weights]
+        shapes = [tuple(weight.shape) for weight in self.state.weights]
         return UpdateLayout.of(list(zip(self.names, shapes, strict=True)), header)

@@ -29,7 +29,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,34 +40,182 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import table
+from bench.common import parser, table
 from bench.workers import (
     BATCH,
     CONTEXT,
     HELD_OUT_BYTES,
     LAYERS,
+    RATE,
+    WARMUP,
     WIDTH,
     WORKERS,
-    Inner,
     Network,
     Weights,
-    arguments_of,
     held_out_losses,
     initial,
+    losses,
     stack,
     text,
 )
 from distributed_training.config.loader import exit_with
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError
-from distributed_training.training.outer_rule import find_rule, outer_rule_of
-from distributed_training.validator.merge import OuterState, Rule
+from distributed_training.protocol.update_file import UpdateFile
+from distributed_training.training.outer_rule import (
+    OUTER_RULES,
+    UploadFacts,
+    find_rule,
+    outer_rule_of,
+)
+from distributed_training.validator.merge import (
+    HISTORY,
+    Measured,
+    OuterState,
+    Rule,
+    clip_factor,
+    longest_norm,
+    norm_of,
+    whole_uploads,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 RULES = ROOT / "examples" / "rules"
 DEFAULT = ("nesterov", f"{RULES / 'sparse_uploads.py'}:lr=3,mu=0", str(RULES / "pairs.py"))
 BASELINE = "one worker"
 SUBNET_PERIOD, SUBNET_STEPS, KILL_EVERY = 80, 5, 60.0  # seconds, outer steps, seconds
+
+
+class Inner:
+    """AdamW over all models at once. A slow worker takes a share of the steps and rests between.
+
+    ``speeds``: that share, of the models in turn.
+    """
+
+    def __init__(self, weights: Weights, speeds: Sequence[float] = (1.0,)) -> None:
+        self._weights, self._speeds = weights, speeds
+        betas = (0.9, 0.95)
+        self._adam = torch.optim.AdamW(weights.values(), lr=RATE, betas=betas, weight_decay=0.1)
+
+    def step(self, number: int, tokens: Tensor) -> None:
+        """Take inner step ``number``, from 1, of each model."""
+        models = len(tokens)
+        self._adam.param_groups[0]["lr"] = RATE * min(1.0, number / WARMUP)
+        speeds = [self._speeds[model % len(self._speeds)] for model in range(models)]
+        rests = [m for m, s in enumerate(speeds) if int(number * s) == int((number - 1) * s)]
+        self._adam.zero_grad()
+        losses(self._weights, tokens).sum().backward()
+        kept = [(each, each[rests].clone()) for each in self._tensors()] if rests else []
+        self._adam.step()
+        with torch.no_grad():
+            for each, before in kept:
+                each[rests] = before
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """Yield weights and averages, whose first dimension is the models'."""
+        for weight in self._weights.values():
+            state = self._adam.state[weight]
+            yield from (weight.data, *(state[n] for n in ("exp_avg", "exp_avg_sq") if n in state))
+
+
+@dataclass
+class Ruled(Network):
+    """A network by any outer rule, whose uploads may be lost.
+
+    There is one state for all; with a rule of groups each worker has one. Where a rule selects what
+    is sent, an upload counts as long as zlib makes it. ``judged``: the text that uploads are judged
+    on.
+    """
+
+    judged: Tensor | None = None
+    states: list[OuterState] = field(default_factory=list)
+    norms: list[list[float]] = field(default_factory=list)  # of an outer step, as merged
+
+    def __post_init__(self) -> None:
+        if OUTER_RULES[self.rule.name].groups is not None:
+            self.states = [self.state] * self.workers
+
+    def state_of(self, worker: int) -> OuterState:
+        return self.states[worker] if self.states else self.state
+
+    def exchange_and_carry(
+        self, own: Sequence[Tensor], folder: Path, outer_step: int, lost: Collection[int]
+    ) -> list[Tensor]:
+        """Take an outer step; return the workers' weights: what was lost is on top of the new."""
+        before = [self.state_of(worker) for worker in range(self.workers)]
+        uploads = {
+            worker: self.upload(worker, [each[worker] for each in own], folder, outer_step)
+            for worker in range(self.workers)
+            if worker not in lost
+        }
+        groups = OUTER_RULES[self.rule.name].groups
+        if groups is None:
+            self.merge_all([*uploads.values()], folder, outer_step)
+        for group in groups(self.workers, outer_step) if groups is not None else ():
+            if there := [worker for worker in group if worker in uploads]:
+                self._average(before, there, [uploads[worker] for worker in there])
+        found = []
+        for index, each in enumerate(own):
+            new = torch.stack([self.state_of(w).weights[index] for w in range(self.workers)])
+            for worker in lost:
+                new[worker] += each[worker] - before[worker].weights[index]
+            found.append(new)
+        return found
+
+    def merge_all(self, uploads: Sequence[UpdateFile], folder: Path, outer_step: int) -> None:
+        """Clip uploads as a validator does, and judge them for a rule that merges by that."""
+        facts, norms = list[UploadFacts](), [norm_of(upload) for upload in uploads]
+        found = [Measured(norm, 1.0, 0.0) for norm in norms]  # all gain the same
+        past = [Measured(norm, 1.0, 0.0) for some in self.norms[-HISTORY:] for norm in some]
+        longest = longest_norm([*past, *found], [])
+        factors = [clip_factor(norm, longest) for norm in norms]
+        self.norms.append([n * f for n, f in zip(norms, factors, strict=True)])
+        if OUTER_RULES[self.rule.name].merge is not None:
+            assert self.judged is not None
+            gains = self._gains(uploads, self.judged)
+            tokens = [upload.header.tokens for upload in uploads]
+            facts = [UploadFacts(*each) for each in zip(tokens, norms, gains, strict=True)]
+        update = self.merge(uploads, factors, whole_uploads(found), folder, outer_step, facts)
+        self.sent += sum(map(self._bytes_of, uploads)) / self.workers
+        self.received += update.layout.body_bytes
+
+    def _gains(self, uploads: Sequence[UpdateFile], data: Tensor) -> list[float]:
+        """Return by how much each upload lowers the loss on ``data``, in nats per byte."""
+        stacked = {
+            name: torch.stack(
+                [weight, *(weight - upload.decode(name, weight.shape) for upload in uploads)]
+            )
+            for name, weight in zip(self.names, self.state.weights, strict=True)
+        }
+        before, *after = held_out_losses(stacked, data)
+        return [before - each for each in after]
+
+    def _average(
+        self, before: Sequence[OuterState], group: Sequence[int], uploads: Sequence[UpdateFile]
+    ) -> None:
+        """Take the outer step of each member of one group: they send each other all of it."""
+        step = OUTER_RULES[self.rule.name].step
+        lr, mu = self.rule.learning_rate, self.rule.mu
+        starts, gradients = [], []
+        for index, name in enumerate(self.names):
+            own = torch.stack([before[worker].weights[index] for worker in group])
+            starts.append(own.mean(0))
+            sent = [upload.decode(name, starts[-1].shape) for upload in uploads]
+            gradients.append(torch.stack(sent).mean(0))
+        for worker in group:
+            momenta: Sequence[Tensor | None] = before[worker].momentum or [None] * len(starts)
+            every = zip(starts, gradients, momenta, strict=True)
+            found = [step(*each, lr=lr, mu=mu) for each in every]
+            self.states[worker] = OuterState([w for w, _ in found], [m for _, m in found])
+        whole = sum(start.numel() * start.itemsize for start in starts)
+        each = sum(self._bytes_of(upload) + whole for upload in uploads) / self.workers
+        self.sent += each * (len(group) - 1)
+        self.received += each * (len(group) - 1)
+
+    def _bytes_of(self, upload: UpdateFile) -> int:
+        if OUTER_RULES[self.rule.name].select is None:
+            return upload.layout.body_bytes
+        return len(zlib.compress(upload.path.read_bytes()[upload.layout.body :]))
 
 
 @dataclass
@@ -113,9 +262,9 @@ def train(curves: Sequence[Curve], options: argparse.Namespace, save: Callable[[
     starts = [initial(seed, *sizes) for seed in places]
     parameters = sum(each.numel() for each in starts[0].values())
     networks = [
-        None if curve.rule is None else Network(
-            curve.rule, [*start], [OuterState([*start.values()])],
-            workers=options.workers, clips=True, judged=rest[:HELD_OUT_BYTES],
+        None if curve.rule is None else Ruled(
+            curve.rule, [*start], OuterState([*start.values()]),
+            workers=options.workers, judged=rest[:HELD_OUT_BYTES],
         )
         for curve in curves
         for start in starts
@@ -147,7 +296,7 @@ def train(curves: Sequence[Curve], options: argparse.Namespace, save: Callable[[
 
 
 def _take(
-    network: Network | None, first: int, weights: Weights, folder: Path, outer_step: int,
+    network: Ruled | None, first: int, weights: Weights, folder: Path, outer_step: int,
     lost: Sequence[int], held: Tensor,
 ) -> float:  # fmt: skip
     """Take the outer step of one network; return the mean held-out loss of what members hold."""
@@ -158,7 +307,7 @@ def _take(
     new = network.exchange_and_carry(own, folder, outer_step, lost)
     for each, values in zip(weights.values(), new, strict=True):
         each[mine] = values.to(each.device)
-    states = zip(*(state.weights for state in network.states), strict=True)
+    states = zip(*(s.weights for s in network.states or [network.state]), strict=True)
     stacked = (torch.stack(each) for each in states)
     return statistics.mean(held_out_losses(dict(zip(network.names, stacked, strict=True)), held))
 
@@ -301,8 +450,12 @@ def numbers(least: float, most: float, between: str = ",") -> Callable[[str], li
 
 
 def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    arguments = arguments_of(__doc__, rounds=20)
+    torch.set_num_threads(1)
+    arguments = parser(__doc__)
     add = arguments.add_argument
+    add("--seeds", type=int, default=3)
+    add("--rounds", type=int, default=20)
+    add("--steps", type=int, default=30, help="inner steps of a round")
     add("rules", nargs="*", default=DEFAULT, metavar="NAME|FILE.py[:lr=X,mu=X]")
     add("--workers", type=int, default=WORKERS, help=f"of each rule and seed [{WORKERS}]")
     add("--outer-learning-rate", type=float, default=0.8, help="of rules without an own one [0.8]")
