@@ -1,6 +1,6 @@
 """Every kind of process of a network is killed in every phase; everybody is in the next round.
 
-Two kills are in test_localnet_end_to_end.py; what the launcher does, in test_launcher_tree.py.
+Two kills are in tests/promises/test_networks.py; what the launcher does, in test_launcher_tree.py.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import string
 import subprocess
 import sys
 from datetime import timedelta
@@ -12,50 +13,53 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 from distributed_training.localnet.services import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.telemetry import read_events
 from tests.tools.subnet_tools import paced
-from tests.tools.text_search import WINDOW, Text
 
 pytestmark = pytest.mark.long
 TOOLS = Path(__file__).parents[1] / "tools"
 NAMES = ("miner-1", "miner-2")
 
 
-def words(seed: int, count: int) -> str:
-    """Text of words that no other seed has, with a canary in each hundred."""
-    draw = random.Random(seed)
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    known = ["".join(draw.choices(letters, k=draw.randint(3, 9))) for _ in range(800)]
-    canary = f"canary-{draw.randbytes(24).hex()}"
-    return "".join(
-        f"{canary if number % 100 == 0 else draw.choice(known)}{' ' if number % 12 else chr(10)}"
-        for number in range(count)
+def canary_of(name: str) -> str:
+    """Return a word that no other text has."""
+    return f"canary-{hashlib.sha256(name.encode()).hexdigest()[:48]}"
+
+
+def words(name: str, count: int) -> str:
+    """Return text of random words, with the name's canary in each hundred."""
+    draw = random.Random(name)
+    known = ["".join(draw.choices(string.ascii_lowercase, k=draw.randint(3, 9))) for _ in range(99)]
+    return "\n".join(
+        canary_of(name) if number % 100 == 0 else draw.choice(known) for number in range(count)
     )
 
 
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
-    path, eos_id = build_tokenizer("bytes", tmp_path_factory.mktemp("tokenizer"))
-    return TextTokenizer(path, eos_id=eos_id)
+def forms_of(canary: str) -> dict[str, bytes]:
+    """Return the canary as bytes, and as its tokens: binary, and in decimals."""
+    ids = np.frombuffer(canary.encode(), np.uint8)  # a token of ours is a byte
+    forms = {f"int{8 * width}": ids.astype(f"<u{width}").tobytes() for width in (2, 4, 8)}
+    forms |= {f"after {between!r}": between.join(map(str, ids)).encode() for between in (",", ", ")}
+    return {"bytes": canary.encode(), **forms}
 
 
-def ids_of(encoder: TextTokenizer, text: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    return encoder.encode_rows([text], max_length=10**9)[:-1].astype(np.int64)
+def ways(path: Path, forms: dict[str, bytes]) -> set[str]:
+    """Return the forms in which a file holds the canary."""
+    data = path.read_bytes()
+    return {way for way, form in forms.items() if form in data}
 
 
 @pytest.mark.timeout(900)
 def test_own_text_is_in_nothing_that_leaves_a_miner(
-    tmp_path: Path, encoder: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = {name: words(number, 30_000) for number, name in enumerate(NAMES)}
-    for name, text in own.items():
+    for name in NAMES:
         (tmp_path / "own" / name).mkdir(parents=True)
-        (tmp_path / "own" / name / "text.txt").write_text(text)
+        (tmp_path / "own" / name / "text.txt").write_text(words(name, 30_000))
     held = tmp_path / "held.txt"
-    held.write_text(words(99, 3000))
+    held.write_text(words("held", 3000))
     sent = tmp_path / "sent"
     sent.mkdir()
     monkeypatch.setenv("PYTHONPATH", str(TOOLS / "recorded"))
@@ -112,18 +116,12 @@ def test_own_text_is_in_nothing_that_leaves_a_miner(
     assert any("wandb" in path.parts for path in files), "W&B has written"
     assert any(b"uploads/" in path.read_bytes() for path in sent.iterdir())
     for name in NAMES:
-        others = [text.encode() for other, text in own.items() if other != name]
-        wanted = Text(own[name].encode(), ids_of(encoder, own[name]), [*others, held.read_bytes()])
-        assert len(wanted) > 100_000
-        found = {path: ways for path in files if path not in kept and (ways := wanted.ways(path))}
-        assert not found
+        forms = forms_of(canary_of(name))
+        assert not {
+            path: found for path in files if path not in kept and (found := ways(path, forms))
+        }
         # The search finds it where it is, and in a copy of what was sent.
-        assert any(wanted.ways(path) for path in kept if path.suffix == ".tokens")
-        (first, *_) = sorted(sent.iterdir())
+        assert any(ways(path, forms) for path in kept if path.suffix == ".tokens")
         planted = tmp_path / "planted"
-        planted.write_bytes(first.read_bytes() + own[name][5000 : 5000 + WINDOW].encode())
-        assert wanted.ways(planted) == {"bytes"}
-    total = sum(path.stat().st_size for path in files if path not in kept)
-    print(
-        f"{len(files) - len(kept)} files, {total / 1e6:.0f} MB, of which {recorded / 1e6:.0f} sent"
-    )
+        planted.write_bytes(min(sent.iterdir()).read_bytes() + forms["bytes"])
+        assert ways(planted, forms) == {"bytes"}

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,33 +87,6 @@ def test_the_page_shows_training_and_survives_a_restart(
         wait_for(lambda: browser.find_element("id", "connection").text == "live", "it again")
     problems = [e for e in browser.get_log("browser") if e["level"] == "SEVERE"]
     assert all("ERR_" in e["message"] for e in problems), problems
-
-
-def test_a_killed_miner_is_dead_within_ten_seconds(
-    browser: Any, run_folder: tuple[Path, EventLog]
-) -> None:
-    """Its process and files show it, while the page's server still runs."""
-    folder, events = run_folder
-    with subprocess.Popen(["sleep", "600"]) as miner, served(folder) as page:
-        (folder / "instance.json").write_text(json.dumps({"instance": "a", "pid": miner.pid}))
-        events.write("state", before="update_failed", after="training")
-        browser.get(page.url)
-        wait_for(lambda: verdict(browser)[0] == "training", "that it trains")
-        began = time.time()
-        wait_for(lambda: time.time() > began + 8, "eight seconds without an event")
-        assert verdict(browser)[0] == "training", "a long step is no death"
-        miner.kill()
-        miner.wait()
-        killed = time.time()
-        wait_for(lambda: verdict(browser)[0] == "dead", "that it is dead", every=0.2)
-        assert time.time() - killed < 100  # ten, of a browser with a core of its own
-        assert "no sign of life for" in verdict(browser)[1]
-        assert browser.title.startswith("⚠")
-        assert "old" in browser.find_element("id", "work").get_attribute("class").split()
-        assert browser.execute_script(CHECKS) == []
-        events.write("stop", reason="asked to stop", exit_status=0)
-        wait_for(lambda: verdict(browser)[0] == "stopped", "a stop that was asked for")
-        assert "asked to stop" in verdict(browser)[1] and browser.title == folder.name
 
 
 def test_a_page_without_its_server_says_so(browser: Any, run_folder: tuple[Path, EventLog]) -> None:

@@ -108,22 +108,6 @@ def _ended(cluster: Slurm, job: str) -> None:
 
 
 @pytest.mark.long
-def test_two_nodes_of_a_job_save_before_its_time_is_over_and_go_on(cluster: Slurm) -> None:
-    job = _submit(cluster, "several-nodes", **_place(), NODE_STEPS="40")
-    folder = cluster.folder / "runs" / "miner-node0"
-    wait_for(lambda: len(_losses(folder)) >= 3, "steps", seconds=150, every=0.2)
-    cluster.run("scancel", "--batch", "--signal=USR1", job)  # as --signal before the time limit
-    wait_for(lambda: cluster.job(job)["Restarts"] == "1", "queued again", seconds=90, every=0.5)
-    saved = max(_losses(folder))
-    assert saved < 40
-    _finish(cluster, job, folder, 40)
-    assert set(_losses(folder)) == set(range(1, 41)), "no step is lost"
-    output = _output(cluster)
-    assert f"Resumed at outer step 0, inner step {saved}" in output
-    assert (cluster.folder / "runs" / "miner-node1" / "checkpoints").is_dir()
-
-
-@pytest.mark.long
 def test_a_preempted_job_saves_in_its_grace_time_and_continues_later(cluster: Slurm) -> None:
     """Slurm itself preempts it: a job of a partition with a higher priority takes both nodes."""
     job = _submit(cluster, "several-nodes", **_place(), NODE_STEPS="40")

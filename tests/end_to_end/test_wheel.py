@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import sysconfig
 from pathlib import Path
@@ -43,12 +42,3 @@ def test_the_package_that_runs_is_the_wheel_and_has_its_files(
     assert found.is_relative_to(programs.parent)
     assert (found / "py.typed").is_file()
     assert list((found / "telemetry" / "page" / "static").glob("*.js"))
-
-
-@pytest.mark.long
-@pytest.mark.timeout(400)
-def test_a_whole_subnet_runs(programs: Path, tmp_path: Path) -> None:
-    words = ["--outer-steps", "1", "--folder", tmp_path / "run"]
-    run(programs / "dt-localnet", *words, cwd=tmp_path, timeout=360)
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert len(summary["outer_steps"]) == 1 and not summary["problems"]

@@ -152,13 +152,6 @@ def _parse(base: Base, data: bytes) -> State:
     return State.parse(data, Master(base.world.run_id, master, verify))
 
 
-def test_the_matrix_is_as_large_as_the_page_says() -> None:
-    cases = len(OBJECTS) * len(FAULTS) * len(MOMENTS)
-    whole = 2 * len(STORES) + len(STORES_OF_EMPTY_DISK)
-    print(f"{cases} cases of one object, and {whole} of the whole store")
-    assert (cases, whole) == (300, 22)
-
-
 @pytest.mark.parametrize("each", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("name", OBJECTS)

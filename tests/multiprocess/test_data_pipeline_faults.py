@@ -5,11 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -172,38 +167,7 @@ def test_a_dead_source_costs_no_waiting_and_kept_blocks_stay(
         assert wait_ready(made, 6) > 0
 
 
-CHILD = """
-import json, sys, time
-from pathlib import Path
-from distributed_training.config.settings import DataSettings
-from distributed_training.data.pipeline import DataPipeline
-from distributed_training.data.block_builder import WorkerSpec
-from distributed_training.protocol.pages import PageDraw
-
-dataset, revision, tokenizer, eos, folder = sys.argv[1:6]
-made = DataPipeline(
-    WorkerSpec(
-        settings=DataSettings(source="hub", dataset=dataset, revision=revision),
-        uid=11, rank=0, world_size=4, sequence_length=64,
-        tokenizer_path=Path(tokenizer), eos_id=int(eos), folder=Path(folder),
-        draw_pages=PageDraw("0123456789ab", "lab", rows_per_page=100, held_out_pages=0),
-    ),
-    micro_batch_size=2,
-)
-made.request(40)
-while made.ready(40) is None:
-    time.sleep(0.005)
-made.begin(40, made.ready(40))
-for _ in range(7):
-    made.next()
-made.request(41)
-workers = [worker.child.pid for worker in made._workers]
-print(json.dumps({"cursor": made.state_dict(), "workers": workers}), flush=True)
-time.sleep(600)
-"""
-
-
-def test_after_a_kill_the_pipeline_continues_at_the_next_sequence(
+def test_a_pipeline_that_starts_again_continues_at_the_next_sequence(
     files: Path, tokenizer: tuple[Path, int], tmp_path: Path
 ) -> None:
     # A page of the block is missing when it is first prepared, and there after the restart: the
@@ -212,20 +176,14 @@ def test_after_a_kill_the_pipeline_continues_at_the_next_sequence(
         with pipeline(hub, tokenizer, tmp_path) as made:
             made.request(1000)
             wait_ready(made, 1000)  # where rows lie is known
-        hub.decide = without(pages_of(40)[0])
-        child = subprocess.Popen(
-            [sys.executable, "-c", CHILD, DATASET, COMMIT, *map(str, tokenizer), str(tmp_path)],
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.getcwd(), "HF_ENDPOINT": hub.url},
-        )
-        assert child.stdout is not None
-        told = json.loads(child.stdout.readline())
-        child.send_signal(signal.SIGKILL)
-        child.wait(10)
-        child.stdout.close()
-        wait_for(lambda: not any(_alive(pid) for pid in told["workers"]), "their end")
+            hub.decide = without(pages_of(40)[0])
+            made.request(40)
+            made.begin(40, wait_ready(made, 40))
+            for _ in range(7):
+                made.next()
+            made.request(41)
+            cursor = made.state_dict()
         hub.decide = None
-        cursor = told["cursor"]
         assert (cursor["page_block"], cursor["offset"]) == (40, 14)
         fetched = len(hub.ranges())
         with pipeline(hub, tokenizer, tmp_path) as made:
@@ -308,11 +266,3 @@ def test_a_worker_that_could_not_be_started_is_not_its_block_s_fault(
         made._workers[0].child._process.kill()
         assert wait_ready(made, 7) > 0
     assert len(failed) == 2
-
-
-def _alive(pid: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return status != "Z"

@@ -287,22 +287,6 @@ def test_a_stuck_rank_is_ended(launched: Start) -> None:
     assert "counts as failed" not in run.output
 
 
-def test_a_checkpoint_that_takes_longer_than_a_stop_may_is_said(
-    launched: Start,
-) -> None:
-    run = launched("run")
-    run.wait_ready()
-    last = run.folder / "checkpoints" / "last.json"
-    last.parent.mkdir(exist_ok=True)
-    last.write_text('{"seconds": 94.0}')
-    run.stop()
-    assert "SIGTERM received: stopping (at most 208 s)" in run.output
-    again = launched("run")
-    line = "and 235 s to systemd (TimeoutStopSec)"
-    wait_for(lambda: line in again.output, "the warning")
-    again.stop()
-
-
 def test_ranks_that_hang_after_rank_zero_are_ended(launched: Start) -> None:
     run = launched("linger", ranks=2)
     run.wait_ready(2)

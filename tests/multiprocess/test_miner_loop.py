@@ -6,65 +6,31 @@ Kills and stops within a round are in ``tests/promises/test_kill_in_a_round.py``
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from distributed_training.common.ports import free_ports
-from distributed_training.miner.rank_group import rank_variables
-from tests.tools.forked import Program
-from tests.tools.small_disk import small_disk
+from tests.tools.forked import Ranks
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
-SCRIPT = Path(__file__).parents[1] / "tools" / "miner_ranks.py"
-SECONDS = 120.0  # for a run that takes five on a machine at rest
-
-
-def start(
-    scenario: str, folder: Path, world_size: int, *, log: Path | None = None
-) -> list[Program]:
-    folder.mkdir(exist_ok=True)
-    (port,) = free_ports(1)
-    return [
-        Program(
-            *(SCRIPT, scenario, str(folder)),
-            environ=rank_variables(rank, world_size=world_size, port=port),
-            log=log or folder / f"{scenario}-{rank}.log",
-        )
-        for rank in range(world_size)
-    ]
-
-
-def end(processes: list[Program]) -> list[int]:
-    try:
-        return [process.wait(SECONDS) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-
-
-def logs(folder: Path) -> str:
-    return "\n".join(path.read_text() for path in sorted(folder.glob("*.log")))
-
 
 def run(scenario: str, folder: Path, world_size: int = 2) -> dict[str, Any]:
-    statuses = end(start(scenario, folder, world_size))
-    assert set(statuses) == {0}, f"{statuses}\n{logs(folder)}"
+    folder.mkdir(exist_ok=True)
+    Ranks("miner_ranks", scenario, str(folder), folder=folder, world_size=world_size).finish()
     content: dict[str, Any] = json.loads((folder / f"{scenario}.json").read_text())
     content["weights"] = torch.load(folder / f"{scenario}.pt", weights_only=True)
     return content
 
 
-def end_by_kill(scenario: str, folder: Path) -> None:
-    processes = start(scenario, folder, 2)
-    processes[0].wait(SECONDS)
-    processes[1].kill()  # as the launcher does when a rank is gone, unless it saw that first
-    statuses = end(processes)
-    assert statuses in ([-9, -9], [-9, 1]), f"{statuses}\n{logs(folder)}"
-    assert not (folder / f"{scenario}.json").exists()
+def log_of_rank_0(folder: Path) -> str:
+    return min(folder.glob("miner_ranks-*-0.log")).read_text()
 
 
 def same(one: dict[str, Any], two: dict[str, Any]) -> bool:
@@ -78,7 +44,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_a_kill_loses_no_sequence_and_changes_no_bit(whole: dict[str, Any], tmp_path: Path) -> None:
-    end_by_kill("killed", tmp_path)
+    Ranks("miner_ranks", "killed", str(tmp_path), folder=tmp_path).finish(killed=True)
+    assert not (tmp_path / "killed.json").exists()
     resumed = run("resumed", tmp_path)
     assert resumed["losses"] == whole["losses"][5:]
     assert same(resumed, whole)
@@ -95,23 +62,33 @@ def test_a_full_disk_or_memory_blocks_uploads_and_nothing_else(
     whole: dict[str, Any], tmp_path: Path
 ) -> None:
     result = run("full_disk", tmp_path)
-    text = (tmp_path / "full_disk-0.log").read_text()
+    text = log_of_rank_0(tmp_path)
     assert "the disk is full, says the test" in text
     assert "rank 1: MemoryError: no memory is left; free host memory" in text
     assert result["losses"][:12] == whole["losses"]
     assert result["uploads"] == ["0.5"], "the third close's"
 
 
+@contextmanager
+def small_disk(folder: Path, *, megabytes: int) -> Iterator[None]:
+    """Mount a tmpfs of that size on ``folder``, which is made; skip where that is not allowed."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a small disk cannot be mounted here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
 def test_a_disk_that_stays_full_is_a_handful_of_lines(tmp_path: Path) -> None:
     """Everything of a rank lies on it: events, metrics, checkpoints, uploads and blocks."""
     disk = tmp_path / "disk"
-    with small_disk(disk, megabytes=24) as small:
-        if not small:
-            pytest.skip("a small disk cannot be mounted here")
-        (rank,) = start("no_room", disk, 1, log=tmp_path / "no_room.log")
-        statuses = end([rank])
-    text = (tmp_path / "no_room.log").read_text()
-    assert statuses == [0], text
+    with small_disk(disk, megabytes=24):
+        words, log = ("miner_ranks", "no_room", str(disk)), tmp_path / "no_room.log"
+        Ranks(*words, folder=tmp_path, world_size=1, log=log).finish()
+    text = log.read_text()
     warned = [line for line in text.splitlines() if line.startswith(("WARNING", "ERROR"))]
     assert "No space left on device" in text and len(warned) <= 8, "\n".join(warned)
 

@@ -25,8 +25,8 @@ from distributed_training.telemetry import read_events
 from testbed.namespaces import Machine, machines
 from tests.multiprocess.test_launcher_tree import COMMON, KEYS
 from tests.tools import small_miner
+from tests.tools.member_world import STORE_RULES
 from tests.tools.network import network_file
-from tests.tools.store_ranks import STORE_RULES
 from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.long]

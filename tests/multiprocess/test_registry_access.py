@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import posixpath
@@ -10,18 +9,18 @@ import re
 import subprocess
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 import httpx
 import pytest
-from bittensor import http_auth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
@@ -54,7 +53,7 @@ from distributed_training.telemetry.events import EventLog
 from distributed_training.telemetry.logs import LineFormatter
 from tests.tools.access_world import AccessWorld
 from tests.tools.chain_program import serve_command, url_of
-from tests.tools.chain_world import MINER, PEER, STRANGER, VALIDATOR
+from tests.tools.chain_world import MINER, PEER, STRANGER, VALIDATOR, answers
 from tests.tools.network import network_file
 from tests.tools.support_store import server
 from tests.tools.waiting import wait_for
@@ -302,24 +301,6 @@ def test_member_that_asks_too_often_waits_and_nobody_else_does(
     one.access({"do": "read", "key": keys.STATE})  # the store is not asked
 
 
-def test_a_request_is_granted_once_and_to_its_signer(world: AccessWorld) -> None:
-    world.publish()
-    world.chain(PEER)
-    body = json.dumps({"do": "read", "key": keys.STATE}).encode()
-
-    def post(wallet: Any, **changes: str) -> Callable[[], int]:
-        headers = http_auth.sign(
-            wallet.hotkey, method="POST", path="/access", body=body,
-            receiver_ss58=world.server.charter.identity,
-        )  # fmt: skip
-        url, sent = f"{world.server.url}/access", headers | changes
-        return lambda: httpx.post(url, content=body, headers=sent, trust_env=False).status_code
-
-    good = post(PEER)
-    assert [good(), good()] == [200, 401], "replayed"
-    assert post(STRANGER, **{"X-Bittensor-Hotkey": PEER.ss58})() == 401
-
-
 class TestParts:
     @pytest.fixture(autouse=True)
     def smaller(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,45 +388,18 @@ class TestParts:
             chain.access({"do": "complete", **request})
 
 
-class _Elsewhere:
-    """A server that answers everything with ``status``, and counts the requests."""
+@contextmanager
+def elsewhere(status: int = 200, location: str = "", body: bytes = b"") -> Iterator[Any]:
+    """A server that answers everything with ``status``, and notes the requests."""
+    asked: list[str] = []
+    headers = {"etag": '"x"', "last-modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
 
-    def __init__(self, status: int = 200, location: str = "", body: bytes = b"") -> None:
-        self.asked: list[str] = []
-        outer = self
+    def answer(request: BaseHTTPRequestHandler) -> tuple[Any, ...]:
+        asked.append(request.path)
+        return status, body, headers | ({"location": location} if location else {})
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"  # a client waits a second for the "100 Continue" of it
-
-            def answer(self) -> None:
-                outer.asked.append(self.path)
-                self.rfile.read(int(self.headers.get("content-length", 0)))
-                self.send_response(status)
-                if location:
-                    self.send_header("location", location)
-                self.send_header("content-length", str(len(body)))
-                self.send_header("etag", '"x"')
-                self.send_header("last-modified", "Thu, 01 Jan 2026 00:00:00 GMT")
-                self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(body)
-
-            do_GET = do_PUT = do_HEAD = do_POST = answer
-
-            def log_message(self, *_: Any) -> None: ...
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def __enter__(self) -> _Elsewhere:
-        # Its end waits for as long as it looks for one.
-        serve = self._server.serve_forever
-        threading.Thread(target=serve, args=(0.02,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+    with answers(answer) as port:
+        yield SimpleNamespace(asked=asked, url=f"http://127.0.0.1:{port}")
 
 
 def asked_of(url: str, answers: list[dict[str, Any]]) -> tuple[AccessStore, list[Any]]:
@@ -484,9 +438,9 @@ def granted(url: str) -> dict[str, Any]:
     ],
 )
 def test_a_registry_that_leads_elsewhere_is_not_followed(place: str) -> None:
-    with _Elsewhere() as elsewhere, _Elsewhere() as right:
+    with elsewhere() as other, elsewhere() as right:
         host = urlsplit(right.url).netloc
-        url = place.format(elsewhere=elsewhere.url, host=host)
+        url = place.format(elsewhere=other.url, host=host)
         store, _ = asked_of(right.url, [granted(url)])
         for refused in (
             lambda: store.get("state.json", limit=9),
@@ -496,7 +450,7 @@ def test_a_registry_that_leads_elsewhere_is_not_followed(place: str) -> None:
             with pytest.raises(RefusedError, match=r"nothing was sent.*store\.hosts") as caught:
                 refused()
             assert "planted" not in str(caught.value)
-        assert elsewhere.asked == [] and right.asked == []
+        assert other.asked == [] and right.asked == []
 
 
 def test_plain_http_is_spoken_only_in_a_private_network() -> None:
@@ -518,7 +472,7 @@ def test_plain_http_is_spoken_only_in_a_private_network() -> None:
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_redirects_are_not_followed(status: int) -> None:
-    with _Elsewhere() as elsewhere, _Elsewhere(status, elsewhere.url + "/bucket/a") as right:
+    with elsewhere() as other, elsewhere(status, other.url + "/bucket/a") as right:
         store, _ = asked_of(right.url, [granted(f"{right.url}/bucket/a")])
         for asks in (
             lambda: store.get("a", limit=9),
@@ -531,7 +485,7 @@ def test_redirects_are_not_followed(status: int) -> None:
         store, _ = asked_of(right.url, answers)
         with pytest.raises(RefusedError, match="is not followed"):
             store.put(OURS, b"x")
-        assert elsewhere.asked == []
+        assert other.asked == []
         assert len(right.asked) <= 8, "nor asked where the bucket is"
 
 
@@ -548,7 +502,7 @@ def test_redirects_are_not_followed(status: int) -> None:
     ],
 )
 def test_an_answer_that_grants_nothing_is_refused_in_one_line(answer: Any) -> None:
-    with _Elsewhere() as right:
+    with elsewhere() as right:
         store, _ = asked_of(right.url, [answer])
         with pytest.raises(StoreError) as caught:
             store.get("state.json", limit=9)
@@ -557,13 +511,13 @@ def test_an_answer_that_grants_nothing_is_refused_in_one_line(answer: Any) -> No
 
 
 def test_a_url_is_asked_for_once_while_it_is_good() -> None:
-    with _Elsewhere(200, body=b"text") as right:
+    with elsewhere(200, body=b"text") as right:
         store, seen = asked_of(right.url, [granted(f"{right.url}/bucket/a")])
         for _ in range(3):
             assert store.get("a", limit=9) == b"text"
             assert store.head("a") is not None
         assert len(seen) == 1
-    with _Elsewhere(403) as right:
+    with elsewhere(403) as right:
         store, seen = asked_of(right.url, [granted(f"{right.url}/bucket/a")])
         for _ in range(2):
             with pytest.raises(AccessDeniedError, match="refused the URL"):
@@ -571,26 +525,8 @@ def test_a_url_is_asked_for_once_while_it_is_good() -> None:
         assert len(seen) == 2, "one that is refused is not kept"
 
 
-def test_of_urls_that_several_threads_get_none_is_lost() -> None:
-    store, _ = asked_of("http://127.0.0.1:9", [])
-    begin = threading.Barrier(8)
-
-    def remember(thread: int) -> None:
-        begin.wait(30)
-        for number in range(200):
-            grant = presigned.Grant({"put_object": "http://127.0.0.1:9/b"}, 600.0)
-            store._remember(f"{thread}/{number}", grant)
-
-    threads = [threading.Thread(target=remember, args=(n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(store._urls) == 8 * 200
-
-
 def test_parts_that_the_store_cannot_take_now_are_sent_again() -> None:
-    with _Elsewhere(503) as busy:
+    with elsewhere(503) as busy:
         store, _ = asked_of(busy.url, [])
         grant = granted(f"{busy.url}/bucket/a")
         grant["urls"] = {str(n): grant["urls"]["1"] for n in range(1, 13)}
@@ -601,7 +537,7 @@ def test_parts_that_the_store_cannot_take_now_are_sent_again() -> None:
 
 
 def test_public_objects_are_read_without_the_registry() -> None:
-    with _Elsewhere(200, body=b"text") as public:
+    with elsewhere(200, body=b"text") as public:
         of_store = StoreSettings(
             endpoint_url="http://127.0.0.1:1", region="us-east-1", public_url=f"{public.url}/net"
         )
@@ -626,7 +562,7 @@ def test_a_signed_query_is_in_no_log_exception_or_event(
     for name in ("botocore", "urllib3", "distributed_training"):
         caplog.set_level(logging.DEBUG, name)
     events = EventLog.open(tmp_path)
-    with _Elsewhere(fault or 200, body=b"<Error><Code>Odd</Code></Error>") as right:
+    with elsewhere(fault or 200, body=b"<Error><Code>Odd</Code></Error>") as right:
         url = right.url
         if fault is None:
             sock = listen("127.0.0.1", 0)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.tools.forked import Ranks
 
 pytestmark = pytest.mark.timeout(120)
+
+
+def ranks(scenario: str, world_size: int, folder: Path) -> Ranks:
+    store = folder / f"store-{scenario}-{time.time_ns()}"
+    words = (scenario, str(folder), str(store))
+    return Ranks("training_ranks", *words, folder=folder, world_size=world_size)
+
 
 # Written by this test on 2026-11-20 with torch 2.13.0 (CPU, float32). A change of more than
 # rounding here is a change of what training does: say why in the commit.
@@ -18,7 +25,7 @@ GOLDEN = json.loads((Path(__file__).parent / "training_golden.json").read_text()
 
 
 def test_golden_losses_at_world_sizes_1_and_2(tmp_path: Path) -> None:
-    runs = [Ranks("losses", world, tmp_path) for world in (1, 2)]
+    runs = [ranks("losses", world, tmp_path) for world in (1, 2)]
     for run in runs:
         run.finish()
     for world in (1, 2):
@@ -31,7 +38,7 @@ def test_golden_losses_at_world_sizes_1_and_2(tmp_path: Path) -> None:
 def test_nodes_with_a_copy_each_train_alike_in_groups_with_the_miners_timeout(
     tmp_path: Path,
 ) -> None:
-    Ranks("losses_of_nodes", 2, tmp_path).finish()  # looks at the timeouts of the groups, too
+    ranks("losses_of_nodes", 2, tmp_path).finish()  # looks at the timeouts of the groups, too
     content = json.loads((tmp_path / "nodes-2.json").read_text())
     assert content["losses"] == pytest.approx(GOLDEN["losses"], abs=2e-4)
 
@@ -39,7 +46,7 @@ def test_nodes_with_a_copy_each_train_alike_in_groups_with_the_miners_timeout(
 @pytest.mark.parametrize("what", ["frozen", "adapters"])
 def test_frozen_tensors_are_those_of_rank_0_on_any_layout(what: str, tmp_path: Path) -> None:
     for scenario, world in ((what, 1), (what, 2), (f"{what}_of_nodes", 2)):
-        Ranks(scenario, world, tmp_path).finish()
+        ranks(scenario, world, tmp_path).finish()
     one, *others = [
         json.loads((tmp_path / f"{name}.json").read_text())["losses"]
         for name in (f"{what}-1", f"{what}-2", f"{what}-nodes-2")
@@ -49,14 +56,14 @@ def test_frozen_tensors_are_those_of_rank_0_on_any_layout(what: str, tmp_path: P
 
 
 def test_ranks_that_ran_out_of_memory_start_again_and_know(tmp_path: Path) -> None:
-    first = Ranks("out_of_memory", 2, tmp_path)
+    first = ranks("out_of_memory", 2, tmp_path)
     try:
         assert first.processes[1].wait(60) == 1
         assert "start again" in (tmp_path / "error.txt").read_text()
         assert "run 1 at once" in (tmp_path / "error.txt").read_text()
     finally:
         first.kill()  # as the launcher does: rank 0 waits in a collective
-    Ranks("out_of_memory", 2, tmp_path).finish()
+    ranks("out_of_memory", 2, tmp_path).finish()
     content = json.loads((tmp_path / "again.json").read_text())
     assert content["losses"] == pytest.approx(GOLDEN["losses"], abs=2e-4)
 
@@ -66,7 +73,7 @@ def test_ranks_that_ran_out_of_memory_start_again_and_know(tmp_path: Path) -> No
 )
 def test_two_ranks(scenario: str, tmp_path: Path) -> None:
     """Each scenario's docstring names its promise."""
-    Ranks(scenario, 2, tmp_path).finish()
+    ranks(scenario, 2, tmp_path).finish()
 
 
 @pytest.mark.long
@@ -74,37 +81,19 @@ def test_two_ranks(scenario: str, tmp_path: Path) -> None:
 def test_muon_steps_as_one_rank_would_on_any_layout(
     scenario: str, world: int, tmp_path: Path
 ) -> None:
-    Ranks(scenario, world, tmp_path).finish()
-
-
-def test_killed_and_resumed_is_as_if_never_killed(tmp_path: Path) -> None:
-    killed = Ranks("until_killed", 2, tmp_path)
-    plain = Ranks("straight", 2, tmp_path)
-    killed.finish(-9)
-    plain.finish()
-    both = [Ranks("resume", 2, tmp_path), Ranks("resume", 1, tmp_path)]
-    for run in both:
-        run.finish()
-    straight = torch.load(tmp_path / "straight.pt", weights_only=True)
-    resumed = torch.load(tmp_path / "resumed-2.pt", weights_only=True)
-    assert resumed["extra"] == {"rank": 0}
-    assert resumed["losses"] == straight["losses"]  # to the last bit
-    for a, b in zip(resumed["weights"], straight["weights"], strict=True):
-        assert torch.equal(a, b)
-    alone = torch.load(tmp_path / "resumed-1.pt", weights_only=True)  # another world size
-    assert alone["losses"] == pytest.approx(straight["losses"], abs=1e-4)
+    ranks(scenario, world, tmp_path).finish()
 
 
 def test_epoch_starts_of_a_store_network_are_equal_to_the_bit_on_any_layout(tmp_path: Path) -> None:
     """The upload, the epoch start, the residual and later steps are right, after a restart too."""
     for world in (1, 2, 3):
-        Ranks("through_store", world, tmp_path).finish()
-    Ranks("through_store_of_nodes", 4, tmp_path).finish()
+        ranks("through_store", world, tmp_path).finish()
+    ranks("through_store_of_nodes", 4, tmp_path).finish()
     one, *others = [
         json.loads((tmp_path / f"store-{name}.json").read_text())
         for name in ("1-0", "2-0", "3-0", "4-2")
     ]
     for other in others:
         assert other == one
-    Ranks("through_store_resumed", 1, tmp_path).finish()
+    ranks("through_store_resumed", 1, tmp_path).finish()
     assert json.loads((tmp_path / "store-resumed.json").read_text()) == one["steps"][0]

@@ -157,6 +157,26 @@ def test_ten_disturbed_closes_lead_to_ten_outer_steps(
     check(case, others)
 
 
+def test_a_validator_that_judges_a_sample_fetches_no_other_upload(
+    world_of: Callable[..., HivemindWorld],
+) -> None:
+    world, fetched = world_of(sample=1), set[int]()
+    world.average_round()
+    for uid, bucket in world.own.items():
+
+        def note(operation: str, key: str, uid: int = uid) -> None:
+            if operation.startswith("get") and keys.parse_upload_key(key):
+                fetched.add(uid)
+
+        bucket._before = note
+    manifest = world.average_round()
+    assert manifest.averaged and len(manifest.averaging.participants) == len(world.uids)
+    assert len(fetched) == 1 and {one.uid for one in manifest.merged} <= fetched
+    assert manifest.averaging.difference is None  # not all uploads were fetched
+    entries = world.validator.standings.present()
+    assert all(entries[uid].all_reduce for uid in world.uids)
+
+
 def test_a_stranger_joins_aggregates_and_downloads_nothing(shared: HivemindWorld) -> None:
     address = shared.peers[3].readies[-1].address
     words = [sys.executable, "-m", "tests.tools.hivemind_stranger", address]

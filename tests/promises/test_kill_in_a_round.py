@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from distributed_training.common.ports import free_ports
 from distributed_training.data.tokenizer import BYTE_VOCABULARY
 from distributed_training.miner.rank_group import rank_variables
 from distributed_training.protocol import lines
 from distributed_training.telemetry import read_events
-from tests.tools.forked import Program
+from tests.tools.forked import Ranks
+from tests.tools.member_world import MINER, UID
 from tests.tools.store_leader import Leader
-from tests.tools.store_ranks import MINER, UID, store_config
+from tests.tools.store_ranks import store_config
 from tests.tools.training_world import tiny
 from tests.tools.waiting import wait_for
 
@@ -63,24 +63,16 @@ class World:
         model = tiny(vocab=BYTE_VOCABULARY)
         run_id = store_config(exchange).swarm.run_id
         self.leader = Leader(self.bucket, model, run_id=run_id, members={UID: MINER.ss58_address})
-        self.starts = 0
-        self.programs: list[Program] = []
+        self.started: list[Ranks] = []
 
-    def start(self, moment: str, until: int) -> list[Program]:
-        (port,) = free_ports(1)
-        self.starts += 1
-        self.programs = [
-            Program(
-                *(SCRIPT, moment, str(until), str(self.folder), str(self.bucket), self.exchange),
-                environ=rank_variables(rank, world_size=self.ranks, port=port),
-                log=self.folder / f"log-{self.starts}-{rank}.txt",
-            )
-            for rank in range(self.ranks)
-        ]
-        return self.programs
+    def start(self, moment: str, until: int) -> Ranks:
+        words = moment, str(until), str(self.folder), str(self.bucket), self.exchange
+        how: dict[str, Any] = {"folder": self.folder, "world_size": self.ranks}
+        self.started.append(Ranks("store_ranks", *words, **how))
+        return self.started[-1]
 
     def log(self) -> str:
-        return "\n".join(path.read_text() for path in sorted(self.folder.glob("log-*")))
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return list(read_events(self.folder / "events.jsonl", kind))
@@ -93,18 +85,6 @@ class World:
         before = len(self.events("step"))
         wait_for(lambda: len(self.events("step")) >= before + more, f"inner steps\n{self.log()}")
 
-    def end(self, programs: list[Program], *, killed: bool = False) -> None:
-        try:
-            if killed:
-                programs[0].wait(SECONDS)
-                for program in programs[1:]:
-                    program.kill()  # as the launcher does when a rank is gone
-            statuses = [program.wait(SECONDS) for program in programs]
-        finally:
-            for program in programs:
-                program.kill()
-        assert (statuses[0] == -9) if killed else set(statuses) == {0}, f"{statuses}\n{self.log()}"
-
     def assert_equal_to_the_leader(self) -> None:
         """Assert that the weights equal the leader's bit for bit."""
         held = torch.load(self.folder / "epoch-start.pt", weights_only=True)
@@ -116,8 +96,8 @@ class World:
 def world(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[World]:
     world = World(tmp_path, exchange=getattr(request, "param", "store"))
     yield world
-    for program in world.programs:  # of a test that failed
-        program.kill()
+    for ranks in world.started:  # of a test that failed
+        ranks.kill()
 
 
 @pytest.mark.long
@@ -129,20 +109,20 @@ def test_a_kill_at_any_moment_of_a_round_leaves_each_epoch_start_equal_to_the_bi
     leader = world.leader
     for moment in KILLS:
         outer = leader.outer_step
-        programs = world.start(moment, 10**6)
+        ranks = world.start(moment, 10**6)
         wait_for(lambda outer=outer: world.steps(outer) >= 2, f"{moment}\n{world.log()}")
         leader.open_close()
         if moment in ("prepared", "committed"):
             leader.take_outer_step(UID)
-        world.end(programs, killed=True)
+        ranks.finish(killed=True)
         # The next process finishes this one's upload, or writes it again; and it applies this
         # one's outer step once more.
-        programs = world.start("none", outer + 1)
+        ranks = world.start("none", outer + 1)
         if leader.outer_step == outer:
             leader.take_outer_step(UID)
-        world.end(programs)
+        ranks.finish()
         world.assert_equal_to_the_leader()
-    programs = world.start("none", leader.outer_step + 1)
+    ranks = world.start("none", leader.outer_step + 1)
     reached = leader.outer_step
     wait_for(lambda: world.steps(reached) >= 2, world.log())
     uploads = len(world.events("publication"))
@@ -150,7 +130,7 @@ def test_a_kill_at_any_moment_of_a_round_leaves_each_epoch_start_equal_to_the_bi
     wait_for(lambda: len(world.events("publication")) > uploads, f"an upload\n{world.log()}")
     world.wait_for_steps(2)
     leader.take_outer_step(UID)
-    world.end(programs)
+    ranks.finish()
     world.assert_equal_to_the_leader()
     assert leader.outer_step == len(KILLS) + 1
     fates = {(e["ok"], e["base"]) for e in world.events("round")}
@@ -161,14 +141,14 @@ def test_a_kill_at_any_moment_of_a_round_leaves_each_epoch_start_equal_to_the_bi
 
 def test_a_stop_in_a_round_and_a_close_that_moves_cost_nothing(world: World) -> None:
     leader = world.leader
-    programs = world.start("stopped", 10**6)
+    ranks = world.start("stopped", 10**6)
     wait_for(lambda: world.steps(0) >= 2, world.log())
     leader.open_close()
-    world.end(programs)
+    ranks.finish()
     leader.open_close()
-    programs = world.start("none", 1)
+    ranks = world.start("none", 1)
     leader.take_outer_step(UID)
-    world.end(programs)
+    ranks.finish()
     world.assert_equal_to_the_leader()
     uploads = [e["revision"] for e in world.events("publication") if e["ok"]]
     assert uploads == ["0.3", "0.4"], world.log()
@@ -182,7 +162,7 @@ def test_a_member_has_nothing_of_hivemind_in_its_memory_and_nobody_can_connect_t
     world = World(tmp_path, ranks=1)
     environ = {**os.environ, **rank_variables(0, world_size=1, port=0)}
     # Not a fork, whose server has imported all that tests need.
-    log = (world.folder / "log-1-0.txt").open("w")
+    log = (world.folder / "traced.log").open("w")
     places = str(world.folder), str(world.bucket), world.exchange
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.tools.store_ranks", "traced", "1", *places],

@@ -1,4 +1,7 @@
-"""app.config.js under a real pm2: settings that hold, a clean stop, and starts after failures."""
+"""app.config.js under a real pm2: settings that hold, a clean stop, and starts after failures.
+
+Updates are in tests/unit/test_update.py.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,13 @@ from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import SETTLE, is_running, kill_tree
 from distributed_training.miner.launcher import TERMINATE_GRACE
 from distributed_training.miner.run_folder import launcher_of
-from distributed_training.telemetry import read_events
 from tests.tools.pm2 import (
     FAKE_RANKS,
     NAME,
     ROOT,
     Pm2,
-    checkout,
     needs_node,
     needs_pm2,
-    start_update,
 )
 from tests.tools.r2_keys import KEYS
 from tests.tools.settings import LOCAL, load_config, usual_network
@@ -220,63 +220,3 @@ def _words(process: psutil.Process) -> list[str]:
     with contextlib.suppress(psutil.Error):
         return list(process.cmdline())
     return []
-
-
-@needs_pm2
-@pytest.mark.long
-@pytest.mark.timeout(180)
-def test_a_reload_is_a_clean_stop_and_a_start(pm2: FakeMiner) -> None:
-    pm2("start", str(pm2.write_app()), FAKE_MODE="stray")
-    ready = pm2.home / "run" / "ready-0"
-    wait_for(ready.exists, "the rank")
-    first = pm2.launcher
-    ready.unlink()
-    pm2("reload", NAME)
-    wait_for(lambda: ready.exists() and pm2.launcher != first, "the rank after the reload")
-    assert (pm2.home / "run" / "saved").exists() and not psutil.pid_exists(first)
-    assert pm2.log.count("received: stopping") == 1 and "Traceback" not in pm2.log
-    pm2("stop", NAME)
-    assert not pm2.processes
-
-
-@needs_pm2
-@pytest.mark.long
-@pytest.mark.timeout(240)
-def test_an_update_continues_where_the_old_version_stopped(pm2: FakeMiner) -> None:
-    """scripts/update.sh with real git; versions that fail leave the old one, or bring it back."""
-    home, run = pm2.home / "miner", pm2.home / "run"
-    checkout(home, {"neurons/miner.py": FAKE_RANKS})
-    pm2("start", str(home / "app.config.js"), FAKE_MODE="trains")
-
-    def steps() -> list[int]:
-        return [e["inner_step"] for e in read_events(run / "events.jsonl", "step")]
-
-    def refused(*words: str) -> str:
-        out, error = start_update(pm2, home, *words).communicate(timeout=200)
-        line = error.splitlines()[-1]
-        assert line.startswith("error: "), out + error
-        return out + error
-
-    wait_for(lambda: (run / "events.jsonl").exists() and steps(), "the first step")
-    before = pm2.app()
-    line = refused("v3-doctor")
-    assert "RuntimeError: the doctor is ill" in line and "runs on" in line
-    assert pm2.app()["pid"] == before["pid"] and pm2.state == ("online", 0)
-    # Long before its time: pm2 does not start again what ended so, whatever it shows.
-    line = refused("v4-start", "--no-doctor", "--first-step", "1h")
-    assert "v4-start came to no inner step; " in line and "runs again" in line
-    assert pm2.app()["pm2_env"]["pm_exec_path"] == before["pm2_env"]["pm_exec_path"]
-
-    update = start_update(pm2, home, "v2", "--no-doctor")
-    out, error = update.communicate(timeout=200)
-    assert update.returncode == 0, out + error
-    seen = steps()  # once: it trains on
-    assert seen == list(range(1, len(seen) + 1)), "training continues at the next step"
-    (version,), app = (home / "versions").glob("v2-*"), pm2.app()["pm2_env"]
-    assert app["pm_exec_path"] == str(version / "neurons" / "miner.py")
-    assert app["pm_cwd"] == str(home)
-    assert [p for p in pm2.processes if str(version) in " ".join(p.cmdline())]
-    pm2("stop", NAME)
-    assert pm2.state[0] == "stopped" and not pm2.processes
-    pm2("delete", NAME)
-    assert f"no app named {NAME}" in refused("v2")

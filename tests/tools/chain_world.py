@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from bittensor.sp_core import Keypair
 
@@ -25,19 +26,24 @@ STRANGER = wallet_of("//stranger")
 
 
 @contextmanager
-def answers(answer: Callable[[BaseHTTPRequestHandler], tuple[int, bytes]]) -> Iterator[int]:
-    """The port of a server that answers each request with a status and content."""
+def answers(answer: Callable[[BaseHTTPRequestHandler], tuple[Any, ...]]) -> Iterator[int]:
+    """The port of a server that answers each request with a status, content, perhaps headers."""
 
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"  # a client waits a second for the "100 Continue" of it
+
         def do_GET(self) -> None:
             self.rfile.read(int(self.headers.get("content-length", 0)))
-            status, content = answer(self)
+            status, content, *more = answer(self)
             self.send_response(status)
+            for name, value in more[0].items() if more else ():
+                self.send_header(name, value)
             self.send_header("content-length", str(len(content)))
             self.end_headers()
-            self.wfile.write(content)
+            if self.command != "HEAD":
+                self.wfile.write(content)
 
-        do_POST = do_GET
+        do_POST = do_PUT = do_HEAD = do_GET
 
         def log_message(self, *_: object) -> None:
             return None

@@ -27,6 +27,9 @@ from typing import Any
 
 import pytest
 
+from distributed_training.common.ports import free_ports
+from distributed_training.miner.rank_group import rank_variables
+
 ROOT = Path(__file__).parents[2]
 #: The clock is replaced before anybody keeps it.
 _PRELOAD = (
@@ -119,27 +122,39 @@ class Program:
 
 
 class Ranks:
-    """``world_size`` processes running one scenario of ``tests/tools/training_ranks.py``."""
+    """``world_size`` processes of a program of ``tests/tools``, whose logs lie in ``folder``."""
 
-    def __init__(self, scenario: str, world_size: int, folder: Path, *arguments: str) -> None:
-        name = f"{scenario}-{time.time_ns()}"
+    def __init__(
+        self,
+        script: str,
+        *arguments: str,
+        folder: Path,
+        world_size: int = 2,
+        log: Path | None = None,
+    ) -> None:
+        (port,) = free_ports(1)
+        self.folder, name = folder, f"{script}-{time.time_ns()}"
         self.processes = [
             Program(
-                ROOT / "tests" / "tools" / "training_ranks.py",
-                *(scenario, str(folder), str(folder / f"store-{name}"), *arguments),
-                environ={"RANK": str(rank), "WORLD_SIZE": str(world_size)},
-                log=folder / f"{name}-{rank}.log",
+                ROOT / "tests" / "tools" / f"{script}.py",
+                *arguments,
+                environ=rank_variables(rank, world_size=world_size, port=port),
+                log=log or folder / f"{name}-{rank}.log",
             )
             for rank in range(world_size)
         ]
 
-    def finish(self, expected: int = 0, seconds: float = 100.0) -> None:
-        """Fails the test unless all end with ``expected``."""
+    def finish(self, *, killed: bool = False, seconds: float = 120.0) -> None:
+        """Fail the test unless all end with 0; with ``killed``, unless the first was killed."""
         try:
+            if killed:
+                self.processes[0].wait(seconds)
+                self.processes[1].kill()  # as the launcher does, unless it saw that first
             ends = [process.wait(seconds) for process in self.processes]
         finally:
             self.kill()
-        assert set(ends) == {expected}, "\n".join(p.log.read_text() for p in self.processes)
+        logs = "\n".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
+        assert (ends[0] == -9) if killed else set(ends) == {0}, f"{ends}\n{logs}"
 
     def kill(self) -> None:
         for process in self.processes:

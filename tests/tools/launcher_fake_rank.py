@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from distributed_training.common.processes import without_secrets, write_stacks_on_signal
@@ -19,7 +17,6 @@ from distributed_training.miner.run_folder import (
     write_exit_status,
     write_pid_file,
 )
-from distributed_training.telemetry import EventLog, read_events
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 CLOSING = 4.0  # seconds; longer than the tests' LINGER
@@ -29,17 +26,6 @@ if IMPORTING.exists():
     IMPORTING.with_name(f"{IMPORTING.name}-{os.environ['RANK']}").touch()
     while IMPORTING.exists():
         time.sleep(0.05)
-
-
-def _train(folder: Path) -> Iterator[None]:
-    """Write the events of a miner that trains, one more inner step each time."""
-    events = EventLog(folder / "events.jsonl")
-    done = max((e["inner_step"] for e in read_events(events.path, "step")), default=0)
-    events.write("start", resumed=done > 0)
-    events.write("state", before="", after="training")
-    for number in itertools.count(done + 1):
-        events.write("step", outer_step=0, inner_step=number, loss=1.0)
-        yield
 
 
 def run_rank(config: Config) -> int:
@@ -68,10 +54,8 @@ def run_rank(config: Config) -> int:
     ready.write_text(secret.get_secret_value() if secret else "")
     beat = Heartbeat(folder, me.rank)
     until = folder / f"stop-{os.environ['MASTER_PORT']}"  # of this start of the ranks
-    steps = _train(folder) if mode == "trains" else itertools.repeat(None)
     while True:
         beat()
-        next(steps)
         if me.rank == 0 and stop and mode != "stuck":
             until.touch()
         if until.exists():

@@ -1,12 +1,11 @@
 """A neuron that only writes the events a real one writes: for tests of the orchestrator itself.
 
-The real neurons run in tests/end_to_end. Behaviour: ``--fake`` good | dies | stubborn | misses.
+The real neurons run in tests/end_to_end. Behaviour: ``--fake`` good | stubborn | misses.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import time
@@ -26,7 +25,6 @@ def main() -> int:
     folder = Path(flags["--neuron.run_folder"])
     validator = flags["--neuron.name"] == "validator"
     file = (folder / "events.jsonl").open("a")
-    (folder / "environment.json").write_text(json.dumps(dict(os.environ)))
 
     def write(kind: str, **fields: object) -> None:
         file.write(json.dumps({"time": time.time(), "kind": kind, **fields}) + "\n")
@@ -42,9 +40,6 @@ def main() -> int:
     signal.signal(signal.SIGINT, stop)
     write("start", outer_step=0)
     print("ready", flush=True)
-    if behaviour == "dies":
-        print("something is very wrong", flush=True)
-        return 1
     while validator and not all_started(folder.parent):  # a real one has no round without them
         time.sleep(0.05)
     for outer in (1, 2):
@@ -58,10 +53,6 @@ def main() -> int:
             break
         write("round", outer_step=outer - 1, ok=True, peers=["a", "b", "c"], seconds=1.5)
         write("outer_step", outer_step=outer)
-    if validator:
-        for uid in (1, 2):
-            write("upload_scored", uid=uid, ok=True, reason="")
-        write("scores", scores={uid: {"random": 1.0, "total": 0.5} for uid in ("1", "2")})
     while True:
         time.sleep(60)
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
+from bittensor.sp_core import Keypair
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -19,19 +24,40 @@ from distributed_training.config import Config
 from distributed_training.data.tokenizer import build_tokenizer
 from distributed_training.exchange import store_rounds
 from distributed_training.exchange.opening import open_exchange
-from distributed_training.miner import build
+from distributed_training.miner import build, start
 from distributed_training.miner import events as ev
 from distributed_training.miner.build import StartupInfo
+from distributed_training.miner.ranks import RankChannel
 from distributed_training.node.identity import Member
 from distributed_training.store.folder import FolderStore
 from distributed_training.training.model import hf_config
+from distributed_training.training.script_weights import ScriptWeights
+from distributed_training.training.trainer import Trainer
 from distributed_training.training.weights import read_model_config
+from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.network import ALICE, network_file
+from tests.tools.small_miner import RULES
 from tests.tools.store_leader import Leader, sha256
-from tests.tools.store_ranks import MINER, STORE_RULES, UID, Chain
 from tests.tools.training_world import tiny
 
 VOCABULARY = 67
+UID, MINER = 7, Keypair.create_from_uri("//Bob")
+STORE_RULES = RULES | {
+    "exchange": "store",
+    "chain.url": "https://registry.example.org",
+    "round.period": "1000s",
+    "round.minimum_valid_inner_step": 1,
+}
+
+
+class Chain(MemoryChain):
+    """Knows the master and the miner."""
+
+    def __init__(self) -> None:
+        ledger = MemoryLedger()
+        ledger.register(ALICE.ss58_address, uid=0, validator_permit=True)
+        ledger.register(MINER.ss58_address, uid=UID)
+        super().__init__(hotkey=MINER.ss58_address, ledger=ledger)
 
 
 def open_played(
@@ -60,6 +86,36 @@ def open_played(
         hotkey=MINER.ss58_address,
     )
     return build.Connections(member, rounds, place), info
+
+
+def build_played(
+    bucket: Path,
+    config: Config,
+    folder: Path,
+    ranks: RankChannel,
+    events: SimpleQueue[ev.Event],
+    stack: ExitStack,
+) -> start.Rank:
+    """Build the product's rank of a miner; the network is opened by rank 0 only."""
+    connections = None
+    if ranks.rank == 0:
+        connections, info = open_played(bucket, config, folder, stack, lambda: True, events.put)
+        ranks.share("info", asdict(info))
+    else:
+        info = StartupInfo(**ranks.share("info", None))
+    tick = timedelta(milliseconds=1)
+    given = (config, folder, torch.device("cpu"), ranks, events, stack, tick)
+    return start.build_rank(build.RankContext(*given), info, connections)
+
+
+def save_starts(made: Trainer | ScriptWeights, shards: Sequence[Any], folder: Path) -> None:
+    """Write the whole weights with which the outer step began. Collective."""
+    lead = dist.get_rank() == 0
+    whole = [torch.zeros(shape) if lead else None for _, shape in made.schema]
+    for shard, rows, out in zip(shards, made.outer.epoch_start or [], whole, strict=True):
+        made.stream.gather(shard.shape, rows, out)
+    if lead:
+        torch.save(whole, folder / "epoch-start.pt")
 
 
 class MemberWorld:

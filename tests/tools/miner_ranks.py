@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,8 @@ import torch
 from distributed_training.common.processes import leave
 from distributed_training.data.tokenizer import BYTE_VOCABULARY
 from distributed_training.exchange import store_rounds
-from distributed_training.miner import build, start
+from distributed_training.miner import build
 from distributed_training.miner import events as ev
-from distributed_training.miner.build import StartupInfo
 from distributed_training.miner.events import MinerState
 from distributed_training.miner.ranks import join_ranks
 from distributed_training.protocol.update_file import UpdateFile
@@ -37,11 +35,10 @@ from distributed_training.store import folder as folder_store
 from distributed_training.store import transfer
 from distributed_training.telemetry import read_events
 from tests.tools import jumping_clock
-from tests.tools.member_world import open_played
+from tests.tools.member_world import MINER, STORE_RULES, UID, build_played
 from tests.tools.miner_parts import config_of
 from tests.tools.small_miner import FLAGS
 from tests.tools.store_leader import Leader
-from tests.tools.store_ranks import MINER, STORE_RULES, UID
 from tests.tools.training_world import memory_ends, tiny, whole_weights
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -82,37 +79,13 @@ class Miner:
         self.ranks = join_ranks(environ=os.environ, timeout=timedelta(seconds=60), backend="gloo")
         argv = [f"--{name}={value}" for name, value in {**FLAGS, **flags}.items()]
         self.config = config_of(*argv, rules={**STORE_RULES, **rules})
-        connections = None
-        if RANK == 0:
-            if (leader := leader_of(folder, self.config.swarm.run_id)) is not None:
-                self.leader = leader
-            connections, info = open_played(
-                Path(f"{folder}.bucket"),
-                self.config,
-                folder,
-                self.stack,
-                lambda: True,
-                self.events.put,
-            )
-            self.ranks.share("info", asdict(info))
-        else:
-            info = StartupInfo(**self.ranks.share("info", None))
-        self.product = start.build_rank(
-            start.RankContext(
-                config=self.config,
-                folder=folder,
-                device=torch.device("cpu"),
-                ranks=self.ranks,
-                events=self.events,
-                stack=self.stack,
-                tick=timedelta(milliseconds=1),
-            ),
-            info,
-            connections,
-        )
+        if RANK == 0 and (leader := leader_of(folder, self.config.swarm.run_id)) is not None:
+            self.leader = leader
+        place = Path(f"{folder}.bucket")
+        self.product = build_played(place, self.config, folder, self.ranks, self.events, self.stack)
         loop, self.rank_zero = self.product.loop, self.product.rank_zero
         self.trainer, self.data, self.checkpointer = loop._trainer, loop._text, loop._checkpointer
-        if self.rank_zero is not None and connections is not None:
+        if self.rank_zero is not None:
             self.blocks = self.rank_zero.blocks
             self.rank_zero.controller.subscribe(self.on_event)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,27 @@ def write_file(path: Path, tensors: list[Tensor], head: Header) -> UpdateFile:
     )
 
 
+def manifest_after(chain: Sequence[Manifest], **changes: Any) -> Manifest:
+    """Return the manifest that follows those of ``chain``, of an outer step that merged nothing."""
+    values: dict[str, Any] = {
+        "run_id": RUN_ID,
+        "rules_id": "rules",
+        "outer_step": len(chain),
+        "previous": chain[-1].digest if chain else "",
+        **dict.fromkeys(("update", "weights", "momentum", "residual"), ""),
+        "learning_rate": 0.7,
+        "mu": 0.9,
+        "rule": "nesterov",
+        "merged": (),
+        "refused": (),
+        **{name: {} for name in ("losses_before", "losses_after", "scores", "files")},
+        "serial": 0,
+        "total_inner_steps": 30 * len(chain),
+        "total_tokens": 0,
+    }
+    return Manifest(**values | changes)
+
+
 def publish_chain(
     bucket: Path,
     steps: int,
@@ -148,11 +170,8 @@ def publish_chain(
         folder.mkdir(parents=True, exist_ok=True)
         at += [step] if whole else []
         weights, momentum, residual = states[-1].digests
-        manifest = Manifest(
-            run_id=RUN_ID,
-            rules_id="rules",
-            outer_step=step,
-            previous=chain[-1].digest if chain else "",
+        manifest = manifest_after(
+            chain,
             update=update,
             weights=weights,
             momentum=momentum,
@@ -161,14 +180,10 @@ def publish_chain(
             mu=rule.mu,
             rule=rule.name,
             merged=tuple(merged),
-            refused=(),
             losses_before={"held-out": 5.0},
             losses_after={"held-out": 4.9},
             scores=dict.fromkeys(uids, 1.0),
             closed_at=1000.0 * step,
-            serial=0,
-            total_inner_steps=30 * step,
-            total_tokens=0,
             made_at=1000.0 * step + 10,
             files=write_set(folder, SCHEMA, states[-1], b"{}") if whole else {},
         )
@@ -188,7 +203,7 @@ def publish_chain(
     return states
 
 
-def state_of(chain: list[Manifest], at: list[int], **changes: Any) -> State:
+def state_of(chain: Sequence[Manifest], at: Sequence[int], **changes: Any) -> State:
     """Return the state whose head is the last manifest."""
     values: dict[str, Any] = {
         "run_id": RUN_ID,

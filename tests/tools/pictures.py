@@ -1,29 +1,23 @@
 """Draw docs/images/page.png and page-phone.png, the dashboard of a healthy local subnet.
 
-    python -m tests.tools.pictures                 # about eight minutes, needs chromium
-    python -m tests.tools.pictures --url http://127.0.0.1:8877/    # of a subnet that runs already
+    make run ARGS="--exchange store --outer-steps 20"    # then, with the address that it prints:
+    python -m tests.tools.pictures http://127.0.0.1:8877/    # needs chromium
 
-It runs ``make run ARGS="--exchange store"`` and waits until the last close has merged the upload of
-each miner, several times in a row. The date and the commit go into the documents that show the
-pictures, in the line that names this command.
+It waits until the last close has merged the upload of each miner, several times in a row. The date
+and the commit go into the documents that show the pictures, in the line that names this command.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from distributed_training.common.ports import free_ports
 from tests.tools import chromium
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,26 +77,6 @@ def _save(browser: Any, path: Path) -> None:
     browser.save_screenshot(str(path))
 
 
-@contextmanager
-def _subnet(folder: Path) -> Iterator[str]:
-    """Run a local subnet of the store kind; yield the address of its dashboard."""
-    (port,) = free_ports(1)
-    command = [sys.executable, "scripts/localnet.py", "--exchange", "store", "--folder"]
-    command += [str(folder / "subnet"), "--page-port", str(port), "--outer-steps", "20"]
-    with (folder / "out").open("wb") as out:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out)
-    end = time.monotonic() + _LONGEST
-    try:
-        while f"http://127.0.0.1:{port}/" not in (folder / "out").read_text():
-            if process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError((folder / "out").read_text())
-            time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}/"
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(timeout=120)
-
-
 def dated(markdown: str, date: str, commit: str) -> str:
     """Return a page with the date and the commit of its pictures that this program draws."""
     new = f"`{COMMAND}`, {date}, at commit {commit}"
@@ -111,14 +85,8 @@ def dated(markdown: str, date: str, commit: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--url", help="the dashboard of a subnet that runs already")
-    url = parser.parse_args().url
-    images = ROOT / "docs" / "images"
-    if url:
-        draw(url, images)
-    else:
-        with TemporaryDirectory() as folder, _subnet(Path(folder)) as address:
-            draw(address, images)
+    parser.add_argument("url", help="the dashboard of a local subnet that runs")
+    draw(parser.parse_args().url, ROOT / "docs" / "images")
     commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True)[:8]
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         text = page.read_text()

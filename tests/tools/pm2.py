@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,63 +25,8 @@ launcher.RESTARTS = 1
 main = __import__("functools").partial(main, program="tests.tools.launcher_fake_rank")
 """
 
-#: Changes of each version of a checkout against v1.
-VERSIONS = {
-    "v2": {"distributed_training/__init__.py": "\n# another version\n"},
-    "v3-doctor": {"scripts/diagnose.py": "\nraise RuntimeError('the doctor is ill')\n"},
-    "v4-start": {"neurons/miner.py": "\nraise SystemExit(2)\n"},  # as for a wrong setting
-}
-
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 needs_pm2 = pytest.mark.skipif(not PM2.exists(), reason="pm2 is not installed: make pm2")
-
-
-def checkout(home: Path, changes: Mapping[str, str]) -> None:
-    """Make an operator's checkout of this working tree at v1, with a tag for each of VERSIONS.
-
-    ``changes``: code that all versions have, by file. Nothing is downloaded: the
-    environment of each version is this one's, by a link.
-    """
-
-    def git(*words: str) -> None:
-        known = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "core.hooksPath=")
-        subprocess.run(["git", *known, "-C", str(home), *words], check=True, capture_output=True)
-
-    def release(tag: str, changes: Mapping[str, str]) -> None:
-        """Insert the changes before what a program does when it is started."""
-        for path, more in changes.items():
-            head, main, rest = (home / path).read_text().partition('\nif __name__ == "__main__":')
-            (home / path).write_text(head + more + main + rest)
-        git("add", "--all", "--force")
-        git("commit", "--quiet", "--message", tag)
-        git("tag", tag)
-
-    for name in ("distributed_training", "neurons", "scripts", "tests/tools"):
-        shutil.copytree(ROOT / name, home / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "app.config.js", home)
-    git("init", "--quiet")
-    git("remote", "add", "origin", "https://nowhere.invalid/miner.git")
-    setup = f'#!/bin/sh\nln -sfn {sys.prefix} "$(dirname "$0")/../.venv"\n'
-    (home / "scripts" / "setup.sh").write_text(setup)
-    release("v1", changes)
-    for tag, broken in VERSIONS.items():
-        git("checkout", "--quiet", "v1")
-        release(tag, broken)
-    git("checkout", "--quiet", "v1")
-    (home / ".venv").symlink_to(sys.prefix)
-
-
-def start_update(pm2: Pm2, home: Path, *words: str) -> subprocess.Popen[str]:
-    """From another shell: none of the miner's settings and keys are in its environment."""
-    plain = {k: os.environ[k] for k in ("PATH", "HOME") if k in os.environ}
-    return subprocess.Popen(
-        [str(home / "scripts" / "update.sh"), "--pm2", str(PM2), *words],
-        env=plain | {"PM2_HOME": str(pm2.folder)},
-        cwd="/",
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 class Pm2:

@@ -17,8 +17,8 @@ from bittensor_core import verify
 from safetensors.torch import save_file
 
 from distributed_training.protocol import keys
-from distributed_training.protocol.manifest import Manifest, Merged, State
-from distributed_training.protocol.update_file import Header, UpdateFile, UpdateLayout
+from distributed_training.protocol.manifest import Manifest, Merged
+from distributed_training.protocol.update_file import UpdateFile, UpdateLayout
 from distributed_training.training.model import parameter_schema
 from distributed_training.validator.merge import (
     Measured,
@@ -29,6 +29,7 @@ from distributed_training.validator.merge import (
     norm_of,
 )
 from tests.tools.network import ALICE
+from tests.tools.outer_steps import header, manifest_after, state_of
 from tests.tools.waiting import wait_for
 
 RULE = Rule("nesterov", 0.7, 0.9)
@@ -77,17 +78,8 @@ class Leader:
         ]
         norms = [norm_of(file) for file in files]
         factors = merge_factors([Measured(norm, 0.1, 0.0) for norm in norms], self.chain)
-        head = Header(
-            kind="update",
-            run_id=self.run_id,
-            outer_step=outer,
-            serial=0,
-            hotkey=ALICE.ss58_address,
-            start=self.chain[-1].weights,
-            codec="4-bit",
-            inner_steps=1,
-            tokens=1,
-        )
+        named = {"run_id": self.run_id, "hotkey": ALICE.ss58_address}
+        head = header("update", outer, start=self.chain[-1].weights, **named)
         place = self.bucket / keys.outer_key(outer + 1, keys.UPDATE)
         aside = self.bucket.parent / "update"
         aside.unlink(missing_ok=True)
@@ -115,27 +107,16 @@ class Leader:
         files = {name: sha256(folder / name) for name in (keys.CONFIG, keys.MODEL) if whole}
         weights, momentum, residual = self.state.digests
         now = time.time()
-        manifest = Manifest(
+        manifest = manifest_after(
+            self.chain,
             run_id=self.run_id,
-            rules_id="rules",
-            outer_step=outer,
-            previous=self.chain[-1].digest if self.chain else "",
             update=update,
             weights=weights,
             momentum=momentum,
             residual=residual,
-            learning_rate=RULE.learning_rate,
-            mu=RULE.mu,
-            rule=RULE.name,
             merged=merged,
-            refused=(),
-            losses_before={},
-            losses_after={},
-            scores={},
             closed_at=now,
             serial=self.serial,
-            total_inner_steps=3 * outer,
-            total_tokens=0,
             made_at=now,
             files=files,
         )
@@ -146,14 +127,13 @@ class Leader:
 
     def _write_state(self, closes_at: float) -> None:
         now = time.time()
-        state = State(
+        state = state_of(
+            self.chain,
+            (0,),
             run_id=self.run_id,
-            outer_step=self.outer_step,
             serial=self.serial,
             closes_at=closes_at,
             grace=600.0,
-            head=self.chain[-1].digest,
-            weights_at=(0,),
             written_at=now,
             expires=now + _FAR,
         )

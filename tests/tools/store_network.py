@@ -17,9 +17,9 @@ from distributed_training.exchange.base import Close, CloseReached, UpdateReady,
 from distributed_training.exchange.own_uploads import OwnUploads
 from distributed_training.exchange.store_rounds import StoreRounds
 from distributed_training.protocol import keys
-from distributed_training.protocol.manifest import Manifest, Master, Merged, Refused, State
+from distributed_training.protocol.manifest import Manifest, Master, Merged, Refused
 from distributed_training.store.base import ObjectInfo
-from tests.tools.outer_steps import RUN_ID
+from tests.tools.outer_steps import RUN_ID, manifest_after, state_of
 
 MASTER = Keypair.create_from_uri("//Alice")
 MEMBER = Keypair.create_from_uri("//Bob").ss58_address
@@ -95,15 +95,13 @@ class Leader:
         return Close(len(self.chain) - 1, self.serial, self.closes_at, GRACE)
 
     def put_state(self, **changes: Any) -> bytes:
-        now, head = self.time.store(), self.chain[-1]
-        state = State(
-            run_id=RUN_ID,
-            outer_step=head.outer_step,
+        now = self.time.store()
+        state = state_of(
+            self.chain,
+            self.weights_at,
             serial=self.serial,
             closes_at=self.closes_at,
             grace=GRACE,
-            head=head.digest,
-            weights_at=self.weights_at,
             written_at=now,
             expires=now + 2 * PERIOD,
         )
@@ -117,33 +115,18 @@ class Leader:
         self.put_state()
 
     def build_manifest(self, data: bytes, files: dict[str, bytes], **changes: Any) -> Manifest:
-        outer_step = len(self.chain)
+        now, merges = self.time.store(), (merged(0, "f" * 64),)
         values: dict[str, Any] = {
-            "run_id": RUN_ID,
-            "rules_id": "rules",
-            "outer_step": outer_step,
-            "previous": self.chain[-1].digest if self.chain else "",
             "update": sha256(data) if data else "",
-            "weights": sha256(b"weights %d" % outer_step),
-            "momentum": "",
-            "residual": "",
-            "learning_rate": 0.7,
-            "mu": 0.9,
-            "rule": "nesterov",
-            "merged": (merged(0, "f" * 64),) if data else (),
-            "refused": (),
-            "losses_before": {},
-            "losses_after": {},
-            "scores": {},
-            "closed_at": self.time.store(),
+            "weights": sha256(b"weights %d" % len(self.chain)),
+            "merged": merges if data else (),
+            "closed_at": now,
             "serial": self.serial,
-            "total_inner_steps": 30 * outer_step,
-            "total_tokens": 0,
-            "made_at": self.time.store(),
+            "made_at": now,
             "files": {name: sha256(data) for name, data in files.items()},
             "recovered": self.chain[-1].recovered if self.chain else 0,
         }
-        return Manifest(**values | changes)
+        return manifest_after(self.chain, **values | changes)
 
     def publish_manifest(self, *, whole: bool = False, **changes: Any) -> Manifest:
         """Take an outer step, but for the state. ``whole``: publish the weights too."""

@@ -15,49 +15,27 @@ import sys
 import threading
 from collections import defaultdict
 from contextlib import ExitStack
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
 
 import psutil
-import torch
-from bittensor.sp_core import Keypair
 
 from distributed_training.common.processes import leave
 from distributed_training.config import Config
 from distributed_training.exchange import store_rounds
-from distributed_training.miner import build, start
 from distributed_training.miner import events as ev
-from distributed_training.miner.build import StartupInfo
+from distributed_training.miner import start
 from distributed_training.miner.events import MinerState
 from distributed_training.miner.ranks import join_ranks
-from tests.tools.chain_memory import MemoryChain, MemoryLedger
+from tests.tools.member_world import STORE_RULES, build_played, save_starts
 from tests.tools.miner_parts import config_of
-from tests.tools.network import ALICE
-from tests.tools.small_miner import FLAGS, RULES
+from tests.tools.small_miner import FLAGS
 
 #: Threads that follow the network, by what they are traced as.
 FETCHES = dict.fromkeys(("store-rounds", "manifests", "download"), "round")
 RANK = int(os.environ.get("RANK", "0"))
-UID, MINER = 7, Keypair.create_from_uri("//Bob")
-STORE_RULES = RULES | {
-    "exchange": "store",
-    "chain.url": "https://registry.example.org",
-    "round.period": "1000s",
-    "round.minimum_valid_inner_step": 1,
-}
-
-
-class Chain(MemoryChain):
-    """Knows the master and the miner."""
-
-    def __init__(self) -> None:
-        ledger = MemoryLedger()
-        ledger.register(ALICE.ss58_address, uid=0, validator_permit=True)
-        ledger.register(MINER.ss58_address, uid=UID)
-        super().__init__(hotkey=MINER.ss58_address, ledger=ledger)
 
 
 def store_config(exchange: str = "store") -> Config:
@@ -84,19 +62,11 @@ def killed_at(moment: str, event: ev.Event) -> bool:
 
 
 def run(moment: str, until: int, folder: Path, bucket: Path, exchange: str) -> None:
-    # There: that module takes the played chain from here.
-    from tests.tools.member_world import open_played
-
     store_rounds._INTERVAL, store_rounds._SOON = 0.2, 0.1
     config = store_config(exchange)
     ranks = join_ranks(environ=os.environ, timeout=timedelta(seconds=60), backend="gloo")
     events: SimpleQueue[ev.Event] = SimpleQueue()
-    connections, stack = None, ExitStack()
-    if RANK == 0:
-        connections, info = open_played(bucket, config, folder, stack, lambda: True, events.put)
-        ranks.share("info", asdict(info))
-    else:
-        info = StartupInfo(**ranks.share("info", None))
+    stack = ExitStack()
     files, phase = defaultdict[str, set[str]](set), ["inner step"]
 
     def profile(frame: FrameType, event: str, argument: object) -> None:
@@ -106,10 +76,7 @@ def run(moment: str, until: int, folder: Path, bucket: Path, exchange: str) -> N
             files[where[name]].add(frame.f_code.co_filename)
 
     with stack:
-        context = build.RankContext(
-            config, folder, torch.device("cpu"), ranks, events, stack, timedelta(milliseconds=1)
-        )
-        rank = start.build_rank(context, info, connections)
+        rank = build_played(bucket, config, folder, ranks, events, stack)
         trainer, rank_zero = rank.loop._trainer, rank.rank_zero
         if moment == "prepared":
             trainer.commit_outer_step = kill  # type: ignore[method-assign]
@@ -142,12 +109,8 @@ def run(moment: str, until: int, folder: Path, bucket: Path, exchange: str) -> N
         ended = rank.run()
         sys.setprofile(None)
         assert ended == (0, "the test is over" if RANK == 0 else "")
-        starts = trainer.outer.epoch_start or []
-        whole = [torch.zeros(shape) if RANK == 0 else None for _, shape in trainer.schema]
-        for shard, rows, out in zip(trainer.sharded.shards, starts, whole, strict=True):
-            trainer.stream.gather(shard.shape, rows, out)
+        save_starts(trainer, trainer.sharded.shards, folder)
         if RANK == 0:
-            torch.save(whole, folder / "epoch-start.pt")
             me = psutil.Process()
             listens = [
                 f"{each.name()}: {found.laddr}"

@@ -47,8 +47,6 @@ class Shim:
     certificate: Path | None = None
     log: list[Call] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
-    #: Answer 404 NoSuchUpload to Complete although it was carried out.
-    lose_complete: bool = False
 
     def __post_init__(self) -> None:
         self.lock = threading.Lock()
@@ -217,9 +215,6 @@ class _Handler(BaseHTTPRequestHandler):
         answer = upstream.getresponse()
         body = b"" if self.command == "HEAD" else answer.read()
         upstream.close()
-        if call.what == "complete" and self.owner.lose_complete:
-            self._refuse(call, 404)
-            return
         self.send_response(answer.status)
         for name, value in answer.getheaders():
             if not re.fullmatch(r"(?i)transfer-encoding|connection|content-length|date", name):

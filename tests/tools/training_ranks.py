@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shutil
-import signal
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -341,17 +340,6 @@ def _gathered(made: Trainer, rows: list[torch.Tensor] | None) -> list[torch.Tens
     return wholes
 
 
-def until_killed(folder: Path) -> None:
-    """Five steps, a checkpoint, one and a half steps more, then SIGKILL to itself."""
-    made = trainer(rank=RANK, world_size=WORLD)
-    keeper = Checkpointer(trainer=made, folder=folder / "checkpoints", keep=2)
-    train(made, 0, 5)
-    save_checkpoint(keeper, Progress(0, 5, 5), {"rank": RANK})
-    dist.barrier()
-    train(made, 5, 6)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def toy_optimizer(folder: Path) -> None:
     """A plug-in's optimizer continues from its checkpoint to the bit."""
     import_plugins(["tests.toys.optimizer"])
@@ -450,29 +438,6 @@ def disk_of_a_copy(folder: Path) -> None:
         if RANK == 1 and left:
             shutil.rmtree(max(own.glob("checkpoint-*")))
         dist.barrier()
-
-
-def resume(folder: Path) -> None:
-    made = trainer(rank=RANK, world_size=WORLD, seed=7)
-    keeper = Checkpointer(trainer=made, folder=folder / "checkpoints", keep=2)
-    restored = keeper.restore()
-    assert restored is not None
-    progress, extra = restored
-    assert progress == Progress(0, 5, 5), progress
-    reports = train(made, progress.total_inner_steps, 10)
-    weights = whole_weights(made)
-    if RANK == 0:
-        content = {"losses": [r.loss for r in reports], "weights": weights, "extra": extra}
-        torch.save(content, folder / f"resumed-{WORLD}.pt")
-
-
-def straight(folder: Path) -> None:
-    made = trainer(rank=RANK, world_size=WORLD)
-    reports = train(made, 0, 10)
-    weights = whole_weights(made)
-    if RANK == 0:
-        content = {"losses": [r.loss for r in reports[5:]], "weights": weights}
-        torch.save(content, folder / "straight.pt")
 
 
 def same(one: list[torch.Tensor] | None, two: list[torch.Tensor] | None) -> None:

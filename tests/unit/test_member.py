@@ -37,10 +37,9 @@ from distributed_training.telemetry.run_state import LOCK_FILE, observe
 from distributed_training.telemetry.verdict import Verdict, judge
 from distributed_training.training.outer_step import OuterStep
 from distributed_training.training.script_weights import ScriptWeights, Steps
-from tests.tools.member_world import MemberWorld, played, script_model, train_step
+from tests.tools.member_world import UID, MemberWorld, played, script_model, train_step
 from tests.tools.network import ALICE
 from tests.tools.store_leader import Leader
-from tests.tools.store_ranks import UID
 from tests.tools.training_world import tiny
 from tests.tools.waiting import wait_for
 

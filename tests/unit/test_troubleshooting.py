@@ -3,7 +3,7 @@
 The format of each line is collected from the source. A line that names its own remedy, or says that
 the program continues, needs no row. A format without own words (``"%s"``) passes on what
 something else reports, so there is nothing to look up by; the log of a real subnet is compared in
-tests/end_to_end/test_localnet_end_to_end.py.
+tests/promises/test_networks.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""scripts/update.sh with real git and a stand-in for pm2, whose miner trains as soon as it starts.
-
-tests/promises/test_pm2.py has real pm2 and a real launcher.
-"""
+"""Test scripts/update.sh with real git and a stand-in for pm2, whose miner trains at once."""
 
 from __future__ import annotations
 
