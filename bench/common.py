@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -32,6 +34,21 @@ def folder_or_temporary(folder: Path | None) -> Iterator[Path]:
         made = folder or Path(temporary)
         made.mkdir(parents=True, exist_ok=True)
         yield made
+
+
+@contextlib.contextmanager
+def served(*words: str) -> Iterator[int]:
+    """Run a registry as a program with these words; yield its process id once it serves."""
+    command = [sys.executable, "-m", "distributed_training.network_command", "serve", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            while not process.stdout.readline().startswith(b"READY"):
+                if process.poll() is not None:
+                    raise SystemExit("the registry did not start")
+            yield process.pid
+        finally:
+            process.terminate()
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ import asyncio
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +30,7 @@ import httpx
 import psutil
 from bittensor.sp_core import Keypair
 
-from bench.common import parser, table
+from bench.common import parser, served, table
 from distributed_training.chain.identity import Wallet
 from distributed_training.chain.registry import KEPT, RegistryChain
 from distributed_training.common.ports import free_ports
@@ -110,22 +109,12 @@ async def write(chain: RegistryChain, stop: float) -> None:
 def serve(folder: Path, count: int, seconds: float, **how: bool) -> tuple[Measured, float]:
     """Return what ``count`` pollers measured, and the registry's share of one core."""
     (port,) = free_ports(1)
-    flags = ("--port", str(port), "--folder", str(folder))
-    command = [sys.executable, "-m", "distributed_training.network_command", "serve", *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            while not process.stdout.readline().startswith("READY"):
-                if process.poll() is not None:
-                    raise SystemExit("the registry did not start")
-            url = f"http://127.0.0.1:{port}"
-            chain = RegistryChain(url=url, wallet=FOUNDER, poll_interval=timedelta(seconds=6))
-            with closing(chain):
-                assert chain.wait_ready(timedelta(seconds=30))
-                server = psutil.Process(process.pid)
-                return asyncio.run(_both(server, chain, url, count, seconds, **how))
-        finally:
-            process.terminate()
+    with served("--port", str(port), "--folder", str(folder)) as pid:
+        url = f"http://127.0.0.1:{port}"
+        chain = RegistryChain(url=url, wallet=FOUNDER, poll_interval=timedelta(seconds=6))
+        with closing(chain):
+            assert chain.wait_ready(timedelta(seconds=30))
+            return asyncio.run(_both(psutil.Process(pid), chain, url, count, seconds, **how))
 
 
 async def _both(

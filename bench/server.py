@@ -32,7 +32,7 @@ import httpx
 import psutil
 from bittensor_core import Keypair
 
-from bench.common import parser, some_of, table
+from bench.common import parser, served, some_of, table
 from distributed_training import network_command
 from distributed_training.chain.auth import sign_btauth
 from distributed_training.chain.identity import Wallet
@@ -97,16 +97,8 @@ class World:
 
     @contextmanager
     def served(self) -> Iterator[psutil.Process]:
-        command = [sys.executable, "-m", "distributed_training.network_command", "serve"]
-        more = ["--requests-per-address", "1e6"]
-        with subprocess.Popen([*command, *self.words, *more], stdout=subprocess.PIPE) as process:
-            try:
-                assert process.stdout is not None
-                while not process.stdout.readline().startswith(b"READY"):
-                    assert process.poll() is None
-                yield psutil.Process(process.pid)
-            finally:
-                process.terminate()
+        with served(*self.words, "--requests-per-address", "1e6") as pid:
+            yield psutil.Process(pid)
 
     async def ask(
         self,

@@ -1,7 +1,6 @@
 """Count what a reader of this repository has to hold in mind. Run by `make size`.
 
     python -m bench.size              # the working tree
-    python -m bench.size OTHER_TREE   # another checkout, for before and after
     python -m bench.size --once PART  # functions of one caller, in files whose path has PART
 
 Lines of code leave out blanks, comments and docstrings. A goal is what the design wants at its end,
@@ -242,40 +241,30 @@ def ratchet(found: Tree, landed: Mapping[str, int]) -> Iterator[str]:
             yield f"{what}: {figure} of {landed[what]}; write it into bench/{LANDED.name}"
 
 
-def show(now: Tree, before: Tree | None) -> None:
-    """Print figures and packages next to those of ``before``; ``!``: a goal is not reached."""
-    old = {row.what: f"{row.value:g}" for row in rows(before)} if before is not None else {}
-    for row in rows(now):
+def show(found: Tree) -> None:
+    """Print figures and packages; ``!``: a goal is not reached."""
+    for row in rows(found):
         mark = "!" if row.distance > 0 else " "
         away = f"{row.distance:+g}" if row.goal else ""
         what = f"{mark} {row.what:34} {row.value:>8g}  {row.goal:9} {away:>7}"
-        print(f"{what} {old.get(row.what, ''):>8}  {row.worst}".rstrip())
+        print(f"{what}           {row.worst}".rstrip())
     print("\nlines of code by package")
-    for name in sorted({*now.code, *(before.code if before else ())}):
-        earlier = before.code[name] if before else ""
-        print(f"  {name:34} {now.code[name]:>8} {earlier:>27}".rstrip())
+    for name in sorted(found.code):
+        print(f"  {name:34} {found.code[name]:>8}")
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser(__doc__)
-    arguments.add_argument("before", nargs="?", type=Path, help="another checkout to compare with")
     arguments.add_argument("--once", metavar="PART", help="list functions of one caller")
     given = arguments.parse_args(argv)
     here = Path(__file__).resolve().parent.parent
-    if given.before is not None and not (given.before / PRODUCT[0]).is_dir():
-        print(
-            f"error: {given.before} is not a checkout of this project, so there is nothing to "
-            "compare with: name a folder that holds distributed_training/",
-            file=sys.stderr,
-        )
-        return 2
     if given.once is not None:
         once = measure(here).called_once()
         for place in (place for place in once if given.once in place):
             print(f"{once[place]:>4}  {place}")
         return 0
     found = measure(here)
-    show(found, measure(given.before) if given.before is not None else None)
+    show(found)
     lines = list(ratchet(found, tomllib.loads(LANDED.read_text())))
     grown = [line for line in lines if line.startswith("error:")]
     print("", *(line for line in lines if line not in grown), sep="\n")

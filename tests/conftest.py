@@ -10,10 +10,14 @@ import sys
 import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis.core
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:  # each worker imports this file
+    from distributed_training.localnet.services import ObjectStoreServer
 
 # Machines are shared: how long one example takes says nothing. Each test has its own time limit.
 # The examples are the same in each run, so that a change is what fails. New ones are for a run of
@@ -150,6 +154,15 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     from distributed_training.data.tokenizer import build_tokenizer
 
     return build_tokenizer("bytes", tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStoreServer]:
+    """A real object store."""
+    from distributed_training.localnet.services import ObjectStoreServer
+
+    with ObjectStoreServer(folder=tmp_path_factory.mktemp("object-store")) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

@@ -52,12 +52,10 @@ from tests.tools.support_store import (
     assert_published,
     new_bucket,
     publish,
-    server,
     settings_for,
 )
 from tests.toys import store as toys
 
-__all__ = ["server"]
 pytestmark = pytest.mark.timeout(60)
 MIB = 1024 * 1024
 

@@ -74,11 +74,7 @@ def test_own_text_is_in_nothing_that_leaves_a_miner(
         rules={"data.own": True, "data.held_out": [f"words={held}#{digest}"]},
         miner_flags=("--neuron.wandb", "offline"),
     )
-    options = paced(options, samples=4)
-    options = SubnetOptions(
-        **{**vars(options), "miner_script": TOOLS / "own_text_miner.py"},
-    )
-    with LocalSubnet(options=options, stop_grace=timedelta(seconds=60)) as subnet:
+    with LocalSubnet(options=paced(options, samples=4), stop_grace=timedelta(seconds=60)) as subnet:
         subnet.wait_for_outer_steps(1, timedelta(seconds=500))
         subnet.wait_for_figures(timedelta(seconds=60))
         assert subnet.services is not None

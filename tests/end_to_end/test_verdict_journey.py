@@ -22,7 +22,7 @@ from distributed_training.common.processes import command_of
 from distributed_training.localnet.services import Child, SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
 from tests.tools.page import Page, served
-from tests.tools.subnet_tools import PACED, idle, steps_of, stop_miner
+from tests.tools.subnet_tools import idle, steps_of, stop_miner
 from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -203,8 +203,6 @@ def test_members_are_told_of_silence_and_refused_uploads(tmp_path: Path) -> None
     with steps_of(1.0), LocalSubnet(options=idle(options)) as subnet:
         hostile = subnet.miners[1].child
         subnet.kill_miner(1)  # if it began already
-        honest = list(hostile.command)
-        hostile.command[honest.index(str(PACED))] = str(PACED.with_name("hostile_miner.py"))
         hostile.environment["HOSTILE_FACTOR"] = "-1"
         subnet.restart_miner(1)
         places = [miner.plan.folder for miner in subnet.miners]
@@ -216,7 +214,7 @@ def test_members_are_told_of_silence_and_refused_uploads(tmp_path: Path) -> None
             found = bad.expect("refused", bad=True, says="refused the upload")
             assert "learning rate" in found["remedy"] and "our upload was refused" in bad.log
             assert stop_miner(subnet, 1) == 0
-            hostile.command = honest
+            del hostile.environment["HOSTILE_FACTOR"]
             subnet.restart_miner(1)
             store, chain = (child for child in subnet.services.children[:2])  # type: ignore[union-attr]
             closes_pass_unused(journey, chain, "the registry has not answered")

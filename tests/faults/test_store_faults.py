@@ -18,9 +18,8 @@ from distributed_training.store import transfer
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.store.transfer import MIB, stuck_uploads, sweep_uploads, upload
 from tests.tools.store_shim import DROP, STALL, Call, Shim, make_certificate
-from tests.tools.support_store import LARGE, Upload, new_bucket, server, settings_for
+from tests.tools.support_store import LARGE, Upload, new_bucket, settings_for
 
-__all__ = ["server"]
 pytestmark = pytest.mark.timeout(300)
 
 

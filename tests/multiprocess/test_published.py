@@ -57,12 +57,6 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "lab"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStoreServer]:
-    with ObjectStoreServer(folder=tmp_path_factory.mktemp("store")) as made:
-        yield made
-
-
 @pytest.fixture
 def store(server: ObjectStoreServer, request: pytest.FixtureRequest) -> Iterator[S3ObjectStore]:
     name = hashlib.sha256(request.node.name.encode()).hexdigest()[:20]

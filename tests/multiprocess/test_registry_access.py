@@ -55,10 +55,8 @@ from tests.tools.access_world import AccessWorld
 from tests.tools.chain_program import serve_command, url_of
 from tests.tools.chain_world import MINER, PEER, STRANGER, VALIDATOR, answers
 from tests.tools.network import network_file
-from tests.tools.support_store import server
 from tests.tools.waiting import wait_for
 
-__all__ = ["server"]
 pytestmark = pytest.mark.timeout(240)
 MIB = 1024 * 1024
 OURS = keys.upload_key(1, 3, 7)
@@ -398,7 +396,8 @@ def elsewhere(status: int = 200, location: str = "", body: bytes = b"") -> Itera
         asked.append(request.path)
         return status, body, headers | ({"location": location} if location else {})
 
-    with answers(answer) as port:
+    # A client waits a second for the "100 Continue" of 1.1.
+    with answers(answer, "HTTP/1.1") as port:
         yield SimpleNamespace(asked=asked, url=f"http://127.0.0.1:{port}")
 
 

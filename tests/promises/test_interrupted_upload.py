@@ -16,9 +16,8 @@ import pytest
 from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.protocol.keys import upload_key
 from tests.tools import forked
-from tests.tools.support_store import new_bucket, server, settings_for
+from tests.tools.support_store import new_bucket, settings_for
 
-__all__ = ["server"]
 pytestmark = pytest.mark.timeout(200)
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "abort_multipart_uploads.py"
 

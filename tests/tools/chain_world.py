@@ -26,11 +26,13 @@ STRANGER = wallet_of("//stranger")
 
 
 @contextmanager
-def answers(answer: Callable[[BaseHTTPRequestHandler], tuple[Any, ...]]) -> Iterator[int]:
+def answers(
+    answer: Callable[[BaseHTTPRequestHandler], tuple[Any, ...]], version: str = "HTTP/1.0"
+) -> Iterator[int]:
     """The port of a server that answers each request with a status, content, perhaps headers."""
 
     class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"  # a client waits a second for the "100 Continue" of it
+        protocol_version = version
 
         def do_GET(self) -> None:
             self.rfile.read(int(self.headers.get("content-length", 0)))

@@ -162,26 +162,19 @@ class Ranks:
 
 
 def run(
-    script: Path, *arguments: str, environ: Mapping[str, str], folder: Path, reads: bool = True
+    script: Path, *arguments: str, environ: Mapping[str, str], folder: Path
 ) -> subprocess.CompletedProcess[str]:
-    """Run a :class:`Program` in ``folder`` to its end; what it wrote is as ``subprocess`` has it.
-
-    ``reads`` False: nobody reads what it prints, since the reader has gone.
-    """
+    """Run a :class:`Program` in ``folder`` to its end; return what it wrote."""
     with tempfile.TemporaryDirectory() as place:
         out, errors = Path(place, "out"), Path(place, "errors")
-        if not reads:
-            os.mkfifo(out)
         program = Program(
             script, *arguments, environ=environ, log=out, errors=errors, folder=folder
         )
         try:
-            if not reads:
-                out.open("rb").close()  # returns once the other end is open
             status = program.wait(180)
         finally:
             program.kill()
-        said = out.read_text() if reads else "", errors.read_text()
+        said = out.read_text(), errors.read_text()
         return subprocess.CompletedProcess(arguments, status, *said)
 
 

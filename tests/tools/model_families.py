@@ -1,6 +1,4 @@
-"""Print the families of models of docs/model.md, with the differences in loss and gradient.
-
-python -m tests.tools.model_families
+"""Families of models, and by how much loss and gradient of each differ from transformers'.
 
 A model that is trained as another function than its ``config.json`` says comes out useless, and no
 loss shows it. So loss and gradient of a small copy are compared with transformers' own by eager
@@ -12,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -219,26 +216,3 @@ def differences(config: dict[str, Any]) -> list[list[float]]:
         [difference(copy, length, **how) for length in LENGTHS]
         for how in ({}, {"prepare": as_on_a_gpu})
     ]
-
-
-def rows() -> list[str]:
-    """Return the table's lines."""
-    lengths = " / ".join(map(str, LENGTHS))
-    lines = [
-        f"| family | `dt-network init` | CPU, {lengths} tokens | GPU's path, {lengths} tokens |",
-        "|---|---|---|---|",
-    ]
-    for name, (_, config) in FAMILIES.items():
-        with tempfile.TemporaryDirectory() as folder:
-            status, told = init(Path(folder), config)
-        answer, cells = "trained", ["", ""]
-        if status == 0:
-            cells = [" / ".join(f"{x:.0e}" for x in path) for path in differences(config)]
-        else:
-            answer = f"refused: `{FAMILIES[name][0]}`" if FAMILIES[name][0] in told else told
-        lines.append(f"| {name} | {answer} | {' | '.join(cells)} |")
-    return lines
-
-
-if __name__ == "__main__":
-    print("\n".join(rows()))

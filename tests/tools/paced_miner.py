@@ -5,7 +5,9 @@ happens in a subnet, that only takes the cores from what it waits for and from o
 Nothing else differs. Ranks import this file in the place of ``miner/start.py``.
 
 ``PACED_HELD`` is the path of a file that has a miner's name. While it exists, each micro-batch of
-that miner lasts ``HELD`` seconds; steps of half as long are logged as slow ones.
+that miner lasts ``HELD`` seconds; steps of half as long are logged as slow ones. With ``OWN_TEXT``
+a miner trains on the folder of its name in that one. With ``HOSTILE_FACTOR`` it multiplies what it
+uploads.
 """
 
 from __future__ import annotations
@@ -27,10 +29,14 @@ if __name__ == "__main__":
 
     if Path(os.environ.get("PACED_HELD", "")).name not in sys.argv:
         os.environ.pop("PACED_HELD", None)
+    if "OWN_TEXT" in os.environ:
+        name = sys.argv[sys.argv.index("--neuron.name") + 1]
+        sys.argv += ["--data.own_text", f"{os.environ['OWN_TEXT']}/{name}"]
     sys.exit(main(program="tests.tools.paced_miner"))
 else:  # in each rank
     from distributed_training.miner.start import run_rank  # noqa: F401 - each rank calls it
     from distributed_training.protocol import lines
+    from distributed_training.training import outer_step
     from distributed_training.training.trainer import Trainer
 
     _add = Trainer.add_micro_batch
@@ -53,3 +59,11 @@ else:  # in each rank
                 time.sleep(0.1)
 
     Trainer.add_micro_batch = _paced
+
+    if "HOSTILE_FACTOR" in os.environ:
+        _rows = outer_step._Movement.rows
+
+        def _hostile(self: outer_step._Movement, *place: Any) -> Any:
+            return _rows(self, *place).mul_(float(os.environ["HOSTILE_FACTOR"]))
+
+        outer_step._Movement.rows = _hostile  # type: ignore[method-assign]

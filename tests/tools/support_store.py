@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 from pydantic import SecretStr
 
 from distributed_training.config.settings import StoreSettings
@@ -25,12 +24,6 @@ from distributed_training.store.transfer import Retry, deadline_in, upload_all
 ROW = 8192  # bytes
 PART = 5 * 2**20  # bytes
 LARGE = "uploads/7/4.0.safetensors"  # key of an :class:`Upload`'s file in parts
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStoreServer]:
-    with ObjectStoreServer(folder=tmp_path_factory.mktemp("object-store")) as running:
-        yield running
 
 
 def access_to(server: ObjectStoreServer) -> dict[str, Any]:

@@ -38,10 +38,9 @@ from tests.tools.store_network import (
     merged,
     refused,
 )
-from tests.tools.support_store import new_bucket, server, settings_for
+from tests.tools.support_store import new_bucket, settings_for
 from tests.tools.waiting import wait_for
 
-__all__ = ["server"]
 pytestmark = pytest.mark.timeout(60)
 
 
