@@ -99,6 +99,7 @@ class Leader:
         state = state_of(
             self.chain,
             self.weights_at,
+            run_id=RUN_ID,
             serial=self.serial,
             closes_at=self.closes_at,
             grace=GRACE,
@@ -117,6 +118,7 @@ class Leader:
     def build_manifest(self, data: bytes, files: dict[str, bytes], **changes: Any) -> Manifest:
         now, merges = self.time.store(), (merged(0, "f" * 64),)
         values: dict[str, Any] = {
+            "run_id": RUN_ID,
             "update": sha256(data) if data else "",
             "weights": sha256(b"weights %d" % len(self.chain)),
             "merged": merges if data else (),
