@@ -30,6 +30,7 @@ from distributed_training.telemetry.page import PageProcess
 # Ctrl-C: miners get this long, the validator half as long; with services and sweep that is < 15 s.
 INTERRUPT_GRACE = timedelta(seconds=6)
 _PROMPTS = ("def ", "import ", "class ", "    # ")
+_ROUND = 1.15  # periods from outer step to outer step, with the round itself
 
 
 def build_parser() -> Parser:
@@ -46,15 +47,22 @@ def build_parser() -> Parser:
     add("--exchange", choices=("hivemind", "store"), default="hivemind", help="(hivemind)")
     about = "how uploads become an update: a name, or a plug-in's FILE.py (default nesterov)"
     add("--outer-rule", type=text, help=about)
-    add("--outer-steps", type=count, default=2, help="stop after this many outer steps (default 2)")
+    how_long = parser.add_mutually_exclusive_group()
+    about = "stop after this many outer steps (default 2)"
+    how_long.add_argument("--outer-steps", type=count, default=2, help=about)
+    about = "run as many outer steps as fit into this many minutes"
+    how_long.add_argument("--minutes", type=ranged(1.0, 1e5), help=about)
     add("--folder", type=path, default=Path("runs/localnet"), help="where everything is written")
     about = "seconds between rounds (default 60, and more on a busy or slow machine)"
     add("--period", type=ranged(1.0, 1e5), help=about)
     add("--timeout", type=ranged(1.0, 1e6), help="seconds for it all (default: as its rounds need)")
+    add("--keep", action="store_true", help="keep buckets and checkpoints after a good run")
     add("--stay", action="store_true", help="run until Ctrl-C, and print how a miner joins by hand")
     add("--page-port", type=ranged(0, 65535), default=0, help="of the live page (default: any)")
     about = "more flags for every miner, in quotes"
     add("--miner-flags", type=_split_flags, default=(), help=about)
+    about = "more for the validator, in quotes"
+    add("--validator-flags", type=_split_flags, default=(), help=about)
     add("--miner-script", type=path, help="another miner's program (default: this package's)")
     add("--validator-script", type=path, help="another validator's (default: this package's)")
     return parser
@@ -86,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             outer_steps=arguments.outer_steps,
             period=arguments.period,
             miner_flags=arguments.miner_flags,
+            validator_flags=arguments.validator_flags,
             rules=rules,
             miner_script=arguments.miner_script and arguments.miner_script.absolute(),
             validator_script=arguments.validator_script and arguments.validator_script.absolute(),
@@ -137,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         bulk = [subnet.folder / STORE_FOLDER]
         for neuron in subnet.neurons:
             bulk += [path for path in neuron.plan.folder.iterdir() if path.is_dir()]
-        for path in bulk:
+        for path in bulk if not arguments.keep else ():
             shutil.rmtree(path, ignore_errors=True)
     print("interrupted" if interrupted else summary.verdict)
     return ExitStatus.INTERRUPTED if interrupted else int(not summary.ok)
@@ -152,6 +161,9 @@ def _run(
     """Start, follow and stop the subnet; return the failure, or "". Raises ConfigError."""
     try:
         subnet.start()
+        if arguments.minutes:
+            steps = int(60 * arguments.minutes / (_ROUND * subnet.options.seconds))
+            subnet.options = replace(subnet.options, outer_steps=max(1, steps))
         options = subnet.options
         limit = timedelta(seconds=arguments.timeout) if arguments.timeout else options.longest
         with PageProcess(
