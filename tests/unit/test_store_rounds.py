@@ -1,4 +1,4 @@
-"""Rounds through the store at a member: real stores, a stand-in validator, time set by tests."""
+"""Rounds through the store at a member: a stand-in validator, time set by tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from bittensor.sp_core import Keypair
 
-from distributed_training.config.settings import StoreSettings
 from distributed_training.exchange import own_uploads
 from distributed_training.exchange.base import (
     Close,
@@ -25,7 +24,6 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.types import Base, ExitStatus, Update
 from distributed_training.store import errors, transfer
 from distributed_training.store.base import Uplink
-from distributed_training.store.opening import open_store
 from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.store_network import (
     GRACE,
@@ -38,7 +36,6 @@ from tests.tools.store_network import (
     merged,
     refused,
 )
-from tests.tools.support_store import new_bucket, settings_for
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
@@ -47,19 +44,6 @@ pytestmark = pytest.mark.timeout(60)
 @pytest.fixture
 def time() -> Time:
     return Time()
-
-
-@pytest.fixture(params=["folder", "s3", "twin"])
-def any_store(request: pytest.FixtureRequest, time: Time) -> FaultyStore:
-    if request.param == "twin":
-        return FaultyStore(MemoryObjectStore(clock=time.store), time)
-    if request.param == "s3":
-        found = request.getfixturevalue("server")
-        return FaultyStore(new_bucket(found, settings_for(found)), time)
-    place = request.getfixturevalue("tmp_path")
-    (place / "bucket").mkdir()
-    settings = StoreSettings(endpoint_url=f"folder://{place}")
-    return FaultyStore(open_store(settings, "bucket", write=True), time)
 
 
 @pytest.fixture
@@ -84,9 +68,9 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
 
 
-def test_rounds_follow_each_other(any_store: FaultyStore, time: Time, tmp_path: Path) -> None:
-    leader = Leader(any_store, time)
-    miner = Miner(any_store, tmp_path / "rounds", time)
+def test_rounds_follow_each_other(
+    store: FaultyStore, leader: Leader, miner: Miner, time: Time
+) -> None:
     assert miner.pass_time(PERIOD - 1) == [] and miner.head == 0
     for outer_step in range(3):
         close = leader.close
@@ -95,7 +79,7 @@ def test_rounds_follow_each_other(any_store: FaultyStore, time: Time, tmp_path: 
         [sent] = miner.take_facts()
         assert isinstance(sent, UploadEnded) and sent.size == len(b"our upload")
         key = keys.upload_key(UID, outer_step, close.serial)
-        assert any_store.get(key, limit=99) == b"our upload"
+        assert store.get(key, limit=99) == b"our upload"
 
         manifest = leader.take_outer_step(merged=(merged(UID, digest),))
         [update] = miner.pass_time(5)
@@ -696,17 +680,13 @@ def test_a_miner_that_ends_for_good_after_an_upload_leaves_no_past_one(
 
 @pytest.mark.parametrize("size", [20, (5 << 20) + 7])  # the larger one is sent in parts
 def test_progress_is_sent_in_place_of_the_last_and_ends_for_a_close(
-    any_store: FaultyStore,
-    time: Time,
-    tmp_path: Path,
+    store: FaultyStore,
+    leader: Leader,
+    miner: Miner,
     size: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(transfer, "PART", 5 << 20)
-    leader = Leader(any_store, time)
-    miner = Miner(any_store, tmp_path / "rounds", time)
-    miner.turn()
-    miner.take_facts()
 
     def send_progress(data: bytes) -> UploadEnded:
         miner.write_upload(Close(0, 0), data)
@@ -720,13 +700,13 @@ def test_progress_is_sent_in_place_of_the_last_and_ends_for_a_close(
     for text in (b"of 60 steps", b"of 120 steps"):
         sent = send_progress(text.ljust(size))
         assert (sent.cause, sent.size) == ("", size)
-        assert any_store.get(key, limit=size) == text.ljust(size)
+        assert store.get(key, limit=size) == text.ljust(size)
     assert not miner.rounds._uploads.begun(leader.close), "the close has its own upload"
     # The store does not answer; then the close comes.
     if size > transfer.PART:
         return  # a fault has no names for parts
-    any_store.faults["put", key] = away(errors.TransientError)
-    any_store.faults["put", key].first = True  # type: ignore[attr-defined]
+    store.faults["put", key] = away(errors.TransientError)
+    store.faults["put", key].first = True  # type: ignore[attr-defined]
     miner.write_upload(Close(0, 0), b"of 180 steps")
     miner.send(Close(0, 0))
     [close] = miner.pass_time(PERIOD + 1)
@@ -736,7 +716,7 @@ def test_progress_is_sent_in_place_of_the_last_and_ends_for_a_close(
     ended = {fact.close.serial: fact.cause for fact in miner.facts if isinstance(fact, UploadEnded)}
     overtaken = "the upload for a close comes first, and holds the same training"
     assert ended == {0: overtaken, leader.close.serial: ""}
-    assert any_store.get(key, limit=size) == b"of 120 steps".ljust(size)
+    assert store.get(key, limit=size) == b"of 120 steps".ljust(size)
 
 
 def test_a_members_own_score_is_logged_when_a_manifest_brings_one(
