@@ -32,7 +32,9 @@ SECONDS = 120.0
 PHASES = {
     "": (
         "telemetry/verdict telemetry/facts miner/build miner/network_watch common/files "
-        "common/processes data/shards chain/base node/identity"
+        "common/processes data/shards chain/base node/identity "
+        # Each 15 s, which a busy machine needs: the file of metrics, and a span of the verdict.
+        "exchange/store_rounds protocol/network_report"
     ),
     "inner step": (
         "miner/blocks miner/events miner/ranks miner/loop miner/run_folder miner/rounds "
