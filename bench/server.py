@@ -37,7 +37,7 @@ from distributed_training import network_command
 from distributed_training.chain.auth import sign_btauth
 from distributed_training.chain.identity import Wallet
 from distributed_training.common.ports import free_ports
-from distributed_training.config import load_config
+from distributed_training.config import rules_at
 from distributed_training.founder import FounderPlan
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import State
@@ -71,8 +71,7 @@ class World:
         words = ["--name", "lab", "--registry", self.url, "--store", "embedded", "--set"]
         words += ["private=true", "--data-source", "stdlib", "--model", "4b"]
         assert not network_command.main(["init", str(lab), *words])
-        given = ["--network", str(lab / "network.toml")]
-        config = load_config("validator", given, environ={}, dotenv=None, check=False)
+        config = rules_at(lab / "network.toml", "validator")
         assert config.network is not None
         from distributed_training.chain.identity import load_wallet
 

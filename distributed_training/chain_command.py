@@ -312,7 +312,10 @@ def begin_again(
         )
     info = store.head(listed[0].key) if listed else None
     now = time.time() if info is None else info.modified + (info.age_seconds or 0.0)
-    at, last = max((_time_of(each), each.outer_step) for each in signed)
+    at, last = max(
+        (each.made_at if isinstance(each, Manifest) else each.written_at, each.outer_step)
+        for each in signed
+    )
     since = int(max(0.0, now - at) / (period / 2))
     known = [above, last + since, *own, *(step for step, _ in outer), *(u[1] for u in uploads)]
     step = max(known) + 1
@@ -331,10 +334,6 @@ def begin_again(
     )
     steps.write(next_state(None, manifest, serial, now=now, period=period, grace=grace))
     return manifest
-
-
-def _time_of(signed: Manifest | State) -> float:
-    return signed.made_at if isinstance(signed, Manifest) else signed.written_at
 
 
 def _publish_again(

@@ -112,9 +112,8 @@ class FounderPlan:
             # Without a proxy in front members reach the registry itself.
             place = _place(url if config.chain.private else "")
             if urlsplit(url).scheme == "https":
-                place = "127.0.0.1", REGISTRY_PORT
                 words[_REGISTRY] += ["--proxy", "127.0.0.1"]
-            words[_REGISTRY] += _listening(place)
+            words[_REGISTRY] += ["--host", place[0], "--port", str(place[1])]
             if (host := urlsplit(url).hostname) and host != place[0]:
                 words[_REGISTRY] += ["--host-name", host]
             if store is not None:
@@ -201,10 +200,6 @@ def _place(url: str) -> tuple[str, int]:
     with suppress(ValueError):
         return str(ipaddress.ip_address(host)), parts.port or 80
     return "0.0.0.0", parts.port or 80  # a name, which may lead to loopback on its own machine
-
-
-def _listening(place: tuple[str, int]) -> list[str]:
-    return ["--host", place[0], "--port", str(place[1])]
 
 
 def _bracketed(host: str) -> str:

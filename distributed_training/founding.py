@@ -232,7 +232,8 @@ def succeed(options: argparse.Namespace) -> None:
 
 def _is_private(options: argparse.Namespace) -> bool:
     """Return whether the founder's address is one of a private network. Raises ConfigError."""
-    host = _host_of(options)
+    # The address of the founder's machine, which is the registry's too.
+    host = options.host or urlsplit(options.registry or "").hostname or ""
     try:
         found = reach(host)
     except ValueError:  # a name counts as public: --set private=true
@@ -244,11 +245,6 @@ def _is_private(options: argparse.Namespace) -> bool:
             "one machine the --registry's too is 127.0.0.1"
         )
     return found is not Reach.EVERYWHERE
-
-
-def _host_of(options: argparse.Namespace) -> str:
-    """Return the address of the founder's machine: ``--host``, or where its registry is."""
-    return options.host or urlsplit(options.registry or "").hostname or ""
 
 
 def _refuse_options(options: argparse.Namespace) -> None:

@@ -266,13 +266,7 @@ def _register(config: Config, undo: ExitStack) -> tuple[int | None, bool]:
         return None, False
     from distributed_training.chain.registry import RefusedWrite, answering
 
-    with answering(
-        url=str(settings.registry_url),
-        wallet=hotkey,
-        master=config.miner.master_ss58_address,
-        invitation=settings.invitation,
-        private=settings.private,
-    ) as chain:
+    with answering(settings, hotkey, config.miner.master_ss58_address) as chain:
         uid = chain.uid(hotkey.ss58)
         named = {"wallet.name", "wallet.hotkey"} & set(config.sources)
         owner = ""

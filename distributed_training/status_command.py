@@ -23,7 +23,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -168,12 +168,6 @@ def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
     }
 
 
-def status_of(rows: Iterable[dict[str, Any]]) -> int:
-    """Return the exit status of this command for miners in this state."""
-    found = {row["status"] for row in rows}
-    return next((status for status in (MUST_ACT, NOT_RUNNING) if status in found), 0)
-
-
 def show(folders: Sequence[Path], *, as_json: bool, watch: bool) -> int:
     """Print the state of each miner, again and again with ``watch``. Return the exit status."""
     limit_resources()  # a file stays open for each folder
@@ -193,7 +187,8 @@ def show(folders: Sequence[Path], *, as_json: bool, watch: bool) -> int:
         else:
             print(text_of(rows[0]) if len(rows) == 1 else table_of(rows), flush=True)
         if not watch:
-            return status_of(rows)
+            found = {row["status"] for row in rows}
+            return next((status for status in (MUST_ACT, NOT_RUNNING) if status in found), 0)
         time.sleep(_EVERY)
 
 
@@ -239,7 +234,8 @@ def text_of(row: dict[str, Any]) -> str:
     if row["restarts"] or crash:
         last = f", last crash {ago(crash['at'], now)}: {crash['text']}" if crash else ""
         add("restarts", f"{row['restarts']}{last}")
-    add("a day", describe_day(row) if runs else "")
+    if runs and row["tokens_a_day"] is not None:
+        add("a day", f"{row['tokens_a_day'] / 1e6:.1f} million tokens")
     return "\n".join(map(printable, lines))
 
 
@@ -277,11 +273,6 @@ def describe_upload(row: dict[str, Any]) -> str:
     return (
         f"{tag}of outer step {upload['outer_step']}, {ago(upload['at'], row['time'])}{fate}{cause}"
     )
-
-
-def describe_day(row: dict[str, Any]) -> str:
-    tokens = row["tokens_a_day"]
-    return "" if tokens is None else f"{tokens / 1e6:.1f} million tokens"
 
 
 def ago(at: float, now: float) -> str:

@@ -52,16 +52,9 @@ def how_to_register(settings: ChainSettings) -> str:
 
 
 def _open_registry(settings: ChainSettings, wallet: Wallet | None, master: str | None) -> Chain:
-    from .registry import RegistryChain
+    from .registry import open_registry
 
-    return RegistryChain(
-        url=str(settings.registry_url),
-        wallet=wallet,
-        master=master,
-        invitation=settings.invitation,
-        poll_interval=settings.poll_interval,
-        private=settings.private,
-    )
+    return open_registry(settings, wallet, master)
 
 
 def _open_subtensor(settings: ChainSettings, wallet: Wallet | None, master: str | None) -> Chain:

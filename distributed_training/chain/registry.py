@@ -31,6 +31,7 @@ from distributed_training.common import http
 from distributed_training.common.addresses import keeps_secrets
 from distributed_training.common.backoff import Backoff
 from distributed_training.common.proxies import proxy_for
+from distributed_training.config.settings import ChainSettings
 from distributed_training.config.types import ConfigError
 from distributed_training.network import NetworkFileError
 from distributed_training.network_place import certificates
@@ -464,15 +465,32 @@ class RegistryChain(Chain):
             self._thread.join(self._timeout + 1)
 
 
+def open_registry(
+    settings: ChainSettings, wallet: Wallet | None, master: str | None = None
+) -> RegistryChain:
+    """Open the registry that ``settings`` name; see :class:`RegistryChain`."""
+    return RegistryChain(
+        url=str(settings.registry_url),
+        wallet=wallet,
+        master=master,
+        invitation=settings.invitation,
+        poll_interval=settings.poll_interval,
+        private=settings.private,
+    )
+
+
 @contextmanager
-def answering(**how: Any) -> Iterator[RegistryChain]:
+def answering(
+    settings: ChainSettings, wallet: Wallet | None, master: str | None = None
+) -> Iterator[RegistryChain]:
     """Open a registry for one command, once it has answered. Raises ChainUnavailable."""
     logging.getLogger("distributed_training.chain").setLevel(logging.ERROR)  # one line is enough
-    with closing(RegistryChain(**how)) as chain:
+    with closing(open_registry(settings, wallet, master)) as chain:
         if not chain.wait_ready(_FIRST_ANSWER):
             raise ChainUnavailable(
-                f"the registry at {how['url']} does not answer ({chain.trouble or 'no answer'}), "
-                "so nothing was done: check the URL and the network, or ask the founder"
+                f"the registry at {settings.registry_url} does not answer "
+                f"({chain.trouble or 'no answer'}), so nothing was done: check the URL and the "
+                "network, or ask the founder"
             )
         yield chain
 

@@ -372,10 +372,11 @@ def _chain(given: argparse.Namespace) -> AbstractContextManager[RegistryChain]:
     from distributed_training.config.settings import ChainSettings
 
     flags = {name: value for name, value in vars(given).items() if name.startswith("wallet.")}
-    settings = ChainSettings(**{name.replace(".", "_"): value for name, value in flags.items()})
+    words = {name.replace(".", "_"): value for name, value in flags.items()}
+    settings = ChainSettings(registry_url=given.url, **words)
     # httpx logs a line per request, which would mix with the command's output.
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    return answering(url=given.url, wallet=load_wallet(settings) if flags else None)
+    return answering(settings, load_wallet(settings) if flags else None)
 
 
 def invite(given: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from distributed_training.chain.auth import verify_signature
 from distributed_training.chain.base import ChainError
 from distributed_training.chain.identity import load_wallet
-from distributed_training.chain.registry import RegistryChain, answering
+from distributed_training.chain.registry import answering
 from distributed_training.config import Config
 from distributed_training.exchange.chain_copy import ChainCopy
 from distributed_training.node.buckets import open_as_member, open_by_registry, open_own
@@ -56,15 +56,8 @@ def open_bucket(config: Config, stack: ExitStack) -> ObjectStore:
             return open_as_member(config, follow_chain(config.chain, stack))
         except NetworkFailure as error:
             raise ChainError(str(error)) from None
-    chain = stack.enter_context(
-        answering(
-            url=str(config.chain.registry_url),
-            wallet=load_wallet(config.chain),
-            master=config.miner.master_ss58_address,
-            private=config.chain.private,
-        )
-    )
-    assert isinstance(chain, RegistryChain)
+    wallet, master = load_wallet(config.chain), config.miner.master_ss58_address
+    chain = stack.enter_context(answering(config.chain, wallet, master))
     store = open_by_registry(config.store, chain, private=config.chain.private)
     stack.callback(store.close)
     return store

@@ -29,10 +29,13 @@ pytestmark = pytest.mark.timeout(300)
 STEPS = 6  # sets at 0 and 4
 
 
+def steps_of(bucket: Path, folder: Path) -> OuterSteps:
+    store, master = FolderStore(bucket, writes=True), Master(RUN_ID, MASTER, verify)
+    return OuterSteps(store, folder / "global", master, sign, keep_uploads=8)
+
+
 def opened(bucket: Path, folder: Path) -> tuple[OuterSteps, ManifestChain]:
-    store = FolderStore(bucket, writes=True)
-    master = Master(RUN_ID, MASTER, verify)
-    steps = OuterSteps(store, folder / "global", master, sign, keep_uploads=8)
+    steps = steps_of(bucket, folder)
     assert steps.load()
     return steps, open_chain(bucket, folder / "replay")
 
@@ -173,22 +176,18 @@ def test_a_kill_between_manifest_and_state_loses_nothing(tmp_path: Path) -> None
 
 
 def found(folder: Path) -> None:
-    words = ["init", str(folder), "--name", "lab", "--host", "127.0.0.1", "--registry"]
-    words += ["http://127.0.0.1:8100", "--unpinned", "--exchange", "store", "--set", "private=true"]
-    words += ["--store", "https://s3.example.org"]
-    words += ["--data-source", "stdlib"]
+    words = ["init", str(folder), "--name", "lab", "--registry", "http://127.0.0.1:8100"]
+    words += ["--store", "https://s3.example.org", "--data-source", "stdlib"]
     assert network_command.main(words) == 0
 
 
-def recovered(bucket: Path, folder: Path, **more: int) -> tuple[Manifest, ManifestChain]:
-    """Recover a network whose closes are a million seconds apart, as its files are from 1970."""
-    store = FolderStore(bucket, writes=True)
-    steps = OuterSteps(
-        store, folder / "global", Master(RUN_ID, MASTER, verify), sign, keep_uploads=8
-    )
-    chain = open_chain(bucket, folder / "replay")
-    manifest = begin_again(steps, chain, store, config={"a": 1}, period=1e11, grace=100.0, **more)
-    return manifest, chain
+def recovered(
+    bucket: Path, folder: Path, *, period: float = 1e11, above: int = -1
+) -> tuple[Manifest, ManifestChain]:
+    """Recover a network whose closes are thousands of years apart, as its files are from 1970."""
+    steps, chain = steps_of(bucket, folder), open_chain(bucket, folder / "replay")
+    store, pace = FolderStore(bucket, writes=True), {"period": period, "grace": 100.0}
+    return begin_again(steps, chain, store, config={"a": 1}, above=above, **pace), chain
 
 
 LOST: dict[str, Callable[[Path], object]] = {
@@ -248,22 +247,12 @@ def test_a_recovery_is_above_what_others_saw_meanwhile(tmp_path: Path) -> None:
     publish_chain(bucket, STEPS)
     manifest, _ = recovered(bucket, tmp_path, above=70)
     assert manifest.outer_step == 71
-    store = FolderStore(bucket, writes=True)
-    steps = OuterSteps(store, tmp_path / "b", Master(RUN_ID, MASTER, verify), sign, keep_uploads=8)
-    chain = open_chain(bucket, tmp_path / "replay")
-    again = begin_again(steps, chain, store, config={}, period=1000.0, grace=100.0)
+    again, _ = recovered(bucket, tmp_path / "b", period=1000.0)
     assert again.outer_step == 72, "no close can have passed in the seconds since"
     shutil.rmtree(bucket)
     publish_chain(bucket, STEPS)  # signed in 1970
     manifest, _ = recovered(bucket, tmp_path / "c")
-    again = begin_again(
-        OuterSteps(store, tmp_path / "d", Master(RUN_ID, MASTER, verify), sign, keep_uploads=8),
-        open_chain(bucket, tmp_path / "replay"),
-        store,
-        config={},
-        period=1e8,
-        grace=100.0,
-    )
+    again, _ = recovered(bucket, tmp_path / "d", period=1e8)
     assert again.outer_step == manifest.outer_step + 1
 
 

@@ -24,7 +24,7 @@ import distributed_training
 from distributed_training.chain.identity import load_wallet
 from distributed_training.common.llama import local_llama_config
 from distributed_training.common.memory import Arrangement, ModelShape, host_memory
-from distributed_training.config import ConfigError, load_config
+from distributed_training.config import ConfigError, load_config, rules_at
 from distributed_training.config.settings import ChainSettings
 from distributed_training.data.held_out import held_out_batches
 from distributed_training.data.tokenizer import build_tokenizer, byte_tokenizer
@@ -48,8 +48,7 @@ def found(folder: Path, *more: str) -> int:
 
 
 def read(folder: Path):
-    file = str(folder / "network.toml")
-    config = load_config("miner", ["--network", file], environ={}, dotenv=None, check=False)
+    config = rules_at(folder / "network.toml")
     assert config.network is not None
     return config
 

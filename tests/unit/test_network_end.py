@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from distributed_training.config import load_config
+from distributed_training.config import rules_at
 from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState, Mode, Rules
 from distributed_training.miner.rounds import decide
@@ -28,7 +28,6 @@ from tests.tools.validator_world import one_thread  # noqa: F401
 
 pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).parents[2]
-SECOND = {"exchange": "store"}
 STOPS = [
     {"stop.outer_steps": 1},
     {"stop.outer_steps": 9, "stop.tokens": 100},
@@ -39,9 +38,7 @@ STOPS = [
 def founded(folder: Path, stop: dict[str, Any]) -> StoreWorld:
     """A network whose file has this ``[stop]``."""
     file = network_file(folder / "file", {"exchange": "store", **stop})
-    loaded = load_config(
-        "validator", ["--network", file], environ={}, dotenv=None, check=False
-    ).validator
+    loaded = rules_at(file, "validator").validator
     names = ("stop_outer_steps", "stop_tokens", "stop_loss")
     return StoreWorld(folder, **{name: getattr(loaded, name) for name in names})
 

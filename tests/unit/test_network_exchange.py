@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from distributed_training import founder
 from distributed_training.common.llama import named_config
-from distributed_training.config import Config, ConfigError, loader
-from distributed_training.config.model import KEY_VARIABLES
+from distributed_training.config import Config, ConfigError, loader, rules_at
+from distributed_training.config.model import KEY_VARIABLES, Kind
 from distributed_training.health import machine
 from distributed_training.health.machine import Examination
 from distributed_training.network import (
@@ -28,7 +28,6 @@ from distributed_training.protocol.growth import Growth, file_bytes, grace_secon
 from distributed_training.protocol.types import OWN_CODECS
 from distributed_training.protocol.update_file import largest_file
 from distributed_training.training.model import parameter_schema
-from tests.tools.settings import load_config
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -51,14 +50,14 @@ def store_rules(**keys: Any) -> dict[str, Any]:
     return rules
 
 
-def load(rules: dict[str, Any], folder: Path, kind: str = "miner") -> Config:
+def load(rules: dict[str, Any], folder: Path, kind: Kind = "miner") -> Config:
     path = folder / "network.toml"
     path.write_text(signed(to_toml(rules), ALICE, nearby=lambda name: ""))
-    return load_config(kind, ("--network", str(path)), environ={}, dotenv=None, check=False)
+    return rules_at(path, kind)
 
 
 @pytest.mark.parametrize("kind", ["miner", "validator"])
-def test_a_store_network_has_no_key_of_a_swarm(tmp_path: Path, kind: str) -> None:
+def test_a_store_network_has_no_key_of_a_swarm(tmp_path: Path, kind: Kind) -> None:
     rules = store_rules(round__bits=2, store__hosts=["cdn.example.org:8443"])
     assert "swarm" not in rules and "compression" not in rules
     config = load(rules, tmp_path, kind)
@@ -73,7 +72,7 @@ def test_a_store_network_has_no_key_of_a_swarm(tmp_path: Path, kind: str) -> Non
 @pytest.mark.parametrize("exchange", ["store", "hivemind"])
 @pytest.mark.parametrize("kind", ["miner", "validator"])
 def test_buckets_of_their_own_need_no_registry_and_a_key_each(
-    tmp_path: Path, kind: str, exchange: str
+    tmp_path: Path, kind: Kind, exchange: str
 ) -> None:
     """A public chain has the members' buckets, and where their DHT peers are."""
     chain = {"kind": "bittensor", "endpoint": "finney", "netuid": 5}
@@ -127,9 +126,8 @@ def found(folder: Path, *more: str) -> int:
     return main(["init", str(folder), *words, *place, *more])
 
 
-def read(folder: Path, kind: str = "miner") -> Config:
-    words = ("--network", str(folder / "network.toml"))
-    return load_config(kind, words, environ={}, dotenv=None, check=False)
+def read(folder: Path, kind: Kind = "miner") -> Config:
+    return rules_at(folder / "network.toml", kind)
 
 
 def test_a_founder_is_asked_for_nothing_of_a_swarm(

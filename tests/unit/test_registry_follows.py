@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from distributed_training import founder, network, network_command, network_place
-from distributed_training.config import ConfigError, load_config
+from distributed_training.config import ConfigError, load_config, rules_at
 from distributed_training.network import digest_of, flatten, signed, tree_of
 from distributed_training.registry import command as registry
 from tests.tools.network import ALICE
@@ -146,8 +146,7 @@ def test_a_run_keeps_its_invitation_and_revokes_one_that_it_replaces(
     monkeypatch.setattr(founder.subprocess, "run", run)
 
     def start() -> str:
-        words = ["--network", str(lab / "network.toml")]
-        config = load_config("validator", words, environ={}, dotenv=None, check=False)
+        config = rules_at(lab / "network.toml", "validator")
         assert config.network is not None
         founder._invite(founder.FounderPlan.of(lab, {}), config.network)
         return place.read_text()

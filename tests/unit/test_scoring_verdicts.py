@@ -121,7 +121,7 @@ def test_a_member_with_the_key_of_another_network_asks_the_registry(
     denied = Mock(head=Mock(side_effect=AccessDeniedError("read local: the key is refused")))
     monkeypatch.setattr(verdicts, "open_own", lambda settings, name: denied)
     monkeypatch.setattr(verdicts, "load_wallet", lambda settings: ALICE)
-    monkeypatch.setattr(verdicts, "answering", lambda **_: nullcontext(chain))
+    monkeypatch.setattr(verdicts, "answering", lambda *_: nullcontext(chain))
     monkeypatch.setattr(verdicts, "open_by_registry", lambda settings, chain, private: leader.store)
     assert command.main(["--network", file, "--all"]) == 0
     captured = capsys.readouterr()
