@@ -66,13 +66,7 @@ def read_network(
         NetworkAway: The URL does not answer, or not with such a file, and there is no copy.
     """
     if "://" not in place:
-        path = BUILT_IN.get(place) or Path(os.path.expanduser(place))
-        return parse(
-            read_text(path),
-            place=place,
-            keys=keys,
-            nearby=lambda name: read_text(path.with_name(name)),
-        )
+        return _read(BUILT_IN.get(place) or Path(os.path.expanduser(place)), place, keys)
     place, _, pinned = place.partition("#")
     try:
         url = urlsplit(place)
@@ -88,12 +82,7 @@ def read_network(
     # Also NetworkFileError: there is no copy, or a damaged one.
     with contextlib.suppress(OSError, ValueError):
         if (copy / "url").read_text(encoding="utf-8") == place:
-            known = parse(
-                read_text(copy / FILE),
-                place=place,
-                keys=keys,
-                nearby=lambda name: read_text(copy / name),
-            )
+            known = _read(copy / FILE, place, keys)
     if known is not None and pinned not in ("", known.digest):
         known = None
     # Anybody on the way can change what comes over http, so it must be known whose file it has to
@@ -137,6 +126,15 @@ def read_network(
             raise
         tell(f"{away}: the copy of an earlier start in {copy} is used")
         return known
+
+
+def _read(path: Path, place: str, keys: Collection[str]) -> Network:
+    """Return the network of a file here. Raises NetworkFileError."""
+
+    def nearby(name: str) -> str:
+        return read_text(path.with_name(name))
+
+    return parse(read_text(path), place=place, keys=keys, nearby=nearby)
 
 
 def _descends(found: Network, pinned: str, place: str, keys: Collection[str]) -> bool:
