@@ -43,15 +43,14 @@ install_production() {
     local python=${PYTHON:-} candidate
     if [ -z "$python" ]; then
         for candidate in python3 python3.13 python3.12 python3.11; do
-            if command -v "$candidate" >/dev/null &&
-                "$candidate" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            if command -v "$candidate" >/dev/null && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
                 python=$candidate
                 break
             fi
         done
     fi
     if [ -z "$python" ]; then
-        echo "error: no Python >= 3.11 with venv found, so nothing can be installed: apt install python3.11 python3.11-venv, or set PYTHON=/path/to/python" >&2
+        echo "error: no Python >= 3.11 found, so nothing can be installed: apt install python3.11 python3.11-venv, or set PYTHON=/path/to/python" >&2
         exit 2
     fi
 
@@ -76,7 +75,13 @@ install_production() {
         exit 2
         ;;
     esac
-    "$python" -m venv "${flags[@]}" .venv
+    if "$python" -c 'import ensurepip' 2>/dev/null; then
+        "$python" -m venv "${flags[@]}" .venv
+    else
+        # Debian splits ensurepip off into python3-venv. pip's own wheel can install itself.
+        "$python" -m venv --without-pip "${flags[@]}" .venv
+        .venv/bin/python scripts/bootstrap_pip.py
+    fi
     install -r requirements/build.txt
     install -r requirements/production.txt
     # "+cpu" is a tenth of the size, but not on PyPI. What an index serves under this name and is not

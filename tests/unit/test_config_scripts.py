@@ -28,7 +28,7 @@ SCRIPTS = {
     "score": ("distributed_training.scoring.command", ()),
 }
 # These take the miner's flags and nothing else, or no arguments at all.
-OTHERS = {"lock", "release"}
+OTHERS = {"bootstrap_pip", "lock", "release"}
 
 
 @functools.cache
