@@ -291,13 +291,6 @@ def test_ranks_digest_their_own_rows(rows: int, columns: int, cut: int) -> None:
     assert digest_weights([joined, b""]) == hashlib.sha256(by_hand).hexdigest()
 
 
-def test_other_weights_have_another_digest() -> None:
-    weights = drawn((4, 8))
-    other = weights.clone()
-    other[3, 7] = -other[3, 7]
-    assert digest_weights([digest_rows(weights)]) != digest_weights([digest_rows(other)])
-
-
 # --- what cannot be written -----------------------------------------------------------------------
 
 
@@ -449,11 +442,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], None]] = {
         more={"data_offsets": [0, 4], "dtype": "F32", "shape": [1]}
     ),
     "one tensor less": lambda table: table.pop("d.codes") and None,
-    "another type": lambda table: table["a.scales"].update(dtype="I32"),
-    "another shape": lambda table: table["a.scales"].update(shape=[2, 3]),
     "terabytes": lambda table: table["a.codes"].update(shape=[2**40, 2**10]),
     "another place": lambda table: table["a.scales"].update(data_offsets=[4, 28]),
-    "swapped": lambda table: table.update({"a.codes": table["b.weight.codes"]}),
     "a header that is no JSON": said("{"),
     "a header of one word": said("null"),
     "a header that is deep": said("[" * 5000),

@@ -127,9 +127,3 @@ def test_a_member_with_the_key_of_another_network_asks_the_registry(
     captured = capsys.readouterr()
     assert "the key is refused: so the registry is asked" in captured.err
     assert "uid 003: merged" in captured.out and denied.close.called
-
-
-def test_each_verdict_is_shown_once(leader: Leader) -> None:
-    found = list(verdicts.verdicts(leader.chain[-1]))
-    assert [row["uid"] for row in found] == [3, 7]
-    assert [row["uid"] for row in verdicts.verdicts(leader.chain[-1], hotkey="5F")] == []

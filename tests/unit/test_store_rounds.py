@@ -204,24 +204,6 @@ def test_member_away_over_a_rewind_takes_its_weights_at_once(leader: Leader, min
     assert update.base is Base.KEPT
 
 
-def test_a_newcomer_gets_the_newest_weights_and_uploads_at_the_first_close_it_can(
-    store: FaultyStore, leader: Leader, time: Time, tmp_path: Path
-) -> None:
-    for outer_step in range(1, 4):
-        leader.take_outer_step(whole=outer_step == 2)
-    miner = Miner(store, tmp_path / "rounds", time)
-    weights = miner.rounds.fetch_newest()
-    assert weights.outer_step == 2
-    miner.rounds.applied(2)
-    time.passed += leader.closes_at - time.store() + 1
-    miner.turn()
-    [update] = miner.take_facts()
-    assert miner.head == 3 and isinstance(update, Update)
-    miner.rounds.applied(3)
-    miner.turn()
-    assert miner.take_facts() == [leader.close]
-
-
 def test_a_close_that_moved_voids_its_upload_and_is_followed_by_another(
     leader: Leader, miner: Miner, time: Time
 ) -> None:
@@ -445,24 +427,6 @@ def test_a_newcomer_takes_nothing_where_manifests_do_not_lead_to_the_head(
     assert miner.pass_time(100) == [] and miner.head == 1
     [line] = warnings(caplog)
     assert "another history" in line
-
-
-@pytest.mark.parametrize("spoil", [older_serial, forked_head])
-def test_a_refusal_outlives_the_process(
-    store: FaultyStore,
-    leader: Leader,
-    miner: Miner,
-    time: Time,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    spoil: Callable[[Leader], None],
-) -> None:
-    spoil(leader)
-    again = Miner(store, tmp_path / "rounds", time)
-    assert again.pass_time(2 * PERIOD) == []
-    with pytest.raises(errors.StoreError, match=r"older|another history"):
-        again.rounds.fetch_newest()
-    assert len(warnings(caplog)) == 1
 
 
 @pytest.mark.parametrize(
@@ -767,22 +731,6 @@ def test_two_valid_manifests_of_one_step_stop_everything_and_both_are_shown(
     again = Miner(store, tmp_path / "rounds", time)
     posted = again.pass_time(2 * PERIOD)
     assert [type(fact) for fact in posted] == [NetworkDiffers]
-
-
-def test_a_manifest_of_another_master_is_no_fork(
-    leader: Leader, miner: Miner, caplog: pytest.LogCaptureFixture
-) -> None:
-    leader.take_outer_step()
-    miner.pass_time(60)
-    miner.rounds.applied(1)
-    thief = Keypair.create_from_uri("//Charlie")
-    forged = leader.build_manifest(b"x", {}, previous="1" * 64, outer_step=2)
-    leader.store.put(keys.outer_key(2, keys.MANIFEST), forged.to_bytes(thief.sign))
-    leader.serial = 9
-    leader.put_state(outer_step=2, head=forged.digest)
-    assert miner.pass_time(300) == [] and miner.head == 2
-    [line] = warnings(caplog)
-    assert "not signed by" in line
 
 
 # --- time ----------------------------------------------------------------------------------------
