@@ -227,7 +227,6 @@ def measure(
     """
     up, down = link(period, of_big)
     print(f"{exchange}: links of {up:.2f} Mbit/s up and {down:.2f} down", flush=True)
-    (model := folder / "config.json").write_text(json.dumps(MODEL))
     options = SubnetOptions(
         folder=folder / exchange,
         ranks=(1,) * MINERS,
@@ -237,7 +236,6 @@ def measure(
         least_miners=MINERS - 1,
         miner_script=_PACED,
         miner_flags=_FLAGS,
-        validator_flags=("--validator.model", str(model)),
         rules={**_rules(exchange, period, up), **(rules or {})},
     )
     os.environ["PACED_STEP"] = str(_STEP)
@@ -290,6 +288,7 @@ def _rules(exchange: str, period: int, up: float) -> dict[str, Any]:
     grace = grace_seconds(PARAMETERS, "4-bit", up, period=float(period))
     rules: dict[str, Any] = {
         "private": True,
+        "model.config": {key: value for key, value in MODEL.items() if value is not None},
         "model.parameters": PARAMETERS,
         "training.sequence_length": 64,
         "training.effective_batch": 2,

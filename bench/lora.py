@@ -134,9 +134,7 @@ def loss(
     made: Trainer, held: dict[str, Tensor], config: dict[str, Any], frozen: Path | None = None
 ) -> float:
     """Return the mean of the held-out losses on each text, in nats per byte."""
-    model = EvaluationModel(
-        model_config=config, device=torch.device("cpu"), micro_batch=HELD_OUT, frozen=frozen
-    )
+    model = EvaluationModel(model_config=config, device=torch.device("cpu"), frozen=frozen)
     model.load(made.outer.current())
     return statistics.mean(model.loss(text) for text in held.values())
 

@@ -44,7 +44,7 @@ from distributed_training.training.model import parameter_schema
 from distributed_training.validator import replay
 from distributed_training.validator.global_state import GlobalStateError
 from distributed_training.validator.merge import OuterState, Rule
-from distributed_training.validator.outer_steps import NextStep, OuterSteps, next_state
+from distributed_training.validator.outer_steps import OuterSteps, next_state
 from distributed_training.validator.replay import ChainBroken, ManifestChain, read_set, write_set
 
 _SERIALS = 1 << 32  # above all that a network can have had since the newest known one
@@ -292,7 +292,7 @@ def begin_again(
     signed: list[Manifest | State] = []
     for step in {step for step, _ in outer} | own.keys():
         with suppress(ChainBroken):
-            signed.append(steps.own.manifest(step) or chain.manifest(step))
+            signed.append(steps.manifest(step) or chain.manifest(step))
     with suppress(ChainBroken):
         signed.append(chain.state())
     found = chain.newest(step for step, name in outer if name == keys.MODEL)
@@ -300,7 +300,7 @@ def begin_again(
         if found is not None and step <= found[0].outer_step:
             break
         with suppress(ChainBroken, OSError, ValueError):
-            manifest = steps.own.manifest(step) or chain.manifest(step)
+            manifest = steps.manifest(step) or chain.manifest(step)
             values = read_set(own[step], chain.schema, manifest)
             if values.digests == (manifest.weights, manifest.momentum, manifest.residual):
                 found = manifest, values
@@ -366,8 +366,7 @@ def _publish_again(
         rewound_to=target.outer_step,
         **changes,
     )
-    paths = {name: folder / name for name in files}
-    steps.publish(NextStep(manifest, manifest.to_bytes(steps.sign), paths))
+    steps.publish(steps.sign_step(manifest))
     return manifest
 
 

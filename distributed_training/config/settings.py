@@ -444,10 +444,10 @@ class ValidatorSettings(RoundSettings):
 
     tick: timedelta = SECOND  # between two looks at the clock
 
-    # the initial model, only when the global bucket is empty
+    # the initial weights, only when the global bucket is empty
     model: File | None = flag("validator.model", None)
-    """Model to publish as outer step 0 into an empty bucket: a config.json, or the folder of a
-    transformers model with weights. By default that of the network's file, or a tiny Llama."""
+    """Folder of a transformers model whose weights are published as outer step 0 into an empty
+    bucket. By default they are random."""
 
     take_over: bool = flag("take_over", False)
     """Lead the network at once, although another validator may: that one stops."""

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from distributed_training.common.files import atomic_file, write_bytes
 from distributed_training.common.kinds import plugin_environment
+from distributed_training.common.llama import local_llama_config
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import kill_tree, with_starter
 from distributed_training.config.installed import install
@@ -497,9 +498,15 @@ class Services:
         options = self.options
         rules = of_exchange(built_in_rules(), options.exchange)
         rules.pop("run_id")  # it follows from the file
+        # Token 256 ends a text of bytes.
+        model = local_llama_config(sequence_length=1024) | {
+            "eos_token_id": 256,
+            "pad_token_id": 256,
+        }
         usual = _GRACE if options.exchange == "store" else _GRACE_OF_AVERAGE
         grace = min(usual * options.slowness, options.seconds / 3)
         changed: dict[str, Any] = {
+            "model.config": {key: value for key, value in model.items() if value is not None},
             "private": True,  # the store speaks plain HTTP, on this machine
             "chain.url": self.chain_endpoint,
             "chain.master_hotkey": master.ss58,

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 from typing import Any
 
 import numpy as np
@@ -237,8 +237,7 @@ class EvaluationModel:
         model_config: Content of a ``config.json``.
         device: Where it computes.
         frozen: File of the tensors that nobody trains; None: all are trained.
-        micro_batch: Sequences at once.
-        stop: When set, an evaluation ends between two micro-batches; None: it never does.
+        stop: When set, an evaluation ends between two sequences; None: it never does.
 
     Examples:
         ```python
@@ -256,7 +255,6 @@ class EvaluationModel:
         model_config: Mapping[str, Any],
         device: torch.device,
         frozen: Path | None = None,
-        micro_batch: int = 2,
         stop: threading.Event | None = None,
     ) -> None:
         kind = kind_of(model_config)
@@ -275,13 +273,7 @@ class EvaluationModel:
                 self._parameters[entry[0]].copy_(values)
         if device.type == "cpu":
             self._model.float()  # a base in bf16 keeps its values and computes in float32
-        self._micro_batch = micro_batch
         self._stop = stop if stop is not None else threading.Event()
-
-    def state(self) -> list[Tensor]:
-        """Return copies of the weights, float32 on the CPU, in the order of ``schema``."""
-        # Clone: on the CPU .cpu() returns the parameter itself, which the next upload changes.
-        return [self._parameters[name].detach().cpu().clone() for name, _ in self.schema]
 
     def load(self, weights: Sequence[Tensor]) -> None:
         """Copy weights into the model.
@@ -302,18 +294,9 @@ class EvaluationModel:
         """
         self._parameters[name].sub_(delta.to(self.device), alpha=factor)
 
-    def tokens(self, sequences: Tensor) -> tuple[int, ...]:
-        """Count the predicted tokens of each micro-batch.
-
-        Args:
-            sequences: int64 ``(n, length)``.
-        """
-        # Nothing comes before the first token of a sequence, so nobody predicts it.
-        return tuple(b.shape[0] * (b.shape[1] - 1) for b in sequences.split(self._micro_batch))
-
     @torch.no_grad()
     def losses(self, sequences: Tensor) -> tuple[float, ...]:
-        """Return the mean cross-entropy of each micro-batch, in nats per predicted token.
+        """Return the mean cross-entropy of each sequence, in nats per predicted token.
 
         Args:
             sequences: int64 ``(n, length)``, on any device.
@@ -334,7 +317,7 @@ class EvaluationModel:
                 "tokenizer.name"
             )
         found = []
-        for batch in sequences.split(self._micro_batch):
+        for batch in sequences.split(1):  # each is an observation of what an upload does
             # A judgement takes minutes, and a stop must not wait for the whole of it.
             if self._stop.is_set():
                 raise StopNow
@@ -349,10 +332,7 @@ class EvaluationModel:
         Args:
             sequences: int64 ``(n, length)``, on any device.
         """
-        # Weigh by tokens, since the last micro-batch may be smaller.
-        tokens = self.tokens(sequences)
-        pairs = zip(self.losses(sequences), tokens, strict=True)
-        return sum(loss * n for loss, n in pairs) / sum(tokens)
+        return fmean(self.losses(sequences))
 
 
 # Part of the decoded gradient, times the outer learning rate, that is applied for judging (protocol
@@ -371,27 +351,25 @@ class Comparison:
 
     Args:
         blocks: Blocks whose text was read.
-        tokens: Predicted tokens of each micro-batch.
-        before: Loss of each micro-batch without the upload, in nats per predicted token.
-        after: Loss of each micro-batch with it.
+        before: Loss of each sequence without the upload, in nats per predicted token.
+        after: Loss of each sequence with it.
 
     Examples:
-        >>> found = Comparison((5120,), tokens=(100, 300), before=(2.0, 3.0), after=(1.8, 2.9))
+        >>> found = Comparison((5120,), before=(2.0, 3.0), after=(1.75, 2.5))
         >>> found.losses
-        (2.75, 2.625)
-        >>> round(found.absolute, 3)
-        0.125
+        (2.5, 2.125)
+        >>> found.absolute
+        0.375
     """
 
     blocks: tuple[int, ...]
-    tokens: tuple[int, ...]
     before: tuple[float, ...]
     after: tuple[float, ...]
 
     @property
     def losses(self) -> tuple[float, float]:
         """(before, after): the means that validators score."""
-        return self._mean(self.before), self._mean(self.after)
+        return fmean(self.before), fmean(self.after)
 
     @property
     def relative(self) -> float:
@@ -406,7 +384,7 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Standard error of ``absolute``, from its spread over micro-batches.
+        """Standard error of ``absolute``, from its spread over sequences.
 
         Inf for fewer than two. Texts of one page resemble each other, so the true one is somewhat
         larger.
@@ -423,7 +401,7 @@ class Comparison:
     def chance(self) -> float:
         """Nats per token by which mere chance may change the loss: three standard errors.
 
-        Of few micro-batches the error is known badly. So these are as many as a deviation by three
+        Of few sequences the error is known badly. So these are as many as a deviation by three
         of a normal distribution is rare. Inf for fewer than two.
         """
         return t_quantile(len(self.before) - 1, NormalDist().cdf(3)) * self.error
@@ -432,10 +410,6 @@ class Comparison:
     def worse(self) -> bool:
         """True if the loss is worse afterwards beyond chance."""
         return self.absolute < -self.chance
-
-    def _mean(self, losses: Sequence[float]) -> float:
-        total = sum(loss * n for loss, n in zip(losses, self.tokens, strict=True))
-        return total / sum(self.tokens)
 
 
 def t_quantile(freedom: int, chance: float) -> float:
@@ -475,7 +449,7 @@ class Evaluation:
         reason: The finding in words; empty if it was not reset.
 
     Examples:
-        >>> better = Comparison((5120,), (100, 100), (2.0, 2.1), (1.9, 2.0))
+        >>> better = Comparison((5120,), (2.0, 2.1), (1.9, 2.0))
         >>> judgement = Evaluation(uid=17, outer_step=3, random=better, assigned=better)
         >>> judgement.ok, round(judgement.chance, 3)
         (True, 0.5)
@@ -600,8 +574,7 @@ class Evaluator:
             why = f"it cannot be applied: {in_a_line(error)}"
             return Evaluation(uid, outer_step, cause="BAD_GRADIENT", reason=why)
         found = [
-            Comparison(of_text, self.model.tokens(text), b, a)
-            for of_text, text, b, a in zip(blocks, texts, before, after, strict=True)
+            Comparison(of_text, b, a) for of_text, b, a in zip(blocks, before, after, strict=True)
         ]
         if not all(math.isfinite(loss) for comparison in found for loss in comparison.after):
             why = "the loss after it is not finite"

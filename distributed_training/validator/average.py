@@ -37,7 +37,7 @@ from distributed_training.protocol.manifest import Averaging, Manifest
 from distributed_training.protocol.network_report import printable
 from distributed_training.protocol.update_file import row_chunks, rows_and_columns
 from distributed_training.training.weights import GlobalState
-from distributed_training.validator.closes import Intake, MergedSome, Run
+from distributed_training.validator.closes import Intake, MergedSome
 from distributed_training.validator.merge import OuterState, Values, clip_factor
 from distributed_training.validator.store_rounds import StoreValidator
 
@@ -54,12 +54,12 @@ def kind_of_validator(config: Config) -> type[StoreValidator]:
 class AveragingValidator(StoreValidator):
     """Leads rounds of a network over hivemind."""
 
-    def __init__(self, *, run: Run, **given: Any) -> None:
-        super().__init__(run=run, **given)
-        config, own = self._rules.config, self._member.hotkey
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        config, own = self.config, self.member.hotkey
         after = config.validator.average_after.total_seconds()
-        self._membership = Membership(self._chain.neurons, own, own, after)
-        self._open_peer = partial(open_peer, config, self._member, run.folder)
+        self._membership = Membership(self.member.chain.neurons, own, own, after)
+        self._open_peer = partial(open_peer, config, self.member, self.folder)
         self.peer: ChildProcess  # since the start
         self._ordered: Intake | None = None  # the close for which the last order was
         self._order: Order | None = None
@@ -79,7 +79,7 @@ class AveragingValidator(StoreValidator):
     # --- the all-reduce ---------------------------------------------------------------------------
 
     def _choose_awaited(self, serial: int, miners: Sequence[Neuron]) -> frozenset[str]:
-        most = self._rules.settings.sample or len(miners)
+        most = self.config.validator.sample or len(miners)
         hotkeys = [miner.hotkey for miner in miners]
         self._sampled = self._draw(serial).sample(hotkeys, min(most, len(hotkeys)))
         return super()._choose_awaited(serial, miners) & {*self._sampled}
@@ -90,11 +90,11 @@ class AveragingValidator(StoreValidator):
         super()._judge_new(close, [m for m in miners if m.hotkey in self._sampled], now)
 
     def _order_average(self, close: Intake, now: float) -> None:
-        path = self._steps.place(close.state.outer_step + 1) / keys.AVERAGE
+        path = self.steps.place(close.state.outer_step + 1) / keys.AVERAGE
         self._ordered, self._order, self._answer = close, None, None
         try:
             self._order = self._membership.build_order(
-                close.state, now, self._steps.head, average=str(path.absolute())
+                close.state, now, self.steps.head, average=str(path.absolute())
             )
         except NoAllReduce as error:
             self._answer = Answer(close.state.serial, failed=str(error))
@@ -168,8 +168,8 @@ class AveragingValidator(StoreValidator):
                 f"it differs by {difference:.1%} from the merge of the uploads{where}"
             )
         merged = self._merge(close, mine, average)
-        after = self._rules.mean(merged.losses)
-        limit = self._rules.config.loss_limit(self._rules.mean(self._losses))
+        after = self.mean(merged.losses)
+        limit = self.config.loss_limit(self.mean(self._losses))
         if not after <= limit:
             raise NoAllReduce(f"with it the held-out loss is {after:.4f}, limit {limit:.4f}")
         log.info("%s: %d members took part", lines.ALL_REDUCE_FINISH, len(took_part))
@@ -214,7 +214,7 @@ class AveragingValidator(StoreValidator):
     def _manifest(self, state: GlobalState, values: OuterState, **of_close: Any) -> Manifest:
         averaging = self._averaging if of_close["update"] else None
         if averaging is not None and averaging.source == "average":
-            digest = sha256_of(self._steps.place(state.outer_step) / keys.AVERAGE)
+            digest = sha256_of(self.steps.place(state.outer_step) / keys.AVERAGE)
             of_close["files"] = {**of_close["files"], keys.AVERAGE: digest}
         return super()._manifest(state, values, averaging=averaging, **of_close)
 

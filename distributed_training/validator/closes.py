@@ -26,12 +26,11 @@ from torch import Tensor
 from distributed_training.chain.base import ChainError, Neuron
 from distributed_training.common.backoff import Backoff
 from distributed_training.config import Config
-from distributed_training.config.settings import ValidatorSettings
 from distributed_training.data.held_out import mean_loss
 from distributed_training.node.identity import Member
 from distributed_training.node.start import StopNow
 from distributed_training.protocol import keys
-from distributed_training.protocol.manifest import Refused, State
+from distributed_training.protocol.manifest import Merged, Refused, State
 from distributed_training.protocol.types import UPDATE_CODEC
 from distributed_training.protocol.update_file import Header, UpdateLayout, largest_file
 from distributed_training.scoring.evaluator import (
@@ -52,7 +51,6 @@ from distributed_training.store.errors import (
     StoreError,
 )
 from distributed_training.store.transfer import deadline_in
-from distributed_training.training.outer_rule import UploadFacts
 from distributed_training.training.weights import GlobalState
 from distributed_training.validator.errands import Errands
 from distributed_training.validator.judging import (
@@ -71,9 +69,9 @@ from distributed_training.validator.merge import (
     count_steps,
     helpful,
     longest_norm,
-    merge,
+    measured,
     merge_factors,
-    whole_uploads,
+    merge_named,
 )
 from distributed_training.validator.outer_steps import OuterSteps
 from distributed_training.validator.reporter import RoundReporter
@@ -88,42 +86,6 @@ _TURN = 30.0  # seconds of judging between two looks: the state is renewed in be
 _MOST_TEXTS = 8  # random texts, each of which takes as long to judge as the first
 _CLIPPED_AGAIN = 3  # times
 _MOST_STEPS_OF_A_SECOND = 1.0  # inner steps: more than any network takes
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run of the validator.
-
-    ``folder`` keeps what must not be lost; ``record(kind, **fields)`` writes an event (see
-    :mod:`.store_rounds`); ``stop`` is set when the program should end.
-    """
-
-    folder: Path
-    record: Callable[..., None]
-    stop: threading.Event
-
-
-@dataclass(frozen=True)
-class ValidatorRules:
-    """The network's file that the validator follows, and what it decides.
-
-    ``losses``: of a model with the given weights on each held-out domain, in nats per token.
-    ``follow``: gets the outer step, and why the network is finished; raises OtherRules where
-    another version holds. ``show_finished``: tells all miners why; raises StoreError.
-    """
-
-    config: Config
-    losses: Callable[[Sequence[Tensor]], dict[str, float]]
-    follow: Callable[[int, str], None]
-    show_finished: Callable[[str], None]
-
-    @property
-    def settings(self) -> ValidatorSettings:
-        return self.config.validator
-
-    def mean(self, losses: Mapping[str, float]) -> float:
-        """Return the judged loss, of those on each domain."""
-        return mean_loss(losses, self.config.domains)
 
 
 @dataclass
@@ -166,52 +128,51 @@ class Intake:
 
 @dataclass(frozen=True)
 class MergedSome:
-    """The result of merging the uploads of ``uids``. ``update``: digest of its file."""
+    """The result of merging some uploads. ``update``: digest of its file, which has ``header``."""
 
-    uids: list[int]
+    merged: tuple[Merged, ...]
     update: str
+    header: Header
     values: OuterState
-    factors: list[float]
     losses: dict[str, float]
 
 
+@dataclass(kw_only=True)
 class CloseJudge:
     """Fetches, judges and merges the uploads of a close.
 
-    ``of_member``: opens a member's bucket, if it has its own.
+    ``folder`` keeps what must not be lost; ``record(kind, **fields)`` writes an event (see
+    :mod:`.store_rounds`); ``stop`` is set when the program should end. ``losses_of``: a model with
+    the given weights on each held-out domain, in nats per token. ``of_member``: opens a member's
+    bucket, if it has its own.
     """
 
-    def __init__(
-        self,
-        *,
-        rules: ValidatorRules,
-        member: Member,
-        steps: OuterSteps,
-        judge: UploadJudge,
-        run: Run,
-        reporter: RoundReporter,
-        of_member: OpenBucket | None = None,
-    ) -> None:
-        # collaborators
-        self._rules = rules
-        self._member = member
-        self._chain = member.chain
-        self._reporter = reporter
-        self._record = run.record
-        self._stop = run.stop
-        self._steps = steps
-        self._of_member = of_member
-        self._outer_rule = Rule.of(rules.config)
-        self._samples = KnownSamples(run.folder / "samples", judge.secret)
-        self._judge = replace(judge, secret=self._samples.secret)
-        # what the validator knows of each member
-        self.standings = reporter.standings
+    config: Config
+    member: Member
+    steps: OuterSteps
+    judge: UploadJudge
+    folder: Path
+    record: Callable[..., None]
+    stop: threading.Event
+    reporter: RoundReporter
+    losses_of: Callable[[Sequence[Tensor]], dict[str, float]]
+    of_member: OpenBucket | None = None
+
+    def __post_init__(self) -> None:
+        self._outer_rule = Rule.of(self.config)
+        self._samples = KnownSamples(self.folder / "samples", self.judge.secret)
+        self.judge = replace(self.judge, secret=self._samples.secret)
+        self.standings = self.reporter.standings
         self.state: GlobalState  # since the start
-        self._grace = rules.config.validator.grace.total_seconds()
-        self._uploads = run.folder / "uploads"  # uploads of the present close
+        self._grace = self.config.validator.grace.total_seconds()
+        self._uploads = self.folder / "uploads"  # uploads of the present close
         self._patience = max(_SILENT, self._grace)  # seconds that one upload has to come
-        self._seed = rules.settings.seed or secrets.randbits(62)
+        self._seed = self.config.validator.seed or secrets.randbits(62)
         self._texts = 1  # random texts on which a close is judged
+
+    def mean(self, losses: Mapping[str, float]) -> float:
+        """Return the judged loss, of those on each domain."""
+        return mean_loss(losses, self.config.domains)
 
     # --- fetching ---------------------------------------------------------------------------------
 
@@ -220,26 +181,20 @@ class CloseJudge:
     ) -> None:
         """Fetch the uploads that came since the last look. Raises StoreError."""
         known = close.accepted.keys() | close.refused.keys()
-        new: dict[int, ObjectInfo] = {}
+        most, new = largest_file(self.state.schema, self.judge.codec), dict[int, ObjectInfo]()
         for info in self._find_uploads(close, [m for m in miners if m.uid not in known], now):
             uid, *place = keys.parse_upload_key(info.key) or (-1, -1, -1)
-            if place == [close.state.outer_step, close.state.serial] and uid in by_uid:
-                close.came[uid] = info.modified
-                if uid not in known | close.fetched:
-                    new[uid] = info
-        most = largest_file(self.state.schema, self._judge.codec)
-
-        def refuse_late(uid: int, info: ObjectInfo) -> bool:
-            if info.modified > close.ends:
-                reason = f"it came {info.modified - close.ends:.0f} s after close and grace"
-                self._refuse(close, uid, by_uid[uid].hotkey, "", "late", reason)
-            return info.modified > close.ends
-
-        for uid, info in new.items():
-            if not refuse_late(uid, info) and info.size > most:
+            if place != [close.state.outer_step, close.state.serial] or uid not in by_uid:
+                continue
+            close.came[uid] = info.modified
+            if uid in known | close.fetched or self._refuse_late(close, by_uid[uid], info):
+                continue
+            if info.size > most:
                 reason = f"it has {info.size} bytes, and no upload has more than {most}"
                 self._refuse(close, uid, by_uid[uid].hotkey, "", "damaged", reason)
-        wanted = self._most_trusted(close, now, [uid for uid in new if uid not in close.refused])
+            else:
+                new[uid] = info
+        wanted = self._most_trusted(close, now, new)
         for uid in wanted:
             close.waiting.setdefault(uid, "it did not come from the store in time")
         # Fetch several at a time, since each may be slow and must not delay the others.
@@ -249,14 +204,14 @@ class CloseJudge:
             within=LOOK,
             patience=self._patience,
             **({"at_once": 1} if close.cramped else {}),
-            stop=self._stop,
+            stop=self.stop,
         )
         for uid, found in fetched.items():
             if isinstance(found, ObjectInfo):
                 # The owner may have replaced it since the look, by a copy of an upload that came
                 # later.
                 close.came[uid] = found.modified
-                if uid in by_uid and not refuse_late(uid, found):
+                if uid in by_uid and not self._refuse_late(close, by_uid[uid], found):
                     close.fetched.add(uid)
                     close.lacks.pop(uid, None)
                     close.waiting[uid] = "its turn to be judged did not come in half a period"
@@ -272,6 +227,14 @@ class CloseJudge:
             if uid not in close.lacks:
                 self._lack(close, uid, f"it did not come in {self._patience:.0f} s", now)
 
+    def _refuse_late(self, close: Intake, miner: Neuron, info: ObjectInfo) -> bool:
+        """Refuse an upload that came after the grace; return whether it did."""
+        late = info.modified - close.ends
+        if late > 0:
+            reason = f"it came {late:.0f} s after close and grace"
+            self._refuse(close, miner.uid, miner.hotkey, "", "late", reason)
+        return late > 0
+
     def _choose_awaited(self, serial: int, miners: Sequence[Neuron]) -> frozenset[str]:
         """Return the hotkeys of the members whose uploads a close waits for.
 
@@ -285,7 +248,7 @@ class CloseJudge:
     def _missing(self, close: Intake, miners: Sequence[Neuron], now: float) -> bool:
         """Return whether there is somebody to wait for."""
         judged = close.accepted.keys() | close.refused.keys()
-        few = len(close.accepted) < self._rules.settings.least
+        few = len(close.accepted) < self.config.validator.least
         if now < close.ends:
             awaited = {miner.uid for miner in miners if miner.hotkey in close.awaited}
             return few or bool(close.waiting) or not awaited <= judged
@@ -334,9 +297,9 @@ class CloseJudge:
         self, close: Intake, miners: Sequence[Neuron], now: float
     ) -> list[ObjectInfo]:
         """List the uploads in the store, those of ``miners`` among them. Raises StoreError."""
-        if self._of_member is None:
+        if self.of_member is None:
             try:
-                return self._steps.list_uploads()
+                return self.steps.list_uploads()
             except StoreError:
                 if now < close.ends:
                     raise
@@ -350,12 +313,12 @@ class CloseJudge:
             return None
 
         looking = close.looking if now < close.ends else close.looking_last
-        found = looking.run(find, [*by_uid], within=LOOK, patience=_SILENT, stop=self._stop)
+        found = looking.run(find, [*by_uid], within=LOOK, patience=_SILENT, stop=self.stop)
         return [info for info in found.values() if isinstance(info, ObjectInfo)]
 
     def _reader(self, miner: Neuron) -> BucketReader:
         """Return where a member uploads. Raises StoreError, ChainError."""
-        return self._steps.reader if self._of_member is None else self._of_member(miner)
+        return self.steps.reader if self.of_member is None else self.of_member(miner)
 
     def _upload_path(self, close: Intake, uid: int) -> Path:
         # A fetch of an earlier close may still write, though nobody waits for it.
@@ -388,13 +351,13 @@ class CloseJudge:
         with suppress(OSError):  # others may need its room
             self._upload_path(close, uid).unlink()
         reset = Evaluation(uid, close.state.outer_step, cause=CAUSES[cause], reason=reason)
-        self._record("upload_scored", **judgement_fields(reset, ""))
+        self.record("upload_scored", **judgement_fields(reset, ""))
         log.info("uid %d: refused (%s): %s", uid, cause, reason)
 
     def _miners(self) -> list[Neuron]:
         """List the members that may upload: registered, with a uid of the network, and not us."""
-        most, own = self._rules.settings.max_uids, self._member.hotkey
-        miners = [n for n in self._chain.neurons() if n.uid < most and n.hotkey != own]
+        most, own = self.config.validator.max_uids, self.member.hotkey
+        miners = [n for n in self.member.chain.neurons() if n.uid < most and n.hotkey != own]
         self.standings.sync(miners)
         return miners
 
@@ -410,7 +373,7 @@ class CloseJudge:
             if now + time.monotonic() - began >= close.until:
                 break
             self._judge_one(close, uid, by_uid[uid].hotkey, now)
-            self._reporter.report(at_once=False)
+            self.reporter.keep_up()
             if time.monotonic() > turn:
                 break
 
@@ -422,7 +385,7 @@ class CloseJudge:
         path = self._upload_path(close, uid)
         revision = f"{close.state.outer_step}.{close.state.serial}"
         if uid not in close.lacks:
-            self._record(
+            self.record(
                 "upload_seen",
                 uid=uid,
                 revision=revision,
@@ -430,16 +393,16 @@ class CloseJudge:
                 age_seconds=0.0,
             )
         try:
-            found = self._judge.judge(
+            found = self.judge.judge(
                 uid,
                 hotkey,
                 path,
                 self._judged(close),
                 serial=close.state.serial,
-                start=self._steps.head.weights,
+                start=self.steps.head.weights,
                 modified=close.came[uid],
                 random_blocks=close.random_blocks,
-                longest=longest_norm([], self._steps.history),
+                longest=longest_norm([], self.steps.history),
             )
         except RefusedUploadError as error:
             self._refuse(close, uid, hotkey, digest_file(path), error.cause, str(error))
@@ -455,7 +418,7 @@ class CloseJudge:
             return
         self._leave(close, uid)
         close.accepted[uid] = found
-        self._record("upload_scored", **judgement_fields(found.judgement, revision))
+        self.record("upload_scored", **judgement_fields(found.judgement, revision))
         log.info("uid %d: accepted, random text %+.4f nats", uid, -found.improvement)
 
     def _judged(self, close: Intake) -> Judged:
@@ -468,7 +431,7 @@ class CloseJudge:
     def _factors(self, close: Intake) -> dict[int, float]:
         """Return by which factor each accepted upload would be merged, by uid."""
         found = [close.accepted[uid].measured for uid in sorted(close.accepted)]
-        factors = merge_factors(found, self._steps.history)
+        factors = merge_factors(found, self.steps.history)
         return dict(zip(sorted(close.accepted), factors, strict=True))
 
     def _judge_clipped(self, close: Intake) -> None:
@@ -488,7 +451,7 @@ class CloseJudge:
                 break
             for one, factor in other:
                 try:
-                    again = self._judge.judge_clipped(
+                    again = self.judge.judge_clipped(
                         one, self._judged(close), factor, close.random_blocks
                     )
                     close.accepted[one.uid] = again
@@ -522,44 +485,54 @@ class CloseJudge:
 
         ``average``: the values that the members have averaged, in place of the uploads' mean.
         """
-        ordered = [close.accepted[uid] for uid in sorted(uids)]
-        found = [one.measured for one in ordered]
-        factors, whole = merge_factors(found, self._steps.history), whole_uploads(found)
-        steps, count = self._steps_of(close, ordered), sum(map(bool, factors))
-        path = self._steps.place(close.state.outer_step + 1) / keys.UPDATE
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
+        chosen = [close.accepted[uid] for uid in sorted(uids)]
+        factors = merge_factors([one.measured for one in chosen], self.steps.history)
+        merged = tuple(
+            Merged(
+                uid=one.uid,
+                hotkey=one.hotkey,
+                digest=one.file.digest,
+                norm=one.norm,
+                factor=factor,
+                improvement=one.improvement,
+                inner_steps=one.file.header.inner_steps,
+                tokens=one.file.header.tokens,
+                chance=one.measured.chance,
+                share=one.share,
+            )
+            for one, factor in zip(chosen, factors, strict=True)
+        )
+        steps, count = self._count_steps(close, merged), sum(map(bool, factors))
         header = Header(
             kind="update",
-            run_id=self._judge.run_id,
+            run_id=self.judge.run_id,
             outer_step=close.state.outer_step,
             serial=0,
-            hotkey=self._member.hotkey,
-            start=self._steps.head.weights,
+            hotkey=self.member.hotkey,
+            start=self.steps.head.weights,
             codec=UPDATE_CODEC,
             inner_steps=steps,
-            tokens=steps * self._contributors(count) * self._rules.config.tokens_of_step,
+            tokens=steps * self._contributors(count) * self.config.tokens_of_step,
         )
-        digest, values = merge(
-            [one.file for one in ordered] if average is None else [average],
-            factors if average is None else [1.0],
-            self._steps.values,
+        path = self.steps.place(close.state.outer_step + 1) / keys.UPDATE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        update, values = merge_named(
+            merged,
+            [one.file for one, factor in zip(chosen, factors, strict=True) if factor],
+            self.steps.values,
             self._outer_rule,
+            average=average,
             path=path,
             layout=UpdateLayout.of(self.state.schema, header),
-            sign=self._steps.sign,
-            divisor=whole if average is None else whole / len(found),
-            # Take the facts as the manifest has them, since a replay must get the same bits.
-            facts=[UploadFacts(u.file.header.tokens, u.norm, u.improvement) for u in ordered],
+            sign=self.steps.sign,
         )
-        losses = self._rules.losses(values.weights)
-        return MergedSome(sorted(uids), digest, values, factors, losses)
+        return MergedSome(merged, update, header, values, self.losses_of(values.weights))
 
-    def _steps_of(self, close: Intake, chosen: Sequence[Accepted]) -> int:
+    def _count_steps(self, close: Intake, merged: Sequence[Merged]) -> int:
         """Return by how many inner steps the outer step moves the schedule."""
-        most = int(_MOST_STEPS_OF_A_SECOND * self._rules.settings.period.total_seconds())
-        claims = [(one.measured, one.file.header.inner_steps) for one in chosen]
-        return count_steps(claims, self._steps.history, close.state.closes_at, most)
+        most = int(_MOST_STEPS_OF_A_SECOND * self.config.validator.period.total_seconds())
+        claims = list(zip(measured(merged), (one.inner_steps for one in merged), strict=True))
+        return count_steps(claims, self.steps.history, close.state.closes_at, most)
 
     def _contributors(self, judged: int) -> int:
         """Count the members of which something is in the outer step; ``judged``: that we know."""

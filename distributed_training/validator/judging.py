@@ -115,9 +115,6 @@ class Accepted:
             return random.absolute, 0.0
         return assigned.absolute - random.absolute, math.hypot(assigned.error, random.error)
 
-    def refused(self, cause: str, reason: str) -> Refused:
-        return refusal(self.uid, self.hotkey, self.file.digest, cause, reason)
-
 
 def refusal(uid: int, hotkey: str, digest: str, cause: str, reason: str) -> Refused:
     """Return what a manifest says of an upload that was not merged."""

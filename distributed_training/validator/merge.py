@@ -29,7 +29,7 @@ from torch import Tensor
 
 from distributed_training.config import Config
 from distributed_training.config.types import choose_kind
-from distributed_training.protocol.manifest import Manifest
+from distributed_training.protocol.manifest import Manifest, Merged
 from distributed_training.protocol.types import Sign
 from distributed_training.protocol.update_file import (
     UpdateFile,
@@ -118,11 +118,10 @@ class Measured(NamedTuple):
     share: float = 1.0
 
 
-def measured(manifest: Manifest) -> list[Measured]:
+def measured(merged: Sequence[Merged]) -> list[Measured]:
     """Return what was measured of each upload that a manifest names as accepted."""
     return [
-        Measured(each.norm, each.improvement, each.chance or 0.0, each.share)
-        for each in manifest.merged
+        Measured(each.norm, each.improvement, each.chance or 0.0, each.share) for each in merged
     ]
 
 
@@ -145,7 +144,8 @@ def usual_norm(uploads: Sequence[Measured], chain: Sequence[Manifest]) -> float 
     """
     weighted: list[tuple[float, float]] = []
     closes = [
-        (measured(m), [each.factor / each.share for each in m.merged]) for m in chain[-HISTORY:]
+        (measured(m.merged), [each.factor / each.share for each in m.merged])
+        for m in chain[-HISTORY:]
     ]
     for close, factors in [*closes, (uploads, [1.0] * len(uploads))]:
         helping = [
@@ -252,6 +252,53 @@ def count_steps(
         low, high = min(rates) * seconds / _LEAP, max(rates) * seconds * _LEAP
         steps = round(min(max(steps, low), high))
     return max(0, min(steps, most))
+
+
+def merge_named(
+    merged: Sequence[Merged],
+    uploads: Sequence[Values],
+    before: OuterState,
+    rule: Rule,
+    *,
+    average: Values | None = None,
+    path: Path,
+    layout: UpdateLayout,
+    sign: Sign,
+) -> tuple[str, OuterState]:
+    """Write the update of an outer step as its manifest names it; return as :func:`merge`.
+
+    The validator merges so and whoever replays the outer step, so both get the same bits.
+
+    Args:
+        merged: What the manifest says of all accepted uploads.
+        uploads: Those whose factor is not 0.
+        before: Of the outer step from which the uploads count.
+        rule: The outer rule.
+        average: What the members have averaged, in place of the uploads.
+        path: A file that is there is replaced.
+        layout: Of the update, with its header.
+        sign: By the master.
+    """
+    counted = [each for each in merged if each.factor]
+    # Manifests from before uploads were carried over do not name what decides the divisor.
+    known = all(each.chance is not None for each in merged)
+    divisor = whole_uploads(measured(merged)) if known else None
+    factors = [each.factor for each in counted]
+    if average is not None:
+        uploads, factors = [average], [1.0]
+        divisor = None if divisor is None else divisor / len(merged)
+    path.unlink(missing_ok=True)
+    return merge(
+        uploads,
+        factors,
+        before,
+        rule,
+        path=path,
+        layout=layout,
+        sign=sign,
+        divisor=divisor,
+        facts=[UploadFacts(each.tokens, each.norm, each.improvement) for each in counted],
+    )
 
 
 @torch.no_grad()

@@ -27,13 +27,12 @@ from distributed_training.protocol import keys, lines
 from distributed_training.protocol.manifest import Manifest, Master, State
 from distributed_training.protocol.metadata import MAX_CONFIG_BYTES, config_bytes, parse_config
 from distributed_training.protocol.network_report import printable
-from distributed_training.protocol.types import Schema, Sign
+from distributed_training.protocol.types import Sign
 from distributed_training.store.base import ObjectInfo, ObjectStore, put_once
 from distributed_training.store.bucket_reader import MOST_BYTES
 from distributed_training.store.errors import IntegrityError, StoreError, TakenError
 from distributed_training.store.transfer import (
     PART,
-    Retry,
     deadline_in,
     sweep_uploads,
     upload_all,
@@ -43,7 +42,7 @@ from distributed_training.training.weights import GlobalState
 from distributed_training.validator.global_state import GlobalStateError
 from distributed_training.validator.merge import HISTORY, OuterState
 from distributed_training.validator.own_copy import RECOVER, SMALL, Kept, OwnCopy, age_of
-from distributed_training.validator.replay import ChainBroken, ManifestChain, read_set, write_set
+from distributed_training.validator.replay import ManifestChain, read_set, write_set
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +51,6 @@ class AnotherLeadsError(GlobalStateError):
     """Another process leads this network by now. Started again, each would end the other's turn."""
 
 
-_SMALL = timedelta(seconds=30)  # limit for one small object, with retries
 _PUBLICATION = timedelta(minutes=30)  # limit for a publication, with retries
 _AGAIN = 60.0  # seconds before a large file is sent again that the store does not keep
 SERIALS = 1 << 20  # distance above the closes that may have moved without our knowing
@@ -62,29 +60,26 @@ SERIALS = 1 << 20  # distance above the closes that may have moved without our k
 class NextStep:
     """An outer step that waits for its publication.
 
-    ``files``: by their names in the manifest's folder, which are their names on the disk too;
-    ``uploads``: the merged ones, by uid. ``data``: the manifest as it is signed.
+    ``data``: the manifest as it is signed, so that each try publishes the same one; ``uploads``:
+    the merged ones, by uid. All other files lie in its place on the disk.
     """
 
     manifest: Manifest
     data: bytes
-    files: Mapping[str, Path]
     uploads: Mapping[int, Path] = field(default_factory=dict)
 
 
-class OuterSteps:
+class OuterSteps(OwnCopy):
     """Reads and writes the chain. All methods raise StoreError.
 
-    ``folder``: for the local copy. ``keep_uploads``: outer steps whose merged uploads stay.
+    ``keep_uploads``: outer steps whose merged uploads stay.
     """
 
     def __init__(
         self, store: ObjectStore, folder: Path, master: Master, sign: Sign, *, keep_uploads: int
     ) -> None:
+        super().__init__(store, folder, master)
         self.sign = sign
-        self._master = master
-        self.own = OwnCopy(store, folder, master)
-        self.reader = self.own.reader
         # The newest state that we know, written or found at the start.
         self.state: State | None = None
         self.head: Manifest
@@ -93,10 +88,7 @@ class OuterSteps:
         # Nobody else has led the network since the last process of this folder.
         self.led_last = False
         self.unsure = False  # closes may have moved since the state that was found
-        self._store = store
-        self._folder = folder
         self._keep_uploads = keep_uploads
-        self._retry = Retry(each=_SMALL)
         self.serial = 0  # the largest serial that the store may show
         self._ahead = 0.0  # seconds by which the store's clock is ahead of ours
         self._etag = ""  # etag of our state in the store
@@ -118,7 +110,7 @@ class OuterSteps:
 
         Raises GlobalStateError.
         """
-        own, theirs = self.own.state(), self.own.stored_state()
+        own, theirs = self.own_state(), self.stored_state()
         found = [one for one in (own, theirs) if one is not None]
         newest = max(found, key=lambda one: age_of(one.file), default=None)
         self.led_last = newest is not None and newest is own
@@ -129,17 +121,17 @@ class OuterSteps:
             if self.state is None and not self._make_state():
                 return False
             assert self.state is not None
-            head = self.own.find_manifest(self.state.outer_step)
+            head = self.find_manifest(self.state.outer_step)
             if head is None or head.digest != self.state.head:
                 raise ValueError(f"{keys.STATE} names a manifest that is not there")
             # Outer steps that a killed process had published before it could say so. There may be
             # two, if the second goes back.
-            while (following := self.own.find_manifest(head.outer_step + 1)) is not None:
+            while (following := self.find_manifest(head.outer_step + 1)) is not None:
                 following.check_after(head)
                 head = following
             chain, oldest = [head], min(self.state.weights_at, default=0)
             while chain[0].previous and (len(chain) < HISTORY or chain[0].outer_step > oldest):
-                before = self.own.find_manifest(chain[0].outer_step - 1)
+                before = self.find_manifest(chain[0].outer_step - 1)
                 if before is None:
                     break
                 chain[0].check_after(before)
@@ -163,10 +155,11 @@ class OuterSteps:
 
         Raises ValueError where there is something, and nothing that the master has signed.
         """
-        found = [one for key in self.own.listed() if (one := keys.parse_outer_key(key)) is not None]
+        listed = self._retry(self._store.list_objects, "outer/")
+        found = [one for info in listed if (one := keys.parse_outer_key(info.key)) is not None]
         stored = {step for step, name in found if name == keys.MANIFEST}
-        steps = sorted(stored | self.own.steps(), reverse=True)
-        head = next((m for step in steps if (m := self.own.find_manifest(step)) is not None), None)
+        steps = sorted(stored | self.steps(), reverse=True)
+        head = next((m for step in steps if (m := self.find_manifest(step)) is not None), None)
         if head is None:
             if steps or self._retry(self._store.head, keys.STATE) is not None:
                 raise ValueError("nothing in it is signed by this network's master")
@@ -182,7 +175,7 @@ class OuterSteps:
         for step in steps:
             there = (step, keys.MODEL) in found or (self.place(step) / keys.MODEL).exists()
             if there and step <= head.outer_step and len(at) < 2:
-                named = self.own.find_manifest(step)
+                named = self.find_manifest(step)
                 at += [step] if named is not None and keys.MODEL in named.files else []
         # Its times are past, so that nobody seems to lead.
         made = next_state(None, head, head.serial, now=0.0, period=0.0, grace=0.0)
@@ -193,7 +186,7 @@ class OuterSteps:
 
     def forget(self) -> None:
         """Remove our copy, but for the serial below which nothing may fall. Raises OSError."""
-        own = self.own.state()
+        own = self.own_state()
         self.serial = 0 if own is None else own.file.serial
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -228,7 +221,7 @@ class OuterSteps:
             elif turn == len(kept):
                 self._fault = ""
         elif not all(
-            self.own.fits(one, self._retry(self._store.head, one.key), most=most)
+            self.fits(one, most=most)
             # Compare the head's manifest at each look, since nobody believes a state without it.
             for one, most in ((kept[turn], SMALL), *((one, 0) for one in kept[:1]))
         ):
@@ -242,11 +235,11 @@ class OuterSteps:
         self._older = self.head
         if not named:
             return
-        ours, theirs = self.own.manifest(step), self.own.stored_manifest(step)
+        ours, theirs = self.manifest(step), self.stored_manifest(step)
         if theirs is not None and theirs.file.digest == named:
             self._older = theirs.file
             if ours is None:
-                self.own.save(f"{step}.json", theirs.data)
+                self.save(f"{step}.json", theirs.data)
         elif ours is not None and ours.digest == named:
             self._older = ours
             if theirs is None:
@@ -289,9 +282,9 @@ class OuterSteps:
         AnotherLeadsError if somebody has since the start.
         """
         assert self.state is not None
-        found = self.own.stored_state()
+        found = self.stored_state()
         newer = found is not None and age_of(found.file) > age_of(self.state)
-        if newer or self.own.find_manifest(self.head.outer_step + 1) is not None:
+        if newer or self.find_manifest(self.head.outer_step + 1) is not None:
             raise AnotherLeadsError(
                 f"another process with the master's hotkey leads this network and has just written "
                 f"{keys.STATE if newer else 'an outer step'}, so this one stops and that one "
@@ -304,7 +297,7 @@ class OuterSteps:
     def _find_copies(self) -> list[Kept]:
         place = self.head.digest, () if self.state is None else self.state.weights_at
         if self._kept_at != place:
-            self._kept_at, self._kept_there = place, self.own.find_copies(self.head, place[1])
+            self._kept_at, self._kept_there = place, self.find_copies(self.head, place[1])
         return self._kept_there
 
     def restore(self, *, deep: bool = False, older: bool = False) -> list[str]:
@@ -314,10 +307,10 @@ class OuterSteps:
         also where anything else is wrong. Raises AnotherLeadsError for a signed manifest that is
         not ours.
         """
-        wrong = self.own.wrong(self._find_copies(), most=MOST_BYTES if deep else SMALL)
+        wrong = self.wrong(self._find_copies(), most=MOST_BYTES if deep else SMALL)
         if wrong or older:
             known = {one.key for one in wrong}
-            wrong += [one for one in self.own.lost_manifests(self.head) if one.key not in known]
+            wrong += [one for one in self.lost_manifests(self.head) if one.key not in known]
         sound = [one for one in wrong if one.path.exists() and sha256_of(one.path) == one.digest]
         gone = [one.key for one in wrong if one not in sound]
         now = time.monotonic()
@@ -378,10 +371,6 @@ class OuterSteps:
 
     # --- the local copy ---------------------------------------------------------------------------
 
-    def place(self, outer_step: int) -> Path:
-        """Return the folder with the files of an outer step."""
-        return self.own.place(outer_step)
-
     def write_values(self, state: GlobalState, values: OuterState) -> dict[str, str]:
         """Write a set of what an outer step leads to; return its files' digests. Raises OSError."""
         folder = self.place(state.outer_step)
@@ -400,9 +389,10 @@ class OuterSteps:
                 found = read_set(folder, schema, head)
             if found is None or found.digests != (head.weights, head.momentum, head.residual):
                 log.info("Outer step %d is computed again from the store", head.outer_step)
-                found = self._replay(schema)
+                chain = ManifestChain(self.reader, schema, self._folder / "replay", self._master)
+                found = chain.replay(self.state, head.outer_step)
             self.values = found
-        except (ValueError, IndexError) as error:
+        except ValueError as error:
             raise GlobalStateError(
                 f"the global bucket does not lead to outer step {head.outer_step} ({error}; where "
                 f"its files are lost: {RECOVER}), so it is not known where training stands: "
@@ -426,7 +416,7 @@ class OuterSteps:
     def _config(self, at: Sequence[int]) -> dict[str, Any]:
         """Return the model's configuration by the newest set that has it. Raises ValueError."""
         for step in reversed(at):
-            named = self.own.find_manifest(step)
+            named = self.find_manifest(step)
             wanted, key = named and named.files.get(keys.CONFIG), keys.outer_key(step, keys.CONFIG)
             ours, theirs = None, None
             with suppress(OSError):
@@ -438,21 +428,6 @@ class OuterSteps:
                     return parse_config(content)
         raise ValueError(f"the {keys.CONFIG} of outer step {at[-1]} is not the signed one")
 
-    def _replay(self, schema: Schema) -> OuterState:
-        """Compute the head from the newest set that leads to it. Raises ValueError, IndexError."""
-        assert self.state is not None
-        chain = ManifestChain(self.reader, schema, self._folder / "replay", self._master)
-        *earlier, newest = self.state.weights_at
-        for step in (newest, *reversed(earlier)):
-            try:
-                state = replace(self.state, weights_at=(step,))
-                return chain.replay(state, self.head.outer_step)
-            except ChainBroken as broken:
-                if step == self.state.weights_at[0]:
-                    raise
-                log.info("An earlier set of weights is taken: %s", broken)
-        raise IndexError
-
     # --- writing ----------------------------------------------------------------------------------
 
     def write(self, state: State) -> None:
@@ -462,9 +437,13 @@ class OuterSteps:
         # Keep the state first: members may have it although the answer is lost. The next look
         # writes it again.
         self.serial, self.state = state.serial, state
-        self.own.save(keys.STATE, data)
+        self.save(keys.STATE, data)
         self._etag = ""
         self._etag = self._retry(self._store.put, keys.STATE, data)
+
+    def sign_step(self, manifest: Manifest, uploads: Mapping[int, Path] | None = None) -> NextStep:
+        """Return an outer step that :meth:`publish` takes."""
+        return NextStep(manifest, manifest.to_bytes(self.sign), uploads or {})
 
     def publish(self, prepared: NextStep) -> int:
         """Write the files of an outer step, its manifest last; return the bytes that were sent.
@@ -472,10 +451,11 @@ class OuterSteps:
         May be tried again. Raises OSError, and AnotherLeadsError where another validator has
         published this outer step.
         """
-        n = prepared.manifest.outer_step
-        place = keys.outer_key(n, keys.MANIFEST)
+        manifest = prepared.manifest
+        n, place = manifest.outer_step, keys.outer_key(manifest.outer_step, keys.MANIFEST)
         self._is_published(n, prepared.data)
-        files = [(keys.outer_key(n, name), path) for name, path in prepared.files.items()]
+        names = [*manifest.files, *([keys.UPDATE] if manifest.update else [])]
+        files = [(keys.outer_key(n, name), self.place(n) / name) for name in names]
         files += [(keys.merged_key(n, uid), path) for uid, path in prepared.uploads.items()]
         sent = upload_all(self._store, files, until=deadline_in(_PUBLICATION))
         if self.state is not None:
@@ -488,12 +468,12 @@ class OuterSteps:
                     raise
                 # The master has not signed what is there.
                 self._retry(self._store.put, place, prepared.data)
-        self.own.save(f"{n}.json", prepared.data)
+        self.save(f"{n}.json", prepared.data)
         return sent
 
     def _is_published(self, outer_step: int, data: bytes) -> bool:
         """Return whether the store holds a manifest. Raises AnotherLeadsError for another one."""
-        found = self.own.stored_manifest(outer_step)
+        found = self.stored_manifest(outer_step)
         if found is not None and found.data != data:
             raise AnotherLeadsError(
                 f"{keys.outer_key(outer_step, keys.MANIFEST)} was published by another process "
@@ -507,7 +487,7 @@ class OuterSteps:
         state = self.state
         assert state is not None
         n, oldest = state.outer_step, min(state.weights_at, default=0)
-        self.own.remove_past(n, state.weights_at)
+        self.remove_past(n, state.weights_at)
         # An empty disk needs the uploads since the newest set, however few the network's file
         # keeps.
         merged = min(n - self._keep_uploads, max(state.weights_at, default=0))

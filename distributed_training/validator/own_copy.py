@@ -9,7 +9,7 @@ and all manifests stay here, with the files of the outer steps that members may 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 RECOVER = "run dt-network recover NETWORK"
 _SIGNED = "signed"  # subfolder with the state and all manifests
 SMALL = 4 * 1024 * 1024  # bytes; objects up to here are read to compare them
-_PATIENCE = timedelta(seconds=30)  # limit for one small object, with retries
+_SMALL_TIME = timedelta(seconds=30)  # limit for one small object, with retries
 _SETS = (keys.MODEL, keys.OUTER_STATE, keys.CONFIG)
 #: Faults of an object, not of a store that does not answer.
 _FAULTS = (IntegrityError, ObjectMissingError, PreconditionError, StateUnavailable)
@@ -78,27 +78,27 @@ class OwnCopy:
         self._store = store
         self._folder = folder
         self._master = master
-        self._retry = Retry(each=_PATIENCE)
+        self._retry = Retry(each=_SMALL_TIME)
         self._etags: dict[str, str] = {}  # etags of large objects when they were right
 
     # --- signed files -----------------------------------------------------------------------------
 
-    def state(self) -> Signed[State] | None:
+    def own_state(self) -> Signed[State] | None:
         """Return our copy of the state; None where it is missing or damaged."""
-        return self._ours(keys.STATE, State)
+        return self._read_own(keys.STATE, State)
 
     def stored_state(self) -> Signed[State] | None:
         """Return the store's state; None where that is missing, damaged or another network's."""
-        return self._stored(keys.STATE, State)
+        return self._read_stored(keys.STATE, State)
 
     def newest_state(self) -> State | None:
         """Return the newer of our state and the store's."""
-        found = [one.file for one in (self.state(), self.stored_state()) if one is not None]
+        found = [one.file for one in (self.own_state(), self.stored_state()) if one is not None]
         return max(found, key=age_of, default=None)
 
     def manifest(self, outer_step: int) -> Manifest | None:
         """Return our copy of a manifest; None where it is missing or damaged."""
-        found = self._ours(f"{outer_step}.json", Manifest)
+        found = self._read_own(f"{outer_step}.json", Manifest)
         return None if found is None else found.file
 
     def find_manifest(self, outer_step: int) -> Manifest | None:
@@ -118,7 +118,7 @@ class OwnCopy:
 
     def stored_manifest(self, outer_step: int) -> Signed[Manifest] | None:
         """Return the store's manifest of an outer step; None as for :meth:`stored_state`."""
-        found = self._stored(keys.outer_key(outer_step, keys.MANIFEST), Manifest)
+        found = self._read_stored(keys.outer_key(outer_step, keys.MANIFEST), Manifest)
         # Otherwise it is another object's content.
         return found if found is not None and found.file.outer_step == outer_step else None
 
@@ -141,13 +141,13 @@ class OwnCopy:
                 error.strerror,
             )
 
-    def _ours(self, name: str, kind: type[_Kind]) -> Signed[_Kind] | None:
+    def _read_own(self, name: str, kind: type[_Kind]) -> Signed[_Kind] | None:
         with suppress(OSError, ValueError):
             data = (self._folder / _SIGNED / name).read_bytes()
             return Signed(kind.parse(data, self._master), data)
         return None
 
-    def _stored(self, key: str, kind: type[_Kind]) -> Signed[_Kind] | None:
+    def _read_stored(self, key: str, kind: type[_Kind]) -> Signed[_Kind] | None:
         try:
             data = self._retry(self._store.get, key, limit=kind.most_bytes)
             return None if data is None else Signed(kind.parse(data, self._master), data)
@@ -193,11 +193,12 @@ class OwnCopy:
             if last is not None and last.digest != wanted:
                 return
 
-    def fits(self, one: Kept, info: ObjectInfo | None, *, most: int = SMALL) -> bool:
-        """Return whether the store holds these bytes; ``info`` is what it says of the object.
+    def fits(self, one: Kept, *, most: int = SMALL) -> bool:
+        """Return whether the store holds these bytes.
 
         An object of at most ``most`` bytes is read; of another size and etag have to be the same.
         """
+        info = self._retry(self._store.head, one.key)
         if info is None:
             return False
         there = one.path.exists()
@@ -230,15 +231,12 @@ class OwnCopy:
 
     def wrong(self, kept: Sequence[Kept], *, most: int) -> list[Kept]:
         """Return the objects that the store lacks or holds with other bytes."""
-        listed = self.listed()
         return [
             one
             for one in kept
-            # Leave out momentum and residual first: they are the largest, and no member reads them.
+            # Do not read momentum and residual: they are the largest, and no member needs them.
             if not self.fits(
-                one,
-                listed.get(one.key),
-                most=min(most, SMALL) if one.path.name == keys.OUTER_STATE else most,
+                one, most=min(most, SMALL) if one.path.name == keys.OUTER_STATE else most
             )
         ]
 
@@ -252,10 +250,6 @@ class OwnCopy:
                 key = keys.outer_key(step, keys.MANIFEST)
                 found.append(Kept(key, sha256_of(path), path))
         return found
-
-    def listed(self) -> Mapping[str, ObjectInfo]:
-        """Return what the store lists of outer steps, by key."""
-        return {info.key: info for info in self._retry(self._store.list_objects, "outer/")}
 
     def remove_past(self, head: int, at: Sequence[int]) -> None:
         """Remove the files that members do not need any more, but for the signed ones."""

@@ -7,7 +7,6 @@ own.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
@@ -24,7 +23,6 @@ from torch import Tensor
 
 from distributed_training.chain.base import ChainError
 from distributed_training.common.files import write_json
-from distributed_training.common.llama import local_llama_config
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.versions import Versions, under
 from distributed_training.data.held_out import held_out_batches
@@ -49,7 +47,6 @@ from distributed_training.node.start import (
     start_log,
     write_settings,
 )
-from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Master
 from distributed_training.protocol.types import ExitStatus, Verify
 from distributed_training.scoring.evaluator import (
@@ -69,13 +66,11 @@ from distributed_training.training.model import (
     UnfitModelError,
     initial_weights,
     parameter_schema,
-    without_extras,
 )
 from distributed_training.training.outer_rule import rule_of_network
 from distributed_training.training.pretrained import WeightsError, digest_weights, read_weights
 from distributed_training.training.weights import GlobalState
 from distributed_training.validator.average import kind_of_validator
-from distributed_training.validator.closes import Run, ValidatorRules
 from distributed_training.validator.exports import Exports
 from distributed_training.validator.global_state import (
     GlobalStateError,
@@ -95,21 +90,16 @@ _CLAIM_AGAIN = 60.0  # seconds between two looks at whose the bucket is, by its 
 
 @dataclass(frozen=True)
 class ValidatorParts:
-    """``store``: the global bucket, to write.
-
-    ``held_out``: sequences by domain. ``vocabulary``: words a new model needs.
-    """
+    """``store``: the global bucket, to write. ``held_out``: sequences by domain."""
 
     member: Member
     store: ObjectStore
     open_bucket: OpenBucket
     pages: Pages
     held_out: Mapping[str, Tensor]
-    vocabulary: int
-    eos_id: int
     verify: Verify = verify_signature
     versions: Versions | None = None  # versions of the network's file
-    show_finished: Callable[[str], None] = lambda reason: None  # to all miners; StoreError
+    publish_files: Callable[[], None] = lambda: None  # those of the network; StoreError
 
 
 def connect(config: Config, folder: Path, stack: ExitStack) -> ValidatorParts:
@@ -117,8 +107,6 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> ValidatorParts:
 
     Raises ConfigError, NetworkFailure.
     """
-    from tokenizers import Tokenizer
-
     assert config.network is not None  # load_config names one
     settings, member = config.validator, join_subnet(config, stack)
     store = open_own(config.store, config.store.global_model_name)
@@ -146,12 +134,10 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> ValidatorParts:
             "trying again later may do"
         ) from None
 
-    def show(reason: str) -> None:
-        newest = versions.newest
+    def publish_files() -> None:
         try:
-            claim_global_bucket(store, newest, finished=reason, versions=versions, member=member)
             publish(config, store)
-        except (WrongNetwork, OSError) as error:  # training continues without it
+        except OSError as error:  # training continues without it
             log.warning("The network's files are not written again: %s", error)
 
     return ValidatorParts(
@@ -160,11 +146,8 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> ValidatorParts:
         open_bucket=PeerBuckets(config.store, member.chain, large=settings.grace).of_miner,
         pages=pages,
         held_out=held_out,
-        # Tensor cores want multiples of 8.
-        vocabulary=-(-Tokenizer.from_file(str(tokenizer_path)).get_vocab_size() // 8) * 8,
-        eos_id=eos_id,
         versions=versions,
-        show_finished=show,
+        publish_files=publish_files,
     )
 
 
@@ -182,37 +165,37 @@ def follow_rules(config: Config, parts: ValidatorParts) -> Callable[[int, str], 
 
     Its second argument says why the network is finished, and the bucket then keeps saying so.
     """
-    versions, problem = parts.versions, ""
-    published, due = versions.newest if versions is not None else None, 0.0
+    versions, problem, due = parts.versions, "", 0.0
+    shown = (versions.newest, "") if versions is not None else None
 
     def follow(outer_step: int, finished: str) -> None:
-        nonlocal problem, published, due
+        nonlocal problem, shown, due
         if versions is None or config.network is None:
             return
         found = versions.look_beside(config.network.place)
-        if found != problem and found:
-            log.warning("%s", found)
-        problem = found
-        newest = versions.newest
-        if newest is not published or time.monotonic() >= due:
+        wanted = versions.newest, finished
+        if wanted != shown or time.monotonic() >= due:
             due = time.monotonic() + _CLAIM_AGAIN
             try:
                 claim_global_bucket(
                     parts.store,
-                    newest,
+                    versions.newest,
                     finished=finished,
                     versions=versions,
                     member=parts.member,
                 )
-                published = newest
+                shown = wanted
             except (StoreError, WrongNetwork) as error:  # again at the next look
-                if newest is not published:
-                    log.warning("The new version of the network's file is not published: %s", error)
-        wanted = versions.at(outer_step)
-        if wanted is not versions.in_force:
+                if wanted != shown:
+                    found = found or f"The network's file is not published: {error}"
+        if found != problem and found:
+            log.warning("%s", found)
+        problem = found
+        in_force = versions.at(outer_step)
+        if in_force is not versions.in_force:
             raise OtherRules(
-                f"version {wanted.head.version} of the network's file holds from outer step "
-                f"{wanted.head.from_outer_step}, so the validator starts again with it"
+                f"version {in_force.head.version} of the network's file holds from outer step "
+                f"{in_force.head.from_outer_step}, so the validator starts again with it"
             )
 
     return follow
@@ -277,7 +260,7 @@ def build(
     """
     if parts.versions is not None:
         config = under(config, parts.versions.in_force)
-    settings, run = config.validator, Run(folder, EventLog.open(folder).write, stop)
+    settings, record = config.validator, EventLog.open(folder).write
     # A rule that breaks its promises is refused before anything is published.
     rule_of_network(config)
     master = Master(config.swarm.run_id, config.miner.master_ss58_address, parts.verify)
@@ -286,7 +269,6 @@ def build(
         model_config=state.model_config,
         device=evaluation_device(config.miner.device),
         frozen=config.frozen_weights,
-        micro_batch=1,  # each sequence is an observation of what an upload does
         stop=stop,
     )
 
@@ -296,15 +278,13 @@ def build(
 
     name = f"{config.miner.name}-validator"
     stack.enter_context(open_trackers(config.telemetry, folder, name=name))
-    exports = Exports(config, folder, record=run.record)
+    exports = Exports(config, folder, record=record)
     stack.callback(exports.close)
     validator = kind_of_validator(config)(
-        rules=ValidatorRules(
-            config=config,
-            losses=losses,
-            follow=follow_rules(config, parts),
-            show_finished=parts.show_finished,
-        ),
+        config=config,
+        losses_of=losses,
+        follow=follow_rules(config, parts),
+        publish_files=parts.publish_files,
         member=parts.member,
         steps=steps,
         judge=UploadJudge(
@@ -315,11 +295,13 @@ def build(
             verify=parts.verify,
             secret=secrets.randbits(62),
         ),
-        run=run,
+        folder=folder,
+        record=record,
+        stop=stop,
         reporter=RoundReporter(
             chain=parts.member.chain,
             standings=load_standings(config, folder / LEDGER),
-            record=run.record,
+            record=record,
             least=settings.least,
             round_seconds=(settings.grace + config.round_period / 2).total_seconds(),
             run_folder=folder,
@@ -362,8 +344,7 @@ def find_state(
             f"their signed manifests, so nothing was published: restore the bucket and {RECOVER}, "
             "or move that folder away for outer step 0"
         )
-    state = initial_state(config, vocabulary=parts.vocabulary, eos_token=parts.eos_id)
-    return steps, state, False
+    return steps, initial_state(config), False
 
 
 def load_standings(config: Config, ledger: Path) -> Standings:
@@ -379,51 +360,36 @@ def load_standings(config: Config, ledger: Path) -> Standings:
     return standings
 
 
-def initial_state(config: Config, *, vocabulary: int, eos_token: int) -> GlobalState:
-    """Return the state that a network begins with.
+def initial_state(config: Config) -> GlobalState:
+    """Return the state that a network begins with, whose model is that of its file.
 
     Its weights are those of the folder ``--validator.model``, or random. Raises ConfigError for a
-    file or a folder that cannot be used.
+    folder that cannot be used.
     """
-    path, rules = config.validator.model, config.network
-    # The folder's weights count, and the file's model if it has one.
-    if path is not None and path.is_dir():
-        path = path / keys.CONFIG if rules is None or rules.model is None else None
-    if path is not None:
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"{path} cannot be read as a config.json ({error}), so there is no model to "
-                "publish: correct --validator.model"
-            ) from None
-        if not isinstance(content, dict) or int(content.get("vocab_size", 0)) < vocabulary:
-            raise ConfigError(
-                f"the model of {path} has fewer words than the tokenizer's {vocabulary}, so it "
-                "cannot be trained on its tokens: correct --validator.model"
-            )
-        model_config = without_extras(content)
-        if rules is not None:
-            model_config = rules.head.of_model(model_config)
-    elif rules is not None and rules.model is not None:
-        model_config = dict(rules.model)
-    else:
-        length = config.training.sequence_length
-        model_config = local_llama_config(vocab_size=vocabulary, sequence_length=length)
-        model_config |= {"eos_token_id": eos_token, "pad_token_id": eos_token}
+    network = config.network
+    if network is None or network.model is None:
+        raise ConfigError(
+            "the network's file does not say its model and the global bucket is empty, so nothing "
+            "was published: give the file that dt-network init has written"
+        )
+    model_config = dict(network.model)
     return GlobalState(
         model_config=model_config,
         schema=parameter_schema(model_config),
         outer_step=0,
-        weights=_first_weights(config, model_config),
+        weights=_first_weights(config, network.head.weights, model_config),
     )
 
 
-def _first_weights(config: Config, model_config: Mapping[str, Any]) -> list[Tensor]:
-    """Return the weights of outer step 0 in schema order. Raises ConfigError."""
+def _first_weights(
+    config: Config, named: str | None, model_config: Mapping[str, Any]
+) -> list[Tensor]:
+    """Return the weights of outer step 0 in schema order; ``named``: their digest, if any.
+
+    Raises ConfigError.
+    """
     folder = config.validator.model
-    named = config.network.head.weights if config.network is not None else None
-    if folder is None or not folder.is_dir():
+    if folder is None:
         if named is None:
             return initial_weights(model_config, seed=config.training.seed)
         raise ConfigError(

@@ -12,14 +12,15 @@ and names the one before.
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from safetensors.torch import save_file
 
@@ -33,7 +34,6 @@ from distributed_training.protocol.types import Schema
 from distributed_training.protocol.update_file import UpdateFile, UpdateLayout, largest_file
 from distributed_training.store.bucket_reader import BucketReader, StateUnavailable
 from distributed_training.store.errors import IntegrityError, ObjectMissingError, StoreError
-from distributed_training.training.outer_rule import UploadFacts
 from distributed_training.training.weights import load_weights, model_bytes
 from distributed_training.validator.merge import (
     OuterState,
@@ -41,12 +41,13 @@ from distributed_training.validator.merge import (
     Values,
     digest_of,
     measured,
-    merge,
     merge_factors,
+    merge_named,
     norm_of,
     subtract,
-    whole_uploads,
 )
+
+log = logging.getLogger(__name__)
 
 _MOMENTUM, _RESIDUAL = "momentum/", "residual/"  # before a parameter's name, in state.safetensors
 _LIKE = 1e-5  # relative difference of norms and factors that were computed elsewhere
@@ -61,11 +62,10 @@ _Found = TypeVar("_Found")
 
 
 class ChainBroken(ValueError):
-    """An object of the bucket that is missing, or is not what the chain says. ``key``: which."""
+    """An object of the bucket that is missing, or is not what the chain says."""
 
     def __init__(self, key: str, why: object, *, missing: bool = False) -> None:
         super().__init__(f"{key} {why}")
-        self.key = key
         self.missing = missing
 
 
@@ -126,15 +126,43 @@ class Audit:
         try:
             return find()
         except ChainBroken as broken:
-            if needed or not broken.missing:
+            if (needed or not broken.missing) and str(broken) not in self.problems:
                 self.problems.append(str(broken))
             return None
 
-    def count(self, step: int, known: bool, whole: bool) -> None:
-        """Add the state of the next outer step."""
-        first, all_from = self.weights_from, self.replayed_from
-        self.weights_from = (step if first is None else first) if known else None
+    def count(self, manifest: Manifest, known: OuterState | None) -> None:
+        """Add what is ``known`` of the state of the next outer step."""
+        step, first, all_from = manifest.outer_step, self.weights_from, self.replayed_from
+        whole = _is_whole(known, manifest)
+        self.weights_from = (step if first is None else first) if known is not None else None
         self.replayed_from = (step if all_from is None else all_from) if whole else None
+
+
+@contextmanager
+def _faults_of(key: str) -> Iterator[None]:
+    """Let what is wrong with an object, and not with the store, raise ChainBroken."""
+    try:
+        yield
+    except ObjectMissingError:
+        raise ChainBroken(key, "is missing", missing=True) from None
+    except IntegrityError as error:
+        raise ChainBroken(key, f"cannot be read: {error}") from None
+    except StateUnavailable as error:
+        raise ChainBroken(key, str(error).removeprefix(f"{key} ")) from None
+    except ChainBroken:
+        raise
+    except ValueError as error:
+        raise ChainBroken(key, f"is refused: {error}") from None
+
+
+def _call(find: Callable[[], Any], *, needed: bool = True) -> Any:
+    del needed  # an audit, which continues where something does not fit, looks at it
+    return find()
+
+
+def _is_whole(state: OuterState | None, manifest: Manifest) -> bool:
+    """Return whether momentum and residual of a manifest are known too."""
+    return state is not None and (state.momentum is None) == (not manifest.momentum)
 
 
 class ManifestChain:
@@ -165,29 +193,17 @@ class ManifestChain:
         return manifest
 
     def _signed(self, kind: type[_File], key: str) -> _File:
-        try:
+        with _faults_of(key):
             data = self._bucket.get(key, limit=kind.most_bytes)
             if data is None:
-                raise ChainBroken(key, "is missing", missing=True)
+                raise ObjectMissingError(key)
             return kind.parse(data, self.master)
-        except IntegrityError as error:
-            raise ChainBroken(key, f"is too large: {error}") from None
-        except ValueError as error:
-            if isinstance(error, ChainBroken):
-                raise
-            raise ChainBroken(key, f"is refused: {error}") from None
 
     def _fetch(self, key: str, digest: str, limit: int) -> Path:
         """Download an object of that SHA-256."""
         path = self._folder / key
-        try:
+        with _faults_of(key):
             self._bucket.fetch_signed(key, path, digest, limit=limit)
-        except ObjectMissingError:
-            raise ChainBroken(key, "is missing", missing=True) from None
-        except IntegrityError as error:
-            raise ChainBroken(key, f"cannot be read: {error}") from None
-        except StateUnavailable as error:
-            raise ChainBroken(key, str(error).removeprefix(f"{key} ")) from None
         return path
 
     def set_of(self, manifest: Manifest) -> OuterState:
@@ -205,9 +221,8 @@ class ManifestChain:
             if name in limits
         ]
         try:
-            found = read_set(paths[0].parent, self.schema, manifest)
-        except ValueError as error:
-            raise ChainBroken(key, f"is refused: {error}") from None
+            with _faults_of(key):
+                found = read_set(paths[0].parent, self.schema, manifest)
         finally:
             # Tensors that were read are mapped, so they stay after the files are deleted.
             for path in paths:
@@ -239,6 +254,9 @@ class ManifestChain:
         wanted = (manifest.serial, each.inner_steps, each.tokens)
         if (header.serial, header.inner_steps, header.tokens) != wanted:
             raise ChainBroken(key, "has another serial or count than its manifest names")
+        if not math.isclose(norm_of(upload), each.norm, rel_tol=_LIKE):
+            key = keys.outer_key(manifest.outer_step, keys.MANIFEST)
+            raise ChainBroken(key, f"names another norm than that of uid {each.uid}")
         return upload
 
     def average(self, manifest: Manifest) -> Average:
@@ -246,9 +264,8 @@ class ManifestChain:
         key = keys.outer_key(manifest.outer_step, keys.AVERAGE)
         path = self._fetch(key, manifest.files.get(keys.AVERAGE, ""), model_bytes(self.schema))
         try:
-            return Average(path, self.schema)
-        except ValueError as error:
-            raise ChainBroken(key, f"is refused: {error}") from None
+            with _faults_of(key):
+                return Average(path, self.schema)
         finally:
             path.unlink()  # an opened file is mapped, so its content stays
 
@@ -262,16 +279,15 @@ class ManifestChain:
     ) -> UpdateFile:
         path = self._fetch(key, digest, self._largest)
         try:
-            file = UpdateFile.open(
-                path,
-                self.schema,
-                run_id=self.master.run_id,
-                kind=kind,
-                hotkey=hotkey,
-                verify=self.master.verify,
-            )
-        except ValueError as error:
-            raise ChainBroken(key, f"is refused: {error}") from None
+            with _faults_of(key):
+                file = UpdateFile.open(
+                    path,
+                    self.schema,
+                    run_id=self.master.run_id,
+                    kind=kind,
+                    hotkey=hotkey,
+                    verify=self.master.verify,
+                )
         finally:
             path.unlink()  # an opened file is mapped, so its content stays
         place = (before.outer_step, before.weights)
@@ -281,54 +297,31 @@ class ManifestChain:
 
     # outer steps
 
-    def apply_step(
-        self,
-        state: OuterState,
-        manifest: Manifest,
-        *,
-        update: UpdateFile,
-        uploads: Sequence[Values],
-    ) -> OuterState:
-        """Return the state after an outer step, computed from its uploads and compared.
-
-        ``uploads``: where the members have averaged, only the average.
-        """
-        path = self._folder / "replayed.safetensors"
-        path.unlink(missing_ok=True)
-        _, after = merge(
-            uploads,
-            [1.0] if manifest.averaged else [each.factor for each in _counted(manifest)],
-            state,
-            Rule(manifest.rule, manifest.learning_rate, manifest.mu),
-            path=path,
-            layout=UpdateLayout.of(self.schema, update.header),
-            sign=lambda message: _UNSIGNED,
-            divisor=_divisor(manifest),
-            facts=[UploadFacts(m.tokens, m.norm, m.improvement) for m in _counted(manifest)],
-        )
-        path.unlink()
-        self._compare(keys.outer_key(manifest.outer_step, keys.UPDATE), after, manifest)
-        return after
-
     def replay(self, state: State, to: int | None = None, *, whole: bool = True) -> OuterState:
         """Return weights, momentum and residual of outer step ``to`` (None: the newest).
 
-        They follow from the last set before it and the uploads since. Not ``whole``: only the
-        weights, by the updates since.
+        They follow from the newest set before it that is sound, and the uploads since. Not
+        ``whole``: only the weights, by the updates since.
         """
         to = state.outer_step if to is None else to
-        base = max((step for step in state.weights_at if step <= to), default=None)
-        if base is None:
+        sets = sorted((step for step in state.weights_at if step <= to), reverse=True)
+        if not sets:
             raise ChainBroken(keys.STATE, f"names no set of weights up to outer step {to}")
-        before = self.manifest(base)
-        found = self.set_of(before)
-        for step in range(base + 1, to + 1):
-            manifest = self.manifest(step)
-            self._check_link(manifest, before)
-            found, before = self._follow(found, manifest, before, whole=whole), manifest
+        for base in sets:
+            try:
+                before = self.manifest(base)
+                found = self.set_of(before)
+                while before.outer_step < to:
+                    manifest = self._next(before)
+                    found, before = self._follow(found, manifest, before, whole=whole), manifest
+                break
+            except ChainBroken as broken:
+                if base == sets[-1]:
+                    raise
+                log.info("An earlier set of weights is taken: %s", broken)
         if to == state.outer_step and before.digest != state.head:
             raise ChainBroken(keys.STATE, "names another head than the last manifest")
-        # Delete what earlier attempts have fetched, since they may have begun at another set.
+        # Not before: what a start that was killed has fetched is not fetched again.
         shutil.rmtree(self._folder / "outer", ignore_errors=True)
         return found
 
@@ -344,46 +337,91 @@ class ManifestChain:
                 break
         else:
             return None
-        while True:
-            try:
-                manifest = self.manifest(before.outer_step + 1)
-                self._check_link(manifest, before)
+        with suppress(ChainBroken):
+            while True:
+                manifest = self._next(before)
                 try:
-                    after = self._follow(found, manifest, before)
+                    found = self._follow(found, manifest, before)
                 except ChainBroken:
-                    after = self._follow(found, manifest, before, whole=False)
-                found, before = after, manifest
-            except ChainBroken:
-                return before, found
+                    found = self._follow(found, manifest, before, whole=False)
+                before = manifest
+        return before, found
+
+    def _next(self, before: Manifest) -> Manifest:
+        """Return the manifest that follows another."""
+        manifest = self.manifest(before.outer_step + 1)
+        with _faults_of(keys.outer_key(manifest.outer_step, keys.MANIFEST)):
+            manifest.check_after(before)
+        return manifest
 
     def _follow(
-        self, found: OuterState, manifest: Manifest, before: Manifest, *, whole: bool = True
-    ) -> OuterState:
-        """Return the state after one more outer step; not ``whole``: only its weights."""
+        self,
+        known: OuterState | None,
+        manifest: Manifest,
+        before: Manifest,
+        *,
+        whole: bool = True,
+        needed: bool = True,
+        get: Callable[..., Any] = _call,
+    ) -> Any:
+        """Return the state after one more outer step, computed from its files and compared.
+
+        Args:
+            known: The state before; None: it is not known, and files are only checked.
+            manifest: Of the outer step.
+            before: The manifest of the state before.
+            whole: False for only the weights, by the update.
+            needed: Whether the update has to be there.
+            get: Calls what returns a file or a state; its None is a fault that was noted.
+        """
         if not manifest.update:  # a rewind, whose folder has whole weights
-            return self.set_of(manifest)
-        update = self.update(manifest, before)
-        if not whole:
-            return self._subtract(found, manifest, update)
-        values: list[Values] = [self.average(manifest)] if manifest.averaged else []
-        for each in [] if values else _counted(manifest):
-            values.append(self.upload(manifest, each, before))
-        return self.apply_step(found, manifest, update=update, uploads=values)
+            return get(partial(self.set_of, manifest), needed=get is _call)
+        update = get(partial(self.update, manifest, before), needed=needed)
+        uploads, average = [], None
+        if whole and manifest.averaged:
+            average = get(partial(self.average, manifest), needed=False)
+        if whole and (average is None or get is not _call):
+            uploads = [
+                get(partial(self.upload, manifest, each, before), needed=False)
+                for each in manifest.merged
+                if each.factor
+            ]
+        if known is None or update is None:
+            return None
+        whole = whole and _is_whole(known, before) and None not in uploads
+        if not whole or (manifest.averaged and average is None):
+            return get(partial(self._subtract, known, manifest, update))
+        return get(partial(self._merge, known, manifest, update, uploads, average))
+
+    def _merge(
+        self,
+        state: OuterState,
+        manifest: Manifest,
+        update: UpdateFile,
+        uploads: Sequence[Values],
+        average: Values | None,
+    ) -> OuterState:
+        path = self._folder / "replayed.safetensors"
+        _, after = merge_named(
+            manifest.merged,
+            uploads,
+            state,
+            Rule(manifest.rule, manifest.learning_rate, manifest.mu),
+            average=average,
+            path=path,
+            layout=UpdateLayout.of(self.schema, update.header),
+            sign=lambda message: _UNSIGNED,
+        )
+        path.unlink()
+        self._compare(keys.outer_key(manifest.outer_step, keys.UPDATE), after, manifest)
+        return after
 
     def _subtract(self, state: OuterState, manifest: Manifest, update: UpdateFile) -> OuterState:
-        """Return the weights after an update, compared."""
         weights = subtract(state.weights, update)
         if digest_of(weights) != manifest.weights:
             key = keys.outer_key(manifest.outer_step, keys.UPDATE)
             raise ChainBroken(key, "does not give the weights that its manifest names")
         return OuterState(weights)
-
-    def _check_link(self, manifest: Manifest, before: Manifest) -> None:
-        try:
-            manifest.check_after(before)
-        except ValueError as error:
-            key = keys.outer_key(manifest.outer_step, keys.MANIFEST)
-            raise ChainBroken(key, f"is refused: {error}") from None
 
     # audit
 
@@ -392,9 +430,7 @@ class ManifestChain:
         chain: list[Manifest] = []
         head = self.manifest(state.outer_step)
         for step in range(head.recovered, state.outer_step + 1):
-            manifest = self.manifest(step)
-            if chain:
-                self._check_link(manifest, chain[-1])
+            manifest = self._next(chain[-1]) if chain else self.manifest(step)
             _check_history(manifest, chain)
             if versions is not None:
                 _check_rules(manifest, chain, versions)
@@ -444,7 +480,6 @@ class ManifestChain:
         found.head, found.recovered = state.head, chain[0].outer_step
         found.get(partial(self._check_newest, state))
         known: OuterState | None = None
-        whole = False  # true once momentum and residual are known too
         first = min(state.weights_at, default=state.outer_step)
         kept = min(state.outer_step - keep_uploads, max(state.weights_at, default=0))
         for before, manifest in zip((None, *chain), chain, strict=False):
@@ -452,53 +487,23 @@ class ManifestChain:
             if before is not None:
                 if step > kept:
                     found.get(partial(self._require_uploads, manifest))
-                known, whole = self._audit_step(known, whole, before, manifest, step > first, found)
-            if step in state.weights_at and (held := found.get(partial(self.set_of, manifest))):
-                known, whole = held, True
-            found.count(step, known is not None, whole)
+                needed = step > first
+                known = self._follow(known, manifest, before, needed=needed, get=found.get)
+            if step in state.weights_at and (manifest.update or known is None):
+                known = found.get(partial(self.set_of, manifest)) or known
+            found.count(manifest, known)
         return found
 
     def _require_uploads(self, manifest: Manifest) -> None:
         """Raise ChainBroken if merged uploads are missing of an outer step that keeps them."""
-        wanted = [keys.merged_key(manifest.outer_step, each.uid) for each in _counted(manifest)]
+        wanted = [
+            keys.merged_key(manifest.outer_step, each.uid)
+            for each in manifest.merged
+            if each.factor
+        ]
         if gone := [key for key in wanted if self._bucket.head(key) is None]:
             many = f" (and {len(gone) - 1} more)" if gone[1:] else ""
             raise ChainBroken(gone[0] + many, "is missing, so nobody can compute the merge again")
-
-    def _audit_step(
-        self,
-        known: OuterState | None,
-        whole: bool,
-        before: Manifest,
-        manifest: Manifest,
-        needed: bool,
-        found: Audit,
-    ) -> tuple[OuterState | None, bool]:
-        """Check an outer step's files; return the state after it, and whether it is complete."""
-        if not manifest.update:
-            return None, False
-        update = found.get(partial(self.update, manifest, before), needed=needed)
-        uploads = []
-        for each in _counted(manifest):
-            file = found.get(partial(self.upload, manifest, each, before), needed=False)
-            if file is None:
-                whole = False
-                continue
-            uploads.append(file)
-            if not math.isclose(norm_of(file), each.norm, rel_tol=_LIKE):
-                key = keys.outer_key(manifest.outer_step, keys.MANIFEST)
-                found.problems.append(f"{key} names another norm than that of uid {each.uid}")
-        values: list[Values] = [*uploads]
-        if manifest.averaged:
-            average = found.get(partial(self.average, manifest), needed=False)
-            values, whole = [average] if average else [], whole and average is not None
-        if known is None or update is None:
-            return None, False
-        step = partial(self._subtract, known, manifest, update)
-        if whole:
-            step = partial(self.apply_step, known, manifest, update=update, uploads=values)
-        after = found.get(step)
-        return after, whole and after is not None
 
 
 def _check_history(manifest: Manifest, chain: Sequence[Manifest]) -> None:
@@ -523,7 +528,7 @@ def _check_history(manifest: Manifest, chain: Sequence[Manifest]) -> None:
     # Manifests from before uploads were carried over do not name what decides the factors.
     if any(each.chance is None for each in manifest.merged):
         return
-    wanted = merge_factors(measured(manifest), chain)
+    wanted = merge_factors(measured(manifest.merged), chain)
     for each, factor in zip(manifest.merged, wanted, strict=True):
         if not math.isclose(each.factor, factor, rel_tol=_LIKE):
             raise ChainBroken(key, f"multiplies uid {each.uid} by {each.factor}, not by {factor}")
@@ -544,16 +549,3 @@ def _check_rules(manifest: Manifest, chain: Sequence[Manifest], versions: Versio
     named = Rule(manifest.rule, manifest.learning_rate, manifest.mu)
     if named != rule and manifest.rewound_to is None:  # a rewind has the rules of its weights
         raise ChainBroken(key, f"goes by {named}, and version {number} of the file by {rule}")
-
-
-def _divisor(manifest: Manifest) -> float | None:
-    """Return by what the sum of the merged uploads, or their average, was divided."""
-    if any(each.chance is None for each in manifest.merged):
-        return None
-    whole = whole_uploads(measured(manifest))
-    return whole / len(manifest.merged) if manifest.averaged else whole
-
-
-def _counted(manifest: Manifest) -> list[Merged]:
-    """Return the uploads that were merged, without those that are carried over."""
-    return [each for each in manifest.merged if each.factor]

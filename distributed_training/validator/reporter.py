@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 
@@ -49,7 +49,7 @@ _LAST_PATIENCE = 10.0  # seconds to wait for the report of a stop
 
 @dataclass(kw_only=True)
 class RoundReporter:
-    """Report on the network as it is now. The validator sets the fields below ``run_folder``.
+    """Report on the network as the validator has last described it.
 
     ``least``: fewest miners for a round; ``round_seconds``: longest time of a round and its
     publication.
@@ -61,26 +61,26 @@ class RoundReporter:
     least: int
     round_seconds: float
     run_folder: Path
-    phase: Literal["starting", "waiting", "round", "finished", "stopped"] = "starting"
-    reason: str = ""
-    outer_step: int = 0
-    tokens: int = 0
-    loss: float = 0.0
-    losses: Mapping[str, float] = field(default_factory=dict)
-    closes_at: float | None = None  # close of the next round, in seconds since the epoch
 
     def __post_init__(self) -> None:
         self.metrics = MetricsFile(self.run_folder / "metrics.prom")
         self.metrics.registry.labelled("build_info", "version", {__version__: 1.0})
         self._due = Throttle(EVERY)
+        self._now: dict[str, Any] = {}
         self._sent: Future[None] | None = None
 
-    def report(self, *, at_once: bool = True) -> None:
-        """Write events and metrics, and send the report; unless ``at_once``, if it is time."""
-        if not self._due() and not at_once:
-            self.metrics.write(lambda: self._measure(self.make()))
-            return
-        report = self.make()
+    def keep_up(self) -> None:
+        """Write metrics, and report again if it is time."""
+        if self._due():
+            self.report(**self._now)
+        else:
+            self.metrics.write(lambda: self._measure(self._make(**self._now)))
+
+    def report(self, **now: Any) -> None:
+        """Write events and metrics, and send the report; ``now``: see :meth:`_make`."""
+        self._now = now
+        self._due()
+        report = self._make(**now)
         self.metrics.write(partial(self._measure, report), at_once=True)
         verdict = judge_network(report, time.time())
         self.record(
@@ -103,8 +103,19 @@ class RoundReporter:
         except ChainError as error:
             log.info("The chain did not take the report on the network (%s)", error)
 
-    def make(self) -> NetworkReport:
-        """Return the report of now."""
+    def _make(
+        self,
+        *,
+        phase: Literal["starting", "waiting", "round", "finished", "stopped"],
+        reason: str,
+        losses: Mapping[str, float],
+        closes_at: float | None,
+        **more: Any,
+    ) -> NetworkReport:
+        """Return the report of now.
+
+        ``losses``: by domain; ``closes_at``: seconds since the epoch; ``more``: fields as they are.
+        """
         now, standings = time.time(), self.standings
         members: list[MemberReport] = []
         for uid, entry in sorted(standings.present().items()):
@@ -132,22 +143,18 @@ class RoundReporter:
         speed = None
         if len(good) == 2 and good[1].ended > good[0].ended:
             speed = round(good[1].tokens / (good[1].ended - good[0].ended), 1)
-        left = None if self.closes_at is None else max(0.0, self.closes_at - now)
+        left = None if closes_at is None else max(0.0, closes_at - now)
         return NetworkReport(
-            phase=self.phase,
-            outer_step=self.outer_step,
-            loss=self.loss,
-            losses={
-                printable(name, 100): loss for name, loss in [*self.losses.items()][:MOST_DOMAINS]
-            },
-            next_report=_LONGEST_SILENCE + (self.round_seconds if self.phase == "round" else 0.0),
+            **more,
+            phase=phase,
+            losses={printable(name, 100): loss for name, loss in [*losses.items()][:MOST_DOMAINS]},
+            next_report=_LONGEST_SILENCE + (self.round_seconds if phase == "round" else 0.0),
             next_round=left,
             least=self.least,
             good_rounds=standings.successful_rounds,
             failed_rounds=standings.failed_rounds,
-            tokens=self.tokens,
             tokens_per_second=speed,
-            reason=printable(self.reason, LONGEST_TEXT),
+            reason=printable(reason, LONGEST_TEXT),
             rounds=rounds,
             members=tuple(members),
         )

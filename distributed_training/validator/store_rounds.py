@@ -74,7 +74,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
@@ -83,14 +82,14 @@ from distributed_training.chain.base import ChainError
 from distributed_training.common.backoff import Throttle
 from distributed_training.node.start import StopNow
 from distributed_training.protocol import keys, lines
-from distributed_training.protocol.manifest import Manifest, Merged
+from distributed_training.protocol.manifest import Manifest
 from distributed_training.protocol.network_report import GATE, MOST_ROUNDS, TOO_FEW, printable
 from distributed_training.protocol.scoring import random_block
 from distributed_training.scoring.evaluator import Evaluation
 from distributed_training.store.errors import StoreError
 from distributed_training.training.model import kind_of
 from distributed_training.training.weights import GlobalState
-from distributed_training.validator.closes import LOOK, CloseJudge, Intake, MergedSome, Run
+from distributed_training.validator.closes import LOOK, CloseJudge, Intake, MergedSome
 from distributed_training.validator.errands import Errands, unless_stopped
 from distributed_training.validator.judging import CAUSES, find_copies, share_alike
 from distributed_training.validator.merge import OuterState, find_spoilers
@@ -104,7 +103,15 @@ LEDGER = "ledger.json"  # in an outer step's folder: the scores that hold once i
 _PATIENT = 3  # closes in a row that the held-out loss refuses, before the founder is asked
 _RECENT = 2.0  # rounds: an older progress upload is not valid
 _FORGIVEN = 3  # closes missed in a row, from which on progress makes nobody's upload valid
-_UNKNOWN = "?"  # what the bucket says of the network's end
+
+
+#: The fields of a manifest that a close decides, at outer step 0.
+_OF_NO_CLOSE: dict[str, Any] = {
+    **dict.fromkeys(("previous", "update"), ""),
+    **dict.fromkeys(("merged", "refused"), ()),
+    **{name: {} for name in ("losses_before", "losses_after", "scores")},
+    **{"closed_at": 0.0, "serial": 0},
+}
 
 
 @dataclass(frozen=True)
@@ -119,30 +126,31 @@ class _Reached:
     samples: Mapping[str, Tensor]  # samples of what all can read from then on
 
 
+@dataclass(kw_only=True)
 class StoreValidator(CloseJudge):
     """Leads rounds through the store, which only ``steps`` writes.
 
-    Call :meth:`start`, then :meth:`run`. A stop ends both soon. ``of_member``: opens a member's
-    bucket, where each has its own.
+    Call :meth:`start`, then :meth:`run`. A stop ends both soon. ``after_step`` gets each new state
+    and returns at once. ``follow`` gets the outer step, and why the network is finished; it raises
+    OtherRules where another version of the network's file holds. ``publish_files`` writes the
+    network's files into a store that was emptied; raises StoreError.
     """
 
-    def __init__(
-        self, *, run: Run, after_step: Callable[[GlobalState], None], **given: Any
-    ) -> None:
-        super().__init__(run=run, **given)
-        self._after_step = after_step  # returns at once
-        self._standings_path = run.folder / LEDGER
+    after_step: Callable[[GlobalState], None]
+    follow: Callable[[int, str], None]
+    publish_files: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._standings_path = self.folder / LEDGER
         self._losses: dict[str, float]  # losses of the state on each domain, since the start
         self.finished = ""  # why no round is called any more
-        self._finish_shown = ""  # the end that the bucket shows
-        config = self._rules.config  # none of these changes while the validator runs
-        self._period = config.round_period.total_seconds()
+        self._period = self.config.round_period.total_seconds()
         self._weights_due = Throttle(self._period / 4)
         self._close: Intake | None = None
         self._reached_step: _Reached | None = None
         self._looked = 0.0
         self._problem = ""
-        self._take_over = config.validator.take_over
         self._leads = False  # otherwise another process may, until its renewal is overdue
 
     # --- life -----------------------------------------------------------------------------------
@@ -154,28 +162,22 @@ class StoreValidator(CloseJudge):
         """
         self.state = state
         self._begin(state, found=found)
-        self._losses = self._rules.losses(state.weights)
-        self._record(
+        self._losses = self.losses_of(state.weights)
+        self.record(
             "start",
-            uid=self._chain.uid(self._member.hotkey),
-            hotkey=self._member.hotkey,
+            uid=self.member.chain.uid(self.member.hotkey),
+            hotkey=self.member.hotkey,
             outer_step=state.outer_step,
             resumed=found,
         )
         self._record_losses(state.outer_step, self._losses)
-        log.info(
-            "Outer step %d, held-out loss %.4f on %s%s",
-            state.outer_step,
-            self._rules.mean(self._losses),
-            self._rules.config.held_out_name,
-            lines.describe_losses(self._losses),
-        )
+        self._log_losses("Outer step")
         self._find_end()
         self._report("starting")
 
     def run(self) -> None:
         """Tick until stopped."""
-        while not self._stop.wait(self._rules.settings.tick.total_seconds()):
+        while not self.stop.wait(self.config.validator.tick.total_seconds()):
             try:
                 self.tick()
             except ChainError as error:
@@ -184,20 +186,19 @@ class StoreValidator(CloseJudge):
                 break
         self._save()
         self._report("stopped", reason="asked to stop")
-        self._record("stop", reason="asked to stop")
+        self.record("stop", reason="asked to stop")
 
     def tick(self) -> None:
         """Do what is due now: a round, or else weights on the chain.
 
         Raises ChainError, Stopped, OtherRules, and AnotherLeadsError where another process leads.
         """
-        self._rules.follow(self.state.outer_step, self.finished)
-        if self.finished != self._finish_shown:
+        self.follow(self.state.outer_step, self.finished)
+        if self.steps.emptied:
             with suppress(StoreError):  # asked again at the next tick
-                show = partial(self._rules.show_finished, self.finished)
-                unless_stopped(show, stop=self._stop)
-                self._finish_shown = self.finished
-        self._reporter.report(at_once=False)
+                unless_stopped(self.publish_files, stop=self.stop)
+                self.steps.emptied = False
+        self.reporter.keep_up()
         weights = self.standings.weights()
         # Before all else: the miners have timed their uploads by it.
         if self._lead():
@@ -205,9 +206,9 @@ class StoreValidator(CloseJudge):
         # Counted also if it fails: the chain limits how often weights are set.
         if weights and self._weights_due():
             try:
-                unless_stopped(partial(self._chain.set_weights, weights), stop=self._stop)
+                unless_stopped(partial(self.member.chain.set_weights, weights), stop=self.stop)
                 by_uid = {str(uid): weight for uid, weight in weights.items()}
-                self._record("weights", weights=by_uid)
+                self.record("weights", weights=by_uid)
             except ChainError as error:
                 log.warning("Weights were not set (%s). Trying again in a quarter period.", error)
 
@@ -218,26 +219,13 @@ class StoreValidator(CloseJudge):
 
         Raises as :meth:`start`.
         """
-        steps = self._steps
+        steps = self.steps
         if not found:
             values = OuterState(state.weights)
-            files = steps.write_values(state, values)
             manifest = self._manifest(
-                state,
-                values,
-                previous="",
-                update="",
-                merged=(),
-                refused=(),
-                losses_before={},
-                losses_after={},
-                scores={},
-                closed_at=0.0,
-                serial=0,
-                made_at=time.time(),
-                files=files,
+                state, values, made_at=time.time(), files=steps.write_values(state, values)
             )
-            steps.publish(self._signed(manifest))
+            steps.publish(steps.sign_step(manifest))
             steps.went_on(manifest, values)
         self._miners()
         if not self.standings.successful_rounds:  # on an empty disk take the scores from the chain
@@ -248,7 +236,12 @@ class StoreValidator(CloseJudge):
             for uid, score in steps.head.scores.items():
                 if (entry := self.standings.entries.get(uid)) and entry.hotkey == hotkeys.get(uid):
                     entry.published = score
-        if found and not steps.led_last and not self._take_over and not self._is_free():
+        if (
+            found
+            and not steps.led_last
+            and not self.config.validator.take_over
+            and not self._is_free()
+        ):
             log.warning(
                 "Another validator may lead this network, since this machine's disk does not have "
                 "its newest %s: this one waits for up to %.0f s, leads if that is not renewed "
@@ -261,17 +254,17 @@ class StoreValidator(CloseJudge):
                 "its own disk has the newest signed state"
                 if steps.led_last
                 else "--take-over was given"
-                if self._take_over
+                if self.config.validator.take_over
                 else "nobody else does"
             )
 
     def _is_free(self) -> bool:
         """Return whether nobody leads the network. Raises AnotherLeadsError if somebody does."""
-        return self._steps.seconds_of_other(self._period) <= 0
+        return self.steps.seconds_of_other(self._period) <= 0
 
     def _lead_from_now(self, why: str) -> None:
         """Write what the store lacks, and a state that shows that this process leads."""
-        steps = self._steps
+        steps = self.steps
         log.info("This validator leads the network's rounds from now on: %s", why)
         if steps.unsure:
             log.warning(
@@ -326,15 +319,13 @@ class StoreValidator(CloseJudge):
 
         Raises StoreError, OSError, Stopped.
         """
-        steps = self._steps
+        steps = self.steps
         assert steps.state is not None
         if not self._leads:
             if not self._is_free():
                 return False
             self._lead_from_now(f"the renewal of {keys.STATE} is overdue")
         now = steps.restore_lost()
-        if steps.emptied:  # then of the network's file, too
-            self._finish_shown, steps.emptied = _UNKNOWN, False
         behind = steps.state.head != steps.head.digest  # the store failed before it named the head
         # No close is so far away, unless the store's clock was wrong.
         if behind or steps.state.closes_at > now + 2 * self._period:
@@ -345,7 +336,7 @@ class StoreValidator(CloseJudge):
         if state.finished != renewal.finished or now > state.written_at + self._period / 4:
             steps.write(renewal)
         if self._reached_step is not None:
-            return self._publish(self._reached_step)
+            return self._publish()
         if self.finished or now < state.closes_at:
             return False
         miners = self._miners()
@@ -364,7 +355,7 @@ class StoreValidator(CloseJudge):
         close = self._close
         self._judge_new(close, miners, now)
         if self._missing(close, miners, now):
-            self._reporter.report(at_once=False)
+            self.reporter.keep_up()
             return False
         # A member that was expelled meanwhile is in no outer step any more.
         present = {miner.uid: miner.hotkey for miner in miners}
@@ -380,19 +371,19 @@ class StoreValidator(CloseJudge):
         for uid, why in [*close.waiting.items()]:
             hotkey = self.standings.entries[uid].hotkey
             self._refuse(close, uid, hotkey, "", "not-judged", why)
-        momentum = self._steps.values.momentum
+        momentum = self.steps.values.momentum
         known = self._samples.known()
         if momentum is not None:
-            known["the outer momentum"] = self._judge.sample(momentum)
+            known["the outer momentum"] = self.judge.sample(momentum)
         for uid, why in find_copies([*close.accepted.values()], known).items():
             self._blame(close, uid, "copy", why)
         self._judge_clipped(close)
         close.accepted = {one.uid: one for one in share_alike([*close.accepted.values()])}
-        least = self._rules.settings.least
+        least = self.config.validator.least
         if len(close.accepted) < least:
             detail = f"{lines.counted(len(close.accepted), 'upload')} accepted of {len(close.came)}"
             return self._move(close, TOO_FEW, f"{detail}, {least} are needed", now)
-        if len(close.accepted) < 3 and not any(m.merged for m in self._steps.history):
+        if len(close.accepted) < 3 and not any(m.merged for m in self.steps.history):
             log.info(
                 "%s to merge, and none was merged before: nothing bounds a hostile one",
                 lines.counted(len(close.accepted), "upload"),
@@ -400,16 +391,16 @@ class StoreValidator(CloseJudge):
         # Put the least trusted last, since the search for a spoiler begins there.
         counted = [uid for uid, factor in self._factors(close).items() if factor]
         trusted = sorted(counted, key=lambda u: -self.standings.entries[u].published)
-        before = self._rules.mean(self._losses)
-        limit = self._rules.config.loss_limit(before)
+        before = self.mean(self._losses)
+        limit = self.config.loss_limit(before)
         merged = self._merge_all(close, [*close.accepted])
 
         def passes(places: Sequence[int]) -> bool:
             some = self._merge(close, [trusted[i] for i in places])
-            return self._rules.mean(some.losses) <= limit
+            return self.mean(some.losses) <= limit
 
         # "Not below", for NaN.
-        if not (after := self._rules.mean(merged.losses)) <= limit:
+        if not (after := self.mean(merged.losses)) <= limit:
             detail = f"held-out loss {before:.4f} -> {after:.4f}, limit {limit:.4f}"
             self._record_losses(close.state.outer_step + 1, merged.losses)
             del merged  # the merge is as large as three models, and so is each that is tried
@@ -420,19 +411,22 @@ class StoreValidator(CloseJudge):
                 self._blame(close, trusted[place], "spoiler", f"with it {detail}")
             merged = self._merge(close, [*close.accepted])
             # Without the spoilers other uploads may help, or determine what is usual.
-            if not self._rules.mean(merged.losses) <= limit:
+            if not self.mean(merged.losses) <= limit:
                 return self._move(close, GATE, detail, now)
-        self._prepare(close, merged, now)
-        assert self._reached_step is not None
-        return self._publish(self._reached_step)
+        self._reached_step = self._prepare(close, merged, now)
+        return self._publish()
 
     def _manifest(self, state: GlobalState, values: OuterState, **of_close: Any) -> Manifest:
-        """Return the manifest of ``state``; ``of_close``: the fields that its close decides."""
+        """Return the manifest of ``state``; ``of_close``: the fields that its close decides.
+
+        Those that are left out have the values of outer step 0.
+        """
         rule = self._outer_rule
         weights, momentum, residual = values.digests
+        of_close = _OF_NO_CLOSE | of_close
         return Manifest(
-            run_id=self._judge.run_id,
-            rules_id=self._rules.config.rules_id,
+            run_id=self.judge.run_id,
+            rules_id=self.config.rules_id,
             outer_step=state.outer_step,
             weights=weights,
             momentum=momentum,
@@ -446,23 +440,20 @@ class StoreValidator(CloseJudge):
             **of_close,
         )
 
-    def _prepare(self, close: Intake, merged: MergedSome, now: float) -> None:
+    def _prepare(self, close: Intake, merged: MergedSome, now: float) -> _Reached:
         """Make all that is published of the outer step that the merge leads to."""
-        chosen, values = [close.accepted[u] for u in merged.uids], merged.values
-        steps, head = self._steps_of(close, chosen), self._steps.head
-        count = self._contributors(sum(map(bool, merged.factors)))
-        tokens = steps * count * self._rules.config.tokens_of_step
+        values, head = merged.values, self.steps.head
         state = replace(
             self.state,
             outer_step=self.state.outer_step + 1,
             weights=[*values.weights],
-            total_inner_steps=self.state.total_inner_steps + steps,
-            total_tokens=self.state.total_tokens + tokens,
+            total_inner_steps=self.state.total_inner_steps + merged.header.inner_steps,
+            total_tokens=self.state.total_tokens + merged.header.tokens,
         )
         # First: what fails for a full disk is done again, and scores count once.
-        files = self._steps.write_values(state, values)
+        files = self.steps.write_values(state, values)
         self._score(close)
-        self._remember_round(self._past(close, "", "", tokens))
+        self._record_round(close, tokens=merged.header.tokens)
         self.standings.failed_rounds = 0
         self.standings.successful_rounds += 1
         manifest = self._manifest(
@@ -471,21 +462,7 @@ class StoreValidator(CloseJudge):
             previous=head.digest,
             recovered=head.recovered,
             update=merged.update,
-            merged=tuple(
-                Merged(
-                    one.uid,
-                    one.hotkey,
-                    one.file.digest,
-                    one.norm,
-                    factor,
-                    one.improvement,
-                    one.file.header.inner_steps,
-                    one.file.header.tokens,
-                    one.measured.chance,
-                    one.share,
-                )
-                for one, factor in zip(chosen, merged.factors, strict=True)
-            ),
+            merged=merged.merged,
             refused=tuple(close.refused[uid] for uid in sorted(close.refused)),
             losses_before=_named(self._losses),
             losses_after=_named(merged.losses),
@@ -493,36 +470,36 @@ class StoreValidator(CloseJudge):
             closed_at=close.state.closes_at,
             serial=close.state.serial,
             made_at=now,
-            files=files if state.outer_step % self._rules.settings.weights_every == 0 else {},
+            files=files if state.outer_step % self.config.validator.weights_every == 0 else {},
         )
         # Next to the scores that count: the manifest in the store decides which ones do.
         with suppress(OSError):
-            self.standings.save(self._steps.place(state.outer_step) / LEDGER)
-        counted = [one for one, factor in zip(chosen, merged.factors, strict=True) if factor]
+            self.standings.save(self.steps.place(state.outer_step) / LEDGER)
+        counted = [close.accepted[one.uid] for one in merged.merged if one.factor]
         for uid in close.accepted.keys() - {one.uid for one in counted}:
             log.info("uid %d: carried over: it helps less than the others or than chance", uid)
         self._choose_text(close)
         uploads = {one.uid: one.file.path for one in counted}
         step = f"of outer step {state.outer_step}"
         samples = {f"that of uid {one.uid} {step}": one.sample for one in counted}
-        old, new = (self._judge.sample(each) for each in (self.state.weights, values.weights))
+        old, new = (self.judge.sample(each) for each in (self.state.weights, values.weights))
         samples[f"the update {step}"] = old - new
-        self._reached_step = _Reached(
-            self._signed(manifest, uploads), values, state, merged.losses, close.began, samples
+        return _Reached(
+            self.steps.sign_step(manifest, uploads),
+            values,
+            state,
+            merged.losses,
+            close.began,
+            samples,
         )
 
-    def _signed(self, manifest: Manifest, uploads: Mapping[int, Path] | None = None) -> NextStep:
-        names = [*manifest.files, *([keys.UPDATE] if manifest.update else [])]
-        folder = self._steps.place(manifest.outer_step)
-        data = manifest.to_bytes(self._steps.sign)
-        return NextStep(manifest, data, {name: folder / name for name in names}, uploads or {})
-
-    def _publish(self, reached: _Reached) -> bool:
+    def _publish(self) -> bool:
         """Publish an outer step and continue from it. Raises StoreError: it is tried again."""
-        began = time.monotonic()
-        sent = self._steps.publish(reached.prepared)
+        reached, began = self._reached_step, time.monotonic()
+        assert reached is not None
+        sent = self.steps.publish(reached.prepared)
         manifest = reached.prepared.manifest
-        self._record(
+        self.record(
             "publication",
             revision=f"{manifest.outer_step}.{manifest.serial}",
             ok=True,
@@ -530,29 +507,38 @@ class StoreValidator(CloseJudge):
             bytes_sent=sent,
             reason="",
         )
-        self._steps.went_on(manifest, reached.values)
-        self._reached_step = None
+        self.steps.went_on(manifest, reached.values)
+        self._reached_step = self._close = None
         self._samples.add(manifest.outer_step, reached.samples)
-        self._close = None
         try:
-            os.replace(self._steps.place(manifest.outer_step) / LEDGER, self._standings_path)
+            os.replace(self.steps.place(manifest.outer_step) / LEDGER, self._standings_path)
         except OSError:  # the disk had no room for it
             self._save()
         self._record_losses(manifest.outer_step, reached.losses)
-        uids = [one.uid for one in manifest.merged]
-        self._reached(reached.state, reached.losses, uids, reached.began, "Merged")
-        self._show(self._steps.restore_lost())
-        self._steps.delete_past()
+        self.state, self._losses = reached.state, reached.losses
+        self.record(
+            "outer_step",
+            outer_step=manifest.outer_step,
+            participants=[one.uid for one in manifest.merged],
+            seconds=round(time.monotonic() - reached.began, 3),
+        )
+        self._log_losses("Merged: outer step")
+        self.after_step(self.state)
+        # First: a version that holds from here on may have put the end off.
+        self.follow(self.state.outer_step, self.finished)
+        self._find_end()
+        self._show(self.steps.restore_lost())
+        self.steps.delete_past()
         self._report("waiting")
         return True
 
     def _show(self, now: float, *, gate: int = 0) -> None:
         """Let the store name the head, or another time of the present close."""
-        self._steps.write(
+        self.steps.write(
             next_state(
-                self._steps.state,
-                self._steps.head,
-                self._steps.serial + 1,
+                self.steps.state,
+                self.steps.head,
+                self.steps.serial + 1,
                 now=now,
                 period=self._period,
                 grace=self._grace,
@@ -566,7 +552,7 @@ class StoreValidator(CloseJudge):
         gate = close.state.gate + 1 if fault == GATE else 0
         self._close = None
         self.standings.failed_rounds += 1
-        self._remember_round(self._past(close, fault, detail, 0))
+        self._record_round(close, fault, detail)
         self._save()
         log.warning(
             "Close %d of outer step %d moves by %.0f s (%s): members send another upload",
@@ -586,56 +572,30 @@ class StoreValidator(CloseJudge):
         failed = self.standings.failed_rounds
         if fault == TOO_FEW and not failed & (failed - 1):
             # A damaged object may keep all members from training, and only reading it shows that.
-            self._steps.restore(deep=True)
+            self.steps.restore(deep=True)
         self._report("waiting")
         return True
 
-    # --- the outer step ---------------------------------------------------------------------------
+    # --- what is reported ---------------------------------------------------------------------
 
-    def _reached(
-        self,
-        following: GlobalState,
-        losses: dict[str, float],
-        participants: Sequence[int],
-        began: float,
-        what: str,
-    ) -> None:
-        """Continue from an outer step that is published; ``what`` begins its line.
-
-        ``began``: by ``time.monotonic()``.
-        """
-        self.state, self._losses = following, losses
-        self._record(
-            "outer_step",
-            outer_step=following.outer_step,
-            participants=list(participants),
-            seconds=round(time.monotonic() - began, 3),
-        )
+    def _log_losses(self, what: str) -> None:
         log.info(
-            "%s: outer step %d, held-out loss %.4f on %s%s",
+            "%s %d, held-out loss %.4f on %s%s",
             what,
-            following.outer_step,
-            self._rules.mean(losses),
-            self._rules.config.held_out_name,
-            lines.describe_losses(losses),
+            self.state.outer_step,
+            self.mean(self._losses),
+            self.config.held_out_name,
+            lines.describe_losses(self._losses),
         )
-        self._after_step(following)
-        # First: a version that holds from here on may have put the end off.
-        self._rules.follow(self.state.outer_step, self.finished)
-        self._find_end()
-
-    def _remember_round(self, past: PastRound) -> None:
-        self.standings.rounds.append(past)
-        del self.standings.rounds[:-MOST_ROUNDS]
 
     def _record_losses(self, outer_step: int, after: Mapping[str, float]) -> None:
         several = {"domains": after} if len(after) > 1 else {}
-        self._record(
+        self.record(
             "held_out",
             outer_step=outer_step,
-            before=self._rules.mean(self._losses),
-            after=self._rules.mean(after),
-            text=self._rules.config.held_out_name,
+            before=self.mean(self._losses),
+            after=self.mean(after),
+            text=self.config.held_out_name,
             **several,
         )
 
@@ -643,29 +603,27 @@ class StoreValidator(CloseJudge):
         self, phase: Literal["starting", "waiting", "round", "stopped"], reason: str = ""
     ) -> None:
         """Report on the network for its readers; nothing depends on it."""
-        reporter, several = self._reporter, len(self._losses) > 1
-        mean = self._rules.mean(self._losses)
-        reporter.phase, reporter.reason = phase, self.finished or reason
-        if self.finished and phase != "stopped":
-            reporter.phase = "finished"
-        reporter.outer_step, reporter.tokens = self.state.outer_step, self.state.total_tokens
-        reporter.loss, reporter.losses = (
-            mean,
-            self._losses if several else {self._rules.config.held_out_name: mean},
+        mean, named = self.mean(self._losses), self.steps.state
+        several = len(self._losses) > 1
+        self.reporter.report(
+            phase="finished" if self.finished and phase != "stopped" else phase,
+            reason=self.finished or reason,
+            outer_step=self.state.outer_step,
+            tokens=self.state.total_tokens,
+            loss=mean,
+            losses=self._losses if several else {self.config.held_out_name: mean},
+            closes_at=None if self.finished or named is None else named.closes_at,
         )
-        named = self._steps.state
-        reporter.closes_at = None if self.finished or named is None else named.closes_at
-        reporter.report()
 
     def _find_end(self) -> None:
         """Call no round any more, and say so, once a [stop] of the network's file is reached."""
-        state, loss = self.state, self._rules.mean(self._losses)
-        reason = self._rules.config.finished(
+        state, loss = self.state, self.mean(self._losses)
+        reason = self.config.finished(
             outer_step=state.outer_step, tokens=state.total_tokens, loss=loss
         )
         if reason:
             self.finished = reason
-            self._record("finished", outer_step=state.outer_step, reason=reason)
+            self.record("finished", outer_step=state.outer_step, reason=reason)
             log.info("The network is finished (%s): no round is called any more", reason)
 
     # --- what a round leaves behind ---------------------------------------------------------------
@@ -685,11 +643,11 @@ class StoreValidator(CloseJudge):
         # Merged and no better than nothing scores 0.
         valid = {u: u in close.accepted and close.accepted[u].improvement > 0 for u in entries}
         known = [judgement for judgement in judgements if judgement.uid in entries]
-        if self._of_member is not None:
+        if self.of_member is not None:
             unjudged = entries.keys() - {judgement.uid for judgement in known}
             valid |= dict.fromkeys(self._find_progress(unjudged, close.state.closes_at), True)
         scores = self.standings.judged(known, valid)
-        self._record(
+        self.record(
             "scores",
             outer_step=close.state.outer_step,
             scores={str(uid): figures for uid, figures in scores.items()},
@@ -710,18 +668,20 @@ class StoreValidator(CloseJudge):
             info = self._reader(by_uid[uid]).head(keys.progress_key(uid))
             return math.inf if info is None else closes_at - info.modified
 
-        found = Errands().run(age, [*by_uid], within=LOOK, patience=LOOK, stop=self._stop)
+        found = Errands().run(age, [*by_uid], within=LOOK, patience=LOOK, stop=self.stop)
         oldest = _RECENT * (self._period + self._grace)
         return [uid for uid, each in found.items() if isinstance(each, float) and each <= oldest]
 
-    def _past(self, close: Intake, fault: str, detail: str, tokens: int) -> PastRound:
-        """Record a round that has ended, and who missed it; return it for the standings."""
+    def _record_round(
+        self, close: Intake, fault: str = "", detail: str = "", *, tokens: int = 0
+    ) -> None:
+        """Record a round that has ended, and who missed it."""
         for uid, entry in self.standings.present().items():
             entry.missed = 0 if uid in close.came else entry.missed + 1
             entry.uploaded = close.came.get(uid, entry.uploaded)
         seconds = time.monotonic() - close.began
         uids = [] if fault else sorted(close.accepted)
-        self._record(
+        self.record(
             "round",
             outer_step=close.state.outer_step,
             ok=not fault,
@@ -732,15 +692,10 @@ class StoreValidator(CloseJudge):
             causes={str(u): f"{one.cause}: {one.reason}" for u, one in close.refused.items()},
             seconds=round(seconds, 3),
         )
-        return PastRound(
-            outer_step=close.state.outer_step,
-            ended=time.time(),
-            seconds=seconds,
-            participants=uids,
-            tokens=tokens,
-            fault=fault,
-            detail=detail,
-        )
+        outer_step = close.state.outer_step
+        past = PastRound(outer_step, time.time(), seconds, uids, tokens, fault, detail)
+        self.standings.rounds.append(past)
+        del self.standings.rounds[:-MOST_ROUNDS]
 
 
 def _named(losses: Mapping[str, float]) -> dict[str, float]:

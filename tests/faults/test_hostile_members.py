@@ -112,7 +112,7 @@ def run(way: str) -> tuple[float, Counter[str]]:
             found = world.fates(n)
             assert {uid: found[uid] for uid in HONEST} == dict.fromkeys(HONEST, "merged")
             fates.update(found[uid] for uid in bad)
-        loss = world.validator._rules.mean(world.validator._losses)
+        loss = world.validator.mean(world.validator._losses)
         world.closing.close()
     return loss, fates
 

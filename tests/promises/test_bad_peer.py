@@ -219,9 +219,9 @@ def test_a_validator_killed_after_the_average_and_one_on_an_empty_disk_take_the_
     assert manifest.averaged and manifest.averaging.difference < 0.01
     assert keys.outer_key(step + 1, keys.AVERAGE) in world.bucket.objects
     # Weights and momentum follow from the published average, on another disk and in an audit.
-    digests = world.validator._steps.values.digests
+    digests = world.validator.steps.values.digests
     world.restarted(folder=tmp_path / "empty")
-    assert world.validator._steps.values.digests == digests
+    assert world.validator.steps.values.digests == digests
     master = Master(world.run_id, world.master.ss58_address, verify)
     reader = BucketReader(world.bucket)
     audit = ManifestChain(reader, world.schema, tmp_path / "audit", master).audit()

@@ -42,7 +42,6 @@ from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.validator_world import (
     LENGTH,
     MODEL_CONFIG,
-    VOCABULARY,
     Events,
     config_of,
     pages,
@@ -125,8 +124,12 @@ class StoreMiner:
             optimizer.step()
         for p in parameters.values():
             p.requires_grad_(False)
-        self.moved = [a - b for a, b in zip(self.start, self.model.state(), strict=True)]
+        self.moved = [a - b for a, b in zip(self.start, self.weights(), strict=True)]
         self.pages = (0, JUDGED_PAGES - 1)  # so that the judge draws the same block
+
+    def weights(self) -> list[Tensor]:
+        """Return copies of the model's weights."""
+        return [self.model._parameters[name].detach().clone() for name, _ in self.model.schema]
 
     def header(self, **changes: Any) -> Header:
         state = self.world.state
@@ -246,8 +249,6 @@ class StoreWorld:
             open_bucket=lambda neuron: BucketReader(self.own[neuron.uid], small=_PATIENCE),
             pages=lambda uid, block: self.pages(uid, block),
             held_out=self.held_out,
-            vocabulary=VOCABULARY,
-            eos_id=0,
         )
 
     def restart(self, *, folder: Path | None = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +19,7 @@ from tests.tools.network import ALICE, network_file
 from tests.tools.settings import load_config
 
 VOCABULARY, LENGTH = 64, 24
-RULES = {"exchange": "store", "training.sequence_length": LENGTH}
+RULES = {"exchange": "store", "training.sequence_length": LENGTH, "model.parameters": 24_736}
 MODEL_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -81,20 +80,18 @@ class Events:
 
 
 def config_of(
-    folder: Path, settings: ValidatorSettings, *flags: str, signer: Any = ALICE
+    folder: Path, settings: ValidatorSettings, *flags: str, signer: Any = ALICE, **model: Any
 ) -> Config:
-    """A validator's, for the small model above."""
-    folder.mkdir(parents=True, exist_ok=True)
-    model = folder / "model.json"
-    model.write_text(json.dumps(MODEL_CONFIG))
+    """A validator's, for the small model above, or for one that is changed by ``model``."""
+    rules = RULES | {"model.config": MODEL_CONFIG | model}
     words = {
         "neuron.run_folder": str(folder),
-        "network": network_file(folder, RULES, signer=signer),
+        "network": network_file(folder, rules, signer=signer),
         "wallet.name": "w",
     }
     argv = [word for name, value in words.items() for word in (f"--{name}", value)]
     config = load_config("validator", [*argv, *flags], environ={}, dotenv=None, check=False)
-    return replace(config, validator=replace(settings, model=model))
+    return replace(config, validator=settings)
 
 
 def settings(**changes: Any) -> ValidatorSettings:

@@ -275,7 +275,7 @@ def test_a_network_on_any_text_takes_its_first_outer_step(
             ours, network=config.network, data=config.data, training=config.training
         ),
     )
-    model = world.validator._judge.evaluator.model
+    model = world.validator.judge.evaluator.model
     model.load(world.validator.state.weights)
     before = model.loss(python)
     world.until_close()

@@ -306,9 +306,6 @@ class Bigrams:
     def subtract(self, name: str, delta: torch.Tensor, factor: float) -> None:
         self.table -= factor * delta
 
-    def tokens(self, text: torch.Tensor) -> tuple[int, ...]:
-        return (text.shape[1] - 1,) * len(text)
-
     def losses(self, text: torch.Tensor) -> tuple[float, ...]:
         chosen = self.table.log_softmax(1)[text[:, :-1], text[:, 1:]]
         return tuple((-chosen.mean(1)).tolist())

@@ -28,14 +28,14 @@ def world(tmp_path: Path) -> StoreWorld:
 
 
 def test_rounds_end_with_the_same_weights_everywhere_and_a_lower_loss(world: StoreWorld) -> None:
-    first = world.validator._rules.mean(world.validator._losses)
+    first = world.validator.mean(world.validator._losses)
     for n in (1, 2):
         manifest = world.round()
         assert manifest.outer_step == n and world.fates(n) == dict.fromkeys(world.uids, "merged")
         for miner in world.miners.values():
             miner.apply()
             assert all(map(torch.equal, miner.start, world.validator.state.weights))
-    assert world.validator._rules.mean(world.validator._losses) < first
+    assert world.validator.mean(world.validator._losses) < first
 
 
 def test_a_codec_from_outside_is_uploaded_judged_merged_and_audited(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def _train_on(miner: StoreMiner, loss_of: Callable[[StoreMiner, int], torch.Tens
         optimizer.step()
     for p in parameters:
         p.requires_grad_(False)
-    miner.moved = [a - b for a, b in zip(miner.start, miner.model.state(), strict=True)]
+    miner.moved = [a - b for a, b in zip(miner.start, miner.weights(), strict=True)]
     miner.pages = (0, 7)
 
 

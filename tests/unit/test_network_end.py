@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,17 @@ from typing import Any
 import pytest
 
 from distributed_training.config import rules_at
+from distributed_training.config.versions import Versions
 from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState, Mode, Rules
 from distributed_training.miner.rounds import decide
 from distributed_training.network import Shown
 from distributed_training.node.start import OtherRules, exit_status_of
+from distributed_training.protocol import keys
 from distributed_training.protocol.types import FINAL, ExitStatus
-from distributed_training.store.errors import StoreError
 from distributed_training.telemetry import EventLog
 from distributed_training.telemetry.neuron_state import NeuronState
+from distributed_training.validator.program import follow_rules
 from tests.tools.network import network_file
 from tests.tools.store_world import PERIOD, StoreWorld
 from tests.tools.validator_world import one_thread  # noqa: F401
@@ -57,20 +58,13 @@ def test_no_round_is_led_once_a_stop_is_reached(
     assert f"The network is finished ({told['reason']})" in caplog.text
     if "stop.tokens" in stop:
         assert world.validator.state.total_tokens >= stop["stop.tokens"]
-    scores, failed = world.validator.standings.weights(), [""]
-    shown: list[str] = []
-
-    def flaky(reason: str) -> None:
-        shown.append(reason)
-        if failed:
-            raise StoreError(f"the bucket is away {failed.pop()}")
-
-    change_rules(world, show=flaky)
+    scores, shown = world.validator.standings.weights(), set[str]()
+    world.validator.follow = lambda step, finished: shown.add(finished)
     rounds = len(world.events.of("round"))
     for _ in range(3):
         world.clock.ahead += PERIOD
         world.tick()
-    assert len(world.events.of("round")) == rounds and shown == [told["reason"]] * 2
+    assert len(world.events.of("round")) == rounds and shown == {told["reason"]}
     assert world.state.finished == told["reason"]
     assert world.validator.standings.weights() == scores, "judged no more"
     state = NeuronState(tmp_path / "validator").catch_up()
@@ -82,25 +76,38 @@ def test_no_round_is_led_once_a_stop_is_reached(
     assert len(world.events.of("round")) == rounds and len(world.events.of("finished")) == 2
 
 
-def change_rules(world: StoreWorld, *, show: Callable[[str], None], **more: Any) -> None:
-    rules = world.validator._rules
-    world.validator._rules = replace(rules, show_finished=show, **more)
+def test_the_bucket_says_that_the_network_is_finished_as_soon_as_it_answers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = founded(tmp_path, {})
+    assert world.config.network is not None
+    versions = Versions(world.config.network, tmp_path)
+    parts = replace(world.parts(), versions=versions)
+    follow = follow_rules(world.config, parts)
+    world.bucket.down = True
+    for _ in range(3):
+        follow(1, "why")
+    world.bucket.down = False
+    follow(1, "why")
+    shown = Shown.parse(world.bucket.objects[keys.NETWORK][0])
+    assert shown.finished == "why" and caplog.text.count("is not published") == 1
 
 
 def test_a_version_from_the_last_outer_step_on_delays_the_end(tmp_path: Path) -> None:
     """The validator starts again with it, and has told nobody of an end."""
     world = founded(tmp_path, {"stop.outer_steps": 1})
-    shown: list[str] = []
+    shown = set[str]()
 
     def follow(step: int, finished: str) -> None:
+        shown.add(finished)
         if step == 1:
             raise OtherRules("version 2 holds")
 
-    change_rules(world, show=shown.append, follow=follow)
+    world.validator.follow = follow
     with pytest.raises(OtherRules):
         world.round()
     assert world.validator.state.outer_step == 1 and exit_status_of(OtherRules()) == 5
-    assert not world.validator.finished and not shown and not world.events.of("finished")
+    assert not world.validator.finished and shown == {""} and not world.events.of("finished")
 
 
 def test_a_network_without_a_stop_is_never_finished(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def world(tmp_path: Path) -> StoreWorld:
 
 
 def _bits(world: StoreWorld) -> tuple[str, ...]:
-    return world.validator._steps.values.digests
+    return world.validator.steps.values.digests
 
 
 def _uploaded(folder: Path, **changes: Any) -> StoreWorld:
@@ -115,7 +115,7 @@ def test_of_one_outer_step_there_is_one_manifest(world: StoreWorld) -> None:
     """Also where the other leader came between a look at the state and its publication."""
     world.round()
     with pytest.raises(AnotherLeadsError, match="published by another process"):
-        world.validator._steps.publish(NextStep(world.manifest(1), b"another", {}))
+        world.validator.steps.publish(NextStep(world.manifest(1), b"another"))
 
 
 def test_a_bucket_that_was_emptied_does_not_begin_again(world: StoreWorld) -> None:

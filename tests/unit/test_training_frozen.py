@@ -162,7 +162,6 @@ def test_the_judge_computes_with_the_frozen_tensors(tmp_path: Path) -> None:
     judge = EvaluationModel(model_config=PART, device=device, frozen=frozen_file(tmp_path, PART))
     judge.load(part)
     assert judge.loss(ids) == plain.loss(ids)
-    assert same(judge.state(), part)
 
 
 # --- scripts ------------------------------------------------------------------------------------

@@ -270,8 +270,6 @@ class Founded:
         parts = dataclasses.replace(
             self.world.parts(),
             member=Member(wallet, chain, 200),
-            vocabulary=264,
-            eos_id=256,
             held_out={config.held_out_name: self.text},
         )
         run = self.folder / "validator"

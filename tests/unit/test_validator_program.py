@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -34,8 +33,6 @@ from tests.tools.model_families import FAMILIES
 from tests.tools.r2_keys import KEYS
 from tests.tools.store_world import StoreWorld, keypair
 from tests.tools.validator_world import (  # noqa: F401
-    LENGTH,
-    VOCABULARY,
     config_of,
     one_thread,
     settings,
@@ -55,8 +52,8 @@ def run(world: StoreWorld, config: Config) -> int:
     return program.run_validator(config, connect=lambda *_: world.parts())
 
 
-def _config(tmp_path: Path, *flags: str) -> Config:
-    return config_of(tmp_path / "run", settings(), *flags, signer=keypair("master"))
+def _config(tmp_path: Path, *flags: str, **model: Any) -> Config:
+    return config_of(tmp_path / "run", settings(), *flags, signer=keypair("master"), **model)
 
 
 def test_a_global_bucket_of_another_founder_is_not_changed() -> None:
@@ -113,13 +110,12 @@ def test_faults_and_bad_configuration_have_their_statuses(
     world.bucket.down = True
     assert run(world, _config(tmp_path)) == 1
     config = _config(tmp_path)
-    bad = config.validator.model
-    assert bad is not None
-    bad.write_text('{"model_type": "llama", "vocab_size": 3}')
+    lost = replace(config.validator, model=tmp_path / "nothing")
     world.bucket.down = False
-    assert run(world, config) == 1, "the file may be mended"
+    config = replace(config, validator=lost)
+    assert run(world, config) == 1, "its disk may be mounted later"
     shown = capfd.readouterr()
-    assert "fewer words" in shown.out and "Traceback" not in shown.out + shown.err
+    assert "so nothing was published" in shown.out and "Traceback" not in shown.out + shown.err
 
 
 @pytest.mark.parametrize("family", ["gemma 2", "gpt_oss", "granite"])
@@ -128,8 +124,9 @@ def test_a_model_that_is_not_computed_here_is_one_line_and_status_2(
 ) -> None:
     refused, model = FAMILIES[family]
     config = _config(tmp_path)
-    assert config.validator.model is not None
-    config.validator.model.write_text(json.dumps(model))
+    assert config.network is not None
+    head = replace(config.network.head, model=model)
+    config = replace(config, network=replace(config.network, head=head))
     assert run(world, config) == 2, "pm2 would start it for ever"
     shown = capfd.readouterr()
     (line,) = [line for line in shown.out.splitlines() if "| ERROR |" in line]
@@ -146,14 +143,6 @@ def test_a_chain_or_a_disk_that_is_away_is_one_line_and_status_1(
 
     assert program.run_validator(_config(tmp_path), connect=connect) == 1
     assert f"| ERROR | {error}\n" in capfd.readouterr().out
-
-
-def test_the_default_model_fits_the_tokenizer(tmp_path: Path) -> None:
-    config = _config(tmp_path)
-    plain = replace(config, validator=replace(config.validator, model=None))
-    model = program.initial_state(plain, vocabulary=VOCABULARY, eos_token=0).model_config
-    assert model["vocab_size"] == VOCABULARY and model["max_position_embeddings"] >= LENGTH
-    assert model["eos_token_id"] == 0
 
 
 def test_cuda_without_a_gpu_is_said_plainly() -> None:

@@ -8,6 +8,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def test_a_recovery_keeps_the_momentum_where_an_upload_was_carried_over(
 def test_an_audit_of_sound_publications_finds_no_problem(
     published: tuple[Path, list[OuterState]], tmp_path: Path
 ) -> None:
-    found = open_chain(published[0], tmp_path).audit()
+    found = open_chain(published[0], tmp_path).audit(keep_uploads=8, versions=FILE_VERSIONS)
     assert found.problems == []
     assert (found.outer_step, found.weights_from, found.replayed_from) == (STEPS, 4, 4)
     assert found.head == open_chain(published[0], tmp_path).state().head
@@ -173,18 +174,6 @@ def test_a_flipped_byte_of_each_object_is_found_and_named(
     assert [len([key for key in named if key in sets and key[6] == n]) for n in "48"] == [1, 1]
     assert all("\n" not in problem for problem in found.problems)
     assert (found.weights_from, found.replayed_from) == (None, None)
-
-
-def test_a_flipped_byte_of_each_manifest_is_found_and_named(bucket: Path, tmp_path: Path) -> None:
-    chain, drawn = open_chain(bucket, tmp_path / "downloads"), random.Random(45)
-    for key in (keys.STATE, *(keys.outer_key(n, keys.MANIFEST) for n in range(STEPS + 1))):
-        before = (bucket / key).read_bytes()
-        for place in (0, -1, *(drawn.randrange(len(before)) for _ in range(10))):
-            flip(bucket / key, place, drawn.randrange(8))
-            with pytest.raises(ChainBroken, match=f"^{key} is refused: [^\n]*$"):
-                chain.manifests(chain.state())
-            (bucket / key).write_bytes(before)
-    assert chain.manifests(chain.state())[-1].digest == chain.state().head
 
 
 NEEDED = [
@@ -260,31 +249,8 @@ def other_upload(bucket: Path, manifest: Manifest) -> dict[str, Any]:
     }
 
 
-DECEITS: list[tuple[str, int, Any, str]] = [
-    ("factor", 9, lambda b, m: {"merged": with_first(m, factor=0.5)}, "outer/9/manifest.json mult"),
-    ("norm", 9, lambda b, m: {"merged": with_first(m, norm=1.01 * m.merged[0].norm)}, "other norm"),
-    ("rate", 9, lambda b, m: {"learning_rate": 0.8}, "outer/9/update.safetensors gives weights"),
-    ("mu", 9, lambda b, m: {"mu": 0.95}, "outer/9/update.safetensors gives weights"),
-    ("momentum", 10, lambda b, m: {"momentum": "a" * 64}, "outer/10/update.safetensors gives mom"),
-    ("residual", 10, lambda b, m: {"residual": "a" * 64}, "outer/10/update.safetensors gives res"),
-    ("upload", 9, other_upload, "outer/9/"),
-    ("tokens", 9, lambda b, m: {"merged": with_first(m, tokens=1)}, "outer/9/uploads/2."),
-    ("rewind", 9, lambda b, m: {"rewound_to": 3, "update": "", "merged": ()}, "goes back to other"),
-]  # fmt: skip
-
-
 def with_first(manifest: Manifest, **changes: Any) -> tuple[Any, ...]:
     return (dataclasses.replace(manifest.merged[0], **changes), *manifest.merged[1:])
-
-
-@pytest.mark.parametrize("name, step, change, why", DECEITS, ids=[deceit[0] for deceit in DECEITS])
-def test_signed_update_is_computed_again(
-    bucket: Path, tmp_path: Path, name: str, step: int, change: Any, why: str
-) -> None:
-    resign(bucket, step, lambda manifest: change(bucket, manifest))
-    found = open_chain(bucket, tmp_path).audit()
-    assert found.problems
-    assert why in found.problems[0]
 
 
 def test_another_history_is_named(bucket: Path, tmp_path: Path) -> None:
@@ -316,7 +282,12 @@ RESIGNED: dict[str, Callable[[Manifest], dict[str, Any]]] = {
     "momentum": lambda m: {"mu": 0.95},
     "rule": lambda m: {"rule": "other"},
     "norm": lambda m: {"merged": with_first(m, norm=1.01 * m.merged[0].norm)},
+    "factor": lambda m: {"merged": with_first(m, factor=0.5)},
+    "tokens of an upload": lambda m: {"merged": with_first(m, tokens=1)},
     "weights": lambda m: {"weights": "a" * 64},
+    "momentum's digest": lambda m: {"momentum": "a" * 64},
+    "residual's digest": lambda m: {"residual": "a" * 64},
+    "rewind": lambda m: {"rewound_to": 3, "update": "", "merged": ()},
 }
 RULE = Rule("nesterov", 0.7, 0.9)
 FILE_VERSIONS = {"before": (1, 0, RULE), "rules": (2, 0, RULE), "later": (3, 99, RULE)}
@@ -375,10 +346,10 @@ def test_an_audit_finds_whatever_was_changed(
         assert all("\n" not in line and len(line) < 400 for line in found.problems), what
 
 
-@pytest.mark.parametrize("name", RESIGNED)
-def test_a_field_that_was_signed_again_is_named(bucket: Path, tmp_path: Path, name: str) -> None:
-    assert open_chain(bucket, tmp_path).audit(keep_uploads=8, versions=FILE_VERSIONS).problems == []
-    resign(bucket, 9, RESIGNED[name])
+@pytest.mark.parametrize("name", [*RESIGNED, "another upload"])
+def test_what_was_signed_again_is_named(bucket: Path, tmp_path: Path, name: str) -> None:
+    change = RESIGNED.get(name, partial(other_upload, bucket))
+    resign(bucket, 9, change)
     [line, *_] = open_chain(bucket, tmp_path).audit(versions=FILE_VERSIONS).problems
     assert line.startswith(("outer/9/", "outer/10/")), line
 

@@ -24,7 +24,7 @@ BOTH = [Neuron(1, "a"), Neuron(2, "b")]
 
 
 def compared(before: float, after: float) -> Comparison:
-    return Comparison((5120,), (100, 100), (before, before), (after, after))
+    return Comparison((5120,), (before, before), (after, after))
 
 
 def judged(uid: int, random: float, assigned: float | None = None) -> Evaluation:
