@@ -186,7 +186,7 @@ class CloseJudge:
             uid, *place = keys.parse_upload_key(info.key) or (-1, -1, -1)
             if place != [close.state.outer_step, close.state.serial] or uid not in by_uid:
                 continue
-            close.came[uid] = info.modified
+            close.came[uid] = self.standings.entries[uid].uploaded = info.modified
             if uid in known | close.fetched or self._refuse_late(close, by_uid[uid], info):
                 continue
             if info.size > most:
@@ -241,7 +241,8 @@ class CloseJudge:
         Whoever missed n closes is waited for where n + 1 is a power of two, all at each
         ``_ALL_AWAITED``-th close: so those who stay away, however many, delay few rounds.
         """
-        missed = {m.hotkey: self.standings.entries[m.uid].missed for m in miners}
+        members = self.standings.present()
+        missed = {m.hotkey: members[m.uid].missed for m in miners if m.uid in members}
         everybody = serial % _ALL_AWAITED == 0
         return frozenset(hotkey for hotkey, n in missed.items() if everybody or not n & (n + 1))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -64,14 +64,17 @@ class Standings:
 
     def __post_init__(self) -> None:
         self.board = ScoreBoard(())
-        self._absent: set[int] = set()  # uids that were not registered when we last looked
+        # Uids that were not registered when we last looked, and those of other validators.
+        self._absent: set[int] = set()
+        self._validators: set[int] = set()
 
-    def sync(self, neurons: Iterable[Neuron]) -> None:
+    def sync(self, neurons: Sequence[Neuron]) -> None:
         """Take in who is registered now. Who is not keeps its standing for its return."""
         present = {n.uid: n.hotkey for n in neurons}
         # A registry with an older backup, or a chain's node that is behind, hides members for a
         # while.
         self._absent = self.entries.keys() - present.keys()
+        self._validators = {n.uid for n in neurons if n.validator_permit}
         for uid, hotkey in present.items():
             entry = self.entries.get(uid)
             if entry is None or entry.hotkey != hotkey:
@@ -121,8 +124,13 @@ class Standings:
         return {uid: e.published for uid, e in self.present().items() if e.published > 0}
 
     def present(self) -> dict[int, _Entry]:
-        """Return the entries of who was registered when that was last seen."""
-        return {uid: e for uid, e in self.entries.items() if uid not in self._absent}
+        """Return the entries of the members: who was registered when that was last seen.
+
+        On a public chain other validators are registered too. Whoever may be one is a member only
+        once it has sent an upload.
+        """
+        validators = {uid for uid in self._validators if self.entries[uid].uploaded is None}
+        return {u: e for u, e in self.entries.items() if u not in self._absent | validators}
 
     def save(self, path: Path) -> None:
         board = {u: s for u, s in self.board.state().items() if int(u) in self.entries}

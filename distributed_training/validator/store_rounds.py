@@ -678,7 +678,6 @@ class StoreValidator(CloseJudge):
         """Record a round that has ended, and who missed it."""
         for uid, entry in self.standings.present().items():
             entry.missed = 0 if uid in close.came else entry.missed + 1
-            entry.uploaded = close.came.get(uid, entry.uploaded)
         seconds = time.monotonic() - close.began
         uids = [] if fault else sorted(close.accepted)
         self.record(

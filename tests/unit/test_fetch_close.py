@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +170,35 @@ def test_absent_members_delay_few_rounds_however_many_they_are(world: StoreWorld
             world.end()
         assert world.state.outer_step == n + 1
     assert delayed == [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_another_validator_is_no_member_before_it_uploads(
+    world: StoreWorld, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a public chain whoever holds enough has a permit; some of them train too."""
+    draw = random.Random(seed)
+    idle, trains = draw.sample(range(30, 60), 2)
+    for uid in (idle, trains):
+        _newcomer(world, uid)
+    chain = world.chain.neurons
+    permits = lambda: [replace(n, validator_permit=n.uid in (idle, trains)) for n in chain()]
+    monkeypatch.setattr(world.chain, "neurons", permits)
+    first = draw.randrange(2, 7)  # the close at which one of them sends its first upload
+    for n in range(1, 9):  # all members are waited for at the eighth
+        uploaders = [3, 5, 17, *([trains] if n >= first else [])]
+        world.train(*uploaders)
+        world.until_close()
+        for uid in uploaders:
+            world.miners[uid].upload()
+        world.tick()
+        assert world.state.outer_step == n, "nobody else is waited for"
+        assert world.fates(n).keys() == {*uploaders}
+        standings = world.validator.standings
+        assert standings.present().keys() == {*uploaders}
+        assert standings.entries[trains].missed == standings.entries[idle].missed == 0
+    assert world.validator.standings.weights()[trains] > 0
+    assert idle not in world.manifest(8).scores
 
 
 def test_a_round_with_too_few_uploads_takes_late_ones_within_the_grace(
