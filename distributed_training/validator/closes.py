@@ -89,10 +89,12 @@ _MOST_STEPS_OF_A_SECOND = 1.0  # inner steps: more than any network takes
 
 
 @dataclass
-class Lack:
-    """A text or file that an upload lacks: ``since`` and ``again`` by the store's clock."""
+class Waiting:
+    """An upload that is not judged yet, and ``why``. Times are by the store's clock."""
 
-    since: float
+    why: str
+    fetched: bool = False  # it is on the disk
+    since: float | None = None  # when its file or text was first found to be away
     again: float = 0.0  # the next try
     waits: Backoff = field(
         default_factory=partial(Backoff, first=timedelta(seconds=4), longest=timedelta(minutes=1))
@@ -112,9 +114,7 @@ class Intake:
     came: dict[int, float] = field(default_factory=dict)
     accepted: dict[int, Accepted] = field(default_factory=dict)
     refused: dict[int, Refused] = field(default_factory=dict)
-    waiting: dict[int, str] = field(default_factory=dict)  # uid -> why its upload is not judged yet
-    lacks: dict[int, Lack] = field(default_factory=dict)  # uid -> what is missing, if it failed
-    fetched: set[int] = field(default_factory=set)  # uids whose uploads are on the disk
+    waiting: dict[int, Waiting] = field(default_factory=dict)
     fetching: Errands = field(default_factory=Errands)
     looking: Errands = field(default_factory=Errands)  # at members' own buckets, as the next one
     looking_last: Errands = field(default_factory=Errands)  # after the grace
@@ -181,13 +181,14 @@ class CloseJudge:
     ) -> None:
         """Fetch the uploads that came since the last look. Raises StoreError."""
         known = close.accepted.keys() | close.refused.keys()
+        fetched = {uid for uid, one in close.waiting.items() if one.fetched}
         most, new = largest_file(self.state.schema, self.judge.codec), dict[int, ObjectInfo]()
         for info in self._find_uploads(close, [m for m in miners if m.uid not in known], now):
             uid, *place = keys.parse_upload_key(info.key) or (-1, -1, -1)
             if place != [close.state.outer_step, close.state.serial] or uid not in by_uid:
                 continue
             close.came[uid] = self.standings.entries[uid].uploaded = info.modified
-            if uid in known | close.fetched or self._refuse_late(close, by_uid[uid], info):
+            if uid in known | fetched or self._refuse_late(close, by_uid[uid], info):
                 continue
             if info.size > most:
                 reason = f"it has {info.size} bytes, and no upload has more than {most}"
@@ -196,9 +197,9 @@ class CloseJudge:
                 new[uid] = info
         wanted = self._most_trusted(close, now, new)
         for uid in wanted:
-            close.waiting.setdefault(uid, "it did not come from the store in time")
+            close.waiting.setdefault(uid, Waiting("it did not come from the store in time"))
         # Fetch several at a time, since each may be slow and must not delay the others.
-        fetched = close.fetching.run(
+        came = close.fetching.run(
             lambda u: self._fetch(close, new[u], by_uid[u], most),
             wanted,
             within=LOOK,
@@ -206,15 +207,14 @@ class CloseJudge:
             **({"at_once": 1} if close.cramped else {}),
             stop=self.stop,
         )
-        for uid, found in fetched.items():
+        for uid, found in came.items():
             if isinstance(found, ObjectInfo):
                 # The owner may have replaced it since the look, by a copy of an upload that came
                 # later.
                 close.came[uid] = found.modified
                 if uid in by_uid and not self._refuse_late(close, by_uid[uid], found):
-                    close.fetched.add(uid)
-                    close.lacks.pop(uid, None)
-                    close.waiting[uid] = "its turn to be judged did not come in half a period"
+                    why = "its turn to be judged did not come in half a period"
+                    close.waiting[uid] = Waiting(why, fetched=True)
             elif isinstance(found, IntegrityError | ObjectMissingError) and uid in by_uid:
                 self._refuse(close, uid, by_uid[uid].hotkey, "", "damaged", str(found))
             elif isinstance(found, Exception):
@@ -224,7 +224,7 @@ class CloseJudge:
             else:
                 raise found
         for uid in close.fetching.silent(self._patience):
-            if uid not in close.lacks:
+            if uid in close.waiting and close.waiting[uid].since is None:
                 self._lack(close, uid, f"it did not come in {self._patience:.0f} s", now)
 
     def _refuse_late(self, close: Intake, miner: Neuron, info: ObjectInfo) -> bool:
@@ -253,7 +253,7 @@ class CloseJudge:
         if now < close.ends:
             awaited = {miner.uid for miner in miners if miner.hotkey in close.awaited}
             return few or bool(close.waiting) or not awaited <= judged
-        unheard = close.waiting.keys() - close.lacks.keys()
+        unheard = [one for one in close.waiting.values() if one.since is None]
         if now >= close.until:
             if unheard:
                 log.warning(
@@ -266,7 +266,7 @@ class CloseJudge:
             return False
         # Wait for missing text only if most uploads need some: a member chooses its pages, and
         # pages that nobody has must cost only that member.
-        texts = close.lacks.keys() & close.fetched
+        texts = [one for one in close.waiting.values() if one.fetched and one.since is not None]
         return (
             bool(unheard)
             or close.looking_last.unheard
@@ -276,16 +276,20 @@ class CloseJudge:
 
     def _most_trusted(self, close: Intake, now: float, uids: Collection[int]) -> list[int]:
         """Return those whose turn it is, the least trusted last: there may be no time for it."""
-        due = [uid for uid in uids if uid not in close.lacks or close.lacks[uid].again <= now]
+        due = [u for u in uids if u not in close.waiting or close.waiting[u].again <= now]
         return sorted(due, key=lambda uid: (-self.standings.entries[uid].published, uid))
 
     def _lack(self, close: Intake, uid: int, why: str, now: float) -> None:
         """Note that an upload cannot be judged yet; the first time with a line."""
-        lack = close.lacks.setdefault(uid, Lack(now))
-        lack.again = now + lack.waits.failed().total_seconds()
-        since = time.strftime("%H:%M:%S UTC", time.gmtime(lack.since))
-        close.waiting[uid] = f"since {since}: {why}"
-        if lack.waits.failures == 1 and len(close.lacks) <= _MOST_NAMED:
+        one = close.waiting.get(uid)
+        if one is None:  # it was refused meanwhile
+            return
+        one.since = now if one.since is None else one.since
+        one.again = now + one.waits.failed().total_seconds()
+        since = time.strftime("%H:%M:%S UTC", time.gmtime(one.since))
+        one.why = f"since {since}: {why}"
+        lacking = sum(each.since is not None for each in close.waiting.values())
+        if one.waits.failures == 1 and lacking <= _MOST_NAMED:
             log.warning(
                 "The upload of uid %d cannot be judged since %s (%s): it is tried again, and after "
                 "the grace the round ends without it",
@@ -338,17 +342,11 @@ class CloseJudge:
                 part.unlink(missing_ok=True)
             raise
 
-    def _leave(self, close: Intake, uid: int) -> None:
-        """Take note that nothing has to be done for an upload any more."""
-        close.waiting.pop(uid, None)
-        close.lacks.pop(uid, None)
-        close.fetched.discard(uid)
-
     def _refuse(
         self, close: Intake, uid: int, hotkey: str, digest: str, cause: str, reason: str
     ) -> None:
         close.refused[uid] = refusal(uid, hotkey, digest, cause, reason)
-        self._leave(close, uid)
+        close.waiting.pop(uid, None)
         with suppress(OSError):  # others may need its room
             self._upload_path(close, uid).unlink()
         reset = Evaluation(uid, close.state.outer_step, cause=CAUSES[cause], reason=reason)
@@ -370,7 +368,8 @@ class CloseJudge:
         by_uid = {miner.uid: miner for miner in miners}
         self._fetch_new(close, by_uid, miners, now)
         turn = time.monotonic() + _TURN
-        for uid in self._most_trusted(close, now, close.fetched & by_uid.keys()):
+        there = [uid for uid, one in close.waiting.items() if one.fetched and uid in by_uid]
+        for uid in self._most_trusted(close, now, there):
             if now + time.monotonic() - began >= close.until:
                 break
             self._judge_one(close, uid, by_uid[uid].hotkey, now)
@@ -385,7 +384,7 @@ class CloseJudge:
     def _judge_one(self, close: Intake, uid: int, hotkey: str, now: float) -> None:
         path = self._upload_path(close, uid)
         revision = f"{close.state.outer_step}.{close.state.serial}"
-        if uid not in close.lacks:
+        if close.waiting[uid].since is None:
             self.record(
                 "upload_seen",
                 uid=uid,
@@ -417,7 +416,7 @@ class CloseJudge:
                 return
             self._lack(close, uid, str(error), now)
             return
-        self._leave(close, uid)
+        close.waiting.pop(uid, None)
         close.accepted[uid] = found
         self.record("upload_scored", **judgement_fields(found.judgement, revision))
         log.info("uid %d: accepted, random text %+.4f nats", uid, -found.improvement)

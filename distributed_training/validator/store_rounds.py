@@ -368,9 +368,9 @@ class StoreValidator(CloseJudge):
 
     def _end(self, close: Intake, now: float) -> bool:
         """End the round of a close: publish its outer step, or let the close move."""
-        for uid, why in [*close.waiting.items()]:
+        for uid, one in [*close.waiting.items()]:
             hotkey = self.standings.entries[uid].hotkey
-            self._refuse(close, uid, hotkey, "", "not-judged", why)
+            self._refuse(close, uid, hotkey, "", "not-judged", one.why)
         momentum = self.steps.values.momentum
         known = self._samples.known()
         if momentum is not None:
