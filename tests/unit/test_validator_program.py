@@ -19,6 +19,7 @@ import torch
 
 from distributed_training.chain.base import ChainError
 from distributed_training.config import Config, ConfigError
+from distributed_training.network import Network
 from distributed_training.node.start import WrongNetwork, exit_status_of, sole_user
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import ExitStatus
@@ -120,14 +121,15 @@ def test_faults_and_bad_configuration_have_their_statuses(
 
 @pytest.mark.parametrize("family", ["gemma 2", "gpt_oss", "granite"])
 def test_a_model_that_is_not_computed_here_is_one_line_and_status_2(
-    family: str, world: StoreWorld, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    family: str,
+    world: StoreWorld,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     refused, model = FAMILIES[family]
-    config = _config(tmp_path)
-    assert config.network is not None
-    head = replace(config.network.head, model=model)
-    config = replace(config, network=replace(config.network, head=head))
-    assert run(world, config) == 2, "pm2 would start it for ever"
+    monkeypatch.setattr(Network, "model", model)
+    assert run(world, _config(tmp_path)) == 2, "pm2 would start it for ever"
     shown = capfd.readouterr()
     (line,) = [line for line in shown.out.splitlines() if "| ERROR |" in line]
     assert refused in line and "Traceback" not in shown.out + shown.err
