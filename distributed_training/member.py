@@ -67,7 +67,6 @@ from distributed_training.telemetry.run_state import (
 from distributed_training.training.collectives import Layout, open_stream
 from distributed_training.training.frozen import FrozenTensorError
 from distributed_training.training.script_weights import (
-    STREAM_TIMEOUT,
     ScriptWeights,
     UndoneUpdates,
     optimizers_of,
@@ -544,7 +543,7 @@ def _assemble(
     config, info, connections = build.share_start(config, ranks, lambda: _open(config, stack, post))
     if info.problem:
         raise NetworkFailure(f"rank 0 could not join: {info.problem}")
-    stream = open_stream(Layout(ranks.rank, ranks.world_size), STREAM_TIMEOUT)
+    stream = open_stream(Layout(ranks.rank, ranks.world_size))
     folder, hidden = config.run_folder.absolute(), None
     if not (folder / "instance.json").exists():
         hidden = (

@@ -20,7 +20,6 @@ folder named by the outer step's identity, which checkpoints refer to.
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import json
 import logging
@@ -29,6 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from distributed_training.common.files import read_json_object, sha256_of, sync_
 from distributed_training.protocol.types import Progress, RankFailedError, Schema
 
 from .collectives import RowStream, enter_thread, row_range
-from .copies import write_safetensors
+from .copies import BackgroundWrite, write_safetensors
 from .held_weights import HeldWeights
 from .inner_optimizer import checkpoint_key, may_lack_rows
 from .trainer import SLOW_STEPS
@@ -292,7 +292,7 @@ class Checkpointer:
         self._folder = folder
         self._keep = max(1, keep)
         self._timeout = _RANKS_TIMEOUT
-        self._thread: threading.Thread | None = None
+        self._writing: BackgroundWrite | None = None
         self._skip = 0  # checkpoints that a roll-back leaves out
         self._rolled_back_to: int | None = None  # total inner steps at the last roll-back
         self._hurry = threading.Event()  # set while training waits for the thread
@@ -345,16 +345,11 @@ class Checkpointer:
         # Make text of it now, since the next step changes lists in it.
         text = json.dumps(content | {"progress": asdict(progress)})
         self.hold_seconds = time.perf_counter() - started
+        copies.writers.append(written := threading.Event())
+        # Let a disk that hangs not keep a stopped miner alive.
+        self._writing = BackgroundWrite("checkpoint", daemon=True)
         held = [by_step, by_epoch, copies]
-        # The thread is a daemon, so that a disk that hangs does not keep a stopped miner alive.
-        thread = threading.Thread(
-            target=self._write, args=(name, held, text), name="checkpoint", daemon=True
-        )
-        try:
-            thread.start()
-            self._thread = thread
-        except RuntimeError:  # the machine has no thread left, so training waits
-            self._write(name, held, text)
+        self._writing.start(partial(self._write, name, held, written, text))
 
     def saved(self) -> bool | None:
         """Return whether all ranks of this machine have written the last one; None: not known yet.
@@ -365,11 +360,10 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait until this rank's write under way is over."""
-        if self._thread is not None:
+        if self._writing is not None:
             self._hurry.set()
-            self._thread.join()
+            self._writing.join()
             self._hurry.clear()
-            self._thread = None
 
     def restore(self, *, skip: int = 0) -> tuple[Progress, dict[str, Any]] | None:
         """Load the newest usable checkpoint; None when there is none. Collective.
@@ -437,7 +431,14 @@ class Checkpointer:
 
     # --- writing --------------------------------------------------------------------------------
 
-    def _write(self, name: str, held: list[Any], content: str) -> None:
+    def _write(
+        self,
+        name: str,
+        held: list[Any],
+        written: threading.Event,
+        content: str,
+        _: BackgroundWrite,
+    ) -> None:
         enter_thread(self._trainer.device, background=True)
         started = time.perf_counter()
         try:
@@ -452,19 +453,16 @@ class Checkpointer:
             self._write_part(self._folder / name, held[0], parsed)
             sync_folder(self._folder)
             self.last_error = None
-        except Exception as error:  # noqa: BLE001 - in a thread: it would be lost; training continues
+        except Exception as error:  # training continues
             why = f"{type(error).__name__}: {error}; check the disk of {self._folder}"
             self._not_written(name, error, why)
             with contextlib.suppress(OSError):  # a disk that is away has nothing to delete
                 for path in (self._folder / name).glob(f"rank-{self._layout.shard}.*"):
                     path.unlink(missing_ok=True)  # a full disk needs the room
-            return
+            raise
         finally:
-            # The next copies wait until nobody holds these any more, and this thread's arguments
-            # hold them.
-            held.clear()
-            if self.last_error is not None:
-                gc.collect()  # the error's frames hold the tensors too, as in copies.py
+            held.clear()  # this thread's arguments would hold the copies until it ends
+            written.set()
         self.seconds = self.hold_seconds + time.perf_counter() - started
         if self._lead:
             try:

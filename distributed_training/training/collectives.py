@@ -2,8 +2,7 @@
 
 FSDP2 splits every parameter along its first dimension as ``torch.chunk`` does: ``ceil(rows / W)``
 rows to each of W ranks, fewer or none to the last. Optimizer, epoch-start weights, momentum, error
-feedback and checkpoints all work on these plain float32 row blocks; whole tensors are streamed to
-and from rank 0.
+feedback and checkpoints all work on these plain float32 row blocks.
 
 On several machines ranks are numbered machine by machine. Each machine holds one whole copy of the
 model, sharded over its own ranks (HSDP): weights are gathered inside a machine, and only gradients
@@ -12,9 +11,7 @@ same steps, so a copy or a checkpoint of one machine is one of all.
 
 Copies from a GPU use two pinned buffers in turn: the bus fills one on a stream of its own while all
 cores empty the other. A plain ``.to("cpu")`` goes through a small buffer of the driver's, and one
-core empties it into memory that was never touched before. Copies to a GPU use the same buffers: the
-driver locks its context while it reads memory that is not pinned, and kernels that another thread
-queues wait for that.
+core empties it into memory that was never touched before.
 """
 
 from __future__ import annotations
@@ -134,8 +131,12 @@ class ParameterShard:
         return torch.empty((self.stop - self.start, *self.shape[1:]), dtype=torch.float32)
 
 
-def open_stream(layout: Layout, timeout: timedelta) -> RowStream:
-    """Make the groups of a stream; ``timeout`` covers each of its collectives.
+#: Limit of each collective of the host-memory streams: pseudo-gradient, average, votes.
+STREAM_TIMEOUT = timedelta(minutes=10)
+
+
+def open_stream(layout: Layout) -> RowStream:
+    """Make the groups of a stream.
 
     All ranks call this. A single rank without a process group needs none.
     """
@@ -143,7 +144,7 @@ def open_stream(layout: Layout, timeout: timedelta) -> RowStream:
         return RowStream(group=None, layout=layout, copy=None)
     # This needs its own group, since FSDP queues its collectives in another order. It is gloo,
     # since these tensors lie in host memory, which NCCL cannot reach.
-    group = dist.new_group(backend="gloo", timeout=timeout)
+    group = dist.new_group(backend="gloo", timeout=STREAM_TIMEOUT)
     assert group is not None
     if layout.replicas == 1:
         return RowStream(group=group, layout=layout, copy=group)
@@ -151,7 +152,7 @@ def open_stream(layout: Layout, timeout: timedelta) -> RowStream:
     def mine(kinds: Iterable[range]) -> dist.ProcessGroup:
         """Return the one of these disjoint groups that this rank is in."""
         # Creating a group is collective: ranks that are not in it must call this too.
-        made = [(dist.new_group(list(k), backend="gloo", timeout=timeout), k) for k in kinds]
+        made = [(dist.new_group(list(k), backend="gloo", timeout=STREAM_TIMEOUT), k) for k in kinds]
         return next(found for found, ranks in made if layout.rank in ranks)
 
     world, shards = layout.world_size, layout.shards
@@ -161,12 +162,11 @@ def open_stream(layout: Layout, timeout: timedelta) -> RowStream:
 
 
 class RowStream:
-    """Moves whole tensors between rank 0 and the row blocks, one tensor at a time.
+    """Votes, and moves rows and small values between the ranks.
 
-    It has its own gloo group and works in host memory. Rank 0 receives straight into the rows of
-    its destination, so nothing is held twice. Where nodes hold copies (:class:`Layout`), what comes
-    from rank 0 is sent by each rank of node 0 to its peers, which hold the same rows. ``group``:
-    None for a single rank.
+    It has its own gloo group and works in host memory. Where nodes hold copies (:class:`Layout`),
+    each rank of node 0 sends its rows to its peers, which hold the same ones. ``group``: None for a
+    single rank.
     """
 
     def __init__(
@@ -183,39 +183,21 @@ class RowStream:
         self._copy = copy  # the ranks that hold one copy of the model with this one
         self._peers = peers  # the ranks with this rank's rows, node 0's first
 
-    def gather(self, shape: Sequence[int], rows: Tensor, destination: Tensor | None) -> None:
-        """Send each rank's contiguous host ``rows`` to ``destination`` on rank 0 (else None)."""
-        shards = self.layout.shards
-        if self.rank >= shards:
-            return  # rank 0 has the rows of the first copy, which are the same
-        if self.rank != 0:
-            if rows.numel():
-                dist.send(rows, group=self.group, group_dst=0)
-            return
-        assert destination is not None
-        start, stop = row_range(shape[0], shards, 0)
-        destination[start:stop].copy_(rows)
-        # Receive straight into its place, so that rank 0 never holds rows twice.
-        for rank in range(1, shards):
-            start, stop = row_range(shape[0], shards, rank)
-            if stop > start:
-                dist.recv(destination[start:stop], group=self.group, group_src=rank)
+    def of_copy(self, value: Result) -> list[Result]:
+        """Return the ``value`` of each rank that holds a part of this copy (pickled)."""
+        found: list[Result] = [value] * self.layout.shards
+        if self.group is not None:
+            dist.all_gather_object(found, value, group=self._copy)
+        return found
 
     def whole(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        """Gather whole vectors on every rank, from this rank's ``rows`` of each in host memory.
+        """Gather whole tensors on every rank, from this rank's ``rows`` of each in host memory.
 
         One message carries all, between the ranks of a copy: use it only for small tensors, such as
         vectors and the narrow matrices of adapters.
         """
-        if not rows:
-            return []
-        if self.group is None:
-            return list(rows)
-        mine = torch.cat(list(rows)), [len(each) for each in rows]
-        found = [mine] * self.layout.shards
-        dist.all_gather_object(found, mine, group=self._copy)
-        parts = [flat.split(counts) for flat, counts in found]
-        return [torch.cat(each) for each in zip(*parts, strict=True)]
+        found = self.of_copy(list(rows)) if rows else []
+        return [torch.cat(each) for each in zip(*found, strict=True)]
 
     def replicate(self, rows: Tensor) -> None:
         """Copy the contiguous host ``rows`` of the first copy into those of the others."""
@@ -291,7 +273,7 @@ Piece = tuple[Tensor, Tensor]
 
 
 class HostCopies:
-    """Copies between one device and host memory, for one thread at a time.
+    """Copies from one device to host memory, for one thread at a time.
 
     ``stage``: float32 elements that a buffer holds.
     """
@@ -302,7 +284,6 @@ class HostCopies:
         self._stream = torch.cuda.Stream(device) if cuda else None
         self._copied = [torch.cuda.Event(), torch.cuda.Event()] if cuda else []
         self._buffers = _make_buffers(stage, device)
-        self._next = 0  # the buffer from which the next piece is sent
 
     def fill(self, pairs: Sequence[Piece], after: torch.cuda.Event | None = None) -> None:
         """Copy float32 tensors to the host tensor of each pair. Returns when the values are there.
@@ -310,79 +291,41 @@ class HostCopies:
         ``after``: event for which the copies wait; None: all that the current stream has queued.
         """
         with self._turn:
-            for copied in self._copied:
-                copied.synchronize()  # the bus may still read what was sent
             if self._stream is not None:
                 # Only the side stream waits for what training has queued; the host does not.
                 after = after or torch.cuda.current_stream(self._device).record_event()
                 self._stream.wait_event(after)
             self._fill(pairs)
 
-    def send(self, pairs: Sequence[Piece]) -> None:
-        """Copy float32 host tensors to the device tensor of each pair, on the current stream.
-
-        Returns when the host tensors may change. The values are there for what this stream does
-        next.
-        """
-        with self._turn:
-            for load in self._loads(pairs):
-                turn, self._next = self._next, 1 - self._next
-                if self._copied:
-                    # The host waits only here: until then the bus still reads the buffer.
-                    self._copied[turn].synchronize()
-                for part, (source, target) in self._parts(turn, load):
-                    part.copy_(source)
-                    # The host continues only because the buffer is pinned.
-                    target.copy_(part, non_blocking=True)
-                if self._copied:
-                    self._copied[turn].record(torch.cuda.current_stream(self._device))
-
     def _fill(self, pairs: Sequence[Piece]) -> None:
-        under_way: tuple[int, list[Piece]] | None = None
+        before: tuple[int, Piece] | None = None
         # Empty a buffer one turn later: while the bus fills one, the cores empty the other.
-        for turn, load in enumerate(self._loads(pairs)):
+        for number, (source, target) in enumerate(self._pieces(pairs)):
+            turn = number % 2
+            part = self._buffers[turn][: source.numel()]
             with torch.cuda.stream(self._stream):  # does nothing without a stream
-                for part, (source, _) in self._parts(turn % 2, load):
-                    # The host continues only because the buffer is pinned.
-                    part.copy_(source, non_blocking=True)
+                # The host continues only because the buffer is pinned.
+                part.copy_(source, non_blocking=True)
                 if self._stream is not None:
-                    self._copied[turn % 2].record(self._stream)
-            if under_way is not None:
-                self._empty(*under_way)
-            under_way = turn % 2, load
-        if under_way is not None:
-            self._empty(*under_way)
+                    self._copied[turn].record(self._stream)
+            if before is not None:
+                self._empty(*before)
+            before = turn, (part, target)
+        if before is not None:
+            self._empty(*before)
 
-    def _loads(self, pairs: Sequence[Piece]) -> Iterator[list[Piece]]:
-        """Yield as many pieces at a time as a buffer holds."""
-        load: list[Piece] = []
-        room = self._stage
+    def _pieces(self, pairs: Sequence[Piece]) -> Iterator[Piece]:
+        """Yield flat parts of the tensors that fit into a buffer."""
         for source, target in pairs:
-            flat, into = source.detach().reshape(-1), target.view(-1)
-            start = 0
-            while start < flat.numel():
-                size = min(room, flat.numel() - start)
-                load.append((flat[start : start + size], into[start : start + size]))
-                start, room = start + size, room - size
-                if room == 0:
-                    yield load
-                    load, room = [], self._stage
-        if load:
-            yield load
+            flat = source.detach().reshape(-1).split(self._stage)
+            yield from zip(flat, target.view(-1).split(self._stage), strict=True)
 
-    def _empty(self, turn: int, load: Sequence[Piece]) -> None:
+    def _empty(self, turn: int, piece: Piece) -> None:
         if self._stream is not None:
             # The host waits only here: until then the buffer holds the values of two turns ago.
             self._copied[turn].synchronize()
-        for part, (_, target) in self._parts(turn, load):
-            target.copy_(part)
-
-    def _parts(self, turn: int, load: Sequence[Piece]) -> Iterator[tuple[Tensor, Piece]]:
-        start = 0
-        for piece in load:
-            size = piece[0].numel()
-            yield self._buffers[turn][start : start + size], piece
-            start += size
+        part, target = piece
+        target.copy_(part)
 
 
 def _make_buffers(stage: int, device: torch.device) -> list[Tensor]:
@@ -407,10 +350,6 @@ _copies = functools.cache(HostCopies)  # by device
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copy to host memory, which later steps do not change."""
-    if not tensors or tensors[0].device.type != "cuda":
-        # copy=True, since a tensor in host memory would otherwise be returned itself, and the next
-        # step would change it.
-        return [t.detach().to("cpu", copy=True) for t in tensors]
     pairs = [(tensor, torch.empty(tensor.shape, dtype=torch.float32)) for tensor in tensors]
     fill_host(pairs)
     return [taken for _, taken in pairs]
@@ -424,16 +363,6 @@ def fill_host(pairs: Sequence[Piece], after: torch.cuda.Event | None = None) -> 
     for tensor, taken in pairs:
         if tensor.device.type != "cuda":
             taken.copy_(tensor.detach())
-
-
-def fill_device(pairs: Sequence[Piece]) -> None:
-    """Copy float32 host tensors to the tensor of each pair; see :meth:`HostCopies.send`."""
-    on_gpu = [pair for pair in pairs if pair[1].device.type == "cuda"]
-    if on_gpu:
-        _copies(on_gpu[0][1].device).send(on_gpu)
-    for taken, tensor in pairs:
-        if tensor.device.type != "cuda":
-            tensor.copy_(taken)
 
 
 def queued(device: torch.device) -> torch.cuda.Event | None:
@@ -458,20 +387,15 @@ def enter_thread(device: torch.device, *, background: bool = False) -> None:
     ``background``: where a GPU trains, the thread also lets others go first, with the threads it
     starts. The one that queues the GPU's work then always finds a core.
     """
-    if device.type == "cuda":
-        # A thread starts on GPU 0. When it leaves a stream of another GPU, it returns to GPU 0's
-        # stream and creates a CUDA context there, which would cost half a gigabyte of rank 0's GPU
-        # for every other rank.
-        torch.cuda.set_device(device)
-        # Leave the main thread as it is: it trains, and writes itself where no thread can be
-        # started.
-        if background and threading.current_thread() is not threading.main_thread():
-            lower_priority()
-
-
-def lower_priority() -> None:
-    """Let other threads of this machine go before the calling one, for the rest of its life."""
-    with contextlib.suppress(OSError):  # the system may have no priorities of threads
-        thread = threading.get_native_id()
-        now = os.getpriority(os.PRIO_PROCESS, thread)
-        os.setpriority(os.PRIO_PROCESS, thread, now + _LOWER)
+    if device.type != "cuda":
+        return
+    # A thread starts on GPU 0. When it leaves a stream of another GPU, it returns to GPU 0's stream
+    # and creates a CUDA context there, which would cost half a gigabyte of rank 0's GPU for every
+    # other rank.
+    torch.cuda.set_device(device)
+    # Leave the main thread as it is: it trains, and writes itself where no thread can be started.
+    if background and threading.current_thread() is not threading.main_thread():
+        with contextlib.suppress(OSError):  # the system may have no priorities of threads
+            thread = threading.get_native_id()
+            now = os.getpriority(os.PRIO_PROCESS, thread)
+            os.setpriority(os.PRIO_PROCESS, thread, now + _LOWER)

@@ -15,11 +15,9 @@ import logging
 import math
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -46,43 +44,6 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return memoryview(array)
 
 
-@dataclass(frozen=True)
-class SafetensorsLayout:
-    """The place of each tensor in a safetensors file, so that several ranks can write it at once.
-
-    The format is the public one: eight bytes little-endian header size, a JSON header, raw data.
-    """
-
-    header: bytes
-    offsets: dict[str, int]  # tensor -> offset of its first byte in the file
-    size: int
-
-    @classmethod
-    def of(
-        cls,
-        entries: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
-        *,
-        metadata: Mapping[str, str] | None = None,
-    ) -> SafetensorsLayout:
-        table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-        position = 0
-        starts: dict[str, int] = {}
-        for name, dtype, shape in entries:
-            size = math.prod(shape) * dtype.itemsize
-            table[name] = {
-                "dtype": _NAMES[dtype],
-                "shape": list(shape),
-                "data_offsets": [position, position + size],
-            }
-            starts[name] = position
-            position += size
-        text = json.dumps(table, separators=(",", ":")).encode()
-        # The format wants the data to begin at a multiple of 8.
-        text += b" " * (-len(text) % 8)
-        header = len(text).to_bytes(8, "little") + text
-        return cls(header, {n: s + len(header) for n, s in starts.items()}, position + len(header))
-
-
 def write_safetensors(
     path: Path,
     entries: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
@@ -90,11 +51,22 @@ def write_safetensors(
     *,
     metadata: Mapping[str, str] | None = None,
 ) -> str:
-    """Write ``tensors`` (CPU), one after another, durably; return the file's SHA-256."""
-    layout = SafetensorsLayout.of(entries, metadata=metadata)
-    digest = hashlib.sha256(layout.header)
+    """Write ``tensors`` (CPU), one after another, durably; return the file's SHA-256.
+
+    The format is the public one: eight bytes little-endian header size, a JSON header, raw data.
+    """
+    table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, dtype, shape in entries:
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        table[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    # The format wants the data to begin at a multiple of 8.
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    digest = hashlib.sha256(header)
     with atomic_file(path) as handle:
-        handle.write(layout.header)
+        handle.write(header)
         for tensor in tensors:
             data = tensor_bytes(tensor)
             digest.update(data)
@@ -107,12 +79,14 @@ class BoundaryCopies:
     """Rows of weights and of the inner optimizer's ``state`` at one step boundary, in host memory.
 
     With AdamW all of them take 12 bytes per parameter. Nobody changes them. The values of the
-    weights that are one row of a file are there at once, all others after :meth:`wait`.
+    weights that are one row of a file are there at once, all others after :meth:`wait`. Who writes
+    them adds an event to ``writers``, and sets it when it is done and has dropped them.
     """
 
     weights: list[Tensor]
     state: dict[str, list[Tensor]]  # the copies that were asked for, by name
     copying: list[BackgroundWrite] = field(default_factory=list)
+    writers: list[threading.Event] = field(default_factory=list)
 
     def wait(self) -> None:
         """Wait until all values are there. Raises RuntimeError where they could not be copied."""
@@ -138,8 +112,8 @@ class BoundaryCopier:
     An upload and a checkpoint of the same boundary share them. Weights and state stay as they are
     until the next optimizer step, so they are copied during its micro-batches; code that changes
     them calls :meth:`finish` first. While copies of an earlier boundary are still being written,
-    training waits up to ``patience`` seconds for them. A writer keeps the object until it is done.
-    Only the training thread calls these methods.
+    training waits up to ``patience`` seconds for them. Only the training thread calls these
+    methods.
     """
 
     def __init__(
@@ -150,11 +124,11 @@ class BoundaryCopier:
         patience: float = 120.0,
     ) -> None:
         self._shards, self._optimizer, self._patience = shards, optimizer, patience
-        self._last: weakref.ref[BoundaryCopies] | None = None
+        # Only those who write the copies hold them, so that their memory is free afterwards.
+        self._last: Callable[[], BoundaryCopies | None] = lambda: None
         self._boundary: tuple[int, ...] = ()
-        self._under_way: list[BackgroundWrite] = []
-        self._released = threading.Event()
-        self._released.set()
+        self._copying: list[BackgroundWrite] = []  # threads that fill the last copies
+        self._writers: list[threading.Event] = []  # set once the last copies are written
 
     def copy_boundary(self, names: Collection[str] | None = None) -> BoundaryCopies:
         """Copy weights and the optimizer's state of now, unless that was done at this boundary.
@@ -171,11 +145,10 @@ class BoundaryCopier:
         moments = chain.from_iterable(self._optimizer.state.values())
         tensors = (*(shard.local for shard in self._shards), *moments)
         boundary = (self._optimizer.step_count, *(tensor._version for tensor in tensors))
-        made = None if self._last is None else self._last()
+        made = self._last()
         pairs: list[Piece] = []
         if made is None or boundary != self._boundary:
-            # Drop this reference, or it would keep alive the copies whose end the next line awaits.
-            del made
+            made = None  # drop what is left of earlier copies before there are new ones
             self.wait()
             made = BoundaryCopies([shard.empty_rows() for shard in self._shards], {})
             pairs = [(s.local, into) for s, into in zip(self._shards, made.weights, strict=True)]
@@ -183,11 +156,8 @@ class BoundaryCopier:
             first = [shard.is_one_row for shard in self._shards]
             fill_host([pair for pair, now in zip(pairs, first, strict=True) if now])
             pairs = [pair for pair, now in zip(pairs, first, strict=True) if not now]
-            self._released = released = threading.Event()
-            # The threads that write hold this object. When the last one lets go of it, the next
-            # copies may be made.
-            self._last = weakref.ref(made, lambda _: released.set())
-            self._boundary = boundary
+            self._last, self._boundary = weakref.ref(made), boundary
+            self._copying, self._writers = made.copying, made.writers
         # Add to the same object, which an earlier caller that asked for less may still hold. Add
         # all or none: memory may run out here, and whatever is in the object counts as copied.
         new = {
@@ -205,27 +175,26 @@ class BoundaryCopier:
         if pairs:
             copying = BackgroundWrite("copies")
             made.copying.append(copying)
-            self._under_way.append(copying)
             copying.start(partial(_copy, made, pairs, after, device))
         return made
 
     def finish(self) -> None:
         """Wait until weights and state are copied: from here on they may change."""
-        for copying in self._under_way:
+        for copying in self._copying:
             copying.join()
-        self._under_way.clear()
 
     def wait(self) -> None:
         """Wait until no thread writes earlier copies any more. A round needs the same memory."""
         self.finish()
-        if not self._released.wait(self._patience):
+        deadline = time.monotonic() + self._patience
+        if not all(each.wait(max(0.0, deadline - time.monotonic())) for each in self._writers):
             log.warning(
                 "An upload or checkpoint is still being written after %.0f s, so training "
                 "continues with copies of two boundaries in host memory: use a faster disk for "
                 "--neuron.run_folder",
                 self._patience,
             )
-            self._released.set()  # the warning comes once for each of them
+            self._writers = []  # the warning comes once for each of them
 
 
 def _copy(
@@ -240,25 +209,22 @@ def _copy(
     fill_host(pairs, after)
 
 
-#: How long rank 0 waits for the other ranks' parts of an upload.
-PARTS_TIMEOUT = timedelta(minutes=10)
-
-
 class BackgroundWrite:
     """The writing of files by this rank, in a thread next to training.
 
-    ``of``: one word for what is written.
+    ``of``: one word for what is written. ``daemon``: whether the process may end meanwhile.
     """
 
-    def __init__(self, of: str) -> None:
-        self._of = of
+    def __init__(self, of: str, *, daemon: bool = False) -> None:
+        self._of, self._daemon = of, daemon
         self.error: BaseException | None = None  # the error of the writing, once it has ended
-        self._ended = threading.Event()
-        self._cancelled = threading.Event()
+        self.ended = threading.Event()
 
     def start(self, write: Callable[[Self], None]) -> None:
         try:
-            threading.Thread(target=self._run, args=(write,), name=self._of).start()
+            threading.Thread(
+                target=self._run, args=(write,), name=self._of, daemon=self._daemon
+            ).start()
         except RuntimeError:
             # The machine has no thread left, so training waits: a single rank must not end.
             self._run(write)
@@ -267,63 +233,20 @@ class BackgroundWrite:
         try:
             write(self)
         except BaseException as error:  # noqa: BLE001 - in a thread: ``error`` has it
-            # The handle keeps the error, and the error keeps its frames with the copies, for whose
-            # end the next upload waits. So drop them from this frame.
-            del write
-            errors, seen = list[BaseException | None]([error]), set[int]()
-            while errors:
-                one = errors.pop()
-                if one is not None and id(one) not in seen:
-                    seen.add(id(one))
-                    traceback.clear_frames(one.__traceback__)
-                    # torch.save raises an error of its own, with the disk's error as its cause.
-                    errors += [one.__context__, one.__cause__]
-            del one
-            gc.collect()  # Python 3.11.2 makes a cycle of an error that passes a @contextmanager
-            self.error = error
+            # Keep no frames that it came through, since they hold the copies.
+            self.error = error.with_traceback(None)
+            error.__context__ = error.__cause__ = None
         finally:
-            self._ended.set()
+            del write
+            if self.error is not None:
+                # Python 3.11.2 makes a cycle of an error that passes a @contextmanager.
+                gc.collect()
+            self.ended.set()
 
     def done(self) -> bool:
         """Return True when this rank's files are all there, or writing failed (see ``error``)."""
-        return self._ended.is_set()
+        return self.ended.is_set()
 
     def join(self) -> None:
         """Wait until this rank's part is done (rank 0: also the other ranks' parts)."""
-        self._ended.wait()
-
-    def cancel(self) -> None:
-        """Give up the writing, unless it is done. Returns when the thread has ended."""
-        self._cancelled.set()
-        self.join()
-
-    def check(self) -> None:
-        """Raise RuntimeError after :meth:`cancel`; the writing thread calls it now and then."""
-        if self._cancelled.is_set():
-            raise RuntimeError(f"the {self._of} was given up")
-
-    def wait_for_parts(self, parts: Path, ranks: Iterable[int]) -> None:
-        """Wait until each rank has its part ready.
-
-        Raises RuntimeError where a rank failed, or after :meth:`cancel`, and TimeoutError.
-        """
-        deadline = time.monotonic() + PARTS_TIMEOUT.total_seconds()
-        # Look at files and ask no rank, since a thread's collectives would mix with those of
-        # training.
-        for rank in ranks:
-            ready = ready_file(parts, rank)
-            while not ready.exists():
-                self.check()
-                if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"rank {rank} did not write its part of the {self._of} in time"
-                    )
-                time.sleep(0.01)
-            if (error := json.loads(ready.read_text())["error"]) is not None:
-                raise RuntimeError(
-                    f"rank {rank} could not write its part of the {self._of}: {error}"
-                )
-
-
-def ready_file(parts: Path, rank: int) -> Path:
-    return parts / f"rank-{rank}.ready.json"
+        self.ended.wait()

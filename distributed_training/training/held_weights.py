@@ -35,9 +35,8 @@ _PROGRESS = ("outer_step", "inner_step", "total_inner_steps")
 class HeldWeights(ABC):
     """One rank's weights and counters. All ranks call the same methods in the same order.
 
-    ``shards``: this rank's rows of every trained parameter, in state-dict order; ``tied``: other
-    names of tied parameters, by which a file may have them. ``outer`` and ``copier`` work on the
-    same rows; ``steps`` counts the steps that change them.
+    ``shards``: this rank's rows of every trained parameter, in state-dict order. ``outer`` and
+    ``copier`` work on the same rows; ``steps`` counts the steps that change them.
     """
 
     micro_batch_size: int  # sequences
@@ -47,13 +46,12 @@ class HeldWeights(ABC):
         self,
         *,
         shards: Sequence[ParameterShard],
-        tied: Mapping[str, str],
         stream: RowStream,
         settings: TrainingSettings,
         steps: Stepped,
         device: torch.device,
     ) -> None:
-        self.shards, self.tied, self.stream, self.device = shards, tied, stream, device
+        self.shards, self.stream, self.device = shards, stream, device
         self.schema: Schema = [(shard.name, shard.shape) for shard in shards]
         self.outer = OuterStep(
             shards=shards,
@@ -95,7 +93,7 @@ class HeldWeights(ABC):
         """
         shared = self.stream.from_rank_0(path)
         assert shared is not None
-        sharding.load_file(self.shards, self.tied, shared, self.stream)
+        sharding.load_file(self.shards, shared, self.stream)
         self.drop_step()
 
     def load_global(self, weights_path: Path | None, outer_step: int) -> None:

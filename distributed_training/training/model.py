@@ -37,7 +37,8 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import MODEL_RULES
 from distributed_training.protocol.types import Schema
 
-from .weights import write_whole
+from .copies import write_safetensors
+from .weights import load_weights
 
 # Keys of a config.json that an earlier edition has published, which are not the model's.
 CONFIG_EXTRAS = ("total_inner_steps", "total_tokens")
@@ -534,7 +535,12 @@ class ModelKind:
         ``merge``: as one whole model, also where a part is enough. Raises OSError, ValueError.
         """
         del merge
-        write_whole(folder / keys.MODEL, files)
+        each = [(source, entry) for source, schema in files for entry in schema]
+        # Load one at a time, since together they may fill the memory.
+        tensors = (load_weights(source, [entry])[0] for source, entry in each)
+        entries = [(name, torch.float32, shape) for _, (name, shape) in each]
+        path, metadata = folder / keys.MODEL, keys.SAFETENSORS_METADATA
+        write_safetensors(path, entries, tensors, metadata=metadata)
         write_config(folder, config)
 
 
@@ -605,18 +611,3 @@ MODELS.register(CAUSAL_LM, CausalLM)
 
 #: Standard deviation of untrained weights if a config names none, as in Llama.
 INITIAL_SPREAD = 0.02
-#: Nats per token: ten times as much as a sound outer step changes the loss.
-FAR_WORSE = 1.0
-
-
-def loss_limit(config: Mapping[str, Any], own: float | None = None) -> float:
-    """Return the highest loss in nats per token at which weights of another are taken over.
-
-    ``own``: the loss of weights of about the same outer step; None: none are known. ``config``: of
-    the model.
-    """
-    width, spread = config["hidden_size"], config.get("initializer_range", INITIAL_SPREAD)
-    # Every network begins with untrained weights, whose guess is worse than a uniform one by width
-    # * spread**2 / 2.
-    limit = math.log(config["vocab_size"]) + max(1.0, width * float(spread) ** 2)
-    return min(limit, own + FAR_WORSE) if own is not None and math.isfinite(own) else limit

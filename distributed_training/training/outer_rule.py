@@ -39,9 +39,8 @@ OUTER_MOMENTUM = float(USUAL["training.outer_momentum"])
 class OuterStepOf(Protocol):
     """One step along ``grad``: return new ``(param, state)``, inputs untouched and not in them.
 
-    ``state`` is one float32 tensor of the parameter's shape, None before the first step. It is kept
-    in checkpoints and travels as ``momentum_buffer`` of ``outer_optimizer.pt``. ``lr`` and ``mu``
-    are the network's outer learning rate and momentum.
+    ``state`` is one float32 tensor of the parameter's shape, None before the first step, which the
+    validator keeps. ``lr`` and ``mu`` are the network's outer learning rate and momentum.
     """
 
     def __call__(

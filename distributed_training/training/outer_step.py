@@ -20,12 +20,15 @@ at once, or none is.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -46,13 +49,16 @@ from distributed_training.protocol.update_file import (
     write_rows,
 )
 
-from .collectives import Layout, ParameterShard, RowStream, enter_thread, on_host, to_host
-from .copies import BackgroundWrite, BoundaryCopies, ready_file
+from .collectives import ParameterShard, RowStream, enter_thread, on_host, to_host
+from .copies import BackgroundWrite, BoundaryCopies
 from .outer_rule import OuterRule
 from .sharding import read_rows
 
 _AT_ONCE = 1 << 22  # values that are encoded at once
-_DIGEST = 32  # bytes of the digest of a row
+
+
+#: How long rank 0 waits for the other ranks' parts of an upload.
+PARTS_TIMEOUT = timedelta(minutes=10)
 
 
 class UploadHandle(BackgroundWrite):
@@ -62,6 +68,35 @@ class UploadHandle(BackgroundWrite):
         super().__init__("upload")
         self.path, self.header = path, header
         self.hold_seconds = 0.0  # how long training was held
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Give up the writing, unless it is done. Returns when the thread has ended."""
+        self._cancelled = True
+        self.join()
+
+    def check(self) -> None:
+        """Raise RuntimeError after :meth:`cancel`; the writing thread calls it now and then."""
+        if self._cancelled:
+            raise RuntimeError("the upload was given up")
+
+    def wait_for_parts(self, parts: Path, ranks: int) -> None:
+        """Wait until each of the ``ranks`` of a copy has its part ready.
+
+        Raises RuntimeError where a rank failed, or after :meth:`cancel`, and TimeoutError.
+        """
+        deadline = time.monotonic() + PARTS_TIMEOUT.total_seconds()
+        # Look at files and ask no rank, since a thread's collectives would mix with those of
+        # training.
+        for rank in range(ranks):
+            ready = _ready_file(parts, rank)
+            while not ready.exists():
+                self.check()
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"rank {rank} did not write its part of the upload in time")
+                time.sleep(0.01)
+            if (error := json.loads(ready.read_text())["error"]) is not None:
+                raise RuntimeError(f"rank {rank} could not write its part of the upload: {error}")
 
 
 @dataclass(frozen=True)
@@ -86,19 +121,6 @@ class _Movement:
     def sent(self, rows: Tensor) -> Tensor:
         """Return what is sent of ``rows``, (rows, columns) of :meth:`rows`."""
         return rows if self.rule.select is None else self.rule.select(rows)
-
-
-@dataclass(frozen=True)
-class _UploadState:
-    """The state that the training thread hands over, in host memory."""
-
-    layout: Layout
-    shards: Sequence[ParameterShard]
-    moved: _Movement
-    vectors: Mapping[int, Tensor]  # parameter index -> the whole parameter
-    copies: BoundaryCopies  # kept, since a checkpoint of this boundary gets the same copies
-    file: UpdateLayout
-    sign: Sign | None
 
 
 @dataclass(frozen=True)
@@ -224,9 +246,64 @@ class OuterStep:
             self._written, self.serial = copies.weights, header.serial
             self._written_steps = header.inner_steps
         handle = UploadHandle(path, header)
-        state = _UploadState(self._stream.layout, self._shards, moved, wholes, copies, file, sign)
-        handle.start(partial(_write_upload, state))
+        # The thread holds the copies, since a checkpoint of this boundary gets the same ones.
+        copies.writers.append(handle.ended)
+        handle.start(partial(self._write, moved, wholes, copies, file, sign))
         return handle
+
+    def _write(
+        self,
+        moved: _Movement,
+        wholes: Mapping[int, Tensor],
+        copies: BoundaryCopies,
+        file: UpdateLayout,
+        sign: Sign | None,
+        handle: UploadHandle,
+    ) -> None:
+        """Write this rank's rows; rank 0 signs the file once all have. Runs in a thread.
+
+        ``wholes``: whole parameters, by the index of the parameter. Raises TimeoutError, OSError,
+        ValueError (NaN or Inf), RuntimeError (another rank failed).
+        """
+        enter_thread(self._shards[0].local.device, background=True)
+        layout, path = self._stream.layout, handle.path
+        if not layout.on_node_0:
+            return  # its counterpart on the first copy writes the same rows
+        parts = _parts(path)
+        try:
+            copies.wait()
+            for index, first, rows in self._rows_of_upload(moved, wholes):
+                handle.check()
+                write_rows(parts / path.name, file, index, first, moved.sent(rows))
+            write_json(_ready_file(parts, layout.shard), {"error": None})
+            if layout.rank == 0:
+                handle.wait_for_parts(parts, layout.shards)
+                assert sign is not None
+                finish(parts / path.name, file, sign)
+                os.replace(parts / path.name, path)
+                sync_folder(path.parent)
+        except BaseException as error:  # report any error, since rank 0 waits for this rank
+            with contextlib.suppress(OSError):
+                why = f"{type(error).__name__}: {error}"
+                write_json(_ready_file(parts, layout.shard), {"error": why})
+            raise
+        finally:
+            if layout.rank == 0:
+                shutil.rmtree(parts, ignore_errors=True)
+
+    def _rows_of_upload(
+        self, moved: _Movement, wholes: Mapping[int, Tensor]
+    ) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield the rows that this rank writes: the parameter's index, the first row, the rows."""
+        for index, shard in enumerate(self._shards):
+            if index in wholes:
+                if self._stream.rank == 0:
+                    yield index, 0, wholes[index].view(1, -1)
+                continue
+            step = max(1, _AT_ONCE // math.prod(shard.shape[1:]))
+            for first in range(0, shard.stop - shard.start, step):
+                rows = moved.rows(index, first, first + step)
+                yield index, shard.start + first, rows.flatten(1)
 
     # --- the update ----------------------------------------------------------------------------
 
@@ -383,10 +460,9 @@ class OuterStep:
         return file.rows(index, shard.start, shard.stop).view(-1, *shard.shape[1:])
 
     def _digest(self, weights: Sequence[Tensor]) -> str:
-        """Return the digest of weights on rank 0, by this rank's rows of them. Collective."""
+        """Return the digest of weights, by this rank's rows of them. Collective."""
         wholes = self._stream.whole([weights[index].flatten() for index in self._vectors])
         vectors = dict(zip(self._vectors, wholes, strict=True))
-        parts, lead = [], self._stream.rank == 0
         # Fail on all ranks alike: a rank that cannot start a thread must not leave the others in
         # the next collective.
         digests = self._stream.run_on_all(
@@ -395,21 +471,20 @@ class OuterStep:
                 for index, rows in enumerate(weights)
             )
         )
-        for index, (shard, digest) in enumerate(zip(self._shards, digests, strict=True)):
-            if index in vectors:
-                parts.append(digest)
-                continue
-            whole = torch.empty((shard.shape[0], _DIGEST), dtype=torch.uint8) if lead else None
-            # A rank may have no row of it, and frombuffer takes no empty buffer.
-            own = torch.frombuffer(bytearray(digest + b"0"), dtype=torch.uint8)
-            self._stream.gather(shard.shape, own[:-1].view(-1, _DIGEST), whole)
-            parts.append(b"" if whole is None else whole.numpy().tobytes())
-        return digest_weights(parts) if lead else ""
+        of_ranks = self._stream.of_copy(digests)
+        return digest_weights(
+            digests[index] if index in vectors else b"".join(each[index] for each in of_ranks)
+            for index in range(len(digests))
+        )
 
 
 def _parts(path: Path) -> Path:
     """Return the folder in which the ranks write the file ``path``."""
     return path.with_suffix(".parts")
+
+
+def _ready_file(parts: Path, rank: int) -> Path:
+    return parts / f"rank-{rank}.ready.json"
 
 
 def _make_room(path: Path, size: int) -> None:
@@ -424,48 +499,3 @@ def _make_room(path: Path, size: int) -> None:
     except OSError:
         shutil.rmtree(parts, ignore_errors=True)
         raise
-
-
-def _write_upload(state: _UploadState, handle: UploadHandle) -> None:
-    """Write this rank's rows; rank 0 signs the file once all have. Runs in a thread.
-
-    Raises TimeoutError, OSError, ValueError (NaN or Inf), RuntimeError (another rank failed).
-    """
-    enter_thread(state.shards[0].local.device, background=True)
-    layout, path = state.layout, handle.path
-    if not layout.on_node_0:
-        return  # its counterpart on the first copy writes the same rows
-    parts = _parts(path)
-    try:
-        state.copies.wait()
-        _write_own_rows(state, handle, parts / path.name)
-        write_json(ready_file(parts, layout.shard), {"error": None})
-        if layout.rank == 0:
-            handle.wait_for_parts(parts, range(layout.shards))
-            assert state.sign is not None
-            finish(parts / path.name, state.file, state.sign)
-            os.replace(parts / path.name, path)
-            sync_folder(path.parent)
-    except BaseException as error:  # report any error, since rank 0 waits for this rank
-        with contextlib.suppress(OSError):
-            why = f"{type(error).__name__}: {error}"
-            write_json(ready_file(parts, layout.shard), {"error": why})
-        raise
-    finally:
-        if layout.rank == 0:
-            shutil.rmtree(parts, ignore_errors=True)
-
-
-def _write_own_rows(state: _UploadState, handle: UploadHandle, path: Path) -> None:
-    for index, shard in enumerate(state.shards):
-        handle.check()
-        if index in state.vectors:
-            if state.layout.rank == 0:
-                row = state.moved.sent(state.vectors[index].view(1, -1))
-                write_rows(path, state.file, index, 0, row)
-            continue
-        step = max(1, _AT_ONCE // math.prod(shard.shape[1:]))
-        for first in range(0, shard.stop - shard.start, step):
-            rows = state.moved.rows(index, first, first + step).flatten(1)
-            sent = state.moved.sent(rows)
-            write_rows(path, state.file, index, shard.start + first, sent)

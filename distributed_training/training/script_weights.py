@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,8 +34,6 @@ from .sharding import load_file
 
 log = logging.getLogger(__name__)
 
-#: Limit of each collective of the host-memory streams.
-STREAM_TIMEOUT = timedelta(minutes=10)
 _NOTHING = "so nothing was joined"
 _WATCHED_PARAMETERS, _WATCHED_VALUES, _WATCHED_STEPS = 16, 4096, 12
 _UNDONE, _FAR = 0.2, 10.0  # part of an update that counts as undone; factor on the median step
@@ -174,12 +171,11 @@ class ScriptWeights(HeldWeights):
         if held:
             path = stream.from_rank_0(frozen)
             assert path is not None  # a network's file that freezes tensors names it
-            _load_frozen(held, tied, path, stream)
+            _load_frozen(held, path, stream)
         # Install the hooks only once all ranks are known to continue, or they would count for ever.
         self.steps = Steps(optimizers)
         super().__init__(
             shards=shards,
-            tied=tied,
             stream=stream,
             settings=settings,
             steps=self.steps,
@@ -273,9 +269,7 @@ def _is_quantized(parameter: nn.Parameter) -> bool:
     return getattr(parameter, "quant_state", None) is not None
 
 
-def _load_frozen(
-    held: Mapping[str, nn.Parameter], tied: Mapping[str, str], path: Path, stream: RowStream
-) -> None:
+def _load_frozen(held: Mapping[str, nn.Parameter], path: Path, stream: RowStream) -> None:
     """Give the model the network's frozen values, rounded to four bits where it has such.
 
     Collective. Raises ValueError on all ranks alike.
@@ -283,7 +277,7 @@ def _load_frozen(
     before = FrozenTensors({name: _local(each) for name, each in held.items()})
     coded: dict[str, Any] = {name: each for name, each in held.items() if _is_quantized(each)}
     whole = [_shard(n, each, stream, whole=True) for n, each in held.items() if n not in coded]
-    load_file(whole, tied, path, stream, more=coded)
+    load_file(whole, path, stream, more=coded)
     with safe_open(path, "pt") if stream.layout.on_node_0 else nullcontext() as file:
         for name, each in coded.items():
             values = torch.empty(each.quant_state.shape) if file is None else file.get_tensor(name)

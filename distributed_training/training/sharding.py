@@ -38,15 +38,12 @@ from distributed_training.common.memory import (
 )
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError
-from distributed_training.protocol.types import Schema
 
 from .collectives import (
     COLLECTIVE_TIMEOUT,
     Layout,
     ParameterShard,
-    Piece,
     RowStream,
-    fill_device,
     row_range,
 )
 from .memory_plan import MemoryPlan, compute_dtype, plan_memory
@@ -58,7 +55,6 @@ from .model import (
     build_meta_model,
     kind_of,
     plain_name,
-    tied_names,
 )
 from .throughput import flops_per_token
 
@@ -72,8 +68,6 @@ class ShardedModel:
     modules: list[FSDPModule]  # the root comes last
     shards: list[ParameterShard]  # shards of the trainable parameters, in state-dict order
     frozen: list[ParameterShard]  # shards of the parameters that are not trained
-    schema: Schema  # names and shapes of the trainable parameters
-    tied: dict[str, str]  # other names of tied parameters -> the name in the schema
     device: torch.device
     compute_dtype: torch.dtype
     plan: MemoryPlan
@@ -104,13 +98,8 @@ class ShardedModel:
 
         The caller drops gathered weights (:meth:`discard_gradients`).
         """
-        from_host: list[Piece] = []
         for shard, rows in zip(self.shards, state["weights"], strict=True):
-            if rows.device.type == "cpu":
-                from_host.append((rows, shard.local))
-            else:
-                shard.local.copy_(rows)
-        fill_device(from_host)
+            shard.local.copy_(rows)
 
     def discard_gradients(self) -> None:
         """Drop gathered weights and all gradients accumulated, also after a failed backward.
@@ -173,7 +162,6 @@ def build_sharded_model(
     if device.type == "cuda":
         for line in set_up_gpu(device, model, dtype):
             say(line)
-    tied = tied_names(model)
     flops = flops_per_token(model, length)
     plan = plan_memory(
         settings,
@@ -229,8 +217,6 @@ def build_sharded_model(
         modules=modules,
         shards=shards,
         frozen=frozen,
-        schema=[(each.name, each.shape) for each in shards],
-        tied=tied,
         device=device,
         compute_dtype=dtype,
         plan=plan,
@@ -409,7 +395,7 @@ def load(
     their own rows there, and other machines get theirs from them. Raises ValueError on all ranks
     alike, changing nothing.
     """
-    shards, tied = sharded.shards, sharded.tied
+    shards = sharded.shards
     shared = stream.from_rank_0(path)
     if shared is None:
         spread = getattr(sharded.model.config, "initializer_range", INITIAL_SPREAD)
@@ -424,13 +410,12 @@ def load(
             whole = torch.empty(shard.shape).normal_(0.0, float(spread), generator=generator)
             shard.local.copy_(whole[shard.start : shard.stop])
         return
-    load_file(shards, tied, shared, stream)
+    load_file(shards, shared, stream)
 
 
 @torch.no_grad()
 def load_file(
     shards: Sequence[ParameterShard],
-    tied: Mapping[str, str],
     path: Path,
     stream: RowStream,
     *,
@@ -444,7 +429,7 @@ def load_file(
     try:
         if layout.on_node_0:
             with safe_open(path, "pt") as file:
-                problem = _mismatch(shards, file, tied, more)
+                problem = _mismatch(shards, file, more)
     except Exception as failure:  # noqa: BLE001 - foreign bytes; the others wait for this vote
         problem = f"{type(failure).__name__}: {failure}"
     if problem is not None:
@@ -453,20 +438,17 @@ def load_file(
     # nothing.
     stream.raise_if_any(error, ValueError)
     with safe_open(path, "pt") if layout.on_node_0 else nullcontext() as opened:
-        _copy(shards, tied, opened, stream)
+        _copy(shards, opened, stream)
 
 
-def _copy(
-    shards: Sequence[ParameterShard], tied: Mapping[str, str], file: Any, stream: RowStream
-) -> None:
+def _copy(shards: Sequence[ParameterShard], file: Any, stream: RowStream) -> None:
     """Copy each shard's rows from ``file``: open on node 0, None elsewhere."""
-    stored = {} if file is None else _stored_names(file, tied)
     for shard in shards:
         # safetensors refuses the empty slice of a rank that has no rows.
         if file is None or shard.start == shard.stop:
             rows = shard.empty_rows()
         else:
-            rows = read_rows(file, stored[shard.name], shard).float()
+            rows = read_rows(file, shard.name, shard).float()
         stream.replicate(rows)
         shard.local.copy_(rows)
 
@@ -479,21 +461,13 @@ def read_rows(file: Any, name: str, shard: ParameterShard) -> Tensor:
     return rows
 
 
-def _stored_names(file: Any, tied: Mapping[str, str]) -> dict[str, str]:
-    """Map names in the schema to those in ``file``: a tied weight may have another of its names."""
-    present = list(file.keys())
-    others = {tied[name]: name for name in present if name in tied}
-    return others | {name: name for name in present if name not in tied}
-
-
-def _mismatch(
-    shards: Sequence[ParameterShard], file: Any, tied: Mapping[str, str], more: Collection[str]
-) -> str | None:
-    stored = {name: own for name, own in _stored_names(file, tied).items() if name not in more}
+def _mismatch(shards: Sequence[ParameterShard], file: Any, more: Collection[str]) -> str | None:
+    unknown = {*file.keys()} - {*more}
     for shard in shards:
-        if shard.name not in stored:
-            return f"it holds no {shard.name}"
-        name = stored.pop(shard.name)
+        name = shard.name
+        if name not in unknown:
+            return f"it holds no {name}"
+        unknown.remove(name)
         found = file.get_slice(name)
         shape, dtype = tuple(found.get_shape()) or (1,), found.get_dtype()
         if shape != shard.shape:
@@ -502,4 +476,4 @@ def _mismatch(
         # copied.
         if dtype not in ("F64", "F32", "F16", "BF16"):
             return f"{name} holds {dtype}, not floating-point numbers"
-    return f"the model has no {min(stored)}" if stored else None
+    return f"the model has no {min(unknown)}" if unknown else None

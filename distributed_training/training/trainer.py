@@ -10,10 +10,9 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,13 +30,7 @@ from .micro_batches import KnownSize, MicroBatches, facts_of, measured_micro_bat
 from .sharding import build_sharded_model
 from .throughput import StepMeter, start_profiler
 
-if TYPE_CHECKING:  # it imports 80 modules that nothing else here needs
-    from torch.distributed.checkpoint.stateful import Stateful
-
 log = logging.getLogger(__name__)
-
-#: Limit of each collective of the host-memory streams: pseudo-gradient, average, votes.
-STREAM_TIMEOUT = timedelta(minutes=10)
 
 #: Inner steps in a row with NaN or Inf after which the last good checkpoint is loaded, and inner
 #: steps that then run at half the learning rate: the same data at the same rate would diverge
@@ -129,7 +122,7 @@ class Trainer(HeldWeights):
             say=self._say,
         )
         # Open the stream after the model, since all ranks must create their groups in one order.
-        stream = open_stream(layout, STREAM_TIMEOUT)
+        stream = open_stream(layout)
         shards = self.sharded.shards
         self.schedule = Schedule.of(settings)
         self.optimizer = InnerOptimizer(
@@ -142,7 +135,6 @@ class Trainer(HeldWeights):
         self._say(self.optimizer.line)
         super().__init__(
             shards=shards,
-            tied=self.sharded.tied,
             stream=stream,
             settings=settings,
             steps=self.optimizer,
@@ -151,7 +143,7 @@ class Trainer(HeldWeights):
         self._frozen_file, fixed = self.stream.from_rank_0(frozen), list[ParameterShard]()
         if self._frozen_file is not None:
             fixed = self.sharded.frozen
-            sharding.load_file(fixed, self.sharded.tied, self._frozen_file, self.stream)
+            sharding.load_file(fixed, self._frozen_file, self.stream)
         self.frozen = FrozenTensors(
             {shard.name: shard.local for shard in fixed} | kept_buffers(self.sharded.model)
         )
@@ -242,11 +234,6 @@ class Trainer(HeldWeights):
 
     # --- what survives a restart ---------------------------------------------------------------
 
-    @property
-    def components(self) -> tuple[Stateful, ...]:
-        """Objects whose state a checkpoint holds next to the trainer's; no two share a key."""
-        return self.sharded, self.optimizer, self.outer
-
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state for a checkpoint (see :meth:`.HeldWeights.state_dict`)."""
         state = {
@@ -258,7 +245,8 @@ class Trainer(HeldWeights):
             # goes back to it.
             "domains": [0] * len(self.step.batches),
         }
-        for component in self.components:
+        # No two of these share a key.
+        for component in (self.sharded, self.optimizer, self.outer):
             state |= component.state_dict()
         return state
 
@@ -273,7 +261,7 @@ class Trainer(HeldWeights):
         """
         self.copier.finish()
         self.drop_step()
-        for component in self.components:
+        for component in (self.sharded, self.optimizer, self.outer):
             component.load_state_dict(state)
         self.schedule.load_state_dict(state["schedule"])
         self._load_progress(state)

@@ -6,7 +6,7 @@ A file is foreign bytes: each function checks names, shapes and that all values 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,6 @@ from torch import Tensor
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import parse_config
 from distributed_training.protocol.types import Schema
-
-from .copies import write_safetensors
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
@@ -65,18 +63,6 @@ def checked_tensor(path: Path, name: str, tensor: Tensor, shape: tuple[int, ...]
     if not tensor.is_floating_point() or not bool(torch.isfinite(floats).all()):
         raise ValueError(f"{path.name}: {name} is not finite floating-point numbers")
     return floats
-
-
-def write_whole(path: Path, files: Sequence[tuple[Path, Schema]]) -> None:
-    """Write the tensors of several files, each checked, as one float32 safetensors file.
-
-    Raises OSError, and ValueError as :func:`load_weights`.
-    """
-    each = [(source, entry) for source, schema in files for entry in schema]
-    # Load one at a time, since together they may fill the memory.
-    tensors = (load_weights(source, [entry])[0] for source, entry in each)
-    entries = [(name, torch.float32, shape) for _, (name, shape) in each]
-    write_safetensors(path, entries, tensors, metadata=keys.SAFETENSORS_METADATA)
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def run(kind: str, folder: Path) -> None:
         first.copy_(mine)
         dist.broadcast(first, src=0)
         assert torch.equal(mine, first), "ranks hold other weights"
-    save_starts(weights, weights.shards, folder)
+    save_starts(weights, folder)
     dist.destroy_process_group()
 
 

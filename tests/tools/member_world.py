@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import timedelta
@@ -108,13 +108,10 @@ def build_played(
     return start.build_rank(build.RankContext(*given), info, connections)
 
 
-def save_starts(made: Trainer | ScriptWeights, shards: Sequence[Any], folder: Path) -> None:
+def save_starts(made: Trainer | ScriptWeights, folder: Path) -> None:
     """Write the whole weights with which the outer step began. Collective."""
-    lead = dist.get_rank() == 0
-    whole = [torch.zeros(shape) if lead else None for _, shape in made.schema]
-    for shard, rows, out in zip(shards, made.outer.epoch_start or [], whole, strict=True):
-        made.stream.gather(shard.shape, rows, out)
-    if lead:
+    whole = made.stream.whole(made.outer.epoch_start or [])
+    if dist.get_rank() == 0:
         torch.save(whole, folder / "epoch-start.pt")
 
 

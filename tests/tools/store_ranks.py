@@ -109,7 +109,7 @@ def run(moment: str, until: int, folder: Path, bucket: Path, exchange: str) -> N
         ended = rank.run()
         sys.setprofile(None)
         assert ended == (0, "the test is over" if RANK == 0 else "")
-        save_starts(trainer, trainer.sharded.shards, folder)
+        save_starts(trainer, folder)
         if RANK == 0:
             me = psutil.Process()
             listens = [

@@ -20,7 +20,7 @@ from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import Layout, open_stream
 from distributed_training.training.copies import BackgroundWrite
 from distributed_training.training.pretrained import write_frozen
-from distributed_training.training.script_weights import STREAM_TIMEOUT, ScriptWeights
+from distributed_training.training.script_weights import ScriptWeights
 from distributed_training.training.trainer import Trainer
 
 SEQUENCE = 32
@@ -85,7 +85,7 @@ def train(made: Trainer, first: int, last: int) -> list[Any]:
     for step in range(first, last):
         whole = sequences(step, count=made.settings.local_batch_size_train_effective)
         for part in whole[made.rank :: made.world_size].split(made.micro_batch_size):
-            report = made.add_micro_batch(part.to(made.device))
+            report = made.add_micro_batch(part)
         reports.append(report)
     return reports
 
@@ -128,13 +128,9 @@ def same(one: Sequence[torch.Tensor] | None, two: Sequence[torch.Tensor] | None)
     return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-def whole_weights(made: Trainer) -> list[torch.Tensor] | None:
-    """Return all parameters on rank 0, None elsewhere. Collective."""
-    lead = made.rank == 0
-    out = [torch.zeros(shape) for _, shape in made.schema] if lead else None
-    for i, item in enumerate(made.sharded.shards):
-        made.stream.gather(item.shape, item.local, out[i] if out is not None else None)
-    return out
+def whole_weights(made: Trainer) -> list[torch.Tensor]:
+    """Return all parameters. Collective."""
+    return made.stream.whole([item.local for item in made.sharded.shards])
 
 
 def evaluate(made: Trainer, batches: torch.Tensor) -> float:
@@ -169,6 +165,6 @@ def joined(
         [optimizer or torch.optim.AdamW(trained, lr=3e-3)],
         settings=SETTINGS,
         model_config=config,
-        stream=open_stream(Layout(), STREAM_TIMEOUT),
+        stream=open_stream(Layout()),
         frozen=frozen_file(folder, config),
     )

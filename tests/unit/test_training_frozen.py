@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from torch import nn
 
-import distributed_training
-from distributed_training.node.published import list_files
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import with_rules
-from distributed_training.protocol.types import Base, Progress, Update
+from distributed_training.protocol.types import Base, Update
 from distributed_training.scoring.evaluator import EvaluationModel
-from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.frozen import FrozenTensorError, FrozenTensors
 from distributed_training.training.model import (
     UnfitModelError,
@@ -28,7 +22,7 @@ from distributed_training.training.model import (
     parameter_schema,
     schema_of,
 )
-from tests.tools.member_world import MemberWorld, batch, played
+from tests.tools.member_world import batch
 from tests.tools.member_world import script_model as built
 from tests.tools.network import ALICE
 from tests.tools.outer_steps import header
@@ -38,13 +32,11 @@ from tests.tools.training_world import (
     frozen_file,
     joined,
     same,
-    save_checkpoint,
     sequences,
     tiny,
     train,
     trainer,
 )
-from tests.tools.waiting import wait_for
 from tests.toys.model_kind import Toy, ToyModel
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("process_group")]
@@ -84,23 +76,6 @@ def test_a_rule_that_does_not_fit_the_model_is_refused(
 # --- training -----------------------------------------------------------------------------------
 
 
-def test_a_trainer_moves_only_what_is_trained_and_resumes_to_the_bit(tmp_path: Path) -> None:
-    file = frozen_file(tmp_path, PART)
-    made = trainer(model=PART, frozen=file, wrap="block")
-    held = made.sharded.frozen[0].local.clone()
-    (published,) = initial_weights(PART, seed=0, frozen=True)
-    assert torch.equal(held, published)
-    before = [shard.local.clone() for shard in made.shards]
-    train(made, 0, 2)
-    save_checkpoint(Checkpointer(trainer=made, folder=tmp_path / "kept"), Progress(0, 2, 2))
-    reports = train(made, 2, 4)
-    assert torch.equal(made.sharded.frozen[0].local, held)
-    assert all(not torch.equal(a, s.local) for a, s in zip(before, made.shards, strict=True))
-    again = trainer(model=PART, frozen=file, wrap="block", seed=9)
-    assert Checkpointer(trainer=again, folder=tmp_path / "kept").restore() is not None
-    assert [r.loss for r in train(again, 2, 4)] == [r.loss for r in reports]
-
-
 def test_a_frozen_head_gets_no_gradient_and_the_rest_the_same_one(tmp_path: Path) -> None:
     model = with_rules(tiny(), None, ["model.*"])
     part = trainer(model=model, frozen=frozen_file(tmp_path, model), gradient_clip=0.0)
@@ -134,21 +109,6 @@ def test_a_checksum_notices_one_bit_an_exchange_and_a_scalar(dtype: torch.dtype)
     assert watch.find_changed() == ""
     tensors["c"] += 1
     assert watch.find_changed() == "c"
-
-
-def test_a_miner_whose_frozen_tensor_changed_uploads_nothing(tmp_path: Path) -> None:
-    made = trainer(model=PART, frozen=frozen_file(tmp_path, PART))
-    train(made, 0, 1)
-    path = tmp_path / "upload.safetensors"
-    finished(made.write_upload(path, header("upload", 0), sign=ALICE.sign))
-    assert path.stat().st_size < 0.6 * sum(math.prod(s) for _, s in made.schema) + 20_000
-    with safe_open(path, "pt") as file:
-        assert not [name for name in file.keys() if name.startswith(EMBEDDINGS)]  # noqa: SIM118
-    path.unlink()
-    made.sharded.frozen[0].local[5, 7] += 1e-6
-    with pytest.raises(FrozenTensorError, match=f"^{EMBEDDINGS} is not trained in this network"):
-        made.write_upload(path, header("upload", 0), sign=ALICE.sign)
-    assert not path.exists()
 
 
 # --- readers ------------------------------------------------------------------------------------
@@ -216,12 +176,9 @@ def test_tied_shared_and_scalar_tensors_of_another_kind_of_model(tmp_path: Path)
     ("change", "line"),
     [
         ("trained", "is trained here, and in this network it is frozen"),
-        ("frozen", "is frozen, and this network trains it"),
         ("missing", "has no parameter base.weight"),
         ("more", "extra is no parameter of the network's model"),
-        ("wrapped", "give model.net in its place"),
         ("dtype", "is bfloat16 and the network's weights are float32"),
-        ("shape", r"base.bias has the shape \(9,\) and the network's \(8,\)"),
         ("untied", "head.weight is no parameter of the network's model .table.weight, to which"),
     ],
 )
@@ -232,18 +189,12 @@ def test_a_script_with_another_model_is_refused_by_the_first_tensor(
     match change:
         case "trained":
             model.base.requires_grad_(True)
-        case "frozen":
-            model.inner.weight.requires_grad_(False)
         case "missing":
             model.base = nn.Identity()
         case "more":
             model.extra = nn.Parameter(torch.zeros(2), requires_grad=False)
-        case "wrapped":
-            model = nn.ModuleDict({"net": model, "other": nn.Linear(2, 2)})
         case "dtype":
             model.scale.data = model.scale.data.bfloat16()
-        case "shape":
-            model.base.bias = nn.Parameter(torch.zeros(9), requires_grad=False)
         case "untied":
             model.head.weight = nn.Parameter(torch.zeros(67, 8))
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -263,70 +214,3 @@ def test_a_buffer_that_training_changes_is_named_at_the_close(tmp_path: Path) ->
     model.norm(torch.randn(4, 8))
     with pytest.raises(FrozenTensorError, match=r"^norm\.running_mean is not trained .* BatchNorm"):
         weights.write_upload(tmp_path / "upload", header("upload", 0), sign=ALICE.sign)
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[MemberWorld]:
-    """A network whose embeddings are frozen, as published in the member's run folder."""
-    (source := tmp_path / "base").mkdir()
-    frozen_file(source, PART)
-    published = tmp_path / "run" / "published"
-    published.mkdir(parents=True)
-    rules = {
-        "format": 3,
-        "model.trainable": LAYERS,
-        "model.trainable_parameters": sum(math.prod(s) for _, s in parameter_schema(PART)),
-        "model.frozen": list_files(source, published),
-    }
-    made = MemberWorld(tmp_path, PART, rules=rules)
-    with played(made.bucket):
-        yield made
-
-
-def test_a_script_with_frozen_embeddings_is_merged(
-    world: MemberWorld, caplog: pytest.LogCaptureFixture
-) -> None:
-    model: Any = built(tiny(vocab=67))
-    model.model.embed_tokens.requires_grad_(False)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
-    net = distributed_training.join(world.network, model, optimizer, **world.settings())
-    (published,) = initial_weights(PART, seed=0, frozen=True)
-    embeddings = model.model.embed_tokens.weight
-    assert torch.equal(embeddings, published)
-    number = 0
-
-    def step() -> None:
-        nonlocal number
-        number += 1
-        ids = batch(number)
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        net.step(tokens=64)
-
-    for outer in (1, 2):
-        world.leader.open_close()
-        place = keys.upload_key(7, outer - 1, world.leader.serial)
-
-        def sent(path: Path = world.bucket / place) -> bool:
-            step()
-            return path.exists()
-
-        wait_for(sent, "an upload", 30)
-        world.leader.take_outer_step(7)
-
-        def there(outer: int = outer) -> bool:
-            step()
-            return net.outer_step == outer
-
-        wait_for(there, "an outer step", 30)
-    assert torch.equal(embeddings, published)
-    with torch.no_grad():
-        embeddings[3] += 0.5
-    world.leader.open_close()
-    place = keys.upload_key(7, 2, world.leader.serial)
-    with caplog.at_level(logging.WARNING):
-        wait_for(lambda: step() or "is not trained in this network" in caplog.text, "a line", 30)
-    assert f"{EMBEDDINGS} is not trained in this network and has changed here" in caplog.text
-    assert "Traceback" not in caplog.text and not (world.bucket / place).exists()
-    net.close()

@@ -281,7 +281,9 @@ def world(tmp_path: Path) -> Iterator[MemberWorld]:
         yield made
 
 
-def test_a_script_with_a_peft_model_is_merged(world: MemberWorld) -> None:
+def test_a_script_with_a_peft_model_is_merged_until_its_base_changes(
+    world: MemberWorld, caplog: pytest.LogCaptureFixture
+) -> None:
     model: Any = peft_model()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     net = distributed_training.join(world.network, model, optimizer, **world.settings())
@@ -312,6 +314,14 @@ def test_a_script_with_a_peft_model_is_merged(world: MemberWorld) -> None:
             return net.outer_step == outer
 
         wait_for(there, "an outer step", 60)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[3] += 0.5
+    world.leader.open_close()
+    place = world.bucket / keys.upload_key(7, 2, world.leader.serial)
+    with caplog.at_level(logging.WARNING):
+        wait_for(lambda: step() or "and has changed here" in caplog.text, "a line", 60)
+    assert "model.embed_tokens.weight is not trained in this network" in caplog.text
+    assert "Traceback" not in caplog.text and not place.exists()
     net.close()
 
 

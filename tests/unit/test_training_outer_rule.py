@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +26,6 @@ from distributed_training.training.outer_rule import (
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("process_group")]
 
 
-@pytest.mark.parametrize(
-    ("returned", "refused"),
-    [
-        (lambda w, g, s: (w - g, g.sum()), "other tensors than float32"),
-        (lambda w, g, s: (w - g, w.double()), "other tensors than float32"),
-        (lambda w, g, s: (w.sub_(g), torch.zeros_like(g)), "changes what it is given"),
-        (lambda w, g, s: (w - g, g), "returns the average itself"),
-        (lambda w, g, s: (w - g / g.norm(), torch.zeros_like(g)), "what is in other rows"),
-        (lambda w, g, s: (w - g, g * 0 if s is None else s[0]), "other tensors than float32"),
-    ],
-)
-def test_a_rule_whose_state_could_not_be_kept_is_refused(
-    returned: Any, refused: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refuse(monkeypatch, OuterRule(lambda w, g, s, lr, mu: returned(w, g, s)), refused)
-
-
 def refuse(monkeypatch: pytest.MonkeyPatch, rule: OuterRule, refused: str, **network: Any) -> None:
     monkeypatch.setattr(OUTER_RULES, "_made", {"odd": rule})
     with pytest.raises(ConfigError, match=refused) as caught:
@@ -54,30 +38,30 @@ def halves(rows: Tensor) -> Tensor:
     return torch.where(rows.abs() < rows.abs().median(1, keepdim=True).values, 0, rows)
 
 
+def breaks(*given: Any, **rates: Any) -> Any:
+    raise RuntimeError("Could not infer dtype of NoneType\nand a second line")
+
+
+def moves(returned: Callable[..., Any]) -> dict[str, Any]:
+    """Return a rule's step that returns this."""
+    return {"step": lambda w, g, s, lr, mu: returned(w, g, s)}
+
+
 @pytest.mark.parametrize(
-    ("parts", "refused"),
+    ("parts", "part"),
     [
+        (moves(lambda w, g, s: (w - g, g.sum())), "other tensors than float32"),
+        (moves(lambda w, g, s: (w - g, w.double())), "other tensors than float32"),
+        (moves(lambda w, g, s: (w.sub_(g), torch.zeros_like(g))), "changes what it is given"),
+        (moves(lambda w, g, s: (w - g, g)), "returns the average itself"),
+        (moves(lambda w, g, s: (w - g / g.norm(), torch.zeros_like(g))), "is in other rows"),
+        (moves(lambda w, g, s: (w - g, g * 0 if s is None else s[0])), "other tensors than"),
         ({"select": lambda rows: rows[:, :1]}, "other tensors than float32 ones of the rows"),
         ({"select": lambda rows: rows.double()}, "other tensors than float32 ones of the rows"),
         ({"select": lambda rows: rows.mul_(0)}, "changes what it is given"),
         ({"select": lambda rows: rows * (rows > rows.mean())}, "what is in other rows"),
         ({"feedback": 1.5}, "keeps 1.5 of the residual"),
         ({"feedback": float("nan")}, "keeps nan of the residual"),
-    ],
-)
-def test_a_rule_that_does_not_choose_whole_rows_is_refused(
-    parts: dict[str, Any], refused: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refuse(monkeypatch, OuterRule(nesterov_sgd, **parts), refused)
-
-
-def breaks(*given: Any, **rates: Any) -> Any:
-    raise RuntimeError("Could not infer dtype of NoneType\nand a second line")
-
-
-@pytest.mark.parametrize(
-    ("parts", "part"),
-    [
         ({"step": breaks}, "step (RuntimeError: Could not infer dtype of NoneType)"),
         ({"step": lambda param, grad, state: (param, grad)}, "step (TypeError: "),
         ({"step": lambda param, grad, state, losses, lr, mu: (param, grad)}, "step (TypeError: "),
@@ -96,7 +80,7 @@ def breaks(*given: Any, **rates: Any) -> Any:
     ],
 )
 @pytest.mark.parametrize("exchange", ["store", None])
-def test_any_error_in_a_rule_is_one_line_that_names_rule_and_part(
+def test_a_rule_that_fails_or_cannot_be_kept_in_rows_is_refused_in_one_line(
     parts: dict[str, Any], part: str, exchange: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OUTER_RULES, "_made", {"odd": OuterRule(**{"step": nesterov_sgd, **parts})})
