@@ -3,8 +3,7 @@
 A *block* is the next few of the pages that are assigned to a miner in an outer step: for each rank
 as many, tokenized and cut into sequences. It is requested ahead of need, prepared by a worker
 process, and stays on disk until it was trained on, so a restart continues at the next sequence.
-Rank 0 decides which block begins, once every rank has it. Batches are copied to a GPU while it
-computes.
+Rank 0 decides which block begins, once every rank has it.
 
 A worker may end for its own reasons (no memory, a kill) or because of a block. The one in its place
 gets its blocks; a block that ends three workers in a row is left out.
@@ -40,48 +39,6 @@ from .shards import SUFFIX, ShardError, open_shard
 from .sources import check_folder
 
 log = logging.getLogger(__name__)
-
-
-class DeviceBuffer:
-    """Double buffer: one batch is computed on while the next one is copied on a stream of its own.
-
-    Copies are asynchronous because the host side is pinned; two pinned buffers alternate, each
-    written again only when its copy is over. CUDA only.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._pinned: list[torch.Tensor] = []
-        self._copied = [torch.cuda.Event(), torch.cuda.Event()]
-        self._turn = 0
-        self._staged: torch.Tensor | None = None
-
-    def put(self, batch: torch.Tensor) -> None:
-        """Start the copy of ``batch`` (CPU), to be taken later."""
-        if not self._pinned or self._pinned[0].shape != batch.shape:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-            # Wait, since a copy under way may still read the buffers that are about to go.
-            self._stream.synchronize()
-            self._pinned = [torch.empty_like(batch, pin_memory=True) for _ in range(2)]
-        self._turn = 1 - self._turn
-        self._copied[self._turn].synchronize()
-        self._pinned[self._turn].copy_(batch)
-        with torch.cuda.stream(self._stream):
-            self._staged = self._pinned[self._turn].to(self._device, non_blocking=True)
-            self._copied[self._turn].record(self._stream)
-
-    def pop(self) -> torch.Tensor | None:
-        """Return the batch put last; the current stream waits for its copy, the host does not."""
-        batch, self._staged = self._staged, None
-        if batch is not None:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_stream(self._stream)
-            batch.record_stream(current)  # its memory belongs to the other stream
-        return batch
-
-    def clear(self) -> None:
-        self._staged = None
 
 
 _LEAST_AHEAD, _MOST_AHEAD = 2, 8  # blocks prepared ahead, more while the source is slow
@@ -154,8 +111,7 @@ class DataPipeline:
 
     Nothing here waits for a source: :meth:`ready` says None until a block is there. ``spec`` says
     what this rank reads and where prepared blocks and fetched pages are kept across restarts.
-    ``device``: a CUDA device makes :meth:`next` return batches that are there already, copied
-    during the computation.
+    ``device``: for a CUDA device batches lie in pinned memory, so that a copy there needs no wait.
 
     Raises ConfigError when ``--data.source`` names something that is not a folder.
     """
@@ -202,7 +158,7 @@ class DataPipeline:
         # Left by a worker that was killed while it wrote.
         for left in self._block_folder.glob(".*.tmp"):
             left.unlink(missing_ok=True)
-        self._buffer = DeviceBuffer(device) if device and device.type == "cuda" else None
+        self._pinned = device is not None and device.type == "cuda"
         # Start workers last: they write as soon as they run, and what earlier ones left is removed
         # above.
         count = 1 if settings.workers == "auto" else settings.workers
@@ -305,9 +261,6 @@ class DataPipeline:
         self._forget_before(block)
         if self._timed >= _TIMED_LEAST:
             self._compare_speeds()
-        if self._buffer is not None:
-            self._buffer.clear()
-            self._stage()
 
     def _compare_speeds(self) -> None:
         """Start one more worker, or warn, where blocks are prepared more slowly than trained on."""
@@ -334,43 +287,28 @@ class DataPipeline:
     def next(self) -> torch.Tensor | None:
         """Return int64 (micro-batch, sequence); None when the block is used up.
 
-        A rest smaller than a micro-batch is dropped. On the CPU, unless the pipeline was given a
-        CUDA device.
+        A rest smaller than a micro-batch is dropped.
         """
         started = time.perf_counter()
-        if self._buffer is None:
-            batch = self._host_batch(self._offset)
-        else:
-            batch = self._buffer.pop()
-        if batch is not None:
-            self.wait_seconds = self._missed + time.perf_counter() - started
-            self._missed = 0.0
-            self._offset += self._micro_batch_size
-            self._served += 1
-            self._counts["sequences_served"] += self._micro_batch_size
-            self._served_at = time.monotonic()
-            if self._buffer is not None:
-                self._stage()
+        held = self._blocks.get(self._current)
+        end = self._offset + self._micro_batch_size
+        if held is None or end > self._sequences:
+            return None
+        batch = torch.from_numpy(held[self._offset : end].astype(np.int64))
+        if self._pinned:
+            batch = batch.pin_memory()
+        self.wait_seconds = self._missed + time.perf_counter() - started
+        self._missed = 0.0
+        self._offset = end
+        self._served += 1
+        self._counts["sequences_served"] += self._micro_batch_size
+        self._served_at = time.monotonic()
         return batch
 
     def missed(self, seconds: float) -> None:
         """Note that the loop had nothing to train on; the next batch counts it as waited for."""
         if self._served_at:  # the time of a start does not belong to a step
             self._missed += seconds
-
-    def _host_batch(self, offset: int) -> torch.Tensor | None:
-        held = self._blocks.get(self._current)
-        end = offset + self._micro_batch_size
-        if held is None or end > self._sequences:
-            return None
-        return torch.from_numpy(held[offset:end].astype(np.int64))
-
-    def _stage(self) -> None:
-        """Send the batch after the one just taken on its way to the device."""
-        assert self._buffer is not None
-        batch = self._host_batch(self._offset)
-        if batch is not None:
-            self._buffer.put(batch)
 
     # --- position ------------------------------------------------------------------------------
 

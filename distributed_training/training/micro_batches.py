@@ -154,8 +154,8 @@ class MicroBatches:
         known: KnownSize,
         say: Callable[[str], None],
     ) -> None:
-        # The micro-batches of the step under way, on the device, or after a restart on the host.
-        # They are kept to run the step again in smaller pieces, and for checkpoints.
+        # The micro-batches of the step under way, on the host. They are kept to run the step again
+        # in smaller pieces, and for checkpoints.
         self.batches: list[Tensor] = []
         self.notes: list[str] = []
         self.loss_sum = torch.zeros((), dtype=torch.float32, device=sharded.device)
@@ -283,9 +283,7 @@ class MicroBatches:
 
     def pending(self) -> Tensor | None:
         """Return the batches of the step under way as one host tensor; None if there is none."""
-        if not self.batches:
-            return None
-        return torch.stack([batch.to("cpu") for batch in self.batches])
+        return torch.stack(self.batches).cpu() if self.batches else None
 
     def drop(self) -> None:
         """Forget a step that is not finished, and every gathered weight."""
