@@ -278,7 +278,7 @@ class InnerOptimizer:
         embeddings: Collection[str] = (),
         matrices: Collection[str] = (),
     ) -> None:
-        self.offload = offload
+        self.offload, self._settings = offload, settings
         #: Names of the parameters without weight decay by ``weight_decay_on``. A row of an
         #: embedding has few gradients, and decay would shrink it at each step (OLMo 2, arXiv
         #: 2501.00656).
@@ -326,32 +326,25 @@ class InnerOptimizer:
         self._buckets = self._make_buckets(shards)
         self._coming = _Lane(device if pinned else None)
         self._leaving = _Lane(device if pinned else None)
-        factory = OPTIMIZERS[settings.optimizer]
-        parts = [[self._params[i] for i in bucket] for bucket in self._buckets]
-        rest = replace(settings, weight_decay=0.0)
+        factory, rest = OPTIMIZERS[settings.optimizer], replace(settings, weight_decay=0.0)
         self._optimizers = [
-            factory(part, rest if shards[bucket[0]].name in self.undecayed else settings)
-            for bucket, part in zip(self._buckets, parts, strict=True)
+            factory(
+                [self._params[i] for i in bucket],
+                rest if shards[bucket[0]].name in self.undecayed else settings,
+            )
+            for bucket in self._buckets
         ]
-        # Ask the optimizers on one parameter, so that a rank without rows knows their state too.
-        models = [factory([nn.Parameter(torch.zeros(1))], settings)]
-        if self._apart:
-            models.append(factory([MatrixRows.of(torch.zeros(1, 1), (1, 1))], settings))
-        self.names = [type(model).__name__ for model in models]
-        self.group: dict[str, Any] = models[0].param_groups[0]
-        self.matrix_group: dict[str, Any] | None = None
-        #: Names of the parameters that this optimizer steps.
-        self.matrices: list[str] = []
-        if self._apart:
-            self.matrix_group = models[1].param_groups[0]
-            self.matrices = [shard.name for shard in shards if shard.name in matrices]
+        self._place_state(device)
+
+    def _place_state(self, device: torch.device) -> None:
+        """Let the optimizers work on :attr:`state`, or on places on the device that it visits."""
         # If the state is offloaded, make room for the largest bucket twice, since buckets take
         # turns.
         sizes = [
             sum(self._params[i].numel() * len(self.keeps[i].rows) for i in bucket)
             for bucket in self._buckets
         ]
-        count = min(2, len(sizes)) if offload else 0
+        count = min(2, len(sizes)) if self.offload else 0
         places = [torch.empty(max(sizes), device=device) for _ in range(count)]
         for number, (bucket, optimizer) in enumerate(
             zip(self._buckets, self._optimizers, strict=True)
@@ -362,7 +355,7 @@ class InnerOptimizer:
             start = 0
             for i in bucket:
                 rows = {name: self.state[name][i] for name in self.keeps[i].rows}
-                if offload:
+                if self.offload:
                     for name, kept in rows.items():
                         room = places[number % 2][start : start + kept.numel()]
                         rows[name], start = room.view(kept.shape), start + kept.numel()
@@ -403,10 +396,14 @@ class InnerOptimizer:
     def line(self) -> str:
         """The optimizer and the place of its state, for the log."""
         where = "host memory, copied during the arithmetic" if self.offload else "device memory"
-        fused = "fused " if self.group.get("fused") else ""
-        plain, *matrix = self.names
-        what = f"{matrix[0]} for matrices of decoder layers, for the rest " if matrix else ""
-        return f"✓ Using {what}{fused}{plain}, its state in {where}"
+        # Ask optimizers of one parameter, since this rank may have rows of none.
+        factory, what = OPTIMIZERS[self._settings.optimizer], ""
+        plain = factory([nn.Parameter(torch.zeros(1))], self._settings)
+        fused = "fused " if plain.param_groups[0].get("fused") else ""
+        if self._apart:
+            matrix = factory([MatrixRows.of(torch.zeros(1, 1), (1, 1))], self._settings)
+            what = f"{type(matrix).__name__} for matrices of decoder layers, for the rest "
+        return f"✓ Using {what}{fused}{type(plain).__name__}, its state in {where}"
 
     def counts(self) -> dict[str, float]:
         """Return the single numbers that the optimizer keeps, alike for all parameters."""

@@ -117,5 +117,5 @@ def test_a_miner_of_toys_takes_inner_steps_an_outer_step_and_uploads(tmp_path: P
     ended = run("toys", tmp_path, 1)
     assert ended["outer_step"] == 1 and len(ended["losses"]) >= 3 and ended["uploads"] == ["0.3"]
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["optimizer"] == "Lion" and found["codecs"] == ["eight"]
+    assert "Using Lion," in found["optimizer"] and found["codecs"] == ["eight"]
     assert "toy_loss_bits" in found["metrics"] and "toy_load" in found["metrics"]

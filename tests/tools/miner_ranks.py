@@ -305,7 +305,7 @@ def toys(folder: Path) -> None:
     uploads = (leader.bucket / "uploads").rglob("*.safetensors")
     found = {
         "codecs": [UpdateFile.reopen(each, leader.schema).header.codec for each in uploads],
-        "optimizer": miner.trainer.optimizer.names[0],
+        "optimizer": miner.trainer.optimizer.line,
         "metrics": (folder / "metrics.prom").read_text(),
     }
     (folder / "found.json").write_text(json.dumps(found))
