@@ -25,7 +25,7 @@ from distributed_training.config.settings import DataSettings
 from distributed_training.config.types import ConfigAway, ConfigError
 
 from .page_source import PAGE, TOO_LONG, Counts, PageUnavailable, SourceTokens, usable_texts
-from .parquet import ParquetSource, files_below, open_arrow, raise_if_it_may_pass
+from .parquet import ParquetSource, files_below, raise_if_it_may_pass
 from .tokenizer import TextTokenizer, text_tokenizer
 
 log = logging.getLogger(__name__)
@@ -317,9 +317,7 @@ class _ParquetFiles(ParquetSource):
 
     def open(self, path: Path) -> int:
         """Return the bytes of a file's column. Raises OSError, ValueError."""
-        import pyarrow.parquet as pq
-
-        rows, meta = self._scan(path), pq.read_metadata(open_arrow(path))
+        rows, meta = self._scan(path), self._metadata(path)
         groups = [meta.row_group(number) for number in range(meta.num_row_groups)]
         columns = [group.column(at) for group in groups for at in range(group.num_columns)]
         size = sum(

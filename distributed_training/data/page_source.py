@@ -57,15 +57,15 @@ class Pin:
     revision: str | None = None
     rows: int | None = None
 
-    def check(self, where: str, *, revision: str | None = None, rows: int | None = None) -> None:
+    def check(self, where: str, found: Pin) -> None:
         """Raise OtherData for another value; None is what ``where`` does not tell."""
-        for name, pinned, found in (
-            ("revision", self.revision, revision),
-            ("row count", self.rows, rows),
+        for name, pinned, has in (
+            ("revision", self.revision, found.revision),
+            ("row count", self.rows, found.rows),
         ):
-            if pinned is not None and found is not None and pinned != found:
+            if pinned is not None and has is not None and pinned != has:
                 raise OtherData(
-                    f"{where} has {name} {found} and the network's file pins {pinned}, so its "
+                    f"{where} has {name} {has} and the network's file pins {pinned}, so its "
                     "pages would differ from the other members' pages: give the pinned data with "
                     "--data.source parquet:DIR, or ask the founder for a newer file"
                 )

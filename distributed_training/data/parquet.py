@@ -46,13 +46,6 @@ def raise_if_it_may_pass(error: Exception, path: Path) -> None:
         raise PageUnavailable(f"{path} cannot be read now: {error.strerror}") from None
 
 
-def open_arrow(path: Path) -> Any:
-    """Open a file as pyarrow's, which takes a name of other bytes than UTF-8 only as bytes."""
-    import pyarrow as pa
-
-    return pa.OSFile(os.fsencode(path))
-
-
 def folder_revision(folder: Path, *, wanted: str | None = None) -> str | None:
     """Return the commit of which ``folder`` is a Hugging Face download.
 
@@ -254,8 +247,10 @@ class ParquetSource(FolderSource):
         return int(meta.num_rows)
 
     def _open(self, path: Path) -> Any:
-        """Open a file as pyarrow's."""
-        return open_arrow(path)
+        """Open a file as pyarrow's, which takes a name of other bytes than UTF-8 only as bytes."""
+        import pyarrow as pa
+
+        return pa.OSFile(os.fsencode(path))
 
     def _metadata(self, path: Path) -> Any:
         import pyarrow.parquet as pq

@@ -112,8 +112,7 @@ class Source:
             settings, source = self._opening.settings, self._open(self._opening)
             pin = Pin(settings.revision, settings.rows)
             if pin != Pin():
-                where, found = f"--data.source {settings.spec.text}", self._pin_of(source)
-                pin.check(where, revision=found.revision, rows=found.rows)
+                pin.check(f"--data.source {settings.spec.text}", self._pin_of(source))
             self._source = source
         return self._source.num_rows()
 

@@ -7,7 +7,6 @@ import logging
 import random
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,7 +15,7 @@ from distributed_training.data import page_source, parquet
 from distributed_training.data.page_source import Counts, usable_texts
 from distributed_training.data.parquet import ParquetSource
 from examples import line_files
-from examples.line_files import JsonLinesSource, TextSource
+from examples.line_files import JsonLinesSource
 from tests.tools.support_data import write_jsonl
 
 pytestmark = pytest.mark.timeout(60)
@@ -107,32 +106,6 @@ def test_pages_of_lines_are_bounded_in_bytes(seed: int, tmp_path: Path) -> None:
         wanted = zip(rows[first : first + 60], lines[first : first + 60], strict=True)
         fitting: list[str | None] = [row if len(line) < 20_000 else None for row, line in wanted]
         assert made.rows("root", first, split="train", limit=60) == expected(fitting)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"",
-        b"\n",
-        b"\n" * 30_000,
-        b"x" * 30_000,
-        b"a line\n" * 4000,
-        b"a\n" + b"b" * 12_000 + b"\n\n\nc",
-        b"".join(b"y" * (i % 2300) + b"\n" for i in range(60)),
-    ],
-)
-def test_where_rows_of_text_begin_takes_bytes_for_rows_and_not_for_lines(
-    text: bytes, tmp_path: Path
-) -> None:
-    path = tmp_path / "0.txt"
-    path.write_bytes(text)
-    lines = [0, *(i + 1 for i, byte in enumerate(text) if byte == 10 and i + 1 < len(text))]
-    firsts = {start // 1000: start for start in reversed(lines)} if text else {}
-    made = TextSource(tmp_path, counts=Counts())
-    assert made.all_rows() == {"root": len(firsts)}
-    starts = made._starts[path]
-    assert starts.dtype == np.int64
-    assert starts.tolist() == [*sorted(firsts.values()), len(text)]
 
 
 def test_a_bad_line_costs_only_itself(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -248,49 +247,6 @@ def test_each_domain_stands_next_to_the_judged_loss(
     manifest = world.round()
     after = world.events.of("held_out")[-1]["domains"]
     assert manifest.losses_before == losses and manifest.losses_after == after
-
-
-@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-def test_a_network_on_any_text_takes_its_first_outer_step(
-    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch,
-    text: Callable[[random.Random], str],
-) -> None:  # fmt: skip
-    """Judged on Python, each of them is refused its first step, and for ever after."""
-    config = own(tmp_path, text, training__sequence_length=24)
-    reader = cache(PageReader.from_settings(config, *tokenizer))
-    monkeypatch.setattr(validator_world, "VOCABULARY", BYTE_VOCABULARY)
-    monkeypatch.setitem(validator_world.MODEL_CONFIG, "vocab_size", BYTE_VOCABULARY)
-    monkeypatch.setattr(validator_world, "pages", lambda uid, block: reader(uid, block)[:16])
-    # All other sequences that they train on are pages too.
-    monkeypatch.setattr(
-        validator_world, "sequences", lambda seed, count=8: reader(1, seed % 40)[:count]
-    )
-    held = held_out_batches(config, *tokenizer, sequences=32)
-    (python,) = held_out_batches(config_of(tmp_path / "python", training__sequence_length=24),
-                                 *tokenizer, sequences=32).values()  # fmt: skip
-    world = StoreWorld(
-        tmp_path / "run",
-        held_out=held,
-        change=lambda ours: replace(
-            ours, network=config.network, data=config.data, training=config.training
-        ),
-    )
-    model = world.validator.judge.evaluator.model
-    model.load(world.validator.state.weights)
-    before = model.loss(python)
-    world.until_close()
-    for miner in world.miners.values():
-        miner.train(steps=40)
-        miner.upload()
-    world.end()
-    (step,) = world.events.of("outer_step")
-    first, second = world.events.of("held_out")
-    assert step["outer_step"] == 1 and second["after"] < first["after"] - 0.5
-    assert second["text"] == "8 pages of the data"
-    model.load(world.validator.state.weights)
-    after = model.loss(python)
-    print("own text", first["after"], second["after"], "Python's", before, after)
-    assert after > config.loss_limit(before), "on Python's text the gate would have refused it"
 
 
 def test_a_url_that_is_gone_costs_no_start_after_the_first(
