@@ -308,8 +308,8 @@ class Checkpointer:
         """
         self.wait()
         self._saved, started = None, time.perf_counter()
-        # No rank writes any more, so whatever is incomplete was given up, and rank 0 may delete it.
-        self._trainer.stream.vote_error(None)  # no rank writes any more
+        # Once no rank writes any more, whatever is incomplete was given up: rank 0 may delete it.
+        self._trainer.stream.all_gather(None)
         name = ""
         if self._lead:
             names: list[str] = []

@@ -213,22 +213,15 @@ class RowStream:
         dist.all_reduce(tensor, group=self.group)
         return tensor.tolist()
 
-    def vote_error(self, message: str | None) -> str | None:
-        """Vote: return None if no rank has a ``message``, else the lowest rank's, everywhere."""
-        # Send a number first, since usually no text has to be pickled and sent.
-        if self.sum([float(message is not None)])[0] == 0:
-            return None
-        answers = self.all_gather(message)
-        rank, text = next((r, a) for r, a in enumerate(answers) if a is not None)
-        return text if self.world_size == 1 else f"rank {rank}: {text}"
-
     def raise_if_any(self, problem: str | None, fault: Callable[[str], Exception]) -> None:
         """Raise ``fault`` on all ranks if one has a ``problem``, with the lowest rank's."""
         # Raise on all ranks: a rank that raised without the others would hold them up until the
-        # group's timeout.
-        problem = self.vote_error(problem)
-        if problem is not None:
-            raise fault(problem)
+        # group's timeout. Send a number first, since usually no text has to be pickled and sent.
+        if self.sum([float(problem is not None)])[0] == 0:
+            return
+        answers = self.all_gather(problem)
+        rank, text = next((r, a) for r, a in enumerate(answers) if a is not None)
+        raise fault(text if self.world_size == 1 else f"rank {rank}: {text}")
 
     def all_gather(self, value: Result) -> list[Result]:
         """Return every rank's ``value``, on all ranks (pickled; small values only)."""

@@ -14,8 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.types import Schema, Sign, Update
 from distributed_training.protocol.update_file import Header
@@ -49,9 +47,8 @@ class HeldWeights(ABC):
         stream: RowStream,
         settings: TrainingSettings,
         steps: Stepped,
-        device: torch.device,
     ) -> None:
-        self.shards, self.stream, self.device = shards, stream, device
+        self.shards, self.stream, self.device = shards, stream, shards[0].local.device
         self.schema: Schema = [(shard.name, shard.shape) for shard in shards]
         self.outer = OuterStep(
             shards=shards,

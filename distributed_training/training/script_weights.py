@@ -179,7 +179,6 @@ class ScriptWeights(HeldWeights):
             stream=stream,
             settings=settings,
             steps=self.steps,
-            device=shards[0].local.device,
         )
         fixed = {name: _local(each) for name, each in held.items()}
         self.frozen = FrozenTensors(fixed | kept_buffers(model))

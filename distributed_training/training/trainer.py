@@ -138,7 +138,6 @@ class Trainer(HeldWeights):
             stream=stream,
             settings=settings,
             steps=self.optimizer,
-            device=device,
         )
         self._frozen_file, fixed = self.stream.from_rank_0(frozen), list[ParameterShard]()
         if self._frozen_file is not None:
