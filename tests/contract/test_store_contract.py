@@ -159,7 +159,8 @@ def test_objects(store: ObjectStore) -> None:
     assert info is not None
     assert (info.size, info.etag) == (10, etag)
     assert info.age_seconds is not None
-    assert -1 <= info.age_seconds < 30  # some round up when it was written
+    # Some round up when it was written, and a busy server looks at its clock late.
+    assert -5 <= info.age_seconds < 30
     assert store.get("a/b", limit=10) == b"0123456789"
     with pytest.raises(IntegrityError):
         store.get("a/b", limit=9)
