@@ -498,6 +498,22 @@ def _period_of(flat: Mapping[str, Any]) -> dict[str, str]:
     return {"round.period": f"{(seconds or 0) * (blocks or 0):g}s"}
 
 
+def without_blocks(text: str) -> str:
+    """Return the text of a file that names its period in blocks with ``round.period`` in place."""
+    period = _period_of(flatten(tree_of(text))).get("round.period")
+    if period is None:
+        return text
+    names = "|".join(key.removeprefix("round.") for key in _BLOCKS)
+    lines = re.compile(rf"(?m)^[ \t]*(round\.)?({names})[ \t]*=.*\n?")
+    first = lines.search(text)
+    if first is not None:
+        line = f'{first[1] or ""}period = "{period}"\n'
+        changed = text[: first.start()] + line + lines.sub("", text[first.end() :])
+        if flatten(tree_of(changed)).get("round.period") == period:
+            return changed
+    return text  # inside of an inline table, which is read as it is
+
+
 def _refuse_data(flat: Mapping[str, Any]) -> None:
     """Refuse keys of [data] that are wrong together. Raises NetworkFileError."""
     if flat.get("data.source") == "hf":

@@ -30,9 +30,11 @@ from distributed_training.network import (
     refuse_format,
     signed,
     tree_of,
+    without_blocks,
 )
 from distributed_training.registry.command import FIXED
 
+_LONGEST_PERIOD = 7 * 86400.0  # seconds
 _HIGHEST_RATE = 0.1  # the highest learning rate of AdamW and Muon
 
 
@@ -50,7 +52,7 @@ def sign(options: argparse.Namespace, text: str | None = None) -> None:
 
     wallets = path.absolute().parent / "wallets"
     master = load_wallet(ChainSettings(wallet_path=str(wallets), wallet_name=MASTER))
-    text = text or read_text(path)
+    text = without_blocks(text or read_text(path))
     flat = flatten(tree_of(text))
     refuse_format(flat)
     named = flat.get("chain.master_hotkey")
@@ -214,6 +216,7 @@ def write_file(path: Path, text: str) -> Config:
 
     Returns a miner's configuration by it. Raises ConfigError and keeps the old file.
     """
+    _refuse_period(flatten(tree_of(text)))
     # Write the trial next to the file, since programs look for a model's file in the same folder.
     trial = path.with_name(f".{path.name}")
     write_bytes(trial, text.encode())
@@ -240,6 +243,20 @@ def write_file(path: Path, text: str) -> Config:
     finally:
         trial.unlink(missing_ok=True)
     return config
+
+
+def _refuse_period(flat: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a period that the grace does not fit into, or of over a week."""
+    period, grace = (seconds_of(flat.get(f"round.{key}")) for key in ("period", "grace"))
+    if period is None or grace is None or 3 * grace <= period <= _LONGEST_PERIOD:
+        return
+    why = f"round.grace {flat['round.grace']} is above a third of the period of {period:g} s"
+    if period > _LONGEST_PERIOD:
+        why = f"round.period {flat['round.period']} is longer than a week"
+    raise ConfigError(
+        f"{why}, so nothing was signed: set round.period to {3 * grace:g}s, the smallest that fits "
+        "round.grace, or to more, and at most to 7d"
+    )
 
 
 def seconds_of(value: Any) -> float | None:

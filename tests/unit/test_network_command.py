@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import subprocess
+import tomllib
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from distributed_training.data.held_out import held_out_batches
 from distributed_training.data.tokenizer import build_tokenizer, byte_tokenizer
 from distributed_training.founder import MASTER
 from distributed_training.health import machine
+from distributed_training.network import signed
 from distributed_training.network_command import main
 from distributed_training.node.buckets import commitment_text
 from distributed_training.node.start import fetch_tokenizer
@@ -586,12 +588,12 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for more in (
                 (
                     'period = "89s"',
-                    r"third of the period \(89s\).*raise round.period to 90s or more",
+                    "third of the period of 89 s, .*set round.period to 90s, the smallest",
                 ),
-                ('period = "8d"', "8d is more than 7d"),
+                ('period = "8d"', "longer than a week, .*set round.period to 90s, the smallest"),
                 (
                     "seconds_per_block = 1.0\nblocks_per_allreduce = 60",
-                    r"third of the period \(60s\)",
+                    "third of the period of 60 s, .*set round.period to 90s, the smallest",
                 ),
                 (
                     "seconds_per_block = 1.0",
@@ -620,13 +622,24 @@ def test_a_change_that_is_refused_is_one_line_and_no_version(
         file.write_text(good)
 
 
-def test_a_period_in_blocks_is_read(tmp_path: Path) -> None:
-    """A network that runs keeps its file."""
-    assert found(tmp_path / "lab") == 0
-    file = tmp_path / "lab" / "network.toml"
-    file.write_text(re.sub(r"(?m)^period = .*$", OLD_PERIOD, file.read_text()))
-    assert main(["sign", str(file)]) == 0
-    assert read(tmp_path / "lab").round_period == timedelta(minutes=30)
+def test_a_period_in_blocks_is_read_and_signed_as_a_duration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A network that runs keeps its file; the next version says the same period in seconds."""
+    folder = tmp_path / "lab"
+    assert found(folder) == 0
+    wallet = load_wallet(ChainSettings(wallet_path=str(folder / "wallets"), wallet_name=MASTER))
+    file = folder / "network.toml"
+    text = re.sub(r"(?m)^period = .*$", OLD_PERIOD, file.read_text())
+    file.write_text(signed(text, wallet.hotkey, nearby=str))
+    (folder / "versions" / "1.toml").write_text(file.read_text())
+    first = read(folder)
+    assert first.round_period == timedelta(minutes=30)
+    assert main(["sign", str(file)]) == 0, capsys.readouterr().err
+    written = tomllib.loads(file.read_text())["round"]
+    assert written["period"] == "1800s" and "epoch_length" not in written
+    assert not {"seconds_per_block", "blocks_per_allreduce"} & written.keys()
+    assert read(folder).network.values == first.network.values, "no rule has changed"
 
 
 @pytest.mark.parametrize("other", ['"stdlib"', f'"parquet:data"\nfiles = "{"1" * 64}"'])
@@ -696,7 +709,7 @@ SLOW = ("--slowest-link", "0.1", "--set", "round.period=240")
                     SLOW,
                     "third of the period of 240 s, so no network was created: --set round.period=4",
                 ),
-                (("--set", "round.grace=2000s"), "is above a third of the period (720s)"),
+                (("--set", "round.grace=2000s"), "is above a third of the period of 720 s"),
                 (("--set", "round.average_after=5s"), "has no place with exchange 'store'"),
                 (("--set", "round.codec=x"), "round.codec"),
                 (HTTP, "URLs of it that the registry hands out"),
