@@ -225,7 +225,12 @@ def test_each_domain_stands_next_to_the_judged_loss(
 ) -> None:
     """The event, the log, the chain's report and the cause of a refused outer step have it."""
     caplog.set_level("INFO")
-    rules = config_of(tmp_path / "lab", held_out=domains_of(tmp_path, "", "", "*2"))
+    rules = config_of(
+        tmp_path / "lab",
+        held_out=domains_of(tmp_path, "", "", "*2"),
+        model__config=validator_world.MODEL_CONFIG,
+        model__parameters=validator_world.RULES["model.parameters"],
+    )
     held = {name: validator_world.sequences(seed, 8) for seed, name in enumerate(
         ("dna", "sensors", "han"))}  # fmt: skip
     world = StoreWorld(

@@ -36,7 +36,7 @@ from distributed_training.scoring.evaluator import pages_of
 from tests.tools.network import network_file
 from tests.tools.store_world import StoreWorld
 from tests.tools.support_data import DRAW, wait_ready
-from tests.tools.validator_world import one_thread  # noqa: F401
+from tests.tools.validator_world import MODEL_CONFIG, RULES, one_thread  # noqa: F401
 
 pytestmark = pytest.mark.timeout(120)
 Tokenizer = tuple[Path, int]
@@ -401,7 +401,8 @@ def test_uploads_are_judged_on_the_domains_by_their_weights(
 
 
 def test_assigned_text_has_no_weight_in_such_a_network(tmp_path: Path) -> None:
-    rules = configured(tmp_path, kind="validator")
+    model = {"model.config": MODEL_CONFIG}
+    rules = configured(tmp_path, kind="validator", **RULES | model)
     world = StoreWorld(
         tmp_path / "run",
         change=lambda config: dataclasses.replace(config, network=rules.network, data=rules.data),
