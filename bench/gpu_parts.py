@@ -7,7 +7,6 @@ in for where it is said.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import os
@@ -16,10 +15,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -472,53 +470,6 @@ def loss_curve(bench: Bench) -> None:
     # Not the largest: a step of the end, where batches are known by heart, jumps in one of them.
     if statistics.mean(apart) > 0.02:
         raise RuntimeError("the curves are not the same")
-
-
-# --- a small card ---------------------------------------------------------------------------------
-
-
-_SMALL = 24 * 10**9  # bytes
-
-
-def small_memory(bench: Bench) -> None:
-    """A model of 3.0 billion parameters with 24 GB of the card's memory, then with all of it."""
-    medians = []
-    for name, size in (("24 GB", _SMALL), ("without the limit", None)):
-        with _of_memory(bench, size):
-            trainer = bench.trainer(
-                "3b",
-                local_batch_size_train="auto" if bench.cuda else 2,
-                local_batch_size_train_effective=4 if bench.quick else 32,
-            )
-            bench.row("memory plan", trainer.sharded.plan.note)
-            bench.steps(trainer, 0, 1)
-            label = f"{name}, micro-batch {trainer.micro_batch_size}"
-            medians.append(bench.report_steps(label, trainer, bench.steps(trainer, 1, 4)))
-            del trainer
-            bench.forget()
-    limited, free = medians
-    bench.row("with 24 GB", f"**{free / limited:.2f}x** the step rate", ratio=free / limited)
-
-
-@contextlib.contextmanager
-def _of_memory(bench: Bench, size: int | None) -> Iterator[None]:
-    """Let the card have ``size`` bytes, for whoever asks it too; None: all. On a CPU: nothing."""
-    if size is None or not bench.cuda:
-        yield
-        return
-    facts = torch.cuda.get_device_properties(bench.device)
-    names = [name for name in dir(facts) if not name.startswith("_")]
-    fewer = SimpleNamespace(**{name: getattr(facts, name) for name in names})
-    fewer.total_memory = size
-    torch.cuda.set_per_process_memory_fraction(size / bench.total, bench.device)
-    with (
-        mock.patch.object(torch.cuda, "get_device_properties", lambda *_: fewer),
-        mock.patch.object(
-            torch.cuda, "mem_get_info", lambda *_: (size - torch.cuda.memory_reserved(), size)
-        ),
-    ):
-        yield
-    torch.cuda.set_per_process_memory_fraction(1.0, bench.device)
 
 
 def run(part: Callable[[Bench], None], options: argparse.Namespace) -> int:

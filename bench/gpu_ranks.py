@@ -1,4 +1,4 @@
-"""The parts of bench/gpu.py that take all GPUs: their speed against one's, and checkpoints.
+"""The parts of bench/gpu.py that take all GPUs: their speed against one's, publications, a loss.
 
 Each rank is a process, as a miner's is. For the first part a GPU has as many micro-batches of the
 same size whether it is one or one of eight, so what is lost is what the links cost. On a CPU two
@@ -11,10 +11,11 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ _ON_CPU = 2  # ranks
 _MICRO_BATCHES = 4  # of a step, on each GPU
 _GATHERED = 2**28  # bytes that each rank gives to a gather that is timed
 _STUCK = timedelta(minutes=2)
+_ENDED = torch.multiprocessing.ProcessExitedException, torch.multiprocessing.ProcessRaisedException
 CHECKPOINT_STEPS, CHECKPOINT_SECONDS = 25, 600.0  # between two checkpoints, at least
 
 
@@ -230,3 +232,87 @@ def _steps_during(
 def _slowest(trainer: Trainer, mine: dict[str, float]) -> dict[str, float]:
     every = trainer.stream.all_gather(mine)
     return {name: max(each[name] for each in every) for name in mine}
+
+
+# --- a GPU that is lost ---------------------------------------------------------------------------
+
+
+def lost(bench: Bench) -> None:
+    """Lose the last GPU in the middle of training, and continue with the others.
+
+    A card that falls off the bus fails every later call of its process, as after an assertion in a
+    kernel: that is what the last rank gets here, and on a CPU ``kill -9``. Of one GPU its process
+    starts again, as after a driver's reset. The loss of the next inner step must be that of a run
+    that lost nothing.
+    """
+    ranks = torch.cuda.device_count() if bench.cuda else _ON_CPU
+    with tempfile.TemporaryDirectory() as folder:
+        how = ("125m", 2, bench.length, bench.quick, bench.cuda, bench.until)
+        try:
+            job = Job(Path(folder), ranks, *how)
+            torch.multiprocessing.spawn(lose, args=(job,), nprocs=ranks)
+        except _ENDED as error:
+            line = (str(error).strip().splitlines() or [""])[-1][:160]
+        else:
+            raise RuntimeError("no rank ended, so nothing was lost")
+        expected = json.loads((Path(folder) / "expected.json").read_text())
+        ended = time.time() - expected["at"]
+        bench.row("all ranks have ended", f"after {ended:.1f} s: {line}", seconds=ended)
+        (Path(folder) / "store").unlink()  # of the process group that has ended
+        rest, began = max(1, ranks - 1), time.monotonic()
+        torch.multiprocessing.spawn(go_on, args=(replace(job, ranks=rest),), nprocs=rest)
+        seconds = time.monotonic() - began
+        loss = json.loads((Path(folder) / "loss.json").read_text())
+        apart = abs(loss - expected["loss"])
+        text = f"on {rest} of {ranks} after **{seconds:.1f} s**, losses {apart:.5f} apart"
+        bench.row("next inner step", text, seconds=seconds, apart=apart)
+        if apart > 0.01:
+            raise RuntimeError("training did not continue where it was")
+
+
+def _small(bench: Bench, job: Job) -> Trainer:
+    """Return a trainer whose step has the same sequences on any number of ranks."""
+    sequences = _MICRO_BATCHES * job.micro_batch * 2
+    return bench.trainer(
+        job.model,
+        weights=True,
+        local_batch_size_train=job.micro_batch,
+        local_batch_size_train_effective=sequences,
+    )
+
+
+def lose(rank: int, job: Job) -> None:
+    """Run one of the ranks, of which the last is lost after a checkpoint."""
+    with rank_bench(rank, job) as bench:
+        trainer = _small(bench, job)
+        bench.steps(trainer, 0, 2)
+        checkpointer = Checkpointer(trainer=trainer, folder=job.folder / "checkpoints", keep=1)
+        checkpointer.save({}, Progress(0, 2, 2))
+        checkpointer.wait()
+        loss = _next_loss(bench, trainer)
+        if rank == 0:
+            found = json.dumps({"loss": loss, "at": time.time()})
+            (job.folder / "expected.json").write_text(found)
+        dist.barrier()
+        if rank == job.ranks - 1:
+            if not job.cuda:
+                os.kill(os.getpid(), signal.SIGKILL)
+            places = torch.full((1,), 1 << 30, device=bench.device)
+            torch.zeros(1, device=bench.device).index_select(0, places).cpu()
+        bench.steps(trainer, 3, 4)
+
+
+def go_on(rank: int, job: Job) -> None:
+    """Run one of the ranks that are left, from the checkpoint."""
+    with rank_bench(rank, job) as bench:
+        trainer = _small(bench, job)
+        checkpointer = Checkpointer(trainer=trainer, folder=job.folder / "checkpoints", keep=1)
+        if checkpointer.restore() is None:
+            raise RuntimeError("there is no checkpoint to continue from")
+        loss = _next_loss(bench, trainer)
+        if rank == 0:
+            (job.folder / "loss.json").write_text(json.dumps(loss))
+
+
+def _next_loss(bench: Bench, trainer: Trainer) -> float:
+    return bench.step(trainer, bench.batches(trainer, 2)).loss

@@ -12,6 +12,8 @@ import venv
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -69,6 +71,58 @@ def test_a_part_that_hangs_or_dies_keeps_its_results_so_far(tmp_path: Path) -> N
         assert found["status"] == expected and not list(tmp_path.glob("**/40 GB"))
         assert found["rows"] == [{"name": "a", "text": "1"}]
     assert found["log"][-1] == "no such kernel"
+
+
+def test_rows_are_in_the_report_while_their_part_runs(tmp_path: Path) -> None:
+    found, report = tmp_path / "a.json", gpu.Report(tmp_path, device="cpu", quick=True)
+    told, waits = list[int](), iter(["", "a", "a", "ab", None])  # names of rows, then its end
+
+    def wait(timeout: float) -> int:
+        rows = next(waits)
+        if rows is None:
+            return 0
+        content = {"rows": [{"name": name, "text": "1"} for name in rows]}
+        found.write_text(json.dumps(content))
+        raise subprocess.TimeoutExpired("", timeout)
+
+    def put(result: dict[str, Any]) -> None:
+        told.append(len(result["rows"]))
+        report.put(gpu.PARTS[0], result)
+
+    process: Any = SimpleNamespace(wait=wait)
+    assert gpu._wait(process, 600.0, found, put) == 0
+    assert told == [1, 2], "each row once"
+    assert "a: 1<br>b: 1<br>**not finished**" in report.text.read_text()
+
+
+@pytest.mark.parametrize(("seconds", "ran"), [(1e9, 8), (35.0, 3), (25.0, 2), (0.0, 1)])
+def test_the_sweep_ends_with_the_row_that_fits_and_names_the_others(
+    seconds: float, ran: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row takes 10 s; the first one is measured however little is left."""
+    from bench import gpu_parts
+
+    now, rows = [0.0], list[tuple[str, str]]()
+    monkeypatch.setattr(gpu_parts.time, "monotonic", lambda: now[0])
+
+    def steps(*_: object) -> list[float]:
+        now[0] += 5.0
+        return [1.0]
+
+    bench: Any = SimpleNamespace(
+        quick=True,
+        left=lambda: seconds - now[0],
+        forget=lambda: None,
+        trainer=lambda *_, **named: None,
+        steps=steps,
+        report_steps=lambda name, *_: rows.append((name, "measured")),
+        row=lambda name, text: rows.append((name, text)),
+    )
+    gpu_parts.sweep(bench)
+    measured = [name for name, text in rows if text == "measured"]
+    assert len(measured) == ran and measured[0] == "as the miner does it"
+    left = [text for name, text in rows if name == "no time for"]
+    assert sum(len(text.split(", ")) for text in left) == 8 - ran
 
 
 def environment(folder: Path, names: Iterable[str]) -> Path:
