@@ -29,7 +29,7 @@ r2.*_timeout r2.checksum_mode r2.concurrency r2.file_deadline r2.part_size r2.ta
 r2.uploader_nice r2.write_interval
 validator.alive_* validator.blocks_per_allreduce_later validator.evaluation_*
 validator.held_out_sequences validator.inner_optimizer_budget validator.keep_exports
-validator.loss_tolerance validator.minimum_* validator.model_from validator.publication_budget
+validator.loss_tolerance validator.minimum_* validator.model_* validator.publication_budget
 validator.score_* validator.seed validator.sweep_* validator.tick validator.top_candidates
 """
 #: Patterns of names without effect. A setting of today wins over a pattern.
@@ -68,7 +68,6 @@ RULES: dict[str, str] = {
 #: Flag -> the setting that has its value now.
 RENAMED = {
     "neuron.nproc_per_node": "nproc_per_node",
-    "validator.model_config": "validator.model",
     "validator.weights": "validator.model",
 }
 

@@ -117,7 +117,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _fail(problem: str) -> int:
-    print(f"error: {problem}", file=sys.stderr)
+    print(f"error: {problem}", file=sys.stderr, flush=True)
+    print("stopping all programs", flush=True)  # the validator ends what it computes
     return ExitStatus.FAULT
 
 
@@ -216,19 +217,28 @@ class _Trial:
     def _follow(self, event: dict[str, object]) -> str:
         name = lambda uid: self.members[uid][0].name if uid in self.members else f"uid {uid}"
         match event:
-            case {"kind": "outer_step", "outer_step": int(reached), "participants": [*uids]}:
+            case {
+                "kind": "outer_step",
+                "outer_step": int(reached),
+                "participants": [*uids],
+                "carried_over": [*later],
+            }:
                 self.reached, self.reached_at = reached, time.monotonic()
                 self.refused.clear()
                 loss = held_out(self.validator.tables["held_out"][-1])
+                merged = ", ".join(name(uid) for uid in uids if uid not in later)
+                carried = f"; carried over {', '.join(map(name, later))}" if later else ""
                 print(
                     f"outer step {reached} after {time.monotonic() - self.began:.0f} s: merged "
-                    f"{', '.join(map(name, uids))}; held-out loss {loss}",
+                    f"{merged}{carried}; held-out loss {loss}",
                     flush=True,
                 )
             case {"kind": "upload_scored", "ok": False, "uid": int(uid), "reason": reason}:
                 self.refused[uid] += 1
                 if self.refused[uid] > 1:
-                    return f"the uploads of {name(uid)} are refused: {reason}"
+                    more = "; a longer --set round.period=60s gives the validator more time"
+                    more = more if "its turn to be judged" in str(reason) else ""
+                    return f"the uploads of {name(uid)} are refused: {reason}{more}"
                 print(f"the upload of {name(uid)} is refused: {reason}", flush=True)
         return ""
 
@@ -241,7 +251,7 @@ class _Trial:
         last = (child.last_lines() or ["it printed nothing"])[-1]
         return (
             f"the script of {child.name} ended with status {child.exit_status} at inner step "
-            f"{state.inner_step}, before outer step {self.options.rounds}: {last} ({child.log})"
+            f"{state.inner_step}, before outer step {self.reached + 1}: {last} ({child.log})"
         )
 
 

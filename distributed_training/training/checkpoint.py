@@ -345,11 +345,11 @@ class Checkpointer:
         # Make text of it now, since the next step changes lists in it.
         text = json.dumps(content | {"progress": asdict(progress)})
         self.hold_seconds = time.perf_counter() - started
-        copies.writers.append(written := threading.Event())
         # Let a disk that hangs not keep a stopped miner alive.
         self._writing = BackgroundWrite("checkpoint", daemon=True)
+        copies.writers.append(self._writing.ended)
         held = [by_step, by_epoch, copies]
-        self._writing.start(partial(self._write, name, held, written, text))
+        self._writing.start(partial(self._write, name, held, text))
 
     def saved(self) -> bool | None:
         """Return whether all ranks of this machine have written the last one; None: not known yet.
@@ -431,14 +431,7 @@ class Checkpointer:
 
     # --- writing --------------------------------------------------------------------------------
 
-    def _write(
-        self,
-        name: str,
-        held: list[Any],
-        written: threading.Event,
-        content: str,
-        _: BackgroundWrite,
-    ) -> None:
+    def _write(self, name: str, held: list[Any], content: str, _: BackgroundWrite) -> None:
         enter_thread(self._trainer.device, background=True)
         started = time.perf_counter()
         try:
@@ -462,7 +455,6 @@ class Checkpointer:
             raise
         finally:
             held.clear()  # this thread's arguments would hold the copies until it ends
-            written.set()
         self.seconds = self.hold_seconds + time.perf_counter() - started
         if self._lead:
             try:

@@ -353,10 +353,10 @@ def _problems(
             )
         if theirs.requires_grad:
             yield from _of_trained(name, parameter, trained)
-        elif parameter.requires_grad or id(parameter) in trained:
+        elif parameter.requires_grad:  # an optimizer skips the others, which get no gradient
             yield (
                 f"{name} is trained here, and in this network it is frozen, {_NOTHING}: call "
-                "requires_grad_(False) on it before the optimizer is made"
+                "requires_grad_(False) on it"
             )
         if parameter.is_meta:
             yield f"{name} has no memory yet (device meta), {_NOTHING}: call to_empty() first"

@@ -212,7 +212,7 @@ class AveragingValidator(StoreValidator):
     # --- what is published ------------------------------------------------------------------------
 
     def _manifest(self, state: GlobalState, values: OuterState, **of_close: Any) -> Manifest:
-        averaging = self._averaging if of_close["update"] else None
+        averaging = self._averaging if of_close.get("update") else None
         if averaging is not None and averaging.source == "average":
             digest = sha256_of(self.steps.place(state.outer_step) / keys.AVERAGE)
             of_close["files"] = {**of_close["files"], keys.AVERAGE: digest}
@@ -227,5 +227,7 @@ class AveragingValidator(StoreValidator):
             return super()._participants(close)
         # This includes participants whose uploads nobody looked at.
         for uid in self._averaging.participants:
-            close.came.setdefault(uid, close.state.closes_at)
+            if uid not in close.came and uid in self.standings.entries:
+                at = close.state.closes_at
+                close.came[uid] = self.standings.entries[uid].uploaded = at
         return frozenset(self._averaging.participants)

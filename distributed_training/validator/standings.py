@@ -127,9 +127,10 @@ class Standings:
         """Return the entries of the members: who was registered when that was last seen.
 
         On a public chain other validators are registered too. Whoever may be one is a member only
-        once it has sent an upload.
+        once it has sent an upload, or has scores of before.
         """
-        validators = {uid for uid in self._validators if self.entries[uid].uploaded is None}
+        known = {u for u, e in self.entries.items() if e.uploaded is not None or e.published > 0}
+        validators = self._validators - known
         return {u: e for u, e in self.entries.items() if u not in self._absent | validators}
 
     def save(self, path: Path) -> None:

@@ -47,7 +47,8 @@ of each kind, in the order in which they happen; readers ignore kinds and fields
     whose uploads were accepted), causes ({uid as text: why others' were refused}), seconds.
 ``outer_step``
     outer_step (reached; the new global state is published and complete), participants (uids),
-    seconds (from the call to the end of the publication).
+    carried_over (those of them whose uploads count in a later outer step), seconds (from the call
+    to the end of the publication).
 ``finished``
     outer_step, reason: which [stop] of the network's file it reached. No round follows.
 ``export``
@@ -520,6 +521,7 @@ class StoreValidator(CloseJudge):
             "outer_step",
             outer_step=manifest.outer_step,
             participants=[one.uid for one in manifest.merged],
+            carried_over=[one.uid for one in manifest.merged if not one.factor],
             seconds=round(time.monotonic() - reached.began, 3),
         )
         self._log_losses("Merged: outer step")
@@ -636,7 +638,8 @@ class StoreValidator(CloseJudge):
             for uid, one in close.refused.items()
             if one.cause != "not-judged"  # this cause says nothing about the upload
         ]
-        entries, took_part = self.standings.present(), self._participants(close)
+        took_part = self._participants(close)
+        entries = self.standings.present()  # with those who took part for the first time
         for uid, entry in entries.items():
             entry.all_reduce = int(uid in took_part)
             entry.fault = "" if uid in close.came else "it sent no upload for the last close"

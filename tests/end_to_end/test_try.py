@@ -63,7 +63,7 @@ def test_a_kill_leaves_no_member(tmp_path: Path) -> None:
         ("print('hello')", "error: bad.py ended without a call of join(), so it was no member"),
         (
             "raise SystemExit('no GPU')",
-            "ended with status 1 at inner step 0, before outer step 2: no GPU",
+            "ended with status 1 at inner step 0, before outer step 1: no GPU",
         ),
         (
             "import sys, torch, distributed_training as d\n"

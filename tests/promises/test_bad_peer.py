@@ -174,7 +174,7 @@ def test_a_validator_that_judges_a_sample_fetches_no_other_upload(
     assert len(fetched) == 1 and {one.uid for one in manifest.merged} <= fetched
     assert manifest.averaging.difference is None  # not all uploads were fetched
     entries = world.validator.standings.present()
-    assert all(entries[uid].all_reduce for uid in world.uids)
+    assert all(entries[uid].all_reduce and entries[uid].uploaded for uid in world.uids)
 
 
 def test_a_stranger_joins_aggregates_and_downloads_nothing(shared: HivemindWorld) -> None:

@@ -24,7 +24,7 @@ EXPLAINS_ITSELF = re.compile(
     r"\bagain\b|\b(?:continues?|goes on|[Gg]oing on|is repeated|left out|kept|is used|not used)\b"
     r"|needs? to be done|not affected|\byet\b|for now|until (?:it|the next)|before the next"
     r"|next try|once (?:more|that)|report it|--\w+[._]\w+|\.env\b|HF_TOKEN|timedatectl|nvidia-smi"
-    r"|`python |\bcounts\b|is over\b|keep enough free|leave it out"
+    r"|`python |\bcounts\b|is over\b|keep enough free|leave it out|^Verdict: "
 )
 _PLACEHOLDER = re.compile(r"%[-+# 0-9.*]*[a-zA-Z]|%%|\0")
 _NUMBER = re.compile(r"\d+(\.\d+)*")

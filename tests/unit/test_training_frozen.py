@@ -172,6 +172,18 @@ def test_tied_shared_and_scalar_tensors_of_another_kind_of_model(tmp_path: Path)
     assert judge.loss(batch(7)) < before
 
 
+def test_an_optimizer_may_hold_what_is_frozen(tmp_path: Path) -> None:
+    model: Any = ToyModel()
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.5)
+    weights = joined(model, tmp_path, TOY, optimizer)
+    before = model.base.weight.detach().clone()
+    weights.begin_epoch(0)
+    model(batch(1)).sum().backward()
+    optimizer.step()
+    assert same([model.base.weight.detach()], [before])
+    weights.write_upload(tmp_path / "upload", header("upload", 0), sign=ALICE.sign)
+
+
 @pytest.mark.parametrize(
     ("change", "line"),
     [

@@ -215,6 +215,7 @@ def test_a_command_that_cannot_run_is_refused_at_the_start(flags: list[str], wor
     assert len(found) == bool(words) and all(words in line and "\n" not in line for line in found)
 
 
+@pytest.mark.timeout(420)
 def test_a_validators_own_model_is_exported_and_looked_at(tmp_path: Path) -> None:
     """The real program exports it from the run folder after a real round."""
     look = tmp_path / "look.py"
@@ -226,7 +227,9 @@ def test_a_validators_own_model_is_exported_and_looked_at(tmp_path: Path) -> Non
     changes = {"export_every": 1, "export_command": f"{sys.executable} {look}"}
     world = StoreWorld(tmp_path, **changes)
     assert world.round().outer_step == 1
-    wait_for(lambda: bool(world.events.of("export")), "the export", 150, every=0.5)
+    wait_for(
+        lambda: bool(world.events.of("export")), "the export", 390, every=0.5
+    )  # its programs have a low priority
     (event,) = world.events.of("export")
     assert event["ok"], event
     assert event["results"] == {"tensors": len(world.validator.state.weights), "step": 1}
