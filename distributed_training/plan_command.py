@@ -139,12 +139,12 @@ def lines(plan: dict[str, Any], options: argparse.Namespace) -> Iterator[tuple[s
     fits = "" if plan["fits"] else ": the model does not fit"
     yield "GPU memory", f"at least {plan['device_bytes'] / 1e9:.0f} of {card.memory:g} GB{fits}"
     host, disk = plan["host_bytes"] / 1e9, plan["disk_bytes"] / 1e9
-    yield "host memory, disk", f"{host:.0f} GB, {disk:.0f} GB on each machine"
+    yield "host memory, disk", f"{host:.0f} GB, {disk:.0f} GB and up to 10 of data on each machine"
     steps, tokens = period / plan["step_seconds"], period * plan["tokens_per_second"]
     yield "an outer step", f"{steps:,.0f} inner steps, {amount(tokens)} tokens of a member"
     yield "bytes of it", f"sends {size(plan['sent'])}, receives {size(plan['received'])}"
     late = "" if plan["in_time"] else ": too late to be merged; a longer --set round.period helps"
-    yield "upload", f"{span(plan['upload_seconds'])} of {span(plan['grace'])} grace{late}"
+    yield "upload", f"{plan['upload_seconds']:,.0f} s of {plan['grace']:,.0f} s grace{late}"
     if plan["average_seconds"]:
         yield "all-reduce", span(plan["average_seconds"])
     needs = (plan[f"validator_{kind}_bytes"] / 1e9 for kind in ("device", "host"))

@@ -23,7 +23,7 @@ from safetensors import safe_open
 
 import distributed_training
 from distributed_training.chain.identity import load_wallet
-from distributed_training.common.llama import local_llama_config
+from distributed_training.common.llama import local_llama_config, named_config
 from distributed_training.common.memory import Arrangement, ModelShape, host_memory
 from distributed_training.config import ConfigError, load_config, rules_at
 from distributed_training.config.settings import ChainSettings
@@ -237,8 +237,8 @@ def test_the_example_of_three_sites_has_the_values_that_init_and_dt_plan_print(
     words[at : at + 2] = ["--model", "1b", "--tokenizer", "bytes"]
     assert main(words) == 0
     values = read(Path("lab")).network.values
-    assert f"writes {values['training.total_steps']:,.0f} inner steps" in page
-    assert f"has {values['round.grace'].removesuffix('s')} s after a close" in page
+    assert f"takes {values['training.total_steps']:,.0f} inner steps" in page
+    assert f"gets {values['round.grace'].removesuffix('s')} s at 50 Mbit/s" in page
     cells = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", page, re.M)
     rows = {name: found for name, *found in cells}
     for column, gpu in enumerate(("h100", "4090x4")):
@@ -254,6 +254,28 @@ def test_the_example_of_three_sites_has_the_values_that_init_and_dt_plan_print(
         assert f"  {step} (" in said and f"  {steps} inner steps" in said
         hours, dollars = rows["the whole training"][column].split(", ")
         assert f"  {hours}, {dollars.removesuffix(' dollars')} $ of all members" in said
+    three = {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28}
+    three |= {"num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128}
+    three |= {"vocab_size": 128256, "tie_word_embeddings": True}
+    Path("three.json").write_text(json.dumps(named_config("1b") | three))
+    words[1], words[words.index("1b")] = "three", "three.json"
+    assert main(words) == 2 and "--set round.period=1617s" in capsys.readouterr().err
+    at = words.index("round.period=12m")
+    assert main(words[: at - 1] + words[at + 1 :]) == 0
+    values = read(Path("three")).network.values
+    assert (values["round.period"], values["round.grace"]) == ("30m", "539s")
+    (section,) = re.findall(r"^### Three billion parameters\n(.*?)^##", page, re.M | re.S)
+    given = " ".join(section.split())
+    asked[asked.index("--network") + 1] = "three/network.toml"
+    for gpu, found_in in (("h100x2", "{} and {} dollars"), ("4090x2", "{} and {}.")):
+        asked[asked.index("--gpu") + 1] = gpu
+        capsys.readouterr()
+        assert plan_main(asked) == 0
+        said = capsys.readouterr().out
+        (found_now,) = re.findall(r"  ([\d.]+ hours), ([\d.]+) \$ of all members", said)
+        assert found_in.format(*found_now) in given
+    assert "139 GB, 315 GB and" in said and "139 GB of memory and 315 GB of disk" in given
+    assert "16.6 GB of a GPU, 91.0 GB" in said and "16.6 GB of a GPU and 91 GB" in given
 
 
 @pytest.mark.parametrize(

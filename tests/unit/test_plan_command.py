@@ -70,6 +70,10 @@ def test_a_plan_goes_by_the_networks_file(
     found = plan(capsys, "--network", file, "--gpu", "4090", "--link", "100/20")
     assert (found["period"], found["grace"], found["in_time"]) == (1200, 300, True)
     assert found["sent"] < 0.6 * found["received"]  # 2 bits per value in place of 4
+    main(["--network", file, "--gpu", "4090", "--link", "100/20"])
+    said = capsys.readouterr().out
+    assert f"{found['upload_seconds']:.0f} s of 300 s grace\n" in said  # as init says it
+    assert f"{found['disk_bytes'] / 1e9:.0f} GB and up to 10 of data on each machine\n" in said
     slow = plan(capsys, "--network", file, "--gpu", "4090", "--link", "0.5")
     assert not slow["in_time"]
 
