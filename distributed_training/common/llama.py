@@ -85,8 +85,13 @@ def named_config(name: str) -> dict[str, Any]:
 
 def read_config(model: str) -> dict[str, Any]:
     """Return a model by its size, or what its ``config.json`` holds. Raises ValueError."""
-    if not model.endswith(".json"):
+    path = Path(model)
+    if model == "tiny" or model in SHAPES or not (model.endswith(".json") or path.is_file()):
         return named_config(model)
-    if (found := read_json_object(Path(model))) is None:
-        raise ValueError("it is no file of a JSON object that can be read")
+    try:
+        path.open().close()
+    except OSError as error:  # its text names the path
+        raise ValueError(str(error)) from None
+    if (found := read_json_object(path)) is None:
+        raise ValueError(f"{path} is no file of a JSON object that can be read")
     return found

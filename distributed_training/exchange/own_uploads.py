@@ -96,7 +96,8 @@ class OwnUploads:
 
         ``within``: seconds. ``uplink``: ends the sending when it is stopped.
         """
-        path, until = self.path(close), time.monotonic() + within
+        path, began = self.path(close), time.monotonic()
+        until = began + within
         waits, note = Backoff(first=_FIRST_WAIT, longest=_LONGEST_WAIT), None
         while True:
             try:
@@ -110,7 +111,7 @@ class OwnUploads:
                     raise DeadlineError("late: it was written after the grace had ended")
                 ended = self._upload(close, until, uplink)
                 self._write_note(close, replace(note, ended=_SENT))
-                return ended
+                return replace(ended, seconds=time.monotonic() - began)  # with failed attempts
             except (StoreError, OSError) as error:
                 cause = str(error)
                 if isinstance(error, TakenError):

@@ -396,7 +396,8 @@ class StoreRounds:
         except Exception as error:  # the loop would wait for its end
             log.exception("Unexpected error while sending an upload; please report it")
             ended = UploadEnded(close, repr(error))
-        self._tidies = self._tidies or close.serial > 0
+        if close.serial:
+            self._tidies = True
         self._post(ended)
         self._wake.set()
         if not close.serial:

@@ -27,6 +27,7 @@ T = TypeVar("T")
 START_PATIENCE, SAMPLE_PATIENCE = 60.0, 2.0
 _open_question: list[threading.Thread] = []  # the question that the driver has not answered
 
+_kept: list[tuple[Any, list[Any]]] = []  # the driver's library and the cards, as it was opened
 _RULE = "=" * 80
 
 
@@ -136,14 +137,22 @@ def describe_gpu(device: int) -> str:
 
 
 def keep_driver_open() -> None:
-    """Keep the driver's library open in this process, so that each question takes microseconds."""
-    within(START_PATIENCE, None, _start)
+    """Keep the driver's library open in this process, so that each question takes microseconds.
+
+    The cards keep the numbers that they have now, also when one of them is lost.
+    """
+
+    def keep() -> None:
+        if (nvml := _start()) is not None:
+            _kept[:] = [(nvml, _visible_handles(nvml))]
+
+    within(START_PATIENCE, None, keep)
 
 
 def _of_gpu(device: int, read: Callable[[Any, Any], T], patience: float) -> T | None:
     def ask() -> T | None:
         with _session() as nvml:
-            handles = [] if nvml is None else _visible_handles(nvml)
+            handles = [] if nvml is None else _handles(nvml)
             if not 0 <= device < len(handles):
                 return None
             try:
@@ -192,6 +201,13 @@ def _start() -> Any:
     except pynvml.NVMLError:
         return None
     return pynvml
+
+
+def _handles(nvml: Any) -> list[Any]:
+    for library, handles in _kept:
+        if library is nvml:
+            return handles
+    return _visible_handles(nvml)
 
 
 def _visible_handles(nvml: Any) -> list[Any]:

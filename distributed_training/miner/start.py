@@ -167,7 +167,8 @@ def train(
         if info.problem:
             # Rank 0 says why; this rank did not fail. Yet after status 0 the torchrun of another
             # node waits 300 s for that of rank 0, which starts again meanwhile.
-            return (ExitStatus.FAULT, info.problem) if node else (ExitStatus.STOPPED, "")
+            failed = node and not stop.wanted
+            return (ExitStatus.FAULT, info.problem) if failed else (ExitStatus.STOPPED, "")
         if node:
             # Other machines have the tokenizer in a folder of their own.
             found = None

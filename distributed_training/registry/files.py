@@ -51,6 +51,7 @@ from distributed_training.store.folder import FolderStore, info_of
 PREFIX = "/store/"  # beginning of the path of each URL
 SECRET = "store.key"  # file of the key in the registry's folder
 _KEPT = 7 * 86400.0  # seconds for which parts are kept that nobody puts together
+_BEHIND = 2  # parts of an upload that are not on the disk yet when its member has to wait
 _PIECE = 1024 * 1024  # bytes that are read or written at once
 _SENT = 128 * 1024  # bytes that are sent at once: a socket takes them mostly without a wait
 _WHOLE = "whole"  # file in the folder of an upload in parts, with each part in its place
@@ -201,8 +202,8 @@ class ServedFolder(FolderStore):
     async def _write_part(self, request: Request, folder: Path, part: PartInfo) -> Response:
         """Write a part to its place in the whole, so that nothing is copied at the end."""
         mark = folder / f"{part.number}-{part.size}-{part.etag}"
-        if (before := self._syncing.pop((folder, part.number), None)) is not None:
-            await asyncio.wrap_future(before)
+        if (before := self._syncing.get((folder, part.number))) is not None:
+            await _ends([before])
         if not mark.exists():
             for other in folder.glob(f"{part.number}-*"):  # the part had other bytes
                 other.unlink(missing_ok=True)
@@ -210,16 +211,26 @@ class ServedFolder(FolderStore):
                 file.seek((part.number - 1) * presigned.PART)
                 await self._receive(request, file, part.etag, sync=False)
                 handle = os.dup(file.fileno())
-            # Sync it while the next part comes.
+            # Sync it while the next part comes. Where the disk falls behind the member waits, since
+            # whoever asks for its parts would wait for all of them.
+            behind = [
+                each for (of, _), each in self._syncing.items() if of == folder and not each.done()
+            ]
             self._syncing[folder, part.number] = self._syncs.submit(_sync_part, handle, mark)
+            if len(behind) >= _BEHIND:
+                await _ends(behind)
         return Response(headers={"etag": f'"{part.etag}"'})
 
     def _await_syncs(self, key: str, folder: Path) -> None:
         """Wait until the parts of an upload are on the disk. Raises StoreError if one is not."""
-        for part in [each for each in list(self._syncing) if each[0] == folder]:
-            with self._errors(key):
-                if (sync := self._syncing.pop(part, None)) is not None:
-                    sync.result()
+        for part, sync in list(self._syncing.items()):
+            if part[0] == folder:
+                try:
+                    with self._errors(key):
+                        sync.result()
+                finally:
+                    if self._syncing.get(part) is sync:  # no newer part of this number came
+                        self._syncing.pop(part, None)
 
     async def _receive(
         self, request: Request, file: IO[bytes], md5: str, *, sync: bool = True
@@ -305,6 +316,11 @@ class ServedFolder(FolderStore):
         with suppress(StoreError):  # it is not wanted any more
             self._await_syncs(key, folder)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _ends(syncs: Sequence[Future[None]]) -> None:
+    """Wait until these have ended; a part that is not on the disk then has no mark."""
+    await asyncio.gather(*map(asyncio.wrap_future, syncs), return_exceptions=True)
 
 
 def _sync_part(handle: int, mark: Path) -> None:
