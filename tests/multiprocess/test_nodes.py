@@ -1,7 +1,6 @@
-"""A miner of two machines under torchrun, each of which is a network namespace.
+"""A miner of two machines under torchrun: on loopback, and in network namespaces.
 
-Each node is started again whenever its torchrun ends, as pm2 does. Stops of such a miner are in
-tests/end_to_end/test_slurm.py and tests/unit/test_miner_nodes.py.
+Each node is started again whenever its torchrun ends, as pm2 does.
 """
 
 from __future__ import annotations
@@ -15,10 +14,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from distributed_training.common.ports import free_ports
 from distributed_training.telemetry import read_events
 from testbed.namespaces import Machine, machines
 from tests.multiprocess.test_launcher_tree import COMMON, KEYS
@@ -36,6 +37,17 @@ RULES = STORE_RULES | {"tokenizer.name": "bytes"}
 AGAIN = 90.0  # seconds from the kill until training continues
 
 
+def rank_environment(folder: Path, *, steps: int, keys: bool) -> dict[str, str]:
+    """Return the variables of ranks that stop after ``steps``. ``keys``: as on node 0."""
+    here = f"{ROOT}{os.pathsep}{ROOT}/tests{os.pathsep}{ROOT}/tests/multiprocess"
+    return (
+        {name: text for name, text in os.environ.items() if not name.startswith("R2_")}
+        | (KEYS if keys else {})
+        | {"NODE_STEPS": str(steps), "OMP_NUM_THREADS": "1", "PYTHONPATH": here}
+        | {"BT_WALLET_PATH": str(folder.with_suffix(".wallets"))}
+    )
+
+
 class Node:
     """One ops/torchrun.sh, started again whenever it ends by itself."""
 
@@ -50,18 +62,15 @@ class Node:
         self._keeper: threading.Thread | None = None
         self._again = False
 
-    def start(self) -> None:
+    def start(self, *, steps: int, ranks: int = 1, again: bool = True, **changes: str) -> None:
+        """``steps``: inner steps after which the miner stops; ``changes``: of flags."""
         network = network_file(self.folder.with_suffix(".network"), RULES)
-        flags = FLAGS | {"network": network, "neuron.run_folder": str(self.folder)}
-        command = [*self.command, "--nproc_per_node", "1", "--", *COMMON]
+        flags = FLAGS | {"network": network, "neuron.run_folder": str(self.folder)} | changes
+        command = [*self.command, "--nproc_per_node", str(ranks), "--", *COMMON]
         command += [word for name, text in flags.items() for word in (f"--{name}", text)]
-        here = f"{ROOT}{os.pathsep}{ROOT}/tests{os.pathsep}{ROOT}/tests/multiprocess"
-        environment = {n: text for n, text in os.environ.items() if not n.startswith("R2_")}
-        environment |= KEYS if self.number == 0 else {}
-        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": here}
-        environment |= {"BT_WALLET_PATH": str(self.folder.with_suffix(".wallets"))}
+        environment = rank_environment(self.folder, steps=steps, keys=self.number == 0)
         environment |= {"DT_PYTHON": sys.executable, "DT_PROGRAM": str(PROGRAM)}
-        self._again = True
+        self._again = again
 
         def launch() -> None:
             with self.log.open("ab") as log:
@@ -113,8 +122,24 @@ class Node:
                     self.kill()
                 self._keeper.join(1)
 
+    def losses(self) -> dict[int, float]:
+        """Step in all -> loss, of the last time it was taken."""
+        path = self.folder / "events.jsonl"
+        found: list[dict[str, Any]] = list(read_events(path, "step")) if path.exists() else []
+        return {event["total_inner_steps"]: event["loss"] for event in found}
+
 
 Pair = list[Node]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    """Two nodes of this machine."""
+    (port,) = free_ports(1)
+    made = [Node(tmp_path / f"node{i}", i, "127.0.0.1", port, []) for i in range(2)]
+    yield made
+    for node in made:
+        node.close()
 
 
 @pytest.fixture
@@ -128,6 +153,52 @@ def two(tmp_path: Path) -> Iterator[tuple[Pair, list[Machine]]]:
         yield made, found
         for node in made:
             node.close()
+
+
+def _start(pair: Pair, *, steps: int, past: int, **more: Any) -> None:
+    for node in pair:
+        node.start(steps=steps, **more)
+    _trained(pair, past, seconds=240)
+
+
+def _trained(pair: Pair, step: int, seconds: float) -> None:
+    wait_for(lambda: max(pair[0].losses(), default=0) >= step, f"step {step}", seconds=seconds)
+
+
+def _all_ended_well(pair: Pair, *, steps: int) -> None:
+    assert [node.wait() for node in pair] == [0, 0], pair[0].output[-6000:]
+    assert set(pair[0].losses()) == set(range(1, steps + 1)), "no step is missing"
+
+
+def _straight(folder: Path, *, ranks: int, steps: int) -> dict[int, float]:
+    """Return the losses of one machine with as many ranks, under plain torchrun."""
+    (port,) = free_ports(1)
+    one = Node(folder / "one", 0, "127.0.0.1", port, [])
+    one.command[one.command.index("--nnodes") + 1] = "1"
+    one.start(steps=steps, ranks=ranks, again=False)
+    try:
+        assert one.wait() == 0, one.output[-6000:]
+    finally:
+        one.close()
+    return one.losses()
+
+
+@pytest.mark.timeout(480)
+def test_a_stop_of_one_node_saves_on_both(pair: Pair, tmp_path: Path) -> None:
+    pair[1].start(steps=12, again=False, **{"data.prefetch_blocks": "nine"})
+    assert pair[1].wait() == 2 and "--data.prefetch_blocks: 'nine' is not" in pair[1].output
+    _start(pair, steps=4000, past=3, again=False)
+    pair[1].stop()
+    assert [node.wait() for node in pair] == [1, 1]
+    saved = max(pair[0].losses())
+    assert "Another node was asked to stop: saved" in pair[0].output
+    for node in pair:
+        node.start(steps=saved + 4)
+    _all_ended_well(pair, steps=saved + 4)
+    assert f"Resumed at outer step 0, inner step {saved}" in pair[0].output
+    assert not (pair[1].folder / "events.jsonl").exists()
+    straight = _straight(tmp_path, ranks=2, steps=saved + 4)
+    assert pair[0].losses() == pytest.approx(straight, abs=1e-6)
 
 
 def _resumed(node: Node) -> list[str]:
@@ -149,14 +220,7 @@ def test_a_killed_node_comes_back_and_all_go_on_from_the_last_checkpoint(
     """Its machine loses its power for a moment; nobody helps."""
     pair, found = two
     began = time.monotonic()
-    events = pair[0].folder / "events.jsonl"
-
-    def taken() -> int:
-        return len(list(read_events(events, "step"))) if events.exists() else 0
-
-    for node in pair:
-        node.start()
-    wait_for(lambda: taken() >= 8, "step 8", seconds=240)
+    _start(pair, steps=4000, past=8)
     # On a busy machine a start takes long; the goal is that of one at rest.
     again = max(AGAIN, 1.5 * (time.monotonic() - began))
     # gloo and NCCL listen at the private network's address only, torchrun's store at all.
@@ -166,8 +230,13 @@ def test_a_killed_node_comes_back_and_all_go_on_from_the_last_checkpoint(
     pair[lost].kill()
     began = time.monotonic()
     wait_for(lambda: len(_resumed(pair[0])) == 1, "the checkpoint", seconds=again)
-    before, left = taken(), again - (time.monotonic() - began)
-    wait_for(lambda: taken() > before, "training again", seconds=left)
+    events = pair[0].folder / "events.jsonl"
+    taken = len(list(read_events(events, "step")))
+    wait_for(
+        lambda: len(list(read_events(events, "step"))) > taken,
+        "training again",
+        seconds=again - (time.monotonic() - began),
+    )
     print(f"node {lost} killed: training again after {time.monotonic() - began:.1f} s")
     assert _resumed(pair[0]) == _resumed(pair[1])
     pair[1 - lost].stop()
