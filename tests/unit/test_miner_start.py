@@ -127,14 +127,18 @@ def test_a_rank_that_stops_as_ordered_has_not_failed() -> None:
     assert start.Rank.run(other) == (0, "")
 
 
-@pytest.mark.parametrize("local", [1, 2])
+@pytest.mark.parametrize(("local", "wanted"), [(1, False), (2, False), (1, True)])
 @pytest.mark.parametrize(
     "error", [ConfigError("403"), NetworkFailure("silent"), RuntimeError("a bug"), StopNow()]
 )
 def test_whatever_ends_rank_0s_start_ends_the_others_at_once(
-    local: int, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    local: int,
+    wanted: bool,
+    error: BaseException,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Another node's torchrun would wait 300 s after status 0."""
+    """Another node's torchrun would wait 300 s after status 0. ``wanted``: its own stop."""
     store, config = dist.HashStore(), config_of("--neuron.device", "cpu")
     zero, one = (
         RankChannel(rank=rank, world_size=2, group=None, store=store, local_world_size=local)
@@ -145,8 +149,9 @@ def test_whatever_ends_rank_0s_start_ends_the_others_at_once(
     monkeypatch.setattr(start, "join_ranks", lambda **_: one)
     me = RankEnvironment(1, 1 % local, 2, local)
     with ExitStack() as stack:
-        status, reason = start.train(config, me, tmp_path, Mock(), stack)
-    assert (status, reason) == ((0, "") if local == 2 else (1, str(error) or "StopNow"))
+        status, reason = start.train(config, me, tmp_path, Mock(wanted=wanted), stack)
+    failed = local == 1 and not wanted
+    assert (status, reason) == ((1, str(error) or "StopNow") if failed else (0, ""))
 
 
 @pytest.fixture

@@ -196,7 +196,10 @@ def test_bad_input_is_one_line(flag: str, word: str, capsys: pytest.CaptureFixtu
         (["--gpu", "h100", "--link", "1"], "--model"),
         (["--model", "1b", "--network", "local", "--gpu", "h100", "--link", "1"], "--network"),
         (["--network", "/nowhere.toml", "--gpu", "h100", "--link", "1"], "/nowhere.toml"),
-        (["--model", "/nowhere/config.json", "--gpu", "h100", "--link", "1"], "it is no file"),
+        (
+            ["--model", "/nowhere/config.json", "--gpu", "h100", "--link", "1"],
+            "No such file or directory",
+        ),
     ],
 )
 def test_what_contradicts_itself_is_one_line(
