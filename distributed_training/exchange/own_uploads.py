@@ -109,9 +109,9 @@ class OwnUploads:
                     return UploadEnded(close, note.ended)
                 if time.monotonic() > until:
                     raise DeadlineError("late: it was written after the grace had ended")
-                ended = self._upload(close, until, uplink)
+                ended = self._upload(close, began, until, uplink)
                 self._write_note(close, replace(note, ended=_SENT))
-                return replace(ended, seconds=time.monotonic() - began)  # with failed attempts
+                return ended
             except (StoreError, OSError) as error:
                 cause = str(error)
                 if isinstance(error, TakenError):
@@ -141,14 +141,18 @@ class OwnUploads:
 
         It has no note: nothing follows from it, so a process that starts again sends none.
         """
+        began = time.monotonic()
         try:
-            return self._upload(close, time.monotonic() + within, uplink)
+            return self._upload(close, began, began + within, uplink)
         except (StoreError, OSError) as error:
             return UploadEnded(close, str(error))
 
-    def _upload(self, close: Close, until: float, uplink: Uplink) -> UploadEnded:
-        """Send the file of ``close``. Raises StoreError, OSError, StoppedError."""
-        path, key, began = self.path(close), self._key(close), time.monotonic()
+    def _upload(self, close: Close, began: float, until: float, uplink: Uplink) -> UploadEnded:
+        """Send the file of ``close``. Raises StoreError, OSError, StoppedError.
+
+        ``began``: before the first attempt.
+        """
+        path, key = self.path(close), self._key(close)
         upload(self._store, key, path, until=until, uplink=uplink, once=close.serial > 0)
         return UploadEnded(close, size=path.stat().st_size, seconds=time.monotonic() - began)
 

@@ -1,4 +1,4 @@
-"""What readers see of a registry: its members, with uids, read keys of buckets and addresses."""
+"""Describe a registry to its readers: members, with uids, read keys of buckets and addresses."""
 
 from __future__ import annotations
 
