@@ -1,9 +1,18 @@
 """Codecs of uploads: how the values of rows become bytes, by the name in a network's file.
 
-A codec is two functions, ``encode_rows`` and ``decode_rows`` (:class:`Codec`). The product's own
-write 4, 3 or 2 bits for each value, and a scale for each group of at most 256 values of a row
-(:mod:`~.quantization`). To add another one, write the line ``CODECS.register(name, Codec(...))``
-into a module, which each member and the validator name with ``--plugins``.
+A codec is two functions, ``encode_rows`` and ``decode_rows`` (:class:`Codec`). To add another one,
+write the line ``CODECS.register(name, Codec(...))`` into a module, which each member and the
+validator name with ``--plugins``.
+
+The product's own codecs write a whole number of 4, 3 or 2 bits for each value, and a float32
+*scale* for each *group* of at most 256 values of a row. With 4 bits the scale is a seventh of the
+group's largest magnitude, and a value becomes the nearest of -7 to 7 scales, so a zero stays zero.
+With 3 and 2 bits there are too few numbers for that, so the scale follows from the root mean square
+(:data:`_SPREAD`), and a value becomes the nearest odd number of scales: ±1 to ±7, or ±1 and ±3.
+
+Decoded values are the same to the bit on every machine, because each of them is a small whole
+number times a float32. So are encoded values, because each operation is rounded once, in an order
+that is written here.
 """
 
 from __future__ import annotations
@@ -15,12 +24,27 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from distributed_training.common.kinds import Kinds
 
-from .quantization import GROUP, dequantize, pack, packed_bytes, quantize, unpack
 from .types import OWN_CODECS
 
+GROUP = 256  # values that share one scale, at most
+SCALE_BYTES = 4
+#: A value is scale * (step * number - offset), by bits.
+_NUMBERS = {4: (1, 8), 3: (2, 7), 2: (2, 3)}
+#: A row is filled up to a multiple of this many numbers, by bits, so that it takes whole bytes.
+_FILLED = {4: 2, 3: 8, 2: 4}
+_LARGEST = 7  # the largest magnitude in scales, with 4 bits
+#: Scale divided by the root mean square, by bits. With error feedback these lose least of real
+#: movements.
+_SPREAD = {3: 0.31, 2: 0.52}
+_FLOAT32 = torch.finfo(torch.float32)
+#: A smaller scale would be subnormal, and some machines take that for zero.
+_LEAST_SCALE = _FLOAT32.tiny
+#: Such a scale times 8, the largest number, is still finite.
+_MOST_SCALE = _FLOAT32.max / 8
 # How many values are handled at once: few enough that their copies stay in the CPU's cache, or do
 # not fill a GPU.
 _SLAB, _CUDA_SLAB = 1 << 19, 1 << 24
@@ -71,6 +95,9 @@ def _row(codec: Codec, columns: int) -> tuple[int, int]:
 CODECS: Kinds[Codec] = Kinds("codec of uploads")
 
 
+# --- the product's own codecs --------------------------------------------------------------------
+
+
 def _encode_rows(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     count, columns = rows.shape
     scales = rows.new_empty((count, -(-columns // GROUP)))
@@ -111,6 +138,109 @@ def _groups_of(
         yield values, scales[:, :whole], number
     if rest:
         yield rows[:, at:].unsqueeze(1), scales[:, whole:], numbers[:, at:].unsqueeze(1)
+
+
+def quantize(groups: Tensor, numbers: Tensor, bits: int) -> Tensor:
+    """Write the numbers of ``groups``, return their scales.
+
+    ``groups``: float32 ``(..., k)``, k at most 256; ``numbers``: uint8, of the same shape. The
+    scales are float32 ``(...)``. A group whose scale would be subnormal becomes zeros. Values that
+    are not finite, or too large, give a scale that :func:`refuse_scales` refuses.
+    """
+    step, offset = _NUMBERS[bits]
+    # Divide by a tensor: for a plain number a GPU multiplies by the reciprocal, with other bits.
+    if bits == 4:
+        scales = torch.maximum(groups.amax(-1), groups.amin(-1).neg_())
+        scales.div_(scales.new_full((), _LARGEST))
+        work = torch.empty_like(groups)
+    else:
+        work = groups.square()
+        scales = _added(work)
+        scales.div_(scales.new_full((), groups.shape[-1]))
+        # With MKL a CPU's float32 root may be off by its last bit; a float64's, rounded, is not.
+        scales = scales.double().sqrt_().float().mul_(_SPREAD[bits])
+    scales.mul_(scales >= _LEAST_SCALE)  # NaN stays NaN
+    factors = torch.where(scales > 0, scales.reciprocal(), 0).div_(step)
+    # Two operations, each of them rounded: a fused one would round once, and only on some machines.
+    # The conversion to integers then cuts off the fraction.
+    torch.mul(groups, factors.unsqueeze(-1), out=work).add_(offset / step + 0.5)
+    if bits != 4:
+        work.clamp_(0, 2**bits - 1)
+    numbers.view(torch.int8).copy_(work)  # torch converts to uint8 seven times slower
+    return scales
+
+
+def _added(values: Tensor) -> Tensor:
+    """Return the sums along the last dimension; ``values`` are overwritten.
+
+    By halves: torch adds in an order that depends on the device.
+    """
+    width = values.shape[-1]
+    while width > 1:
+        half = (width + 1) // 2
+        values[..., : width - half] += values[..., half:width]
+        width = half
+    return values[..., 0].clone()
+
+
+def dequantize(scales: Tensor, numbers: Tensor, out: Tensor, bits: int) -> None:
+    """Write the values of ``numbers``, uint8 ``(..., k)``, into ``out``; ``numbers`` change."""
+    step, offset = _NUMBERS[bits]
+    whole = numbers.view(torch.int8)  # integers take a quarter of the memory of float32
+    if step != 1:
+        whole *= step
+    whole -= offset
+    out.copy_(whole).mul_(scales.unsqueeze(-1))
+
+
+def refuse_scales(scales: Tensor) -> None:
+    """Raise ValueError for a scale that is neither 0 nor a normal number of at most 4.2e37."""
+    normal = (scales >= _LEAST_SCALE) & (scales <= _MOST_SCALE)
+    if not bool((normal | (scales == 0)).all()):
+        raise ValueError("a scale that is negative, subnormal, too large or not finite")
+
+
+def packed_bytes(count: int, bits: int) -> int:
+    """Return the bytes that ``count`` numbers take."""
+    return -(-count // _FILLED[bits]) * _FILLED[bits] * bits // 8
+
+
+def pack(numbers: Tensor, bits: int) -> Tensor:
+    """Pack numbers, uint8 ``(..., count)``, into ``(..., packed_bytes(count, bits))``."""
+    if missing := -numbers.shape[-1] % _FILLED[bits]:
+        numbers = pad(numbers, (0, missing), value=2 ** (bits - 1))
+    pairs = _halve(numbers, 4)
+    if bits == 4:
+        return pairs
+    if bits == 2:
+        return _halve(pairs, 2)
+    return torch.cat([_halve(pairs & 0x33, 2), _halve((pairs >> 2) & 0x11, 2, 1)], dim=-1)
+
+
+def unpack(data: Tensor, count: int, bits: int) -> Tensor:
+    """Return the ``count`` numbers of each row that :func:`pack` packed."""
+    if bits == 2:
+        data = _double(data, 2, 2)
+    elif bits == 3:
+        lower, upper = data.tensor_split([data.shape[-1] * 2 // 3], dim=-1)
+        data = _double(lower, 2, 2).add_(_double(upper, 1, 1, 2), alpha=4)
+    return _double(data, bits, 4)[..., :count]
+
+
+def _halve(numbers: Tensor, *shifts: int) -> Tensor:
+    """Put the second half into the bits above the first half, once for each of ``shifts``."""
+    for shift in shifts:
+        lower, upper = numbers.chunk(2, dim=-1)
+        numbers = (upper << shift).bitwise_or_(lower)
+    return numbers
+
+
+def _double(data: Tensor, width: int, *shifts: int) -> Tensor:
+    """Undo :func:`_halve` for numbers of ``width`` bits; the shifts are in reverse order."""
+    for shift in shifts:
+        mask = (2**width - 1) * sum(1 << place for place in range(0, 8, 2 * shift))
+        data = torch.cat([data & mask, (data >> shift).bitwise_and_(mask)], dim=-1)
+    return data
 
 
 for _name, _bits in OWN_CODECS.items():

@@ -14,7 +14,7 @@ from distributed_training.common.memory import Arrangement, ModelShape, device_m
 
 from .types import OWN_CODECS, UPDATE_CODEC
 
-_GROUP = 256  # the same as GROUP in quantization.py, which imports torch
+_GROUP = 256  # the same as GROUP in codecs.py, which imports torch
 _MARGIN = 60.0  # seconds for the end of an inner step, the copy and retries; less in a short period
 _MEETING = 30.0  # seconds until members are connected in one group; less in a short period
 # Seconds per parameter: a checkpoint is written to a plain disk before anything is sent.

@@ -33,8 +33,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .codecs import CODECS
-from .quantization import GROUP, SCALE_BYTES, refuse_scales
+from .codecs import CODECS, GROUP, SCALE_BYTES, refuse_scales
 from .types import OWN_CODECS, Schema, Sign, Verify
 
 _MOST_LISTED = 10_000  # chain blocks that a header of an edition before 0.3 may list

@@ -47,7 +47,7 @@ PHASES = {
         "exchange/base exchange/store_rounds exchange/own_uploads store/base store/transfer "
         "store/folder training/outer_step training/held_weights "
         "training/frozen training/sharding training/checkpoint protocol/update_file "
-        "protocol/codecs protocol/quantization protocol/keys"
+        "protocol/codecs protocol/keys"
     ),
     "round": "exchange/chain_copy protocol/manifest store/bucket_reader",
 }

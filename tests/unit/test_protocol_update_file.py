@@ -23,8 +23,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from distributed_training.common.files import sha256_of
-from distributed_training.protocol.codecs import CODECS
-from distributed_training.protocol.quantization import GROUP
+from distributed_training.protocol.codecs import CODECS, GROUP
 from distributed_training.protocol.types import OWN_CODECS
 from distributed_training.protocol.update_file import (
     Header,
