@@ -1,6 +1,7 @@
 """Check machine, configuration, keys, chain and data before training.
 
-    dt-doctor [--json] [--model SIZE|config.json] [--uid N] [--offline] [flags of dt-miner]...
+    dt-doctor [--json] [--model SIZE|config.json] [--uid N] [--offline] [--script]
+              [flags of dt-miner]...
     dt-doctor --probe HOST[:PORT]
     dt-doctor --notify
     dt-doctor --bundle FILE.tar.gz [--log FILE]
@@ -8,6 +9,7 @@
     dt-doctor                                  the network that miner.toml names
     dt-doctor --network local --offline        only this machine
     dt-doctor --model 1b --nproc_per_node 4    another model, four ranks
+    dt-doctor --script                         for a script of yours, which reads its own text
     dt-doctor --probe 203.0.113.7              is that DHT peer's port open from here?
     dt-doctor --probe 203.0.113.7:48009        the same, at a rented container's outside port
     dt-doctor --bundle help.tar.gz             rows, log, settings, events, versions for a helper,
@@ -113,6 +115,7 @@ def build_parser() -> Parser:
     parser.add_argument("--model", type=argument(str))
     parser.add_argument("--uid", type=ranged(0, 65535))
     parser.add_argument("--offline", action="store_true")
+    parser.add_argument("--script", action="store_true")
     parser.add_argument("--probe", type=argument(str))
     parser.add_argument("--notify", action="store_true")
     parser.add_argument("--bundle", type=argument(File))
@@ -131,6 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.probe:
             return report([probe(*probed(options.probe))], as_json=options.json)
         config = load_config("miner", flags, file=OPERATORS_FILE, check=False)
+        config = dataclasses.replace(config, of_script=options.script)
         require(**extras_of_network(config))
         if options.bundle and os.path.lexists(options.bundle):
             raise ConfigError(

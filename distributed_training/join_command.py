@@ -110,22 +110,26 @@ def join(options: argparse.Namespace, words: Sequence[str]) -> int:
 
     Raises ConfigError, ChainError, OSError, _Unfinished.
     """
-    enter(options.folder, words)
+    config, _ = enter(options.folder, words)
     here = Path.cwd()
-    status = doctor.main([])
+    # Where members train on text of their own and none is named here, a script may read it.
+    by_script = config.data.own and not config.data.own_text and not config.takes_ports
+    status = doctor.main(["--script"] if by_script else [])
     # Before the network has begun, some checks of the doctor fail.
     when = "the start, once nothing fails" if status else "the start"
     go = f"cd {shlex.quote(str(here))} && " if options.folder != Path() else ""
-    print(f"{when}: {go}dt-miner")
+    text = " --data.own_text FILES, or your script, which reads its own text" if by_script else ""
+    print(f"{when}: {go}dt-miner{text}")
     return status
 
 
 def enter(
     folder: Path, words: Sequence[str], environ: Mapping[str, str] = os.environ
-) -> int | None:
-    """Write settings and keys of a member in ``folder``, where this process goes; return its uid.
+) -> tuple[Config, int | None]:
+    """Write settings and keys of a member in ``folder``, where this process goes.
 
-    ``environ``: has the keys of the member's bucket, if it needs one. Raises as :func:`join`.
+    ``environ``: has the keys of the member's bucket, if it needs one. Returns the settings and the
+    member's uid, None where no registry gives one. Raises as :func:`join`.
     """
     others: list[str] = []
     found = read_argv(words, schema("miner"), others=others)
@@ -166,7 +170,7 @@ def enter(
         )
     if uid is not None and config.has_bucket:
         _make_bucket(config, miner_bucket(config.store.global_model_name, uid))
-    return uid
+    return config, uid
 
 
 def _parts(text: str) -> tuple[str, str]:

@@ -112,7 +112,10 @@ def _add_try_options(add: Callable[..., Any]) -> None:
     add("--members", type=ranged(1, 64), default=3, metavar="N", help="how many run it [3]")
     rounds = "ends after this many outer steps [2]"
     add("--rounds", type=ranged(1, 10**6), default=2, metavar="N", help=rounds)
-    words = "the script's arguments, in quotes; NETWORK becomes the network's file [NETWORK]"
+    words = (
+        "the script's arguments, in quotes; NETWORK becomes the network's file, and {member} in a "
+        "word the member's number: 0, 1, 2 [NETWORK]"
+    )
     add("--args", type=shlex.split, default="NETWORK", metavar="WORDS", help=words)
     of_folder: dict[str, Any] = {"type": argument(File), "default": Path("runs/try")}
     add("--folder", **of_folder, help="where everything is written, and emptied first [runs/try]")

@@ -365,6 +365,8 @@ def check_data(examination: Examination) -> list[Check]:
     from distributed_training.data.sources import Source
 
     data, place = examination.config.data, examination.config.published.get("data", Path())
+    if not examination.config.reads_text:
+        return [Check("data", "skip", "a script reads text of its own")]
     if not place.exists():
         return [Check("data", "skip", f"not here yet: a start fetches them into {place}")]
     try:

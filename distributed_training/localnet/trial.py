@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack, chdir, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -39,6 +40,7 @@ from distributed_training.signing import seconds_of
 from distributed_training.telemetry.neuron_state import NeuronState
 
 NETWORK = "NETWORK"  # this word in --args becomes the network's file
+MEMBER = "{member}"  # this text in a word of --args becomes the member's number, from 0
 _PERIOD = 12.0  # seconds from close to close, where four processes have two free cores
 _LONGEST = 300.0  # seconds without an outer step
 _NICE = "5"  # niceness of scripts: on a few cores they would leave the validator no time to judge
@@ -72,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
             f"there is no script {script}, so nothing was started: give the path of one that calls "
             "join() (docs/join-a-script.md)"
         )
-    words = [str(Path(word).absolute()) if Path(word).exists() else word for word in options.args]
+    words = [words_of(options.args, number) for number in range(options.members)]
     for name in [name for name in os.environ if name.startswith(_OPERATORS)]:
         del os.environ[name]
     folder = options.folder.absolute()
@@ -103,8 +105,8 @@ def run(options: argparse.Namespace) -> int:
         longest = options.timeout or max(_LONGEST, 5 * period)
         trial = _Trial(options, longest, NeuronState(network / "validator"), began)
         stack.callback(trial.end)
-        for number in range(1, options.members + 1):
-            trial.start_member(folder / f"member-{number}", plan.file, [str(script), *words])
+        for number, own in enumerate(words, start=1):
+            trial.start_member(folder / f"member-{number}", plan.file, [str(script), *own])
         print(f"{options.members} members run {script.name}", flush=True)
         while not trial.done:
             if signals.stop.wait(0.2):
@@ -114,6 +116,12 @@ def run(options: argparse.Namespace) -> int:
                 return _fail(f"the {lost[0]} ended; {log.name} says why" if lost else problem)
     print(f"done: {counted(trial.reached, 'outer step')}; all logs are in {folder}")
     return ExitStatus.STOPPED
+
+
+def words_of(args: Sequence[str], member: int) -> list[str]:
+    """Return the words of ``--args`` for the member of this number; paths become absolute."""
+    words = [word.replace(MEMBER, str(member)) for word in args]
+    return [str(Path(word).absolute()) if Path(word).exists() else word for word in words]
 
 
 def _fail(problem: str) -> int:
@@ -167,7 +175,7 @@ class _Trial:
         plugins = ["--plugins", *self.options.plugins] if self.options.plugins else []
         try:
             with redirect_stdout(io.StringIO()), chdir(home.parent):
-                uid = enter(home, [str(file), *to_words(settings), *plugins])
+                _, uid = enter(home, [str(file), *to_words(settings), *plugins])
         except RuntimeError as error:  # the registry has gone meanwhile, or has refused
             raise ConfigError(str(error)) from None
         threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // self.options.members))}

@@ -11,6 +11,7 @@ Names are those that PEFT gives to a model of transformers, without the prefix o
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -161,11 +162,18 @@ def count_trained(base: Mapping[str, Any], settings: Mapping[str, Any]) -> int:
     return sum(each.numel() for each in model.parameters() if each.requires_grad)
 
 
+def _is_no_kernel_warning(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
+
+
 def peft_config(model_config: Mapping[str, Any]) -> Any:
     """Return the ``peft.LoraConfig`` of a network's adapters. Raises UnfitModelError."""
     rules = LoraRules.of(model_config)
     if line := missing({LORA: "a network that trains adapters"}):
         raise UnfitModelError(line)
+    # PEFT imports bitsandbytes where it is installed. On some CPUs bitsandbytes then warns that it
+    # lacks a package, which only makes a 4-bit base faster, even where no base has four bits.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_no_kernel_warning)
     from peft import LoraConfig
 
     base, _, commit = rules.base.partition("@")

@@ -22,6 +22,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from distributed_training import doctor, join_command
 from distributed_training.config import Config, ConfigError, load_config, problems
 from distributed_training.config.settings import DataSettings
 from distributed_training.config.types import ConfigAway
@@ -32,6 +33,8 @@ from distributed_training.data.page_source import Counts
 from distributed_training.data.pipeline import DataPipeline
 from distributed_training.data.shards import SUFFIX
 from distributed_training.data.tokenizer import TextTokenizer
+from distributed_training.health import outside
+from distributed_training.health.machine import Examination
 from distributed_training.scoring.evaluator import pages_of
 from tests.tools.network import network_file
 from tests.tools.store_world import StoreWorld
@@ -367,6 +370,26 @@ def test_settings_against_the_networks_file_are_one_line(
     assert good.data.own_text == ("a", "b")
     assert not [line for line in problems(good) if "own_text" in line]
     assert not [line for line in problems(configured(tmp_path, kind="validator")) if "own" in line]
+
+
+@pytest.mark.parametrize("flags", [[], ["--data.own_text", "a"]], ids=["a script", "a miner"])
+def test_dt_join_has_the_doctor_check_no_text_that_a_script_reads(
+    tmp_path: Path,
+    flags: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config, asked = configured(tmp_path, *flags), []
+    monkeypatch.setattr(join_command, "enter", lambda folder, words: (config, 1))
+    monkeypatch.setattr(doctor, "main", lambda argv: asked.append(argv) or 0)
+    assert join_command.main(["INVITATION"]) == 0
+    assert asked == [[] if flags else ["--script"]]
+    assert ("or your script" in capsys.readouterr().out) == (not flags)
+    of_script = dataclasses.replace(config, of_script=True)
+    assert not [line for line in problems(of_script) if "own_text" in line]
+    if not flags:
+        (row,) = outside.check_data(Examination(of_script, ranks=1))
+        assert row.status == "skip"
 
 
 @pytest.mark.parametrize(

@@ -261,6 +261,16 @@ def test_a_base_of_four_bits_gets_the_values_of_the_network(
     assert weights.frozen.find_changed() == "model.layers.0.mlp.up_proj.weight"
 
 
+def test_no_log_has_the_line_on_a_kernel_that_nobody_needs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    peft_config(lora())
+    of_library = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    of_library.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s", "x")
+    of_library.warning("another warning")
+    assert [record.getMessage() for record in caplog.records] == ["another warning"]
+
+
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[MemberWorld]:
     (source := tmp_path / "base").mkdir()
