@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -65,7 +65,7 @@ class AveragingValidator(StoreValidator):
         self._order: Order | None = None
         self._answer: Answer | None = None
         self._averaging = Averaging("merge", "")  # averaging of the present close
-        self._sampled: Sequence[str] = ()  # hotkeys of those whose uploads are judged
+        self._sampled: Set[str] = set()  # hotkeys of the members whose uploads are judged
 
     def start(self, state: GlobalState, *, found: bool) -> None:
         """Start the peer process too. Raises OSError as well."""
@@ -79,10 +79,14 @@ class AveragingValidator(StoreValidator):
     # --- the all-reduce ---------------------------------------------------------------------------
 
     def _choose_awaited(self, serial: int, miners: Sequence[Neuron]) -> frozenset[str]:
-        most = self.config.validator.sample or len(miners)
-        hotkeys = [miner.hotkey for miner in miners]
-        self._sampled = self._draw(serial).sample(hotkeys, min(most, len(hotkeys)))
-        return super()._choose_awaited(serial, miners) & {*self._sampled}
+        members = self.standings.present()
+        hotkeys = [miner.hotkey for miner in miners if miner.uid in members]
+        most = self.config.validator.sample or len(hotkeys)
+        drawn = self._draw(serial).sample(hotkeys, min(most, len(hotkeys)))
+        # Another validator takes no place of the sample. It is looked at too, because its first
+        # upload makes it a member.
+        self._sampled = {*drawn} | {m.hotkey for m in miners if m.uid not in members}
+        return super()._choose_awaited(serial, miners) & self._sampled
 
     def _judge_new(self, close: Intake, miners: Sequence[Neuron], now: float) -> None:
         if self._ordered is not close:

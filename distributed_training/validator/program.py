@@ -370,7 +370,8 @@ def initial_state(config: Config) -> GlobalState:
     if network is None or network.model is None:
         raise ConfigError(
             "the network's file does not say its model and the global bucket is empty, so nothing "
-            "was published: give the file that dt-network init has written"
+            "was published: give the file that dt-network init has written, or let make run start "
+            "a whole network on this machine"
         )
     model_config = dict(network.model)
     return GlobalState(

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import errno
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from distributed_training.config import Config
 from distributed_training.protocol import keys
 from distributed_training.store.errors import StoreError
 from distributed_training.validator import outer_steps
+from distributed_training.validator.average import AveragingValidator
 from distributed_training.validator.standings import Standings
 from distributed_training.validator.store_rounds import StoreValidator
 from tests.tools.store_world import GRACE, PERIOD, StoreMiner, StoreWorld, keypair
@@ -172,19 +173,16 @@ def test_absent_members_delay_few_rounds_however_many_they_are(world: StoreWorld
     assert delayed == [1, 2, 4, 8]
 
 
-@pytest.mark.parametrize("seed", range(2))
 def test_another_validator_is_no_member_before_it_uploads(
-    world: StoreWorld, seed: int, monkeypatch: pytest.MonkeyPatch
+    world: StoreWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a public chain whoever holds enough has a permit; some of them train too."""
-    draw = random.Random(seed)
-    idle, trains = draw.sample(range(30, 60), 2)
+    idle, trains, first = 30, 31, 4  # the second sends its first upload for the fourth close
     for uid in (idle, trains):
         _newcomer(world, uid)
     chain = world.chain.neurons
     permits = lambda: [replace(n, validator_permit=n.uid in (idle, trains)) for n in chain()]
     monkeypatch.setattr(world.chain, "neurons", permits)
-    first = draw.randrange(2, 7)  # the close at which one of them sends its first upload
     for n in range(1, 9):  # all members are waited for at the eighth
         uploaders = [3, 5, 17, *([trains] if n >= first else [])]
         world.train(*uploaders)
@@ -199,6 +197,32 @@ def test_another_validator_is_no_member_before_it_uploads(
         assert standings.entries[trains].missed == standings.entries[idle].missed == 0
     assert world.validator.standings.weights()[trains] > 0
     assert idle not in world.manifest(8).scores
+
+
+def test_another_validator_takes_no_place_of_a_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def averages(config: Config) -> Config:
+        return replace(config, miner=replace(config.miner, exchange="hivemind"))
+
+    world = StoreWorld(tmp_path, own=True, begun=False, change=averages, sample=2)
+    for uid in (30, 31):
+        world.ledger.register(keypair(f"miner-{uid}").ss58_address, uid=uid)
+    chain = world.chain.neurons
+    permits = lambda: [replace(n, validator_permit=n.uid in (30, 31)) for n in chain()]
+    monkeypatch.setattr(world.chain, "neurons", permits)
+    world.restart()
+    validator, drawn = world.validator, set[int]()
+    assert isinstance(validator, AveragingValidator)
+    for members in ({3, 5, 17}, {3, 5, 17, 31}):
+        for serial in range(16):
+            miners = validator._miners()
+            validator._choose_awaited(serial, miners)
+            looked_at = {miner.uid for miner in miners if miner.hotkey in validator._sampled}
+            assert len(looked_at & members) == 2 and 30 in looked_at
+            drawn |= looked_at
+        assert drawn == {3, 5, 17, 30, 31}, "the first upload of each validator is seen"
+        validator.standings.entries[31].uploaded = 0.0  # from now on it is a member
 
 
 def test_a_round_with_too_few_uploads_takes_late_ones_within_the_grace(
