@@ -32,7 +32,8 @@ class Place:
         self.machine, self.home, self.invitation = machine, home, "INVITATION"
         home.mkdir()
         self.environ = {"HOME": str(home), "PATH": f"{programs}:/usr/bin:/bin:/usr/sbin"}
-        self.environ |= {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"} | TREE.environment
+        self.environ |= {"CLONE": str(ROOT), "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+        self.environ |= TREE.environment
         self.log = home.with_suffix(".log")
         self.running: list[subprocess.Popen[bytes]] = []
 
