@@ -32,6 +32,7 @@ from distributed_training.store.base import ObjectStore
 from distributed_training.store.bucket_reader import BucketReader, check_read_key
 from distributed_training.store.errors import (
     BucketMissingError,
+    CertificateError,
     ClockSkewError,
     DeadlineError,
     NotGrantedError,
@@ -148,7 +149,7 @@ def _errors_of_a_start(bucket: str) -> Iterator[None]:
     except StoreError as error:
         # These faults may pass without help (the clock is set, a service comes back), so pm2 tries
         # again.
-        passing = (ClockSkewError, DeadlineError, RefusedError)
+        passing = (CertificateError, ClockSkewError, DeadlineError, RefusedError)
         passes = error.retryable or isinstance(error, passing)
         raise (NetworkFailure if passes else ConfigError)(str(error)) from None
 

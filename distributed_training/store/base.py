@@ -33,11 +33,12 @@ from .errors import PreconditionError, StoppedError, TakenError
 class ObjectInfo:
     """One object of a listing or of a HEAD request.
 
-    ``etag``: at most stores MD5 in hex of an object put in one piece, ``md5-of-part-md5s`` + ``-n``
-    of one put in n parts; see :func:`same_etag`. ``modified``: seconds since 1970, the store's
-    clock. ``age_seconds``: by the store's clock too, so that a wrong clock of ours does not matter;
-    below zero where that clock was set back since, or rounds up; None in listings. ``cached``: a
-    cache on the way may have answered, so that clock is not known to the second.
+    ``etag``: at most stores the MD5 in hex of an object that was put in one piece, and
+    ``md5-of-part-md5s`` + ``-n`` of an object of n parts; see :func:`same_etag`. ``modified``:
+    seconds since 1970, by the store's clock. ``age_seconds``: also by the store's clock, so a wrong
+    clock of ours does not matter. It is below zero where that clock was set back since, or rounds
+    up, and None in listings. ``cached``: a cache on the way may have answered, so the store's clock
+    is not known to the second.
     """
 
     key: str
@@ -91,7 +92,7 @@ def md5_of(data: bytes | Section) -> str:
     return hashlib.md5(data, usedforsecurity=False).hexdigest()
 
 
-#: Names that a list holds at most: an untrusted bucket's may have no end.
+#: The most names in a list, because the list of an untrusted bucket may have no end.
 MOST_LISTED = 200_000
 _COMPARED = 16 * 1024 * 1024  # bytes of a range
 
@@ -269,9 +270,9 @@ def put_once(store: ObjectStore, key: str, data: bytes | Section) -> str:
     """Write an object that nobody may replace; return its etag.
 
     Of two writers one wins where the store has a method ``put_new``, which raises PreconditionError
-    if there is an object; elsewhere the client asks first, so two at one moment may both write.
-    Fine if the same bytes are there, as after an answer that was lost. Raises TakenError if there
-    are others, and StoreError.
+    if there is an object. Elsewhere the client asks first, so two writers at one moment may both
+    write. It is no error if the same bytes are there already, as after an answer that was lost.
+    Raises TakenError if other bytes are there, and StoreError.
     """
     put_new = getattr(store, "put_new", None)
     if put_new is None:
@@ -284,17 +285,23 @@ def put_once(store: ObjectStore, key: str, data: bytes | Section) -> str:
             raise
         except PreconditionError:
             pass
-    held = store.head(key)
-    if held is None or not holds(store, held, data):
+    return require_same(store, key, store.head(key), data).etag
+
+
+def require_same(
+    store: ObjectStore, key: str, held: ObjectInfo | None, data: bytes | Section
+) -> ObjectInfo:
+    """Return ``held`` if that object has the bytes of ``data``. Raises TakenError, StoreError."""
+    if held is None or not _holds(store, held, data):
         raise TakenError(
             f"{store.bucket}/{key} holds other bytes already, and nobody may replace them: nothing "
             "was written"
         )
-    return held.etag
+    return held
 
 
-def holds(store: ObjectStore, held: ObjectInfo, data: bytes | Section) -> bool:
-    """Return whether an object holds ``data``; it is read if its etag does not tell."""
+def _holds(store: ObjectStore, held: ObjectInfo, data: bytes | Section) -> bool:
+    """Return whether an object has these bytes; it is read where its etag is no MD5."""
     if held.size != len(data):
         return False
     if is_md5(held.etag):
@@ -361,7 +368,7 @@ class Uplink:
             raise StoppedError("stopped as asked")
 
     def sleep(self, seconds: float) -> None:
-        """Sleep; raises StoppedError as soon as the uplink is stopped."""
+        """Sleep for that time. Raises StoppedError as soon as the uplink is stopped."""
         self._stopped.wait(seconds)
         self.check_stopped()
 
@@ -389,7 +396,7 @@ class Section(io.RawIOBase):
 
     @property
     def md5(self) -> str:
-        """MD5 in hex; reads the range where it is asked for first. Raises StoppedError."""
+        """The MD5 in hex, for which the first call reads the range. Raises StoppedError."""
         if not self._md5:
             digest = hashlib.md5(usedforsecurity=False)
             for at in range(0, self._size, self.BLOCK):
@@ -401,7 +408,7 @@ class Section(io.RawIOBase):
         return self._md5
 
     def part(self, start: int, size: int) -> Section:
-        """Return a range of this one as another."""
+        """Return a part of this range as another section."""
         return Section(self._handle, self._start + start, size, self._uplink)
 
     def readable(self) -> bool:
@@ -420,7 +427,7 @@ class Section(io.RawIOBase):
     def read(self, size: int | None = -1) -> bytes:
         """Read up to ``BLOCK`` bytes, also when fewer are asked for."""
         if self._uplink is not None and self._uplink.stopped:
-            # Into urllib3's loop, which then drops the connection within one block.
+            # At this error urllib3 drops the connection, so the stop takes at most one block.
             raise OSError("the uplink is closed")
         wanted = self._size - self._at
         if size is not None and size >= 0:

@@ -1,10 +1,11 @@
 """Read the bucket of another, whose objects may be missing, slow, or hold anything at all.
 
-So every read names the most bytes it takes and ends within a time. Nothing in a file can run.
+So every read names the most bytes that it accepts, and ends within a time. Nothing of a file is
+run.
 
-A read key is committed to the chain for everybody, for good, so it must read and never write. Only
-the store knows what a key may do. So a start tries it before the commitment: one read, then one
-write that has to be refused.
+A read key is committed to the chain, where everybody can read it for good, so it must never allow a
+write. Only the store knows what a key allows. So a start tries it before the commitment, by a read
+and by a write that the store has to refuse.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class BucketReader:
                 uplink=self._uplink,
             )
         except OSError as error:
-            # Reads and writes by a handle name no file.
+            # The errors of reads and writes by a handle name no file.
             raise StoreError(f"{error.filename or 'the disk'}: {error.strerror or error}") from None
 
     def fetch_signed(self, key: str, path: Path, digest: str, *, limit: int) -> None:
@@ -165,12 +166,12 @@ def check_read_key(reader: ObjectStore, *, timeout: timedelta) -> None:
     answer, which is no reason to publish the key either.
     """
     retry = Retry(until=deadline_in(timeout))
-    # A read first: only a key that the store knows is refused for what it may not do.
+    # Read first, because a store refuses an unknown key too, whatever that key may do.
     retry(reader.get, keys.STATE, limit=LARGEST_SHOWN)
     try:
         retry(reader.put, PROBE_KEY, b"")
     except ClockSkewError:
-        raise  # an AccessDeniedError too, which says nothing about the key
+        raise  # it is an AccessDeniedError too, but says nothing about the key
     except AccessDeniedError:
         return
     with contextlib.suppress(StoreError):

@@ -6,7 +6,7 @@ The texts are for the operator and never hold a key, a secret or a signed addres
         TransientError          back off and try again
             NotGrantedError     by the registry, which does not answer
             ContradictionError  once more
-            CertificateError    a few times more
+        CertificateError        the authorities, or the clock
         AccessDeniedError       the keys
             ClockSkewError      the clock
         RefusedError            what the store says
@@ -49,11 +49,8 @@ class ContradictionError(TransientError):
     """
 
 
-class CertificateError(TransientError):
-    """The store's certificate is not accepted: by its authority, its name or its time.
-
-    One machine of many may show it; a few times in a row all do: see :class:`~.transfer.Retry`.
-    """
+class CertificateError(StoreError):
+    """The store's certificate is not accepted: by its authority, its name or its time."""
 
 
 class RefusedError(StoreError):

@@ -1,7 +1,7 @@
-"""A folder as a bucket: each object a file below it, for a disk that several machines mount.
+"""Use a folder as a bucket of files, for example on a disk that several machines mount.
 
-``--r2.endpoint_url folder:///PLACE`` chooses it; buckets are the folders in that place. Who may
-write is for the disk to say, so no keys are read.
+``--r2.endpoint_url folder:///PLACE`` chooses it; buckets are the folders in that place. The rights
+of the files decide who may write, so no keys are read.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class FolderStore:
             raise AccessDeniedError(f"write {self.bucket}/{key}: it was opened for reading only")
         path = self._path(key)
         with self._errors(key):
-            self._folder.stat()  # or it would be made where a disk is not mounted
+            self._folder.stat()  # or the folder would be made where its disk is not mounted
         with self._errors(key), atomic_file(path, new=new) as file:
             if isinstance(data, Section):
                 data.seek(0)
@@ -118,7 +118,7 @@ class FolderStore:
 
     def _path(self, key: str) -> Path:
         path = self._folder / key
-        # A link could lead to any file of this machine: the bucket may be another's.
+        # The bucket may be another's, and a link could lead to any file of this machine.
         real = os.path.realpath(path) if "\0" not in key else ""
         if real != f"{os.path.realpath(self._folder)}/{key}":
             raise StoreError(f"{key!r:.200} is no key of {self.bucket}, or a link is in its place")
@@ -154,7 +154,7 @@ class FolderStore:
                 raise RefusedError(
                     f"{self.bucket}/{key}: {error.strerror}: free that disk"
                 ) from None
-            # The error of a network disk, or the uplink's pause.
+            # This is the error of a network disk, or of a section whose uplink was stopped.
             raise TransientError(f"{self.bucket}/{key}: {error.strerror or error}") from None
 
 
@@ -180,7 +180,7 @@ def _open(
         raise ValueError(f"{bucket!r:.80} is not a bucket name")
     folder, writes = Path(place) / bucket, write and credentials is None
     if writes and len(parts) == 2:
-        with contextlib.suppress(OSError):  # without the bucket it is missing
+        with contextlib.suppress(OSError):  # where there is no bucket, the first use says so
             folder.mkdir()
     # Remove what killed uploaders left, since nothing else would ever remove it.
     for left in folder.rglob(".*.tmp") if writes else ():

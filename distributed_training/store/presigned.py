@@ -26,13 +26,12 @@ from pydantic import Field, TypeAdapter, ValidationError
 from distributed_training.common.addresses import keeps_secrets
 from distributed_training.config.settings import StoreSettings
 
-from .base import MOST_LISTED, ObjectInfo, PartInfo, Section, md5_of, same_etag
+from .base import MOST_LISTED, ObjectInfo, Section, md5_of, same_etag
 from .errors import (
     AccessDeniedError,
     RefusedError,
     StoreError,
     TakenError,
-    UnsupportedError,
 )
 from .s3 import S3ObjectStore, base64_md5
 from .transfer import multipart_etag, run_all
@@ -53,8 +52,9 @@ class Grant:
     """An answer of the registry to one request.
 
     ``urls``: by operation (``get_object``, ``head_object``, ``put_object``) or by number of a part,
-    good for ``seconds``; parts that are there have none. ``upload_id``: of an upload in parts.
-    ``info``: of one's own upload, None: it is not there. ``etag``: of one that was completed.
+    good for ``seconds``; a part that the store holds has no URL. ``upload_id``: of an upload in
+    parts. ``info``: describes one's own upload; None: it is not there. ``etag``: of an upload that
+    was completed.
     """
 
     urls: dict[str, _Url] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class AccessStore(S3ObjectStore):
         key = params["Key"].removeprefix(self._prefix)
         operation = _READS.get(model.name)
         if operation is None:
-            # Granted just now, by put().
+            # put() has asked for its URL just now.
             operation = str(params.get("PartNumber", "put_object"))
         elif self._public and not key.startswith(UPLOADS):
             context["url"] = f"{self._public}/{quote(key)}"
@@ -122,7 +122,7 @@ class AccessStore(S3ObjectStore):
         try:
             return _GRANT.validate_python(self._ask({"do": do, "key": key, **more}))
         except ValidationError:
-            # Leave out the error's words, which would hold the URLs.
+            # Leave out the error's text, because it would hold the URLs.
             raise StoreError(
                 f"{do} {self._bucket}/{key}: the registry's answer grants nothing that this "
                 "version knows, so nothing was sent: update it, or ask the founder"
@@ -158,7 +158,8 @@ class AccessStore(S3ObjectStore):
         status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
         place = f"{verb} {self._bucket}/{key}"
         if status in (401, 403):
-            # Another is asked for next: this one has ended, as after a sleep of this machine.
+            # Forget the URL, which may have ended while this machine slept: the next request asks
+            # for another.
             with self._changing:
                 for operation in _READS.values():
                     self._urls.pop((operation, key), None)
@@ -193,8 +194,8 @@ class AccessStore(S3ObjectStore):
         parts = _cut(data)
         digests = [md5_of(part) for part in parts]
         if (held := self.head(key)) is not None:
-            own = _etag_of_parts(parts, digests)
-            # An etag that is no MD5 proves nothing; the object is then the one sent before.
+            own = multipart_etag(digests) if len(parts) > 1 else digests[0]
+            # An etag that is no MD5 proves nothing. Then take the object for the one sent before.
             same = same_etag(held.etag, own) or not _OF_MD5.fullmatch(held.etag)
             if held.size == len(data) and same:
                 return held.etag
@@ -206,10 +207,7 @@ class AccessStore(S3ObjectStore):
         self._remember(key, grant)
         if len(parts) > 1:
             return self._put_parts(key, parts, digests, grant)
-        try:
-            return self._put(key, data, IfNoneMatch="*")
-        except UnsupportedError:
-            return self._put(key, data)
+        return self._put_new(key, data)
 
     put_new = put
 
@@ -260,12 +258,6 @@ def _cut(data: bytes | Section) -> list[bytes | Section]:
     if isinstance(data, Section):
         return [data.part(start, min(PART, len(data) - start)) for start in starts]
     return [data[start : start + PART] for start in starts]
-
-
-def _etag_of_parts(parts: Sequence[bytes | Section], digests: Sequence[str]) -> str:
-    """Return the etag that most stores give an object of these parts."""
-    infos = [PartInfo(0, len(part), md5) for part, md5 in zip(parts, digests, strict=True)]
-    return multipart_etag(infos) if len(infos) > 1 else digests[0]
 
 
 def _host_of(url: str) -> str:

@@ -60,20 +60,20 @@ from .errors import (
 
 _PASSING_STATUS = frozenset({408, 429})
 # Compare codes as well: S3 gives two of these status 400, which is otherwise final. The last ones
-# are kinds of 409 that pass, since another request for the same key is not over yet. HEAD has only
-# the status.
+# are kinds of 409 that pass, since another request for the same key is not over yet. An answer to
+# HEAD has only the status.
 _PASSING_CODES = frozenset(
     {"SlowDown", "RequestTimeout", "IncompleteBody", "InternalError"}
     | {"OperationAborted", "ConditionalRequestConflict", "Conflict", "409"}
 )
 _NEVER = frozenset({501, 505})  # the store has no such operation
-# A 400 for S3 are the last two, of keys that were good once.
+# S3 gives the last two status 400; they mean keys that were good once.
 _BAD_KEYS = frozenset(
     {"InvalidAccessKeyId", "SignatureDoesNotMatch", "Unauthorized", "ExpiredToken", "InvalidToken"}
 )
 _CHANGED_HOST = "; if they are right, a proxy before the store changes Host and must not"
 _NO_PERMISSION = frozenset({"AccessDenied", "Forbidden", "403", ""})
-# Some stores call these AccessDenied, too, and say in their sentence which one it is.
+# Some stores answer AccessDenied for these refusals too, and only their sentence says which it is.
 _OTHER_REASON = re.compile(
     r"\b(caps?|quotas?|exceed\w*|payments?|billing|overdue|suspended|lock\w*|retention)\b", re.I
 )
@@ -91,7 +91,10 @@ _PREFIX = re.compile(r"[a-z0-9][a-z0-9-]{0,99}")
 
 @functools.cache
 def _session() -> Any:
-    """Return the process's session: a client of a new one parses S3's description for 0.1 s."""
+    """Return the one session of this process.
+
+    A client of a new session would parse S3's description again, which takes 0.1 s.
+    """
     import boto3
     import botocore.session
 
@@ -106,10 +109,10 @@ def _session() -> Any:
 
 
 def _authorities() -> str | None:
-    """Return the file of the authorities that the environment names, None: botocore's own.
+    """Return the file of authorities that the environment names; None stands for botocore's own.
 
-    In botocore's order, and where only the registry's client was told, as that one is. Raises
-    ValueError.
+    The variables come in botocore's order, and after them the variable of the registry's client.
+    Raises ValueError.
     """
     for name in ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"):
         if path := os.environ.get(name):
@@ -195,7 +198,8 @@ class S3ObjectStore:
                 aws_access_key_id=self._keys.key_id.get_secret_value(),
                 aws_secret_access_key=self._keys.secret.get_secret_value(),
                 config=Config(
-                    # Named, or URLs signed for others would be of version 2 in some regions.
+                    # Without it, URLs that are signed for others would be of version 2 in some
+                    # regions.
                     signature_version="s3v4" if keys is not None else UNSIGNED,
                     # R2 refuses the trailers of botocore's default, when_supported.
                     request_checksum_calculation="when_required",
@@ -204,10 +208,10 @@ class S3ObjectStore:
                     retries={"total_max_attempts": 1, "mode": "standard"},
                     connect_timeout=settings.connect_timeout.total_seconds(),
                     read_timeout=settings.read_timeout.total_seconds(),
-                    # The claim's renewal and the cleanup use this client, too.
+                    # The cleanup and small requests use this client during a transfer too.
                     max_pool_connections=settings.concurrency + 4,
                     tcp_keepalive=True,
-                    # Set this, or botocore reads the environment, also for loopback.
+                    # Without it botocore reads the environment, also for loopback.
                     proxies={scheme: proxy} if proxy else {},
                     # The store compares every part with its MD5, so the payload need not be hashed
                     # a second time for the signature.
@@ -219,13 +223,13 @@ class S3ObjectStore:
                 ),
             )
 
-        # Asked where a bucket is, a server that redirects everything is asked that again, until the
-        # stack ends: hundreds of requests for each of ours.
+        # At a redirect botocore asks where the bucket is. Where a server redirects that question
+        # too, botocore would ask again until its stack ends: hundreds of times for each request.
         self._client.meta.events.register(
             "before-call.s3.HeadBucket",
             lambda context, **_: context.setdefault("s3_redirect", {}).update(redirected=True),
         )
-        if keys is None:  # a cache answers no requests with a key
+        if keys is None:  # a cache answers only requests without a key
             self._client.meta.events.register("before-parameter-build.s3", self._note_changing)
             self._client.meta.events.register("before-call.s3", _ask_past_caches)
 
@@ -263,7 +267,7 @@ class S3ObjectStore:
         self._client.close()
 
     def create_bucket(self) -> None:
-        """Make the bucket; fine if it is there and ours. A prefix needs no making."""
+        """Create the bucket; it is no error if it is ours already. A prefix needs no creation."""
         with self._errors("create", self._bucket) as call:
             call(self._client.create_bucket)
 
@@ -284,8 +288,8 @@ class S3ObjectStore:
         except ObjectMissingError:
             return None
         except StoreError as refused:
-            # An answer without a body has no code, so wrong keys, a wrong clock and a missing
-            # permission look alike. The answer to GET has one.
+            # The answer to HEAD has no body and so no code. Without it wrong keys, a wrong clock
+            # and a missing permission look alike, so ask by GET, whose answer has a code.
             if not refused.retryable:
                 with contextlib.suppress(ObjectMissingError, IntegrityError, TransientError):
                     self.get_range(key, 0, 1)
@@ -301,7 +305,7 @@ class S3ObjectStore:
             with self._errors("read", key) as call:
                 answer = call(self._client.get_object, Key=key)
                 with answer["Body"] as body:
-                    # Before a byte of it is read: the bucket may be another's and hold anything.
+                    # Compare sizes before a byte is read, since another's bucket holds anything.
                     if answer["ContentLength"] > limit:
                         raise IntegrityError(
                             f"{self._bucket}/{key} has {answer['ContentLength']} bytes, more than "
@@ -325,7 +329,7 @@ class S3ObjectStore:
                 **condition,
             )
             with answer["Body"] as body:
-                # Status 200 and the whole object, gigabytes of memory, instead of 206.
+                # With status 200 in place of 206 this is the whole object: gigabytes of memory.
                 if answer["ContentLength"] > length:
                     raise ContradictionError(f"{self._bucket}/{key}: the store ignored the range")
                 return self._read(key, body, answer["ContentLength"])
@@ -335,13 +339,14 @@ class S3ObjectStore:
         return self._put(key, data)
 
     def put_new(self, key: str, data: bytes | Section) -> str:
-        """Write an object; return its etag. PreconditionError if there is one.
-
-        Ask for the object first, since some stores ignore the condition (If-None-Match), and
-        others refuse it.
-        """
+        """Write an object; return its etag. PreconditionError if there is one."""
+        # Ask first, because some stores ignore the condition with which the object is written.
         if self.head(key) is not None:
             raise PreconditionError(f"write {self._bucket}/{key}: there is one already")
+        return self._put_new(key, data)
+
+    def _put_new(self, key: str, data: bytes | Section) -> str:
+        """Write an object on the condition that there is none, where the store knows it."""
         try:
             return self._put(key, data, IfNoneMatch="*")
         except UnsupportedError:
@@ -361,7 +366,7 @@ class S3ObjectStore:
             return self._accepted(key, answer, md5)
 
     def delete(self, key: str) -> None:
-        """Delete an object; a missing one is fine."""
+        """Delete an object; a missing one is no error."""
         with contextlib.suppress(ObjectMissingError), self._errors("delete", key) as call:
             call(self._client.delete_object, Key=key)
 
@@ -378,9 +383,10 @@ class S3ObjectStore:
         return found
 
     def presign(self, operation: str, key: str, seconds: float, **signed: Any) -> str:
-        """Return a URL by which others do one operation, ``get_object`` for one, until it ends.
+        """Return a URL by which others can do one operation, such as ``get_object``.
 
-        ``signed``: arguments of it that they cannot change. Nothing is asked.
+        The URL ends after that many seconds. ``signed``: arguments of the operation that others
+        cannot change. No request is sent.
         """
         where = {"Bucket": self._container, "Key": self._prefix + key, **signed}
         return str(
@@ -416,7 +422,8 @@ class S3ObjectStore:
     def _accepted(self, what: str, answer: dict[str, Any], md5: str) -> str:
         """Return the etag of what was written. Raises ContradictionError for that of other bytes.
 
-        Some stores' etags are no MD5; to refuse other bytes they had the MD5 with the write.
+        The etags of some stores are no MD5. Those stores got the MD5 with the write, so they refuse
+        other bytes themselves.
         """
         etag = _etag_of(answer)
         if is_md5(etag) and not same_etag(etag, md5):
@@ -459,7 +466,7 @@ class S3ObjectStore:
 
     def list_multiparts(self, prefix: str = "") -> list[MultipartInfo]:
         with self._errors("list", ""):
-            # The next cleanup takes the rest.
+            # The next cleanup lists the rest.
             listed = islice(self._entries("list_multipart_uploads", "Uploads", prefix), MOST_LISTED)
             return [
                 MultipartInfo(u["Key"], u["UploadId"], u["Initiated"].timestamp()) for u in listed
@@ -470,7 +477,7 @@ class S3ObjectStore:
     def _read(self, key: str, body: Any, size: int) -> bytes:
         """Read the ``size`` bytes of an answer. TransientError if they are fewer, or trickle in."""
         pieces, end = [], time.monotonic() + _LONGEST_READ
-        while piece := body.read1(_READ_CHUNK):  # what is there: read() waits for all it is to read
+        while piece := body.read1(_READ_CHUNK):  # read() would wait until all bytes are there
             pieces.append(piece)
             if time.monotonic() > end:
                 raise TransientError(
@@ -484,10 +491,10 @@ class S3ObjectStore:
         return data
 
     def _entries(self, operation: str, kind: str, prefix: str) -> Iterator[dict[str, Any]]:
-        # Pages too: each may be empty and name a next one.
+        # Bound the pages too, since each may be empty and name a next one.
         for page in islice(self._pages(operation, Prefix=self._prefix + prefix), _MOST_PAGES):
             for entry in page.get(kind, ()):
-                # Another's must never pass for ours, whatever a store lists.
+                # Whatever a store lists, a key of another prefix must never pass for ours.
                 if entry["Key"].startswith(self._prefix):
                     yield {**entry, "Key": entry["Key"].removeprefix(self._prefix)}
 
@@ -504,7 +511,7 @@ class S3ObjectStore:
 
         def call(operation: Callable[..., dict[str, Any]], **arguments: Any) -> dict[str, Any]:
             if isinstance(body := arguments.get("Body"), Section):
-                # An attempt before may have left it in the middle.
+                # An earlier attempt may have left it in the middle.
                 body.seek(0)
             if "Key" in arguments:
                 arguments["Key"] = self._prefix + arguments["Key"]
@@ -513,9 +520,9 @@ class S3ObjectStore:
         try:
             yield call
         except self._client.exceptions.BucketAlreadyOwnedByYou:
-            return  # what create_bucket() wants
+            return  # so create_bucket() has nothing to do
         except ClientError as error:
-            # Here and below without the chain: it may hold a signed request.
+            # Leave out the chain here and below, since it may hold a signed request.
             raise self._refused(verb, key, error.response) from None
         except SSLError as error:
             place = f"{verb} {self._bucket}/{key}"
@@ -538,7 +545,8 @@ class S3ObjectStore:
                 f"{via(self._endpoint)} ({what})"
             ) from None
         except (LookupError, ValueError, TypeError, ResponseParserError) as error:
-            # A page of a proxy, with status 200, or headers that are none. botocore lets them pass.
+            # botocore itself finds no fault in the page of a proxy that has status 200, nor in
+            # headers without sense.
             what = f"lacks {error}" if isinstance(error, LookupError) else "cannot be read"
             raise TransientError(
                 f"{verb} {self._bucket}/{key}: the answer of {self._endpoint} {what}, so it is not "
@@ -556,8 +564,8 @@ class S3ObjectStore:
         sentence = self._sentence(str(error.get("Message", "")))
         answer = self._sentence(f"{status} {code}") + (f': "{sentence}"' if sentence else "")
         place = f"{verb} {self._bucket}/{key}".rstrip("/")
-        # Codes before statuses: a bucket or an upload that is gone is a 404 too, a wrong clock a
-        # 403.
+        # Compare codes before statuses: a missing bucket or upload is also a 404, and a wrong clock
+        # a 403.
         if code == "NoSuchBucket":
             where = "in the R2 dashboard " if self._is_r2 else ""
             return BucketMissingError(
@@ -639,10 +647,10 @@ class S3ObjectStore:
 
 
 def _cache_control(key: str) -> dict[str, str]:
-    """Return what caches before the store are told of an object of a store network."""
+    """Return the header that tells caches before the store for how long they may keep an object."""
     if key.startswith(OUTER):
         return {"CacheControl": "public, max-age=86400, immutable"}
-    # A member that reads an old one would miss closes.
+    # A member that reads an old state would miss closes.
     return {"CacheControl": "no-store"} if key == STATE else {}
 
 

@@ -47,14 +47,13 @@ from .base import (
     PartInfo,
     Section,
     Uplink,
-    holds,
     is_md5,
     put_once,
+    require_same,
     same_etag,
 )
 from .errors import (
     AccessDeniedError,
-    CertificateError,
     ContradictionError,
     DeadlineError,
     IntegrityError,
@@ -62,7 +61,6 @@ from .errors import (
     ObjectMissingError,
     PreconditionError,
     StoreError,
-    TakenError,
     UnsupportedError,
     UploadMissingError,
 )
@@ -130,7 +128,6 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 FIRST_WAIT = timedelta(seconds=0.25)
-_MOST_UNTRUSTED = 6  # certificates that are not accepted, over 8 s
 LONGEST_WAIT = timedelta(seconds=15)
 
 
@@ -141,9 +138,9 @@ class Retry:
     """Tries an operation again until it succeeds, fails for good, or its time is up.
 
     ``until``: ``time.monotonic()`` at which the last operation must be done; ``each``: how long one
-    may take. Only errors marked retryable are tried again; of a ContradictionError the second one
-    in an operation is an IntegrityError, and a CertificateError is raised after some seconds.
-    DeadlineError holds the last of the others.
+    operation may take. Only errors that are marked retryable are tried again. The second
+    ContradictionError of an operation becomes an IntegrityError. Any other error becomes a
+    DeadlineError with its text when time is up.
     """
 
     def __init__(
@@ -162,7 +159,7 @@ class Retry:
         uplink = self._uplink
         deadline = min(self._until, time.monotonic() + self._each.total_seconds())
         waits = Backoff(first=FIRST_WAIT, longest=LONGEST_WAIT)
-        damaged, untrusted = False, 0
+        damaged = False
         while True:
             uplink.check_stopped()
             try:
@@ -172,15 +169,11 @@ class Retry:
                     raise
                 uplink.check_stopped()
                 if isinstance(error, ContradictionError):
-                    if damaged:  # or this would last for an hour, at the price of all that is sent
+                    if damaged:  # or retries would send the same bytes for an hour
                         raise IntegrityError(
                             f"{error}; so it was twice, and it is not tried again"
                         ) from None
                     damaged = True
-                if isinstance(error, CertificateError):
-                    untrusted += 1
-                    if untrusted == _MOST_UNTRUSTED:
-                        raise
                 pause = waits.failed().total_seconds()
                 if time.monotonic() + pause > deadline:
                     raise DeadlineError(f"{error}: no success in the time allowed") from None
@@ -197,7 +190,7 @@ def run_all(
     futures = [pool.submit(work, item) for item in items]
     try:
         wait(futures, return_when=FIRST_EXCEPTION)
-        # If one failed, this raises: of several errors, that of the first item.
+        # If several items failed, this raises the error of the first of them.
         return [future.result() for future in futures if future.done()]
     finally:
         for future in futures:
@@ -264,7 +257,7 @@ def download(
     needed = sum(min(RANGE, info.size - start) for start in missing)
     progress = _Progress(f"Downloading {key}", info.size, info.size - needed)
     require_room(path.parent, needed, what=key)
-    # Do not truncate the file, which holds the ranges of an earlier attempt.
+    # Do not truncate the file, because it holds the ranges of an earlier attempt.
     handle = os.open(part, os.O_RDWR | os.O_CREAT, 0o644)
     lock = threading.Lock()
 
@@ -275,7 +268,7 @@ def download(
         return data
 
     def fetch(start: int) -> None:
-        # A slow store fails at nothing, so no retry would look at its deadline.
+        # No request to a slow store fails, so no retry would compare the deadline.
         if time.monotonic() > deadline:
             there = min(len(done) * RANGE, info.size)
             raise DeadlineError(
@@ -311,7 +304,7 @@ def download(
         ) from error
     finally:
         os.close(handle)
-    # The file first: notes that outlive their part are ignored, a part without notes is lost.
+    # Rename the file first: notes without their part are ignored, but a part without notes is lost.
     part.replace(path)
     notes.unlink(missing_ok=True)
     sync_folder(path.parent)
@@ -472,18 +465,14 @@ class _InParts:
             return False
         same = False
         if held.size == size and OF_PARTS.fullmatch(held.etag):
-            parts = run_all(self.pool, lambda body: PartInfo(0, 0, body.md5), self.bodies)
-            same = same_etag(held.etag, multipart_etag(parts))
-        # An etag that is none of MD5s tells nothing: it has to be read back, which only an object
-        # that stays is worth.
-        if self.once and not same:
-            same = self.retry(holds, self.store, held, self.whole)
-        if self.once and not same:
-            raise TakenError(
-                f"{self.store.bucket}/{self.key} holds other bytes already, and nobody may "
-                "replace them: nothing was written"
-            )
-        return same
+            digests = run_all(self.pool, lambda body: body.md5, self.bodies)
+            same = same_etag(held.etag, multipart_etag(digests))
+        if same or not self.once:
+            return same
+        # An etag of other parts, or of no MD5s, proves nothing, so the object is read back. That is
+        # worth its bytes only where nobody may replace the object.
+        self.retry(require_same, self.store, self.key, held, self.whole)
+        return True
 
     def _begin(self) -> None:
         """Continue the upload of this key that was begun, or begin one."""
@@ -514,7 +503,7 @@ class _InParts:
             and (held == self.sent.get(place) or same_etag(held.etag, body.md5))
         ):
             return held
-        # A slow link fails at nothing, so no retry would look at its deadline.
+        # No request on a slow link fails, so no retry would compare the deadline.
         if time.monotonic() > self.until:
             raise DeadlineError(
                 f"{self.key}: part {number} of {len(self.bodies)} was not sent in the time an "
@@ -535,10 +524,10 @@ class _InParts:
                 with contextlib.suppress(StoreError):
                     store.abort_multipart(key, self.upload_id)
             raise
-        wanted = multipart_etag(parts)
+        wanted = multipart_etag([part.etag for part in parts])
         if same_etag(etag, wanted):
             return
-        # The object itself tells, by its etag where that is one of MD5s, else by its size.
+        # Ask for the object itself: its etag decides where it is one of MD5s, and else its size.
         held = self.retry(store.head, key)
         found = held.etag if held is not None else ""
         other = wanted and OF_PARTS.fullmatch(found) and not same_etag(found, wanted)
@@ -564,22 +553,21 @@ def upload_all(store: ObjectStore, files: Iterable[tuple[str, Path]], *, until: 
         return sent + sum(run_all(pool, send, [one for one in sizes if one[0] <= PART]))
 
 
-def multipart_etag(parts: Sequence[PartInfo]) -> str:
-    """Return S3's etag of a multipart object: MD5 of the parts' MD5s, and their number.
+def multipart_etag(etags: Sequence[str]) -> str:
+    """Return S3's etag of an object of parts: the MD5 of the parts' MD5s, and their number.
 
-    "" where the parts' etags are no MD5: nobody can tell then.
+    ``etags``: of the parts. Where they are no MD5s, the object's cannot be known: returns "".
     """
-    if not all(is_md5(part.etag) for part in parts):
+    if not all(map(is_md5, etags)):
         return ""
-    digests = [bytes.fromhex(part.etag) for part in parts]
-    whole = hashlib.md5(b"".join(digests), usedforsecurity=False).hexdigest()
-    return f"{whole}-{len(digests)}"
+    digests = b"".join(map(bytes.fromhex, etags))
+    return f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(etags)}"
 
 
 # --- stuck uploads: begun and never completed, so they are billed and not visible -----------------
 
 STUCK_AGE = timedelta(hours=1)
-_OF_REQUEST = timedelta(seconds=30)  # its retries
+_OF_REQUEST = timedelta(seconds=30)  # for a request with its retries
 
 
 def stuck_uploads(
@@ -598,7 +586,10 @@ def stuck_uploads(
 def abort_uploads(
     store: ObjectStore, uploads: Sequence[MultipartInfo], *, uplink: Uplink | None = None
 ) -> list[str]:
-    """Abort uploads; return the store's answer for each that stays. One it has lost is gone."""
+    """Abort uploads; return the store's answer for each upload that stays.
+
+    An upload that the store does not know any more counts as aborted.
+    """
     in_parts, retry = store.multipart(), Retry(each=_OF_REQUEST, uplink=uplink)
 
     def abort(one: MultipartInfo) -> str:
@@ -621,7 +612,7 @@ def sweep_uploads(
     is_stuck: Callable[[MultipartInfo], bool] = lambda one: one.age >= STUCK_AGE,
     uplink: Uplink | None = None,
 ) -> None:
-    """Abort stuck uploads of keys that begin with ``prefix``: logs the result.
+    """Abort stuck uploads of keys that begin with ``prefix``, and log the result.
 
     Raises only StoppedError, once ``uplink`` is stopped.
     """

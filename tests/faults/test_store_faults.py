@@ -80,10 +80,8 @@ def test_an_outage_longer_than_the_deadline_is_a_report_and_the_next_try_resumes
         return 503
 
     with Shim(server.endpoint, outage) as shim:
-        report = upload.send(shim.endpoint)
+        assert "503" in upload.send(shim.endpoint)
         assert 2 <= len(away) < 10
-        assert not report.ok
-        assert "503" in report.reason
         assert direct.head(LARGE) is None
         sent = len(direct.list_parts(*_only_upload(direct)))
         assert sent >= 1
@@ -129,9 +127,7 @@ def test_an_upload_aborted_by_someone_else_is_not_success(
                 direct.abort_multipart(stuck.key, stuck.upload_id)
 
     with Shim(server.endpoint, abort) as shim:
-        report = upload.send(shim.endpoint)
-        assert not report.ok
-        assert "lost the multipart upload" in report.reason
+        assert "lost the multipart upload" in upload.send(shim.endpoint)
         assert direct.head(LARGE) is None
         shim.fault = lambda call: None
         upload.assert_whole(upload.send(shim.endpoint))

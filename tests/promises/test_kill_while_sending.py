@@ -21,7 +21,7 @@ from distributed_training.protocol.types import Base, Update
 from distributed_training.store import transfer
 from distributed_training.store.base import Uplink
 from distributed_training.store.opening import open_store
-from tests.tools.memory_store import LEAST_PART, MemoryObjectStore
+from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.store_network import GRACE, PERIOD, UID, Leader, Miner, Time, merged, sha256
 
 pytestmark = pytest.mark.timeout(120)
@@ -96,6 +96,7 @@ def folder_store(place: Path) -> Any:
     return open_store(StoreSettings(endpoint_url=f"folder://{place}"), "bucket", write=True)
 
 
+PART = 1000  # bytes of a part
 #: A life: the step at which it ends, and whether its checkpoint knows of no upload that was begun.
 LIVES = st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=5)
 
@@ -106,9 +107,9 @@ def test_after_a_kill_one_close_has_one_file_and_its_note(
 ) -> None:
     in_parts = kind == "twin in parts"
     if in_parts:
-        monkeypatch.setattr(transfer, "PART", LEAST_PART)
+        monkeypatch.setattr(transfer, "PART", PART)
 
-    @settings(max_examples=15 if in_parts else 60)
+    @settings(max_examples=60)
     @given(lives=LIVES)
     def check(lives: list[tuple[int, bool]]) -> None:
         with tempfile.TemporaryDirectory() as name:
@@ -119,7 +120,7 @@ def test_after_a_kill_one_close_has_one_file_and_its_note(
                 life.begin()
                 uploads = OwnUploads(MortalStore(real, life), folder, UID)
                 begun = uploads.begun(CLOSE)
-                new = b"%d" % number * (LEAST_PART + 7 if in_parts else 5)
+                new = b"%d" % number * (PART + 7 if in_parts else 5)
                 # A checkpoint from before the upload knows nothing of it, and writes another one.
                 data = new if another or not begun else written
                 uploads.path(CLOSE).write_bytes(data)

@@ -26,15 +26,11 @@ PART = 5 * 2**20  # bytes
 LARGE = "uploads/7/4.0.safetensors"  # key of an :class:`Upload`'s file in parts
 
 
-def access_to(server: ObjectStoreServer) -> dict[str, Any]:
-    """Return the settings by which a neuron reaches its buckets there."""
-    values = {name.removeprefix("R2_").lower(): value for name, value in server.keys.items()}
-    return {n: SecretStr(v) if n.startswith(("read", "write")) else v for n, v in values.items()}
-
-
 def settings_for(server: ObjectStoreServer, **changes: Any) -> StoreSettings:
+    """Return the settings by which a member reaches its buckets there."""
+    known = {name.removeprefix("R2_").lower(): value for name, value in server.keys.items()}
     values: dict[str, Any] = {
-        **access_to(server),
+        **{n: SecretStr(v) if n.startswith(("read", "write")) else v for n, v in known.items()},
         "concurrency": 3,
         "minimum_valid_inner_step": 5,
         "connect_timeout": timedelta(seconds=3),
@@ -50,27 +46,19 @@ def new_bucket(server: ObjectStoreServer, settings: StoreSettings) -> S3ObjectSt
     return store
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """How an upload ended; ``reason``: why it failed."""
-
-    ok: bool
-    reason: str = ""
-
-
 def publish(
     store: ObjectStore,
     files: Mapping[str, Path],
     *,
     within: timedelta = timedelta(seconds=60),
-) -> Report:
-    """Upload ``files``, by key, continuing where the store stands."""
+) -> str:
+    """Upload ``files``, by key, from where an earlier upload ended; return why it failed."""
     try:
         with patch.object(transfer, "PART", PART):
             upload_all(store, files.items(), until=deadline_in(within))
     except (StoreError, OSError) as error:
-        return Report(False, str(error))
-    return Report(True)
+        return str(error)
+    return ""
 
 
 class Upload:
@@ -94,16 +82,15 @@ class Upload:
         self.files = {LARGE: folder / "large", "small.json": folder / "small"}
         for path, size in zip(self.files.values(), (rows * ROW, 1000), strict=True):
             path.write_bytes(os.urandom(size))
-        self.parts = -(-rows * ROW // PART)
 
-    def send(self, endpoint: str) -> Report:
-        """Upload it by way of ``endpoint``, continuing where the store stands."""
+    def send(self, endpoint: str) -> str:
+        """Upload the files by way of ``endpoint``; return why that failed."""
         settings = dataclasses.replace(self.settings, endpoint_url=endpoint)
         store = S3ObjectStore.from_settings(settings, bucket=self.bucket.bucket, write=True)
         return publish(store, self.files, within=self._within)
 
-    def assert_whole(self, report: Report) -> None:
-        assert report.ok, report.reason
+    def assert_whole(self, failed: str) -> None:
+        assert not failed
         assert_published(self.bucket, self.files)
         assert self.bucket.list_multiparts() == []
 
