@@ -1,10 +1,10 @@
 """Build the tokens of blocks in data workers: open the source, fetch pages, tokenize, cut.
 
-``python -m distributed_training.data.block_builder FD`` is a worker: its rank sends a picklable
-:class:`WorkerSpec`, then block numbers, over a socket pair; answers are :class:`Prepared`. It is
-started as a plain program because ``multiprocessing``'s spawn would import the rank's program,
-torch included, and because a worker must end with its rank however that ends: it does when the
-socket closes. Nothing here imports torch, so a worker starts in a fraction of a second.
+``python -m distributed_training.data.block_builder FD`` is a worker. Over a socket pair its rank
+sends a picklable :class:`WorkerSpec` and then block numbers, and the answers are
+:class:`Prepared`. A worker is a plain program, because ``multiprocessing``'s spawn would import the
+rank's program and torch with it, and because a worker must end whenever its rank ends: it does so
+when the socket closes. Nothing here imports torch, so a worker starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from .tokenizer import text_tokenizer, tokenizer_hash
 
 log = logging.getLogger(__name__)
 
-#: Number of the form of prepared blocks. An older version, to which an update may go back, must not
-#: take these for its own.
+#: Number of the form of prepared blocks, so that an older version of the program, to which an
+#: operator may go back, does not take these blocks for its own.
 _FORMAT = 4
 _NICENESS = 5  # added, so that training goes first
 _PAGES_AT_ONCE = 4  # pages of a block that are fetched at once
@@ -43,9 +43,9 @@ _PAGES_AT_ONCE = 4  # pages of a block that are fetched at once
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Everything a worker needs; picklable. ``folder`` takes prepared blocks and the cache.
+    """Everything that a worker needs; picklable. ``folder`` holds prepared blocks and the cache.
 
-    ``vocabulary``: the model's; rows with ids beyond it are left out. None: not checked.
+    ``vocabulary``: size of the model's. Rows with ids beyond it are left out, unless it is None.
     """
 
     settings: DataSettings
@@ -61,10 +61,10 @@ class WorkerSpec:
 
     @property
     def blocks(self) -> Path:
-        """The folder of this rank's prepared blocks; all that changes them changes its name."""
+        """The folder of this rank's prepared blocks. Its name depends on all that changes them."""
         settings = self.settings
-        # Everything that changes a token must be listed here, or a restart would train on blocks of
-        # the earlier settings.
+        # List everything that changes a token, or a restart would train on blocks of the earlier
+        # settings.
         facts = [
             _FORMAT, settings.spec.text, settings.dataset, settings.text_column,
             settings.pages_per_block, settings.rows_per_page, settings.max_length,
@@ -100,7 +100,7 @@ class RowsTokens:
         self._source = source
         self._tokenizer = text_tokenizer(spec.tokenizer_path, spec.eos_id)
         self._counts = counts
-        # Threads are enough, since they only wait for the network or a disk.
+        # Threads are enough, because they only wait for the network or a disk.
         self._pool = ThreadPoolExecutor(_PAGES_AT_ONCE, "pages")
 
     def block(self, block: int, pages: int) -> SourceTokens:
@@ -237,10 +237,10 @@ class BlockMaker:
         except (OSError, ShardError) as error:
             log.warning("A kept block is damaged and is prepared again: %s", error)
             return None
-        # The block was made after the checkpoint to which training went back.
+        # Another place: it was made after the checkpoint to which training has gone back.
         if header.extra.get("place") != place:
             return None
-        # Files are deleted by age (pipeline._forget), and this one is in use again.
+        # The pipeline deletes files by age, and this one is in use again.
         os.utime(path)
         return Prepared(block, path, header.sequences, 0.0, (), {}, kept=True)
 
@@ -256,7 +256,7 @@ def _run(parent: ParentConnection) -> None:
 
     def prepare(block: int, place: int | None) -> Prepared:
         nonlocal maker
-        maker = maker or BlockMaker(spec)  # try again at each block, since the obstacle may pass
+        maker = maker or BlockMaker(spec)  # each block tries again what has failed before
         return maker.prepare(block, place)
 
     def send(block: int, prepared: Future[Prepared]) -> None:

@@ -1,8 +1,8 @@
 """Read the text on which nobody trains and the global model is judged (``data.held_out``).
 
-It is pages of the network's data that nobody draws, or files that the founder has chosen, pinned by
-their SHA-256. Without either it is the Python library of the validator's machine. Several files are
-*domains*, and the judged loss is the mean of theirs by their weights.
+It consists of pages of the network's data that nobody draws, or of files that the founder has
+chosen and pinned by their SHA-256. Without either it is the Python library of the validator's
+machine. Several files are *domains*, and the judged loss is the weighted mean of their losses.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def _rows(config: Config, domain: Domain) -> tuple[list[str], int]:
 def _read_pinned(place: str, digest: str, config: Config) -> bytes:
     """Return what :func:`read_file` does, from wherever this machine has the file.
 
-    The run folder keeps a copy: without it no outer step could be judged once a server, or the
-    founder's own file, is gone. A name without a folder lies next to the network's file.
+    The run folder keeps a copy, so that outer steps can be judged after a server, or the founder's
+    own file, is gone. A name without a folder is that of a file next to the network's file.
     """
     copy = config.run_folder / HELD_OUT / digest
     beside = Path(config.network.place if config.network else "").parent / HELD_OUT / place

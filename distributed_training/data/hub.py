@@ -1,12 +1,13 @@
 """Read a dataset's Parquet files where they lie, at Hugging Face, by ranges of bytes.
 
-The files of one commit below ``data.folder`` are a table as a local copy of them is: each folder is
-a config, its rows are those of its files in the order of their names. So a page is the same
-whether it is read here or with ``--data.source parquet:DIR``.
+The files of one commit below ``data.folder`` form the same table as a local copy of them: each
+folder is a config, and its rows are those of its files in the order of their names. So a page is
+the same whether it is read here or with ``--data.source parquet:DIR``.
 
-``huggingface_hub`` asks, waits as the hub says, and sends its token to the hub only. A file's end
-says where its row groups lie. It is kept on the disk, and so are the rows of all files: one process
-of a machine fetches the ends while the others wait. After that a page costs one request.
+``huggingface_hub`` sends the requests, waits as the hub says, and sends its token to the hub only.
+A file's end says where its row groups lie. The ends and the number of rows of all files are kept on
+the disk, so one process of a machine fetches them while the others wait. After that a page costs
+one request.
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ def _asking(what: str) -> Iterator[None]:
             f"{what}: the hub has no such dataset or commit, or HF_TOKEN may not read it"
         ) from None
     except Exception as error:  # noqa: BLE001 - whatever a library raises at what a server sent
-        # Do not show the error's text: it may hold the token, or a signed URL to which the hub
+        # Leave out the error's text: it may hold the token, or a signed URL to which the hub
         # redirected.
         status = getattr(getattr(error, "response", None), "status_code", 0)
         why = f"HTTP {status}" if status else type(error).__name__

@@ -2,10 +2,11 @@
 
 Only this module reads it. What leaves this machine is made of what was learned from it.
 
-All files are one run of bytes, cut into *units* of 2 to 32 KiB. A unit has the lines that begin in
-it, or the rows of that part of a Parquet file. Units come in a random order, another in each pass
-over the text, that follows only from their number. So the place in the text is one number, the
-next unit's, which a checkpoint keeps: a kill repeats no unit and loses none. Ranks take turns.
+All files together are one run of bytes, which is cut into *units* of 2 to 32 KiB. A unit has the
+lines that begin in it, or the rows of that part of a Parquet file. Each pass over the text has a
+random order of its own, which follows only from the number of units. So the place in the text is
+one number, that of the next unit. A checkpoint keeps it, so a kill repeats no unit and loses none.
+Ranks take turns.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from .tokenizer import TextTokenizer, text_tokenizer
 log = logging.getLogger(__name__)
 
 UNIT, _SMALLEST = 2**15, 2**11  # bytes
-# A token of most tokenizers has four bytes, and of a byte tokenizer one. With 2 a block is about as
-# large as its pages.
+# A token has about four bytes with most tokenizers, and one byte with the byte tokenizer. With 2 a
+# block is about as large as its pages.
 _BYTES_OF_TOKEN = 2
 _EDGE = 4096  # bytes behind a unit within which its last line may end
 _LOOKED_AT = 2**20  # bytes of each file that a start looks at
@@ -56,9 +57,9 @@ def units_of_block(settings: DataSettings, sequence_length: int) -> tuple[int, i
 class OwnText:
     """The files of ``--data.own_text``, as one run of units.
 
-    Parquet and JSON lines go by their suffix; any other file is text. A file that is named itself
-    must be readable; unreadable files of a folder are ``left_out``, with a line for each. ``unit``:
-    the bytes of one, UNIT by default.
+    The suffix says whether a file is Parquet or JSON lines; any other file is text. A file that is
+    named itself must be readable. Unreadable files of a folder are ``left_out``, with a line for
+    each. ``unit``: the bytes of a unit, UNIT by default.
 
     Raises ConfigError where there is no text, PageUnavailable while a disk is away.
     """
@@ -157,7 +158,7 @@ class OwnText:
 class OwnTokens:
     """Own text as a source of blocks, for a ``block_builder.WorkerSpec``.
 
-    ``block`` is asked for the first unit instead of a block.
+    The caller gives :meth:`block` the number of the first unit in place of a block's.
     """
 
     def __init__(self, spec: Any, counts: Counts) -> None:
@@ -177,8 +178,8 @@ class OwnTokens:
             try:
                 rows = [*self._text.rows(unit)]
             except (OSError, ValueError) as error:
-                # Fail the whole block, which is asked for again. Otherwise a disk that is away for
-                # a moment would lose text.
+                # Fail the whole block, which is requested again, or text would be lost where a disk
+                # is away for a moment.
                 raise_if_it_may_pass(error, Path(str(getattr(error, "filename", "own text"))))
                 missing.append(" ".join(str(error).split()))
                 continue
@@ -193,12 +194,12 @@ class OwnTokens:
         return SourceTokens(np.concatenate(pieces), missing)
 
     def _at(self, number: int) -> int:
-        """Return the unit that is read as the one of this number."""
+        """Return which unit of the text is read at this number."""
         assert self._text is not None
         passed, place = divmod(number, self._text.units)
         if passed not in self._orders:
             order = np.random.default_rng([_SEED, passed]).permutation(self._text.units)
-            # A block may reach over the end of a pass.
+            # Keep the order before and after it too, since a block may reach over a pass's end.
             self._orders = {p: o for p, o in self._orders.items() if abs(p - passed) == 1}
             self._orders[passed] = order
         return int(self._orders[passed][place])
@@ -227,7 +228,7 @@ def require_one_sequence(
         for unit in range(text.units):
             try:
                 rows = [*text.rows(unit)]
-            # An unreadable file costs its unit, as in training.
+            # As in training, an unreadable part of a file costs only its unit.
             except (OSError, ValueError) as error:
                 away = away or f" ({' '.join(str(error).split()):.200})"
                 continue
@@ -281,8 +282,8 @@ def _lines(file: Any, begin: int, end: int) -> Iterator[bytes | None]:
     at = begin
     if begin:
         file.seek(begin - 1)
-        # Read no further than the unit, or each unit in a line of 60 MB would read the rest of that
-        # line.
+        # Read no further than the unit, or each unit inside a line of 60 MB would read the rest of
+        # that line.
         at = begin - 1 + len(file.readline(end - begin + 1))
     while at < end:
         line = file.readline(PAGE + 1)

@@ -1,9 +1,9 @@
 """Rows of text as the page selection addresses them.
 
-A :class:`PageSource` returns the rows of one page. Rows that hold no usable text are left out and
-counted. The source that is always there, for the local subnet, is this machine's own Python
-standard library. Its files fall into configs by a hash of their path, so the split is the same in
-every process; *held-out* files are never part of a page.
+A :class:`PageSource` returns the rows of one page. Rows without usable text are left out and
+counted. The source that is always there, for the local subnet, is the Python standard library of
+this machine. Its files are divided among configs by a hash of their path, so the split is the same
+in every process. *Held-out* files are never part of a page.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 #: The page selection draws first rows from 0 to num_rows - 102 (protocol page, section 3).
 MINIMUM_ROWS = 102
-#: The most bytes of text in a page: 100 books of 0.6 MB.
+#: The most bytes of text in a page, for example 100 books of 0.6 MB.
 PAGE = 64 * 2**20
-#: Stands for a row that was not read, since it is larger than a page.
+#: It stands for a row that was not read because it is larger than a page.
 TOO_LONG = object()
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Pin:
     rows: int | None = None
 
     def check(self, where: str, found: Pin) -> None:
-        """Raise OtherData for another value; None is what ``where`` does not tell."""
+        """Raise OtherData if ``found`` differs; a value of None is not compared."""
         for name, pinned, has in (
             ("revision", self.revision, found.revision),
             ("row count", self.rows, found.rows),
@@ -73,7 +73,7 @@ class Pin:
 
 @dataclass(frozen=True)
 class SourceTokens:
-    """One source's share of a block: int32 (tokens,), and causes of the pages that are missing."""
+    """The tokens of a block, int32 (tokens,), and the causes of the pages that are missing."""
 
     tokens: np.ndarray[Any, Any]
     missing: list[str]
@@ -113,8 +113,8 @@ class Counts:
     def drain(self) -> dict[str, int]:
         """Return the counts since the last call."""
         with self._lock:
-            # Exchange the counter under the lock, so that what a thread adds meanwhile is in the
-            # next answer.
+            # Exchange the counter under the lock, so that the next call returns what a thread adds
+            # meanwhile.
             taken, self._counter = self._counter, Counter()
         return dict(taken)
 
@@ -122,8 +122,8 @@ class Counts:
 def usable_texts(values: Iterable[object], counts: Counts) -> list[str]:
     """Return the values that can be trained on; the others are counted by their defect.
 
-    They are taken one by one. What does not fit into ``PAGE`` bytes any more is left out too, and
-    named once an hour.
+    A value that does not fit into the rest of ``PAGE`` bytes is left out too, with a line once per
+    hour.
     """
     texts = []
     left = PAGE
@@ -190,7 +190,7 @@ class StdlibSource:
     @cached_property
     def _tables(self) -> dict[str, list[str]]:
         tables: dict[str, list[str]] = {f"stdlib-{i}": [] for i in range(_CONFIGS)}
-        # Leave these out: codec tables and licences repeat word for word.
+        # Leave out rows that are held out too: codec tables and licences repeat word for word.
         held_out = set(self.held_out())
         for path in self._paths:
             if not _held_out(path):
@@ -200,7 +200,7 @@ class StdlibSource:
 
     @cached_property
     def _paths(self) -> list[str]:
-        """Below the folder, in the order of their parts."""
+        """The paths below the folder, in the order of their parts."""
         found: list[str] = []
         for folder, subfolders, names in os.walk(self._folder):
             # Do not look into these folders: site-packages may hold a hundred thousand files.

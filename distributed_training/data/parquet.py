@@ -25,10 +25,10 @@ from .page_source import MINIMUM_ROWS, Counts, NothingToRead, PageUnavailable, u
 
 log = logging.getLogger(__name__)
 
-#: Bytes of decoded row groups that are kept for the pages to come. Each data worker keeps its own.
+#: Bytes of decoded row groups that are kept for later pages. Each data worker keeps its own.
 KEPT = 64 * 2**20
-#: The most bytes of a file's end, which says where its rows are and takes many times as much memory
-#: once parsed.
+#: The most bytes of a file's end, which says where its rows are. Once parsed it takes many times as
+#: much memory.
 LARGEST_END = 16 * 2**20
 _TAIL = 2**16  # bytes of a file's end that pyarrow reads first
 _AT_ONCE = 8  # files that are scanned at once
@@ -80,8 +80,8 @@ def spans(ends: Sequence[int], first: int, end: int) -> Iterator[tuple[int, int,
 
 def is_no_data(name: str) -> bool:
     """Return whether a file or folder of this name is left out wherever it lies."""
-    # Notes of a download (.cache), marks of its writer (_SUCCESS) and what a disk's repair left at
-    # its root, which only root can list, are no rows.
+    # No rows are in the notes of a download (.cache), in the marks of a writer (_SUCCESS), and in
+    # lost+found, which a disk's repair leaves at its root and only root can list.
     return name.startswith((".", "_")) or name == "lost+found"
 
 
@@ -116,8 +116,8 @@ class FolderSource:
         # Config -> at which row each of its files ends, once known.
         self._ends: dict[str, list[int]] = {}
         self._table: dict[str, int] | None = None
-        # List the files once, since a file that came later would shift the rows of all files after
-        # it.
+        # List the files once, since a file that is added later would shift the rows of all files
+        # after it.
         self._paths = self._listed()
 
     def _listed(self) -> dict[str, list[Path]]:
@@ -291,7 +291,7 @@ class ParquetSource(FolderSource):
     def _batches(self, path: Path, group: int, end: int) -> Iterator[Any]:
         """Yield the arrays of a group's column, at least up to row ``end``; keep them if they fit.
 
-        More of them are decoded than are asked for, as long as all may fit.
+        More rows are decoded than are asked for, as long as the whole group may fit.
         """
         key, rows, size = (path, group), 0, 0
         decoded: list[Any] = []

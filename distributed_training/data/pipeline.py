@@ -5,8 +5,8 @@ as many, tokenized and cut into sequences. It is requested ahead of need, prepar
 process, and stays on disk until it was trained on, so a restart continues at the next sequence.
 Rank 0 decides which block begins, once every rank has it.
 
-A worker may end for its own reasons (no memory, a kill) or because of a block. The one in its place
-gets its blocks; a block that ends three workers in a row is left out.
+A worker may end for its own reasons (no memory, a kill) or because of a block. The worker that
+replaces it gets its blocks. A block that ends three workers in a row is left out.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ _TIMED_LEAST = 3  # blocks before the measured times mean more than the start of
 _NARROW = 0.8
 
 
-_MOST_BLAMED = 2  # workers that may die at one block before it is left out
+_MOST_BLAMED = 2  # workers that may die at one block before the block is left out
 
 
 class DataWorker:
     """The rank's end of a worker. Nothing here waits for it.
 
-    A worker that ended gets the blocks that were under way again. One that ends workers again and
-    again is answered with a :class:`Failure`.
+    A worker that ended is started again and gets the blocks that were under way. The answer for a
+    block that ends workers again and again is a :class:`Failure`.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -100,7 +100,7 @@ class DataWorker:
 
     def _receive(self, answer: Prepared | Failure) -> None:
         with self.child.lock:
-            # Forget the block now, since another worker must not prepare it again if this one ends.
+            # Forget the block now, so that no worker prepares it again if this worker ends.
             self.blocks.pop(answer.block, None)
             self._blamed.pop(answer.block, None)
         self._arrived.put(answer)
@@ -109,9 +109,9 @@ class DataWorker:
 class DataPipeline:
     """Blocks in, batches out. Not thread-safe: the loop's thread calls.
 
-    Nothing here waits for a source: :meth:`ready` says None until a block is there. ``spec`` says
-    what this rank reads and where prepared blocks and fetched pages are kept across restarts.
-    ``device``: for a CUDA device batches lie in pinned memory, so that a copy there needs no wait.
+    Nothing here waits for a source: :meth:`ready` returns None until a block is there. ``spec``
+    says what this rank reads, and where prepared blocks and fetched pages stay across restarts.
+    ``device``: for a CUDA device batches lie in pinned memory, so that copying to it does not wait.
 
     Raises ConfigError when ``--data.source`` names something that is not a folder.
     """
@@ -132,7 +132,7 @@ class DataPipeline:
         self._places: dict[int, int] = {}
         self._next_place = 0
         self._returned: list[int] = []  # places of blocks that could not be prepared
-        self._passes_over = False  # the next block passes over those places, once
+        self._passes_over = False  # whether the next block passes over those places, once
         # The block on which training is, and the position in it
         self._current = 0
         self._sequences = 0  # how many of its sequences are trained on
@@ -145,7 +145,7 @@ class DataPipeline:
         # Batches served from the present block, and the time of the last one.
         self._served, self._served_at = 0, 0.0
         self._missed = 0.0  # seconds without anything to train on since the last batch
-        self.wait_seconds = 0.0  # seconds of waiting for the last batch, with those before it
+        self.wait_seconds = 0.0  # seconds without anything to train on before the last batch
         self._slow_line = Throttle(_SLOW_LINE_EVERY)
         # The worker processes, and what they count
         self._counts: Counter[str] = Counter()
@@ -159,19 +159,14 @@ class DataPipeline:
         for left in self._block_folder.glob(".*.tmp"):
             left.unlink(missing_ok=True)
         self._pinned = device is not None and device.type == "cuda"
-        # Start workers last: they write as soon as they run, and what earlier ones left is removed
-        # above.
+        # Start workers only after earlier workers' files were removed, because they write at once.
         count = 1 if settings.workers == "auto" else settings.workers
         self._workers = [DataWorker(spec) for _ in range(count)]
 
     # --- blocks ahead --------------------------------------------------------------------------
 
     def gather_blocks(self) -> None:
-        """Take what they have prepared, and replace those that ended.
-
-        At each boundary: a worker that dies while it has nothing to do is to be there again before
-        it is needed.
-        """
+        """Receive what the workers have prepared. The loop calls it at each boundary."""
         for worker in self._workers:
             for answer in worker.answers():
                 self._receive(answer)
@@ -190,7 +185,7 @@ class DataPipeline:
     def _place(self, block: int) -> int:
         """Return where ``block`` begins in own text: at a place of its own, once it has one."""
         if block not in self._places:
-            # Do not repeat it at once, or text on a bad sector would hold up all the rest for ever.
+            # Do not try a place again at once, or text on a bad sector would hold up all the rest.
             if self._returned and not self._passes_over:
                 self._places[block] = self._returned.pop(0)
             else:
@@ -216,7 +211,7 @@ class DataPipeline:
                 )
             self._counts["blocks_failed"] += 1
             self._blocks[answer.block] = self._nothing
-            if answer.block in self._places:  # otherwise its text would be lost with it
+            if answer.block in self._places:  # keep its place, so that its text is not lost
                 self._returned.append(self._places.pop(answer.block))
                 self._passes_over = True
             return
@@ -250,8 +245,8 @@ class DataPipeline:
             raise ValueError(f"block {block} has {have} sequences, {sequences} were ordered")
         now = time.monotonic()
         if self._begun_at is not None and self._served > 1:
-            # Count until the last batch, not until now, since training may have had nothing to
-            # begin since.
+            # Count until the last batch and not until now, since training may have waited for this
+            # block.
             seconds = (self._served_at - self._begun_at) * self._served / (self._served - 1)
             self._train_seconds = _mean(self._train_seconds, seconds)
             self._timed += 1
@@ -307,7 +302,7 @@ class DataPipeline:
 
     def missed(self, seconds: float) -> None:
         """Note that the loop had nothing to train on; the next batch counts it as waited for."""
-        if self._served_at:  # the time of a start does not belong to a step
+        if self._served_at:  # before the first batch it is the time of the start
             self._missed += seconds
 
     # --- position ------------------------------------------------------------------------------
@@ -332,9 +327,8 @@ class DataPipeline:
     def load_state_dict(self, cursor: dict[str, Any]) -> None:
         """Have the block of a checkpoint's :meth:`state_dict` prepared again.
 
-        The loop then begins it with ``start=cursor["offset"]``. Prepared blocks lie in ``folder``,
-        so it holds the same tokens as before. An earlier edition's block is not prepared again: its
-        number means other pages.
+        The loop then begins it with ``start=cursor["offset"]``. It holds the same tokens as before,
+        because prepared blocks stay on the disk.
         """
         self._next_place = int(cursor.get("next", 0))
         self._returned = [int(place) for place in cursor.get("returned", [])]

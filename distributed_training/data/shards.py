@@ -1,12 +1,9 @@
-"""Store packed tokens in files: shards of ``scripts/pretokenize.py``, and prepared blocks.
+"""Store packed tokens in files: shards of ``examples/pretokenize.py``, and prepared blocks.
 
-Also the *held-out* sequences of a block: an upload is tried on them before it is sent, so they are
-never trained on.
-
-A file is ``magic`` (8 bytes), the length of the header (uint32, little endian), the header, then
+A file has ``magic`` (8 bytes), the length of the header (uint32, little endian), the header, and
 the tokens. The header is JSON, padded with blanks so that the data begins at a multiple of 64. The
-tokens are little endian, uint16 where the vocabulary has at most 65536 entries and else uint32. The
-header names dtype, sequence length, number of sequences, the tokenizer's hash, its EOS id and
+tokens are little endian: uint16 where the vocabulary has at most 65536 entries, and else uint32.
+The header names dtype, sequence length, number of sequences, the tokenizer's hash, its EOS id and
 vocabulary, and the SHA-256 of the tokens.
 """
 

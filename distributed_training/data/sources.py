@@ -4,8 +4,8 @@ A kind of your own is a function that returns a :class:`.page_source.PageSource`
 
     SOURCES.register("counter", SourceKind(lambda opening: Counter()))
 
-in a module that ``--plugins`` names. What reads the rows of a kind is imported when one is opened,
-so a program that only checks its settings stays small.
+in a module that ``--plugins`` names. The module that reads a kind's rows is imported when a source
+of that kind is opened, so a program that only checks its settings stays small.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .page_source import Counts, NothingToRead, PageSource, Pin, StdlibSource
 
 @dataclass(frozen=True)
 class Opening:
-    """The arguments of an opening. ``cache``: folder for what is kept of a source, or None."""
+    """How to open a source. ``cache``: folder for what is kept of the source, or None."""
 
     settings: DataSettings
     spec: SourceSpec
@@ -44,11 +44,11 @@ class Opening:
 class SourceKind:
     """One kind of source.
 
-    ``open`` returns the rows; it raises ConfigError, or PageUnavailable to be tried again. None
-    for a kind of which nobody else can read the rows.
-    ``in_folder``: a folder stands after the colon. ``for_trials``: no network's file pins it.
-    ``tokens``: of a kind that holds no rows; returns a ``blocks.TokenSource`` for a
-    ``WorkerSpec``, the specification and the counters.
+    ``open`` returns the rows. It raises ConfigError, or PageUnavailable where a later try may
+    succeed; None stands for a kind whose rows nobody else can read. ``in_folder``: a folder stands
+    after the colon. ``for_trials``: no network's file may pin it. ``tokens``: of a kind without
+    rows; the function returns a ``block_builder.TokenSource`` for a ``WorkerSpec``, the
+    specification and the counters.
     """
 
     open: Callable[[Opening], PageSource] | None = None
@@ -83,8 +83,8 @@ def check_folder(spec: SourceSpec) -> None:
 class Source:
     """The rows of ``--data.source``, opened when they are first asked for.
 
-    While that fails it is opened again each time: a mount may come late, and a hub return.
-    ``cache``: folder for what is kept of it, such as where a file's rows begin.
+    As long as that fails, each call tries again: a mount may come late, and a hub may return.
+    ``cache``: folder for what is kept of the source, such as where the rows of a file begin.
 
     Raises ConfigError for a folder that does not exist, and for a kind without rows.
     """
@@ -121,7 +121,7 @@ class Source:
         return self._source.rows(config, row, split=split, limit=limit)
 
     def pin(self) -> Pin:
-        """Return what it serves now; its revision is None where it does not say it.
+        """Return what the source serves now; the revision is None where it names none.
 
         Raises PageUnavailable.
         """
@@ -130,7 +130,7 @@ class Source:
         return self._pin_of(self._source)
 
     def _pin_of(self, source: PageSource) -> Pin:
-        revision = getattr(source, "revision", None)  # only a hub has a revision
+        revision = getattr(source, "revision", None)  # a hub names it
         folder = self._opening.spec.folder
         if revision is None and folder is not None:
             from .parquet import folder_revision

@@ -21,8 +21,8 @@ from .page_source import Counts
 
 log = logging.getLogger(__name__)
 
-#: Characters of a row that are tokenized: for each wanted token, and in all. A tokenizer would read
-#: the whole row, and 2 million characters take 3 s and 280 MB.
+#: The most characters of a row that are tokenized: for each wanted token, and in all. Otherwise a
+#: tokenizer would read the whole row, and 2 million characters take 3 s and 280 MB.
 _PER_TOKEN, LONGEST = 64, 2**21
 _BATCH = 2**20
 EOS = "<eos>"
@@ -45,10 +45,10 @@ def byte_tokenizer() -> Tokenizer:
 
 
 class TextTokenizer:
-    """A ``tokenizer.json`` and its EOS id; what worker processes load.
+    """A tokenizer by its ``tokenizer.json`` and its EOS id, as worker processes load it.
 
-    ``hash`` tells tokenizers apart: shards carry it. ``vocabulary`` counts all ids, added ones
-    included.
+    Shards carry ``hash``, by which tokenizers are told apart. ``vocabulary`` counts all ids, with
+    those that were added.
     """
 
     def __init__(self, path: Path, *, eos_id: int) -> None:
@@ -69,9 +69,9 @@ class TextTokenizer:
     ) -> np.ndarray[Any, Any]:
         """Cut each row to ``max_length`` tokens, add EOS, join all: int32 (tokens,).
 
-        A row is left out if it holds an id of ``vocabulary`` or more, which the model does not
-        have, and if the tokenizer fails at it. ``counts`` counts each kind. Not for several threads
-        at once.
+        A row is left out if it has an id of ``vocabulary`` or more, which the model does not have,
+        or if the tokenizer fails at it. ``counts`` counts each kind of row. Do not call it from
+        several threads at once.
         """
         counts = counts or Counts()
         if self._truncated_at != max_length:
@@ -111,7 +111,7 @@ def text_tokenizer(path: Path, eos_id: int) -> TextTokenizer:
 def _batches(rows: Iterable[str]) -> Iterator[list[str]]:
     """Yield the rows in runs of about ``_BATCH`` characters.
 
-    A tokenizer takes 135 bytes of memory for a byte of text, until all of a batch is done.
+    A tokenizer takes 135 bytes of memory per byte of text, until all of a batch is done.
     """
     batch: list[str] = []
     left = _BATCH
@@ -126,7 +126,10 @@ def _batches(rows: Iterable[str]) -> Iterator[list[str]]:
 
 
 def tokenizer_hash(path: Path) -> str:
-    """Return SHA-256 of a ``tokenizer.json`` whatever its layout. Raises OSError, ValueError."""
+    """Return the SHA-256 of what a ``tokenizer.json`` says, whatever its layout.
+
+    Raises OSError, ValueError.
+    """
     content = json.loads(path.read_bytes())
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
@@ -135,10 +138,10 @@ def tokenizer_hash(path: Path) -> str:
 def build_tokenizer(name: str, folder: Path, *, revision: str | None = None) -> tuple[Path, int]:
     """Write ``tokenizer.json`` of ``name`` into ``folder``; return its path and EOS id.
 
-    ``bytes`` is the byte-level tokenizer, and transformers' AutoTokenizer can load the folder;
-    anything else is a name or folder that AutoTokenizer takes. ``revision``: the commit of a name
-    at the hub; None is the newest. Raises ValueError when it has no EOS or no fast form, is
-    damaged or cannot be had, OSError when it cannot be written.
+    ``bytes`` names the byte-level tokenizer; anything else is a name or folder for transformers'
+    AutoTokenizer, which can also load the folder that is written here. ``revision``: the commit of
+    a name at the hub; None is the newest. Raises ValueError if the tokenizer has no EOS or no fast
+    form, is damaged or cannot be fetched, and OSError if it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "tokenizer.json"
@@ -177,7 +180,7 @@ def build_tokenizer(name: str, folder: Path, *, revision: str | None = None) -> 
 
 def name_of_folder(folder: Path) -> str:
     """Return the name of a folder's tokenizer: its path, or ``bytes`` where it is that one."""
-    # Ignore this here: the program that loads the file says what is wrong.
+    # Ignore a damaged file, since the program that loads it says what is wrong.
     with contextlib.suppress(OSError, ValueError):
         content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
         if content == json.loads(byte_tokenizer().to_str()):

@@ -2,8 +2,8 @@
 
 A round has two moments. At the *close* of outer step E the loop writes its upload; later comes the
 *update* that leads to outer step E + 1. An exchange follows the network in threads of its own and
-posts an event whenever it knows of one. No event holds a tensor or an open file, and the loop may
-read one late: each names the outer step for which it holds.
+posts an event at each of them. No event holds a tensor or an open file. The loop may read an event
+late, so each event names the outer step for which it holds.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from distributed_training.protocol.types import Event, ExitStatus, Schema, Updat
 class Close:
     """The time at which an outer step's uploads are taken. If it moves, its serial grows.
 
-    Two are the same if outer step and serial are: the grace may change. A progress upload is for
-    none: its close has the serial 0, which is no close's.
+    Two closes are the same if outer step and serial are the same, since the grace may change. A
+    progress upload is for no close: it has a ``Close`` of serial 0, which no real close has.
     """
 
     outer_step: int  # the outer step from whose weights the uploads count
@@ -94,20 +94,21 @@ class Exchange(Protocol):
     def start(self, post: Post, *, outer_step: int, schema: Schema) -> None:
         """Begin to follow the network, and to post what happens there.
 
-        ``outer_step``: the one whose epoch-start weights are held; ``schema``: the model's.
+        ``outer_step``: the outer step whose epoch-start weights are held; ``schema``: the model's.
         """
 
     def send(self, close: Close) -> None:
         """Send the upload for ``close`` (:func:`upload_path`); UploadEnded answers.
 
-        Called when a checkpoint that has the upload in its state is complete.
+        The loop calls it when a checkpoint whose state has the upload is complete.
         """
 
     def applied(self, outer_step: int, *, wants_weights: bool = False) -> None:
         """Take note of the outer step whose epoch-start weights are held now.
 
-        Called also after an update that was not applied, to get it again, and after a roll-back.
-        ``wants_weights``: the newest whole weights are to come next, even older ones.
+        The loop calls it also after an update that it did not apply, to get that update again, and
+        after a roll-back. ``wants_weights``: the newest whole weights are to come next, even if
+        they are older.
         """
 
     def stop(self) -> None:

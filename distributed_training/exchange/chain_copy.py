@@ -1,11 +1,11 @@
 """Keep a member's own copy of a store network's chain, and refuse another history.
 
-The store is not believed. An object of it counts only if the master has signed it, and only ever
-grows: a state with a smaller serial is an old one, and a manifest that follows another one than
-ours is part of another history. So the newest state and all manifests that were seen stay on the
-disk, over a restart too. Two valid manifests of one outer step prove that the master signed two
-histories: only its owner can say which one holds, so nothing is applied before a recovery, which
-begins the chain again above both.
+No object of the store counts unless the master has signed it. The chain only ever grows, so a state
+with a smaller serial is an old state, and a manifest that follows another manifest than ours is
+part of another history. So the newest state and all manifests that were seen stay on the disk, also
+over a restart. Two valid manifests of one outer step prove that the master's key signed two
+histories. Only its owner can say which of them holds, so nothing is applied before a recovery,
+which begins the chain again above both.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class ChainCopy:
                 write_bytes(self._path("state"), data)
             self._newest = state
             md5 = hashlib.md5(data, usedforsecurity=False).hexdigest()
-            # A cache may answer with older bytes than HEAD described. Ask again then.
+            # A cache may answer with older bytes than HEAD described. Then the next one asks again.
             old = info is None or (is_md5(info.etag) and not same_etag(info.etag, md5))
             self._etag = "" if info is None or old else info.etag
         if self.forked:
@@ -113,9 +113,9 @@ class ChainCopy:
     def link(self, first: int, state: State) -> int | None:
         """Fetch the manifests from ``first`` to the state's, and check that each follows the last.
 
-        Where the founder has recovered the network since ``first``, the chain begins there. Returns
-        the outer step to which the network has gone back on the way, None if it has not.
-        Raises StateUnavailable, and ForkError.
+        Where the founder has recovered the network since ``first``, the chain begins at that
+        recovery. Returns the outer step to which the network has gone back on the way, or None if
+        it has not gone back. Raises StateUnavailable, and ForkError.
         """
         back, before = None, self.copy(state.outer_step)
         try:

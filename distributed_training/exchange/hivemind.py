@@ -68,8 +68,8 @@ class Order:
     """Average once."""
 
     serial: int
-    at: float  # Unix seconds, by this machine's clock
-    ends: float  # the same
+    at: float  # when it begins, in Unix seconds by this machine's clock
+    ends: float  # when it must have ended, by the same clock
     members: tuple[tuple[str, str, int], ...]  # the others: peer id, address, uid
     leader: str  # peer id of the validator, which reduces nothing
     usual: float  # norm of an upload, by the last manifest
@@ -145,8 +145,8 @@ def start_peer(
 ) -> ChildProcess:
     """Start a peer process, which takes each :class:`Order` that it is sent. Raises OSError.
 
-    ``ready`` is called after each start, ``answered`` after each order, unless the process ends or
-    hangs meanwhile; both from a thread.
+    A thread calls ``ready`` after each start, and ``answered`` after each order unless the process
+    ends or hangs meanwhile.
     """
     peer = ChildProcess(
         "The DHT peer",
@@ -164,7 +164,7 @@ class HivemindRounds(StoreRounds):
 
     Args:
         membership: Finds the others.
-        open_peer: Starts the peer process for a schema, and for what gets its answers.
+        open_peer: Starts the peer process, given a schema and the function that gets its answers.
     """
 
     def __init__(

@@ -134,7 +134,7 @@ class SharedTensor(Tensor):
 
 
 class Reducer(TensorPartReducer):
-    """Sums no part that is not finite, weighs more than one, or is far longer than an upload."""
+    """Refuses a part that is not finite, weighs more than 1, or is far longer than an upload."""
 
     senders: Sequence[PeerID]
     limit: float  # norm of a part
@@ -155,7 +155,7 @@ class Reducer(TensorPartReducer):
 
 
 class Discarded(TensorPartContainer):
-    """Keeps no results, which may be all values of the model: a member throws them away."""
+    """Keeps no results: a member throws them away, and they may be all values of the model."""
 
     def register_processed_part(self, peer_index: int, part_index: int, part: Tensor) -> None:
         super().register_processed_part(peer_index, part_index, torch.zeros(1).expand(part.shape))
@@ -175,8 +175,8 @@ class Runner(AllReduceRunner):
         self.sizes = [sum(part.numel() for part, _ in each) for each in parts]
 
     def should_delay_results(self, peer_id: PeerID) -> bool:
-        # The validator, which reduces nothing, would get its first part after all that members
-        # send each other, and give up before.
+        # With a delay the validator, which reduces nothing, would get its first part only after all
+        # that members send each other, and would have given up before.
         return False
 
 
@@ -201,7 +201,7 @@ class Averager(DecentralizedAverager):
 
     @classmethod
     def get_stub(cls, p2p: Any, peer: PeerID, *, namespace: Any = None) -> Any:
-        if peer not in _members:  # the peers that the DHT names, in which anybody may write
+        if peer not in _members:  # anybody may write peers into the DHT
             raise P2PHandlerError(f"{peer} is no member")
         return super().get_stub(p2p, peer, namespace=namespace)
 

@@ -1,9 +1,9 @@
 """Send this member's upload for a close, once: one close never gets two different files.
 
-A note with the file's digest is on the disk before its first byte is sent. So a process that starts
-again knows what was sent, or may have been, and sends that file or none. Files and notes stay until
-no checkpoint is left that would need them (:meth:`OwnUploads.forget`): a miner that applies an
-update again needs the upload that the update has merged.
+A note with the file's digest is on the disk before the first byte of the file is sent. So a process
+that starts again knows which file was sent, or may have been sent, and sends that file or none.
+Files and notes stay until no checkpoint is left that would need them (:meth:`OwnUploads.forget`): a
+miner that applies an update again needs the upload that the update has merged.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from .base import Close, UploadEnded, upload_path
 
 log = logging.getLogger(__name__)
 
-#: Causes of a refusal after which the upload's movement is dropped; after others it is carried.
-#: Nor is it dropped after "copy", since an honest member may be taken for another's imitator.
+#: Causes of a refusal after which the upload's movement is dropped. After all others it is carried
+#: over, also after "copy", since an honest member may be taken for another's imitator.
 FOR_CONTENT = frozenset({"worse", "spoiler"})
 CARRIED = "carried over: it lowers the loss less than others' or than chance may, so it goes on"
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=5), timedelta(minutes=1)
@@ -42,7 +42,7 @@ _NAME = re.compile(r"(\d{1,15})\.(\d{1,15})\.json")
 
 
 class _AnotherFile(StoreError):
-    """One close would get two files."""
+    """The file is not the one that was begun for this close."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class OwnUploads:
         waits, note = Backoff(first=_FIRST_WAIT, longest=_LONGEST_WAIT), None
         while True:
             try:
-                # Once: a file of gigabytes would be read again before each attempt.
+                # Claim once, since a claim reads the whole file, which may have gigabytes.
                 note = note or self._claim(path, close)
                 if note.ended == _SENT:
                     return UploadEnded(close, size=path.stat().st_size)
@@ -131,15 +131,15 @@ class OwnUploads:
                     cause,
                 )
             uplink.sleep(wait)
-        # A file that is refused here because it is another one has no note of its own.
+        # A file that is refused here because another was begun has no note of its own.
         if note is not None:
             self._write_note(close, replace(note, ended=cause[:_LONGEST]))
         return UploadEnded(close, cause)
 
     def send_progress(self, close: Close, within: float, uplink: Uplink) -> UploadEnded:
-        """Send the file of no close in place of the one before it. Raises StoppedError.
+        """Send a progress upload in place of the one before it. Raises StoppedError.
 
-        It has no note: nothing follows from it, so a process that starts again sends none.
+        It has no note, because nothing follows from it. A process that starts again sends none.
         """
         began = time.monotonic()
         try:
@@ -164,8 +164,8 @@ class OwnUploads:
     def tidy(self, close: Close, uplink: Uplink) -> None:
         """Abort our uploads in parts that nobody continues, and delete those of past closes.
 
-        Call it after the sending for ``close`` has ended and was answered: a store that does
-        not answer takes a minute here. Raises StoppedError.
+        Call it after the sending for ``close`` has ended and its end was posted, because a store
+        that does not answer costs a minute here. Raises StoppedError.
         """
         note = self._note(close)
         if note is None or not note.ended:
@@ -261,10 +261,10 @@ class OwnUploads:
 def forget_files(folder: Path, before: int) -> None:
     """Delete the files whose names begin with the number of an outer step before ``before``.
 
-    It deletes files of a download that was given up too: their names begin with a dot.
+    It also deletes files of a download that was given up, whose names begin with a dot.
     """
     for path in folder.glob("*"):
         number = path.name.removeprefix(".").partition(".")[0]
         if number.isdigit() and int(number) < before and path.is_file():
-            with contextlib.suppress(OSError):  # at the next call
+            with contextlib.suppress(OSError):  # the next call tries again
                 path.unlink()

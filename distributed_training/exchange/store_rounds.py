@@ -1,15 +1,16 @@
 """Follow a network whose rounds go through the store: rank 0's thread of a miner.
 
-The thread looks at ``state.json``. At its close it posts CloseReached (:mod:`.base`), and the loop
-answers with an upload, which another thread sends (:mod:`.own_uploads`). Where the network is
-ahead, it checks the signed manifests up to the head (:mod:`.chain_copy`), fetches the update that
-follows ours, and posts it; the next one follows when that is applied. A member that has missed much
-gets whole weights instead.
+The thread reads ``state.json``. At the close that it names the thread posts CloseReached
+(:mod:`.base`), and the loop answers with an upload, which another thread sends
+(:mod:`.own_uploads`). Where the network is ahead, the thread checks the signed manifests up to the
+head (:mod:`.chain_copy`), fetches the update that follows ours, and posts it. The next update
+follows when the loop has applied that one. A member that has missed much gets whole weights.
 
-Nothing here ever stops training. An object of the store is used only if all of it is right; a store
-that does not answer, or has something else, costs one line and is asked again.
+Nothing here ever stops training. An object of the store is used only if all of it is right. A store
+that does not answer, or holds something else, costs one line and is asked again.
 
-Times are the store's: a machine whose clock is wrong joins rounds all the same, and logs it.
+Times are those of the store's clock, so a machine whose own clock is wrong joins rounds all the
+same, and logs a line.
 """
 
 from __future__ import annotations
@@ -57,18 +58,18 @@ from .own_uploads import Fate, OwnUploads, forget_files
 log = logging.getLogger(__name__)
 
 _INTERVAL = 30.0  # seconds between two looks at the state
-_SOON = 5.0  # the same after a close, when its update is awaited
-_SOON_FOR = 600.0  # seconds after the grace: an update that takes longer needs no frequent look
+_SOON = 5.0  # the same after a close, until its update is there
+_SOON_FOR = 600.0  # seconds after the grace; for a later update _INTERVAL is enough
 _CLOCK_OFF = 2.0  # seconds by which our clock may differ from the store's without a line
-# Pauses after a failed fetch.
+# The pauses after failed fetches.
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=5), timedelta(minutes=5)
 _LAST_REQUEST = 5.0  # seconds that a request in flight gets at the end
 _VOID = "void: the close moved, or its outer step is over"
 _OVERTAKEN = "the upload for a close comes first, and holds the same training"
-_LONGEST_PROGRESS = 3600.0  # seconds of sending one
+_LONGEST_PROGRESS = 3600.0  # seconds for sending a progress upload
 _SHORTEST = 0.2  # seconds between two turns
 _LATE = 75.0  # seconds for which a store may show an older state without a line
-#: Faults of an object, in place of which the next sound one is taken.
+#: Faults of an object, in place of which the next sound object is taken.
 _FAULTS = (StateUnavailable, ObjectMissingError, IntegrityError, PreconditionError)
 _SLOW = 15.0  # seconds after which an answer to a look at the state is overdue
 
@@ -99,25 +100,25 @@ class StoreRounds:
         self._reader = BucketReader(store, large=longest)
         self._chain = ChainCopy(self._reader, folder / "chain", master)
         self._uploads = uploads
-        self._state: State | None = None  # the newest that was accepted; None: none yet
+        self._state: State | None = None  # the newest state that was accepted, or None
         self._held = 0  # the outer step whose epoch-start weights are ours
-        # The outer step that was held before older weights were loaded: uploads for outer steps
-        # before it have been taken into account.
+        # The outer step that was held before older weights were loaded. The fates of uploads for
+        # earlier outer steps were posted already.
         self._counted = 0
         self._largest_update = 0
         self._ahead: float | None = None  # the store's Unix time minus the steady clock
         self._off: float | None = None  # our Unix time minus the store's
         self._older_since: float | None = None  # when the store began to show an older state
         self._lost_since: float | None = None  # when our upload was missing first
-        self._checks_at = -math.inf  # whether it is there
+        self._checks_at = -math.inf  # when the store is asked next whether it is there
         self._silent_since: float | None = None  # when the store fell silent, by the steady clock
-        self._asked: float | None = None  # when the look began that has no answer yet
+        self._asked: float | None = None  # when the read of the state began that is under way
         self.trouble = ""  # why the store cannot be read now
         self._next_look = -math.inf
         self._posted: Close | None = None
         self._sent: Close | None = None  # the close of the last sending that was begun
-        # How often the loop has reported its outer step, and the last report that an update
-        # answered: a fetch for an earlier report is of no use.
+        # How often the loop has reported its outer step, and the last report to which an update was
+        # posted. What was fetched for an earlier report is not posted.
         self._reports, self._answered = 1, 0
         self._wants_weights = False
         self._waits = Backoff(first=_FIRST_WAIT, longest=_LONGEST_WAIT)
@@ -125,7 +126,7 @@ class StoreRounds:
         self._reported: dict[str, str] = {}
         self._to_send: deque[Close] = deque(maxlen=1)
         self._sending: tuple[Close, Uplink, threading.Thread] | None = None
-        self._tidies = False  # whether that has ended, and past uploads are being deleted
+        self._tidies = False  # whether it has ended, and past uploads are being deleted
         self._progress = Uplink()  # link of the last progress upload
         self._wake = threading.Event()
         self._closed = threading.Event()
@@ -154,10 +155,10 @@ class StoreRounds:
     # --- for the loop: each only leaves a note for the thread ------------------------------------
 
     def send(self, close: Close) -> None:
-        """Send the upload for ``close``, or progress, whose sending ends where one for a close is.
+        """Send the upload for ``close``, or a progress upload.
 
-        A second call for one close sends the same file again or none; one for progress comes after
-        the answer to the first.
+        A second call for one close sends the same file again or none. The sending of a progress
+        upload ends when that of an upload for a close begins; call it again only after its answer.
         """
         if close.serial:
             self._to_send.append(close)
@@ -218,7 +219,7 @@ class StoreRounds:
         self._progress.stop()
         sending = self._sending
         if sending is not None:
-            if self._tidies:  # this miner may never start again
+            if self._tidies:  # finish, since this miner may never start again
                 sending[2].join(_LAST_REQUEST)
             sending[1].stop()
         for thread in (self._thread, *([sending[2]] if sending else [])):
@@ -233,7 +234,7 @@ class StoreRounds:
             try:
                 wait = self.turn()
             except StoppedError:
-                return  # a clean end: nothing is worth a line
+                return
             except Exception:  # without this thread the miner would join no round any more
                 log.exception("Unexpected error while following the store; please report it")
                 wait = _INTERVAL
@@ -278,14 +279,14 @@ class StoreRounds:
             self._settle_silence()
             older = isinstance(error, OlderStateError)
             self._older_since = (self._older_since or steady()) if older else None
-            # A store may answer late, which is nobody's fault and no reason for a line.
+            # A store may show an older state for a while, which is nobody's fault.
             if self._older_since is None or steady() - self._older_since >= _LATE:
                 self._report("state", str(error))
         except (StoreError, OSError) as error:
             # Log one line per outage, not per look.
             text = f"The store cannot be read ({error}). Training continues, and it is asked again"
             self._silent_since, self.trouble = self._silent_since or self._asked, str(error)
-            if isinstance(error, NotGrantedError):  # the registry's silence: it was not asked
+            if isinstance(error, NotGrantedError):  # the registry is silent, not the store
                 self._silent_since, self.trouble = None, ""
             self._report("store", text, kind="away")
         else:
@@ -338,7 +339,7 @@ class StoreRounds:
         return self._chain.state(info, self.now())
 
     def _send_due(self) -> None:
-        """Begin a sending that was asked for, or that a kill ended; end one whose close is over."""
+        """Begin a sending that is due or that a kill ended; stop one whose close is over."""
         if (close := self.next_close) is None:
             return
         if self._sending is not None:
@@ -369,7 +370,7 @@ class StoreRounds:
         thread.start()
 
     def _is_lost(self, close: Close) -> bool:
-        """Return whether our upload is missing for longer than the store's answers may be late."""
+        """Return whether our upload has been missing for longer than answers may be late."""
         steady = self._clocks.steady()
         if steady < self._checks_at or self.now() >= close.ends_at:
             return False
@@ -393,7 +394,7 @@ class StoreRounds:
                 return
             why = _VOID if close.serial else _OVERTAKEN
             ended = UploadEnded(close, why)
-        except Exception as error:  # the loop would wait for its end
+        except Exception as error:  # or the loop would wait for an answer for ever
             log.exception("Unexpected error while sending an upload; please report it")
             ended = UploadEnded(close, repr(error))
         if close.serial:
@@ -417,7 +418,7 @@ class StoreRounds:
         if not close.closes_at <= self.now() < close.ends_at or self._posted == close:
             return
         self._posted = close
-        # An earlier process began it: there is no second upload for a close.
+        # If an earlier process began an upload for this close, there is no second one.
         if not self._uploads.begun(close):
             left = close.ends_at - self.now()
             self._post(CloseReached(close, self._clocks.steady() + left))
@@ -511,7 +512,10 @@ class StoreRounds:
         return ""
 
     def _find_fate(self, held: int, known: Fate) -> Fate:
-        """Return the fate of our upload for outer step ``held``, once; ``known``: if it is."""
+        """Return the fate of our upload for outer step ``held``; KEPT if that was asked before.
+
+        ``known``: the fate where it is known already.
+        """
         if known.base is Base.KEPT and held >= self._counted:
             known, self._counted = self._uploads.find_fate(self._chain.manifest(held + 1)), 0
         return known

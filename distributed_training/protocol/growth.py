@@ -17,7 +17,7 @@ from .types import OWN_CODECS, UPDATE_CODEC
 _GROUP = 256  # the same as GROUP in codecs.py, which imports torch
 _MARGIN = 60.0  # seconds for the end of an inner step, the copy and retries; less in a short period
 _MEETING = 30.0  # seconds until members are connected in one group; less in a short period
-# Seconds per parameter: a checkpoint is written to a plain disk before anything is sent.
+# Seconds per parameter for the checkpoint, which a plain disk gets before anything is sent.
 CHECKPOINT = 20 / 400e6
 _SLACK = 1.2  # factor on the bytes, for requests and for a link that is sometimes slower
 # Dollars per GB and month at R2, which charges no traffic (developers.cloudflare.com/r2/pricing).
