@@ -1,4 +1,7 @@
-"""No member's own text leaves his machine: nothing that is sent, stored or logged has any of it."""
+"""No member's own text leaves his machine: nothing that is sent, stored or logged has any of it.
+
+The network goes through the store, and each member has a bucket of its own there.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import random
 import string
 import subprocess
 import sys
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 
@@ -71,7 +75,11 @@ def test_own_text_is_in_nothing_that_leaves_a_miner(
         ranks=(1, 1),
         outer_steps=1,
         period=104,
-        rules={"data.own": True, "data.held_out": [f"words={held}#{digest}"]},
+        rules={
+            "data.own": True,
+            "data.held_out": [f"words={held}#{digest}"],
+            "store.access": "own",
+        },
         miner_flags=("--neuron.wandb", "offline"),
     )
     with LocalSubnet(options=paced(options, samples=4), stop_grace=timedelta(seconds=60)) as subnet:
@@ -96,6 +104,9 @@ def test_own_text_is_in_nothing_that_leaves_a_miner(
             for miner in subnet.miners
             for event in read_events(miner.plan.folder / "events.jsonl", "publication")
         )
+        for miner in subnet.miners:
+            with closing(subnet.services.open_bucket(miner.plan)) as bucket:
+                assert bucket.list_objects(f"uploads/{miner.plan.uid}/")
         scored = [*read_events(subnet.validator.plan.folder / "events.jsonl", "upload_scored")]
     assert any(event["ok"] and "assigned_before" not in event for event in scored)
     recorded = sum(path.stat().st_size for path in sent.iterdir())

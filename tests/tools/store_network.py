@@ -94,7 +94,8 @@ class Leader:
     def close(self) -> Close:
         return Close(len(self.chain) - 1, self.serial, self.closes_at, GRACE)
 
-    def put_state(self, **changes: Any) -> bytes:
+    def put_state(self, by: Keypair | None = None, **changes: Any) -> bytes:
+        """Write the state, signed by the master or another key."""
         now = self.time.store()
         state = state_of(
             self.chain,
@@ -106,7 +107,7 @@ class Leader:
             written_at=now,
             expires=now + 2 * PERIOD,
         )
-        data = dataclasses.replace(state, **changes).to_bytes(self.master.sign)
+        data = dataclasses.replace(state, **changes).to_bytes((by or self.master).sign)
         self.store.put(keys.STATE, data)
         return data
 
@@ -139,13 +140,14 @@ class Leader:
             model = b"model %06d " % outer_step * (8 * UPDATE_BYTES // 13)
             files = {keys.CONFIG: b'{"outer_step": %d}' % outer_step, keys.MODEL: model}
             self.weights_at = (*self.weights_at, outer_step) if outer_step else (0,)
-        manifest = self.build_manifest(update, files, **changes)
         if update and "update" not in changes:
             self.store.put(keys.outer_key(outer_step, keys.UPDATE), update)
-        for name, data in files.items():
+        return self._put(files, self.build_manifest(update, files, **changes))
+
+    def _put(self, files: dict[str, bytes], manifest: Manifest) -> Manifest:
+        outer_step = len(self.chain)
+        for name, data in {**files, keys.MANIFEST: manifest.to_bytes(self.master.sign)}.items():
             self.store.put(keys.outer_key(outer_step, name), data)
-        data = manifest.to_bytes(self.master.sign)
-        self.store.put(keys.outer_key(outer_step, keys.MANIFEST), data)
         self.chain.append(manifest)
         return manifest
 
@@ -158,10 +160,7 @@ class Leader:
     def go_back(self, to: int) -> None:
         """Rewind to an outer step, and open the next close."""
         outer_step, files = len(self.chain), {keys.CONFIG: b"{}", keys.MODEL: b"old"}
-        manifest = self.build_manifest(b"", files, rewound_to=to)
-        for name, data in {**files, keys.MANIFEST: manifest.to_bytes(self.master.sign)}.items():
-            self.store.put(keys.outer_key(outer_step, name), data)
-        self.chain.append(manifest)
+        self._put(files, self.build_manifest(b"", files, rewound_to=to))
         self.weights_at = (*self.weights_at, outer_step)[-2:]
         self.move_close()
 
@@ -171,10 +170,7 @@ class Leader:
         outer_step = above + 1
         files = {keys.CONFIG: b"{}", keys.MODEL: b"recovered"}
         root = {"previous": "", "rewound_to": to, "recovered": outer_step}
-        manifest = self.build_manifest(b"", files, **root)
-        for name, data in {**files, keys.MANIFEST: manifest.to_bytes(self.master.sign)}.items():
-            self.store.put(keys.outer_key(outer_step, name), data)
-        self.chain.append(manifest)
+        self._put(files, self.build_manifest(b"", files, **root))
         self.weights_at = (outer_step,)
         self.serial += 1000
         self.move_close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import hashlib
+import io
 import json
 import logging
 import random
@@ -27,7 +28,7 @@ from distributed_training.config import Config, ConfigError, load_config, proble
 from distributed_training.config.settings import DataSettings
 from distributed_training.config.types import ConfigAway
 from distributed_training.data import own_text
-from distributed_training.data.block_builder import WorkerSpec
+from distributed_training.data.block_builder import Failure, WorkerSpec
 from distributed_training.data.own_text import OwnText, require_one_sequence, require_own_text
 from distributed_training.data.page_source import Counts
 from distributed_training.data.pipeline import DataPipeline
@@ -122,46 +123,34 @@ def test_a_long_row_is_read_in_pieces_of_bounded_memory(tmp_path: Path, name: st
     assert seen == len(row) and most < (10e6 if name == "one.txt" else 150e6)
 
 
-def bad_file(path: Path, kind: str) -> Path:
-    match kind:
-        case "empty":
-            path.write_bytes(b"")
-        case "latin-1":
-            path.write_bytes("größe".encode("latin-1") * 9)
-        case "utf-16":
-            path.write_bytes("abc".encode("utf-16"))
-        case "json":
-            path = path.with_suffix(".jsonl")
-            path.write_text('{"body": "a"}\n{"body": "b"}\n')
-        case "column":
-            path = path.with_suffix(".parquet")
-            pq.write_table(pa.table({"body": ["a"]}), path)
-        case "parquet":
-            path = path.with_suffix(".parquet")
-            path.write_bytes(b"PAR1 no")
-    return path
+def parquet_of(column: str) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(pa.table({column: ["a"]}), buffer)
+    return buffer.getvalue()
 
 
 @pytest.mark.parametrize(
-    ("kind", "cause"),
+    ("name", "content", "cause"),
     [
-        ("empty", "it is empty"),
-        ("latin-1", r"it is not UTF-8 text \(byte 2\)"),
-        ("utf-16", "it is not UTF-8 text"),
-        ("json", "no line has text in 'text'"),
-        ("column", "has no column 'text'"),
-        ("parquet", "cannot be trained on"),
-        ("away", "No such file"),
+        ("empty", b"", "it is empty"),
+        ("latin-1", "größe".encode("latin-1") * 9, r"it is not UTF-8 text \(byte 2\)"),
+        ("utf-16", "abc".encode("utf-16"), "it is not UTF-8 text"),
+        ("json.jsonl", b'{"body": "a"}\n{"body": "b"}\n', "no line has text in 'text'"),
+        ("column.parquet", parquet_of("body"), "has no column 'text'"),
+        ("no.parquet", b"PAR1 no", "cannot be trained on"),
+        ("away", None, "No such file"),
     ],
 )
 def test_a_bad_file_is_one_line_at_the_start(
-    tmp_path: Path, kind: str, cause: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, name: str, content: bytes | None, cause: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bad = bad_file(tmp_path / "bad", kind)
+    bad = tmp_path / name
+    if content is not None:
+        bad.write_bytes(content)
     with pytest.raises(ConfigError, match=cause) as refused:
         require_own_text(data(bad))
     assert "\n" not in str(refused.value) and str(bad) in str(refused.value)
-    if kind == "away":
+    if content is None:
         return
     # Of a folder the rest is read, and the line is a warning.
     (tmp_path / "good").write_text("some text\n")
@@ -237,7 +226,7 @@ def serve(made: DataPipeline, block: int, batches: int, *, start: int = 0) -> li
 
 
 @pytest.fixture()
-def own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_files(tmp_path: Path) -> Path:
     text = tmp_path / "text"
     text.mkdir()
     for number in range(5):
@@ -332,10 +321,8 @@ def test_text_that_can_never_be_read_keeps_back_no_other(
     assert len(served) >= 6 and len({s for block in served for s in block}) == sum(map(len, served))
 
 
-def own_text_failure(made: DataPipeline, block: int):  # type: ignore[no-untyped-def]
+def own_text_failure(made: DataPipeline, block: int) -> Failure:
     """Ask for a block, and answer as a worker whose disk fails."""
-    from distributed_training.data.block_builder import Failure
-
     made._place(block)
     return Failure(block, "PageUnavailable: it cannot be read now")
 

@@ -76,25 +76,18 @@ def test_a_folder_of_links_has_the_same_rows_as_the_files(
     assert "1.parquet is left out" in caplog.text
 
 
-def test_parquet_row_groups_files_and_damage(
+def test_row_groups_that_do_not_add_up_to_the_rows_are_damage(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for i, part in enumerate((ROWS[:220], ROWS[220:])):
-        table = pa.table({"id": range(len(part)), "text": part})
-        pq.write_table(table, tmp_path / f"{i}.parquet", row_group_size=50)
-    (tmp_path / "2.parquet").write_bytes(b"PAR1 not really PAR1")
-    pq.write_table(pa.table({"body": ["x"]}), tmp_path / "3.parquet")
-    pq.write_table(pa.table({"text": ["x"]}), tmp_path / "4.parquet")
+    for name in ("0", "1"):
+        pq.write_table(pa.table({"text": ROWS}), tmp_path / f"{name}.parquet")
     counts = Counts()
     made = ParquetSource(tmp_path, text_column="text", counts=counts)
     with caplog.at_level(logging.WARNING), monkeypatch.context() as damaged:
-        damaged.setattr(made, "_metadata", _with_a_row_too_many("4.parquet", made._metadata))
+        damaged.setattr(made, "_metadata", _with_a_row_too_many("1.parquet", made._metadata))
         assert made.num_rows() == {"root": 500}
-    assert counts.drain()["files_unreadable"] == 3
-    assert "2.parquet is left out" in caplog.text and "no column 'text'" in caplog.text
-    assert "4.parquet is left out: its row groups do not add up to its 2 rows" in caplog.text
-    for first in (0, 49, 50, 199, 215, 219, 220, 260, 450):
-        assert made.rows("root", first, split="train", limit=60) == ROWS[first : first + 60]
+    assert counts.drain()["files_unreadable"] == 1
+    assert "1.parquet is left out: its row groups do not add up to its 501 rows" in caplog.text
 
 
 def _with_a_row_too_many(name: str, read: Callable[[Path], Any]) -> Callable[[Path], Any]:

@@ -31,14 +31,21 @@ def test_an_account_id_cannot_name_another_host(account: str) -> None:
 def test_keys() -> None:
     assert keys.epoch_folder(12) == "epoch-12"
     assert keys.outer_key(12, keys.MODEL) == "outer/12/model.safetensors"
-    assert keys.parse_outer_key("outer/12/model.safetensors") == (12, "model.safetensors")
+    assert keys.merged_key(3, 7) == "outer/3/uploads/7.safetensors"
+    assert keys.parse_outer_key(keys.merged_key(3, 7)) == (3, "uploads/7.safetensors")
+    assert keys.upload_key(7, 12, 34) == "uploads/7/12.34.safetensors"
+    assert keys.parse_upload_key("uploads/7/12.34.safetensors") == (7, 12, 34)
 
 
 @pytest.mark.parametrize(
-    "key", ["model.safetensors", "outer/x/a", "outer/01/a", "outer/1/", "outer/1"]
+    "key",
+    [
+        *("model.safetensors", "outer/x/a", "outer/01/a", "outer/1/", "outer/1"),
+        *("uploads/07/1.2.safetensors", "uploads/7/1.safetensors", "uploads/7/1.2.safetensors.tmp"),
+    ],
 )
-def test_other_keys_are_no_outer_keys(key: str) -> None:
-    assert keys.parse_outer_key(key) is None
+def test_other_keys_have_no_number(key: str) -> None:
+    assert keys.parse_outer_key(key) is None and keys.parse_upload_key(key) is None
 
 
 CREDENTIALS = BucketCredentials("a" * 32, "b" * 32, "c" * 64)

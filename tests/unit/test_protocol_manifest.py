@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Manifest, Master, Merged, Refused, State
 
 pytestmark = pytest.mark.timeout(120)
@@ -276,20 +275,3 @@ def test_written_manifest_is_read_again(
     # The canonical form as another program would make it.
     form = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
     assert form == manifest.canonical
-
-
-def test_keys() -> None:
-    assert keys.upload_key(7, 12, 34) == "uploads/7/12.34.safetensors"
-    assert keys.parse_upload_key("uploads/7/12.34.safetensors") == (7, 12, 34)
-    assert keys.outer_key(3, keys.MANIFEST) == "outer/3/manifest.json"
-    assert keys.merged_key(3, 7) == "outer/3/uploads/7.safetensors"
-    assert keys.parse_outer_key(keys.merged_key(3, 7)) == (3, "uploads/7.safetensors")
-
-
-@pytest.mark.parametrize(
-    "key",
-    ["uploads/07/1.2.safetensors", "uploads/7/1.safetensors", "uploads/7/1.2.safetensors.tmp"],
-)
-def test_other_keys_are_no_uploads(key: str) -> None:
-    assert keys.parse_upload_key(key) is None
-    assert keys.parse_outer_key(key) is None

@@ -37,21 +37,6 @@ def published() -> MemoryObjectStore:
     return store
 
 
-class Ranges:
-    """Counts the ranges read, and fails from range ``most`` on."""
-
-    def __init__(self, store: MemoryObjectStore) -> None:
-        self.keys: list[str] = []
-        self.most: float = math.inf
-        store._before = self.before
-
-    def before(self, operation: str, key: str) -> None:
-        if operation == "get_range":
-            if len(self.keys) >= self.most:
-                raise StoreError("the connection is gone")
-            self.keys.append(key)
-
-
 def test_a_download_says_once_a_minute_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -81,17 +66,23 @@ def test_half_of_one_object_is_never_joined_to_half_of_another(
 ) -> None:
     """An interrupted download whose object was replaced by one of equal size meanwhile."""
     monkeypatch.setattr(transfer, "RANGE", 1000)
-    store, path = MemoryObjectStore(), tmp_path / "model"
-    ranges = Ranges(store)
+    ranges, most = 0, 3.0
+
+    def before(operation: str, key: str) -> None:
+        nonlocal ranges
+        ranges += operation == "get_range"
+        if ranges > most:
+            raise StoreError("the connection is gone")
+
+    store, path = MemoryObjectStore(before=before), tmp_path / "model"
     store.put("model", bytes(4500))
-    ranges.most = 3
     deadline = time.monotonic() + 60
     with pytest.raises(StoreError, match="connection is gone"):
         transfer.download(store, "model", path, limit=9999, deadline=deadline, concurrency=1)
     assert not path.exists()
     other = bytes(range(225)) * 20
+    most = math.inf
     store.put("model", other)
-    ranges.most = math.inf
     transfer.download(store, "model", path, limit=9999, deadline=deadline, concurrency=1)
     assert path.read_bytes() == other
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]

@@ -39,6 +39,7 @@ from tests.tools.store_network import (
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
+THIEF = Keypair.create_from_uri("//Charlie")
 
 
 @pytest.fixture
@@ -351,61 +352,35 @@ def away(kind: type[errors.StoreError]) -> Callable[[Any], Any]:
 # --- what is not taken ------------------------------------------------------------------------
 
 
-def other_master(leader: Leader) -> None:
-    leader.master = Keypair.create_from_uri("//Charlie")
-    leader.put_state(serial=9)
+#: Words of the line -> what the store shows in place of the state.
+REFUSED: dict[str, Callable[[Leader], object]] = {
+    "not signed by the network's master": lambda leader: leader.put_state(THIEF, serial=9),
+    "another history": lambda leader: leader.put_state(serial=9, head="0" * 64),
+    "older": lambda leader: leader.put_state(serial=0),
+    "has expired at 2027-01-15 07:59:59 UTC": lambda leader: leader.put_state(
+        serial=9, expires=leader.time.store() - 1
+    ),
+    "does not end with a signature": lambda leader: leader.store.put(
+        keys.STATE, leader.put_state(serial=9)[:200]
+    ),
+    "another network": lambda leader: leader.put_state(serial=9, run_id="other"),
+    "is missing": lambda leader: leader.store.delete(keys.STATE),
+}
 
 
-def forked_head(leader: Leader) -> None:
-    leader.put_state(serial=9, head="0" * 64)
-
-
-def older_serial(leader: Leader) -> None:
-    leader.put_state(serial=0)
-
-
-def expired(leader: Leader) -> None:
-    leader.put_state(serial=9, expires=leader.time.store() - 1)
-
-
-def half(leader: Leader) -> None:
-    leader.store.put(keys.STATE, leader.put_state(serial=9)[:200])
-
-
-def another_network(leader: Leader) -> None:
-    leader.put_state(serial=9, run_id="other")
-
-
-def deleted(leader: Leader) -> None:
-    leader.store.delete(keys.STATE)
-
-
-@pytest.mark.parametrize(
-    "spoil, words",
-    [
-        (other_master, "not signed by the network's master"),
-        (forked_head, "another history"),
-        (older_serial, "older"),
-        (expired, "has expired at 2027-01-15 07:59:59 UTC"),
-        (half, "does not end with a signature"),
-        (another_network, "another network"),
-        (deleted, "is missing"),
-    ],
-)
+@pytest.mark.parametrize("words", REFUSED)
 def test_a_state_that_is_refused_costs_one_line_and_nothing_is_taken_or_lost(
     leader: Leader,
     miner: Miner,
     caplog: pytest.LogCaptureFixture,
-    spoil: Callable[[Leader], None],
     words: str,
 ) -> None:
-    master, close = leader.master, leader.close
-    spoil(leader)
+    close = leader.close
+    REFUSED[words](leader)
     assert miner.pass_time(300) == []
     [line] = warnings(caplog)
     assert words in line and "\n" not in line
     assert miner.rounds.next_close == close
-    leader.master = master
     leader.serial = 20
     leader.move_close()
     assert miner.pass_time(leader.closes_at - leader.time.store() + 1) == [leader.close]
