@@ -239,9 +239,9 @@ class ServedFolder(FolderStore):
         digest = hashlib.md5(usedforsecurity=False)
 
         def write(blocks: Sequence[bytes]) -> None:
-            for block in blocks:
-                file.write(block)
-                digest.update(block)
+            piece = b"".join(blocks)
+            file.write(piece)
+            digest.update(piece)
 
         blocks, size, writing = list[bytes](), 0, asyncio.ensure_future(asyncio.sleep(0))
         try:
