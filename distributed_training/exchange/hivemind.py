@@ -52,7 +52,6 @@ class Settings:
     address: str = ""  # full, to announce, without peer id; empty: p2pd's own guess
     gather: float = 6.0  # seconds for matchmaking
     chunk: float = 20.0  # without a byte of a peer
-    longest: float = 600.0  # seconds for a transfer
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,6 @@ def open_peer(
         address=f"/ip4/{swarm.dht_ip}/tcp/{port}" if swarm.dht_ip and port else "",
         gather=min(max(left / 10, _MATCHMAKING[0]), _MATCHMAKING[1]),
         chunk=max(5.0, left / 3),  # a validator that fetches and judges holds up its own peer
-        longest=left,
     )
     return start_peer(settings, ready=partial(announce_peer, config, member), answered=answered)
 

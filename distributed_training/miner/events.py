@@ -212,6 +212,7 @@ class Upload:
     handle: UploadHandle | None = None  # handle of its file; None if no rank has begun it
     # Whether the checkpoint of its boundary is saved.
     saved: Callable[[], bool | None] | None = None
+    over: bool = False  # whether the grace of its close has ended
 
     @property
     def close(self) -> Close:

@@ -121,6 +121,8 @@ def decide(state: MinerState, event: ev.Event, rules: Rules) -> Decision:
             again = Task.FETCH_WEIGHTS if state.update_failures > 1 else Task.REPORT_APPLIED
             return replace(state, mode=Mode.TRAINING), (again,)
         case ev.Tick(at=at):
+            if upload is not None and at >= upload.reached.until and not upload.over:
+                state = replace(state, upload=replace(upload, over=True))
             return _answer_close(state, rules, at)
     return state, ()
 
@@ -152,7 +154,9 @@ def _count_step(state: MinerState, done: ev.InnerStepDone, rules: Rules) -> Deci
     seconds = state.unsaved_seconds
     if state.unsaved_steps >= rules.checkpoint_steps and seconds >= rules.checkpoint_seconds:
         return after.clear_unsaved(), (Action.CHECKPOINT,)
-    waits = state.progress or after.reached or state.mode is not Mode.TRAINING
+    # The round's upload holds as much, and an all-reduce needs the link until the grace ends.
+    in_round = state.upload is not None and not state.upload.over
+    waits = state.progress or after.reached or in_round or state.mode is not Mode.TRAINING
     early = state.inner_step < rules.upload_from
     due = rules.progress_steps and state.steps_since_progress >= rules.progress_steps
     if waits or early or not due:

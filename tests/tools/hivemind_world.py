@@ -102,7 +102,6 @@ class HivemindWorld(StoreWorld):
             port=0,
             gather=GATHER,
             chunk=3.0,
-            longest=LONGEST - AFTER,
         )
 
     def restart(self, *, folder: Path | None = None) -> None:

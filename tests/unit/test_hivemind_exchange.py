@@ -264,3 +264,22 @@ def test_addresses_that_do_not_answer_are_tried_at_once(monkeypatch: pytest.Monk
     began = time.monotonic()
     asyncio.run(hivemind_peer._meet(None, node, members))
     assert len(tried) == 50 and time.monotonic() - began < 5
+
+
+def test_an_all_reduce_ends_with_the_grace_of_its_close() -> None:
+    from hivemind.averaging.allreduce import AllreduceException
+
+    from distributed_training.exchange import hivemind_peer
+
+    class Slow(hivemind_peer.Averager):
+        def __init__(self) -> None:
+            self._order = Order(1, 0.0, time.time() + 0.05, (), "", 4.0)
+            self._parent_pid = 0  # hivemind's end looks at it
+
+        async def _reduce(self, *_: Any) -> Any:
+            await asyncio.sleep(3600)
+
+    group: Any = SimpleNamespace(peer_ids=[])
+    # Of hivemind's own limit nobody fetches the error, so its log has an ERROR for each round.
+    with pytest.raises(AllreduceException, match="not ended with the grace of the close"):
+        asyncio.run(Slow()._aggregate_with_group(group, 0))

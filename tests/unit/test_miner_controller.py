@@ -182,8 +182,9 @@ def test_nothing_is_written_on_a_full_disk() -> None:
     rig = Rig(disk_problem="it is full")
     assert rig.action(REACHED) is Action.TRAIN
     assert ev.UploadSkipped("it is full", "disk") in rig.seen
+    rig = Rig(disk_problem="it is full")
     rig.controller.rules = replace(RULES, progress_steps=1)
-    assert rig.action(ev.OuterStepEnded(True, 5), step(1)) is Action.TRAIN
+    assert rig.action(step(1)) is Action.TRAIN
     assert ev.UploadEnded(Close(4, 0), "it is full") in rig.seen
     assert rig.controller.state.progress is None
 

@@ -377,3 +377,10 @@ def test_progress_is_written_each_so_many_steps_after_the_gate() -> None:
     state, follows = decide(state, REACHED, rules)
     assert follows[0] is Action.WRITE_UPLOAD and state.progress is None
     assert train(13, 20) == []
+    # The link is the round's until its grace is over, also where its upload was sent long before.
+    assert state.upload is not None
+    state = replace(state, upload=replace(state.upload, stage=Stage.ENDED))
+    state, _ = decide(state, ev.Tick(REACHED.until - 1), rules)
+    assert train(21, 30) == []
+    state, _ = decide(state, ev.Tick(REACHED.until), rules)
+    assert train(31, 31) == [31]
