@@ -188,7 +188,7 @@ def read_state(
         with path.open("rb") as file:
             data = file.read(at_most + 1)
         if len(data) <= at_most:
-            adapter = _adapter(kind)  # type: ignore[arg-type]  # a class is hashable
+            adapter = adapter_of(kind)  # type: ignore[arg-type]  # a class is hashable
             state: State = adapter.validate_json(data, strict=True)
             return state
     except FileNotFoundError:
@@ -206,7 +206,8 @@ def read_state(
 
 
 @functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
+def adapter_of(kind: Any) -> TypeAdapter[Any]:
+    """Return pydantic's reader of ``kind``, a class; it is made once, which takes milliseconds."""
     # Imported here, since programs that only write or follow files start without it.
     from pydantic import TypeAdapter
 

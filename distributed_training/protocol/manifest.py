@@ -24,10 +24,12 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as checked
+
+from distributed_training.common.files import adapter_of
 
 from . import keys
 from .network_report import MOST_DOMAINS, printable
@@ -136,7 +138,7 @@ class _Signed:
             raise ValueError(f"{cls.name} has {len(data)} bytes, above the bound {cls.most_bytes}")
         form, signed = split_form(cls.name, data)
         try:
-            content: Self = _adapter(cls).validate_json(form, strict=True)  # type: ignore[arg-type]
+            content: Self = adapter_of(cls).validate_json(form, strict=True)  # type: ignore[arg-type]
         except ValidationError as refusal:
             wrong = refusal.errors(include_url=False, include_input=False)[0]
             why = wrong["msg"].removeprefix("Value error, ")
@@ -329,8 +331,3 @@ class Manifest(_Signed):
                 f"manifest.json of outer step {self.outer_step} names {self.recovered} as the "
                 f"first outer step of the chain, and the one before it {before.recovered}"
             )
-
-
-@functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
