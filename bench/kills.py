@@ -195,7 +195,7 @@ class Watch:
         state = self.miner.state
         match self.phase:
             case "training":
-                return state.mode == "training" and not self._uploading()
+                return state.phase == "training" and not self._uploading()
             case "commit":
                 return bool(state.outer_steps) and not self._checkpointed(state.outer_steps[-1][0])
             case _:

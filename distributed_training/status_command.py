@@ -120,19 +120,19 @@ def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
     Times are Unix seconds, sizes bytes; None: not known, or there is none.
     """
     folder = neuron.folder
-    with contextlib.suppress(OSError):  # a disk that fails: the earlier facts stay
+    with contextlib.suppress(OSError):  # where the disk fails, the earlier events stay
         neuron.poll()
     settings = read_settings(folder)
     facts = observe(folder, now)
     found = judge(facts, now)
     launch, due = facts.launch, facts.expected_round(now)
     upload = facts.uploads[-1] if facts.uploads else None
-    # The event is there at once, like the log's line; on a full disk only the facts are written.
-    outer_step, inner_step = facts.outer_step, facts.step.value if facts.step else None
-    step_at = facts.step.at if facts.step else None
-    last = neuron.steps[-1] if neuron.steps else None
-    if last is not None and (last.time or 0.0) >= (step_at or 0.0) - _SAME:
-        outer_step, inner_step, step_at = neuron.outer_step, neuron.inner_step, last.time
+    # A step's event is written with its line in the log, up to 15 s before the facts. On a full
+    # disk only the facts are written.
+    reached, last = facts, neuron.known.step
+    if last is not None and (facts.step is None or last.at >= facts.step.at - _SAME):
+        reached = neuron.known
+    step = reached.step
     return {
         "time": now,
         "name": facts.name or settings.get("neuron.name") or folder.absolute().name,
@@ -151,9 +151,9 @@ def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
         "attempt": launch.attempt if launch else 0,
         "next_try_at": launch.next_try_at if launch else None,
         "mode": facts.mode,
-        "outer_step": outer_step,
-        "inner_step": inner_step,
-        "step_at": step_at,
+        "outer_step": reached.outer_step,
+        "inner_step": step.value if step else None,
+        "step_at": step.at if step else None,
         "last_upload": asdict(upload) if upload else None,
         "next_upload_at": due,
         "next_round_at": due,

@@ -77,7 +77,7 @@ from distributed_training.telemetry.run_state import (
     LOCK_FILE,
     LauncherFile,
     LauncherState,
-    has_started,
+    read_launcher,
     report_stage,
 )
 
@@ -437,8 +437,10 @@ class _Supervisor:
         watchdog = Watchdog(self._folder, ranks=range(self._group.world_size), limit=limit)
         while running := self._group.running:
             self._steady(began)
-            if file.state.state == LauncherState.STARTING and has_started(self._folder):
-                file.enter(LauncherState.RUNNING)
+            if file.state.state == LauncherState.STARTING:
+                there = read_launcher(self._folder)
+                if there is not None and there.state == LauncherState.RUNNING:
+                    file.enter(LauncherState.RUNNING)
             if self._signals.asked_at is not None and self._enter(Phase.STOPPING):
                 seconds = stop_limit(self._folder, self._settings.stop_timeout).total_seconds()
                 log.info("%s received: stopping (at most %.0f s)", self._signals.name, seconds)

@@ -1,24 +1,27 @@
-"""The facts about a miner that decide its verdict, and the file in which it writes its own.
+"""The state of a miner: the facts that follow from its events, and those that it measures.
 
-A fact is true of one moment, and the network moves on, so a :class:`Fact` has its time. The miner
-writes ``facts.json`` (:mod:`.own_facts`); each reader adds its own observations
-(:func:`~.run_state.observe`) and asks :func:`~.verdict.judge`.
+Only :func:`fold` says what an event changes. A running miner folds its events as it writes them,
+and keeps the result in ``facts.json`` (:mod:`.own_facts`); a reader folds the lines of
+``events.jsonl`` (:mod:`.neuron_state`). A reader adds what only an observer can know
+(:func:`~.run_state.observe`), and :func:`~.verdict.judge` judges the facts.
+
+A fact is true of one moment, and the network moves on, so a :class:`Fact` has its time.
 """
 
 from __future__ import annotations
 
-import functools
-import json
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar, get_type_hints
+from typing import Annotated, Any, Generic, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
-from distributed_training.common.files import json_line
+from distributed_training.common.files import adapter_of, read_json_object
+from distributed_training.protocol.types import ExitStatus
+from distributed_training.telemetry.events import finite
 
 FACTS_FILE = "facts.json"  # in the run folder
 
@@ -33,8 +36,14 @@ FINISHED = "finished"  # the network has finished
 #: What became of a close, in the words of a ``round`` event. MISSED: nothing was sent.
 MERGED, REFUSED, MISSED = "merged", "refused", "missed"  # or "not merged"
 TOO_EARLY = "too early"  # cause at the close before a miner's first upload
+_KEPT_UPLOADS = 3  # outer steps
 
 _T = TypeVar("_T")
+#: A count of a miner. A damaged file may hold a larger number, which no sentence can show.
+Count = Annotated[int, Field(gt=-(10**18), lt=10**18)]
+#: What :func:`fold` may raise for a line that is damaged, or of another version.
+DAMAGED = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
+_FINITE = ConfigDict(allow_inf_nan=False)
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,7 @@ class KnownUpload:
     ``fate_at`` and for ``cause``.
     """
 
-    outer_step: int
+    outer_step: Count
     at: float
     tag: str = ""
     fate: str = ""
@@ -80,17 +89,19 @@ class Launch:
     start that somebody asked for.
     """
 
+    __pydantic_config__ = _FINITE
+
     state: str = "stopped"  # or starting, running, refused, stopping
     stage: str = ""
     stage_at: float = 0.0
     eta_seconds: float | None = None
     text: str = ""
-    attempt: int = 0
+    attempt: Count = 0
     next_try_at: float | None = None
     stopped_by: str = ""
     at: float = 0.0
-    pid: int = 0
-    restarts: int = 0
+    pid: Count = 0
+    restarts: Count = 0
     last_crash: Crash = Crash()
 
     @property
@@ -116,7 +127,7 @@ class Disk:
 
 
 def measure_disk(folder: Path, needed: float, now: float) -> Fact[Disk] | None:
-    """Return the room of the disk; None: it does not tell."""
+    """Return the room on the disk; None where its file system does not report it."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError:
@@ -132,35 +143,41 @@ class Facts:
     Times are Unix seconds.
     """
 
+    __pydantic_config__ = _FINITE
+
     # --- the network's file
     pays: bool = False  # whether its chain pays; in a registry's network uploads only count
     round_seconds: float | None = None  # seconds from one close to the next
     # --- the miner, as it sees itself
     name: str = ""
-    uid: int | None = None
+    uid: Count | None = None
     looked: float | None = None  # when the miner wrote these facts
     started: float | None = None  # when its ranks began to train
     mode: str = ""
     mode_since: float | None = None
-    outer_step: int | None = None
-    step: Fact[int] | None = None  # the last inner step
+    outer_step: Count | None = None
+    step: Fact[Count] | None = None  # the last inner step
     step_seconds: float | None = None
     uploads: tuple[KnownUpload, ...] = ()  # the newest upload of each outer step, oldest first
-    missed: int = 0  # closes in a row for which nothing was sent, since the first upload
+    missed: Count = 0  # closes in a row for which nothing was sent, since the first upload
     missed_at: float | None = None  # when the last of them was over
     missed_cause: str = ""
+    joined: bool = False  # an upload was ever begun; before that the miner can miss no close
+    noted: Count = -1  # outer step for whose close it is known why nothing was sent
+    heard: Count = -1  # outer step of the last close that the miner could answer
+    silent: str = ""  # what did not answer since the last outer step
     # --- the network, as the miner sees it
     chain_at: float | None = None  # when its registry or chain answered last
     chain_trouble: str = ""
     registered: Fact[bool] | None = None
     incentive: Fact[float] | None = None  # this miner's share of what the chain pays, 0 to 1
-    network_step: int | None = None  # outer step of the network
+    network_step: Count | None = None  # outer step of the network
     behind_since: float | None = None  # since when the network is at a later outer step
     store_silent_since: float | None = None  # None if the store answers
     store_trouble: str = ""  # why the store does not answer
     other_version: Fact[str] | None = None  # how the network's file differs from ours
     forked: str = ""  # why there are two histories, or empty
-    gate: int = 0  # closes in a row that the held-out text refused
+    gate: Count = 0  # closes in a row that the held-out text refused
     next_round: float | None = None  # the next close
     # --- what others see of the miner
     launch: Launch | None = None
@@ -168,7 +185,7 @@ class Facts:
     disk: Fact[Disk] | None = None
 
     def expected_round(self, now: float) -> float | None:
-        """Return when the next round is expected: by the clock, where the chain is silent since."""
+        """Return the time of the next round; by the clock, where nobody has answered since."""
         due, period = self.next_round, self.round_seconds
         silent = self.chain_at is not None and now - self.chain_at > OFFLINE_AFTER
         silent |= self.store_silent_since is not None
@@ -177,7 +194,10 @@ class Facts:
         return due + math.ceil((now - due) / max(1.0, period)) * period
 
     def missed_until(self, now: float) -> int:
-        """Return how many closes passed in a row without an upload; those not heard of count."""
+        """Count the closes in a row without an upload, with those that the miner has not heard of.
+
+        It hears of none while registry and store are silent.
+        """
         due, period = self.next_round, self.round_seconds
         if due is None or not period:
             return self.missed
@@ -187,7 +207,7 @@ class Facts:
         return self.missed + max(0, passed - max(0, before))
 
     def moved(self, seconds: float) -> Facts:
-        """Return these with the times that the miner noted ``seconds`` later: by another clock."""
+        """Return these facts with the miner's own times by a clock that is ``seconds`` ahead."""
         names = ("started", "mode_since", "missed_at", "behind_since", "step", "other_version")
         changed: dict[str, Any] = {}
         for name in names:
@@ -205,38 +225,124 @@ class Facts:
     @classmethod
     def read(cls, folder: Path) -> Facts:
         """Return the facts of a run folder: none where there is no file, or a damaged one."""
-        try:
-            return cls.from_json((folder / FACTS_FILE).read_bytes())
-        except OSError:
-            return cls()
-
-    @classmethod
-    def from_json(cls, text: bytes) -> Facts:
-        """Read the JSON object; leave out fields that are unknown or of another type."""
-        return parse(cls, json_line(text) or {})
+        return parse(cls, read_json_object(folder / FACTS_FILE) or {})
 
 
 def parse(kind: type[_T], found: Mapping[str, Any]) -> _T:
-    """Return the dataclass with the fields of ``found`` that fit; others stay at their defaults."""
-    known = {}
-    for name, adapter in _adapters(kind).items():  # type: ignore[arg-type]  # hashable
-        if name in found:
-            try:
-                text = json.dumps(found[name], allow_nan=False)
-                json.loads(text, parse_int=_whole)
-                known[name] = adapter.validate_json(text, strict=True)
-            except (ValidationError, ValueError):
-                continue
-    return kind(**known)
+    """Return the dataclass with the fields of ``found`` that fit; others stay at their defaults.
+
+    Another version may have written them, or a disk may have damaged them.
+    """
+    adapter = adapter_of(kind)  # type: ignore[arg-type]  # a class is hashable
+    while True:
+        try:
+            fitting: _T = adapter.validate_python(found)
+            return fitting
+        except ValidationError as error:
+            wrong = {problem["loc"][0] for problem in error.errors()}
+            found = {name: value for name, value in found.items() if name not in wrong}
 
 
-@functools.cache
-def _adapters(kind: Any) -> dict[str, TypeAdapter[Any]]:
-    hints = get_type_hints(kind)
-    return {field.name: TypeAdapter(hints[field.name]) for field in fields(kind)}
+# --- what follows from an event -------------------------------------------------------------------
 
 
-def _whole(digits: str) -> int:
-    if len(digits) > 18:  # beyond any figure of ours, and beyond exact floats
-        raise ValueError("no figure of a miner")
-    return int(digits)
+def fold(facts: Facts, event: Mapping[str, Any], at: float) -> Facts:
+    """Return the facts after ``event``, which was written at ``at``, in seconds of any one clock.
+
+    An unknown kind changes nothing. A line of another program may raise one of :data:`DAMAGED`.
+    """
+    mode, changed = _MODES.get(event["kind"], facts.mode), dict[str, Any]()
+    outer_step = _whole(event.get("outer_step"), facts.outer_step)
+    match event:
+        case {"kind": "start"}:
+            changed = {"uid": _whole(event.get("uid"), facts.uid), "outer_step": outer_step}
+        case {"kind": "step"}:
+            mode = "training" if mode == "starting" else mode
+            step, seconds = Fact(_whole(event.get("inner_step"), 0), at), event.get("seconds")
+            changed = {"outer_step": outer_step, "step": step, "step_seconds": finite(seconds)}
+        case {"kind": "state", "after": str(mode)}:
+            pass
+        case {"kind": "outer_step"}:
+            begun = facts.step and Fact(0, facts.step.at)
+            changed = {"outer_step": outer_step, "step": begun, "behind_since": None}
+        case {"kind": "roll_back"}:
+            changed = {"outer_step": outer_step}
+        case {"kind": "close", "outer_step": heard}:
+            changed = {"heard": heard}
+        case {"kind": "fork", "cause": str(cause)}:
+            changed = {"forked": cause}
+        case {"kind": "skipped", "cause": str(cause)}:
+            changed = _missed(facts, outer_step, cause, at)
+        case {"kind": "publication", "revision": str(tag), "reason": str(problem)}:
+            of, _, serial = tag.partition(".")
+            if serial != "0":  # progress, which nobody judges
+                changed = _sent(replace(facts, joined=True), int(of), tag, problem, at)
+        case {"kind": "round", "ok": True, "fate": str(fate), "detail": str(cause)}:
+            changed = _settled(facts, outer_step, fate, cause, at)
+        case {"kind": "stop", "exit_status": ExitStatus.FINISHED}:
+            mode = "finished"
+    if mode != facts.mode:
+        changed |= {"mode": mode, "mode_since": at}
+    return replace(facts, **changed) if changed else facts
+
+
+#: Kind of event -> the mode that it begins. The last three are a validator's.
+_MODES: Mapping[str, str] = {
+    "start": "starting",
+    "starting": "starting",
+    "refused": "refused",
+    "stop": "stopped",
+    "finished": "finished",
+    "held_out": "waiting",
+    "scores": "waiting",
+    "upload_scored": "scoring",
+}
+
+
+def _sent(facts: Facts, outer_step: int, tag: str, problem: str, at: float) -> dict[str, Any]:
+    """Return what changes where an upload was sent, or was not because of ``problem``."""
+    if problem:
+        head = "" if problem.startswith(("void", "late")) else "not sent: "
+        return {"joined": True, **_missed(facts, outer_step, head + problem, at)}
+    kept = _kept(facts, KnownUpload(outer_step, at, tag))
+    return {"joined": True, "uploads": kept, "missed": 0, "missed_cause": ""}
+
+
+def _kept(facts: Facts, upload: KnownUpload) -> tuple[KnownUpload, ...]:
+    others = [one for one in facts.uploads if one.outer_step != upload.outer_step]
+    found = sorted([*others, upload], key=lambda one: one.outer_step)
+    return tuple(found[-_KEPT_UPLOADS:])
+
+
+def _missed(facts: Facts, outer_step: int | None, cause: str, at: float) -> dict[str, Any]:
+    """Return what changes where nothing was sent; none is missed before the first upload."""
+    if outer_step == facts.noted:
+        return {}
+    missed = facts.missed + facts.joined
+    return {"noted": outer_step, "missed": missed, "missed_at": at, "missed_cause": cause}
+
+
+def _settled(
+    facts: Facts, outer_step: int | None, fate: str, cause: str, at: float
+) -> dict[str, Any]:
+    """Return what changes by the manifest that was just applied: the fate of an upload."""
+    if outer_step is None or fate == TOO_EARLY:
+        return {"silent": ""}
+    if fate == MISSED:
+        why = "not sent: the upload was not written before the outer step was over"
+        if facts.silent:
+            why = f"silent: the {facts.silent} did not answer at the close"
+        elif facts.heard != outer_step:
+            why = "not ready: it did not hold the weights of that outer step at the close"
+            if at - (facts.started or 0.0) < (facts.round_seconds or 0.0):
+                why = "not running: the close came while this miner was not there"
+        return {"silent": "", **_missed(facts, outer_step, why, at)}
+    known = [one for one in facts.uploads if one.outer_step == outer_step]
+    upload = known[0] if known else KnownUpload(outer_step, at)
+    upload = replace(upload, fate=fate, fate_at=at, cause=cause)
+    return {"silent": "", "joined": True, "uploads": _kept(facts, upload)}
+
+
+def _whole(value: object, otherwise: _T) -> int | _T:
+    number = finite(value)
+    return otherwise if number is None else int(number)

@@ -1,14 +1,14 @@
-"""The state of one neuron, built from the events that it writes in its run folder.
+"""The past of one neuron, read from the events in its run folder: its steps, rounds and uploads.
 
-The local subnet with its summary and the page ask a :class:`NeuronState`, so they agree about a
-neuron. Only this module interprets ``events.jsonl``. It reads on while the file grows, and again
-after a restart: the page begins with the past.
+The local subnet with its summary, ``dt-status`` and the page ask a :class:`NeuronState`, so they
+agree about a neuron. It follows ``events.jsonl`` while the file grows, and reads it again after a
+restart, so the page begins with the past. What an event means for the present state,
+:func:`~.facts.fold` says.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import time
 from collections import deque, namedtuple
@@ -17,12 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from distributed_training.config.schema import read_settings
-from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry.events import EventFollower, finite
-from distributed_training.telemetry.facts import MERGED, TOO_EARLY
+from distributed_training.telemetry.facts import DAMAGED, MERGED, TOO_EARLY, Facts, fold
 from distributed_training.telemetry.metrics import read_metrics
 
 _HISTORY_BYTES = 64 * 2**20  # bytes of events, about two weeks of inner steps
@@ -30,13 +27,9 @@ _STEPS = 100_000
 _EVENTS = 10_000  # events of one kind; a run of weeks has fewer rounds and publications
 _ROWS = 50  # rows of a table on the page
 _POINTS = 1500  # points of a line on the page
-_SILENT_SECONDS = 6.0  # without a sign of life, where the process cannot be seen
 _DAY, _HOUR = 86400.0, 3600.0
 _FEW_DAYS = 4  # up to this number, counts are by the hour
 _SHORTEST = 60.0  # seconds of steps from which a day's tokens are estimated
-_CLOCK_STEP = 60.0  # seconds by which the clock may have been set since a process began
-
-_DAMAGED = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
 
 #: One inner step; what was not measured is None. The fields are the columns of the page's rows.
 Step = namedtuple(
@@ -67,20 +60,19 @@ class JudgedUploads:
 
 
 class NeuronState:
-    """The state of a neuron, read from its run folder ``folder``, whose name it has by default.
+    """The past of a neuron, read from its run folder ``folder``, whose name it has by default.
 
-    Only :meth:`apply` changes it. ``uid`` is -1 until a start event has it. ``phase`` is the
-    miner's last mode, or the validator's present work.
+    Only :meth:`apply` changes it. ``known``: the facts that follow from the events.
     """
 
-    def __init__(self, folder: Path, *, uid: int = -1, name: str = "") -> None:
-        self.folder, self.name, self.uid = folder, name or folder.name, uid
-        self.mode = "starting"
-        self.starts = self.outer_step = self.inner_step = 0
+    def __init__(self, folder: Path, *, uid: int | None = None, name: str = "") -> None:
+        self.folder, self.name = folder, name or folder.name
+        self.known = Facts(uid=uid, mode="starting")
+        self.starts = 0
         self.outer_steps: list[tuple[int, float]] = []  # (reached, time)
         self.steps: deque[Step] = deque(maxlen=_STEPS)
-        # Bounded: a run of months, or a neuron that fails each second, must not fill the page's
-        # memory.
+        # The tables are bounded, since a run of months, or a neuron that fails each second, must
+        # not fill the page's memory.
         self.tables: dict[str, deque[dict[str, Any]]] = {k: deque(maxlen=_EVENTS) for k in _TABLES}
         # A validator's scores, by uid.
         self.scores: dict[int, dict[str, float]] = {}
@@ -91,7 +83,21 @@ class NeuronState:
 
     @property
     def phase(self) -> str:
-        return self.mode.replace("_", " ")
+        """The miner's last mode, or the validator's present work."""
+        return self.known.mode.replace("_", " ")
+
+    @property
+    def uid(self) -> int:
+        """The uid; -1 until a start event has it."""
+        return -1 if self.known.uid is None else self.known.uid
+
+    @property
+    def outer_step(self) -> int:
+        return self.known.outer_step or 0
+
+    @property
+    def inner_step(self) -> int:
+        return self.known.step.value if self.known.step else 0
 
     @property
     def losses(self) -> list[Step]:
@@ -128,110 +134,72 @@ class NeuronState:
         and fields, and fields of another type, change nothing.
         """
         self._taken += 1
-        kind, follows = str(event.get("kind")), None
-        if kind in self.tables:
-            self.tables[kind].append(dict(event))
-        # Lines of other versions and damaged ones: they must not end page, update or local subnet.
-        if handler := getattr(self, f"_on_{kind}", None):
-            with contextlib.suppress(*_DAMAGED):
-                follows = handler(event)
-        named = {"neuron": self.name, "number": self._taken, "state": self.mode}
-        return {**event, **(follows or {}), **named}
+        follows = dict[str, Any]()
+        # A line that is damaged, or of another version, must not end page or local network.
+        with contextlib.suppress(*DAMAGED):
+            if event["kind"] in self.tables:
+                self.tables[event["kind"]].append(dict(event))
+            self.known = fold(self.known, event, finite(event.get("time")) or 0.0)
+            follows = self._note(event)
+        named = {"neuron": self.name, "number": self._taken, "state": self.known.mode}
+        return {**event, **follows, **named}
 
-    def _on_start(self, event: Mapping[str, Any]) -> None:
-        self.starts += 1
-        # None: the time between two processes is no pause between two steps.
-        self.mode, self._step_ended = "starting", None
-        self._reach(event)
-        self.uid = _whole(event.get("uid"), self.uid)
-
-    def _on_starting(self, event: Mapping[str, Any]) -> None:
-        self.mode, self._step_ended = "starting", None
-
-    def _on_refused(self, event: Mapping[str, Any]) -> None:
-        self.mode, self._step_ended = "refused", None
-
-    def _on_step(self, event: Mapping[str, Any]) -> dict[str, Any]:
-        if self.mode == "starting":
-            self.mode = "training"
-        ended, before = finite(event.get("time")), self._step_ended
-        self._step_ended = ended
-        follows: dict[str, Any] = {"between_seconds": None}
-        if before is not None and ended is not None:
-            pause = ended - before - (finite(event.get("seconds")) or 0.0)
-            follows["between_seconds"] = round(max(0.0, pause), 3)
-        if event.get("skipped"):  # its loss is no point of the curve
-            follows["loss"] = None
-        self.steps.append(Step(*(finite({**event, **follows}.get(name)) for name in COLUMNS)))
-        self._reach(event)
+    def _note(self, event: Mapping[str, Any]) -> dict[str, Any]:
+        """Note what the past holds of an event that is folded; return its derived fields."""
+        at, follows = finite(event.get("time")), dict[str, Any]()
+        match event:
+            case {"kind": "start" | "starting" | "refused" | "stop" as kind}:
+                # The time between two processes is no pause between two steps.
+                self._step_ended, self.starts = None, self.starts + (kind == "start")
+            case {"kind": "step"}:
+                ended, self._step_ended = self._step_ended, at
+                follows["between_seconds"] = None
+                if ended is not None and at is not None:
+                    pause = at - ended - (finite(event.get("seconds")) or 0.0)
+                    follows["between_seconds"] = round(max(0.0, pause), 3)
+                if event.get("skipped"):  # its loss is no point of the curve
+                    follows["loss"] = None
+                self.steps.append(Step(*(finite({**event, **follows}.get(c)) for c in COLUMNS)))
+            case {"kind": "outer_step"}:
+                self.outer_steps.append((self.outer_step, at or 0.0))
+            case {"kind": "upload_scored", "uid": uid}:
+                judged = self.judged.setdefault(int(uid), JudgedUploads())
+                judged.passes += 1
+                if event.get("ok"):
+                    judged.scored += 1
+                else:
+                    judged.last_cause = str(event.get("cause") or "")
+                    judged.last_reset = str(event.get("reason") or "no reason given")
+            case {"kind": "scores", "scores": scores}:
+                for uid, figures in scores.items():
+                    known = {name: finite(figure) for name, figure in figures.items()}
+                    self.scores[int(uid)] = {n: v for n, v in known.items() if v is not None}
         return follows
 
-    def _on_outer_step(self, event: Mapping[str, Any]) -> None:
-        self._reach({"inner_step": 0, **event})
-        self.outer_steps.append((self.outer_step, finite(event.get("time")) or 0.0))
+    # --- for the page -----------------------------------------------------------------------------
 
-    def _on_state(self, event: Mapping[str, Any]) -> None:
-        self.mode = str(event["after"])
-
-    def _on_stop(self, event: Mapping[str, Any]) -> None:
-        ended = event.get("exit_status") == ExitStatus.FINISHED
-        self.mode, self._step_ended = "finished" if ended else "stopped", None
-
-    def _on_finished(self, event: Mapping[str, Any]) -> None:
-        self.mode = "finished"  # the validator's, which stays
-
-    def _on_held_out(self, event: Mapping[str, Any]) -> None:
-        self.mode = "waiting"
-
-    def _on_upload_scored(self, event: Mapping[str, Any]) -> None:
-        self.mode = "scoring"
-        judged = self.judged.setdefault(int(event["uid"]), JudgedUploads())
-        judged.passes += 1
-        if event.get("ok"):
-            judged.scored += 1
-            return
-        judged.last_cause = str(event.get("cause") or "")
-        judged.last_reset = str(event.get("reason") or "no reason given")
-
-    def _on_scores(self, event: Mapping[str, Any]) -> None:
-        self.mode = "waiting"
-        for uid, figures in event["scores"].items():
-            known = {name: finite(figure) for name, figure in figures.items()}
-            self.scores[int(uid)] = {n: value for n, value in known.items() if value is not None}
-
-    def _reach(self, event: Mapping[str, Any]) -> None:
-        self.outer_step = _whole(event.get("outer_step"), self.outer_step)
-        self.inner_step = _whole(event.get("inner_step"), self.inner_step)
-
-    _on_load = _reach
-
-    # --- facts for the page -----------------------------------------------------------------------
-
-    def facts(self) -> dict[str, Any]:
-        """Return what a dashboard shows first, as values that JSON can hold."""
+    def shown(self) -> dict[str, Any]:
+        """Return what a dashboard shows of the past, as values that JSON can hold."""
         return {
             "name": self.name,
-            "state": self.mode,
+            "title": self.title,
+            "state": self.known.mode,
             "taken": self._taken,
             "columns": COLUMNS,
             "steps": thinned(list(self.steps)),
             "tables": {kind: list(rows)[-_ROWS:] for kind, rows in self.tables.items()},
             "marks": [{"time": at, "outer_step": n} for n, at in self.outer_steps[-_POINTS:]],
             "scores": {"scores": self.scores} if self.scores else None,
-            **self.measured(),
-        }
-
-    def measured(self) -> dict[str, Any]:
-        """Return the part of :meth:`facts` that changes without an event, or counts many."""
-        now = time.time()
-        return {
-            "title": read_settings(self.folder).get("neuron.name") or self.name,
-            "tokens_a_day": self.tokens_a_day(now),
+            "tokens_a_day": self.tokens_a_day(time.time()),
             "counts": self.counts(),
             "gauges": read_metrics(self.folder / "metrics.prom"),
-            "life": self.life(),
             "judged": {uid: asdict(judged) for uid, judged in self.judged.items()},
         }
+
+    @property
+    def title(self) -> str:
+        """The name in the settings of its last start."""
+        return read_settings(self.folder).get("neuron.name") or self.name
 
     def tokens_a_day(self, now: float) -> float | None:
         """Return the tokens of the last day; for a younger run, extrapolate from its pace.
@@ -268,34 +236,6 @@ class NeuronState:
             rows.setdefault(begin, [begin, 0, 0, 0, 0])[column] += 1
         return {"seconds": seconds, "rows": [rows[begin] for begin in sorted(rows)][-_POINTS:]}
 
-    def life(self) -> dict[str, Any]:
-        """Return when the neuron last wrote anything, and whether it is gone.
-
-        ``gone``: launcher and ranks named in the run folder do not run on this machine, and nothing
-        was written for some seconds (they may run where this process cannot see them: in another
-        container). A neuron without such files, a validator, is never called gone.
-        """
-        launcher = ("instance.json", "launcher.json")
-        named = [self.folder / name for name in launcher]
-        named += self.folder.glob("pids/rank-*.json")
-        written = [*named, *self.folder.glob("pids/rank-*.beat")]
-        written += [self.folder / name for name in ("events.jsonl", "metrics.prom")]
-        signs = []
-        for path in written:
-            with contextlib.suppress(OSError):
-                signs.append(path.stat().st_mtime)
-        last = max(signs, default=None)
-        # A clock that was set back makes the last sign one of the future: not silent then.
-        silent = last is not None and time.time() - last > _SILENT_SECONDS
-        gone = silent and any(path.exists() for path in named)
-        for path in named if gone else ():
-            with contextlib.suppress(*_DAMAGED, OSError, psutil.Error):
-                process = psutil.Process(int(json.loads(path.read_bytes())["pid"]))
-                # A process that began after the file was written has the same pid only by chance.
-                if process.create_time() <= path.stat().st_mtime + _CLOCK_STEP:
-                    gone = False
-        return {"last_sign": last, "gone": gone}
-
 
 def thinned(rows: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
     """Return at most ``_POINTS`` rows: means where they make sense, else each bucket's last."""
@@ -315,8 +255,3 @@ def thinned(rows: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
 def took_part(event: Mapping[str, Any]) -> bool:
     """Return whether a round's update holds this miner's share of its outer step."""
     return bool(event.get("ok")) and event.get("fate") in (None, "", MERGED)
-
-
-def _whole(value: object, otherwise: int) -> int:
-    number = finite(value)
-    return otherwise if number is None else int(number)

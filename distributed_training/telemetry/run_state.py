@@ -17,15 +17,19 @@ import json
 import logging
 import os
 import time
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from distributed_training.common.backoff import Repeats
 from distributed_training.common.files import is_full, read_json_object, write_bytes
 from distributed_training.telemetry.events import EventLog
 from distributed_training.telemetry.facts import (
+    DAMAGED,
     FACTS_FILE,
     TORCHRUN,
     Crash,
@@ -36,7 +40,6 @@ from distributed_training.telemetry.facts import (
     parse,
 )
 from distributed_training.telemetry.logs import mask
-from distributed_training.telemetry.neuron_state import NeuronState
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +51,8 @@ FAILURES = "failures"  # the launcher gave up its ranks, and pm2 starts another 
 # Bytes of a state file, whose blocks stay reserved so that a full disk takes the next content.
 _BYTES = 4096
 _LONGEST = 600  # characters of a text in such a file
+_SILENT_SECONDS = 6.0  # without a sign of life, where the process cannot be seen
+_CLOCK_STEP = 60.0  # seconds by which the clock may have been set since a process began
 
 _unwritten = Repeats(600.0)
 
@@ -62,15 +67,6 @@ class LauncherState(StrEnum):
     STOPPED = "stopped"
 
 
-@dataclass(frozen=True)
-class StartStage:
-    """The content of ``stage.json``: the stage of a start, empty once it trains."""
-
-    stage: str = ""
-    at: float = 0.0
-    eta_seconds: float | None = None
-
-
 def is_run_folder(folder: Path) -> bool:
     """Return whether a miner or validator has run in ``folder``; False if it cannot be read."""
     return any(os.path.exists(folder / name) for name in _SIGNS)
@@ -78,7 +74,7 @@ def is_run_folder(folder: Path) -> bool:
 
 def read_launcher(folder: Path) -> Launch | None:
     """Return the launcher's last state with rank 0's stage in it; None if neither wrote."""
-    found, stage = read_json_object(folder / LAUNCHER_FILE), _stage(folder)
+    found, stage = (read_json_object(folder / name) for name in (LAUNCHER_FILE, STAGE_FILE))
     if found is None and stage is None:
         return None
     # Under torchrun there is no launcher.
@@ -86,11 +82,12 @@ def read_launcher(folder: Path) -> Launch | None:
     # The launcher rewrites it before its ranks begin, so the file is of this start.
     if stage is None or launcher.state != LauncherState.STARTING:
         return launcher
-    if not stage.stage:
-        return replace(
-            launcher, state=LauncherState.RUNNING.value, at=stage.at, stage="", stage_at=0.0
-        )
-    return replace(launcher, stage=stage.stage, stage_at=stage.at, eta_seconds=stage.eta_seconds)
+    there = parse(Launch, {"stage_at": stage.get("at"), **stage})
+    if not there.stage:
+        return replace(launcher, state=LauncherState.RUNNING.value, at=there.stage_at)
+    return replace(
+        launcher, stage=there.stage, stage_at=there.stage_at, eta_seconds=there.eta_seconds
+    )
 
 
 class LauncherFile:
@@ -131,10 +128,8 @@ class LauncherFile:
         if state is LauncherState.STARTING:
             # Do not remove the file, since on a full disk rank 0 could not say that its start is
             # complete.
-            _write(
-                self._folder / STAGE_FILE, StartStage("the ranks are being started", time.time())
-            )
-        _write(self._folder / LAUNCHER_FILE, self.state)
+            _write_stage(self._folder, "the ranks are being started")
+        _write(self._folder / LAUNCHER_FILE, asdict(self.state))
         if state is LauncherState.REFUSED:
             _append(self._folder, "refused", **more)
 
@@ -184,18 +179,22 @@ def report_stage(
         stage += f", {done / 1e9:.1f} of {total / 1e9:.1f} GB"
     if eta is None:
         log.info("Start, %d of %d: %s", number, STAGES, stage)
-    _write(folder / STAGE_FILE, StartStage(f"{stage} ({number} of {STAGES})", time.time(), eta))
+    _write_stage(folder, f"{stage} ({number} of {STAGES})", eta)
     _append(folder, "starting", stage=stage, number=number, of=STAGES, eta_seconds=eta)
 
 
 def report_running(folder: Path) -> None:
     """Report, by rank 0, that its start is complete."""
-    _write(folder / STAGE_FILE, StartStage("", time.time()))
+    _write_stage(folder, "")
 
 
-def _write(path: Path, content: Launch | StartStage) -> None:
+def _write_stage(folder: Path, stage: str, eta: float | None = None) -> None:
+    _write(folder / STAGE_FILE, {"stage": stage, "at": time.time(), "eta_seconds": eta})
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
     """Replace the file at ``path``; on a full disk in its own place."""
-    data = json.dumps(asdict(content)).encode().ljust(_BYTES)
+    data = json.dumps(content).encode().ljust(_BYTES)
     try:
         write_bytes(path, data, durable=False)
     except OSError as error:
@@ -232,8 +231,7 @@ def observe(folder: Path, now: float) -> Facts:
     ``now``: Unix seconds. Nothing is raised for a folder that is missing or cannot be read: then
     little is known.
     """
-    facts, launch = Facts.read(folder), read_launcher(folder)
-    life = NeuronState(folder).life()
+    facts, launch, life = Facts.read(folder), read_launcher(folder), find_life(folder)
     gone = bool(life["gone"])
     if launch is not None:
         # A launcher that waits for its next try may be in a container, whose pids this process
@@ -250,16 +248,34 @@ def observe(folder: Path, now: float) -> Facts:
     return replace(facts, launch=launch, gone=Fact(gone, now), disk=disk)
 
 
+def find_life(folder: Path) -> dict[str, Any]:
+    """Return when the neuron last wrote anything, and whether it is gone.
+
+    ``gone``: launcher and ranks named in the run folder do not run on this machine, and nothing
+    was written for some seconds (they may run where this process cannot see them: in another
+    container). A neuron without such files, a validator, is never called gone.
+    """
+    launcher = ("instance.json", "launcher.json")
+    named = [folder / name for name in launcher]
+    named += folder.glob("pids/rank-*.json")
+    written = [*named, *folder.glob("pids/rank-*.beat")]
+    written += [folder / name for name in ("events.jsonl", "metrics.prom")]
+    signs = []
+    for path in written:
+        with contextlib.suppress(OSError):
+            signs.append(path.stat().st_mtime)
+    last = max(signs, default=None)
+    # A clock that was set back makes the last sign one of the future: not silent then.
+    silent = last is not None and time.time() - last > _SILENT_SECONDS
+    gone = silent and any(path.exists() for path in named)
+    for path in named if gone else ():
+        with contextlib.suppress(*DAMAGED, OSError, psutil.Error):
+            process = psutil.Process(int(json.loads(path.read_bytes())["pid"]))
+            # A process that began after the file was written has the same pid only by chance.
+            if process.create_time() <= path.stat().st_mtime + _CLOCK_STEP:
+                gone = False
+    return {"last_sign": last, "gone": gone}
+
+
 def _clip(text: str) -> str:
     return mask(text)[:_LONGEST]
-
-
-def has_started(folder: Path) -> bool:
-    """Return whether rank 0's start is complete."""
-    stage = _stage(folder)
-    return stage is not None and not stage.stage
-
-
-def _stage(folder: Path) -> StartStage | None:
-    found = read_json_object(folder / STAGE_FILE)
-    return None if found is None else parse(StartStage, found)

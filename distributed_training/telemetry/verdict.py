@@ -245,11 +245,11 @@ class _Seen:
         self.both = min(self.chain_away, self.store_away)
         self.silence = _Seconds(self.quiet + self.both)
         self.gate = counted(facts.gate, "close")
-        self.trains = facts.mode == "training"
-        self.has_trained = self.trains and facts.step is not None
         self.late = self._since(facts.started) > _LATE_ROUNDS * self.period
-        self.last = self._last_named()
-        self.passed = MERGED if self.last.fate == MERGED else "accepted"
+        self._see_process(self.launch)
+        self._see_steps()
+        self._see_network()
+        self._see_uploads()
 
     def _value(self, fact: Fact[_T] | None, life: float) -> _T | None:
         """Return a fact's value, or None if it is older than its life, or of the future."""
@@ -260,148 +260,80 @@ class _Seen:
     def _since(self, at: float | None) -> _Seconds:
         return _Seconds(0.0 if at is None else self.now - at)
 
-    def _last_named(self) -> KnownUpload:
-        """Return the last upload that a manifest names, as long as the next one may be awaited."""
-        life = FATE_ROUNDS * self.period
-        named = [one for one in self.facts.uploads if one.fate and self.now - one.fate_at <= life]
-        return named[-1] if named else KnownUpload(0, 0.0)
-
-    # --- the process and its machine
-
-    @property
-    def ended(self) -> str:
-        """That it ended, and how; empty where it did not."""
+    def _see_process(self, launch: Launch) -> None:
+        """Note how a start, or an end, went, and the room on the disk."""
         ends = {"stopping": "it is stopping", "stopped": "it was stopped"}.get(self.state)
-        how = ": ".join(filter(None, (self.launch.stopped_by, self.launch.text)))
-        return f"{ends}{_because(how)}" if ends else ""
-
-    @property
-    def refusal(self) -> tuple[str, str]:
-        """Why a start was refused, and what to do."""
-        return split(self.launch.text or "no cause given")
-
-    @property
-    def then(self) -> str:
-        return f"{self.refusal[1]}; " if self.refusal[1] else ""
-
-    @property
-    def attempt(self) -> str:
-        again, number = self.launch.next_try_at, self.launch.attempt
-        if self.state == "starting":
-            return f" (attempt {number + 1} is under way)"
+        how = ": ".join(filter(None, (launch.stopped_by, launch.text)))
+        self.ended = f"{ends}{_because(how)}" if ends else ""
+        self.refusal, remedy = split(launch.text or "no cause given")
+        self.then = f"{remedy}; " if remedy else ""
+        again, number = launch.next_try_at, launch.attempt
         when = "" if again is None else f", next try in {span(max(0.0, again - self.now))}"
-        return f" (attempt {number}{when})" if number else ""
-
-    @property
-    def stage(self) -> str:
-        """Describe how far a start has come."""
-        launch, words = self.launch, self.launch.stage or "the ranks are being started"
+        self.attempt = f" (attempt {number}{when})" if number else ""
+        if self.state == "starting":
+            self.attempt = f" (attempt {number + 1} is under way)"
+        self.stage = launch.stage or "the ranks are being started"
         if (left := launch.seconds_left(self.now)) is not None:
-            words += f", {span(left)} left"
-        if not launch.attempt:
-            return f"{words}; then it trains by itself"
-        return f"{words} (attempt {launch.attempt + 1}; the one before was refused: {launch.text})"
-
-    @property
-    def room(self) -> str:
+            self.stage += f", {span(left)} left"
+        then = "; then it trains by itself"
+        if number:
+            then = f" (attempt {number + 1}; the one before was refused: {launch.text})"
+        self.stage += then
         free, needed = self.disk.free / 1e9, self.disk.needed / 1e9
-        return f"{free:.1f} GB are free; upload, checkpoint and reserve take {needed:.1f} GB"
+        self.room = f"{free:.1f} GB are free; upload, checkpoint and reserve take {needed:.1f} GB"
 
-    @property
-    def still(self) -> _Seconds:
-        """Return how long there was no inner step, since training began or continued."""
-        step = None if self.facts.step is None else self.facts.step.at
-        began = [at for at in (self.facts.started, self.facts.mode_since, step) if at is not None]
-        return self._since(max(began, default=None))
-
-    @property
-    def step_limit(self) -> float:
+    def _see_steps(self) -> None:
+        """Note how long there was no inner step, and how long a step may take."""
+        facts, step = self.facts, self.facts.step
+        self.trains = facts.mode in ("starting", "training")
+        self.has_trained = self.trains and step is not None
+        began = (facts.started, facts.mode_since, None if step is None else step.at)
         # Rounds and loads hold the loop, so the time after them counts from there.
-        usual = self.facts.step_seconds or 0.0
-        return _FIRST_STEP if self.facts.step is None else max(120.0, 5 * usual)
+        self.still = self._since(max((at for at in began if at is not None), default=None))
+        usual = facts.step_seconds or 0.0
+        self.step_limit = _FIRST_STEP if step is None else max(120.0, 5 * usual)
 
-    # --- its link
-
-    @property
-    def their_fault(self) -> bool:
-        """Return whether their machine answers that nothing listens there."""
-        troubles = self.facts.chain_trouble + self.facts.store_trouble
-        return _CLOSED in troubles and not self.facts.pays
-
-    @property
-    def chain_silence(self) -> str:
-        return span(self.quiet + self.chain_away) + _because(self.facts.chain_trouble)
-
-    @property
-    def store_silence(self) -> str:
-        return span(self.quiet + self.store_away) + _because(self.facts.store_trouble)
-
-    @property
-    def unused(self) -> str:
-        """Count the closes that have passed meanwhile, in words."""
-        if not (passed := self.facts.missed_until(self.now)):
-            return "no close was missed"
+    def _see_network(self) -> None:
+        """Note what the link, registry, store and the network's file say."""
+        facts = self.facts
+        # Their machine answers that nothing listens there.
+        refused = _CLOSED in facts.chain_trouble + facts.store_trouble
+        self.their_fault = refused and not facts.pays
+        self.chain_silence = span(self.quiet + self.chain_away) + _because(facts.chain_trouble)
+        self.store_silence = span(self.quiet + self.store_away) + _because(facts.store_trouble)
+        passed = facts.missed_until(self.now)  # those of which the miner has not heard too
         closes = counted(passed, "close has", "closes have")
-        return f"{closes} passed without an upload of this miner"
+        self.unused = f"{closes} passed without an upload of this miner"
+        if not passed:
+            self.unused = "no close was missed"
+        self.differs = facts.forked or self._value(facts.other_version, ASKED_LIFE)
+        self.version, remedy = split(self.differs or "")
+        self.version_remedy = remedy or "ask the founder which one holds"
 
-    # --- the network
-
-    @property
-    def version(self) -> tuple[str, str] | None:
-        """Return how the network's history or file differs from ours, and what to do."""
-        other = self.facts.forked or self._value(self.facts.other_version, ASKED_LIFE)
-        cause, remedy = split(other or "")
-        return (cause, remedy or "ask the founder which one holds") if other else None
-
-    # --- its uploads
-
-    @property
-    def counts(self) -> bool | None:
-        """Return whether the last one that is named counts; None: not known."""
-        if not self.last.fate:
-            return None
-        # The upload was accepted; it was only too short to tell.
-        carried = self.last.fate != REFUSED and self.last.cause.startswith("carried over")
-        return self.last.fate == MERGED or carried
-
-    @property
-    def of(self) -> str:
-        return f"outer step {self.last.outer_step}{_because(self.last.cause)}"
-
-    @property
-    def remedy(self) -> str:
-        return remedy_of(self.last.cause)
-
-    @property
-    def missed(self) -> str:
-        closes = "close" if self.facts.missed == 1 else f"{self.facts.missed} closes"
-        return closes + _because(self.facts.missed_cause)
-
-    @property
-    def missed_remedy(self) -> str:
-        return remedy_of(self.facts.missed_cause or "not sent")
-
-    @property
-    def running(self) -> str:
-        since = span(self._since(self.facts.started))
-        return f"{since} since the start{_because(self.facts.missed_cause)}"
-
-    @property
-    def newest(self) -> int:
-        """The outer step of the newest upload."""
-        return self.facts.uploads[-1].outer_step if self.facts.uploads else 0
-
-    @property
-    def awaited(self) -> bool:
-        """Return whether the update that says what became of the newest may be on its way."""
-        network = self.facts.network_step
-        return network is not None and self.newest >= min(network, self.facts.outer_step or 0)
-
-    @property
-    def unnamed(self) -> str:
-        """Since when no manifest names an upload."""
-        ever = max((one.fate_at for one in self.facts.uploads if one.fate), default=None)
-        return "yet" if ever is None else f"for {span(self.now - ever)}"
+    def _see_uploads(self) -> None:
+        """Note what became of the uploads, or why there are none."""
+        facts, uploads = self.facts, self.facts.uploads
+        life, named = FATE_ROUNDS * self.period, [one for one in uploads if one.fate]
+        # The last upload that a manifest names, as long as the next one may be awaited.
+        recent = [one for one in named if self.now - one.fate_at <= life]
+        self.last = last = recent[-1] if recent else KnownUpload(0, 0.0)
+        self.passed = MERGED if last.fate == MERGED else "accepted"
+        # Whether that upload counts; None: not known. One that is carried over was accepted; it was
+        # only too short to tell.
+        carried = last.fate != REFUSED and last.cause.startswith("carried over")
+        self.counts = (last.fate == MERGED or carried) if last.fate else None
+        self.of = f"outer step {last.outer_step}{_because(last.cause)}"
+        self.remedy = remedy_of(last.cause)
+        because = _because(facts.missed_cause)
+        self.missed = ("close" if facts.missed == 1 else f"{facts.missed} closes") + because
+        self.missed_remedy = remedy_of(facts.missed_cause or "not sent")
+        self.running = f"{span(self._since(facts.started))} since the start{because}"
+        self.newest = uploads[-1].outer_step if uploads else 0
+        # Whether the update that says what became of the newest may be on its way.
+        network = facts.network_step
+        self.awaited = network is not None and self.newest >= min(network, facts.outer_step or 0)
+        ever = max((one.fate_at for one in named), default=None)
+        self.unnamed = "yet" if ever is None else f"for {span(self.now - ever)}"
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -416,10 +348,10 @@ TABLE: tuple[Row, ...] = (
     Row(V.STARTING, lambda s: s.state == "starting" and s.launch.attempt < 2,
         "it is not ready yet: {s.stage}"),
     # This holds from the second refusal on, whatever is tried meanwhile, or the verdict would flip.
-    _bad(V.CANNOT_START, lambda s: s.state in ("starting", "refused"), "{s.refusal[0]}{s.attempt}",
+    _bad(V.CANNOT_START, lambda s: s.state in ("starting", "refused"), "{s.refusal}{s.attempt}",
          "{s.then}after a change of .env or a setting: pm2 restart", alert="start"),
     _bad(V.CANNOT_START, lambda s: s.state == "stopped" and s.launch.stopped_by == SETTINGS,
-         "{s.refusal[0]}", "{s.then}then pm2 start app.config.js", alert="start"),
+         "{s.refusal}", "{s.then}then pm2 start app.config.js", alert="start"),
     _idle(V.STOPPED, lambda s: s.ended and s.launch.asked, "{s.ended}",
           "start it again when it is to train (under pm2: pm2 start app.config.js)"),
     _bad(V.STOPPED, lambda s: s.ended and s.launch.stopped_by.startswith("SIGKILL"), "{s.ended}",
@@ -462,7 +394,7 @@ TABLE: tuple[Row, ...] = (
          "the registry does not list this hotkey, so nothing that it sends counts",
          "ask the founder whether it was expelled; once it is listed again, the miner continues by "
          "itself"),
-    _bad(V.OTHER_VERSION, lambda s: s.version, "{s.version[0]}", "{s.version[1]}"),
+    _bad(V.OTHER_VERSION, lambda s: s.differs, "{s.version}", "{s.version_remedy}"),
     _bad(V.BEHIND, lambda s: s.behind > s.period,
          "the network has been at a later outer step for {s.behind}", REMEDIES["not ready"]),
     Row(V.WAITING, lambda s: s.facts.gate,

@@ -184,7 +184,7 @@ class TestState:
         state = a_miner()
         state.apply(event)
         assert (state.outer_step, state.scores) == (2, {})
-        assert state.facts()["taken"] == len(a_miner().losses) + 7
+        assert state.shown()["taken"] == len(a_miner().losses) + 7
 
     def test_a_phase_is_that_of_the_last_state_and_of_a_validator_its_work(self) -> None:
         state = NeuronState(Path("m"))
@@ -204,7 +204,7 @@ class TestState:
         miner = NeuronState(Path("m"))
         lines = ({"kind": "round", "time": 9.0}, {"kind": "step", "time": 9.0}, {"time": 3.0})
         assert [miner.apply(line)["number"] for line in lines] == [1, 2, 3]
-        assert miner.facts()["taken"] == 3
+        assert miner.shown()["taken"] == 3
 
     def test_the_time_between_two_steps_is_not_lost(self) -> None:
         """Rounds, snapshots and loads, but not the night in which the miner was off."""
@@ -218,7 +218,7 @@ class TestState:
         ]  # fmt: skip
         assert seen == [None, None, 0.0, 30.0, None, None, None, 0.0]
         at = COLUMNS.index("between_seconds")
-        assert [row[at] for row in miner.facts()["steps"]] == [None, 0.0, 30.0, None, 0.0]
+        assert [row[at] for row in miner.shown()["steps"]] == [None, 0.0, 30.0, None, 0.0]
 
 
 class TestSummary:

@@ -26,11 +26,10 @@ from distributed_training.protocol.types import Base, Progress, Update
 from distributed_training.telemetry import MetricsFile
 from distributed_training.telemetry.facts import Facts
 from distributed_training.telemetry.metrics import METRICS
-from distributed_training.telemetry.own_facts import OwnFacts
 from distributed_training.telemetry.verdict import judge
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_world import MINER
-from tests.tools.miner_parts import step_report
+from tests.tools.miner_parts import step_report, watched
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(30)
@@ -145,8 +144,8 @@ def test_the_metrics_are_written_where_no_step_ends(rig: Rig) -> None:
     rig.on_event(ev.Tick(1.0), TRAINING)
     first = figures(rig)
     assert first["dt_metrics_written_timestamp_seconds"] >= began
-    stood = rig.metrics._file.registry.values()["last_step_timestamp_seconds"]
-    assert first["dt_last_step_timestamp_seconds"] == stood >= first["dt_start_timestamp_seconds"]
+    stood = first["dt_last_step_timestamp_seconds"]
+    assert stood >= first["dt_start_timestamp_seconds"]
     assert "dt_last_publication_timestamp_seconds" not in first, "nothing was published"
     wait_for(lambda: time.time() > stood + 0.01, "the clock")
     rig.on_event(ev.Tick(2.0), TRAINING)
@@ -172,7 +171,11 @@ def test_uploads_that_are_not_written_are_counted_by_kind(rig: Rig) -> None:
 
 def figures(rig: Rig) -> dict[str, float]:
     """The metrics as Prometheus reads them."""
-    rows = [r for r in rig.file.read_text().splitlines() if r and not r.startswith("#")]
+    return parsed(rig.file.read_text())
+
+
+def parsed(text: str) -> dict[str, float]:
+    rows = [r for r in text.splitlines() if r and not r.startswith("#")]
     return {name: float(value) for name, _, value in (row.rpartition(" ") for row in rows)}
 
 
@@ -300,22 +303,15 @@ class Judged:
         chain = MemoryChain(hotkey=MINER.ss58, ledger=ledger)
         self.network = 12
         self.found: list[dict[str, Any]] = []
-        self.facts = OwnFacts(
-            rules=Facts(round_seconds=600.0, outer_step=12),
-            measured=lambda: {
+        self.facts, self.reporter = watched(
+            folder,
+            Facts(round_seconds=600.0, outer_step=12),
+            lambda: {
                 **chain_facts(chain, MINER.ss58, 1e9 + self.now),
                 "network_step": self.network,
             },
+            clocks,
             write=lambda kind, **fields: kind == "verdict" and self.found.append(fields),
-            folder=folder,
-            clocks=clocks,
-        )
-        self.reporter = Reporter(
-            record=self.facts.record,
-            expect_gpu=False,
-            bucket="",
-            clock=lambda: self.now,
-            joined=lambda: self.facts.joined,
         )
 
     def after(self, event: ev.Event, before: MinerState, seconds: float = 20.0) -> tuple[str, bool]:
@@ -379,17 +375,17 @@ def test_metrics_count_rounds_by_the_share_that_this_miner_had(tmp_path: Path) -
     metrics.on_event(ev.OuterStepEnded(True, 20), replace(TWELVE, update=whole))
     metrics.on_event(ev.UploadEnded(Close(12, 3), size=7), TWELVE)
     metrics.on_event(ev.UploadEnded(Close(13, 4), "late"), TWELVE)
-    values = file.registry.values()
+    values = parsed(file.registry.text())
     wanted = {
-        "rounds_total": 3,
-        "rounds_failed_total": 2,
-        "rounds_missed_total": 7,  # outer steps 13 to 19 of others, in those weights
-        "publications_total": 2,
-        "publications_failed_total": 1,
-        "uploaded_bytes_total": 7,
+        "dt_rounds_total": 3,
+        "dt_rounds_failed_total": 2,
+        "dt_rounds_missed_total": 7,  # outer steps 13 to 19 of others, in those weights
+        "dt_publications_total": 2,
+        "dt_publications_failed_total": 1,
+        "dt_uploaded_bytes_total": 7,
     }
     assert {name: values[name] for name in wanted} == wanted
-    assert values["last_publication_timestamp_seconds"] > 0
+    assert values["dt_last_publication_timestamp_seconds"] > 0
 
 
 def test_a_newcomer_misses_no_close_before_its_first_upload(
@@ -405,7 +401,8 @@ def test_a_newcomer_misses_no_close_before_its_first_upload(
             follow(early, TWELVE)
             follow(APPLIED, state(Base.KEPT))
         warned = [r for r in caplog.records if r.levelno == logging.WARNING]
-        assert len(warned) == joined[0] and file.registry.values()["rounds_total"] == joined[0]
+        assert len(warned) == joined[0]
+        assert parsed(file.registry.text())["dt_rounds_total"] == joined[0]
     fates = [fields["fate"] for kind, fields in rig.records if kind == "round"]
     assert fates == ["too early", "missed"]
 

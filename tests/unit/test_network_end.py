@@ -68,7 +68,7 @@ def test_no_round_is_led_once_a_stop_is_reached(
     assert world.state.finished == told["reason"]
     assert world.validator.standings.weights() == scores, "judged no more"
     state = NeuronState(tmp_path / "validator").catch_up()
-    assert state.mode == "finished" and state.tables["finished"][-1]["reason"] == told["reason"]
+    assert state.phase == "finished" and state.tables["finished"][-1]["reason"] == told["reason"]
 
     world.restarted()
     world.clock.ahead += PERIOD
@@ -134,7 +134,7 @@ def test_the_page_calls_a_miner_finished_that_ended_so(tmp_path: Path) -> None:
     record = EventLog.open(tmp_path).write
     for status, mode in ((ExitStatus.FINISHED, "finished"), (ExitStatus.STOPPED, "stopped")):
         record("stop", reason="why", exit_status=status)
-        assert NeuronState(tmp_path).catch_up().mode == mode
+        assert NeuronState(tmp_path).catch_up().phase == mode
 
 
 def test_nothing_starts_a_miner_again_whose_network_is_finished() -> None:

@@ -190,7 +190,7 @@ def test_bad_page_arguments_are_one_line(
     assert named in line
 
 
-@pytest.mark.parametrize("what", ["poll", "measured"])
+@pytest.mark.parametrize("what", ["poll", "shown"])
 def test_a_file_that_cannot_be_read_is_one_line_and_one_miner_less(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -259,7 +259,7 @@ def test_a_defect_is_a_500_and_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     neuron = NeuronState(tmp_path)
-    monkeypatch.setattr(neuron, "facts", lambda: {}["a key not there"])  # type: ignore[index]
+    monkeypatch.setattr(neuron, "shown", lambda: {}["a key not there"])  # type: ignore[index]
     application: Any = served_page.application([neuron])
 
     async def answer() -> httpx.Response:
@@ -286,11 +286,11 @@ def test_a_second_page_of_a_folder_waits_for_the_end_of_the_first(
         served_page, "server", lambda *_, **__: SimpleNamespace(run=lambda **_: None)
     )
     monkeypatch.setattr(served_page.os, "nice", print)
-    ended = served_page.serve(
+    served_page.serve(
         [tmp_path], host="127.0.0.1", port=address, send_line=lambda text, level: lines.append(text)
     )
     waits, serves = lines
-    assert ended == 0 and serves == f"page: http://127.0.0.1:{address}/"
+    assert serves == f"page: http://127.0.0.1:{address}/"
     assert "is taken (Address already in use)" in waits and "give another --neuron.page_" in waits
 
 

@@ -8,13 +8,15 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from distributed_training.common.files import read_json_object
-from distributed_training.telemetry import read_events, register_secret, run_state
+from distributed_training.telemetry import read_events, run_state
 from distributed_training.telemetry.facts import Launch
+from distributed_training.telemetry.logs import register_secret
 from distributed_training.telemetry.run_state import (
     LauncherFile,
     LauncherState,
@@ -72,7 +74,7 @@ def test_a_start_is_followed_from_its_refusal_to_its_end(tmp_path: Path) -> None
 def test_a_launcher_that_was_killed_is_named_from_outside_and_by_the_next(tmp_path: Path) -> None:
     state = Launch(state="running", at=time.time() - 3600, pid=ended_process(), restarts=2)
     path = tmp_path / "launcher.json"
-    run_state._write(path, state)
+    run_state._write(path, asdict(state))
     os.utime(path, (time.time() - 60,) * 2)
     found = launch_of(tmp_path)
     assert found.state == "stopped" and not found.asked

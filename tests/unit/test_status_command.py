@@ -73,7 +73,7 @@ def test_step_and_next_times_are_those_of_page_and_log(tmp_path: Path) -> None:
     assert row["next_round_at"] > now, "by the clock, while the store is silent"
     (folder / FACTS_FILE).unlink()
     named = status.describe(neuron, now)["name"]
-    assert named == neuron.measured()["title"] == "store-silent miner", "before the first facts too"
+    assert named == neuron.title == "store-silent miner", "before the first facts too"
 
 
 def test_several_miners_have_a_row_each_and_the_worst_exit_status(
@@ -217,7 +217,7 @@ def test_no_folder_content_and_no_clock_ends_a_reader(
         written = "".join(json.dumps(event) + "\n" for event in events).encode()
         (miner / "events.jsonl").write_bytes(written[: len(written) - cut])
         neuron = NeuronState(miner).catch_up(at_most=2**20)
-        json.dumps({**neuron.facts(), **describe_page(neuron, time.time() + jump)})
+        json.dumps({**neuron.shown(), **describe_page(neuron, time.time() + jump)})
         row = status.describe(neuron, time.time() + jump)
         assert row["status"] in (0, 1, 3) and row["verdict"] in list(Verdict)
         json.dumps(row, allow_nan=False)

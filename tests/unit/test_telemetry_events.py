@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import runpy
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,20 +15,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import SecretStr
 
 from distributed_training.common.processes import _Forward
-from distributed_training.protocol.types import Progress, StepReport
-from distributed_training.telemetry import (
-    EventLog,
-    MetricsFile,
-    MetricsRegistry,
-    read_events,
-    record_step,
-    register_secret,
-)
+from distributed_training.protocol.types import ExitStatus, StepReport
+from distributed_training.telemetry import EventLog, MetricsFile, read_events
 from distributed_training.telemetry.events import EventFollower
+from distributed_training.telemetry.logs import register_secret
 from distributed_training.telemetry.metrics import (
     CHAIN_COUNTS,
     METRICS,
+    MetricsRegistry,
     read_metrics,
+    record_step,
     register_metric,
 )
 from distributed_training.telemetry.neuron_state import NeuronState
@@ -40,15 +35,14 @@ pytestmark = pytest.mark.timeout(20)
 
 def test_events_come_back_as_written(tmp_path: Path) -> None:
     path = tmp_path / "run" / "events.jsonl"
-    report = Progress(5, 60, 300)
     with EventLog(path) as log:
-        log.write("publication", report=report, wait=timedelta(minutes=1), folder=tmp_path)
+        log.write("publication", uids=(3, 4), status=ExitStatus.FINISHED, folder=tmp_path)
         log.write("step", loss=float("nan"), key=SecretStr("abcdefgh"))
     first, second = read_events(path)
     assert first["kind"] == "publication" and first["time"] > 1e9
-    assert first["report"]["inner_step"] == 60 and first["wait"] == 60.0
+    assert (first["uids"], first["status"]) == ([3, 4], int(ExitStatus.FINISHED))
     assert first["folder"] == str(tmp_path)
-    assert second["loss"] is None and second["key"] == "********"
+    assert second["loss"] is None and "abcdefgh" not in path.read_text()
     assert [e["kind"] for e in read_events(path, "step")] == ["step"]
 
 
@@ -154,9 +148,9 @@ def test_metrics_are_typed_and_absent_until_measured() -> None:
     registry.add("publications_total", 2)
     assert "dt_publications_total 2.0\n" in registry.text() and "train_mfu" not in registry.text()
     registry.set("train_mfu", 0.5)
-    assert registry.values()["train_mfu"] == 0.5
+    assert "dt_train_mfu 0.5\n" in registry.text()
     registry.set("train_mfu", float("nan"))
-    assert "train_mfu" not in registry.values()
+    assert "train_mfu" not in registry.text()
     with pytest.raises(TypeError):
         registry.add("train_mfu")
     with pytest.raises(ValueError):
@@ -230,7 +224,7 @@ def test_a_metric_of_a_plug_in_is_in_the_file_the_page_and_the_trackers(
     for _ in range(2):
         file.write(lambda: None)
     assert gauges(tmp_path)["toy/loss_bits"] == 2.0 / math.log(2)
-    shown = NeuronState(tmp_path).measured()["gauges"]
+    shown = NeuronState(tmp_path).shown()["gauges"]
     assert shown["dt_toy_loss_bits"] == 2.0 / math.log(2) and shown["dt_toy_load"] >= 0
     assert "bits per token" in (tmp_path / "metrics.prom").read_text()
     assert "dt_toy_broken" not in shown and shown["dt_toy_text"] == 1.5

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from distributed_training.telemetry import notify
-from distributed_training.telemetry.facts import Disk, Fact, Facts, KnownUpload, Launch
+from distributed_training.telemetry.facts import (
+    Disk,
+    Fact,
+    Facts,
+    KnownUpload,
+    Launch,
+    parse,
+)
 from distributed_training.telemetry.verdict import TABLE, Level, Verdict, hides, judge
 
 pytestmark = pytest.mark.timeout(30)
@@ -153,7 +160,7 @@ def test_the_first_thing_in_the_way_is_named(
     found = judge(facts, NOW)
     assert (found.verdict, found.level) == (word, level), found
     assert words in found.words
-    assert judge(Facts.from_json(json.dumps(asdict(facts)).encode()), NOW) == found
+    assert judge(parse(Facts, json.loads(json.dumps(asdict(facts)))), NOW) == found
     # Red: somebody must act, knows what to do, and is sent a message about it.
     assert found.bad == bool(found.alert) and (found.remedy or not found.bad), found
     assert found.status == (3 if word is V.STOPPED or level == GREY else 1 if found.bad else 0)

@@ -27,14 +27,13 @@ from distributed_training.exchange.own_uploads import OwnUploads
 from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState, Mode
 from distributed_training.miner.network_watch import chain_facts
-from distributed_training.miner.reporter import Reporter
 from distributed_training.protocol.manifest import Manifest, Merged, Refused
 from distributed_training.protocol.types import Update
 from distributed_training.store.base import Uplink
 from distributed_training.telemetry.facts import Facts
-from distributed_training.telemetry.own_facts import OwnFacts
 from distributed_training.telemetry.verdict import Verdict, judge
 from tests.tools.memory_store import MemoryObjectStore
+from tests.tools.miner_parts import watched
 
 ME, LOOK = "me", 15.0
 START = 1e9  # Unix seconds
@@ -94,29 +93,21 @@ class Walk:
         """Begin a process of the miner."""
         clocks = Clocks(lambda: self.now, lambda: self.unix(self.now))
         chain: Any = self.chain
-        self.facts = OwnFacts(
-            rules=Facts(
+        self.facts, self.reporter = watched(
+            self.folder,
+            Facts(
                 pays=self.pays,
                 round_seconds=self.PERIOD,
                 mode=self.mode.value,
                 outer_step=self.outer_step,
             ),
-            measured=lambda: {
+            lambda: {
                 **chain_facts(chain, ME, self.unix(self.now)),
                 "store_silent_since": self.store_silent and self.unix(self.store_silent),
                 "gate": self.gate_seen,
                 "network_step": self.network,
             },
-            write=lambda *_, **__: None,
-            folder=self.folder,
-            clocks=clocks,
-        )
-        self.reporter = Reporter(
-            record=self.facts.record,
-            expect_gpu=False,
-            bucket="",
-            clock=lambda: self.now,
-            joined=lambda: self.facts.joined,
+            clocks,
         )
 
     def unix(self, moment: float) -> float:

@@ -27,7 +27,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -44,12 +44,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from distributed_training.common.connections import BoundedConnection, Bounds
 from distributed_training.common.ports import listen
 from distributed_training.common.processes import ChildLog, ParentConnection, limit_resources
+from distributed_training.config import ConfigError
 from distributed_training.protocol.network_report import span
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry.events import finite
 from distributed_training.telemetry.metrics import MetricsRegistry, read_metrics
 from distributed_training.telemetry.neuron_state import NeuronState
-from distributed_training.telemetry.run_state import is_run_folder, observe
+from distributed_training.telemetry.run_state import find_life, is_run_folder, observe
 from distributed_training.telemetry.verdict import Verdict, judge
 
 log = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ class History:
         """Return the facts about a neuron; None, with one line, where its disk fails."""
         try:
             neuron.poll()
-            found = {**neuron.facts(), **describe(neuron, now)}
+            found = {**neuron.shown(), **describe(neuron, now)}
         except OSError as error:
             if self._failing.get(neuron.name) != str(error):
                 log.warning("%s cannot be read: %s", neuron.folder, error)
@@ -116,14 +117,14 @@ def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
     ``judgement`` is None where no miner has run: in a validator's folder. ``verdict`` is the word,
     its cause, its colour (good, wait, bad or idle) and what to do.
     """
-    facts = observe(neuron.folder, now)
+    facts, life = observe(neuron.folder, now), find_life(neuron.folder)
     found = judge(facts, now)
     known = facts.looked is not None or facts.launch is not None
     verdict: tuple[str, ...] = (found.verdict, found.cause, found.level, found.remedy)
     if not known:
         verdict = neuron.phase, "", "good", ""
         with contextlib.suppress(KeyError, TypeError, ValueError):  # lines of another version
-            verdict = judge_validator(neuron, now)
+            verdict = judge_validator(neuron, life, now)
     elif found.verdict is Verdict.STOPPED and facts.launch is not None:
         verdict = (verdict[0], f"{span(now - facts.launch.at)} ago: {verdict[1]}", *verdict[2:])
     return {
@@ -131,16 +132,17 @@ def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
         "judgement": asdict(found) if known else None,
         "verdict": verdict,
         "next_round": facts.expected_round(now),
+        "life": life,
     }
 
 
-def judge_validator(neuron: NeuronState, now: float) -> tuple[str, ...]:
+def judge_validator(neuron: NeuronState, life: Mapping[str, Any], now: float) -> tuple[str, ...]:
     """Return the verdict on a neuron without a launcher, by its events: that of its network."""
     newest = {kind: rows[-1] for kind, rows in neuron.tables.items() if rows}
-    state, life, stop = neuron.phase, neuron.life(), newest.get("stop", {})
-    if neuron.mode == "finished" and "finished" in newest:
+    state, stop = neuron.phase, newest.get("stop", {})
+    if neuron.known.mode == "finished" and "finished" in newest:
         return state, str(newest["finished"].get("reason", "")), "good", ""
-    if neuron.mode in ("stopped", "finished"):
+    if neuron.known.mode in ("stopped", "finished"):
         level = "bad" if stop.get("exit_status") else "idle"
         return (
             state,
@@ -159,27 +161,23 @@ def judge_validator(neuron: NeuronState, now: float) -> tuple[str, ...]:
             why = f"no figures for {span(silent)}: the end of its log tells why"
             return "validator silent", why, "bad", ""
         return network["verdict"], network["words"], network["level"], ""
-    if neuron.mode == "starting" and not newest:
+    if neuron.known.mode == "starting" and not newest:
         return state, "no events yet: no miner has run in this folder", "idle", ""
     return state, "", "good", ""  # a validator waits between its rounds
 
 
-class Guard:
+def guard(app: ASGIApp, *, token: str) -> ASGIApp:
     """Refuse other methods than GET, requests for another address, and wrong tokens.
 
     With a ``token`` any name is answered, if the request carries it: ``Authorization: Bearer``, or
     ``?token=`` once, after which a cookie holds it.
     """
 
-    def __init__(self, app: ASGIApp, *, token: str) -> None:
-        self._app = app
-        self._token = token
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":  # a WebSocket would pass all checks below
             raise ValueError(f"{scope['type']} is not served")
         request = Request(scope, receive)
-        refusal = self._refusal(request)
+        refusal = refuse(request, token)
         if refusal is not None:
             await refusal(scope, receive, send)
             return
@@ -187,39 +185,43 @@ class Guard:
         async def with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
                 extra = dict(_HEADERS)
-                if self._token and request.query_params.get("token"):
+                if token and request.query_params.get("token"):
                     # HttpOnly: no script reads it. SameSite=Strict: no other web site's link brings
                     # it along.
-                    extra["set-cookie"] = f"token={self._token}; HttpOnly; SameSite=Strict; Path=/"
+                    extra["set-cookie"] = f"token={token}; HttpOnly; SameSite=Strict; Path=/"
                 message["headers"] += [(k.encode(), v.encode()) for k, v in extra.items()]
             await send(message)
 
-        await self._app(scope, receive, with_headers)
+        await app(scope, receive, with_headers)
 
-    def _refusal(self, request: Request) -> Response | None:
-        length = request.headers.get("content-length", "0")
-        if "transfer-encoding" in request.headers or length != "0":
-            return PlainTextResponse("a request has no body here\n", 400, _LAST)
-        if request.method not in ("GET", "HEAD"):
-            return PlainTextResponse("only GET is answered\n", 405, _LAST)
-        if self._token:
-            header = request.headers.get("authorization", "").removeprefix("Bearer ")
-            given = header or request.query_params.get("token") or request.cookies.get("token", "")
-            # Compare in constant time: a comparison that stops at the first wrong letter would tell
-            # how many were right.
-            if hmac.compare_digest(given.encode(), self._token.encode()):
-                return None
-            return PlainTextResponse("the token is missing or wrong: open /?token=...\n", 401)
-        # The raw bytes decide. Starlette's request.url falls back to the server's own address where
-        # the header is no valid name, and a browser sends such names (a{b.example) for a web site.
-        hosts = [value for name, value in request.scope["headers"] if name.lower() == b"host"]
-        named = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
-        if named is not None and request.scope.get("server"):
-            address, port = request.scope["server"]
-            own = _LOOPBACK | {f"[{address}]" if ":" in address else address}
-            if named[1].decode().lower() in own and int(named[2] or 80) == port:
-                return None
-        return PlainTextResponse(_OTHER_ADDRESS, 403)
+    return guarded
+
+
+def refuse(request: Request, token: str) -> Response | None:
+    """Return the refusal of a request; None: it is answered."""
+    length = request.headers.get("content-length", "0")
+    if "transfer-encoding" in request.headers or length != "0":
+        return PlainTextResponse("a request has no body here\n", 400, _LAST)
+    if request.method not in ("GET", "HEAD"):
+        return PlainTextResponse("only GET is answered\n", 405, _LAST)
+    if token:
+        header = request.headers.get("authorization", "").removeprefix("Bearer ")
+        given = header or request.query_params.get("token") or request.cookies.get("token", "")
+        # Compare in constant time: a comparison that stops at the first wrong letter would tell
+        # how many were right.
+        if hmac.compare_digest(given.encode(), token.encode()):
+            return None
+        return PlainTextResponse("the token is missing or wrong: open /?token=...\n", 401)
+    # The raw bytes decide. Starlette's request.url falls back to the server's own address where
+    # the header is no valid name, and a browser sends such names (a{b.example) for a web site.
+    hosts = [value for name, value in request.scope["headers"] if name.lower() == b"host"]
+    named = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
+    if named is not None and request.scope.get("server"):
+        address, port = request.scope["server"]
+        own = _LOOPBACK | {f"[{address}]" if ":" in address else address}
+        if named[1].decode().lower() in own and int(named[2] or 80) == port:
+            return None
+    return PlainTextResponse(_OTHER_ADDRESS, 403)
 
 
 # The bytes after such a request may be its body, or an attempt to smuggle in another request.
@@ -279,7 +281,7 @@ def application(neurons: Sequence[NeuronState], *, token: str = "") -> ASGIApp:
         Mount("/", StaticFiles(directory=_STATIC, html=True)),
     ]
     handlers = {Exception: failed}
-    return Guard(Starlette(routes=routes, exception_handlers=handlers), token=token)
+    return guard(Starlette(routes=routes, exception_handlers=handlers), token=token)
 
 
 def server(neurons: Sequence[NeuronState], *, token: str = "") -> uvicorn.Server:
@@ -315,91 +317,30 @@ def main(argv: list[str] | None = None) -> int:
         "--beside-miner", action="store_true", help="wait for the run folder and the port"
     )
     given = parser.parse_args(argv)
-    token, folders = os.environ.get("DT_PAGE_TOKEN", ""), given.folders
-    if given.beside_miner:
-        return serve(folders, host=given.host, port=given.port, token=token)
-    if given.with_parent is None:
-        if len(folders) > 1:  # runs/* may hold more than run folders
-            folders = [folder for folder in folders if is_run_folder(folder)] or folders
-        for folder in folders:
-            if not folder.exists():
-                _print(f"error: {folder} does not exist, so nothing is served: give run folders")
-                return ExitStatus.BAD_CONFIGURATION
-        return serve(
-            folders, host=given.host, port=given.port, token=token, flags="--", waits=False
-        )
-    parent = ParentConnection(plugins=False)
-    parent.forward_log()
-    secret: SecretStr | None = parent.receive()
-    parent.end_with_parent()
-    return serve(
-        given.folders,
-        host=given.host,
-        port=given.port,
-        token=secret.get_secret_value() if secret is not None else "",
-        send_line=lambda text, level: parent.send(ChildLog(level, text)),
-    )
-
-
-def serve(
-    folders: Sequence[Path],
-    *,
-    host: str,
-    port: int,
-    token: str = "",
-    flags: str = "--neuron.page_",
-    waits: bool = True,
-    send_line: Callable[[str, int], None] = _print,
-) -> int:
-    """Serve the page of ``folders``, which may not exist yet; return the exit status.
-
-    ``flags``: how the operator knows host and port. ``waits``: wait for an address that is in use
-    or does not exist yet. A miner's own page ends with the miner, and the separate page, which
-    waited, takes over the port.
-    """
-    problem = _problem(folders, host, port, token, flags)
-    if problem is not None:
-        send_line(f"error: {problem}", logging.ERROR)
-        return ExitStatus.BAD_CONFIGURATION
-    shown, told = f"[{host}]" if ":" in host else host, False
-    may_come = {  # a VPN whose address it is may come up later
-        errno.EADDRINUSE: "is taken ({}), maybe by another page of this miner",
-        errno.EADDRNOTAVAIL: "is no address of this machine yet ({})",
-    }
-    while True:
-        try:
-            listener = listen(host, port)
-            break
-        except OSError as error:
-            if not waits or error.errno not in may_come:
-                problem = (
-                    f"error: the page cannot be served at {shown}:{port} ({error.strerror}), so "
-                    f"there is none; training is not affected: give another {flags}port"
-                )
-                send_line(problem, logging.ERROR)
-                return ExitStatus.BAD_CONFIGURATION
-            why = may_come[error.errno].format(error.strerror)
-            line = f"The page waits for {shown}:{port}, which {why}: give another {flags}port"
-            if not told:
-                send_line(f"{line} if it never comes", logging.WARNING)
-        told = True
-        try:
-            time.sleep(_TAKE_OVER_SECONDS)
-        except KeyboardInterrupt:
-            return ExitStatus.STOPPED
-    os.nice(_NICENESS)
-    limit_resources()  # a file stays open for each folder
-    # After the port is ours: reading takes seconds, and a port in use is reported before.
-    names = [folder.name for folder in folders]
+    folders, of_miner = given.folders, given.beside_miner or given.with_parent is not None
+    token = os.environ.get("DT_PAGE_TOKEN", "")
+    send_line: Callable[[str, int], None] = _print
+    if given.with_parent is not None:
+        parent = ParentConnection(plugins=False)
+        parent.forward_log()
+        secret: SecretStr | None = parent.receive()
+        token = secret.get_secret_value() if secret is not None else ""
+        parent.end_with_parent()
+        send_line = lambda text, level: parent.send(ChildLog(level, text))
+    if not of_miner and len(folders) > 1:  # runs/* may hold more than run folders
+        folders = [folder for folder in folders if is_run_folder(folder)] or folders
     try:
-        neurons = [
-            NeuronState(
-                folder, name=folder.name if names.count(folder.name) == 1 else str(folder)
-            ).catch_up()
-            for folder in folders
-        ]
-        send_line(f"page: http://{shown}:{listener.getsockname()[1]}/", logging.INFO)
-        server(neurons, token=token).run(sockets=[listener])
+        serve(
+            folders,
+            host=given.host,
+            port=given.port,
+            token=token,
+            of_miner=of_miner,
+            send_line=send_line,
+        )
+    except ConfigError as error:
+        send_line(f"error: {error}", logging.ERROR)
+        return ExitStatus.BAD_CONFIGURATION
     except OSError as error:  # a disk may come back, so do not end with a final status
         send_line(f"the page cannot begin ({error}): check the run folder's disk", logging.ERROR)
         return ExitStatus.FAULT
@@ -408,22 +349,82 @@ def serve(
     return ExitStatus.STOPPED
 
 
-def _problem(folders: Sequence[Path], host: str, port: int, token: str, flags: str) -> str | None:
+def serve(
+    folders: Sequence[Path],
+    *,
+    host: str,
+    port: int,
+    token: str = "",
+    of_miner: bool = True,
+    send_line: Callable[[str, int], None] = _print,
+) -> None:
+    """Serve the page of ``folders`` until a signal. Raises ConfigError, OSError.
+
+    ``of_miner``: host and port are settings of a miner, whose folder may not exist yet, and the
+    page waits for an address that is in use or does not exist yet. The page of a launcher ends with
+    the miner, and the separate page, which waited, takes over the port.
+    """
+    flags = "--neuron.page_" if of_miner else "--"
     for folder in folders:
         if folder.exists() and not folder.is_dir():
-            return f"{folder} is no folder, so nothing is served: give run folders"
+            raise ConfigError(f"{folder} is no folder, so nothing is served: give run folders")
+        if not (of_miner or folder.exists()):
+            raise ConfigError(f"{folder} does not exist, so nothing is served: give run folders")
+    check_address(host, port, token, flags)
+    shown, told, listener = f"[{host}]" if ":" in host else host, False, None
+    while listener is None:
+        try:
+            listener = listen(host, port)
+        except OSError as error:
+            if not of_miner or error.errno not in _MAY_COME:
+                raise ConfigError(
+                    f"the page cannot be served at {shown}:{port} ({error.strerror}), so there is "
+                    f"none; training is not affected: give another {flags}port"
+                ) from None
+            why = _MAY_COME[error.errno].format(error.strerror)
+            line = f"The page waits for {shown}:{port}, which {why}: give another {flags}port"
+            if not told:
+                send_line(f"{line} if it never comes", logging.WARNING)
+            told = True
+            time.sleep(_TAKE_OVER_SECONDS)
+    os.nice(_NICENESS)
+    limit_resources()  # a file stays open for each folder
+    # After the port is ours: reading takes seconds, and a port in use is reported before.
+    names = [folder.name for folder in folders]
+    neurons = [
+        NeuronState(
+            folder, name=folder.name if names.count(folder.name) == 1 else str(folder)
+        ).catch_up()
+        for folder in folders
+    ]
+    send_line(f"page: http://{shown}:{listener.getsockname()[1]}/", logging.INFO)
+    server(neurons, token=token).run(sockets=[listener])
+
+
+_MAY_COME = {
+    errno.EADDRINUSE: "is taken ({}), maybe by another page of this miner",
+    # A VPN whose address it is may come up later.
+    errno.EADDRNOTAVAIL: "is no address of this machine yet ({})",
+}
+
+
+def check_address(host: str, port: int, token: str, flags: str) -> None:
+    """Raise ConfigError for an address that is none, or that lacks a token."""
     try:
         loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return f"{flags}host {host} is not an IP address, so nothing is served: give e.g. 127.0.0.1"
+        raise ConfigError(
+            f"{flags}host {host} is not an IP address, so nothing is served: give e.g. 127.0.0.1"
+        ) from None
     if not 0 <= port <= 65535:
-        return f"{flags}port {port} is not within 0..65535, so nothing is served: give e.g. 8010"
+        raise ConfigError(
+            f"{flags}port {port} is not within 0..65535, so nothing is served: give e.g. 8010"
+        )
     if not loopback and len(token) < 16:
-        return (
+        raise ConfigError(
             f"{flags}host {host} is reached from other machines, so nothing is served without a "
             f"token: set DT_PAGE_TOKEN to 16 characters or more, or leave {flags}host at 127.0.0.1"
         )
-    return None
 
 
 if __name__ == "__main__":
