@@ -51,8 +51,9 @@ from distributed_training.protocol.update_file import Header, largest_file
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.errors import StoreError
 from distributed_training.store.transfer import describe_full_disk
-from distributed_training.telemetry import EventLog, MetricsFile, unix_time
+from distributed_training.telemetry import EventLog, MetricsFile
 from distributed_training.telemetry.facts import Facts
+from distributed_training.telemetry.metrics import unix_time
 from distributed_training.telemetry.own_facts import OwnFacts
 from distributed_training.telemetry.trackers import open_trackers
 from distributed_training.training.checkpoint import (

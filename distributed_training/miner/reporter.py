@@ -29,7 +29,7 @@ from distributed_training.common.processes import members, tree_of
 from distributed_training.health.gpus import SAMPLE_PATIENCE, sample_gpu
 from distributed_training.protocol import lines
 from distributed_training.protocol.types import Base, Progress, Update
-from distributed_training.telemetry import MetricsFile, record_step
+from distributed_training.telemetry.metrics import MetricsFile, record_step
 
 from . import events as ev
 from .events import MinerState, Mode

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import enum
 import json
 import logging
@@ -17,11 +16,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO
-
-from pydantic import SecretStr
 
 from distributed_training.common.backoff import Throttle
 from distributed_training.common.files import LONGEST_LINE, json_line, rotated
@@ -66,13 +62,13 @@ class EventLog:
     def write(self, kind: str, **fields: Any) -> None:
         """Append ``{"time": <unix seconds>, "kind": kind, **fields}``.
 
-        Dataclasses become objects, revisions their tag, durations seconds, NaN and Inf null;
-        secrets are masked. Raises ValueError if a field is called ``time``.
+        NaN and Inf become null, what JSON does not have its text, and secrets are masked. Raises
+        ValueError if a field is called ``time``.
         """
         if "time" in fields:
             raise ValueError("an event's time is when it is written")
         event = {"time": round(time.time(), 3), "kind": kind, **plain(fields)}
-        text = mask(json.dumps(event, ensure_ascii=False, allow_nan=False) + "\n")
+        text = mask(json.dumps(event, ensure_ascii=False, allow_nan=False, default=str) + "\n")
         line = text.encode(errors="backslashreplace")  # half a surrogate pair, as JSON writes it
         failed, was_failing = None, self._failing
         with self._lock:
@@ -174,29 +170,17 @@ def finite(value: object) -> float | None:
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` as JSON can hold it. Raises TypeError if it has no plain form."""
-    # An exit status becomes a number, with which programs compare it.
-    if isinstance(value, enum.Enum):
-        return int(value) if isinstance(value, int) else value.name
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, timedelta):
-        return value.total_seconds()
-    if isinstance(value, SecretStr):
-        return "********"
-    if isinstance(value, Path):
-        return str(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(v) for v in value]
-    if hasattr(value, "item"):  # a numpy or torch scalar
-        return plain(value.item())
-    raise TypeError(f"{type(value).__name__} has no place in an event")
+    """Return ``value`` without what JSON does not have: enums by name or number, NaN as None."""
+    match value:
+        case enum.Enum():  # an exit status is a number, with which programs compare it
+            return int(value) if isinstance(value, int) else value.name
+        case float() if not math.isfinite(value):
+            return None
+        case Mapping():
+            return {str(name): plain(each) for name, each in value.items()}
+        case list() | tuple():
+            return [plain(each) for each in value]
+    return value
 
 
 class EventFollower:

@@ -187,18 +187,14 @@ class MetricsRegistry(Collector):
 
     def set(self, name: str, value: float | None) -> None:
         """Set the latest measurement; None, NaN and Inf mean "could not be measured": absent."""
-        _check(name, total=False)
-        with self._lock:
-            # Remove it first, so that a value that cannot be measured now does not stay.
-            self._figures.pop(name, None)
-            if value is not None and math.isfinite(value):
-                self._figures[name] = ("", {"": value})
+        self.labelled(name, "", {} if value is None else {"": value})
 
     def labelled(self, name: str, label: str, values: Mapping[str, float]) -> None:
         """Set measurements that differ by ``label`` only (``rank``): the latest of all of them."""
         _check(name, total=False)
         with self._lock:
-            self._figures[name] = (label, dict(values))
+            known = {kind: value for kind, value in values.items() if math.isfinite(value)}
+            self._figures[name] = (label, known)
 
     def totals(self, prefix: str, counts: Mapping[str, float]) -> None:
         """Set counts that another package keeps.
@@ -213,15 +209,11 @@ class MetricsRegistry(Collector):
                 _, kinds = self._figures.setdefault(full, ("kind", {}))
                 kinds[_NOT_IN_A_NAME.sub("_", kind)] = float(value)
 
-    def values(self) -> dict[str, float]:
-        """Return the values of the metrics without a label by name; without a value: left out."""
-        with self._lock:
-            return {name: kinds[""] for name, (label, kinds) in self._figures.items() if not label}
-
     def collect(self) -> Iterator[Metric]:
         """Yield each metric that has a value, for the Prometheus client."""
         with self._lock:
-            figures = {name: (label, dict(kinds)) for name, (label, kinds) in self._figures.items()}
+            known = self._figures.items()
+            figures = {name: (label, dict(kinds)) for name, (label, kinds) in known if kinds}
         for name, (label, kinds) in figures.items():
             family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             about = METRICS[name].about if name in METRICS else CHAIN_COUNTS.get(name)
