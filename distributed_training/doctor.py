@@ -68,7 +68,7 @@ from distributed_training.miner.launcher import ranks_of
 from distributed_training.miner.run_folder import launcher_of, listening_ranks
 from distributed_training.protocol.lines import counted
 from distributed_training.protocol.types import Check, ExitStatus
-from distributed_training.telemetry.notify import Message, deliver
+from distributed_training.telemetry.notify import deliver
 from distributed_training.telemetry.run_state import observe
 from distributed_training.telemetry.verdict import judge
 
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.help:
         print(__doc__ or NO_HELP)
         return 0
-    logging.disable(logging.CRITICAL)  # libraries that retry; the findings give the result
+    logging.disable(logging.CRITICAL)  # libraries log their retries; the findings have the result
     try:
         if options.probe:
             return report([probe(*probed(options.probe))], as_json=options.json)
@@ -145,8 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return report([try_webhook(config)], as_json=options.json)
         ranks, ports = listening_ranks(config.run_folder).values(), set()
         processes = members(sessions_of(ranks))
-        # Consider all processes of a running miner: another one has each port, and p2pd has the DHT
-        # peer's.
+        # Ask all processes of a running miner, since each port belongs to another process, and the
+        # DHT peer's to p2pd.
         for process in processes:
             with contextlib.suppress(psutil.Error):
                 for connection in process.net_connections("tcp"):
@@ -187,7 +187,7 @@ def try_webhook(config: Config) -> Check:
     service = service_of(url)
     text = "this is a test, by dt-doctor --notify: messages of this miner come here"
     try:
-        deliver(url, Message(config.miner.name, text))
+        deliver(url, config.miner.name, text)
     except NotSent as error:
         remedy = "check DT_NOTIFY_URL in .env, and the network of this machine"
         return Check(name, "fail", f"{service} has not taken a message: {error}", remedy)

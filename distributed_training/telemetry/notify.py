@@ -82,23 +82,17 @@ class Book:
     crash: float = 0.0
 
 
-@dataclass(frozen=True)
-class Message:
-    """``title``: whose miner; ``bad``: an operator should look."""
+def deliver(url: SecretStr, title: str, text: str, *, bad: bool = False) -> None:
+    """Send a message, with no secret in it. Raises NotSent.
 
-    title: str
-    text: str
-    bad: bool = False
-
-
-def deliver(url: SecretStr, message: Message) -> None:
-    """Send ``message``, with no secret in it. Raises NotSent."""
+    ``title``: whose miner; ``bad``: an operator should look.
+    """
     parts = urlsplit(url.get_secret_value())
     # Mask the parts of the URL too, since a library may log it in another form. A part that is no
     # host name is a token.
     for part in (url, parts.path, parts.query, "" if "." in parts.netloc else parts.netloc):
         register_secret(part)
-    send(url, message.title, mask(message.text), bad=message.bad)
+    send(url, title, mask(text), bad=bad)
 
 
 class Notifier:
@@ -234,21 +228,20 @@ class Notifier:
                 if name == "finished" or not (known.told or lasted):
                     del troubles[name]
 
-    # --- telling it -------------------------------------------------------------------------------
+    # --- the messages -----------------------------------------------------------------------------
 
-    def _due(self, now: float) -> Iterator[tuple[str, Message]]:
-        """Yield the messages that are due, by trouble."""
+    def _due(self, now: float) -> Iterator[tuple[str, str]]:
+        """Yield the texts of the messages that are due, by trouble."""
         for name, trouble in sorted(self._book.troubles.items(), key=lambda item: item[1].since):
             head, hold = TROUBLES[name]
             if trouble.ended is not None:
                 lasted = span(trouble.ended - trouble.since)
                 when = f"{_clock(trouble.since)} to {_clock(trouble.ended)}"
-                text = f"Over after {lasted} ({when}): {head}: {trouble.text}"
-                yield name, Message(self._title, text)
+                yield name, f"Over after {lasted} ({when}): {head}: {trouble.text}"
             elif name not in self._present or trouble.told:
                 continue
             elif now - trouble.since >= hold or self._over.is_set():
-                yield name, Message(self._title, f"{head}: {trouble.text}", bad=True)
+                yield name, f"{head}: {trouble.text}"
 
     def _send(self, now: float) -> None:
         book, day = self._book, int(now // _DAY)
@@ -256,14 +249,14 @@ class Notifier:
             book.day, book.sent = day, 0
         if 0 <= now - self._failed_at < self._pause:  # a clock that was set back ends it
             return
-        for name, message in [*self._due(now)]:
+        for name, text in [*self._due(now)]:
+            over = book.troubles[name].ended is not None
             if book.sent >= _MOST_A_DAY:
                 return
             if book.sent == _MOST_A_DAY - 1:
-                more = "(the tenth message today: no more before 00:00 UTC; dt-status tells)"
-                message = Message(message.title, f"{message.text} {more}", message.bad)
+                text += " (the tenth message today: no more before 00:00 UTC; dt-status tells)"
             try:
-                deliver(self._url, message)
+                deliver(self._url, self._title, text, bad=not over)
             except NotSent as error:
                 self._failed_at, self._pause = now, self._backoff.failed().total_seconds()
                 if (again := self._failures()) is not None:
@@ -277,7 +270,7 @@ class Notifier:
                 return
             self._backoff.succeeded()
             book.sent += 1
-            if book.troubles[name].ended is not None:
+            if over:
                 del book.troubles[name]
             else:
                 book.troubles[name].told = True

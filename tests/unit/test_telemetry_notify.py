@@ -19,7 +19,7 @@ from distributed_training.common.webhook import NotSent
 from distributed_training.config.schema import all_settings
 from distributed_training.telemetry import notify
 from distributed_training.telemetry.facts import FACTS_FILE, Disk, Fact, Facts, KnownUpload, Launch
-from distributed_training.telemetry.notify import Message, Notifier, Trouble
+from distributed_training.telemetry.notify import Notifier, Trouble
 from distributed_training.telemetry.run_state import (
     LauncherFile,
     LauncherState,
@@ -68,11 +68,11 @@ class Miner:
         self.fate, self.cause = "merged", ""
         self.chain_at = self.store_silent_since = None
 
-    def _deliver(self, url: SecretStr, message: Message) -> None:
+    def _deliver(self, url: SecretStr, title: str, text: str, *, bad: bool = False) -> None:
         self.tries += 1
         if not self.reached:
             raise NotSent("it is not reached (ConnectError)")
-        self.came.append(message.text)
+        self.came.append(text)
 
     def restart(self) -> None:
         """Start the launcher again, after a stop that was asked for."""
