@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -90,7 +90,7 @@ def driver_version() -> str | None:
     def read() -> str | None:
         with _session() as nvml:
             try:
-                return None if nvml is None else _text(nvml.nvmlSystemGetDriverVersion())
+                return None if nvml is None else str(nvml.nvmlSystemGetDriverVersion())
             except nvml.NVMLError:
                 return None
 
@@ -105,12 +105,12 @@ def sample_gpu(device: int = 0, *, patience: float = START_PATIENCE) -> GpuSampl
     """
 
     def read(nvml: Any, handle: Any) -> GpuSample:
-        # Every card answers the first two; the rest is optional.
+        # Every card has these two figures; the others may be missing.
         memory, name = nvml.nvmlDeviceGetMemoryInfo(handle), nvml.nvmlDeviceGetName(handle)
         heat = partial(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU)
         power = _optional(nvml, partial(nvml.nvmlDeviceGetPowerUsage, handle))
         return GpuSample(
-            name=_text(name),
+            name=name,
             memory_total_gb=memory.total / 1e9,
             memory_used_gb=memory.used / 1e9,
             utilization=_utilization(nvml, handle),
@@ -131,7 +131,7 @@ def describe_gpu(device: int) -> str:
 
     def read(nvml: Any, handle: Any) -> str:
         names = (nvml.nvmlDeviceGetName, nvml.nvmlDeviceGetUUID)
-        return ", ".join(_text(name(handle)) for name in names)
+        return ", ".join(name(handle) for name in names)
 
     return _of_gpu(device, read, START_PATIENCE) or ""
 
@@ -185,10 +185,6 @@ def _session() -> Iterator[Any]:
         if nvml is not None:
             with contextlib.suppress(nvml.NVMLError):  # the driver was taken out meanwhile
                 nvml.nvmlShutdown()
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _start() -> Any:
@@ -245,38 +241,27 @@ def _all_handles(nvml: Any) -> Iterator[Any]:
 # --- the report of a start ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class CudaState:
-    """The GPUs as torch sees them. Memory in GB = 1e9 bytes, of the current device."""
-
-    available: bool
-    count: int = 0
-    current: int = 0
-    name: str = ""
-    total_gb: float = 0.0
-    allocated_gb: float = 0.0
-
-
-def cuda_state(device: int) -> CudaState:
-    """Return the state of ``device`` now; call it after the model was placed. Imports torch."""
+def describe_cuda(device: int) -> list[str]:
+    """Return the lines on ``device`` as torch sees it; call it after the model was placed."""
     # Imported here, since the launcher asks only NVML and must not load torch for that.
     import torch
 
     if not torch.cuda.is_available():
-        return CudaState(available=False)
-    return CudaState(
-        available=True,
-        count=torch.cuda.device_count(),
-        current=device,
-        name=torch.cuda.get_device_name(device),
-        total_gb=torch.cuda.get_device_properties(device).total_memory / 1e9,
-        allocated_gb=torch.cuda.memory_allocated(device) / 1e9,
-    )
+        return ["❌ CUDA NOT AVAILABLE - Model will run on CPU (VERY SLOW!)"]
+    total = torch.cuda.get_device_properties(device).total_memory
+    return [
+        "✓ CUDA available: True",
+        f"✓ GPU count: {torch.cuda.device_count()}",
+        f"✓ Current CUDA device: {device}",
+        f"✓ Device name: {torch.cuda.get_device_name(device)}",
+        f"✓ GPU total memory: {total / 1e9:.2f} GB",
+        f"✓ GPU memory allocated: {torch.cuda.memory_allocated(device) / 1e9:.2f} GB",
+    ]
 
 
 def gpu_report_lines(
     *,
-    cuda: CudaState,
+    cuda: Sequence[str],
     model_device: str,
     micro_batch: int,
     effective: int,
@@ -285,7 +270,8 @@ def gpu_report_lines(
 ) -> list[str]:
     """Return the block printed at start, one log line each; a ❌ at its start marks a warning.
 
-    ``model_device``: of the parameters, e.g. ``cuda:0``. ``micro_batch`` and ``effective`` count
+    ``cuda``: the lines of :func:`describe_cuda`. ``model_device``: of the parameters, e.g.
+    ``cuda:0``. ``micro_batch`` and ``effective`` count
     sequences; ``effective`` is over all ranks. ``expect_gpu``: False where the CPU was asked for
     (``--neuron.device cpu``), which is one line.
     """
@@ -298,18 +284,7 @@ def gpu_report_lines(
             f"{steps} micro-batches each"
         ]
     # Operators grep these lines and compare them with the guide, so their words stay.
-    lines = [_RULE, "🔍 GPU DIAGNOSTICS", _RULE]
-    if cuda.available:
-        lines += [
-            "✓ CUDA available: True",
-            f"✓ GPU count: {cuda.count}",
-            f"✓ Current CUDA device: {cuda.current}",
-            f"✓ Device name: {cuda.name}",
-            f"✓ GPU total memory: {cuda.total_gb:.2f} GB",
-            f"✓ GPU memory allocated: {cuda.allocated_gb:.2f} GB",
-        ]
-    else:
-        lines.append("❌ CUDA NOT AVAILABLE - Model will run on CPU (VERY SLOW!)")
+    lines = [_RULE, "🔍 GPU DIAGNOSTICS", _RULE, *cuda]
     lines.append(f"✓ Model device: {model_device}")
     if model_device.startswith("cuda"):
         lines.append(f"✅ Model correctly on GPU: {model_device}")

@@ -44,7 +44,7 @@ from distributed_training.protocol.growth import partly_trained_memory
 from distributed_training.protocol.types import Check
 
 _SHARED_MEMORY = 1 << 30  # NCCL's buffers between the GPUs of one machine
-_COMFORTABLE = 0.9  # share of the memory
+_COMFORTABLE = 0.9  # share of the memory, above which it is tight
 TESTED_TORCH = "2.13.0"  # the newest one, as constraints.txt has it
 _MOST_SPARE = 10_000_000_000  # bytes of disk for data and logs, next to all that a miner keeps
 _SPARE_BYTES = 100  # bytes per parameter of all that a miner keeps (docs/requirements.md)
@@ -77,7 +77,7 @@ class Examination:
         )
 
 
-#: Yields findings: none where it does not concern this miner, several of several GPUs.
+#: A check yields its findings: none where it does not concern this miner, one for each GPU.
 Checker = Callable[[Examination], Iterable[Check]]
 
 
@@ -133,7 +133,7 @@ def check_torch(examination: Examination) -> Iterator[Check]:
     build = f"torch {torch.__version__}"
     build += f", CUDA {torch.version.cuda}" if torch.version.cuda else ", CPU build"
     newest = tuple(map(int, TESTED_TORCH.split(".")[:2]))
-    # Before is_available, which is False here too: a newer driver would help nothing.
+    # Ask this before is_available, which is False here too, since a newer driver would not help.
     if seen and not torch.version.cuda:
         finding = f"{build}, but the driver shows {seen} GPU(s), which would stay idle"
         yield Check(name, "fail", finding, "rm -rf .venv && DT_TORCH=cuda make setup")
@@ -357,7 +357,7 @@ def check_shared_memory(examination: Examination) -> Iterator[Check]:
     """Check /dev/shm, by which ranks on several GPUs exchange; a container has 64 MB of it."""
     if gpu_bytes(examination.config) is None or examination.ranks < 2:
         return
-    with contextlib.suppress(OSError):  # there is none
+    with contextlib.suppress(OSError):  # this system has no /dev/shm
         free = free_bytes(Path("/dev/shm"))
         if free is not None and free < _SHARED_MEMORY:
             finding = f"{free / 1e9:.1f} GB free in /dev/shm; NCCL wants about 1 GB"

@@ -47,7 +47,7 @@ from distributed_training.store.s3 import endpoint_of
 from distributed_training.store.transfer import Retry
 
 _CHAIN_TIMEOUT = timedelta(seconds=30)  # limit for a first answer of the chain
-_SOON = timedelta(seconds=7)  # the same of a registry, or while the miner runs
+_SOON = timedelta(seconds=7)  # limit for a registry, or while the miner runs
 _TIMEOUT = timedelta(seconds=5)  # limit for one request or connection
 _ADDRESS_TIMEOUT = timedelta(seconds=2)  # limit for each service that is asked
 _STORE_TIMEOUT = timedelta(seconds=10)  # limit for the store's first answer
@@ -57,11 +57,11 @@ _KEYS_REMEDY = "check the R2_ variables in .env, and bucket and keys at R2 or an
 
 _WRONG = (ValueError, RuntimeError, OSError)  # the errors that end a start
 
-#: Seconds between two peers' clocks from which they do not meet, and half of it: two peers that are
-#: wrong by this in opposite directions are at the limit.
+#: Two peers whose clocks differ by ``LIMIT`` seconds do not meet. Two clocks that are wrong by
+#: ``WARN`` seconds in opposite directions differ by as much.
 LIMIT, WARN = 3.0, 1.5
 _CLOCK_REMEDY = "timedatectl set-ntp true; then timedatectl shows 'synchronized: yes'"
-# OSError: certificates that cannot be read.
+# OSError is for certificates that cannot be read.
 _NO_TIME = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, KeyError, OverflowError)
 
 
@@ -84,7 +84,7 @@ def check_proxies(examination: Examination) -> list[Check]:
         places = {"registry": [chain.registry_url]}
     else:
         places = {"chain": [chain_endpoint(chain)]}
-    with suppress(ValueError):  # no account yet
+    with suppress(ValueError):  # the settings name no account yet
         places["store"] = [endpoint_of(config.store)]
     if data.spec.kind == "hub":
         places["data"] = [HUB]
@@ -110,7 +110,7 @@ def check_chain(examination: Examination) -> list[Check]:
     """
     config = examination.config
     shared, own = ["network"], []
-    if config.has_bucket:  # and its read key is on the chain, as the master's is
+    if config.has_bucket:  # the chain has its read key, and the master's
         shared, own = ["network", "global state"], ["commitment"]
     wallet, refused = None, None
     try:
@@ -210,7 +210,7 @@ def check_clock(examination: Examination) -> list[Check]:
         return [Check(name, "skip", f"the store does not tell its time ({error})")]
     if cached:
         return [Check(name, "skip", "a cache before the store answers in its place")]
-    # It gives whole seconds: assume the middle of one, and half of the way there and back.
+    # The store gives whole seconds, so assume the middle of one, and of the time it took to answer.
     ahead = (began + ended) / 2 - (theirs + 0.5)
     sure = abs(ahead) - (ended - began) / 2
     finding = f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the store's"
@@ -313,7 +313,7 @@ def check_access(examination: Examination) -> list[Check]:
 
 def check_line(config: Config, bucket: str, shape: ModelShape | None) -> Check:
     """Send 8 MiB, and compare with the time that an upload has after a close."""
-    # Random: compressible bytes would seem to travel fast.
+    # Send random bytes, since bytes that a link compresses would seem to travel faster.
     key, content = f"diagnose-{secrets.token_hex(8)}", secrets.token_bytes(_LINE_BYTES)
     try:
         writer = open_store(config.store, bucket, write=True)
@@ -342,7 +342,7 @@ def check_tokenizer(examination: Examination) -> list[Check]:
     """Fetch the tokenizer and encode a sentence."""
     config = examination.config
     name = config.miner.global_tokenizer_name
-    if examination.running:  # the libraries take seconds from the ranks
+    if examination.running:  # importing the libraries would take seconds from the ranks
         return [Check("tokenizer", "ok", f"{name}; the running miner reads with it")]
     from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 

@@ -31,7 +31,7 @@ from distributed_training.common.kinds import import_plugins
 from distributed_training.common.processes import die_with_parent, write_stacks_on_signal
 from distributed_training.config import Config, ConfigError, exit_with
 from distributed_training.health.gpus import (
-    cuda_state,
+    describe_cuda,
     describe_gpu,
     gpu_report_lines,
     gpu_utilization,
@@ -335,7 +335,7 @@ def report_device(
 ) -> None:
     """Log the GPU block, once the model is there; problems as warnings."""
     for line in gpu_report_lines(
-        cuda=cuda_state(device.index),
+        cuda=describe_cuda(device.index),
         model_device=str(device),
         micro_batch=micro_batch,
         effective=config.training.local_batch_size_train_effective,

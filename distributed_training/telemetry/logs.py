@@ -18,7 +18,7 @@ from pydantic import SecretStr
 
 from distributed_training.config.settings import TelemetrySettings
 
-# Set by name, since libraries rename levels (hivemind turns WARNING into WARN for everyone).
+# Levels keep these names, though libraries rename them (hivemind turns WARNING into WARN).
 _LEVELS = {10: "DEBUG", 20: "INFO", 30: "WARNING", 40: "ERROR", 50: "CRITICAL"}
 _LIBRARIES = (
     "hivemind", "bittensor", "boto3", "botocore", "s3transfer", "urllib3", "httpx", "httpcore",

@@ -38,8 +38,8 @@ _CLOSE_SECONDS = 5.0  # seconds for the last figures at a stop
 _SERVER_SECONDS = 30.0  # seconds that W&B's server may take to answer at the start
 _HISTORY_BYTES = 8 * 2**20
 
-# torchtitan's names, where they mean the same thing, and what our figure is multiplied with. Its
-# throughput(tps) is a single device's and its memory/* is the allocator's: ours have our names.
+# torchtitan's names where they mean the same as ours, and the factor of our figure. Our own names
+# stay where torchtitan counts a single device, throughput(tps), or its allocator, memory/*.
 _TORCHTITAN: Mapping[str, tuple[str, float]] = {
     "loss": ("loss_metrics/global_avg_loss", 1),
     "mfu": ("mfu(%)", 100),
@@ -49,7 +49,7 @@ _TORCHTITAN: Mapping[str, tuple[str, float]] = {
     "data_wait_seconds": ("time_metrics/data_loading(s)", 1),
 }
 
-#: Writes the figures of an inner step, with the Unix time at which it ended. True: it did.
+#: Write the figures of an inner step that ended at this Unix time. Return True.
 Write = Callable[[int, Mapping[str, float], float], bool]
 
 T = TypeVar("T")
@@ -125,8 +125,8 @@ def tensorboard(given: Mapping[str, Any]) -> Write:
 
     def write(step: int, figures: Mapping[str, float], at: float) -> bool:
         nonlocal reached
-        # A new file hides the steps from here on that an earlier one has: after a roll-back, or of
-        # an earlier start whose last steps no checkpoint had.
+        # A new file hides these and later steps of earlier files: those before a roll-back, and
+        # those of an earlier start that were in no checkpoint.
         if step <= reached or not files:
             files[:] = [EventFileWriter(given["board"], flush_secs=15)]
             files[0].add_event(Event(step=step, file_version="brain.Event:2"))
@@ -145,7 +145,7 @@ def wandb(given: Mapping[str, Any]) -> Write:
     """Return a writer of a run of W&B; the runs of one miner are a group. Raises what W&B does."""
     import wandb as library
 
-    logging.getLogger("wandb").setLevel(logging.CRITICAL)  # the line below says it
+    logging.getLogger("wandb").setLevel(logging.CRITICAL)  # our own line below says what failed
     if server := os.environ.get("WANDB_BASE_URL"):
         share(server)
     options: dict[str, Any] = {
@@ -206,7 +206,7 @@ def follow(given: Mapping[str, Any], over: threading.Event) -> None:
     while True:
         rows = []
         for event in events:
-            # Lines of other versions and damaged ones cost themselves.
+            # A line that is damaged, or of another version, is left out.
             with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
                 known = event["kind"] in ("step", "export") and not event.get("skipped")
                 if known and (at := float(event["time"])) >= given["began"]:
@@ -225,10 +225,10 @@ def follow(given: Mapping[str, Any], over: threading.Event) -> None:
 
 def main() -> None:
     """Follow the run that the parent names, until it hangs up."""
-    # Ctrl-C reaches the whole terminal; the parent ends this by its message.
+    # Ctrl-C reaches all processes of a terminal, but the parent ends this one by its message.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(10)  # training goes first
-    parent = ParentConnection(plugins=False, ends=None)  # it still writes what is there
+    parent = ParentConnection(plugins=False, ends=None)  # it writes the last figures first
     parent.forward_log()
     given, over = parent.receive(), threading.Event()
 

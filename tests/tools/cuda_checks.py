@@ -226,12 +226,12 @@ def the_memory_model_is_not_far_off(device: torch.device, folder: Path) -> None:
 
 
 def the_gauge_and_the_report_see_the_device(device: torch.device, folder: Path) -> None:
-    from distributed_training.health.gpus import cuda_state, sample_gpu
+    from distributed_training.health.gpus import describe_cuda, sample_gpu
 
     (report,) = training_world.train(make(device), 0, 1)
     assert (report.gpu_memory_gb is None) == (device.type == "cpu")
     if device.type == "cuda":
-        assert cuda_state(device.index).allocated_gb > 0
+        assert describe_cuda(device.index)[0] == "✓ CUDA available: True"
         sample = sample_gpu(device.index or 0)
         assert sample is None or sample.memory_used_gb > 0
 

@@ -336,8 +336,8 @@ class FakeNvml:
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
         return SimpleNamespace(total=80 * 10**9, used=(handle * 20 + 1) * 10**9)
 
-    def nvmlDeviceGetName(self, handle: int) -> bytes:
-        return f"Card {handle}".encode()
+    def nvmlDeviceGetName(self, handle: int) -> str:
+        return f"Card {handle}"
 
     def nvmlDeviceGetUtilizationRates(self, handle: int) -> SimpleNamespace:
         return SimpleNamespace(gpu=97)

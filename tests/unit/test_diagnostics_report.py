@@ -1,17 +1,28 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from distributed_training.config import ConfigError
-from distributed_training.health.gpus import CudaState, gpu_report_lines
+from distributed_training.health.gpus import describe_cuda, gpu_report_lines
 from distributed_training.telemetry.logs import level_name
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def test_the_block_of_a_healthy_start() -> None:
-    cuda = CudaState(True, 4, 0, "NVIDIA A100-SXM4-80GB", 80.0, 0.05)
+def test_the_block_of_a_healthy_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_torch = {
+        "is_available": True,
+        "device_count": 4,
+        "get_device_name": "NVIDIA A100-SXM4-80GB",
+        "get_device_properties": SimpleNamespace(total_memory=80e9),
+        "memory_allocated": 5e7,
+    }
+    for name, value in of_torch.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    cuda = describe_cuda(0)
     lines = gpu_report_lines(
         cuda=cuda, model_device="cuda:0", micro_batch=2, effective=512, world_size=4
     )
@@ -36,9 +47,10 @@ def test_the_block_of_a_healthy_start() -> None:
 
 
 @pytest.mark.parametrize("expected", [True, False])
-def test_the_block_without_a_gpu(expected: bool) -> None:
+def test_the_block_without_a_gpu(expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     lines = gpu_report_lines(
-        cuda=CudaState(False),
+        cuda=describe_cuda(0),
         model_device="cpu",
         micro_batch=2,
         effective=16,
