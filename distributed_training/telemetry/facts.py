@@ -283,7 +283,8 @@ def fold(facts: Facts, event: Mapping[str, Any], at: float) -> Facts:
             mode = "finished"
     if mode != facts.mode:
         changed |= {"mode": mode, "mode_since": at}
-    return replace(facts, **changed) if changed else facts
+    # replace() takes twice as long, and a page begins with 100,000 events.
+    return Facts(**{**vars(facts), **changed}) if changed else facts
 
 
 #: Kind of event -> the mode that it begins. The last three are a validator's.
