@@ -247,7 +247,11 @@ def probe(host: str, port: int, *, timeout: timedelta = _TIMEOUT) -> Check:
     name, place = f"probe {host}:{port}", f"{host}:{port}"
     try:
         with socket.create_connection((host, port), timeout=timeout.total_seconds()) as connection:
-            said = _read(connection)  # a libp2p daemon speaks first
+            said = b""
+            # A libp2p daemon speaks first. Another program may say nothing in time, or hang up.
+            with contextlib.suppress(OSError):
+                # Read only the first words, since the called side may send without an end.
+                said = connection.recv(256)
     # Catch this before OSError, of which it is one: a firewall that drops is silent, a closed port
     # refuses.
     except TimeoutError:
@@ -274,14 +278,6 @@ def probe(host: str, port: int, *, timeout: timedelta = _TIMEOUT) -> Check:
             "check that the port is forwarded to the miner and not to something else",
         )
     return Check(name, "fail", finding, remedy)
-
-
-def _read(connection: socket.socket) -> bytes:
-    try:
-        # Read only the first words, since the called side may send without an end.
-        return connection.recv(256)
-    except OSError:  # nothing was said in time, or it hung up
-        return b""
 
 
 # --- the running miner ---------------------------------------------------------------------------
