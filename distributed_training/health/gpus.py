@@ -78,23 +78,11 @@ def visible_gpu_count() -> int:
 
     An empty ``CUDA_VISIBLE_DEVICES`` hides them.
     """
-
-    def count() -> int:
-        with _session() as nvml:
-            return 0 if nvml is None else len(_visible_handles(nvml))
-
-    return within(START_PATIENCE, 0, count)
+    return _ask(START_PATIENCE, 0, lambda nvml: len(_visible_handles(nvml)))
 
 
 def driver_version() -> str | None:
-    def read() -> str | None:
-        with _session() as nvml:
-            try:
-                return None if nvml is None else str(nvml.nvmlSystemGetDriverVersion())
-            except nvml.NVMLError:
-                return None
-
-    return within(START_PATIENCE, None, read)
+    return _ask(START_PATIENCE, None, lambda nvml: str(nvml.nvmlSystemGetDriverVersion()))
 
 
 def sample_gpu(device: int = 0, *, patience: float = START_PATIENCE) -> GpuSample | None:
@@ -150,17 +138,11 @@ def keep_driver_open() -> None:
 
 
 def _of_gpu(device: int, read: Callable[[Any, Any], T], patience: float) -> T | None:
-    def ask() -> T | None:
-        with _session() as nvml:
-            handles = [] if nvml is None else _handles(nvml)
-            if not 0 <= device < len(handles):
-                return None
-            try:
-                return read(nvml, handles[device])
-            except nvml.NVMLError:
-                return None
+    def read_one(nvml: Any) -> T | None:
+        handles = _handles(nvml)
+        return read(nvml, handles[device]) if 0 <= device < len(handles) else None
 
-    return within(patience, None, ask)
+    return _ask(patience, None, read_one)
 
 
 def _utilization(nvml: Any, handle: Any) -> float | None:
@@ -174,17 +156,22 @@ def _optional(nvml: Any, read: Callable[[], float]) -> float | None:
         return None
 
 
-@contextlib.contextmanager
-def _session() -> Iterator[Any]:
-    """Yield the driver's library; None if no driver answers."""
-    nvml = _start()
-    try:
-        yield nvml
-    finally:
-        # Each nvmlInit needs its shutdown, or the driver's library stays open.
-        if nvml is not None:
+def _ask(patience: float, otherwise: T, read: Callable[[Any], T]) -> T:
+    """Return what ``read`` makes of the driver's library; ``otherwise`` without an answer."""
+
+    def ask() -> T:
+        if (nvml := _start()) is None:
+            return otherwise
+        try:
+            return read(nvml)
+        except nvml.NVMLError:
+            return otherwise
+        finally:
+            # Each nvmlInit needs its shutdown, or the driver's library stays open.
             with contextlib.suppress(nvml.NVMLError):  # the driver was taken out meanwhile
                 nvml.nvmlShutdown()
+
+    return within(patience, otherwise, ask)
 
 
 def _start() -> Any:
