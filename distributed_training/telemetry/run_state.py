@@ -148,8 +148,7 @@ class LauncherFile:
 
     def taken(self) -> bool:
         """Return whether another launcher runs in the folder."""
-        there = read_launcher(self._folder)
-        if self.owned or there is None or there.state == LauncherState.STOPPED:
+        if self.owned:
             return False
         try:
             with (self._folder / LOCK_FILE).open("rb") as file:
@@ -241,8 +240,9 @@ def observe(folder: Path, now: float) -> Facts:
         if gone and launch.state != LauncherState.STOPPED:
             killed = f"SIGKILL or power loss: its launcher (pid {launch.pid}) is gone"
             by = launch.stopped_by or (killed if launch.pid else TORCHRUN)
-            stopped = LauncherState.STOPPED.value
-            launch = replace(launch, state=stopped, at=life["last_sign"], stopped_by=by)
+            launch = replace(
+                launch, state=LauncherState.STOPPED, at=life["last_sign"], stopped_by=by
+            )
     needed = facts.disk.value.needed if facts.disk else 0.0
     disk = measure_disk(folder, needed, now) or facts.disk
     return replace(facts, launch=launch, gone=Fact(gone, now), disk=disk)

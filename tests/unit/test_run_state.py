@@ -150,8 +150,9 @@ def test_a_second_launcher_of_the_folder_leaves_the_state_of_the_first(tmp_path:
     code = (
         "import fcntl, sys; from pathlib import Path\n"
         "from distributed_training.telemetry.run_state import LauncherFile, LauncherState\n"
-        "file = open(sys.argv[1] + '/launcher.lock', 'a'); fcntl.flock(file, fcntl.LOCK_EX)\n"
-        "LauncherFile(Path(sys.argv[1])).enter(LauncherState.RUNNING)\n"
+        "lock = open(sys.argv[1] + '/launcher.lock', 'a'); fcntl.flock(lock, fcntl.LOCK_EX)\n"
+        "file = LauncherFile(Path(sys.argv[1])); file.owned = True\n"
+        "file.enter(LauncherState.RUNNING)\n"
         "print(flush=True); sys.stdin.read()"
     )
     words = [sys.executable, "-c", code, str(tmp_path)]
