@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from distributed_training.common.files import adapter_of, read_json_object
 from distributed_training.protocol.types import ExitStatus
@@ -39,11 +39,11 @@ TOO_EARLY = "too early"  # cause at the close before a miner's first upload
 _KEPT_UPLOADS = 3  # outer steps
 
 _T = TypeVar("_T")
-#: A count of a miner. A damaged file may hold a larger number, which no sentence can show.
+#: Figures of a miner. A damaged file may hold a larger one, or NaN, which no sentence can show.
 Count = Annotated[int, Field(gt=-(10**18), lt=10**18)]
+Number = Annotated[float, Field(gt=-1e18, lt=1e18)]
 #: What :func:`fold` may raise for a line that is damaged, or of another version.
 DAMAGED = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
-_FINITE = ConfigDict(allow_inf_nan=False)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Fact(Generic[_T]):
     """A value and the Unix seconds at which it was true."""
 
     value: _T
-    at: float
+    at: Number
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class KnownUpload:
     """
 
     outer_step: Count
-    at: float
+    at: Number
     tag: str = ""
     fate: str = ""
-    fate_at: float = 0.0
+    fate_at: Number = 0.0
     cause: str = ""
 
 
@@ -74,7 +74,7 @@ class KnownUpload:
 class Crash:
     """The last end of ranks or launcher that nobody asked for; ``at`` 0: there was none."""
 
-    at: float = 0.0
+    at: Number = 0.0
     text: str = ""
 
 
@@ -89,17 +89,15 @@ class Launch:
     start that somebody asked for.
     """
 
-    __pydantic_config__ = _FINITE
-
     state: str = "stopped"  # or starting, running, refused, stopping
     stage: str = ""
-    stage_at: float = 0.0
-    eta_seconds: float | None = None
+    stage_at: Number = 0.0
+    eta_seconds: Number | None = None
     text: str = ""
     attempt: Count = 0
-    next_try_at: float | None = None
+    next_try_at: Number | None = None
     stopped_by: str = ""
-    at: float = 0.0
+    at: Number = 0.0
     pid: Count = 0
     restarts: Count = 0
     last_crash: Crash = Crash()
@@ -121,9 +119,9 @@ class Launch:
 class Disk:
     """Bytes of the run folder's disk. ``needed``: for upload, checkpoint and the reserve."""
 
-    free: float
-    total: float
-    needed: float = 0.0
+    free: Number
+    total: Number
+    needed: Number = 0.0
 
 
 def measure_disk(folder: Path, needed: float, now: float) -> Fact[Disk] | None:
@@ -143,42 +141,40 @@ class Facts:
     Times are Unix seconds.
     """
 
-    __pydantic_config__ = _FINITE
-
     # --- the network's file
     pays: bool = False  # whether its chain pays; in a registry's network uploads only count
-    round_seconds: float | None = None  # seconds from one close to the next
+    round_seconds: Number | None = None  # seconds from one close to the next
     # --- the miner, as it sees itself
     name: str = ""
     uid: Count | None = None
-    looked: float | None = None  # when the miner wrote these facts
-    started: float | None = None  # when its ranks began to train
+    looked: Number | None = None  # when the miner wrote these facts
+    started: Number | None = None  # when its ranks began to train
     mode: str = ""
-    mode_since: float | None = None
+    mode_since: Number | None = None
     outer_step: Count | None = None
     step: Fact[Count] | None = None  # the last inner step
-    step_seconds: float | None = None
+    step_seconds: Number | None = None
     uploads: tuple[KnownUpload, ...] = ()  # the newest upload of each outer step, oldest first
     missed: Count = 0  # closes in a row for which nothing was sent, since the first upload
-    missed_at: float | None = None  # when the last of them was over
+    missed_at: Number | None = None  # when the last of them was over
     missed_cause: str = ""
     joined: bool = False  # an upload was ever begun; before that the miner can miss no close
     noted: Count = -1  # outer step for whose close it is known why nothing was sent
     heard: Count = -1  # outer step of the last close that the miner could answer
     silent: str = ""  # what did not answer since the last outer step
     # --- the network, as the miner sees it
-    chain_at: float | None = None  # when its registry or chain answered last
+    chain_at: Number | None = None  # when its registry or chain answered last
     chain_trouble: str = ""
     registered: Fact[bool] | None = None
-    incentive: Fact[float] | None = None  # this miner's share of what the chain pays, 0 to 1
+    incentive: Fact[Number] | None = None  # this miner's share of what the chain pays, 0 to 1
     network_step: Count | None = None  # outer step of the network
-    behind_since: float | None = None  # since when the network is at a later outer step
-    store_silent_since: float | None = None  # None if the store answers
+    behind_since: Number | None = None  # since when the network is at a later outer step
+    store_silent_since: Number | None = None  # None if the store answers
     store_trouble: str = ""  # why the store does not answer
     other_version: Fact[str] | None = None  # how the network's file differs from ours
     forked: str = ""  # why there are two histories, or empty
     gate: Count = 0  # closes in a row that the held-out text refused
-    next_round: float | None = None  # the next close
+    next_round: Number | None = None  # the next close
     # --- what others see of the miner
     launch: Launch | None = None
     gone: Fact[bool] | None = None  # no process of it runs
