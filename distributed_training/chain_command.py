@@ -72,7 +72,7 @@ def audit(options: argparse.Namespace) -> int:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dt-audit-"))
         versions = _versions(rules, store, Path(folder))
         found = _open(config, store, Path(folder)).audit(
-            keep_uploads=rules.validator.keep_uploads, versions=versions
+            keep_uploads=rules.rounds.keep_uploads, versions=versions
         )
         found.problems += _check_statement(rules, store, versions)
     for problem in found.problems:
@@ -88,7 +88,6 @@ def audit(options: argparse.Namespace) -> int:
 
 def _versions(config: Config, store: ObjectStore, folder: Path) -> replay.Versions:
     """Return the versions of the network's file next to it and in the bucket, for an audit."""
-    assert config.network is not None
     reader, known = BucketReader(store), Versions(config.network, folder)
     known.look_beside(config.network.place)
 
@@ -107,7 +106,6 @@ def _versions(config: Config, store: ObjectStore, folder: Path) -> replay.Versio
 
 def _check_statement(config: Config, store: ObjectStore, versions: replay.Versions) -> list[str]:
     """Return what does not fit in ``network.json``, which members read. Raises StoreError."""
-    assert config.network is not None
     try:
         shown = BucketReader(store).network()
     except (IntegrityError, StateUnavailable) as error:
@@ -143,8 +141,8 @@ def rewind(options: argparse.Namespace) -> int:
                 chain,
                 options.to,
                 config=network_model(config),
-                period=config.round_period.total_seconds(),
-                grace=config.validator.grace.total_seconds(),
+                period=config.rounds.period.total_seconds(),
+                grace=config.rounds.grace.total_seconds(),
             )
         except GlobalStateError as error:  # it says what to do
             raise ConfigError(str(error)) from None
@@ -169,8 +167,8 @@ def recover(options: argparse.Namespace) -> int:
             chain,
             store,
             config=network_model(config),
-            period=config.round_period.total_seconds(),
-            grace=config.validator.grace.total_seconds(),
+            period=config.rounds.period.total_seconds(),
+            grace=config.rounds.grace.total_seconds(),
             above=max(options.above or 0, _reported(options.folder / "registry" / FILE)),
         )
     _print_next(manifest, options.folder)
@@ -192,7 +190,7 @@ def _leading(
         )
         store = open_own(config.store, config.store.global_model_name)
         stack.enter_context(closing(store))
-        keep = config.validator.keep_uploads
+        keep = config.rounds.keep_uploads
         steps = OuterSteps(store, place, _master(config), signer, keep_uploads=keep)
         yield steps, _open(config, store, place / "replay"), store
 
@@ -379,7 +377,7 @@ def _founders(folder: Path) -> Config:
 def network_model(config: Config) -> Mapping[str, Any]:
     """Return the model's configuration in the network's file. Raises ConfigError."""
     network = config.network
-    if network is None or network.model is None:
+    if network.model is None:
         raise ConfigError(
             "the network's file does not say its model, so nothing could be computed again: give "
             "the file that its founder signed"

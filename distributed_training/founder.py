@@ -383,7 +383,7 @@ def run(folder: Path, *, take_over: bool = False) -> int:
         for name in plan.words:
             if not running.start(name):
                 return _why_not(running, name)
-            if name == _REGISTRY and config.network is not None:
+            if name == _REGISTRY:
                 _invite(plan, config.network)
         return running.follow()
 

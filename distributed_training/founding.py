@@ -153,8 +153,7 @@ def init(options: argparse.Namespace) -> None:
 
 def _describe_training(config: Config, members: int) -> str:
     """Return the network's line, its schedule, and the bytes that members send and it keeps."""
-    rounds, training = config.miner, config.training
-    assert config.network is not None
+    rounds, training = config.rounds, config.training
     tokens = members * config.tokens_of_step * training.total_steps
     schedule = (
         f"learning rate {training.learning_rate:g} after {training.warmup_steps} inner steps; its "
@@ -170,7 +169,7 @@ def _describe_training(config: Config, members: int) -> str:
     )
     return (
         f"{config.network.line}\n{schedule}\n"
-        f"each {show_value(config.round_period)} a member sends {growth.upload / 1e6:.1f} MB "
+        f"each {show_value(config.rounds.period)} a member sends {growth.upload / 1e6:.1f} MB "
         f"within {show_value(rounds.grace)} and receives {growth.update / 1e6:.1f} MB; "
         f"{growth.describe_store()}"
     )

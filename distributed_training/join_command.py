@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import getpass
-import json
 import os
 import re
 import shlex
@@ -27,6 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import SecretStr
 
@@ -55,7 +55,7 @@ from distributed_training.config.schema import schema
 from distributed_training.config.types import File
 from distributed_training.health.gpus import visible_gpu_count
 from distributed_training.health.machine import refuse_model
-from distributed_training.network import BUILT_IN
+from distributed_training.network import BUILT_IN, to_toml
 from distributed_training.network_place import save_copy
 from distributed_training.node.buckets import open_own
 from distributed_training.protocol.keys import miner_bucket
@@ -67,7 +67,7 @@ _NOTHING = "so nothing was written"
 _DOTENV, _INVITATION = Path(".env"), "DT_INVITATION"
 _HEAD = """\
 # The settings of a miner, by `dt-join`. Secrets belong in .env; flags win over this file.
-# Every flag of `dt-miner --help-all` may stand here: [section] and name.
+# Every flag of `dt-miner --help` may stand here: [section] and name.
 """
 
 
@@ -153,7 +153,6 @@ def enter(
         variables |= secret
     elif secret:
         print("this hotkey was a member already, so the invitation was neither used nor kept")
-    assert config.network is not None  # it was named
     config.run_folder.mkdir(parents=True, exist_ok=True)
     save_copy(config.network, config.run_folder)
     if not OPERATORS_FILE.exists():
@@ -224,7 +223,6 @@ def _settings(
                 "change it with an editor, or give --folder for another miner"
             )
     config = load_config("miner", argv, environ=environ, file=file, check=False)
-    assert config.network is not None
     # A wallet of its own for each network, unless one is named.
     if file is None and "wallet.name" not in config.sources:
         chain = replace(config.chain, wallet_name=config.network.head.name)
@@ -330,21 +328,14 @@ def _toml_of(given: Mapping[str, str], *, ports: bool) -> str:
 
     ``ports``: other members connect to this machine, so its port is there too.
     """
-    known = schema("miner")
-    found = {"dht.port": str(known.find("dht.port").default)} if ports else {}
-    found |= given
-    # By section, those without one first; an older spelling before the rest of its section.
-    places = {setting.name: place for place, setting in enumerate(known)}
-    lines, section = [_HEAD], ""
-    for name in sorted(found, key=lambda name: (name.rpartition(".")[0], places.get(name, 0))):
-        text = found[name]
-        part, _, key = name.rpartition(".")
-        if part != section:
-            section = part
-            lines.append(f"\n[{section}]\n")
-        value = text if text.isdigit() and text == str(int(text)) else json.dumps(text)
-        lines.append(f"{key} = {value}\n")
-    return "".join(lines)
+    found = {"dht.port": str(schema("miner").find("dht.port").default)} if ports else {}
+    tables: dict[str, Any] = {}
+    for name, text in {**found, **given}.items():
+        section, _, key = name.rpartition(".")
+        is_number = text.isdigit() and text == str(int(text))
+        table = tables.setdefault(section, {}) if section else tables
+        table[key] = int(text) if is_number else text
+    return f"{_HEAD}{to_toml(tables)}"
 
 
 def _dotenv_with(keys: Mapping[str, str]) -> str:

@@ -447,9 +447,7 @@ class Net(RankLoop):
                     return ev.OuterStepEnded(False, self.outer_step, str(error))
                 case Action.CHECKPOINT:
                     return skipped
-                case Action.WRITE_UPLOAD | Action.WRITE_PROGRESS if (
-                    close := command.local.close
-                ) is not None:
+                case Action.WRITE_UPLOAD if (close := command.local.close) is not None:
                     why = f"it was not written ({error})"
                     return ev.UploadEnded(close, why)
             return None
@@ -597,7 +595,7 @@ def _open(
 
     stack.push(ended)
     report_stage(folder, 2, "asking chain and store")
-    return build.open_connections(config, folder, stack, lambda: True, post)
+    return build.open_connections(config, folder, stack, post)
 
 
 def _open_log(config: Config, stack: ExitStack) -> None:

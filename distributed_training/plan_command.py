@@ -31,7 +31,7 @@ from distributed_training.common.memory import (
 )
 from distributed_training.config import ConfigError, exit_with, rules_at
 from distributed_training.config.loader import Parser, argument, import_named, ranged
-from distributed_training.config.settings import MinerSettings, TrainingSettings
+from distributed_training.config.settings import RoundSettings, TrainingSettings
 from distributed_training.config.types import Text, no_such_kind
 from distributed_training.protocol.growth import (
     TOKENS_A_PARAMETER,
@@ -68,17 +68,17 @@ class Machine:
 def figures(options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of a plan in seconds, bytes and dollars. Raises ConfigError."""
     rules, shape, exchange = _rules_of(options)
-    training, miner = rules.training, rules.miner
+    training, rounds = rules.training, rules.rounds
     machine, (down, up) = options.gpu, options.link
     count, length, members = shape.parameters, training.sequence_length, options.peers
     founded, gpus = options.network is None, machine.gpus * machine.machines
-    period, grace = (each.total_seconds() for each in (miner.period, miner.grace))
+    period, grace = (each.total_seconds() for each in (rounds.period, rounds.grace))
     trained, itemsize = _trained_of(options, rules, shape)
     frozen = count - trained
     average = average_seconds(trained, up, period=period) if exchange == "hivemind" else 0
     if founded:  # as dt-network init chooses them
-        period = fitting_period(count, trained, miner.codec, up) if exchange == "store" else period
-        grace = grace_seconds(trained, miner.codec, up, period=period) + average
+        period = fitting_period(count, trained, rounds.codec, up) if exchange == "store" else period
+        grace = grace_seconds(trained, rounds.codec, up, period=period) + average
     # The arrangement that needs the least memory of a GPU.
     least = Arrangement(
         machine.gpus,
@@ -91,7 +91,7 @@ def figures(options: argparse.Namespace) -> dict[str, Any]:
     flops = _FLOPS * trained + _FROZEN_FLOPS * frozen
     speed = options.speed or _MFU * machine.card.peak * gpus / flops
     tokens = options.tokens or float(TOKENS_A_PARAMETER * trained)
-    growth = Growth(members, trained, miner.codec, miner.weights_every, miner.keep_uploads)
+    growth = Growth(members, trained, rounds.codec, rounds.weights_every, rounds.keep_uploads)
     days = tokens / (members * speed) / 86400
     price = machine.card.price if options.price is None else options.price
     sent, received = growth.upload, growth.update
@@ -228,7 +228,7 @@ def _rules_of(options: argparse.Namespace) -> tuple[Any, ModelShape, str]:
     else:
         given, count = f"--model {options.model}", None
         rules = SimpleNamespace(
-            training=TrainingSettings(), miner=MinerSettings(codec=options.codec)
+            training=TrainingSettings(), rounds=RoundSettings(codec=options.codec)
         )
     try:
         if options.network is None:

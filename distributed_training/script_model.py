@@ -30,7 +30,7 @@ def model_config(network: str | os.PathLike[str] | None = None) -> dict[str, Any
         ```
     """
     config = _config_of(network)
-    found = config.network and config.network.model
+    found = config.network.model
     if not found:
         raise ConfigError(
             f"the file of {config.general.network} has no [model.config], so its model is not "
@@ -60,7 +60,7 @@ def lora_config(network: str | os.PathLike[str] | None = None) -> Any:
     from distributed_training.training.lora import LORA, peft_config
 
     config = _config_of(network)
-    if config.network is None or config.network.head.kind != LORA:
+    if config.network.head.kind != LORA:
         raise ConfigError(
             f"the network of {config.general.network} trains no adapters, so there is no "
             "configuration of them: train its model without"

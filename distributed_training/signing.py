@@ -232,7 +232,6 @@ def write_file(path: Path, text: str) -> Config:
             )
         if problems:
             raise ConfigError(problems[0])
-        assert config.network is not None
         kept = path.absolute().parent / VERSIONS
         kept.mkdir(exist_ok=True)
         # Keep the version first, or a missing one could be signed a second time.

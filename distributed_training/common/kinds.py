@@ -83,11 +83,9 @@ def import_plugins(modules: Iterable[str]) -> None:
 
 
 def plugin_environment() -> dict[str, str]:
-    """Return the variables with which a child imports the same modules; empty without plug-ins."""
-    if not _imported:
-        return {}
-    path = os.pathsep.join(filter(None, sys.path))
-    return {PLUGINS: " ".join(_imported), "PYTHONPATH": path}
+    """Return the variables with which a child imports the same modules, from the same path."""
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return path | ({PLUGINS: " ".join(_imported)} if _imported else {})
 
 
 def import_inherited_plugins() -> None:

@@ -66,7 +66,7 @@ def is_secret(name: str) -> bool:
 def without_secrets(
     environ: Mapping[str, str] = os.environ, *, keep: Collection[str] = ()
 ) -> dict[str, str]:
-    """Copy an environment for a child's ``env=``. ``keep``: secrets that the child shall have."""
+    """Copy an environment for a child's ``env=``. ``keep``: secrets that the child gets."""
     return {name: value for name, value in environ.items() if name in keep or not is_secret(name)}
 
 
@@ -130,9 +130,9 @@ def members(leaders: Collection[int]) -> list[psutil.Process]:
 def end_sessions(leaders: Collection[int], *, settle: timedelta, grace: timedelta) -> list[str]:
     """End the sessions. Returns pid and command of each process that did not end by itself.
 
-    ``settle``: how long leaders have that are ending on their own, and what they started after
-    them, but no more than two seconds; SIGTERM follows. ``grace``: from there to SIGKILL, and the
-    most that the kernel then has to end them; zero leaves SIGTERM out.
+    ``settle``: time for leaders that are ending by themselves, and then at most two seconds of it
+    for what they started; SIGTERM follows. ``grace``: time from SIGTERM to SIGKILL, and the longest
+    wait for the kernel after that. With a grace of zero there is no SIGTERM.
     """
     _wait_for_end(leaders, settle, lambda process: process.pid in leaders)
     # A process that does not notice its leader's end would delay the next start by a minute.
@@ -264,13 +264,12 @@ def start_child(
 
     It leads a process group, so a Ctrl-C in the terminal is ours to handle.
 
-    ``keep``: secrets that it is meant to have in its environment; ``variables``: more of that;
-    ``options``: of Popen. Raises OSError.
+    ``keep``: names of secrets that its environment has. ``variables``: what else its environment
+    has. ``options``: of Popen. Raises OSError.
     """
     ours, theirs = socket.socketpair()
     # Python would set both, and a session's leader cannot lead another group.
     group = None if options.get("start_new_session") else 0
-    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments, str(theirs.fileno())],
@@ -278,7 +277,7 @@ def start_child(
             stdin=subprocess.DEVNULL,
             # The cores are for the ranks: a library with a thread for each core would slow
             # training.
-            env={**without_secrets(keep=keep), **path, **variables, **plugin_environment()},
+            env={**without_secrets(keep=keep), **variables, **plugin_environment()},
             process_group=group,
             **options,
         )

@@ -48,9 +48,10 @@ from distributed_training.network import (
 )
 from distributed_training.network_place import read_network
 
-from .model import OPERATORS_FILE, TASKS, TITLES, Config, Kind, problems
+from .model import OPERATORS_FILE, TITLES, Config, Kind, problems
 from .removed import REFUSED, RENAMED, RULES, is_removed
 from .schema import Given, Schema, Setting, canonical, schema
+from .settings import AllSettings
 from .types import ConfigAway, ConfigError, NoNetworkNamed, hide_user, show
 
 _LONGEST_TEXT = 4096  # characters of one value
@@ -109,8 +110,8 @@ def argument(hint: Any) -> Callable[[str], Any]:
 
     def convert(text: str) -> Any:
         why = unprintable(text)
-        # Take the text only now: a refusal shows it, and control characters forge lines of a
-        # terminal.
+        # Look for these before the text is converted: a refusal shows it, and control characters
+        # would forge lines in a terminal.
         if why is None:
             try:
                 return adapter.validate_python(text)
@@ -160,7 +161,7 @@ def fault(setting: Setting, text: str, error: Mapping[str, Any]) -> str:
     return f"{'its value' if setting.secret else repr(shown)} is not {wanted}"
 
 
-_OURS = ("R2_", "BT_", "DT_")  # what variables of settings begin with
+_OURS = ("R2_", "BT_", "DT_")  # beginnings of the names of our variables
 _LARGEST_FILE = 1 << 20  # bytes; a complete configuration has about 20 thousand
 
 
@@ -172,14 +173,6 @@ class _Flags(Parser):
         raise refusal_of(message)
 
 
-class _HelpAll(argparse.Action):
-    """Print the help with every flag, as ``--help`` does with the usual ones."""
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: object, *_: object) -> NoReturn:
-        print(parser_of(self.const, everything=True).format_help(), end="")
-        raise SystemExit(0)
-
-
 _COMMANDS = (
     "Without a command it trains. `dt-join` writes miner.toml and .env of a new miner, "
     "`dt-miner config` shows every setting and where it comes from, `dt-miner check` refuses "
@@ -188,11 +181,8 @@ _COMMANDS = (
 
 
 @lru_cache
-def parser_of(known: Schema, *, everything: bool = False) -> Parser:
-    """Return the command line of one kind of neuron.
-
-    ``format_help()`` is its ``--help``, or with ``everything`` its ``--help-all``.
-    """
+def parser_of(known: Schema) -> Parser:
+    """Return the command line of one kind of neuron, whose ``format_help()`` is its ``--help``."""
     from distributed_training import __version__
 
     columns = min(110, shutil.get_terminal_size((100, 24)).columns)
@@ -205,36 +195,25 @@ def parser_of(known: Schema, *, everything: bool = False) -> Parser:
         + "Dashes and underscores in a flag are the same. Strongest first: flags, "
         f"environment, .env, {file}, the network's file, default. Secrets come from the "
         "environment or .env only.",
-        epilog=None if everything else f"All {len(known.flags)} flags: --help-all.",
         formatter_class=lambda prog: argparse.HelpFormatter(
             prog, max_help_position=8, width=columns
         ),
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--version", action="version", version=__version__)
-    about = "show every flag and exit"
-    everywhere = parser.add_argument(
-        "--help_all", action=_HelpAll, nargs=0, const=known, help=about
-    )
-    everywhere.option_strings = ["--help-all"]  # as it is shown; the typed form has no dashes here
     for group, found in groupby(known.flags, key=lambda setting: setting.group):
-        by_name = {setting.name: setting for setting in found}
-        # The usual ones by task.
-        titles = TASKS if group == "usual" else {TITLES[group]: tuple(by_name)}
-        for title, names in titles.items():
-            arguments = parser.add_argument_group(title)
-            for setting in (by_name[name] for name in names):
-                shown = everything or group in ("usual", "validator")
-                arity: dict[str, Any] = {"nargs": "+", "action": "extend"} if setting.many else {}
-                if bool in setting.parts:
-                    arity = {"nargs": "?", "const": "true"}
-                arguments.add_argument(
-                    f"--{setting.name}",
-                    dest=setting.name,
-                    help=_help(setting).replace("%", "%%") if shown else argparse.SUPPRESS,
-                    metavar=setting.metavar,
-                    **arity,
-                )
+        arguments = parser.add_argument_group(TITLES[group])
+        for setting in found:
+            arity: dict[str, Any] = {"nargs": "+", "action": "extend"} if setting.many else {}
+            if bool in setting.parts:
+                arity = {"nargs": "?", "const": "true"}
+            arguments.add_argument(
+                f"--{setting.name}",
+                dest=setting.name,
+                help=_help(setting).replace("%", "%%"),
+                metavar=setting.metavar,
+                **arity,
+            )
     return parser
 
 
@@ -471,7 +450,7 @@ def load_config(
     odd: list[str] = []
     lines_of_dotenv = read_dotenv(dotenv, odd.append)
     from_dotenv = read_environment(lines_of_dotenv, known)
-    # The later of a pair wins. A --config file is weaker than the flags given with it.
+    # What comes later in the mapping wins. A --config file is weaker than the flags next to it.
     given = {**from_dotenv, **environment, **flags}
     if file is not None and file.is_file() and "config" not in given:
         given["config"] = Given(str(file), str(file))
@@ -515,11 +494,11 @@ def _with_rules(
 ) -> Config:
     """Return the configuration with the network's rules below what the operator gives.
 
-    ``yielding``: what is given in vain, by the key of the rule that holds in its place.
+    ``yielding``: what the operator gives and the network's file decides, by the key of that file.
     Raises NoNetworkNamed, ConfigError, ConfigAway.
     """
     # Build without the file's values first, since the place of the file is a setting itself.
-    alone = _build(known, given)
+    alone = AllSettings(**_packages(known, given))
     place = alone.general.network
     named = given.get("network")
     if place in (None, _SUBNET_38):
@@ -550,7 +529,7 @@ def _with_rules(
             "network, or give a file"
         ) from None
     rules = _given_by(network, known, place=f" in {place}")
-    ours = _build(known, {**rules, **given}, network=network)
+    ours = _build(known, {**rules, **given}, network)
     store, of_file = given.get("r2.endpoint_url"), network.values.get("store.endpoint")
     if store and _text(store) != of_file and not (network.built_in or ours.in_folder):
         raise ConfigError(
@@ -570,35 +549,30 @@ def _with_rules(
     return at_published(replace(ours, warnings=tuple(warnings)))
 
 
-def named(name: str, argv: Sequence[str]) -> str:
-    """Return the text of one setting, however wrong the other ones are; empty: nobody gives it.
-
-    It finds what a start that is refused would have used, of the places that :func:`load_config`
-    knows, and raises nothing.
-    """
-    setting, field = schema("miner").settings[name], re.escape(name.rpartition(".")[2])
-    given = {}
-    for word, following in zip(argv, [*argv[1:], ""], strict=False):
-        flag, separate, text = word.partition("=")
-        if flag.startswith("--"):
-            given[canonical(flag[2:])] = text if separate else following
-    texts = []
-    for path in (Path(".env"), Path(given.get("config", OPERATORS_FILE))):
-        with contextlib.suppress(ConfigError):
-            texts.append(_read_text(path, str(path)))
-    keys = f"{re.escape(name)}|{field}" + (f"|{setting.env}" if setting.env else "")
-    line = re.compile(rf"^\s*(?:export\s+)?(?:{keys})\s*=\s*[\"']?([^\"'#\n]+)", re.M)
-    found = next((match[1].strip() for text in texts if (match := line.search(text))), "")
-    return given.get(name) or os.environ.get(setting.env or "", "") or found
-
-
 def run_folder_of(argv: Sequence[str]) -> Path:
-    """Return the run folder of a miner, however wrong its other settings are."""
-    known = schema("miner").settings
+    """Return the run folder that a miner's start would use, however wrong other settings are.
+
+    What stands in a file that cannot be read at all does not count. Raises nothing.
+    """
+    known, flags = schema("miner"), dict[str, str]()
+    for word, following in zip(argv, [*argv[1:], ""], strict=False):
+        name, separate, text = word.partition("=")
+        if name.startswith("--"):
+            flags[canonical(name[2:])] = text if separate else following
+    given, dotenv = dict[str, str](), dict[str, str]()
+    with contextlib.suppress(ConfigError, ValueError):
+        tree = parse_toml(_read_text(Path(flags.get("config", OPERATORS_FILE)), "it"))
+        given = {canonical(name): _words(value) for name, value in _flatten(tree, "")}
+    with contextlib.suppress(ConfigError):
+        dotenv = read_dotenv(Path(".env"))
+    for variables in (dotenv, os.environ):
+        given |= {name: each.text for name, each in read_environment(variables, known).items()}
+    given |= flags
     name, hotkey = (
-        named(each, argv) or str(known[each].default) for each in ("neuron.name", "wallet.hotkey")
+        given.get(each) or str(known.settings[each].default)
+        for each in ("neuron.name", "wallet.hotkey")
     )
-    return Path(named("neuron.run_folder", argv) or Path("runs") / f"{name}-{hotkey}")
+    return Path(given.get("neuron.run_folder") or Path("runs") / f"{name}-{hotkey}")
 
 
 def at_published(config: Config) -> Config:
@@ -623,7 +597,7 @@ def rules_of(config: Config, network: Network) -> Config:
     Raises ConfigError.
     """
     known = schema(config.kind)
-    return _build(known, _given_by(network, known), network=network)
+    return _build(known, _given_by(network, known), network)
 
 
 def _given_by(network: Network, known: Schema, *, place: str = "") -> dict[str, Given]:
@@ -647,22 +621,18 @@ def _refuse(found: Sequence[str], hints: Sequence[str] = ()) -> None:
         raise ConfigError("; ".join((found[0] + more, *hints)))
 
 
-def _build(
-    known: Schema,
-    given: Mapping[str, Given],
-    *,
-    network: Network | None = None,
-) -> Config:
+def _packages(known: Schema, given: Mapping[str, Given]) -> dict[str, Any]:
+    """Return the settings of each package. Raises ConfigError."""
     arguments: dict[str, dict[str, Any]] = {package: {} for package in known.classes}
     for name, entry in given.items():
         text = _text(entry)
         setting = known.settings[name]
         empty = setting.optional and text.strip().lower() in ("", "none")
-        for package, field in setting.places:
-            arguments[package][field] = None if empty else text
+        package, field = setting.place
+        arguments[package][field] = None if empty else text
     packages: dict[str, Any] = {}
     wrong: dict[str, str] = {}  # flag -> problem
-    places = {place: setting for setting in known for place in setting.places}
+    places = {setting.place: setting for setting in known}
     for package, settings_class in known.classes.items():
         try:
             packages[package] = settings_class(**arguments[package])
@@ -676,12 +646,15 @@ def _build(
                 )
     # Refuse after all packages, since the line tells how many more are wrong.
     _refuse(list(wrong.values()))
+    return packages
+
+
+def _build(known: Schema, given: Mapping[str, Given], network: Network) -> Config:
+    packages = _packages(known, given)
     # Keys of the other exchange have no value, so nobody reads their default by mistake.
-    absent = needless_keys(network.head.exchange) if network is not None else frozenset[str]()
+    absent = needless_keys(network.head.exchange)
     values = {
-        s.name: getattr(packages[s.places[0][0]], s.places[0][1])
-        for s in known
-        if s.network not in absent
+        s.name: getattr(packages[s.place[0]], s.place[1]) for s in known if s.network not in absent
     }
     return Config(
         kind=known.kind,

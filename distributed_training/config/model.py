@@ -7,7 +7,6 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -20,7 +19,7 @@ from distributed_training.protocol.keys import FROZEN
 from distributed_training.protocol.pages import PageDraw
 
 from .installed import missing
-from .settings import AllSettings, Exchange
+from .settings import AllSettings
 from .types import ConfigError, Domain, parse_domains, show
 
 Kind = Literal["miner", "validator"]
@@ -30,35 +29,10 @@ Kind = Literal["miner", "validator"]
 #: for that miner read it too.
 OPERATORS_FILE = Path("miner.toml")
 
-#: Settings that an operator commonly gives, by task: ``--help`` shows these, ``--help-all`` all.
-TASKS: Mapping[str, tuple[str, ...]] = {
-    "Network and wallet": (
-        "network",
-        "wallet.name",
-        "wallet.hotkey",
-        "wallet.path",
-        "subtensor.chain_endpoint",
-    ),
-    "Where others reach this machine": ("dht.port", "dht.ip", "dht.external_port"),
-    "This machine": (
-        "nproc_per_node",
-        "neuron.device",
-        "neuron.local_batch_size_train",
-        "neuron.activation_checkpointing",
-        "neuron.name",
-        "neuron.run_folder",
-        "config",
-    ),
-    "Data": ("data.source", "data.own_text"),
-    "Uploads": ("r2.account_id", "neuron.upload_steps"),
-    "Watching and stopping": ("neuron.page_port", "neuron.stop_timeout"),
-}
-USUAL = frozenset(name for names in TASKS.values() for name in names)
-
+#: Package of the settings -> title of its group in the help.
 TITLES: Mapping[str, str] = {
-    "usual": "Common flags",
-    "general": "Plug-ins",
-    "miner": "Checkpoints and restarts",
+    "general": "Network and plug-ins",
+    "miner": "Ranks, checkpoints and restarts",
     "training": "Training",
     "data": "Data",
     "store": "Object store",
@@ -77,8 +51,8 @@ class Config(AllSettings):
     kind: Kind
     values: Mapping[str, Any] = field(repr=False)  # flag name -> value
     sources: Mapping[str, str] = field(repr=False)  # flag name -> where it was given, if anywhere
+    network: Network
     warnings: tuple[str, ...] = ()  # what was noticed while the files were read
-    network: Network | None = None  # the named network; None only before its file is read
     node: int = 0  # number of this machine, of those that torchrun runs one miner on
     of_script: bool = False  # a script trains, on data of its own where the members have such
 
@@ -125,12 +99,7 @@ class Config(AllSettings):
     @property
     def tokenizer_revision(self) -> str | None:
         """The commit of the tokenizer that the network's file pins; None: the newest."""
-        return self.network.head.tokenizer_revision if self.network is not None else None
-
-    @property
-    def rules_id(self) -> str:
-        """The id that two peers compare to know that they hold the same rules."""
-        return self.swarm.run_id if self.network is None else self.network.rules_id
+        return self.network.head.tokenizer_revision
 
     @property
     def published(self) -> dict[str, Path]:
@@ -138,8 +107,6 @@ class Config(AllSettings):
 
         Not the data where an operator reads them from a place of his own.
         """
-        if self.network is None:
-            return {}
         head = self.network.head
         named = {"model": head.frozen, "tokenizer": head.tokenizer_files}
         if self.get("data.source") == self.network.values["data.source"]:
@@ -161,10 +128,9 @@ class Config(AllSettings):
     @property
     def draw_pages(self) -> PageDraw:
         """The rule by which this network's pages are drawn."""
-        name = "" if self.network is None else self.network.head.name
         return PageDraw(
             run_id=self.swarm.run_id,
-            key=f"{name} {self.miner.master_ss58_address}",
+            key=f"{self.network.head.name} {self.miner.master_ss58_address}",
             rows_per_page=self.data.rows_per_page,
             held_out_pages=self.data.held_out_pages if self.data.selection == 2 else 0,
         )
@@ -190,27 +156,17 @@ class Config(AllSettings):
 
     def loss_limit(self, before: float) -> float:
         """Return the held-out loss above which an outer step is refused."""
-        return before + self.validator.held_out_rise
-
-    @property
-    def exchange(self) -> Exchange:
-        """Return where this network's updates come from, as its file says."""
-        return self.miner.exchange
+        return before + self.rounds.held_out_rise
 
     @property
     def averages(self) -> bool:
         """True where members also average over hivemind at each close."""
-        return self.exchange == "hivemind"
+        return self.rounds.exchange == "hivemind"
 
     @property
     def takes_ports(self) -> bool:
         """True where the members of this network connect to each other's machines."""
         return self.averages
-
-    @property
-    def round_period(self) -> timedelta:
-        """The time from one close to the next."""
-        return self.miner.period
 
     @property
     def tokens_of_step(self) -> int:
@@ -220,7 +176,7 @@ class Config(AllSettings):
 
     def finished(self, *, outer_step: int, tokens: int, loss: float) -> str:
         """Return which [stop] of the network's file is reached, in words; empty: none."""
-        wanted = self.validator
+        wanted = self.rounds
         if wanted.stop_outer_steps is not None and outer_step >= wanted.stop_outer_steps:
             return f"outer step {outer_step} of stop.outer_steps {wanted.stop_outer_steps}"
         if wanted.stop_tokens is not None and tokens >= wanted.stop_tokens:
@@ -228,13 +184,6 @@ class Config(AllSettings):
         if wanted.stop_loss is not None and loss <= wanted.stop_loss:
             return f"held-out loss {loss:.4f} of stop.loss {wanted.stop_loss}"
         return ""
-
-    @property
-    def run_folder(self) -> Path:
-        """The folder for what must not be lost; the default names wallet and neuron."""
-        return (
-            self.miner.run_folder or Path("runs") / f"{self.miner.name}-{self.chain.wallet_hotkey}"
-        )
 
 
 # --- checks across settings ---------------------------------------------------------------------
@@ -267,7 +216,7 @@ def extras_of_network(config: Config) -> dict[str, str]:
         wanted["bittensor"] = "a network on a Bittensor chain"
     if config.averages and not config.of_script:
         wanted["hivemind"] = "a network over hivemind"
-    if config.network is not None and config.network.head.kind == "lora":
+    if config.network.head.kind == "lora":
         wanted["lora"] = "a network that trains adapters"
     return wanted
 
@@ -375,16 +324,16 @@ def check_exchange(config: Config) -> Iterator[str]:
             f"{config.general.network} averages over hivemind, which takes ports and a bucket of "
             "its own, so a script cannot join it: run dt-miner there"
         )
-    grace, period = config.miner.grace, config.round_period
+    grace, period = config.rounds.grace, config.rounds.period
     if grace > period / 3:
         yield (
             f"round.grace ({show(grace)}) is above a third of the period ({show(period)}), so "
             "miners would train most of it on weights that are past: in the network's file lower "
             f"round.grace, or raise round.period to {show(3 * grace)} or more"
         )
-    if config.averages and config.miner.average_after >= grace:
+    if config.averages and config.rounds.average_after >= grace:
         yield (
-            f"round.average_after ({show(config.miner.average_after)}) is not below round.grace "
+            f"round.average_after ({show(config.rounds.average_after)}) is not below round.grace "
             f"({show(grace)}), so no all-reduce would end in time: lower the one or raise the other"
         )
     url, private = config.store.endpoint_url, config.chain.private

@@ -65,8 +65,9 @@ RULES: dict[str, str] = {
     },
 }  # fmt: skip
 
-#: Flag -> the setting that has its value now.
+#: Flag -> the flag that has its value now.
 RENAMED = {
+    "help_all": "help",  # which shows every flag now
     "neuron.nproc_per_node": "nproc_per_node",
     "validator.weights": "validator.model",
 }

@@ -22,7 +22,7 @@ from annotated_types import Ge, Le
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
-from .model import TITLES, USUAL, Config, Kind
+from .model import TITLES, Config, Kind
 from .settings import AllSettings
 from .types import ConfigError, show
 
@@ -40,7 +40,7 @@ _TYPES: dict[Any, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """One flag or rule, and the fields it feeds (two packages may need the same value).
+    """One flag or rule, and the field that it feeds.
 
     ``name``: of the flag; of a rule, which has none, its key in the network's file.
     """
@@ -48,7 +48,7 @@ class Setting:
     name: str
     field: FieldInfo
     group: str = ""
-    places: tuple[tuple[str, str], ...] = ()  # (package, field name)
+    place: tuple[str, str] = ("", "")  # package and field name
     default: Any = None
     env: str | None = None
     network: str = ""  # its key in the network's file
@@ -125,34 +125,20 @@ class Schema:
         for package, settings_class in self.classes.items():
             if package != "validator" or kind == "validator":
                 defaults = settings_class()
-                # Take the field from the class that declares it, since only that one has its help.
-                declared: dict[str, FieldInfo] = {}
-                for ancestor in settings_class.__mro__[-2::-1]:  # all classes but object
-                    declared = ancestor.__pydantic_fields__ | declared
-                for field_name in settings_class.__pydantic_fields__:
-                    field = declared[field_name]
-                    if field.json_schema_extra:
-                        self._add(package, field_name, field, getattr(defaults, field_name))
+                for field_name, field in settings_class.__pydantic_fields__.items():
+                    if declared := field.json_schema_extra:
+                        self.settings[declared["name"]] = Setting(
+                            **declared,
+                            group="network" if declared.get("is_rule") else package,
+                            field=field,
+                            place=(package, field_name),
+                            default=getattr(defaults, field_name),
+                        )
         order = list(TITLES)
         grouped = sorted(self.settings.items(), key=lambda item: order.index(item[1].group))
         self.settings = dict(grouped)
         self.flags = [setting for setting in self if not setting.is_rule]
         self._spellings = {canonical(setting.name): setting for setting in self.flags}
-
-    def _add(self, package: str, field_name: str, field: FieldInfo, default: Any) -> None:
-        declared: dict[str, Any] = field.json_schema_extra  # type: ignore[assignment]
-        name, places, group = declared["name"], [(package, field_name)], package
-        if "is_rule" in declared or name in USUAL:
-            group = "network" if "is_rule" in declared else "usual"
-        known = self.settings.get(name)
-        if known is not None:
-            places, group = [*known.places, *places], known.group
-            # Otherwise --help would be true for one of the two packages only.
-            if known.default != default:
-                raise TypeError(f"--{name} has two defaults: {known.default!r}, {default!r}")
-        self.settings[name] = Setting(
-            **declared, group=group, field=field, places=tuple(places), default=default
-        )
 
     def find(self, name: str) -> Setting:
         """Find the setting of a flag, dashes or underscores alike.
@@ -206,7 +192,7 @@ WARNING = "  warning: "  # how the line of a warning begins
 
 
 def describe(config: Config) -> list[str]:
-    """Return the settings that were given, one a line, secrets masked, with where each came from.
+    """Return the settings that were given, one per line with its place; secrets are masked.
 
     They begin the log of every start; all settings are in :data:`SETTINGS_FILE`.
     """
@@ -217,10 +203,10 @@ def describe(config: Config) -> list[str]:
         for s in schema(config.kind)
         if config.sources.get(s.name) not in (None, f"{s.network} in {place}")
     ]
-    lines = [f"This is {config.network.line}"] if config.network else []
-    lines += [
+    lines = [
+        f"This is {config.network.line}",
         f"Configuration of this {config.kind}: {len(given)} settings are given; "
-        f"all of them: {SETTINGS_FILE} in the run folder"
+        f"all of them: {SETTINGS_FILE} in the run folder",
     ]
     lines += [_entry(config, setting) for setting in given]
     return lines + [f"{WARNING}{line}" for line in config.warnings]
@@ -236,7 +222,7 @@ def all_settings(config: Config) -> str:
 
 def _entry(config: Config, setting: Setting) -> str:
     source = config.sources.get(setting.name, "")
-    # The setting is None by default, and the folder follows from two others.
+    # The run folder is None by default, and is then made of two other settings.
     value = config.run_folder if setting.name == "neuron.run_folder" else config.get(setting.name)
     label = "" if setting.is_rule else "--"
     label = str(setting.env) if setting.secret else label + setting.name

@@ -203,7 +203,7 @@ class DataSettings:
 
 @dataclass(frozen=True, config=SETTINGS)
 class RoundSettings:
-    """The rules of a round: the validator keeps them, and a miner plans its uploads with them."""
+    """The rules of a round: the validator keeps them, and a miner plans its uploads by them."""
 
     exchange: Exchange = rule("exchange", "store")
     """where an outer step's update comes from: 'store', the merge of the accepted uploads, or
@@ -243,7 +243,7 @@ class RoundSettings:
 
 
 @dataclass(frozen=True, config=SETTINGS)
-class MinerSettings(RoundSettings):
+class MinerSettings:
     """Settings of the loop and the launcher that no package owns."""
 
     name: FileName = flag("neuron.name", "miner")
@@ -439,8 +439,8 @@ class TrainingSettings:
 
 
 @dataclass(frozen=True, config=SETTINGS)
-class ValidatorSettings(RoundSettings):
-    """Settings of the validator's rounds, scores and global state."""
+class ValidatorSettings:
+    """Settings of the validator's global state and its exports."""
 
     tick: timedelta = SECOND  # between two looks at the clock
 
@@ -469,6 +469,7 @@ class AllSettings:
     """The settings of all packages, in the order of the help."""
 
     general: GeneralSettings
+    rounds: RoundSettings
     miner: MinerSettings
     training: TrainingSettings
     data: DataSettings
@@ -477,3 +478,10 @@ class AllSettings:
     chain: ChainSettings
     telemetry: TelemetrySettings
     validator: ValidatorSettings
+
+    @property
+    def run_folder(self) -> Path:
+        """The folder for what must not be lost; the default names wallet and neuron."""
+        return (
+            self.miner.run_folder or Path("runs") / f"{self.miner.name}-{self.chain.wallet_hotkey}"
+        )

@@ -64,7 +64,7 @@ def under(config: Config, network: Network) -> Config:
 
     What the operator has given in place of a default of the file stays.
     """
-    if config.network is None or network.digest == config.network.digest:
+    if network.digest == config.network.digest:
         return config
     known, shared = schema(config.kind), rules_of(config, network)
     packages = {name: copy.copy(getattr(config, name)) for name in known.classes}
@@ -75,9 +75,9 @@ def under(config: Config, network: Network) -> Config:
         if setting.network and (setting.is_rule or of_file):
             if setting.name in shared.values:
                 values[setting.name] = shared.get(setting.name)
-            for package, field in setting.places:
-                value = getattr(getattr(shared, package), field)
-                object.__setattr__(packages[package], field, value)
+            package, field = setting.place
+            value = getattr(getattr(shared, package), field)
+            object.__setattr__(packages[package], field, value)
     packages["general"] = config.general
     return at_published(replace(config, values=values, network=network, **packages))
 

@@ -106,7 +106,7 @@ def _read_pinned(place: str, digest: str, config: Config) -> bytes:
     own file, is gone. A name without a folder is that of a file next to the network's file.
     """
     copy = config.run_folder / HELD_OUT / digest
-    beside = Path(config.network.place if config.network else "").parent / HELD_OUT / place
+    beside = Path(config.network.place).parent / HELD_OUT / place
     content = None
     for path in (copy, beside):
         with suppress(OSError, ValueError), open_at_once(path) as file:

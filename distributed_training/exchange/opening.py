@@ -55,7 +55,10 @@ def open_exchange(
         # Import it only here: a member of a store network has nothing of hivemind in its memory.
         from .hivemind import HivemindRounds, Membership
 
-        master, after = config.miner.master_ss58_address, config.miner.average_after.total_seconds()
+        master, after = (
+            config.miner.master_ss58_address,
+            config.rounds.average_after.total_seconds(),
+        )
         kind = partial(
             HivemindRounds,
             membership=Membership(member.chain.neurons, member.hotkey, master, after),
@@ -66,7 +69,7 @@ def open_exchange(
         folder / "exchange",
         master=Master(config.swarm.run_id, config.miner.master_ss58_address, verify),
         uploads=OwnUploads(uploads, uploads_folder(folder), member.uid),
-        longest=config.round_period,
+        longest=config.rounds.period,
         at_head=at_head,
     )
 
@@ -84,7 +87,7 @@ def open_peer(
 
     swarm, identity = config.swarm, identity_file(folder).absolute()
     identity.parent.mkdir(parents=True, exist_ok=True)
-    left = (config.miner.grace - config.miner.average_after).total_seconds()
+    left = (config.rounds.grace - config.rounds.average_after).total_seconds()
     port = swarm.dht_external_port or swarm.dht_port
     settings = Settings(
         schema=[(name, tuple(shape)) for name, shape in schema],

@@ -192,14 +192,13 @@ def _check_gpu(examination: Examination, index: int) -> Check:
 def check_model(examination: Examination) -> Iterator[Check]:
     """Check that the model's size is known, and note it for memory and room."""
     network, given = examination.config.network, examination.model
-    if given is None and (network is None or network.model is None):
+    if given is None and network.model is None:
         return  # it comes with the network's weights
     try:
-        if network is not None and (given is None or given[0] == network.model):
+        if given is None or given[0] == network.model:
             origin = f"--network {network.place}"
             examination.shape = network.shape
         else:
-            assert given is not None
             origin = given[1]
             examination.shape = ModelShape.from_config(given[0])
     except ValueError as error:
@@ -288,7 +287,7 @@ def refuse_model(config: Config, *, ranks: int) -> None:
     """
     asked = Examination(config, ranks)
     for check in (*check_model(asked), *check_memory(asked)):
-        if check.status == "fail" and config.network is not None:
+        if check.status == "fail":
             raise ConfigError(
                 f"--network {config.network.place}: {check.name}: {check.finding}, so nothing was "
                 f"started: {check.remedy}"
@@ -312,7 +311,7 @@ def check_room(examination: Examination) -> Iterator[Check]:
         # disk of the documented size fail.
         most += shape.frozen_bytes
         needed = min(needed, most) + max(0, most - bytes_under(folder))
-    elif config.network is not None:
+    else:
         needed = min(needed, _SPARE_BYTES * config.network.head.parameters)
     # A download and an upload wait for room as long as the reserve is not left free.
     needed = max(needed, DISK_RESERVE)
@@ -375,7 +374,7 @@ def check_webhook(examination: Examination) -> Iterator[Check]:
 def check_ports(examination: Examination) -> Iterator[Check]:
     """Check whether the DHT peer can listen on its port, at all addresses of this machine."""
     port, name = examination.config.swarm.dht_port, "port dht.port"
-    if examination.config.exchange != "hivemind":
+    if examination.config.rounds.exchange != "hivemind":
         return
     if port in examination.own_ports:
         yield Check(name, "ok", f"{port}: the running miner listens there")

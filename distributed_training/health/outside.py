@@ -226,7 +226,7 @@ def check_clock(examination: Examination) -> list[Check]:
 def check_address(examination: Examination) -> list[Check]:
     """Report where others find this machine, as a start does, and how to try it from outside."""
     config = examination.config
-    if config.exchange != "hivemind":
+    if config.rounds.exchange != "hivemind":
         return []
     try:
         ip = public_address(config, timeout=_ADDRESS_TIMEOUT)
@@ -300,11 +300,11 @@ def check_access(examination: Examination) -> list[Check]:
         return [Check(name, "warn", f"{finding}, which has no state yet", remedy)]
     age = timedelta(seconds=max(0.0, state.age_seconds or 0.0))
     found = [Check(name, "ok", f"{finding}; its state is {age.total_seconds():.0f} s old")]
-    if age > 2 * config.round_period:
+    if age > 2 * config.rounds.period:
         remedy = "ask the founder whether the validator runs"
         found = [Check(name, "warn", f"{finding}, and nobody has led it for {age}", remedy)]
     if (shape := examination.shape) is not None:
-        size, grace = file_bytes(shape.parameters, config.miner.codec), config.miner.grace
+        size, grace = file_bytes(shape.parameters, config.rounds.codec), config.rounds.grace
         speed = 8 * size / grace.total_seconds() / 1e6
         finding = f"an upload of {size / 1e6:.1f} MB has {grace.total_seconds():.0f} s, so this "
         found += [Check("line", "ok", f"{finding}machine must send {speed:.2f} Mbit/s")]
@@ -326,8 +326,8 @@ def check_line(config: Config, bucket: str, shape: ModelShape | None) -> Check:
     finding = f"{8 * speed / 1e6:.0f} Mbit/s up, on one connection"
     if shape is None:
         return Check("line", "ok", finding)
-    seconds = file_bytes(shape.parameters, config.miner.codec) / speed
-    grace = config.miner.grace.total_seconds()
+    seconds = file_bytes(shape.parameters, config.rounds.codec) / speed
+    grace = config.rounds.grace.total_seconds()
     finding += f": an upload takes about {seconds:.0f} s"
     if seconds < 0.5 * grace:
         return Check("line", "ok", finding)

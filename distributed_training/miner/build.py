@@ -75,7 +75,6 @@ from .network_watch import (
     chain_facts,
     follow_registration,
     join_network,
-    pause_start,
     read_version,
 )
 from .ranks import RankChannel
@@ -86,6 +85,7 @@ log = logging.getLogger(__name__)
 
 _NO_DIGEST = "0" * 64
 _SAY_AGAIN = 600.0  # seconds between two lines of one cause
+_LOOK_AGAIN = 1.0  # seconds between two looks for weights that are not there yet
 _START_AGAIN = 300.0  # seconds between two lines of a start that waits for the same
 _START_EXPECTED = 600.0  # seconds in which a start may wait for a first state without a warning
 #: How often "auto" writes a checkpoint: after this many inner steps and seconds of training.
@@ -103,7 +103,8 @@ class RankContext:
     events: queue.SimpleQueue[ev.Event]  # rank 0's
     stack: ExitStack  # closes what was opened
     tick: timedelta = timedelta(seconds=1)  # time between two ticks of the controller
-    guest: bool = False  # in a script's process, which nothing here may end, nor change its log
+    # True in a script's process, which nothing here may end and whose log nothing here may change.
+    guest: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class StartupInfo:
 
 def describe_size(model: Mapping[str, Any], config: Config) -> str:
     """Return the model's size for a log line; empty where no formula knows the model."""
-    count = config.network.head.parameters if config.network and config.network.model else None
+    count = config.network.head.parameters if config.network.model else None
     try:
         parameters = ModelShape.from_config(model, count).parameters
     except ValueError:  # the trainer refuses such a model in words
@@ -221,19 +222,16 @@ def open_connections(
     config: Config,
     folder: Path,
     stack: ExitStack,
-    wanted: Callable[[], bool],
     post: Callable[[ev.Event], None],
 ) -> tuple[Connections, StartupInfo]:
     """Open rank 0's connections; return what they are, and what every rank needs of them.
 
-    ``post``: queues an event, from any thread. Raises ConfigError, NetworkFailure, StopBeforeStart
-    (``wanted`` turned False).
+    ``post``: queues an event, from any thread. Raises ConfigError, NetworkFailure.
     """
     checkpoints = folder / "checkpoints"
     refuse_old_checkpoints(checkpoints)
-    choose_kind(CODECS, config.miner.codec, key="round.codec")
+    choose_kind(CODECS, config.rounds.codec, key="round.codec")
     network = config.network
-    assert network is not None  # load_config names one
     if config.data.own:
         require_data(config)
     member = join_network(config, folder, stack)
@@ -252,7 +250,7 @@ def open_connections(
         commitment = check_as_member(config.store, member.chain, member.hotkey, own)
         uploads = open_own(config.store, own)
     stack.callback(uploads.close)
-    reader = BucketReader(store, large=config.round_period)
+    reader = BucketReader(store, large=config.rounds.period)
     watch = NetworkWatch(reader, network, None, post)
     rounds = open_exchange(
         config,
@@ -264,13 +262,13 @@ def open_connections(
     )
     stack.callback(rounds.stop)
     resumes = any(checkpoints.glob("checkpoint-*"))
-    outer_step, global_folder, steps = first_weights(rounds, wanted, resumes=resumes)
+    outer_step, global_folder, steps = first_weights(rounds, resumes=resumes)
     model = read_model_config(global_folder)
     log.info("Global state of outer step %d%s", outer_step, describe_size(model, config))
     first = first_outer_step(checkpoints, outer_step)
     read = partial(read_version, reader)
     versions = watch.versions = open_versions(network, folder, first, read)
-    # Before its data are asked for: those of the file given may be of the past.
+    # Do this before the data are fetched, because those of the file that was given may be outdated.
     config = under(config, versions.in_force)
     fetch_published(config, lambda: reader)
     require_data(config)
@@ -313,18 +311,15 @@ def share_start(
         ranks.share("start", asdict(info))
     else:
         info = StartupInfo(**ranks.share("start", None))
-    if info.rules and config.network is not None:
+    if info.rules:
         config = under(config, parse_version(info.rules, config.network))
     return config, info, connections
 
 
-def first_weights(
-    rounds: StoreRounds, wanted: Callable[[], bool], *, resumes: bool
-) -> tuple[int, Path, int]:
+def first_weights(rounds: StoreRounds, *, resumes: bool) -> tuple[int, Path, int]:
     """Wait for whole weights; return their outer step, folder, and the inner steps before it.
 
-    ``resumes``: there is a checkpoint to train from, so those on the disk will do. Raises
-    StopBeforeStart.
+    ``resumes``: there is a checkpoint to train from, so the weights on the disk are enough.
     """
     due, began = Throttle(_START_AGAIN), time.monotonic()
     while True:
@@ -345,7 +340,7 @@ def first_weights(
                     "this lasts: does the founder's validator run?",
                     error,
                 )
-        pause_start(wanted)
+        time.sleep(_LOOK_AGAIN)
 
 
 class RankZero:
@@ -362,7 +357,7 @@ class RankZero:
         self._connections, self._training = connections, training
         config, trainer = context.config, training.trainer
         shapes = [shape for _, shape in trainer.schema]
-        needed = largest_file(trainer.schema, config.miner.codec)
+        needed = largest_file(trainer.schema, config.rounds.codec)
         needed += checkpoint_bytes(shapes, trainer.moments)
         often = config.miner.checkpoint_steps
         self.blocks = open_blocks(context, training, uid=info.uid)
@@ -411,7 +406,7 @@ class RankZero:
         self.facts = facts = OwnFacts(
             rules=Facts(
                 pays=config.chain.kind == "bittensor",
-                round_seconds=config.round_period.total_seconds(),
+                round_seconds=config.rounds.period.total_seconds(),
                 name=config.miner.name,
                 uid=self._info.uid,
                 mode="training",
@@ -528,7 +523,7 @@ def build_rounds(
             serial=0,
             hotkey=info.hotkey,
             start=_NO_DIGEST,
-            codec=context.config.miner.codec,
+            codec=context.config.rounds.codec,
             inner_steps=0,
             tokens=0,
         ),
@@ -537,8 +532,8 @@ def build_rounds(
 
     def adopt(before: Network, now: Network) -> None:
         config = under(context.config, now)
-        choose_kind(CODECS, config.miner.codec, key="round.codec")
-        round_rank.adopt(config.miner.codec)
+        choose_kind(CODECS, config.rounds.codec, key="round.codec")
+        round_rank.adopt(config.rounds.codec)
         least = config.store.minimum_valid_inner_step
         rank_zero.controller.rules = replace(rank_zero.controller.rules, upload_from=least)
         log.warning("%s", for_script(before, now))

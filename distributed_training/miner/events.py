@@ -31,22 +31,25 @@ class Action(enum.IntEnum):
     TRAIN = 0  # train on one micro-batch
     IDLE = 1  # do nothing while rank 0 waits for something
     WAIT_FOR_DATA = 2  # do nothing while no block is ready on all ranks
-    WRITE_UPLOAD = 3  # write the upload for a close, of the weights as they are
+    WRITE_UPLOAD = 3  # write an upload of the weights as they are
     OUTER_STEP = 4  # apply the update: prepare, vote, commit everywhere or nowhere
     CHECKPOINT = 5
     ROLL_BACK = 6  # go back to the last good checkpoint
     STOP = 7  # write a checkpoint and leave the loop
     FOLLOW_SCHEDULE = 8  # go to the network's place in the learning rate's schedule
-    WRITE_PROGRESS = 10  # write an upload that belongs to no close
 
 
-class Task(enum.Enum):
-    """The calls of the exchange, which works in threads of its own."""
+class Send(NamedTuple):
+    """A task of the exchange: send the upload of ``close``; that of progress has serial 0."""
 
-    SEND_UPLOAD = "send the upload of the close"
-    SEND_PROGRESS = "send the progress upload"
-    REPORT_APPLIED = "report which outer step all ranks are at"
-    FETCH_WEIGHTS = "fetch whole weights, in place of an update that could not be applied"
+    close: Close
+
+
+class Applied(NamedTuple):
+    """A task of the exchange: fetch what follows the outer step that all ranks are at."""
+
+    outer_step: int
+    wants_weights: bool = False  # whole ones, in place of an update that could not be applied
 
 
 class DataPart(NamedTuple):
@@ -61,7 +64,7 @@ class DataPart(NamedTuple):
 class LocalPart(NamedTuple):
     """Rank 0's local data of a command; it is never broadcast."""
 
-    close: Close | None = None  # for WRITE_UPLOAD and WRITE_PROGRESS
+    close: Close | None = None  # for WRITE_UPLOAD
     update: Update | None = None  # OUTER_STEP
     pages: tuple[int, ...] = ()  # for uploads: their first and last page
     kept: Mapping[str, Any] = {}  # for CHECKPOINT and STOP: more for rank 0's checkpoint, JSON-able
@@ -261,6 +264,14 @@ class MinerState:
     stop_reason: str = ""
 
     @property
+    def to_write(self) -> Upload | None:
+        """Return the upload that is ordered and that no rank has begun."""
+        for upload in (self.upload, self.progress):
+            if upload is not None and upload.stage is Stage.WRITING and upload.handle is None:
+                return upload
+        return None
+
+    @property
     def holds_copies(self) -> bool:
         """Return whether a round holds host memory: no checkpoint is due then."""
         writes = self.upload is not None and self.upload.stage is not Stage.ENDED
@@ -283,4 +294,4 @@ class Rules:
     progress_steps: int = 0  # inner steps between two progress uploads; 0 if there are none
 
 
-Decision = tuple[MinerState, tuple[Action | Task | Event, ...]]
+Decision = tuple[MinerState, tuple[Action | Send | Applied | Event, ...]]

@@ -102,7 +102,7 @@ _LEVELS = {
     ExitStatus.AGAIN: logging.INFO,
 }
 
-#: Words in ``launcher.json`` for what ended a miner that no signal ended.
+#: Words of ``launcher.json`` for the cause of an end, where it was no signal.
 _STOPPED_BY = {
     ExitStatus.FINISHED: "finished",
     ExitStatus.DEREGISTERED: "deregistered",
@@ -127,7 +127,7 @@ def launch(config: Config, *, program: str = PROGRAM) -> ExitStatus:
     with contextlib.ExitStack() as stack:
         if (url := telemetry.notify_url) is not None:
             stack.enter_context(Notifier(config.run_folder, config.miner.name, url, file))
-        # Outside of what is tried again: no disk or network that comes back makes it fit.
+        # Check this once: no disk or network that comes back makes the model fit.
         try:
             refuse_unknown_kinds(config)
             refuse_model(config, ranks=ranks_of(config))
@@ -137,7 +137,7 @@ def launch(config: Config, *, program: str = PROGRAM) -> ExitStatus:
         start_log(config)
         log_settings(config)
         limit_resources()
-        # Outside of what is tried again: a start that is refused is what it is opened for.
+        # Open the dashboard before what is tried again, because it shows why a start is refused.
         with StopSignals() as signals, dashboard(config, config.run_folder.absolute()):
             outages, status = Outages(config.run_folder, signals.stop, file), ExitStatus.FAULT
             try:
@@ -218,7 +218,8 @@ def _prepare(config: Config, program: str, signals: StopSignals, outages: Outage
         outages.file.owned = True
         outages.file.start()
         outages.report()
-        # We hold the lock, so the launcher before is gone, and the kernel has told its ranks.
+        # The lock is ours, so the earlier launcher is gone, and the kernel has told its ranks to
+        # end: those that are left still save, or hang.
         left = sessions_of(listening_ranks(folder).values())
         if there := members(left):
             found = counted(len(there), "process", "processes")
@@ -255,8 +256,7 @@ def ranks_of(config: Config, remembered: int = 0) -> int:
 def occupied(config: Config, folder: Path) -> Iterator[None]:
     """Lock the run folder, with the settings of this start in it. Raises ConfigError."""
     write_settings(config, folder)
-    if config.network is not None:
-        save_copy(config.network, folder)
+    save_copy(config.network, folder)
 
     def owner() -> int | None:
         found = launcher_of(folder)
@@ -359,7 +359,8 @@ class _Supervisor:
                     continue
                 if again and (steady or not again_before):
                     continue  # with another version of the network's file
-                # Twice in a row soon: a start that cannot keep the version must not spin.
+                # A second time soon after counts as a failure: a start that cannot keep the version
+                # must not spin.
                 if ending.status is not ExitStatus.FAULT and not again:
                     return ending.status
                 if backoff.failures >= RESTARTS:
@@ -376,7 +377,7 @@ class _Supervisor:
                 if self._signals.stop.wait(seconds):
                     return ExitStatus.STOPPED
         finally:
-            # Whatever was raised: ranks without a launcher would continue with nobody to stop them.
+            # Do this whatever was raised, because nobody could stop ranks without a launcher.
             self._group.end(settle=timedelta(0), grace=TERMINATE_GRACE)
 
     def _steady(self, began: float) -> bool:
@@ -411,7 +412,8 @@ class _Supervisor:
             return Ending(ExitStatus.FAULT)
         written, stopping = self._written, self._is(Phase.STOPPING)
         if written is None:
-            # It had not started, or there was no room for the file: then all ended as they should.
+            # Rank 0 had not started, or the disk had no room for the file, and then all may have
+            # ended as they should.
             if stopping and not forced and not (self._listening and self._group.endings):
                 return Ending(ExitStatus.STOPPED)
             if stopping:
@@ -445,8 +447,8 @@ class _Supervisor:
                 seconds = stop_limit(self._folder, self._settings.stop_timeout).total_seconds()
                 log.info("%s received: stopping (at most %.0f s)", self._signals.name, seconds)
                 file.enter(LauncherState.STOPPING, stopped_by=f"signal {self._signals.name}")
-                # Before rank 0 listens, which decides for all, there is nothing to save: all are
-                # told.
+                # Until rank 0 listens there is nothing to save, so all ranks get the signal.
+                # Afterwards rank 0 gets it and decides for all.
                 self._group.signal(signal.SIGTERM, [0] if self._listening else None)
             elif not self._is(Phase.STOPPING) and self._group.endings and self._enter(Phase.FAILED):
                 self._report_failures()
@@ -462,7 +464,7 @@ class _Supervisor:
                     "ending them. Where each process stood: %s",
                     self._folder / STACKS_FILE,
                 )
-                # No SIGTERM: in a driver that does not return no handler runs.
+                # Send no SIGTERM, because no handler runs in a driver that does not return.
                 self._group.kill()
                 return True, True
             if self._entered and (why := self._overdue()):

@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Any
 
 from distributed_training.common.backoff import Throttle
 from distributed_training.config.versions import Versions
-from distributed_training.exchange.base import Close, Exchange
+from distributed_training.exchange.base import Exchange
 from distributed_training.network import Network
 from distributed_training.protocol.types import ExitStatus, Progress
 
 from . import events as ev
 from .blocks import Blocks
-from .events import Action, Command, DataPart, LocalPart, MinerState, Mode, Rules, Task
+from .events import Action, Applied, Command, DataPart, LocalPart, MinerState, Mode, Rules, Send
 from .ranks import RankChannel
 from .rounds import RoundRank, decide
 
@@ -96,7 +96,8 @@ class Controller:
 
     def next_command(self) -> Command:
         """Return the command of this boundary. Waits at most ``idle_wait`` without any work."""
-        # First: an inner step that ended after the grace is uploaded for its close no more.
+        # Handle the tick first, because an inner step that ends after the grace is too late for its
+        # close.
         if self._tick_due():
             self._handle_event(ev.Tick(self._clock()))
         # Drain also while commands wait, since a stop in the queue clears them.
@@ -125,15 +126,12 @@ class Controller:
             case Action.FOLLOW_SCHEDULE:
                 assert state.place is not None
                 command = replace(command, outer_step=state.place[0], inner_steps=state.place[1])
-            case Action.WRITE_UPLOAD if state.upload is not None:
-                taken = LocalPart(pages=blocks.pages(), close=state.upload.close)
-                command = replace(command, local=taken)
-            case Action.WRITE_PROGRESS if state.progress is not None:
-                taken = LocalPart(pages=blocks.pages(), close=state.progress.close)
+            case Action.WRITE_UPLOAD if (upload := state.to_write) is not None:
+                taken = LocalPart(pages=blocks.pages(), close=upload.close)
                 command = replace(command, local=taken)
             case Action.OUTER_STEP if state.update is not None:
                 command = replace(command, local=LocalPart(update=state.update))
-            case Action.WRITE_UPLOAD | Action.WRITE_PROGRESS | Action.OUTER_STEP:
+            case Action.WRITE_UPLOAD | Action.OUTER_STEP:
                 command = Command(Action.IDLE)  # a roll-back came between
             case Action.CHECKPOINT | Action.STOP as action:
                 kept = {"rank_zero": {"blocks": blocks.state_dict()}}
@@ -150,7 +148,8 @@ class Controller:
         if self._versions is None or self._pending or self.state.mode is Mode.STOPPING:
             return
         before, wanted = self._versions.in_force, self._versions.at(self.state.outer_step)
-        # An older one holds where a checkpoint is behind the network, by whose step a start goes.
+        # An older version holds where a checkpoint is behind the network, because a start takes the
+        # version of the network's outer step.
         if wanted.head.version <= before.head.version:
             return
         if self.adopt is not None:
@@ -181,15 +180,16 @@ class Controller:
         for subscriber in self._subscribers:
             subscriber(event, self.state)
         self.state, follows = decide(self.state, event, self.rules)
-        writes = {Action.WRITE_UPLOAD, Action.WRITE_PROGRESS} & {*follows}
-        if writes and (problem := self._disk_problem()) is not None:
+        if Action.WRITE_UPLOAD in follows and (problem := self._disk_problem()) is not None:
             follows = (ev.UploadSkipped(problem, "disk"),)
-            if Action.WRITE_PROGRESS in writes:
-                follows = (ev.UploadEnded(Close(self.state.outer_step, 0), problem),)
+            if (upload := self.state.to_write) is not None and not upload.close.serial:
+                follows = (ev.UploadEnded(upload.close, problem),)
         for each in follows:
             match each:
-                case Task():
-                    self._start_task(each)
+                case Send(close=close):
+                    self._exchange.send(close)
+                case Applied(outer_step=outer_step, wants_weights=wanted):
+                    self._exchange.applied(outer_step, wants_weights=wanted)
                 case Action():
                     if each is Action.STOP:
                         self._pending.clear()  # nothing that was wanted before matters now
@@ -197,17 +197,9 @@ class Controller:
                 case _:
                     self._handle_event(each)
 
-    def _start_task(self, task: Task) -> None:
-        state = self.state
-        if task in (Task.REPORT_APPLIED, Task.FETCH_WEIGHTS):
-            wanted = task is Task.FETCH_WEIGHTS
-            self._exchange.applied(state.outer_step, wants_weights=wanted)
-        elif (upload := state.upload if task is Task.SEND_UPLOAD else state.progress) is not None:
-            self._exchange.send(upload.close)
 
-
-#: Commands that leave nothing to train: a round, or a wait for something. They are no step's time;
-#: a checkpoint and a wait for data are.
+#: Commands during which nothing is trained: part of a round, or a wait. Their time counts for no
+#: inner step; the time of a checkpoint or of a wait for data does.
 PAUSES = frozenset({Action.IDLE, Action.OUTER_STEP, Action.ROLL_BACK})
 
 
@@ -221,8 +213,9 @@ GARBAGE_OBJECTS = 500_000
 class Garbage:
     """Python's collector, which runs where all ranks let it, and nowhere else.
 
-    By itself it begins wherever enough was allocated, and all ranks then wait in a collective for
-    the one. What was made before the loop stays, so it is looked at no more.
+    By itself the collector begins wherever a process has allocated enough, and the other ranks then
+    wait in a collective for that rank. What was made before the loop stays until the end, so the
+    collector need not look at it any more.
     """
 
     def __init__(self) -> None:
@@ -276,7 +269,7 @@ class RankLoop(ABC):
         self._alive()
         # The other ranks wait here for rank 0, which takes 0.2 s at most while nothing is due.
         command = self._ranks.broadcast(self._next_command())
-        # First: a block begins with the micro-batch of the same boundary.
+        # Do this first, because a block begins with the micro-batch of the same boundary.
         self._follow_data(command.data)
         if command.action is Action.WAIT_FOR_DATA and self._data is not None:
             self._data.missed(time.perf_counter() - began)
@@ -308,7 +301,7 @@ class RankLoop(ABC):
                 saved, held = self._checkpointer.saved, self._checkpointer.hold_seconds
                 return ev.CheckpointBegun(self._weights.outer_step, saved, held)
             case Action.STOP:
-                # First: the checkpoint waits for the copies it holds.
+                # Do this first, because the checkpoint would wait for the copies of an upload.
                 self._round_rank.give_up()
                 self._save_last(command.local)
                 # A thread writes it, and threads do not outlive the process.

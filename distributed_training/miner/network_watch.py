@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,23 +27,9 @@ from . import events as ev
 log = logging.getLogger(__name__)
 
 KEEP_AGAIN = 60.0  # seconds between two writes of the chain's state
-_LOOK_AGAIN = 1.0  # seconds between two looks for a global state that is not there yet
-
-
-class StopBeforeStart(RuntimeError):
-    """A stop was asked for while the start waited."""
 
 
 # --- at the start -----------------------------------------------------------------------------
-
-
-def pause_start(wanted: Callable[[], bool]) -> None:
-    """Wait before another try of the start. Raises StopBeforeStart when ``wanted`` turns False."""
-    deadline = time.monotonic() + _LOOK_AGAIN
-    while time.monotonic() < deadline:
-        if not wanted():
-            raise StopBeforeStart
-        time.sleep(0.05)
 
 
 def read_version(reader: BucketReader, number: int) -> str | None:

@@ -22,7 +22,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from distributed_training.common.control_groups import usable_cores
-from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import (
     STACKS,
     ParentConnection,
@@ -66,18 +65,13 @@ def rank_environment_defaults(*, ranks: int) -> dict[str, str]:
     return found | {"PYTHONUNBUFFERED": "1"}
 
 
-def rank_variables(rank: int, *, world_size: int, port: int) -> dict[str, str]:
-    """Return the variables of torch.distributed (``env://``) for ranks on one machine.
-
-    ``port``: a free one, the same for all ranks.
-    """
+def rank_variables(rank: int, *, world_size: int) -> dict[str, str]:
+    """Return the variables by which a rank of one machine knows its place."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
     }
 
 
@@ -104,7 +98,6 @@ class RankGroup:
         # Nobody else can open this file, no disk can refuse it, and it vanishes when the last rank
         # has ended.
         store = os.memfd_create("ranks")
-        port = free_ports(1)[0]
         secrets = {name: value for name, value in os.environ.items() if is_secret(name)}
         try:
             for number in range(self.world_size):
@@ -112,7 +105,7 @@ class RankGroup:
                     __name__,
                     self._program,
                     variables=rank_environment_defaults(ranks=self.world_size)
-                    | rank_variables(number, world_size=self.world_size, port=port)
+                    | rank_variables(number, world_size=self.world_size)
                     | {RANK_STORE: f"/proc/self/fd/{store}", STACKS: str(self._stacks)},
                     pass_fds=[store],
                     start_new_session=True,

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distributed_training.common.ports import listen
 from distributed_training.node.start import NetworkFailure
 
 from .events import COMMAND_INTEGERS, Command
@@ -122,7 +121,7 @@ def join_ranks(
     local = int(environ.get("LOCAL_WORLD_SIZE", world_size))
     of_model = collective_timeout or timeout
     try:
-        store = _store(environ, rank, world_size, of_model)  # all ranks were started together
+        store = _store(environ, world_size, of_model)  # all ranks were started together
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("pg", store),
@@ -130,7 +129,7 @@ def join_ranks(
             world_size=world_size,
             timeout=of_model,
         )
-        # gloo next to NCCL too: a command must not wait for what is queued on the GPU.
+        # Make a gloo group next to NCCL too: a command must not wait for what is queued on the GPU.
         group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
     except RuntimeError as error:
         # On one machine nothing lies between the ranks.
@@ -151,13 +150,11 @@ def join_ranks(
     )
 
 
-def _store(
-    environ: Mapping[str, str], rank: int, world_size: int, timeout: timedelta
-) -> dist.Store:
+def _store(environ: Mapping[str, str], world_size: int, timeout: timedelta) -> dist.Store:
     """Return the store through which the ranks meet.
 
-    On one machine it is a file in a folder of the launcher that no other account may enter. Between
-    machines, and under torchrun, it is the store of ``env://``.
+    On one machine it is a file of the launcher that no other account can open. Under torchrun it is
+    that of its agent on node 0.
     """
     if world_size == 1:
         return dist.HashStore()  # nobody to meet: neither a port nor a file that a disk may refuse
@@ -168,18 +165,12 @@ def _store(
         file = dist.FileStore(path, world_size)
         file.set_timeout(timeout)
         return file
-    address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-    listener = None
-    if rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        # Only on this address: TCPStore's own listens on all that the machine has.
-        listener = listen(address, port).detach()
     return dist.TCPStore(
-        address,
-        port,
+        environ["MASTER_ADDR"],
+        int(environ["MASTER_PORT"]),
         world_size,
-        is_master=listener is not None,
+        is_master=False,
         timeout=timeout,
         # Its constructor would wait for all of them, and handle no SIGTERM meanwhile.
         wait_for_workers=False,
-        master_listen_fd=listener,
     )

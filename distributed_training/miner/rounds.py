@@ -45,14 +45,15 @@ from distributed_training.protocol.update_file import Header
 from . import events as ev
 from .events import (
     Action,
+    Applied,
     Command,
     Decision,
     LocalPart,
     MinerState,
     Mode,
     Rules,
+    Send,
     Stage,
-    Task,
     Upload,
 )
 from .ranks import RankChannel
@@ -101,11 +102,11 @@ def decide(state: MinerState, event: ev.Event, rules: Rules) -> Decision:
             return replace(state, upload=replace(upload, stage=Stage.ENDED)), ()
         case ev.UploadWritten(close=Close(serial=0)) if state.progress is not None:
             sends = replace(state.progress, stage=Stage.SENDING)
-            return replace(state, progress=sends), (Task.SEND_PROGRESS,)
+            return replace(state, progress=sends), (Send(sends.close),)
         case ev.UploadWritten(close=close) if upload is not None and upload.close == close:
             if upload.stage is Stage.WRITING:
                 sends = replace(upload, stage=Stage.SENDING)
-                return replace(state, upload=sends), (Task.SEND_UPLOAD,)
+                return replace(state, upload=sends), (Send(close),)
         case ev.UploadEnded(close=Close(serial=0)):
             return replace(state, progress=None), ()
         case ev.UploadEnded(close=close) if upload is not None:
@@ -118,7 +119,7 @@ def decide(state: MinerState, event: ev.Event, rules: Rules) -> Decision:
             return _end_outer_step(state, event)
         case ev.Tick(at=at) if state.mode is Mode.UPDATE_FAILED and at >= state.again_at:
             # The second time fetch whole weights, which do not depend on ours.
-            again = Task.FETCH_WEIGHTS if state.update_failures > 1 else Task.REPORT_APPLIED
+            again = Applied(state.outer_step, wants_weights=state.update_failures > 1)
             return replace(state, mode=Mode.TRAINING), (again,)
         case ev.Tick(at=at):
             if upload is not None and at >= upload.reached.until and not upload.over:
@@ -162,7 +163,7 @@ def _count_step(state: MinerState, done: ev.InnerStepDone, rules: Rules) -> Deci
     if waits or early or not due:
         return after, ()
     progress = Upload(ev.CloseReached(Close(state.outer_step, 0)))
-    return replace(after, progress=progress, steps_since_progress=0), (Action.WRITE_PROGRESS,)
+    return replace(after, progress=progress, steps_since_progress=0), (Action.WRITE_UPLOAD,)
 
 
 def _answer_close(state: MinerState, rules: Rules, at: float | None = None) -> Decision:
@@ -207,7 +208,8 @@ def _roll_back(state: MinerState, back: Progress | None) -> Decision:
         return state, ()
     after = replace(state, outer_step=back.outer_step, inner_step=back.inner_step)
     if back.outer_step != state.outer_step:
-        return replace(after, reached=None, upload=None, update=None), (Task.REPORT_APPLIED,)
+        asks = (Applied(back.outer_step),)
+        return replace(after, reached=None, upload=None, update=None), asks
     # The checkpoint may be older than the known place.
     known = state.place is not None and state.place[0] == state.outer_step
     return after, (Action.FOLLOW_SCHEDULE,) if known else ()
@@ -227,7 +229,7 @@ def _end_outer_step(state: MinerState, event: ev.OuterStepEnded) -> Decision:
             place=(event.outer_step, applied.inner_steps),
             update_failures=0,
         )
-        return after, (Action.FOLLOW_SCHEDULE, Task.REPORT_APPLIED)
+        return after, (Action.FOLLOW_SCHEDULE, Applied(event.outer_step))
     # A rank had no memory, or its weights are not the network's, so ask for the update again.
     failures = state.update_failures + 1
     wait = doubling(failures, first=_AGAIN, longest=_AGAIN_LONGEST)

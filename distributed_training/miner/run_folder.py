@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from pydantic import Field
 
@@ -100,38 +100,29 @@ def listening_ranks(run_folder: Path) -> dict[int, ProcessId]:
     return found
 
 
-class Ending(NamedTuple):
+@dataclass(frozen=True)
+class Ending:
     """The end of the ranks."""
 
     status: ExitStatus
     reason: str = ""
     outside: bool = False  # something outside refused, so the same start may work later
-
-
-@dataclass(frozen=True)
-class _ExitFile:
-    status: ExitStatus
-    pid: int = 0
-    reason: str = ""
-    outside: bool = False
-    time: float = 0.0  # seconds since the epoch
+    pid: int = 0  # process that wrote it
 
 
 def write_exit_status(
     run_folder: Path, status: int, reason: str = "", *, outside: bool = False
 ) -> None:
     """Record the exit status that the launcher is to return, or to try again if ``outside``."""
-    content = _ExitFile(ExitStatus(status), os.getpid(), reason, outside, time.time())
-    write_state(run_folder / "exit_status.json", content)
+    ending = Ending(ExitStatus(status), reason, outside, os.getpid())
+    write_state(run_folder / "exit_status.json", ending)
 
 
 def read_exit_status(run_folder: Path, *, pid: int | None = None) -> Ending | None:
     """Return what rank 0 wrote, or None; ``pid``: only of this process."""
     lost = "rank 0 counts as failed and is started again"
-    written = read_state(run_folder / "exit_status.json", _ExitFile, lost=lost)
-    if written is None or pid not in (None, written.pid):
-        return None
-    return Ending(written.status, written.reason, written.outside)
+    written = read_state(run_folder / "exit_status.json", Ending, lost=lost)
+    return None if written is None or pid not in (None, written.pid) else written
 
 
 @dataclass(frozen=True)

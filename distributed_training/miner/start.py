@@ -59,7 +59,6 @@ from . import build
 from . import events as ev
 from .build import Connections, RankContext, RankZero, StartupInfo
 from .loop import MinerLoop
-from .network_watch import StopBeforeStart
 from .nodes import Nodes, open_tcp_store, under_torchrun
 from .ranks import join_ranks
 from .run_folder import (
@@ -86,16 +85,17 @@ def run_rank(config: Config) -> int:
     """Train until the miner ends. Return the exit status (:class:`ExitStatus`)."""
     me = rank_environment()
     stop = RankStop()
-    # After the handler: a parent that is gone already shows by SIGTERM at once.
+    # Set the handler before: the kernel sends SIGTERM at once where the parent is gone already.
     die_with_parent()
     write_stacks_on_signal()
     try:
         folder = make_run_folder(config)
-    except ConfigError as error:  # the launcher could; the disk may be gone since
+    except ConfigError as error:  # the launcher could make it, so the disk has gone
         exit_with(error, of_service=True)
         return ExitStatus.FAULT
     start_log(config, rank=me.local_rank)
-    # Compiled kernels outlive a container's /tmp: a restart need not compile again.
+    # Keep compiled kernels in the run folder: a container loses its /tmp, and a restart would have
+    # to compile them again.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str((folder / "compiled").absolute()))
     status, reason, outside, nodes = int(ExitStatus.FAULT), "", False, None
     try:
@@ -115,7 +115,7 @@ def run_rank(config: Config) -> int:
                 with Heartbeat(folder, me.local_rank).steady():
                     nodes.join(config, folder, stack)
             status, reason = train(config, me, folder, stop, stack)
-    except (StopBeforeStart, StopNow):
+    except StopNow:
         status, reason = ExitStatus.STOPPED, f"{who_stops()} before the start was complete"
     except (ConfigError, NetworkFailure) as error:
         # The settings were checked before any rank was started: this was found outside.
@@ -156,11 +156,9 @@ def train(
 
         # A store that is away may take all the time of a stop for one answer.
         with followed(loading), stop.interrupting():
-            return build.open_connections(
-                config, folder, stack, lambda: not stop.wanted, stop.events.put
-            )
+            return build.open_connections(config, folder, stack, stop.events.put)
 
-    # Chain and store may be asked for hours: that is no hang.
+    # A start may ask chain and store for hours, which is no hang.
     with Heartbeat(folder, me.local_rank).steady():
         rules, info, connections = build.share_start(config, ranks, open_connections)
         node = ranks.rank // ranks.local_world_size

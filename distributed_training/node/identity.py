@@ -140,10 +140,11 @@ def join_subnet(config: Config, stack: ExitStack, *, folder: Path | None = None)
             f"hotkey {wallet.ss58} is not registered {where}, {_UNREGISTERED[config.kind]}: "
             f"register it with `{how_to_register(config.chain)}`, or give another --wallet.hotkey"
         )
-    if uid >= config.miner.max_uids:
+    if uid >= config.rounds.max_uids:
         raise ConfigError(
             f"hotkey {wallet.ss58} has uid {uid} and this network's are below "
-            f"{config.miner.max_uids} (limits.max_uids of its file), {_UNREGISTERED[config.kind]}: "
+            f"{config.rounds.max_uids} (limits.max_uids of its file), "
+            f"{_UNREGISTERED[config.kind]}: "
             "ask the founder for a file with a larger number, or for a lower uid"
         )
     return Member(wallet, chain, uid)

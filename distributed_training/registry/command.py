@@ -253,7 +253,7 @@ def open_registry(given: argparse.Namespace, config: Config | None) -> Registry:
 
     # Read the file at every start, to compare its values with the registry's own.
     terms: dict[str, Any] = {}
-    if config is not None and config.network is not None:
+    if config is not None:
         in_network = {**config.network.values, "name": config.network.head.name}
         terms = {field: in_network[key] for field, key in FIXED.items()}
     if (given.folder / store.FILE).exists():
@@ -318,7 +318,7 @@ def open_access(
         except ValueError as error:
             raise ConfigError(str(error)) from None
     signer = Master(config.swarm.run_id, master, verify_signature)
-    parameters, codec = network.head.exchanged, config.miner.codec
+    parameters, codec = network.head.exchanged, config.rounds.codec
     try:
         # A later version of the network's file may have any of the product's codecs.
         largest = largest_upload(parameters, codec)

@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             given += ["--neuron.run_folder", str(options.source)]
         given += flags
         config = load_config("validator", given, file=OPERATORS_FILE, check=False)
-        adapters = config.network is not None and config.network.head.kind == "lora"
+        adapters = config.network.head.kind == "lora"
         if adapters and not options.merge and (options.sequences or options.sample):
             raise ConfigError(
                 "--eval and --sample need the whole model, and this network trains adapters, so "
@@ -250,19 +250,18 @@ def model_card(
     ``merge``: adapters are in their base.
     """
     network, library, load = config.network, "transformers", _LOAD_MODEL.format(name)
-    if network is not None and network.head.kind == "lora" and not merge:
+    if network.head.kind == "lora" and not merge:
         base, _, commit = str((network.head.settings or {}).get("base", "")).partition("@")
         of_base = f'"{base}", revision="{commit}"' if commit else f'"{base or _FOLDER}"'
         library, load = "peft", _LOAD_ADAPTERS.format(name, of_base)
-    rows = {"Outer step": outer_step, "Tokenizer": config.miner.global_tokenizer_name}
-    if network is not None:
-        rows = {
-            "Network": f"{network.head.name}, version {network.head.version} of its file",
-            "Run": network.values["run_id"],
-            "Signed by": network.values["chain.master_hotkey"],
-            "Parameters": network.head.parameters,
-            **rows,
-        }
+    rows = {
+        "Network": f"{network.head.name}, version {network.head.version} of its file",
+        "Run": network.values["run_id"],
+        "Signed by": network.values["chain.master_hotkey"],
+        "Parameters": network.head.parameters,
+        "Outer step": outer_step,
+        "Tokenizer": config.miner.global_tokenizer_name,
+    }
     of_hub = config.data.source == "hub"
     rows |= {"Data": config.data.dataset if of_hub else config.data.source}
     rows |= {"Measured": figures} if figures else {}

@@ -226,7 +226,7 @@ def outer_rule_of(
 
 def rule_of_network(config: Config) -> OuterRule:
     """Return the outer rule of a network, as :func:`outer_rule_of`. Raises ConfigError."""
-    return outer_rule_of(config.training, config.exchange, codec=config.validator.codec)
+    return outer_rule_of(config.training, config.rounds.exchange, codec=config.rounds.codec)
 
 
 def _refuse_network(rule: OuterRule, exchange: str | None, codec: str) -> str:

@@ -57,7 +57,7 @@ class AveragingValidator(StoreValidator):
     def __post_init__(self) -> None:
         super().__post_init__()
         config, own = self.config, self.member.hotkey
-        after = config.validator.average_after.total_seconds()
+        after = config.rounds.average_after.total_seconds()
         self._membership = Membership(self.member.chain.neurons, own, own, after)
         self._open_peer = partial(open_peer, config, self.member, self.folder)
         self.peer: ChildProcess  # since the start
@@ -81,7 +81,7 @@ class AveragingValidator(StoreValidator):
     def _choose_awaited(self, serial: int, miners: Sequence[Neuron]) -> frozenset[str]:
         members = self.standings.present()
         hotkeys = [miner.hotkey for miner in miners if miner.uid in members]
-        most = self.config.validator.sample or len(hotkeys)
+        most = self.config.rounds.sample or len(hotkeys)
         drawn = self._draw(serial).sample(hotkeys, min(most, len(hotkeys)))
         # Another validator takes no place of the sample. It is looked at too, because its first
         # upload makes it a member.

@@ -164,7 +164,7 @@ class CloseJudge:
         self.judge = replace(self.judge, secret=self._samples.secret)
         self.standings = self.reporter.standings
         self.state: GlobalState  # since the start
-        self._grace = self.config.validator.grace.total_seconds()
+        self._grace = self.config.rounds.grace.total_seconds()
         self._uploads = self.folder / "uploads"  # uploads of the present close
         self._patience = max(_SILENT, self._grace)  # seconds that one upload has to come
         self._seed = self.config.validator.seed or secrets.randbits(62)
@@ -249,7 +249,7 @@ class CloseJudge:
     def _missing(self, close: Intake, miners: Sequence[Neuron], now: float) -> bool:
         """Return whether there is somebody to wait for."""
         judged = close.accepted.keys() | close.refused.keys()
-        few = len(close.accepted) < self.config.validator.least
+        few = len(close.accepted) < self.config.rounds.least
         if now < close.ends:
             awaited = {miner.uid for miner in miners if miner.hotkey in close.awaited}
             return few or bool(close.waiting) or not awaited <= judged
@@ -355,7 +355,7 @@ class CloseJudge:
 
     def _miners(self) -> list[Neuron]:
         """List the members that may upload: registered, with a uid of the network, and not us."""
-        most, own = self.config.validator.max_uids, self.member.hotkey
+        most, own = self.config.rounds.max_uids, self.member.hotkey
         miners = [n for n in self.member.chain.neurons() if n.uid < most and n.hotkey != own]
         self.standings.sync(miners)
         return miners
@@ -530,7 +530,7 @@ class CloseJudge:
 
     def _count_steps(self, close: Intake, merged: Sequence[Merged]) -> int:
         """Return by how many inner steps the outer step moves the schedule."""
-        most = int(_MOST_STEPS_OF_A_SECOND * self.config.validator.period.total_seconds())
+        most = int(_MOST_STEPS_OF_A_SECOND * self.config.rounds.period.total_seconds())
         claims = list(zip(measured(merged), (one.inner_steps for one in merged), strict=True))
         return count_steps(claims, self.steps.history, close.state.closes_at, most)
 

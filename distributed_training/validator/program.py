@@ -107,8 +107,7 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> ValidatorParts:
 
     Raises ConfigError, NetworkFailure.
     """
-    assert config.network is not None  # load_config names one
-    settings, member = config.validator, join_subnet(config, stack)
+    member = join_subnet(config, stack)
     store = open_own(config.store, config.store.global_model_name)
     check_own(store)
     outer_step, read = place_of_bucket(config, folder, store), BucketReader(store).version
@@ -125,7 +124,7 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> ValidatorParts:
     tokenizer_path, eos_id = fetch_tokenizer(config, folder)
     try:
         held_out = held_out_batches(
-            config, tokenizer_path, eos_id, sequences=settings.held_out_sequences
+            config, tokenizer_path, eos_id, sequences=config.validator.held_out_sequences
         )
         pages = pages_of(config, tokenizer_path, eos_id)
     except PageUnavailable as error:
@@ -143,7 +142,7 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> ValidatorParts:
     return ValidatorParts(
         member=member,
         store=store,
-        open_bucket=PeerBuckets(config.store, member.chain, large=settings.grace).of_miner,
+        open_bucket=PeerBuckets(config.store, member.chain, large=config.rounds.grace).of_miner,
         pages=pages,
         held_out=held_out,
         versions=versions,
@@ -170,7 +169,7 @@ def follow_rules(config: Config, parts: ValidatorParts) -> Callable[[int, str], 
 
     def follow(outer_step: int, finished: str) -> None:
         nonlocal problem, shown, due
-        if versions is None or config.network is None:
+        if versions is None:
             return
         found = versions.look_beside(config.network.place)
         wanted = versions.newest, finished
@@ -222,8 +221,7 @@ def run_validator(
             write_json(folder / "instance.json", {"pid": os.getpid()})
             stack.enter_context(dashboard(config, folder))
             write_settings(config, folder)
-            if config.network is not None:
-                save_copy(config.network, folder)
+            save_copy(config.network, folder)
             parts = connect(config, folder, stack)
             validator, state, found = build(
                 config, parts, folder=folder, stop=signals.stop, stack=stack
@@ -260,7 +258,7 @@ def build(
     """
     if parts.versions is not None:
         config = under(config, parts.versions.in_force)
-    settings, record = config.validator, EventLog.open(folder).write
+    rounds, record = config.rounds, EventLog.open(folder).write
     # A rule that breaks its promises is refused before anything is published.
     rule_of_network(config)
     master = Master(config.swarm.run_id, config.miner.master_ss58_address, parts.verify)
@@ -291,7 +289,7 @@ def build(
             evaluator=Evaluator(model, parts.pages, assigned=not config.data.own),
             schema=state.schema,
             run_id=config.swarm.run_id,
-            codec=settings.codec,
+            codec=rounds.codec,
             verify=parts.verify,
             secret=secrets.randbits(62),
         ),
@@ -302,8 +300,8 @@ def build(
             chain=parts.member.chain,
             standings=load_standings(config, folder / LEDGER),
             record=record,
-            least=settings.least,
-            round_seconds=(settings.grace + config.round_period / 2).total_seconds(),
+            least=rounds.least,
+            round_seconds=(rounds.grace + rounds.period / 2).total_seconds(),
             run_folder=folder,
         ),
         after_step=exports.after,
@@ -319,7 +317,6 @@ def find_state(
 
     Raises ConfigError, GlobalStateError, StoreError.
     """
-    settings = config.validator
     if parts.member.hotkey != master.hotkey:
         raise ConfigError(
             f"this network is led by its master {master.hotkey} only, and --wallet.hotkey is "
@@ -330,7 +327,7 @@ def find_state(
         folder / "global",
         master,
         parts.member.wallet.hotkey.sign,
-        keep_uploads=settings.keep_uploads,
+        keep_uploads=config.rounds.keep_uploads,
     )
     if steps.load():
         state = steps.read_state()
@@ -367,7 +364,7 @@ def initial_state(config: Config) -> GlobalState:
     folder that cannot be used.
     """
     network = config.network
-    if network is None or network.model is None:
+    if network.model is None:
         raise ConfigError(
             "the network's file does not say its model and the global bucket is empty, so nothing "
             "was published: give the file that dt-network init has written, or let make run start "

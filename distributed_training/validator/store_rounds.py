@@ -146,7 +146,7 @@ class StoreValidator(CloseJudge):
         self._standings_path = self.folder / LEDGER
         self._losses: dict[str, float]  # losses of the state on each domain, since the start
         self.finished = ""  # why no round is called any more
-        self._period = self.config.round_period.total_seconds()
+        self._period = self.config.rounds.period.total_seconds()
         self._weights_due = Throttle(self._period / 4)
         self._close: Intake | None = None
         self._reached_step: _Reached | None = None
@@ -380,7 +380,7 @@ class StoreValidator(CloseJudge):
             self._blame(close, uid, "copy", why)
         self._judge_clipped(close)
         close.accepted = {one.uid: one for one in share_alike([*close.accepted.values()])}
-        least = self.config.validator.least
+        least = self.config.rounds.least
         if len(close.accepted) < least:
             detail = f"{lines.counted(len(close.accepted), 'upload')} accepted of {len(close.came)}"
             return self._move(close, TOO_FEW, f"{detail}, {least} are needed", now)
@@ -427,7 +427,7 @@ class StoreValidator(CloseJudge):
         of_close = _OF_NO_CLOSE | of_close
         return Manifest(
             run_id=self.judge.run_id,
-            rules_id=self.config.rules_id,
+            rules_id=self.config.network.rules_id,
             outer_step=state.outer_step,
             weights=weights,
             momentum=momentum,
@@ -471,7 +471,7 @@ class StoreValidator(CloseJudge):
             closed_at=close.state.closes_at,
             serial=close.state.serial,
             made_at=now,
-            files=files if state.outer_step % self.config.validator.weights_every == 0 else {},
+            files=files if state.outer_step % self.config.rounds.weights_every == 0 else {},
         )
         # Next to the scores that count: the manifest in the store decides which ones do.
         with suppress(OSError):

@@ -12,7 +12,6 @@ import psutil
 import pytest
 import torch.multiprocessing as mp
 
-from distributed_training.common.ports import free_ports
 from distributed_training.miner.events import Action, Command, DataPart
 from distributed_training.miner.rank_group import rank_variables
 from distributed_training.miner.ranks import join_ranks
@@ -30,9 +29,9 @@ SCRIPT = [
 ]
 
 
-def _rank(rank: int, world_size: int, port: int, folder: str, store: str) -> None:
-    os.environ.update(rank_variables(rank, world_size=world_size, port=port))
-    os.environ[RANK_STORE] = store  # "": as torchrun starts them
+def _rank(rank: int, world_size: int, folder: str) -> None:
+    os.environ.update(rank_variables(rank, world_size=world_size))
+    os.environ[RANK_STORE] = str(Path(folder, "store"))
     ranks = join_ranks(
         environ=os.environ,
         timeout=timedelta(seconds=30),
@@ -59,12 +58,9 @@ def _rank(rank: int, world_size: int, port: int, folder: str, store: str) -> Non
     ranks.close()
 
 
-@pytest.mark.parametrize("store", ["", "a file"])
-def test_all_ranks_see_the_same_commands(store: str, tmp_path: Path) -> None:
-    (port,) = free_ports(1)
+def test_all_ranks_see_the_same_commands(tmp_path: Path) -> None:
     forked.prepare()
-    file = store and str(tmp_path / store)
-    mp.start_processes(_rank, (2, port, str(tmp_path), file), nprocs=2, start_method="forkserver")
+    mp.start_processes(_rank, (2, str(tmp_path)), nprocs=2, start_method="forkserver")
     first, second = ((tmp_path / name).read_text() for name in "01")
     assert first == second
     assert first.splitlines() == ["{'uid': 227}", *map(str, SCRIPT), "True", "False"]
@@ -117,14 +113,14 @@ os._exit(0)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can play another account")
 def test_another_account_of_the_machine_cannot_reach_the_ranks_store(tmp_path: Path) -> None:
     memory = os.memfd_create("ranks")  # as the launcher makes it
-    store, (port,), go = f"/proc/{os.getpid()}/fd/{memory}", free_ports(1), tmp_path / "go"
+    store, go = f"/proc/{os.getpid()}/fd/{memory}", tmp_path / "go"
     (tmp_path / "rank.py").write_text(RANK)
     (tmp_path / "stranger.py").write_text(STRANGER)
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, memory)
         ranks = []
         for rank in range(2):
-            environ = rank_variables(rank, world_size=2, port=port) | {RANK_STORE: store}
+            environ = rank_variables(rank, world_size=2) | {RANK_STORE: store}
             log = tmp_path / f"{rank}.log"
             ranks.append(forked.Program(tmp_path / "rank.py", str(go), environ=environ, log=log))
             stack.callback(ranks[-1].kill)
@@ -136,7 +132,7 @@ def test_another_account_of_the_machine_cannot_reach_the_ranks_store(tmp_path: P
             for connection in psutil.Process(process.pid).net_connections()
             if connection.status == "LISTEN"
         }
-        asked = map(str, (store, port, *ports))
+        asked = map(str, (store, *ports))
         elsewhere = Path(tempfile.gettempdir())
         found = forked.run(tmp_path / "stranger.py", *asked, environ={}, folder=elsewhere)
         assert found.returncode == 0 and not found.stdout, found.stdout + found.stderr

@@ -162,7 +162,7 @@ def test_a_member_has_nothing_of_hivemind_in_its_memory_and_nobody_can_connect_t
 ) -> None:
     """It runs through no other files than those of PHASES."""
     world = World(tmp_path, ranks=1)
-    environ = {**os.environ, **rank_variables(0, world_size=1, port=0)}
+    environ = {**os.environ, **rank_variables(0, world_size=1)}
     # Not a fork, whose server has imported all that tests need.
     log = (world.folder / "traced.log").open("w")
     places = str(world.folder), str(world.bucket), world.exchange

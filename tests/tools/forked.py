@@ -27,8 +27,8 @@ from typing import Any
 
 import pytest
 
-from distributed_training.common.ports import free_ports
 from distributed_training.miner.rank_group import rank_variables
+from distributed_training.miner.run_folder import RANK_STORE
 
 ROOT = Path(__file__).parents[2]
 #: The clock is replaced before anybody keeps it.
@@ -132,13 +132,13 @@ class Ranks:
         world_size: int = 2,
         log: Path | None = None,
     ) -> None:
-        (port,) = free_ports(1)
         self.folder, name = folder, f"{script}-{time.time_ns()}"
+        meet = {RANK_STORE: str(folder / f"{name}.meet")}
         self.processes = [
             Program(
                 ROOT / "tests" / "tools" / f"{script}.py",
                 *arguments,
-                environ=rank_variables(rank, world_size=world_size, port=port),
+                environ=rank_variables(rank, world_size=world_size) | meet,
                 log=log or folder / f"{name}-{rank}.log",
             )
             for rank in range(world_size)

@@ -162,6 +162,5 @@ def _averaging(config: Config) -> Config:
     from datetime import timedelta
 
     grace, after = timedelta(seconds=LONGEST), timedelta(seconds=AFTER)
-    fields["miner"] = dataclasses.replace(config.miner, grace=grace, average_after=after)
-    fields["validator"] = dataclasses.replace(config.validator, grace=grace, average_after=after)
+    fields["rounds"] = dataclasses.replace(config.rounds, grace=grace, average_after=after)
     return AveragingConfig(**{**fields, "swarm": swarm})

@@ -12,6 +12,7 @@ from pathlib import Path
 from distributed_training.common.processes import without_secrets, write_stacks_on_signal
 from distributed_training.config import Config
 from distributed_training.miner.run_folder import (
+    RANK_STORE,
     Heartbeat,
     rank_environment,
     write_exit_status,
@@ -53,7 +54,8 @@ def run_rank(config: Config) -> int:
     secret = config.values["r2.write_secret_access_key"]
     ready.write_text(secret.get_secret_value() if secret else "")
     beat = Heartbeat(folder, me.rank)
-    until = folder / f"stop-{os.environ['MASTER_PORT']}"  # of this start of the ranks
+    start = os.stat(os.environ[RANK_STORE]).st_ino  # of the file through which these ranks meet
+    until = folder / f"stop-{start}"
     while True:
         beat()
         if me.rank == 0 and stop and mode != "stuck":

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distributed_training
 from distributed_training.common.processes import leave
+from distributed_training.miner.run_folder import RANK_STORE
 from tests.tools.member_world import (
     played,
     save_starts,
@@ -50,7 +51,13 @@ def whole(model: nn.Module) -> list[torch.Tensor]:
 
 
 def run(kind: str, folder: Path) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(os.environ[RANK_STORE], WORLD),
+        rank=RANK,
+        world_size=WORLD,
+        timeout=timedelta(seconds=60),
+    )
     bucket = folder / "bucket"
     config = json.loads((bucket / "outer" / "0" / "config.json").read_text())
     model = wrapped(kind, script_model(config, seed=RANK + os.getpid()))

@@ -46,7 +46,6 @@ from tests.tools.validator_world import (
     config_of,
     pages,
     sequences,
-    settings,
 )
 
 PERIOD, GRACE = 600.0, 120.0  # seconds
@@ -140,7 +139,7 @@ class StoreMiner:
             serial=state.serial,
             hotkey=self.pair.ss58_address,
             start=digest_of(self.start),
-            codec=self.world.config.validator.codec,
+            codec=self.world.config.rounds.codec,
             inner_steps=4,
             tokens=4 * 16 * LENGTH,
             pages=self.pages,
@@ -211,13 +210,13 @@ class StoreWorld:
         **changes: Any,
     ) -> None:
         self.folder, self.uids = folder, tuple(uids)
-        base = config_of(folder, settings(**changes))
+        base = config_of(folder)
         self.master = keypair("master")
-        rules = {"exchange": "store", "master_ss58_address": self.master.ss58_address}
-        rules |= {"period": timedelta(seconds=PERIOD)}
+        rules = {"exchange": "store", "period": timedelta(seconds=PERIOD)} | changes
         config = replace(
             base,
-            miner=replace(base.miner, **rules),
+            rounds=replace(base.rounds, **rules),
+            miner=replace(base.miner, master_ss58_address=self.master.ss58_address),
             store=replace(base.store, access="own" if own else "registry"),
         )
         self.config = change(config)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from distributed_training.config import Config
-from distributed_training.config.settings import ValidatorSettings
+from distributed_training.config.settings import RoundSettings, ValidatorSettings
 from distributed_training.protocol.pages import place_of
 from distributed_training.telemetry import read_events
 from tests.tools.network import ALICE, network_file
@@ -79,9 +79,7 @@ class Events:
         return [e for e in self.all if e["kind"] == kind]
 
 
-def config_of(
-    folder: Path, settings: ValidatorSettings, *flags: str, signer: Any = ALICE, **model: Any
-) -> Config:
+def config_of(folder: Path, *flags: str, signer: Any = ALICE, **model: Any) -> Config:
     """A validator's, for the small model above, or for one that is changed by ``model``."""
     rules = RULES | {"model.config": MODEL_CONFIG | model}
     words = {
@@ -91,13 +89,5 @@ def config_of(
     }
     argv = [word for name, value in words.items() for word in (f"--{name}", value)]
     config = load_config("validator", [*argv, *flags], environ={}, dotenv=None, check=False)
-    return replace(config, validator=settings)
-
-
-def settings(**changes: Any) -> ValidatorSettings:
-    small = ValidatorSettings(
-        period=timedelta(minutes=1),
-        tick=timedelta(milliseconds=10),
-        seed=1,
-    )
-    return replace(small, **changes)
+    quick = ValidatorSettings(tick=timedelta(milliseconds=10), seed=1)
+    return replace(config, validator=quick, rounds=RoundSettings(period=timedelta(minutes=1)))

@@ -203,7 +203,7 @@ def test_another_validator_takes_no_place_of_a_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def averages(config: Config) -> Config:
-        return replace(config, miner=replace(config.miner, exchange="hivemind"))
+        return replace(config, rounds=replace(config.rounds, exchange="hivemind"))
 
     world = StoreWorld(tmp_path, own=True, begun=False, change=averages, sample=2)
     for uid in (30, 31):

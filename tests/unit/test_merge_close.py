@@ -42,7 +42,7 @@ def test_a_codec_from_outside_is_uploaded_judged_merged_and_audited(tmp_path: Pa
     import_plugins(["tests.toys.codec"])
 
     def change(config: Config) -> Config:
-        return replace(config, validator=replace(config.validator, codec="eight"))
+        return replace(config, rounds=replace(config.rounds, codec="eight"))
 
     world = StoreWorld(tmp_path, change=change)
     for n in (1, 2):

@@ -14,11 +14,12 @@ from distributed_training.exchange.base import Close
 from distributed_training.miner import events as ev
 from distributed_training.miner.events import (
     Action,
+    Applied,
     MinerState,
     Mode,
     Rules,
+    Send,
     Stage,
-    Task,
     Upload,
 )
 from distributed_training.miner.rounds import decide
@@ -84,7 +85,7 @@ TABLE: list[tuple[str, MinerState, ev.Event, tuple[Any, ...]]] = [
     ("a roll-back, and the place is of another outer step", replace(TRAINING, place=(11, 800)),
      ev.RolledBack(Progress(12)), ()),
     ("a roll-back to the outer step before, whose update is asked for", PLACED,
-     ev.RolledBack(Progress(11)), (Task.REPORT_APPLIED,)),
+     ev.RolledBack(Progress(11)), (Applied(11),)),
     ("ticks mean nothing while it trains", TRAINING, ev.Tick(9e9), ()),
     ("a stop while training", TRAINING, ev.StopRequested("SIGTERM"), (Action.STOP,)),
     ("one stop is enough", STOPPING, ev.StopRequested("SIGTERM"), ()),
@@ -92,6 +93,8 @@ TABLE: list[tuple[str, MinerState, ev.Event, tuple[Any, ...]]] = [
     ("the close: upload, then a checkpoint that knows of it",
         TRAINING, REACHED, (Action.WRITE_UPLOAD, Action.CHECKPOINT)),
     ("at the first step that counts", EARLY, step(5), (Action.WRITE_UPLOAD, Action.CHECKPOINT)),
+    ("or at a tick, where a roll-back has overtaken the upload", replace(TRAINING, reached=REACHED),
+        ev.Tick(1.0), (Action.WRITE_UPLOAD, Action.CHECKPOINT)),
     ("not before", EARLY, step(4), ()),
     ("of an outer step that is not ours", TRAINING, ev.CloseReached(Close(11, 3, 0, 0)), ()),
     ("a second time for one close", replace(TRAINING, upload=UPLOAD), REACHED, ()),
@@ -99,7 +102,7 @@ TABLE: list[tuple[str, MinerState, ev.Event, tuple[Any, ...]]] = [
     ("the close moved: once more", OVER, AGAIN, (Action.WRITE_UPLOAD, Action.CHECKPOINT)),
     ("an update is at hand: too late", APPLIES, REACHED, ()),
     ("upload and checkpoint are there",
-        replace(TRAINING, upload=UPLOAD), ev.UploadWritten(CLOSE), (Task.SEND_UPLOAD,)),
+        replace(TRAINING, upload=UPLOAD), ev.UploadWritten(CLOSE), (Send(CLOSE),)),
     ("those of a close that has moved",
         replace(TRAINING, upload=Upload(AGAIN)), ev.UploadWritten(CLOSE), ()),
     ("twice", SENT, ev.UploadWritten(CLOSE), ()),
@@ -115,14 +118,14 @@ TABLE: list[tuple[str, MinerState, ev.Event, tuple[Any, ...]]] = [
     ("whole weights, also older ones", TRAINING,
         ev.UpdateReady(whole(3), 1.0), (Action.OUTER_STEP,)),
     ("committed: no checkpoint is needed, and the next one is awaited", APPLIES,
-        ev.OuterStepEnded(True, 13), (Action.FOLLOW_SCHEDULE, Task.REPORT_APPLIED)),
+        ev.OuterStepEnded(True, 13), (Action.FOLLOW_SCHEDULE, Applied(13))),
     ("not committed", APPLIES, ev.OuterStepEnded(False, 12, "memory"), ()),
     ("asked for again, not at once", WAITS, ev.Tick(5059.0), ()),
-    ("but after a minute", WAITS, ev.Tick(5060.0), (Task.REPORT_APPLIED,)),
+    ("but after a minute", WAITS, ev.Tick(5060.0), (Applied(12),)),
     ("the second time whole weights",
-        replace(WAITS, update_failures=2), ev.Tick(5060.0), (Task.FETCH_WEIGHTS,)),
+        replace(WAITS, update_failures=2), ev.Tick(5060.0), (Applied(12, wants_weights=True),)),
     ("rolled back to an earlier outer step: its updates are asked for again",
-        SENT, ev.RolledBack(Progress(11)), (Task.REPORT_APPLIED,)),
+        SENT, ev.RolledBack(Progress(11)), (Applied(11),)),
     ("stop", SENT, ev.StopRequested("SIGTERM"), (Action.STOP,)),
 ]
 # fmt: on
@@ -182,9 +185,8 @@ class World:
     def handle_event(self, event: ev.Event) -> None:
         self.state, follows = decide(self.state, event, RULES)
         for action in follows:
-            if action is Task.SEND_UPLOAD:
-                assert self.state.upload is not None
-                close = self.state.upload.close
+            if isinstance(action, Send):
+                close = action.close
                 assert self.checkpoint == (close.outer_step, close.serial), "a kill would not know"
                 assert self.handle is not None and self.handle.ended
                 self.sent.append((close.outer_step, close.serial))
@@ -207,8 +209,8 @@ class World:
             case None if state.mode is not Mode.STOPPING:
                 self.inner_steps += 1
                 self.handle_event(step())
-            case Action.WRITE_UPLOAD if state.upload is not None:
-                close = state.upload.close
+            case Action.WRITE_UPLOAD if state.to_write is not None:
+                close = state.to_write.close
                 self.handle, self.written = Handle(), close.serial
                 self.writes.append((close.outer_step, close.serial))
                 assert close.outer_step == self.held
@@ -288,32 +290,6 @@ def test_uploads_are_sent_once_and_known_and_steps_continue_in_any_order_of_even
     assert world.pending == [Action.STOP]
 
 
-def test_an_upload_is_sent_when_file_and_checkpoint_are_there_and_not_before() -> None:
-    world = World()
-    world.handle_event(REACHED)
-    for _ in range(2):
-        world.boundary()
-    assert world.handle is not None
-    world.handle.ended = True
-    world.poll()
-    assert not world.sent, "the checkpoint is still being written"
-    world.saved[-1] = True
-    for _ in range(2):
-        world.poll()
-    assert world.sent == [(12, 3)] and world.state.mode is not Mode.STOPPING
-
-
-def test_an_upload_that_a_roll_back_overtakes_is_made_again_within_the_grace() -> None:
-    world = World()
-    world.handle_event(REACHED)
-    for _ in range(2):
-        world.boundary()
-    world.handle_event(DIVERGED)
-    world.boundary()
-    world.handle_event(ev.Tick(1.0))
-    assert world.pending == [Action.WRITE_UPLOAD, Action.CHECKPOINT] and not world.sent
-
-
 def test_a_checkpoint_from_before_an_upload_is_not_the_one_that_knows_it() -> None:
     begun, _ = decide(TRAINING, REACHED, RULES)
     early, _ = decide(begun, ev.CheckpointBegun(12, lambda: True), RULES)
@@ -355,7 +331,7 @@ def test_progress_is_written_each_so_many_steps_after_the_gate() -> None:
         wanted = []
         for number in range(first, last + 1):
             state, follows = decide(state, step(number), rules)
-            assert follows in ((), (Action.WRITE_PROGRESS,))
+            assert follows in ((), (Action.WRITE_UPLOAD,))
             wanted += [number] * len(follows)
         return wanted
 
@@ -369,7 +345,7 @@ def test_progress_is_written_each_so_many_steps_after_the_gate() -> None:
     written = state.progress.end_of_writing()
     assert written == ev.UploadWritten(none)
     state, follows = decide(state, written, rules)
-    assert follows == (Task.SEND_PROGRESS,) and state.progress is not None
+    assert follows == (Send(none),) and state.progress is not None
     assert state.progress.end_of_writing() is None and train(10, 11) == []
     state, _ = decide(state, ev.UploadEnded(none), rules)
     assert train(12, 12) == [12]

@@ -26,7 +26,7 @@ def test_a_status_is_of_the_process_that_wrote_it(tmp_path: Path) -> None:
     me = run_folder.listening_ranks(tmp_path)[0]
     assert me.pid == os.getpid() and me.find() is not None
     written = run_folder.read_exit_status(tmp_path, pid=me.pid)
-    assert written == (ExitStatus.DEREGISTERED, "deregistered", False)
+    assert written == run_folder.Ending(ExitStatus.DEREGISTERED, "deregistered", False, me.pid)
     assert run_folder.read_exit_status(tmp_path) == written
     assert run_folder.read_exit_status(tmp_path, pid=me.pid + 1) is None
     forget_ranks(tmp_path)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import Mock
 
 import pytest
@@ -49,7 +49,7 @@ def test_a_start_with_a_checkpoint_does_not_wait_for_the_network(tmp_path: Path)
         held_weights=lambda: tmp_path / "4",
         manifest=lambda step: SimpleNamespace(total_inner_steps=200),
     )
-    assert build.first_weights(rounds, lambda: True, resumes=True) == (4, tmp_path / "4", 200)
+    assert build.first_weights(rounds, resumes=True) == (4, tmp_path / "4", 200)
 
 
 def test_weights_that_do_not_fit_end_a_first_start_and_are_not_asked_of_a_checkpoint() -> None:
@@ -107,18 +107,12 @@ def test_a_checkpoint_of_the_old_hivemind_kind_is_refused_with_the_remedy(
     before = sorted(folder.rglob("*"))
 
     def train(config: Any, me: Any, place: Path, stop: Any, stack: ExitStack) -> Any:
-        build.open_connections(config, place, stack, lambda: True, lambda event: None)
+        build.open_connections(config, place, stack, lambda event: None)
 
     status, (told, reason, outside) = rank_ends(train)
     assert status == told == ExitStatus.BAD_CONFIGURATION and not outside
     assert "old hivemind kind" in reason and "\n" not in reason
     assert sorted(folder.rglob("*")) == before
-
-
-def test_a_stop_ends_the_wait_of_a_start() -> None:
-    wanted = iter([True, False])
-    with pytest.raises(network_watch.StopBeforeStart):
-        network_watch.pause_start(lambda: next(wanted))
 
 
 def test_a_rank_that_stops_as_ordered_has_not_failed() -> None:
@@ -154,10 +148,16 @@ def test_whatever_ends_rank_0s_start_ends_the_others_at_once(
     assert (status, reason) == ((1, str(error) or "StopNow") if failed else (0, ""))
 
 
+class Ended(NamedTuple):
+    status: int
+    reason: str
+    outside: bool
+
+
 @pytest.fixture
 def rank_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Callable[..., Any]], tuple[int, run_folder.Ending | None]]:
+) -> Callable[[Callable[..., Any]], tuple[int, Ended | None]]:
     """``run_rank`` of rank 0 with a played continuation after its first steps."""
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -168,9 +168,11 @@ def rank_ends(
     config = config_of()
     monkeypatch.setattr(start, "make_run_folder", lambda _: tmp_path)
 
-    def run(played: Callable[..., Any]) -> tuple[int, run_folder.Ending | None]:
+    def run(played: Callable[..., Any]) -> tuple[int, Ended | None]:
         monkeypatch.setattr(start, "train", played)
-        return start.run_rank(config), run_folder.read_exit_status(tmp_path)
+        status, told = start.run_rank(config), run_folder.read_exit_status(tmp_path)
+        ended = Ended(told.status, told.reason, told.outside) if told else None
+        return status, ended
 
     return run
 

@@ -39,7 +39,7 @@ STOPS = [
 def founded(folder: Path, stop: dict[str, Any]) -> StoreWorld:
     """A network whose file has this ``[stop]``."""
     file = network_file(folder / "file", {"exchange": "store", **stop})
-    loaded = rules_at(file, "validator").validator
+    loaded = rules_at(file, "validator").rounds
     names = ("stop_outer_steps", "stop_tokens", "stop_loss")
     return StoreWorld(folder, **{name: getattr(loaded, name) for name in names})
 
@@ -80,7 +80,6 @@ def test_the_bucket_says_that_the_network_is_finished_as_soon_as_it_answers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     world = founded(tmp_path, {})
-    assert world.config.network is not None
     versions = Versions(world.config.network, tmp_path)
     parts = replace(world.parts(), versions=versions)
     follow = follow_rules(world.config, parts)

@@ -61,12 +61,11 @@ def test_a_store_network_has_no_key_of_a_swarm(tmp_path: Path, kind: Kind) -> No
     rules = store_rules(round__bits=2, store__hosts=["cdn.example.org:8443"])
     assert "swarm" not in rules and "compression" not in rules
     config = load(rules, tmp_path, kind)
-    of_kind = config.miner if kind == "miner" else config.validator
-    assert config.exchange == of_kind.exchange == "store" and of_kind.codec == "2-bit"
-    assert config.round_period.total_seconds() == 400 * 12
-    assert config.miner.grace.total_seconds() == 300
+    assert config.rounds.exchange == "store" and config.rounds.codec == "2-bit"
+    assert config.rounds.period.total_seconds() == 400 * 12
+    assert config.rounds.grace.total_seconds() == 300
     assert config.store.hosts == ("cdn.example.org:8443",)
-    assert not config.has_bucket and config.miner.keep_uploads == 8
+    assert not config.has_bucket and config.rounds.keep_uploads == 8
 
 
 @pytest.mark.parametrize("exchange", ["store", "hivemind"])
@@ -137,9 +136,9 @@ def test_a_founder_is_asked_for_nothing_of_a_swarm(
     assert found(folder, "--slowest-link", "1", "--miners", "4") == 0
     said = capsys.readouterr().out
     config = read(folder, "validator")
-    assert config.network is not None and config.exchange == "store"
+    assert config.rounds.exchange == "store"
     needed = grace_seconds(config.network.head.parameters, "4-bit", 1.0, period=4800)
-    assert config.miner.grace.total_seconds() == needed == 70
+    assert config.rounds.grace.total_seconds() == needed == 70
     assert "a member sends 1.0 MB within 70s" in said and "with 4 members the store keeps" in said
     assert "a key that reads, writes and deletes objects of the global bucket lab" in said
     assert not (folder / "validator" / "swarm").exists()
@@ -171,7 +170,8 @@ def test_init_takes_a_public_chain_where_each_member_has_a_bucket(
     assert main([*words, "--netuid", "5", "--set", "store.access=own"]) == 0
     assert "two keys of the global bucket lab" in capsys.readouterr().out
     config = read(tmp_path / "lab")
-    assert config.exchange == "store" and config.has_bucket and config.store.endpoint_url is None
+    assert config.rounds.exchange == "store"
+    assert config.has_bucket and config.store.endpoint_url is None
 
 
 @pytest.mark.parametrize("codec", OWN_CODECS)

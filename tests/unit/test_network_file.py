@@ -102,12 +102,11 @@ def test_a_refusal_repeats_little_of_a_file(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize("kind", ["miner", "validator"])
 def test_the_documents_example_is_a_network(tmp_path: Path, kind: str) -> None:
     config = load(EXAMPLE, tmp_path, kind=kind)
-    assert config.network and config.rules_id == config.network.digest[:12]
-    assert config.swarm.run_id != config.rules_id
+    assert config.network.rules_id == config.network.digest[:12] != config.swarm.run_id
     assert config.chain.registry_url == "https://registry.example.org"
     assert config.miner.master_ss58_address == ALICE.ss58_address
     assert config.store.global_model_name == "example-model"
-    assert config.averages and config.miner.grace.total_seconds() == 900
+    assert config.averages and config.rounds.grace.total_seconds() == 900
     assert config.sources["training.sequence_length"] == (
         f"training.sequence_length in {tmp_path / 'network.toml'}"
     )

@@ -37,7 +37,6 @@ def next_version(
     config: Config, text: str, at: int, *changes: tuple[str, str], signer: Keypair = ALICE
 ) -> str:
     """Return the signed version after the one of ``config``, whose file is ``text``."""
-    assert config.network is not None
     for old, new in changes:
         assert old in text
         text = text.replace(old, new)
@@ -169,12 +168,11 @@ def test_a_version_replaces_only_the_rules_of_the_file(tmp_path: Path) -> None:
         ("[training]\n", '[training]\nschedule = "constant"\ndecay_from = 200\ndecay_steps = 9\n'),
         (f"learning_rate = {rates['training.learning_rate']}\n", "learning_rate = 0.5\n"),
     )
-    assert config.network is not None
     versions = Versions(config.network, tmp_path / "run")
     later = under(config, versions.add(text))
     assert (later.training.learning_rate, later.training.decay_from) == (0.5, 200)
     assert (later.data.source, later.swarm.dht_port) == ("stdlib", 9)
-    assert later.rules_id != config.rules_id and later.swarm == config.swarm
+    assert later.network.rules_id != config.network.rules_id and later.swarm == config.swarm
     assert config.training.learning_rate != 0.5
     assert Schedule.of(later.training).rate(100) == 0.5
     assert under(later, config.network) == config
@@ -196,7 +194,6 @@ def test_published_files_are_read_where_they_lie_by_the_rules_of_every_version(
     rules = {"name": "lab", "data.source": "parquet:data", **pinned}
     path = Path(network_file(tmp_path / "founder", rules))
     config = config_of(path, tmp_path / "run")
-    assert config.network is not None
     change = ("[training]\n", '[training]\nschedule = "constant"\n')
     text = next_version(config, path.read_text(), 3, change)
     later = under(config, Versions(config.network, tmp_path / "run").add(text))

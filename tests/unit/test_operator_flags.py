@@ -81,7 +81,6 @@ def test_a_key_of_the_other_exchange_has_no_value(tmp_path: Path) -> None:
         check=False,
     )  # fmt: skip
     assert config.get("round.average_after") is None and config.get("round.grace") is not None
-    assert config.round_period == config.miner.period
     peers = load_config("validator", ["--network", "local"], environ=KEYS, dotenv=None)
     assert peers.get("round.average_after").total_seconds() == 5
-    assert peers.round_period.total_seconds() == 60
+    assert peers.rounds.period.total_seconds() == 60

@@ -121,7 +121,7 @@ def test_an_invitation_is_good_for_each_version_that_descends_from_its_own(
     words = ["--network", f"{URL}/network.toml#{pinned}", "--neuron.run_folder", str(lab / "run")]
     if fault in ("none", "direct"):
         found = load_config("miner", words, environ={}, dotenv=None, check=False)
-        assert found.network is not None and found.network.head.version == 3
+        assert found.network.head.version == 3
         return
     with pytest.raises(ConfigError, match=r"ask the founder for a new|404") as refused:
         load_config("miner", words, environ={}, dotenv=None, check=False)
@@ -138,7 +138,6 @@ def test_a_run_keeps_its_invitation_and_revokes_one_that_it_replaces(
         asked.append(command)
         config = load_config("miner", ["--network", str(lab / "network.toml")], environ={},
                              dotenv=None, check=False)  # fmt: skip
-        assert config.network is not None
         line = f"dt-join {URL}/network.toml#{config.network.digest}.secret{len(asked)}"
         said = f"invitation id{len(asked)}, good for 5 until then; a secret\n\n{line}\n"
         return subprocess.CompletedProcess(command, 0, said, "")
@@ -147,7 +146,6 @@ def test_a_run_keeps_its_invitation_and_revokes_one_that_it_replaces(
 
     def start() -> str:
         config = rules_at(lab / "network.toml", "validator")
-        assert config.network is not None
         founder._invite(founder.FounderPlan.of(lab, {}), config.network)
         return place.read_text()
 

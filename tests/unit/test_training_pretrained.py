@@ -325,7 +325,6 @@ def test_a_later_start_and_an_export_change_no_bit(
     words = ["--from", str(network.folder / "validator"), *network.words]
     assert export.main([str(made), *words]) == 0
     assert "exported the model of outer step 0" in capsys.readouterr().out
-    assert config.network is not None
     digest = digest_weights(first.weights)
     assert config.network.head.weights == digest
     content = json.loads((made / "config.json").read_text())

@@ -36,7 +36,6 @@ from tests.tools.store_world import StoreWorld, keypair
 from tests.tools.validator_world import (  # noqa: F401
     config_of,
     one_thread,
-    settings,
 )
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("own_logging")]
@@ -54,7 +53,7 @@ def run(world: StoreWorld, config: Config) -> int:
 
 
 def _config(tmp_path: Path, *flags: str, **model: Any) -> Config:
-    return config_of(tmp_path / "run", settings(), *flags, signer=keypair("master"), **model)
+    return config_of(tmp_path / "run", *flags, signer=keypair("master"), **model)
 
 
 def test_a_global_bucket_of_another_founder_is_not_changed() -> None:
