@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
         config = load_config("miner", argv, file=OPERATORS_FILE)
     except ConfigError as error:
         return exit_with(error, of_service=True)
-    # Set this here: the launcher imports no torch and refuses a wrong flag at once.
+    # Do this only in a rank: the launcher needs none of it, and refuses a wrong flag at once.
     set_rank_environment()
     from distributed_training.common.processes import leave
 
@@ -101,8 +101,7 @@ def load_settings(argv: Sequence[str]) -> Config:
         from distributed_training.telemetry.run_state import LauncherFile
 
         folder = run_folder_of(argv)
-        # This is also for a first start in a miner's folder: create nothing where a mount is
-        # missing.
+        # Make the folder also at a first start of a miner, but not where a mount is missing.
         if (OPERATORS_FILE.exists() or Path(".env").exists()) and late_mount(folder) is None:
             with contextlib.suppress(OSError):
                 folder.mkdir(exist_ok=True, parents=not folder.is_absolute())
@@ -157,7 +156,7 @@ def set_rank_environment() -> None:
                 f"interface: it has {', '.join(known)}",
                 file=sys.stderr,
             )
-    with contextlib.suppress(OSError):  # torchrun has just been there
+    with contextlib.suppress(OSError):  # torchrun has just resolved the same name
         found = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(found[0], found[1]) as route:
             route.connect(found[4])  # sends nothing

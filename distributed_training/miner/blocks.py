@@ -168,7 +168,7 @@ class Blocks:
             case ev.RolledBack(progress=Progress(outer_step=outer_step), kept=kept):
                 saved = kept.get("rank_zero", {}).get("blocks", {})
                 self._begin(outer_step, int(saved.get("next", 0)))
-                # It is lost which part of the block was trained on, so the rest could not be named.
+                # Which part of the block was trained on is lost, so no upload can name the rest.
                 self._named, self._remaining = tuple(saved.get("pages", ())), 0
             case _:
                 return
@@ -210,8 +210,7 @@ class Blocks:
         return {
             "next": self._next[self._outer_step],
             "pages": [*self._named],
-            # Keep the order of their turn, so that a restart trains on the same blocks in the same
-            # order.
+            # Keep their order, so that a restart trains on the same blocks in the same order.
             "ahead": [*self._queue, *self._ahead],
             "since_step": [*self._since_step],
             "uid": self._uid,

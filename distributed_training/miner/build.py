@@ -118,7 +118,7 @@ class StartupInfo:
     global_outer_step: int = 0
     inner_steps: int = 0  # taken by the network before that outer step
     hotkey: str = ""
-    rules: str = ""  # the version of the network's file that holds; empty: as the file given
+    rules: str = ""  # text of the network's file that holds; empty: the file that was given
     problem: str = ""  # why there is no start; the other ranks leave quietly then
 
 
@@ -516,7 +516,7 @@ def build_rounds(
         training.trainer,
         context.ranks,
         uploads=uploads_folder(context.folder),
-        header=Header(  # but for the close and the pages; the trainer fills in the rest
+        header=Header(  # without close and pages; the trainer fills in the rest
             kind="upload",
             run_id=context.config.swarm.run_id,
             outer_step=0,
@@ -605,7 +605,7 @@ def resume_training(
         log.info(
             "Resumed at outer step %d, inner step %d", progress.outer_step, progress.inner_step
         )
-        # The checkpoint may be of before the place was known.
+        # The checkpoint may be older than what is known of the network's place.
         trainer.follow_schedule(info.global_outer_step, info.inner_steps)
         return kept
     try:

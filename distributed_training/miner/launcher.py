@@ -85,7 +85,7 @@ log = logging.getLogger(__name__)
 
 #: Time from SIGTERM to SIGKILL, and then for the kernel. pm2's kill_timeout covers both.
 TERMINATE_GRACE = timedelta(seconds=5)
-#: Rank 0 has ended as it wanted but others run on: they hang in a collective nobody will complete.
+#: Time for the other ranks after rank 0 has ended: then they hang in a collective without an end.
 LINGER = timedelta(seconds=15)
 #: Failures in a row before giving up; ranks that ran for STEADY count as healthy again.
 RESTARTS = 5
@@ -93,8 +93,8 @@ STEADY = timedelta(minutes=10)
 FIRST_WAIT, LONGEST_WAIT = timedelta(seconds=1), timedelta(seconds=60)
 LONGEST_PAUSE = timedelta(minutes=5)  # between two tries while the outside refuses
 
-#: Level of the last line, by status. Other statuses need somebody, since nothing starts the miner
-#: again.
+#: Level of the last line, by status. With any other status an operator must act, because nothing
+#: starts the miner again.
 _LEVELS = {
     ExitStatus.STOPPED: logging.INFO,
     ExitStatus.FINISHED: logging.INFO,
@@ -312,7 +312,7 @@ class _Supervisor:
     ) -> None:
         self._config, self._settings, self._program = config, config.miner, program
         self._folder, self._signals, self._outages = folder, signals, outages
-        self._entered: dict[Phase, float] = {}  # since the ranks were started, and when
+        self._entered: dict[Phase, float] = {}  # phases since the start of the ranks, and when
         self._failures: list[str] = []  # how ranks ended that did so by themselves
         self._looks = Throttle(_LOOK)
         self._warned = False  # whether the log has said that a stop takes longer than asked for
@@ -400,14 +400,14 @@ class _Supervisor:
             self._group.start()
         except OSError as error:  # no memory, no process or no descriptor left
             log.warning("The ranks cannot be started (%s)", error)
-            # Some may run: with those of the next start they would hold the GPUs.
+            # Some ranks may run, and would hold the GPUs that the next start needs.
             self._group.end(settle=timedelta(0), grace=TERMINATE_GRACE)
             return Ending(ExitStatus.FAULT)
         forced, hung = self._follow()
         ended = self._group.end(settle=timedelta(0) if forced else SETTLE, grace=TERMINATE_GRACE)
         if ended and not forced:
             log.warning("Ended what the ranks left behind: %s", "; ".join(ended))
-        # Whatever rank 0 wrote before: it was killed.
+        # This counts whatever rank 0 wrote before, because it was killed.
         if hung:
             return Ending(ExitStatus.FAULT)
         written, stopping = self._written, self._is(Phase.STOPPING)
@@ -514,7 +514,7 @@ class _Supervisor:
         # Later endings are this launcher's own doing.
         if self._failures:
             return
-        # Rank 0 that could write its reason down is reported by that.
+        # If rank 0 has written its reason down, that reports it.
         own = () if self._written is None else ("rank 0 ",)
         self._failures = [line for line in self._group.endings if not line.startswith(own)]
         for line in self._failures:
