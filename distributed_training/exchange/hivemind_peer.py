@@ -34,7 +34,7 @@ from typing import Any, AsyncIterator  # noqa: UP035 - hivemind knows streams by
 import hivemind
 import psutil
 import torch
-from hivemind.averaging import DecentralizedAverager
+from hivemind.averaging import DecentralizedAverager, averager
 from hivemind.averaging.allreduce import AllreduceException, AllReduceRunner
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.partition import BannedException, TensorPartContainer, TensorPartReducer
@@ -43,6 +43,7 @@ from hivemind.p2p import P2P, P2PContext, P2PHandlerError, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture
 from hivemind.utils.asyncio import as_aiter, azip, enter_asynchronously
+from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr
 from torch import Tensor
 
@@ -352,6 +353,15 @@ class Peer:
                 tensor.mul_(order.longest * scale / norm)
 
 
+def _own_the_log() -> None:
+    """Let what hivemind logs go where our lines go; its own handler writes stacks, unmasked."""
+    if os.environ.get("HIVEMIND_LOGLEVEL") != "DEBUG":  # who debugs wants the stacks
+        use_hivemind_log_handler("nowhere")
+        # It logs each average that fails as an error, and our answer says why it failed.
+        logging.getLogger(averager.__name__).setLevel(logging.CRITICAL)
+    log.setLevel(logging.INFO)
+
+
 def main(peer_class: type[Peer] = Peer) -> None:
     """Carry out the parent's orders until a process ends; ``peer_class``: another one in tests.
 
@@ -364,7 +374,7 @@ def main(peer_class: type[Peer] = Peer) -> None:
     write_stacks_on_signal()
     parent = ParentConnection(plugins=False)
     parent.forward_log()
-    log.setLevel(logging.INFO)
+    _own_the_log()
     torch.set_num_threads(1)
     signal.alarm(_START)
     settings = parent.receive()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import socket
 import time
@@ -283,3 +284,22 @@ def test_an_all_reduce_ends_with_the_grace_of_its_close() -> None:
     # Of hivemind's own limit nobody fetches the error, so its log has an ERROR for each round.
     with pytest.raises(AllreduceException, match="not ended with the grace of the close"):
         asyncio.run(Slow()._aggregate_with_group(group, 0))
+
+
+def test_a_failed_average_is_no_stack_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    from hivemind.averaging import averager
+    from hivemind.utils import logging as hivemind_logging
+
+    from distributed_training.exchange import hivemind_peer
+
+    try:
+        hivemind_peer._own_the_log()
+        of_hivemind = logging.getLogger("hivemind")
+        assert of_hivemind.propagate
+        assert hivemind_logging._default_handler not in of_hivemind.handlers
+        averager.logger.exception(RuntimeError("the answer says this"))
+        logging.getLogger("hivemind.dht").warning("a line of its own")
+        assert {*caplog.messages} == {"a line of its own"}
+    finally:
+        averager.logger.setLevel(logging.NOTSET)
+        hivemind_logging.use_hivemind_log_handler("in_hivemind")
