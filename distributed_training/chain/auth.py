@@ -1,9 +1,9 @@
 """Authenticate a request by ``btauth/1``, and name each refusal.
 
-It is checked in two halves, so that the server can put its cheap checks between them:
+A request is checked in two halves, so that the server can put its cheap checks between them:
 :func:`read_claim` reads the headers' claims (nothing is proven yet), :func:`proven` verifies the
-signature (43 us). It signs the lines of :func:`_btauth_text`. It is bittensor's (its guide "Signed
-requests"), and is here because a member of a registry's network needs only the keys of bittensor.
+signature (43 us). A signature covers the lines of :func:`_btauth_text`. The scheme is
+bittensor's (its guide "Signed requests"), whose client a registry's members do not need.
 
 A nonce is the caller's clock in nanoseconds. A call is fresh while its nonce is at most some
 seconds old by our clock (:func:`check_fresh`). Whoever answers remembers the nonces of each hotkey.
@@ -82,15 +82,20 @@ def read_claim(headers: Mapping[str, str]) -> Claim:
 
 
 def check_fresh(claimed: Claim, now: int, *, skew: float) -> None:
-    """Raise Refused unless the nonce is fresh by our clock and at most ``skew`` seconds ahead.
+    """Raise RefusedRequest unless the nonce is fresh by our clock and at most ``skew`` s ahead.
 
     ``now``: our clock, in nanoseconds.
     """
     age = (now - claimed.nonce) / 1e9
-    if age > BTAUTH_MAX_AGE:
-        raise RefusedRequest(Refusal.STALE)
-    if -age > skew:
-        raise RefusedRequest(Refusal.FUTURE)
+    if -skew <= age <= BTAUTH_MAX_AGE:
+        return
+    refusal = Refusal.STALE if age > 0 else Refusal.FUTURE
+    side = "before" if age > 0 else "after"
+    message = (
+        f"{refusal.message}: it was signed {abs(age):.0f} s {side} this registry's time; see "
+        "whether timedatectl says 'synchronized: yes' on both machines"
+    )
+    raise RefusedRequest(refusal, message=message)
 
 
 def proven(claimed: Claim, headers: Mapping[str, str], body: bytes, *, path: str, own: str) -> None:

@@ -7,8 +7,8 @@ of both; of a write its length and MD5, too. An object that is there is not repl
 
 A write goes to a file of its own first, is compared, synced and only then named. The parts of an
 upload share one, next to the bucket, until it is complete, or aborted at the next close. A part is
-synced while the next one comes, and counts as there only then. A start aborts what is seven days
-old.
+synced while the next one arrives, and counts as present only after that. When a registry starts, it
+aborts uploads that are older than seven days.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from email.utils import formatdate
 from pathlib import Path
@@ -33,8 +33,7 @@ from urllib.parse import quote, unquote, urlencode
 from xml.sax.saxutils import escape
 
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response, StreamingResponse
 
 from distributed_training.common.files import atomic_file, is_full, name_new, sync_folder
 from distributed_training.store import presigned
@@ -51,9 +50,9 @@ from distributed_training.store.folder import FolderStore, info_of
 PREFIX = "/store/"  # beginning of the path of each URL
 SECRET = "store.key"  # file of the key in the registry's folder
 _KEPT = 7 * 86400.0  # seconds for which parts are kept that nobody puts together
-_BEHIND = 2  # parts of an upload that are not on the disk yet when its member has to wait
+_BEHIND = 2  # parts of an upload that may still be on their way to the disk
 _PIECE = 1024 * 1024  # bytes that are read or written at once
-_SENT = 128 * 1024  # bytes that are sent at once: a socket takes them mostly without a wait
+_SENT = 128 * 1024  # bytes that are sent at once: a socket usually accepts them without a wait
 _WHOLE = "whole"  # file in the folder of an upload in parts, with each part in its place
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
 _METHODS = {"get_object": "GET", "head_object": "HEAD", "put_object": "PUT", "upload_part": "PUT"}
@@ -91,7 +90,7 @@ class ServedFolder(FolderStore):
         self._url, self._secret = url.rstrip("/") + PREFIX, secret
         self._uploads = folder.with_name(f".parts-{folder.name}")
         self._uploads.mkdir(parents=True, exist_ok=True)
-        # Upload and number of a part -> its way to the disk, which its member does not wait for.
+        # Upload and number of a part -> its sync to the disk, for which its member does not wait.
         self._syncing: dict[tuple[Path, int], Future[None]] = {}
         self._syncs = ThreadPoolExecutor(4, thread_name_prefix="registry-sync")
         for left in self._uploads.glob("*.new"):  # left by a process that was killed
@@ -172,7 +171,8 @@ class ServedFolder(FolderStore):
         }
         if status == 206:
             headers["content-range"] = f"bytes {start}-{start + length - 1}/{info.size}"
-        return _File(file, 0 if request.method == "HEAD" else length, status, headers)
+        body = _pieces(file, 0 if request.method == "HEAD" else length)
+        return StreamingResponse(body, status, headers, "application/octet-stream")
 
     # writing
 
@@ -211,11 +211,9 @@ class ServedFolder(FolderStore):
                 file.seek((part.number - 1) * presigned.PART)
                 await self._receive(request, file, part.etag, sync=False)
                 handle = os.dup(file.fileno())
-            # Sync it while the next part comes. Where the disk falls behind the member waits, since
-            # whoever asks for its parts would wait for all of them.
-            behind = [
-                each for (of, _), each in self._syncing.items() if of == folder and not each.done()
-            ]
+            # Sync the part while the next one arrives. If the disk falls behind, the member waits
+            # here, because a caller that lists the parts has to wait for all of them.
+            behind = [each for each in self._syncs_of(folder).values() if not each.done()]
             self._syncing[folder, part.number] = self._syncs.submit(_sync_part, handle, mark)
             if len(behind) >= _BEHIND:
                 await _ends(behind)
@@ -223,14 +221,18 @@ class ServedFolder(FolderStore):
 
     def _await_syncs(self, key: str, folder: Path) -> None:
         """Wait until the parts of an upload are on the disk. Raises StoreError if one is not."""
-        for part, sync in list(self._syncing.items()):
-            if part[0] == folder:
-                try:
-                    with self._errors(key):
-                        sync.result()
-                finally:
-                    if self._syncing.get(part) is sync:  # no newer part of this number came
-                        self._syncing.pop(part, None)
+        syncs = self._syncs_of(folder)
+        wait(syncs.values())  # first of all, since another thread may ask for the same parts
+        for part, sync in syncs.items():
+            if self._syncing.get(part) is sync:  # no newer part of this number came
+                self._syncing.pop(part, None)
+        with self._errors(key):
+            for sync in syncs.values():
+                sync.result()
+
+    def _syncs_of(self, folder: Path) -> dict[tuple[Path, int], Future[None]]:
+        # Copy the dictionary, which other threads change.
+        return {part: sync for part, sync in list(self._syncing.items()) if part[0] == folder}
 
     async def _receive(
         self, request: Request, file: IO[bytes], md5: str, *, sync: bool = True
@@ -249,7 +251,7 @@ class ServedFolder(FolderStore):
                 blocks.append(block)
                 size += len(block)
                 if size >= _PIECE:
-                    await writing  # wait for the write of the piece before; this one came meanwhile
+                    await writing  # the write of the piece before, while this piece arrived
                     writing = asyncio.ensure_future(asyncio.to_thread(write, blocks))
                     blocks, size = [], 0
         finally:  # the file is closed after this, also if the client has gone
@@ -285,7 +287,7 @@ class ServedFolder(FolderStore):
 
     def list_multiparts(self, prefix: str = "") -> list[MultipartInfo]:
         found, begins = [], quote(prefix, safe="")
-        for name in os.listdir(self._uploads):  # go by names only, since hundreds begin at a close
+        for name in os.listdir(self._uploads):  # read only names, because hundreds begin at a close
             if name.startswith(begins) and "~" in name:
                 key, _, upload_id = name.rpartition("~")
                 with suppress(OSError):
@@ -313,13 +315,13 @@ class ServedFolder(FolderStore):
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
         folder = self._upload(key, upload_id)
-        with suppress(StoreError):  # it is not wanted any more
+        with suppress(StoreError):  # nobody needs the parts any more
             self._await_syncs(key, folder)
         shutil.rmtree(folder, ignore_errors=True)
 
 
 async def _ends(syncs: Sequence[Future[None]]) -> None:
-    """Wait until these have ended; a part that is not on the disk then has no mark."""
+    """Wait until these syncs have ended. A part whose sync failed has no mark."""
     await asyncio.gather(*map(asyncio.wrap_future, syncs), return_exceptions=True)
 
 
@@ -333,32 +335,19 @@ def _sync_part(handle: int, mark: Path) -> None:
 
 
 def _name(temporary: Path, target: Path) -> None:
-    """Name a file that is synced; FileExistsError where there is one."""
+    """Give a synced file its name. Raises FileExistsError if there is such a file."""
     target.parent.mkdir(parents=True, exist_ok=True)
     name_new(temporary, target)
     sync_folder(target.parent)
 
 
-class _File(Response):
-    """``length`` bytes of an open file from where it stands, read as the client takes them."""
-
-    def __init__(
-        self, file: IO[bytes], length: int, status: int, headers: Mapping[str, str]
-    ) -> None:
-        super().__init__(None, status, headers, "application/octet-stream")
-        self._file, self._length = file, length
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        left, request = self._length, Request(scope, receive)
-        start = {"type": "http.response.start", "status": self.status_code}
-        with self._file as file:
-            await send({**start, "headers": self.raw_headers})
-            while left > 0 and not await request.is_disconnected():
-                piece = await asyncio.to_thread(file.read, min(_PIECE, left))
-                if not piece:
-                    raise OSError(f"{file.name} was cut")  # the client notices it by the length
-                for at in range(0, len(piece), _SENT):
-                    left -= len(body := piece[at : at + _SENT])
-                    await send({"type": "http.response.body", "body": body, "more_body": left > 0})
-            if not self._length:
-                await send({"type": "http.response.body", "body": b""})
+async def _pieces(file: IO[bytes], length: int) -> AsyncIterator[bytes]:
+    """Yield ``length`` bytes of an open file from where it stands, as its client reads them."""
+    with file:
+        while length:
+            piece = await asyncio.to_thread(file.read, min(_PIECE, length))
+            if not piece:
+                raise OSError(f"{file.name} was cut")  # the client notices it by the length
+            length -= len(piece)
+            for at in range(0, len(piece), _SENT):
+                yield piece[at : at + _SENT]

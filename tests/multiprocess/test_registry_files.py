@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +24,12 @@ from distributed_training.registry.files import PREFIX, ServedFolder
 from distributed_training.registry.service import Limits
 from distributed_training.store import presigned
 from distributed_training.store.base import PartInfo, md5_of
-from distributed_training.store.errors import PreconditionError, TransientError, UploadMissingError
+from distributed_training.store.errors import (
+    PreconditionError,
+    StoreError,
+    TransientError,
+    UploadMissingError,
+)
 from distributed_training.store.s3 import base64_md5
 from tests.tools import tls_proxy
 from tests.tools.access_world import AccessWorld
@@ -146,6 +153,31 @@ def test_parts_are_put_together_once_and_left_ones_go(
     assert [m.upload_id for m in folder.list_multiparts("uploads/1/")] == [other]
     ServedFolder(folder._folder, url="http://127.0.0.1:1", secret=b"secret")
     assert folder.list_multiparts() == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_two_who_ask_for_the_parts_of_one_upload_both_wait_for_the_disk(
+    folder: ServedFolder, fails: bool
+) -> None:
+    upload, written = folder.create_multipart("uploads/1/big"), threading.Event()
+    held, part = folder._upload("uploads/1/big", upload), PartInfo(1, 3, md5_of(b"abc"))
+
+    def sync() -> None:
+        assert written.wait(60)
+        if fails:
+            raise OSError(errno.EIO, "Input/output error")
+        (held / f"{part.number}-{part.size}-{part.etag}").touch()
+
+    folder._syncing[held, 1] = folder._syncs.submit(sync)
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(folder.list_parts, "uploads/1/big", upload) for _ in range(2)]
+        assert not wait(asked, timeout=0.2).done, "the disk has not answered"
+        written.set()
+        if fails:
+            assert all(isinstance(each.exception(60), StoreError) for each in asked)
+        else:
+            assert [each.result(60) for each in asked] == [[part]] * 2
+    assert folder.list_parts("uploads/1/big", upload) == ([] if fails else [part])
 
 
 def test_an_upload_in_parts_survives_a_restart(

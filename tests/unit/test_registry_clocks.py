@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distributed_training.chain.auth import BTAUTH_MAX_AGE, Claim, RefusedRequest
+from distributed_training.chain.auth import BTAUTH_MAX_AGE, Claim, RefusedRequest, check_fresh
 from distributed_training.chain.base import ChainError
 from distributed_training.config import ConfigError
 from distributed_training.protocol.metadata import LONGEST
-from distributed_training.registry import service, store
+from distributed_training.registry import store
 from distributed_training.registry.store import CLOCK_SKEW, Charter, Registry, Replayed
 from tests.tools.chain_memory import MemoryLedger
 from tests.tools.chain_world import MINER, PEER, STRANGER, VALIDATOR
@@ -66,7 +66,7 @@ class World:
     def call(self, hotkey: str, nonce: int) -> None:
         """Make a write as the service does. Raises Refused, Replayed."""
         claim = Claim(hotkey, "", nonce)
-        service._check_fresh(claim, round(self.read("registry") * NS))
+        check_fresh(claim, round(self.read("registry") * NS), skew=CLOCK_SKEW)
         self.registry.write(hotkey, nonce, lambda: self.registry.join(hotkey))
         self.accepted.append((hotkey, nonce))
 
