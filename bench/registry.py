@@ -34,6 +34,7 @@ from bench.common import parser, served, table
 from distributed_training.chain.identity import Wallet
 from distributed_training.chain.registry import KEPT, RegistryChain
 from distributed_training.common.ports import free_ports
+from distributed_training.config.settings import ChainSettings
 from distributed_training.registry.store import Charter, Registry
 
 INTERVAL = 6.0  # seconds between two polls of one miner, at 12 seconds per block
@@ -111,7 +112,7 @@ def serve(folder: Path, count: int, seconds: float, **how: bool) -> tuple[Measur
     (port,) = free_ports(1)
     with served("--port", str(port), "--folder", str(folder)) as pid:
         url = f"http://127.0.0.1:{port}"
-        chain = RegistryChain(url=url, wallet=FOUNDER, poll_interval=timedelta(seconds=6))
+        chain = RegistryChain(ChainSettings(registry_url=url), FOUNDER)
         with closing(chain):
             assert chain.wait_ready(timedelta(seconds=30))
             return asyncio.run(_both(psutil.Process(pid), chain, url, count, seconds, **how))

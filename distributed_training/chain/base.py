@@ -112,7 +112,6 @@ class Chain(abc.ABC):
         self._ready = threading.Event()
         self._counts: Counter[str] = Counter()
         self._read_at: float | None = None
-        self._ahead_of_monotonic: float | None = None  # the chain's clock
         self._neurons: tuple[Neuron, ...] = ()
         self._commitments: dict[str, str] | None = None
         #: Why the chain cannot be used now; empty if it can, if it was not asked yet, or if nobody
@@ -125,31 +124,23 @@ class Chain(abc.ABC):
         self,
         neurons: tuple[Neuron, ...],
         commitments: dict[str, str] | None,
-        *,
-        seconds: float | None = None,
     ) -> None:
         """Replace the state by one read of the chain.
 
         ``neurons``: by uid. ``commitments``: the texts by hotkey; None: they could not be read.
-        ``seconds``: the chain's clock, since the epoch. Raises ChainError for a list that cannot be
-        the network's; the state then stays.
+        Raises ChainError for a list that cannot be the network's; the state then stays.
         """
         if self._expected is not None and find(neurons, self._expected) is None:
             raise ChainError(f"its list of members lacks the master hotkey {self._expected}")
-        self._show(neurons)
-        if commitments is not None:
-            self._commitments = commitments
-        self._read_at = self._monotonic()
-        if seconds is not None:
-            self._ahead_of_monotonic = seconds - self._read_at
-        self._counts["reads"] += 1
-        self._ready.set()
-        self.on_read()
-
-    def _show(self, neurons: tuple[Neuron, ...]) -> None:
         # For readers the same object means no news, so keep it if nothing has changed.
         if neurons != self._neurons:
             self._neurons = neurons
+        if commitments is not None:
+            self._commitments = commitments
+        self._read_at = self._monotonic()
+        self._counts["reads"] += 1
+        self._ready.set()
+        self.on_read()
 
     def state(self, chain: str) -> ChainState | None:
         """Return the state for a later start; None before all of it was read."""
@@ -166,7 +157,7 @@ class Chain(abc.ABC):
         # Use the wall clock only here, since it may be set while the miner runs.
         self._read_at = self._monotonic() - (time.time() - state.at)
         self._commitments = dict(state.commitments)
-        self._show(state.neurons)
+        self._neurons = state.neurons
         self._ready.set()
 
     @contextmanager
@@ -217,11 +208,6 @@ class Chain(abc.ABC):
         ``reads`` and ``failures`` (reads that failed); ``writes`` and ``writes_failed``.
         """
         return dict(self._counts)
-
-    def clock(self) -> float | None:
-        """Return the time on the chain's clock, in seconds since the epoch; None: not known."""
-        ahead = self._ahead_of_monotonic
-        return None if ahead is None else ahead + self._monotonic()
 
     def age(self) -> timedelta:
         """Return the time since the last successful read; ``timedelta.max`` when there was none."""

@@ -52,9 +52,9 @@ def how_to_register(settings: ChainSettings) -> str:
 
 
 def _open_registry(settings: ChainSettings, wallet: Wallet | None, master: str | None) -> Chain:
-    from .registry import open_registry
+    from .registry import RegistryChain
 
-    return open_registry(settings, wallet, master)
+    return RegistryChain(settings, wallet, master)
 
 
 def _open_subtensor(settings: ChainSettings, wallet: Wallet | None, master: str | None) -> Chain:
@@ -63,10 +63,7 @@ def _open_subtensor(settings: ChainSettings, wallet: Wallet | None, master: str 
     return BittensorChain(settings=settings, wallet=wallet, master=master)
 
 
-CHAINS.register(
-    "registry",
-    ChainKind(_open_registry, lambda settings: "dt-join INVITATION"),
-)
+CHAINS.register("registry", ChainKind(_open_registry, lambda settings: "dt-join INVITATION"))
 CHAINS.register(
     "bittensor",
     ChainKind(

@@ -21,11 +21,7 @@ from datetime import timedelta
 from typing import Annotated, Any, NamedTuple
 
 import httpx
-from pydantic import (
-    Field,
-    SecretStr,
-    TypeAdapter,
-)
+from pydantic import Field, TypeAdapter
 
 from distributed_training.common import http
 from distributed_training.common.addresses import keeps_secrets
@@ -37,7 +33,7 @@ from distributed_training.network import NetworkFileError
 from distributed_training.network_place import certificates
 from distributed_training.protocol.network_report import NetworkReport
 
-from .base import Chain, ChainError, ChainUnavailable, Neuron
+from .base import Chain, ChainError, ChainUnavailable, Neuron, find
 from .identity import Wallet
 
 log = logging.getLogger(__name__)
@@ -53,8 +49,6 @@ _MOST_BYTES = 16 * 2**20  # bytes of an answer; 4096 neurons have 2 MB, or 11 wi
 _OURS = "could not be asked, by a fault of this program"  # stands in place of "does not answer"
 _CLOCK_APART = 4.0  # seconds, from which a refused write names the clocks
 
-_Row = tuple[int, Neuron | None, str | None]
-
 
 @dataclass(frozen=True)
 class RegistryState:
@@ -68,9 +62,18 @@ class RegistryState:
     start: Annotated[str, Field(pattern="^[0-9a-f]{1,32}$")]
     version: int
     time: float
-    rows: tuple[_Row, ...] = ()
+    rows: tuple[tuple[int, Neuron, str | None], ...] = ()
     expelled: tuple[str, ...] = ()
     etag: str = ""  # etag of the rows and of the expelled hotkeys
+
+    def writes_of(self, hotkey: str) -> dict[str, dict[str, Any]]:
+        """Return the writes that the rows show of ``hotkey``, by kind; none if it has no uid."""
+        for _, neuron, text in self.rows:
+            if neuron.hotkey == hotkey:
+                peer = {"peer": neuron.peer} if neuron.peer else {}
+                serve = {"ip": neuron.ip, "port": neuron.port, **peer}
+                return {"serve": serve, "commit": {"text": text}}
+        return {}
 
 
 _STATE = TypeAdapter(RegistryState)
@@ -118,32 +121,25 @@ def _reading(status: int) -> Iterator[None]:
 
 
 class RegistryChain(Chain):
-    """A chain over HTTP or HTTPS.
+    """A chain over HTTP or HTTPS: the registry that ``settings`` name.
 
     ``master``: hotkey that must have created the registry; None: the creator of the first registry
-    that answers. ``invitation``: for :meth:`register`. ``poll_interval``: between two
-    polls. ``timeout`` covers one call. ``private``: all machines
-    are in one private network, so an invitation may be sent over http.
+    that answers. ``timeout`` covers one call.
     """
 
     def __init__(
         self,
-        *,
-        url: str,
+        settings: ChainSettings,
         wallet: Wallet | None,
         master: str | None = None,
-        invitation: SecretStr | None = None,
-        poll_interval: timedelta = timedelta(seconds=6),
+        *,
         timeout: timedelta = timedelta(seconds=10),
-        private: bool = False,
     ) -> None:
         super().__init__()
-        self._url = url.rstrip("/")
+        self._url = str(settings.registry_url).rstrip("/")
+        self._settings = settings
         self._wallet = wallet
         self._master = master
-        self._invitation = invitation
-        self._private = private
-        self._interval = poll_interval
         try:
             verify = certificates() if self._url.startswith("https") else False
         except NetworkFileError as error:
@@ -190,7 +186,7 @@ class RegistryChain(Chain):
         They are secrets. Raises RefusedWrite (Busy: too often) and, if it may help to ask again,
         ChainError.
         """
-        self._refuse_plain("access")
+        self._refuse_plain("access", "a signed URL is")
         return self._write("access", dict(request), changes=False)
 
     def expel(self, hotkey: str, *, again: bool = False) -> dict[str, Any]:
@@ -248,17 +244,15 @@ class RegistryChain(Chain):
                 raise ChainError(f"{kind}: {_why(error)} at {self._url}") from error
 
     def _registration(self) -> dict[str, Any]:
-        if self._invitation is None:
+        if self._settings.invitation is None:
             return {}
-        self._refuse_plain("register")
+        self._refuse_plain("register", "an invitation is")
         # The setting may be the whole line that `dt-network invite` prints.
-        return {"invitation": self._invitation.get_secret_value().rpartition(".")[2]}
+        return {"invitation": self._settings.invitation.get_secret_value().rpartition(".")[2]}
 
-    def _refuse_plain(self, kind: str) -> None:
-        """Raise ChainError unless a secret may travel to the registry and back."""
-        if not keeps_secrets(self._url, private=self._private):
-            whats = {"register": "an invitation is", "access": "a signed URL is"}
-            what = whats.get(kind, "keys are")
+    def _refuse_plain(self, kind: str, what: str) -> None:
+        """Raise RefusedWrite unless a secret may travel to the registry and back."""
+        if not keeps_secrets(self._url, private=self._settings.private):
             raise RefusedWrite(
                 f"{kind}: {what} a secret, and {self._url} is not https, so it was not sent: its "
                 "founder gives an https:// URL as chain.url of the network's file, or private = "
@@ -280,7 +274,8 @@ class RegistryChain(Chain):
             raise RefusedWrite(f"{kind}: this registry does not know it")
         if answer.status != 200:
             message = str(given)[:300]
-            apart = time.time() - (self.clock() or time.time())
+            seen, now = self._seen, time.time()
+            apart = 0.0 if seen is None else now - seen.time - self.age().total_seconds()
             if abs(apart) >= _CLOCK_APART:
                 # The registry's own text has the remedy already.
                 message = (
@@ -352,10 +347,11 @@ class RegistryChain(Chain):
         return hotkey in self.all_expelled
 
     def _poll(self) -> None:
-        backoff = Backoff(first=min(self._interval, _FIRST_WAIT), longest=_LONGEST_WAIT)
+        interval = self._settings.poll_interval
+        backoff = Backoff(first=min(interval, _FIRST_WAIT), longest=_LONGEST_WAIT)
         try:
             while not self._stop.is_set():
-                wait = self._interval * random.uniform(0.9, 1.1)  # miners do not poll in step
+                wait = interval * random.uniform(0.9, 1.1)  # miners do not poll in step
                 try:
                     with self._lock:
                         self._read_state()
@@ -387,26 +383,13 @@ class RegistryChain(Chain):
     def _read_state(self) -> None:
         """Ask for the changes since the last answer; with the lock held."""
         state, seen = self._ask(), self._seen
-        if seen is not None and state.start != seen.start:
-            own = self._wallet.ss58 if self._wallet is not None else ""
-            # Members that came back before us may have raised the version above ours.
-            uid = next((n.uid for n in self._neurons if n.hotkey == own), None)
-            there, lost = False, uid is not None
-            for _, neuron, text in state.rows:
-                if neuron is not None and neuron.hotkey == own:
-                    shown = {
-                        "serve": {
-                            "ip": neuron.ip,
-                            "port": neuron.port,
-                            **({"peer": neuron.peer} if neuron.peer else {}),
-                        },
-                        "commit": {"text": text},
-                    }
-                    there, lost = True, {**shown, **self._written} != shown
-            if lost or state.version < seen.version:
-                # The registry came back without some writes that we have read. Repeat ours before
-                # believing the state, since our older endpoint would look like that of somebody
-                # else.
+        own = self._wallet.ss58 if self._wallet is not None else ""
+        ours = find(self._neurons, own)
+        if seen is not None and state.start != seen.start and ours is not None:
+            shown = state.writes_of(own)
+            if {**shown, **self._written} != shown or not shown:
+                # The registry came back without a write of ours. Repeat it before the state is
+                # believed, because our older endpoint would look like that of somebody else.
                 log.warning(
                     "The registry at %s went back from version %d to %d: it was restored from an "
                     "older backup; endpoint and commitment are written again, nothing needs to be "
@@ -416,23 +399,18 @@ class RegistryChain(Chain):
                     state.version,
                 )
                 try:
-                    if uid is not None and not there:
-                        # Another uid would mean another bucket.
-                        self._post("register", {**self._registration(), "uid": uid})
-                        there = True
-                    for kind, fields in self._written.items() if there else ():
+                    if not shown:  # another uid would mean another bucket
+                        self._post("register", {**self._registration(), "uid": ours.uid})
+                    for kind, fields in self._written.items():
                         self._post(kind, fields)
                 except ChainError as refusal:
                     log.warning("The registry refused it: %s", refusal)
                 self._seen = None  # ask for the whole state again
                 state = self._ask()
-        found = {uid: (neuron, text) for uid, neuron, text in state.rows if neuron is not None}
-        rows = [found[uid] for uid in sorted(found)]
         self.all_expelled = frozenset(state.expelled)
-        texts = {n.hotkey: text for n, text in rows if text is not None}
+        texts = {neuron.hotkey: text for _, neuron, text in state.rows if text is not None}
         self._seen = state
-        neurons = tuple(neuron for neuron, _ in rows)
-        self._saw(neurons, texts, seconds=state.time)
+        self._saw(tuple(neuron for _, neuron, _ in state.rows), texts)
 
     def _ask(self) -> RegistryState:
         """Ask for the state. Raises httpx.HTTPError, Unusable."""
@@ -465,27 +443,13 @@ class RegistryChain(Chain):
             self._thread.join(self._timeout + 1)
 
 
-def open_registry(
-    settings: ChainSettings, wallet: Wallet | None, master: str | None = None
-) -> RegistryChain:
-    """Open the registry that ``settings`` name; see :class:`RegistryChain`."""
-    return RegistryChain(
-        url=str(settings.registry_url),
-        wallet=wallet,
-        master=master,
-        invitation=settings.invitation,
-        poll_interval=settings.poll_interval,
-        private=settings.private,
-    )
-
-
 @contextmanager
 def answering(
     settings: ChainSettings, wallet: Wallet | None, master: str | None = None
 ) -> Iterator[RegistryChain]:
     """Open a registry for one command, once it has answered. Raises ChainUnavailable."""
     logging.getLogger("distributed_training.chain").setLevel(logging.ERROR)  # one line is enough
-    with closing(open_registry(settings, wallet, master)) as chain:
+    with closing(RegistryChain(settings, wallet, master)) as chain:
         if not chain.wait_ready(_FIRST_ANSWER):
             raise ChainUnavailable(
                 f"the registry at {settings.registry_url} does not answer "

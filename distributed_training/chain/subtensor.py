@@ -1,6 +1,6 @@
 """The public chain, through bittensor 11's own client.
 
-It says who is registered, who may lead, where a member's own bucket is (its commitment) and where
+It shows who is registered, who may lead, where a member's own bucket is (its commitment) and where
 its DHT peer is (its axon, with the peer's id as the axon's certificate). One endpoint is asked,
 every few minutes and over a connection of its own. A read that fails leaves the last known state.
 
@@ -243,16 +243,10 @@ def _committed(entry: Any) -> str:
     match entry:
         case {"info": {"fields": [{**field}]}} if len(field) == 1:
             ((kind, digits),) = field.items()
-        case _:
-            raise ValueError("not one field")
-    if not (isinstance(digits, str) and digits.startswith("0x")):
-        raise ValueError("not the bytes of a field")
-    if len(digits) > 2 + 2 * _LONGEST_COMMITMENT:
-        raise ValueError("too long")
-    raw = bytes.fromhex(digits[2:])
-    if kind != f"Raw{len(raw)}":
-        raise ValueError("not a field of that many bytes")
-    return raw.decode()
+            raw = bytes.fromhex(str(digits).removeprefix("0x"))
+            if kind == f"Raw{len(raw)}" and len(raw) <= _LONGEST_COMMITMENT:
+                return raw.decode()
+    raise ValueError("not one field of bytes")
 
 
 def _describe(error: object) -> str:

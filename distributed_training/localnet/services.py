@@ -27,7 +27,7 @@ from distributed_training.common.llama import local_llama_config
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import kill_tree, with_starter
 from distributed_training.config.installed import install
-from distributed_training.config.settings import Exchange
+from distributed_training.config.settings import ChainSettings, Exchange
 from distributed_training.config.types import ConfigError, parse_duration
 from distributed_training.founder import MASTER, RUN_FILE, FounderPlan
 from distributed_training.join_command import enter
@@ -520,21 +520,21 @@ class Services:
         for key, value in {**changed, **options.rules}.items():
             table, _, name = key.rpartition(".")
             (rules.setdefault(table, {}) if table else rules)[name] = value
-        text = signed(to_toml(rules), master.hotkey, nearby=str)
+        text = signed(to_toml(rules), master.hotkey)
         write_bytes(self.network, text.encode(), durable=False)
 
     def founders_chain(self) -> RegistryChain:
         """Open the chain as the validator, which created it, sees it. Close it."""
         from distributed_training.chain.registry import RegistryChain
 
-        return RegistryChain(url=self.chain_endpoint, wallet=self.wallet(self.plans[0]))
+        settings = ChainSettings(registry_url=self.chain_endpoint)
+        return RegistryChain(settings, self.wallet(self.plans[0]))
 
     # --- a neuron's flags and settings ------------------------------------------------------------
 
     def wallet(self, plan: NeuronPlan) -> Wallet:
         """Return the wallet of the validator, or of a miner that has joined."""
         from distributed_training.chain.identity import load_wallet
-        from distributed_training.config.settings import ChainSettings
 
         name = plan.name if plan.kind == "miner" else MASTER
         place = str(self._folder / "wallets")

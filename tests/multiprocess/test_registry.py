@@ -40,7 +40,7 @@ from distributed_training.registry.store import Registry, hash_of
 from tests.tools.chain_program import chain_program
 from tests.tools.chain_raw import trickle
 from tests.tools.chain_server_thread import RegistryServer
-from tests.tools.chain_world import MINER, PEER, STRANGER, VALIDATOR
+from tests.tools.chain_world import MINER, PEER, STRANGER, VALIDATOR, registry_at
 from tests.tools.network import network_file
 from tests.tools.waiting import wait_for
 
@@ -51,7 +51,7 @@ NETWORK = Path(__file__).parents[2] / "networks" / "local.toml"
 @contextmanager
 def chain_of(url: str, wallet: Wallet, **options: Any) -> Iterator[RegistryChain]:
     quick = timedelta(milliseconds=20)
-    with closing(RegistryChain(url=url, wallet=wallet, poll_interval=quick, **options)) as chain:
+    with closing(registry_at(url, wallet, poll_interval=quick, **options)) as chain:
         assert chain.wait_ready(timedelta(seconds=30))
         yield chain
 
@@ -303,9 +303,7 @@ class TestAdmission:
                     founder.revoke(id_)
 
     def test_an_invitation_travels_encrypted_only(self) -> None:
-        chain = RegistryChain(
-            url="http://203.0.113.9:1", wallet=PEER, invitation=SecretStr("token")
-        )
+        chain = registry_at("http://203.0.113.9:1", PEER, invitation=SecretStr("token"))
         with closing(chain), pytest.raises(ChainError, match="is not https"):
             chain.register()
 
@@ -348,7 +346,7 @@ def test_an_impossible_time_does_not_end_the_polling(monkeypatch: pytest.MonkeyP
         return RegistryAnswer(200, {}, json.dumps({**said, "time": seconds}).encode())
 
     monkeypatch.setattr(RegistryChain, "_fetch", fetch)
-    with closing(RegistryChain(url="http://127.0.0.1:1", wallet=MINER)) as chain:
+    with closing(registry_at("http://127.0.0.1:1", MINER)) as chain:
         assert chain.wait_ready(timedelta(seconds=20))
 
 
@@ -356,7 +354,7 @@ def test_an_answer_whose_head_never_ends_is_given_up() -> None:
     timeout = timedelta(seconds=0.5)  # of each read
     with trickle() as port:
         url = f"http://127.0.0.1:{port}"
-        with closing(RegistryChain(url=url, wallet=MINER, timeout=timeout)) as chain:
+        with closing(registry_at(url, MINER, timeout=timeout)) as chain:
             with pytest.raises(ChainError, match="its answer does not end"):
                 chain.commit("x" * 128)
             wait_for(lambda: chain.trouble == "its answer does not end")
@@ -375,7 +373,7 @@ def test_another_registry_is_not_believed(
             assert chain.uid(PEER.ss58) == 1 and chain.uid(STRANGER.ss58) is None
             with pytest.raises(ChainError, match="another receiver"):
                 chain.commit("x")
-        strict = RegistryChain(url=server.url, wallet=PEER, master=STRANGER.ss58)
+        strict = registry_at(server.url, PEER, STRANGER.ss58)
         server.start()
         with closing(strict):
             said = f"created by {VALIDATOR.ss58}, not by {STRANGER.ss58}"

@@ -25,7 +25,7 @@ from distributed_training.store.folder import FolderStore
 from distributed_training.store.presigned import AccessStore
 from distributed_training.store.s3 import S3ObjectStore
 from tests.tools.chain_server_thread import FAST, RegistryServer
-from tests.tools.chain_world import VALIDATOR
+from tests.tools.chain_world import VALIDATOR, registry_at
 from tests.tools.support_store import new_bucket, settings_for
 
 RUN_ID = "v1"
@@ -123,9 +123,9 @@ class AccessWorld:
     def chain(self, wallet: Wallet, *, register: bool = True) -> RegistryChain:
         chain = self._stack.enter_context(
             closing(
-                RegistryChain(
-                    url=self.server.url,
-                    wallet=wallet,
+                registry_at(
+                    self.server.url,
+                    wallet,
                     poll_interval=timedelta(milliseconds=50),
                     timeout=timedelta(seconds=60),
                 )

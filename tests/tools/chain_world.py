@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from bittensor.sp_core import Keypair
 
 from distributed_training.chain.identity import Wallet
+from distributed_training.chain.registry import RegistryChain
+from distributed_training.config.settings import ChainSettings
 
 LOCALHOST = "127.0.0.1"
 
@@ -23,6 +26,20 @@ MINER = wallet_of("//miner")
 VALIDATOR = wallet_of("//validator")  # the master
 PEER = wallet_of("//peer")
 STRANGER = wallet_of("//stranger")
+
+
+def registry_at(
+    url: str,
+    wallet: Wallet | None,
+    master: str | None = None,
+    *,
+    timeout: timedelta = timedelta(seconds=10),
+    **settings: Any,
+) -> RegistryChain:
+    """Open the registry at ``url``. Close it."""
+    return RegistryChain(
+        ChainSettings(registry_url=url, **settings), wallet, master, timeout=timeout
+    )
 
 
 @contextmanager

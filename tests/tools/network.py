@@ -31,5 +31,5 @@ def network_file(folder: Path, rules: Mapping[str, Any], *, signer: Any = ALICE)
         (tables.setdefault(table, {}) if table else tables)[name] = value
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "network.toml"
-    path.write_text(signed(to_toml(tables), signer, nearby=str))
+    path.write_text(signed(to_toml(tables), signer))
     return str(path)

@@ -47,7 +47,7 @@ def usual_network() -> str:
         table, _, name = key.partition(".")
         rules.setdefault(table, {})[name] = value
     path = Path(tempfile.mkdtemp(prefix="dt-usual-")) / "network.toml"
-    path.write_text(signed(to_toml(rules), alice, nearby=str))
+    path.write_text(signed(to_toml(rules), alice))
     return str(path)
 
 

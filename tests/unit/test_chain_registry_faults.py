@@ -12,7 +12,7 @@ import pytest
 from distributed_training.chain.base import ChainError
 from distributed_training.chain.registry import RegistryAnswer, RegistryChain
 from tests.tools.chain_server_thread import RegistryServer
-from tests.tools.chain_world import VALIDATOR
+from tests.tools.chain_world import VALIDATOR, registry_at
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
@@ -21,9 +21,7 @@ pytestmark = pytest.mark.timeout(60)
 @pytest.fixture
 def chain(tmp_path: Path) -> Iterator[RegistryChain]:
     with RegistryServer(tmp_path) as server:
-        made = RegistryChain(
-            url=server.url, wallet=VALIDATOR, poll_interval=timedelta(milliseconds=50)
-        )
+        made = registry_at(server.url, VALIDATOR, poll_interval=timedelta(milliseconds=50))
         assert made.wait_ready(timedelta(seconds=20))
         yield made
         made.close()

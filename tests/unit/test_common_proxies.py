@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 import pytest
 from pydantic import SecretStr
 
-from distributed_training.chain.registry import RegistryChain
 from distributed_training.common import proxies
 from distributed_training.common.proxies import proxy_for, unusable
 from distributed_training.config.settings import StoreSettings
@@ -22,6 +21,7 @@ from distributed_training.health.machine import Examination
 from distributed_training.health.outside import check_clock
 from distributed_training.store.errors import StoreError
 from distributed_training.store.s3 import AccessKeys, S3ObjectStore
+from tests.tools.chain_world import registry_at
 from tests.tools.settings import load_config
 from tests.tools.waiting import wait_for
 
@@ -134,7 +134,7 @@ def _ask_everybody(host: str) -> None:
     store = S3ObjectStore(bucket="b-7", endpoint_url=at("store"), keys=keys, settings=SETTINGS)
     with closing(store), pytest.raises(StoreError):
         store.head("k")
-    with closing(RegistryChain(url=at("registry"), wallet=None)) as chain:
+    with closing(registry_at(at("registry"), None)) as chain:
         wait_for(lambda: bool(chain.trouble), "the registry's first answer")
 
 

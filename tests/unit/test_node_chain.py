@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from distributed_training.chain.base import ChainError, ChainState, Neuron
-from distributed_training.chain.registry import RegistryChain
 from distributed_training.common.files import read_json_object
 from distributed_training.common.ports import free_ports
 from distributed_training.config import Config, ConfigError
@@ -24,7 +23,7 @@ from distributed_training.node.start import NetworkFailure, NotRegistered
 from distributed_training.registry.store import hash_of
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_server_thread import RegistryServer
-from tests.tools.chain_world import MINER, PEER, VALIDATOR
+from tests.tools.chain_world import MINER, PEER, VALIDATOR, registry_at
 from tests.tools.miner_parts import config_of, impatient
 from tests.tools.network import network_file
 from tests.tools.settings import load_config
@@ -141,7 +140,7 @@ def test_clocks_that_are_apart_are_named_and_nothing_is_lost(
     """A founder whose clock is wrong: each write is signed with it, so that none counts twice."""
     with (
         RegistryServer(tmp_path) as server,
-        closing(RegistryChain(url=server.url, wallet=VALIDATOR)) as founder,
+        closing(registry_at(server.url, VALIDATOR)) as founder,
     ):
         assert founder.wait_ready(timedelta(seconds=10))
         ours = SimpleNamespace(
