@@ -18,6 +18,7 @@ from distributed_training.common.files import write_bytes
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.installed import require
 from distributed_training.config.settings import ChainSettings
+from distributed_training.config.types import parse_duration
 from distributed_training.config.types import show as show_value
 from distributed_training.founder import INVITATION, MASTER, RUN_FILE, STORE
 from distributed_training.founding_checks import (
@@ -58,7 +59,7 @@ from distributed_training.protocol.growth import (
 from distributed_training.protocol.keys import CONFIG
 from distributed_training.protocol.metadata import LONGEST_KEY
 from distributed_training.protocol.types import SMALLEST, UPDATE_CODEC
-from distributed_training.signing import seconds_of, write_file
+from distributed_training.signing import write_file
 
 EMBEDDED = "embedded"  # instead of a store's URL
 EXCHANGE = "store"  # for a network whose founder names none
@@ -109,7 +110,7 @@ def init(options: argparse.Namespace) -> None:
     model = rules["model"].get("config")
     refuse_vocabulary(rules["tokenizer"], model)
     try:
-        # Only the founder may read the folder, since its keys are the network's authority.
+        # Only the founder may read the folder, because its keys are the network's authority.
         folder.mkdir(mode=0o700)
     except OSError as error:
         raise ConfigError(
@@ -142,7 +143,7 @@ def init(options: argparse.Namespace) -> None:
             f"# The rules of the network {options.name} (docs/network-file.md). After a change:\n"
             f"# dt-network sign {FILE}\n" + to_toml(rules)
         )
-        config = write_file(folder / FILE, signed(text, master.hotkey, nearby=str))
+        config = write_file(folder / FILE, signed(text, master.hotkey))
         write_bytes(folder / RUN_FILE, _run_file(options).encode())
         if options.store == EMBEDDED:
             (folder / STORE / rules["store"]["global_bucket"]).mkdir(parents=True)
@@ -217,7 +218,7 @@ def succeed(options: argparse.Namespace) -> None:
             words += ["--from", str(kept)] if (kept / "global").is_dir() else []
             if status := export.main(words):
                 raise SystemExit(status)
-            # It would stand in the way of the next try.
+            # The folder would stand in the way of the next try.
             stack.callback(shutil.rmtree, exported, ignore_errors=True)
             if adapters:
                 rules = (f"{key}={adapters[key]}" for key in ("train", "dtype") if key in adapters)
@@ -289,7 +290,7 @@ def _choose_schedule(rules: dict[str, Any], options: argparse.Namespace) -> None
         warmup=given.get("training.warmup_steps"),
         total=given.get("training.total_steps"),
     )
-    # A higher rate first undoes what low rates have learned; adapters begin with nothing.
+    # A high rate would first undo what the weights have learned. Adapters begin with nothing.
     if options.weights is not None and not options.lora:
         fits = replace(fits, learning_rate=fits.learning_rate / 10)
     training |= {k: v for k, v in asdict(fits).items() if f"training.{k}" not in given}
@@ -334,6 +335,14 @@ def _choose_grace(rules: dict[str, Any], link: float | None) -> None:
     of_round["grace"] = f"{grace}s"
 
 
+def seconds_of(value: Any) -> float | None:
+    """Return the seconds of a duration in a file; None for what is refused with the whole file."""
+    try:
+        return parse_duration(str(value)).total_seconds()
+    except ValueError:
+        return None
+
+
 def rules_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return the usual rules, with what the options say in their place.
 
@@ -364,7 +373,7 @@ def rules_of(options: argparse.Namespace) -> dict[str, Any]:
         if "." in key:
             section, _, name = key.partition(".")
             table = rules.setdefault(section, {})
-        # Otherwise later code would read a rule of another type than it must be.
+        # Otherwise later code would read a rule of another type.
         if not isinstance(table, dict) or (key in rules and isinstance(rules[key], dict)):
             raise ConfigError(
                 f"--set {key}: the file has no such key, so no network was created: "

@@ -19,7 +19,7 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -43,7 +43,6 @@ _BITS = "round.bits"  # what earlier files have in place of round.codec: 4, 3 or
 #: What earlier files have in place of round.period: seconds, their number, and a rule that is gone.
 _BLOCKS = ("round.seconds_per_block", "round.blocks_per_allreduce", "round.epoch_length")
 _ROWS_API = "data.rows_url"  # key of earlier files, without effect if the source is another
-_CONFIG_FILE = "model.config_file"  # a file next to it, in place of [model.config]
 _EARLIER = {_BITS, *_BLOCKS, _ROWS_API}
 #: Keys that only the exchange ``hivemind`` has.
 _OF_AVERAGE = frozenset({"round.average_after", "round.sample"})
@@ -72,7 +71,7 @@ USUAL: Mapping[str, Any] = {
     "round.minimum_valid_inner_step": 50,
     "limits.max_uids": 256,
 }
-LARGEST_FILE = 1 << 20  # bytes of the file, and of the model's file next to it
+LARGEST_FILE = 1 << 20  # bytes
 LARGEST_SHOWN = 4096  # bytes of what the global bucket says of its network
 KEPT = "network"  # folder of the last good copy, in the run folder
 FILE = "network.toml"
@@ -97,10 +96,6 @@ _NO_KEY = re.compile(
 )
 _DEEPEST_KEY = 64
 _DEEP_KEY = re.compile(rf"(?<![\w.-])(?:[\w-]++[ \t]*+\.[ \t]*+){{{_DEEPEST_KEY}}}")
-# Name of the model's file next to it. The run folder uses the same name, and "url" is taken there.
-_BESIDE = re.compile(r"(?!(?:network\.toml|url)$)\w[\w.-]{0,199}", re.ASCII)
-
-
 _MOST_SHOWN = 300  # characters of a cause or a remedy
 
 
@@ -218,7 +213,7 @@ class Network:
     digest: str
     built_in: bool  # it came with the program
     values: Mapping[str, Any]
-    files: Mapping[str, str] = field(repr=False)  # name -> text: the file and its model's
+    text: str = field(repr=False)  # the content of the file
 
     @property
     def model(self) -> Mapping[str, Any] | None:
@@ -258,7 +253,6 @@ class Shown:
     """The content of ``network.json``, by which the global bucket says whose it is.
 
     ``run_id``: the network's ``rules_id``; None where an earlier version of the program wrote it.
-    ``finished``: which [stop] of its file the network has reached, in words; None while it trains.
     ``network``: its run, in a file that the master has signed; None: it is unsigned and means
     nothing.
     """
@@ -267,7 +261,6 @@ class Shown:
     version: Annotated[int, Field(ge=1, le=1_000_000)]
     master: Annotated[str, Field(max_length=64)]
     run_id: Annotated[str | None, Field(pattern=r"^\w{1,64}$")] = None
-    finished: Annotated[str | None, Field(pattern=r"^[ -~]{1,200}$")] = None
     network: Annotated[str | None, Field(pattern=r"^\w{1,64}$")] = None
 
     @classmethod
@@ -365,20 +358,19 @@ def of_exchange(rules: Mapping[str, Any], exchange: str) -> dict[str, Any]:
     return kept
 
 
-def parse(text: str, *, place: str, keys: Collection[str], nearby: Callable[[str], str]) -> Network:
+def parse(text: str, *, place: str, keys: Collection[str]) -> Network:
     """Return the network of a file's ``text``, its signature verified.
 
     Args:
         place: Path or URL, to name in errors.
         keys: Of the values that settings take; with those of :class:`Head`, all there are.
-        nearby: Returns the text of another file at the same place.
 
     Raises:
         NetworkFileError: Not TOML, an unknown or missing key, another format, unsigned, altered.
     """
     flat = flatten(tree_of(text))
     refuse_format(flat)
-    known = {*keys, *_HEAD, _CONFIG_FILE, *_EARLIER}
+    known = {*keys, *_HEAD, *_EARLIER}
     for key in sorted(flat.keys() - known):
         # A program that ignored an unknown key would train by other rules than its peers.
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
@@ -390,7 +382,6 @@ def parse(text: str, *, place: str, keys: Collection[str], nearby: Callable[[str
         raise NetworkFileError(
             f"{missing[0]}{more} is missing", "every peer needs each value: add it"
         )
-    files = {FILE: text, **load_model(flat, nearby)}
     digest = digest_of(flat)
     head = _head({key: flat[key] for key in _HEAD & flat.keys()})
     _refuse_exchange(flat)
@@ -448,11 +439,11 @@ def parse(text: str, *, place: str, keys: Collection[str], nearby: Callable[[str
     values.setdefault("chain.netuid", 0)  # a registry is one network
     if head.averages:
         values.setdefault("store.access", "own")
-    return Network(place, head, digest, built_in, values, files)
+    return Network(place, head, digest, built_in, values, text)
 
 
 def refuse_format(flat: Mapping[str, Any]) -> None:
-    """Refuse a file of a format that this program does not read. Raises NetworkFileError."""
+    """Raise NetworkFileError for a file of a format that this program does not read."""
     format_ = flat.get("format")
     if format_ is not True and (
         format_ == 1 or (format_ == 2 and flat.get("exchange") == "hivemind")
@@ -467,6 +458,11 @@ def refuse_format(flat: Mapping[str, Any]) -> None:
         raise NetworkFileError(
             f"its format is {format_!r} and this program reads {' and '.join(map(str, FORMATS))}",
             "update the miner, or ask the founder for a file of such a format",
+        )
+    if "model.config_file" in flat:
+        raise NetworkFileError(
+            "its model.config_file names another file, which no program reads any more",
+            "put that file's content into [model.config], by which the signature stays valid",
         )
 
 
@@ -577,13 +573,7 @@ def digest_of(flat: Mapping[str, Any]) -> str:
     return hashlib.sha256(form.encode()).hexdigest()
 
 
-def signed(
-    text: str,
-    signer: Any,
-    *,
-    nearby: Callable[[str], str],
-    head: Mapping[str, Any] | None = None,
-) -> str:
+def signed(text: str, signer: Any, *, head: Mapping[str, Any] | None = None) -> str:
     """Return ``text`` with the signature of ``signer``, a key pair of bittensor, in it.
 
     ``head``: values of first lines to put in the place of those that stand there; None: none.
@@ -598,7 +588,6 @@ def signed(
     for key, value in (head or {}).items():
         top += "" if value is None else f"{key} = {toml_value(value)}\n"
     flat = flatten(tree_of(top + rest))
-    load_model(flat, nearby)
     signature = bytes(signer.sign(_message(flat.get("format"), digest_of(flat)))).hex()
     return f'{top}signature = "0x{signature}"\n\n{rest}'
 
@@ -658,30 +647,6 @@ def _refuse_pages(flat: Mapping[str, Any]) -> None:
             f"{held_out}, so none is left to train on",
             "lower data.held_out_pages or data.rows_per_page",
         )
-
-
-def load_model(flat: dict[str, Any], nearby: Callable[[str], str]) -> dict[str, str]:
-    """Put what ``model.config_file`` holds in its place; return its name and text, if it is named.
-
-    Raises NetworkFileError.
-    """
-    if (name := flat.pop(_CONFIG_FILE, None)) is None:
-        return {}
-    if not isinstance(name, str) or not _BESIDE.fullmatch(name):
-        raise NetworkFileError(
-            f"model.config_file {name!r:.100} is no name of a file next to it", "give such a name"
-        )
-    text = nearby(name)
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict):
-        raise NetworkFileError(
-            f"model.config_file {name} is no JSON object", "give the model's config.json"
-        )
-    flat["model.config"] = content
-    return {name: text}
 
 
 # --- its text on disk ---------------------------------------------------------------------------

@@ -244,11 +244,6 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["join"]:  # its name up to 0.2.0
-        from distributed_training import join_command
-
-        return join_command.main(argv[1:])
     options = build_parser().parse_args(argv)
     try:
         import_named(getattr(options, "plugins", []))

@@ -79,14 +79,14 @@ def read_network(
     copy = kept / KEPT
     # Read the copy before the URL is asked, since its founder decides what counts as an answer.
     known = None
-    # Also NetworkFileError: there is no copy, or a damaged one.
+    # There is no copy, or it is damaged (NetworkFileError is a ValueError).
     with contextlib.suppress(OSError, ValueError):
         if (copy / "url").read_text(encoding="utf-8") == place:
             known = _read(copy / FILE, place, keys)
     if known is not None and pinned not in ("", known.digest):
         known = None
-    # Anybody on the way can change what comes over http, so it must be known whose file it has to
-    # be.
+    # Anybody on the way can change what comes over http, so a digest or a copy has to say whose
+    # file it is.
     safe = ("https", "http") if pinned or known is not None else ("https",)
     if url.scheme not in safe or "@" in url.netloc:
         raise NetworkFileError(
@@ -103,9 +103,7 @@ def read_network(
             is_one = False
         if not is_one:  # a page for maintenance, or of a proxy
             raise NetworkAway(f"what {place} answers is no network's file")
-        found = parse(
-            text, place=place, keys=keys, nearby=lambda name: _fetch(urljoin(place, name))
-        )
+        found = parse(text, place=place, keys=keys)
         if pinned not in ("", found.digest) and not _descends(found, pinned, place, keys):
             raise NetworkFileError(
                 f"version {found.head.version} of {found.head.name}, which {place} answers, has "
@@ -130,11 +128,7 @@ def read_network(
 
 def _read(path: Path, place: str, keys: Collection[str]) -> Network:
     """Return the network of a file here. Raises NetworkFileError."""
-
-    def nearby(name: str) -> str:
-        return read_text(path.with_name(name))
-
-    return parse(read_text(path), place=place, keys=keys, nearby=nearby)
+    return parse(read_text(path), place=place, keys=keys)
 
 
 def _descends(found: Network, pinned: str, place: str, keys: Collection[str]) -> bool:
@@ -151,8 +145,8 @@ def _descends(found: Network, pinned: str, place: str, keys: Collection[str]) ->
         url = urljoin(place, f"{VERSIONS}/{version.head.version - 1}.toml")
         try:
             text = _fetch(url)
-            version = parse(text, place=url, keys=keys, nearby=found.files.__getitem__)
-        except (NetworkFileError, LookupError):
+            version = parse(text, place=url, keys=keys)
+        except NetworkFileError:
             return False
         # Another founder's file could name any version, also that of an invitation.
         same = version.values["run_id"] == found.values["run_id"]
@@ -170,7 +164,7 @@ def save_copy(network: Network, folder: Path) -> None:
     copy = folder / KEPT
     copy.mkdir(exist_ok=True)
     # Write the URL last: until it is there, the rest does not count as a copy.
-    for name, text in {**network.files, "url": network.place}.items():
+    for name, text in {FILE: network.text, "url": network.place}.items():
         write_bytes(copy / name, text.encode())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from distributed_training.common.files import read_json_object, write_bytes
 from distributed_training.config import Config, ConfigError, rules_at
 from distributed_training.config.model import check_exchange, check_schedule
 from distributed_training.config.settings import ChainSettings
-from distributed_training.config.types import parse_duration
 from distributed_training.config.versions import describe, parse_version
 from distributed_training.founder import MASTER
 from distributed_training.founding_checks import check_model
@@ -25,7 +24,6 @@ from distributed_training.network import (
     digest_of,
     flatten,
     is_identity,
-    load_model,
     read_text,
     refuse_format,
     signed,
@@ -34,7 +32,6 @@ from distributed_training.network import (
 )
 from distributed_training.registry.command import FIXED
 
-_LONGEST_PERIOD = 7 * 86400.0  # seconds
 _HIGHEST_RATE = 0.1  # the highest learning rate of AdamW and Muon
 
 
@@ -46,10 +43,6 @@ def sign(options: argparse.Namespace, text: str | None = None) -> None:
     from distributed_training.chain.identity import load_wallet
 
     path: Path = options.file
-
-    def nearby(name: str) -> str:
-        return read_text(path.with_name(name))
-
     wallets = path.absolute().parent / "wallets"
     master = load_wallet(ChainSettings(wallet_path=str(wallets), wallet_name=MASTER))
     text = without_blocks(text or read_text(path))
@@ -61,13 +54,12 @@ def sign(options: argparse.Namespace, text: str | None = None) -> None:
             f"{path} names the master {named} and the wallet in {wallets} is {master.ss58}, so "
             "nothing was signed: put the master's there"
         )
-    load_model(flat, nearby)
     if "model.config" in flat:
         model = {key.removeprefix("model."): flat[key] for key in flat if key.startswith("model.")}
         check_model(model, flat.get("training.sequence_length"))
     flat["format"] = FORMATS[-1]  # the same network in the newest format
-    head = {"format": flat["format"], **_next_version(options, flat, nearby)}
-    after = write_file(path, signed(text, master.hotkey, nearby=nearby, head=head)).network
+    head = {"format": flat["format"], **_next_version(options, flat)}
+    after = write_file(path, signed(text, master.hotkey, head=head)).network
     assert after is not None
     print(after.line)
     if after.head.previous is not None:
@@ -112,9 +104,7 @@ def decay(options: argparse.Namespace) -> None:
     )
 
 
-def _next_version(
-    options: argparse.Namespace, flat: Mapping[str, Any], nearby: Callable[[str], str]
-) -> dict[str, Any]:
+def _next_version(options: argparse.Namespace, flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return the first lines by which a file follows the version before it. Raises ConfigError."""
     path: Path = options.file
     folder = path.absolute().parent / VERSIONS
@@ -128,7 +118,6 @@ def _next_version(
         return dict.fromkeys(VERSION_KEYS) | {"version": 1}
     newest = max(kept)
     before = flatten(tree_of(read_text(kept[newest])))
-    load_model(before, nearby)
     if flat.get("exchange") != before.get("exchange"):
         raise ConfigError(
             f"exchange is another one than in version {newest}, and members of the two cannot "
@@ -216,8 +205,7 @@ def write_file(path: Path, text: str) -> Config:
 
     Returns a miner's configuration by it. Raises ConfigError and keeps the old file.
     """
-    _refuse_period(flatten(tree_of(text)))
-    # Write the trial next to the file, since programs look for a model's file in the same folder.
+    # Write the trial next to the file, since a rename does not leave a disk.
     trial = path.with_name(f".{path.name}")
     write_bytes(trial, text.encode())
     try:
@@ -242,25 +230,3 @@ def write_file(path: Path, text: str) -> Config:
     finally:
         trial.unlink(missing_ok=True)
     return config
-
-
-def _refuse_period(flat: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a period that the grace does not fit into, or of over a week."""
-    period, grace = (seconds_of(flat.get(f"round.{key}")) for key in ("period", "grace"))
-    if period is None or grace is None or 3 * grace <= period <= _LONGEST_PERIOD:
-        return
-    why = f"round.grace {flat['round.grace']} is above a third of the period of {period:g} s"
-    if period > _LONGEST_PERIOD:
-        why = f"round.period {flat['round.period']} is longer than a week"
-    raise ConfigError(
-        f"{why}, so nothing was signed: set round.period to {3 * grace:g}s, the smallest that fits "
-        "round.grace, or to more, and at most to 7d"
-    )
-
-
-def seconds_of(value: Any) -> float | None:
-    """Return the seconds of a duration in a file; None for what is refused with the whole file."""
-    try:
-        return parse_duration(str(value)).total_seconds()
-    except ValueError:
-        return None

@@ -19,7 +19,6 @@ from pathlib import Path
 
 from distributed_training.common.files import write_bytes
 from distributed_training.network import (
-    FILE,
     KEPT,
     VERSIONS,
     Network,
@@ -48,15 +47,8 @@ def changed_keys(before: Network, after: Network) -> list[str]:
 
 def parse_version(text: str, known: Network) -> Network:
     """Return the network of ``text``, another version of a known one. Raises NetworkFileError."""
-
-    def nearby(name: str) -> str:
-        try:
-            return known.files[name]
-        except KeyError:
-            raise NetworkFileError(f"{name} is not here", "keep model.config_file") from None
-
     keys = {setting.network for setting in schema("validator") if setting.network}
-    return parse(text, place=known.place, keys=keys, nearby=nearby)
+    return parse(text, place=known.place, keys=keys)
 
 
 def under(config: Config, network: Network) -> Config:
@@ -164,7 +156,7 @@ class Versions:
         # There is no room, but the global bucket has the file too.
         with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_bytes(path, network.files[FILE].encode())
+            write_bytes(path, network.text.encode())
 
     @staticmethod
     def _read(folder: Path, number: int) -> str | None:

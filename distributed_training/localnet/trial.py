@@ -36,7 +36,6 @@ from distributed_training.localnet.summary import held_out
 from distributed_training.node.start import StopSignals
 from distributed_training.protocol.lines import counted
 from distributed_training.protocol.types import ExitStatus
-from distributed_training.signing import seconds_of
 from distributed_training.telemetry.neuron_state import NeuronState
 
 NETWORK = "NETWORK"  # this word in --args becomes the network's file
@@ -132,7 +131,7 @@ def _fail(problem: str) -> int:
 
 def _period_of(options: argparse.Namespace) -> float:
     """Return the seconds from close to close: more of them on a slow or busy machine."""
-    given = seconds_of(dict(options.more).get("round.period"))
+    given = founding.seconds_of(dict(options.more).get("round.period"))
     return given or round(_PERIOD * measure_slowness(options.members + 1))
 
 

@@ -33,13 +33,13 @@ from distributed_training.data.pipeline import DataPipeline
 from distributed_training.exchange.opening import open_exchange, uploads_folder
 from distributed_training.exchange.store_rounds import StoreRounds
 from distributed_training.health.gpus import visible_gpu_count
-from distributed_training.network import FILE, Network
+from distributed_training.network import Network
 from distributed_training.node.buckets import check_as_member, open_as_member, open_own
 from distributed_training.node.identity import Member, commit
 from distributed_training.node.published import fetch_published, open_versions
 from distributed_training.node.start import (
     NetworkFailure,
-    OldRunFolder,
+    WrongPlace,
     fetch_tokenizer,
     require_data,
 )
@@ -286,7 +286,7 @@ def open_connections(
         global_outer_step=outer_step,
         inner_steps=steps,
         hotkey=member.hotkey,
-        rules=versions.in_force.files[FILE],
+        rules=versions.in_force.text,
     )
     return Connections(member, rounds, global_folder, versions, commitment), info
 
@@ -563,14 +563,14 @@ def first_outer_step(folder: Path, outer_step: int) -> int:
 
 
 def refuse_old_checkpoints(folder: Path) -> None:
-    """Raise OldRunFolder where the checkpoints of ``folder`` are of subnet 38's kind of network.
+    """Raise WrongPlace where the checkpoints of ``folder`` are of subnet 38's kind of network.
 
     They hold another outer step's state, and weights that no network of today has.
     """
     newest = max(folder.glob("checkpoint-*/rank-0.json"), default=None)
     state = ((newest and read_json_object(newest)) or {}).get("state")
     if isinstance(state, dict) and "outer_momentum" in state:
-        raise OldRunFolder(
+        raise WrongPlace(
             f"{folder} holds checkpoints of the old hivemind kind of network (subnet 38), which "
             "this version cannot continue, so nothing was started: set --neuron.run_folder to a "
             "new folder; the weights come from the network"

@@ -1,6 +1,6 @@
 """This node on the subnet: its wallet, its uid, its entries, and whether the network is its own.
 
-It writes two things: the *commitment*, the read credentials of its bucket, through which others
+A node writes two things: the *commitment*, the read credentials of its bucket, through which others
 find its uploads; and the *endpoint* of its DHT peer. Chains are slow and refuse now and then, so a
 thread writes both and retries until the chain shows them.
 """

@@ -62,19 +62,8 @@ class NotRegistered(ConfigError):
     """The hotkey has no uid on the subnet."""
 
 
-class WrongNetwork(ConfigError):
-    """The subnet is another network's.
-
-    Exit status 2: a start cannot help, and none may register there.
-    """
-
-
-class WrongData(ConfigError):
-    """``--data.source`` serves other data than the network's file pins. Exit status 2."""
-
-
-class OldRunFolder(ConfigError):
-    """The run folder is of subnet 38's kind of network. Exit status 2."""
+class WrongPlace(ConfigError):
+    """Bucket, data or run folder are another network's. Exit status 2: a start cannot help."""
 
 
 class OtherRules(NetworkFailure):
@@ -87,7 +76,7 @@ class Deregistered(NotRegistered):
 
 def exit_status_of(error: Exception) -> ExitStatus:
     """Return the exit status of a start that ``error`` ended after the settings were checked."""
-    if isinstance(error, WrongNetwork | WrongData | OldRunFolder):
+    if isinstance(error, WrongPlace):
         return ExitStatus.BAD_CONFIGURATION
     if isinstance(error, OtherRules):
         return ExitStatus.AGAIN
@@ -261,7 +250,7 @@ def fetch_tokenizer(config: Config, folder: Path) -> tuple[Path, int]:
 
 
 def require_data(config: Config) -> None:
-    """Raise WrongData where the source serves other data than the network's file pins.
+    """Raise WrongPlace where the source serves other data than the network's file pins.
 
     In a network on members' own text, raise ConfigError where a miner's holds none.
 
@@ -281,7 +270,7 @@ def require_data(config: Config) -> None:
     try:
         Source(data, cache=config.data_cache).num_rows()
     except OtherData as error:
-        raise WrongData(str(error)) from None
+        raise WrongPlace(str(error)) from None
     except PageUnavailable as error:
         log.warning("Whether the data are the network's is not known yet (%s)", error)
 

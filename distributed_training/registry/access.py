@@ -87,8 +87,8 @@ class Access:
         self._state: tuple[float, State] | None = None  # the time of reading, and the state
         self._ahead = 0.0  # the store's clock minus ours, in seconds
         self._swept: tuple[int, int] | None = None  # the close before which nothing is left
-        # uid -> the close and the digest of the upload for which it got URLs. Memory is enough: a
-        # second upload would take a restart between the two grants, and both sent after it.
+        # uid -> the close and the digest of the upload for which it got URLs. Memory is enough,
+        # because URLs for two uploads take a restart between two grants, and no upload before it.
         self._chosen: dict[int, tuple[tuple[int, int], str]] = {}
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class Access:
             # Warn here, since members can do nothing about the store's key.
             if self._may_warn("store"):
                 log.warning("Members get no access to the store (%s), so none can upload", error)
-            if isinstance(error, AccessDeniedError):  # the remedy is for the owner of the key
+            if isinstance(error, AccessDeniedError):  # only the owner of the key can do something
                 raise StoreAway(
                     "access: the store refuses the registry's own requests, so nobody can upload "
                     "now: ask the founder, whose registry logs the cause"
@@ -163,7 +163,7 @@ class Access:
             if self._chosen[uid][0] == close:
                 raise ChainError(f"access: another file was granted as {key}, and the first counts")
             self._chosen[uid] = close, digest
-        if self._largest > presigned.PART:  # otherwise nobody can have begun one in parts
+        if self._largest > presigned.PART:  # otherwise no upload has parts
             self._abort_earlier(close)
         left = min(left, _LONGEST_SECONDS)
         if len(md5) == 1:
@@ -187,8 +187,7 @@ class Access:
         held = {
             part.number: part
             for part in parts
-            # An etag that is no MD5 tells nothing, but the store compared the MD5 when the part
-            # came.
+            # An etag that is no MD5 says nothing. The store compared the MD5 when the part arrived.
             if (length_and_md5 := wanted.get(part.number)) is not None
             and part.size == length_and_md5[0]
             and (not is_md5(part.etag) or same_etag(part.etag, length_and_md5[1]))
@@ -259,7 +258,7 @@ class Access:
         """Abort unfinished uploads in parts of closes other than ``close``, once for each."""
         if self._swept == close:
             return
-        for found in self._store.list_multiparts(UPLOADS):  # no retries, since a caller waits
+        for found in self._store.list_multiparts(UPLOADS):  # no retries, because a caller waits
             began = keys.parse_upload_key(found.key)
             if began is not None and began[1:] != close:
                 with suppress(UploadMissingError):

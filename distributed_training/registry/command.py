@@ -183,7 +183,7 @@ def serve(given: argparse.Namespace) -> None:
         port, charter = sock.getsockname()[1], registry.charter
         print(f"registry {charter.name} at http://{host}:{port}")
         print(f"created by {charter.master}; registration: {charter.admission}")
-        # Print the pid, since a log that is appended to has the READY of earlier starts.
+        # Print the pid, because the log may also have the READY lines of earlier starts.
         print(f"READY {os.getpid()}", flush=True)
         stop.wait()
 
@@ -225,7 +225,7 @@ class _Followed:
                 return
             if fixed := [k for k in _AT_START if network.values.get(k) != known.values.get(k)]:
                 log.warning("Restart the registry: it does not use the new %s before", fixed[0])
-        files = dict(network.files)
+        files = {FILE: network.text}
         for version in sorted(path.parent.glob(f"{VERSIONS}/*.toml")):
             with suppress(NetworkFileError):  # a new member compares its digest
                 files[f"{VERSIONS}/{version.name}"] = read_text(version)
@@ -401,7 +401,7 @@ def invite(given: argparse.Namespace) -> None:
         software = network.head.software or ""
         given.url = given.url or public
         hosted = given.network.partition("#")[0] if "://" in given.network else ""
-        text = "" if hosted else network.files[FILE]
+        text = "" if hosted else network.text
         place = f"{hosted or f'{public}/{FILE}'}#{network.digest}"
     if given.url is None:
         raise ConfigError("neither --network nor --url is given, so nobody was asked: give one")
@@ -423,7 +423,7 @@ def invite(given: argparse.Namespace) -> None:
                 print(f"{invitation['id']}  {state}; {' '.join(invitation['hotkeys']) or 'nobody'}")
             return
         ends = time.monotonic() + _FOLLOWS
-        while text and chain.file(FILE) != text:  # it looks for a new version every few seconds
+        while text and chain.file(FILE) != text:  # the registry looks for a new version every 2 s
             if time.monotonic() > ends:
                 raise ConfigError(
                     f"the registry at {given.url} does not serve {given.network} as it is now, so "

@@ -159,7 +159,7 @@ class Registry:
         #: Name -> content: the network's file and its earlier versions, for new members.
         self.files: Mapping[str, str] = {}
         self.file_version: int | None = None  # version of the network's file
-        # Warn seldom: writes come from anybody, and the log is on the same full disk.
+        # Warn seldom, because anybody may write, and the log is on the same full disk.
         self._may_warn = Throttle(60.0)
         self._lock = threading.RLock()
         self._lock_file: IO[bytes] | None = None
@@ -178,8 +178,8 @@ class Registry:
         if charter is not None and not path.exists():
             found(folder, charter)
         with ExitStack() as failed:
-            # Lock first: two services of one file would each give out the same uid. Also for
-            # Ctrl-C, or the lock would keep the next start out.
+            # Lock first, because two services of one file would give out the same uid twice. The
+            # stack frees the lock after Ctrl-C too, or it would keep the next start out.
             lock_file = failed.enter_context(_lock(folder))
             db = failed.enter_context(contextlib.closing(_open(path)))
             try:
@@ -305,8 +305,8 @@ class Registry:
             find = "SELECT nonce, floor FROM nonces WHERE hotkey = ?"
             last, floor = self._one(find, hotkey) or (-1, -1)
             used = self._one("SELECT 1 FROM used WHERE hotkey = ? AND nonce = ?", hotkey, nonce)
-            # A nonce of the future was accepted while both clocks were ahead. As the floor it would
-            # lock this hotkey out for as long as they were.
+            # A nonce of the future was accepted while both clocks were ahead. If it were the floor,
+            # this hotkey would be locked out until that time.
             ahead = last > time.time_ns() + round(CLOCK_SKEW * 1e9)
             if used or nonce <= floor or (nonce <= last and not ahead):
                 later = (max(last, floor) - nonce) / 1e9
@@ -317,8 +317,8 @@ class Registry:
                     "was ahead: see whether timedatectl says 'synchronized: yes' there"
                 )
             result = action()
-            # Do this in the action's transaction, since a kill between two would let the call be
-            # replayed.
+            # Do this in the action's transaction, because after a kill between two transactions the
+            # call could be replayed.
             self._db.execute(
                 "INSERT INTO nonces (hotkey, nonce) VALUES (?, ?) "
                 "ON CONFLICT (hotkey) DO UPDATE SET nonce = excluded.nonce",
@@ -342,7 +342,7 @@ class Registry:
             if known is not None:
                 return known
             self._admit(hotkey, invitation, again=uid is not None)
-            # Give it its own uid again, since bucket and pages of data depend on it.
+            # Give the member its own uid again, because its bucket and its pages depend on it.
             uid = self.register(hotkey, uid=uid)
             # With open admission anybody comes and goes, so bound the number of kept hotkeys. A
             # bound on their age would forget fresh ones if the clock is wrong.
@@ -467,7 +467,7 @@ class Registry:
         listened = now - self._opened
         if self._heard is not None:
             return now - self._heard, listened
-        # No report came since, whatever the wall clock says.
+        # No report has come since the start, whatever the wall clock says.
         return max(time.time() - report[0] if report else 0.0, listened), listened
 
     # writes of the founder
@@ -595,8 +595,9 @@ def _remedy(folder: Path, error: Exception) -> str:
 def _open(path: Path) -> sqlite3.Connection:
     """Open a connection to a registry's file. Raises ConfigError, StoreFault."""
     try:
-        # Use no implicit transactions, so that a write's begins and ends in one place. The timeout
-        # is below the 10 s of clients, so they hear that another program holds the file.
+        # Use no implicit transactions, so that the transaction of a write begins and ends in one
+        # place. The timeout is below the 10 s of clients, so they are told that another program
+        # holds the file.
         db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5)
         application, schema = (
             db.execute(f"PRAGMA {pragma}").fetchone()[0]
@@ -689,7 +690,7 @@ def restore(source: Path, folder: Path) -> Path | None:
         temporary = folder / f".{FILE}.restored"
         # Copy first, so that a source that is no registry changes nothing.
         backup(source, temporary, to_restore=True)
-        # It may be damaged, which is why it is replaced.
+        # The replaced file may be damaged.
         with contextlib.suppress(ConfigError, StoreFault):
             backup(path, kept)
             with contextlib.closing(_open(kept)) as db, contextlib.closing(_open(temporary)) as new:

@@ -8,9 +8,9 @@ from dataclasses import replace
 from bittensor_core import verify
 
 from distributed_training.config.versions import Versions
-from distributed_training.network import FILE, LARGEST_FILE, LARGEST_SHOWN, Network, Shown
+from distributed_training.network import LARGEST_FILE, LARGEST_SHOWN, Network, Shown
 from distributed_training.node.identity import Member
-from distributed_training.node.start import WrongNetwork
+from distributed_training.node.start import WrongPlace
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Master, State
 from distributed_training.store.base import ObjectStore
@@ -25,20 +25,19 @@ def claim_global_bucket(
     store: ObjectStore,
     network: Network,
     *,
-    finished: str = "",
     versions: Versions | None = None,
     member: Member | None = None,
 ) -> None:
-    """Write into the global bucket whose it is, and whether the network is ``finished``.
+    """Write into the global bucket whose it is.
 
     What is there already is left. ``versions``: of the network's file, which miners read there;
     ``network`` is the newest. ``member``: signs, if it is the master.
 
-    Raises WrongNetwork where it is another founder's: two networks of one name would overwrite each
+    Raises WrongPlace where it is another founder's: two networks of one name would overwrite each
     other's model. Raises StoreError.
     """
     master, sign = network.values["chain.master_hotkey"], None
-    wanted = replace(Shown.of(network), finished=finished or None)
+    wanted = Shown.of(network)
     if member is not None and member.hotkey == master:
         sign = member.wallet.hotkey.sign
         wanted = replace(wanted, network=network.values["run_id"])
@@ -51,13 +50,13 @@ def claim_global_bucket(
     if sign is not None and owner != master and (not proven or _is_led(store, network)):
         owner = master
     if owner != master:
-        raise WrongNetwork(
+        raise WrongPlace(
             f"the global bucket {store.bucket} is another network's (its master is {owner}, not "
             f"{master}), so each would overwrite the other's model and nothing was started: give "
             "this network's file another store.global_bucket and sign it again"
         )
     for version in versions.known if versions is not None else ():
-        key, data = keys.VERSION.format(version.head.version), version.files[FILE].encode()
+        key, data = keys.VERSION.format(version.head.version), version.text.encode()
         with suppress(IntegrityError):
             if store.get(key, limit=LARGEST_FILE) == data:
                 continue

@@ -36,7 +36,7 @@ from distributed_training.node.start import (
     OtherRules,
     StopNow,
     StopSignals,
-    WrongNetwork,
+    WrongPlace,
     dashboard,
     exit_status_of,
     fetch_tokenizer,
@@ -159,32 +159,23 @@ def place_of_bucket(config: Config, folder: Path, store: ObjectStore) -> int:
     return 0
 
 
-def follow_rules(config: Config, parts: ValidatorParts) -> Callable[[int, str], None]:
-    """Return what publishes new versions, and raises OtherRules at the outer step of one.
-
-    Its second argument says why the network is finished, and the bucket then keeps saying so.
-    """
+def follow_rules(config: Config, parts: ValidatorParts) -> Callable[[int], None]:
+    """Return what publishes new versions, and raises OtherRules at the outer step of one."""
     versions, problem, due = parts.versions, "", 0.0
-    shown = (versions.newest, "") if versions is not None else None
+    shown = versions.newest if versions is not None else None
 
-    def follow(outer_step: int, finished: str) -> None:
+    def follow(outer_step: int) -> None:
         nonlocal problem, shown, due
         if versions is None:
             return
         found = versions.look_beside(config.network.place)
-        wanted = versions.newest, finished
+        wanted = versions.newest
         if wanted != shown or time.monotonic() >= due:
             due = time.monotonic() + _CLAIM_AGAIN
             try:
-                claim_global_bucket(
-                    parts.store,
-                    versions.newest,
-                    finished=finished,
-                    versions=versions,
-                    member=parts.member,
-                )
+                claim_global_bucket(parts.store, wanted, versions=versions, member=parts.member)
                 shown = wanted
-            except (StoreError, WrongNetwork) as error:  # again at the next look
+            except (StoreError, WrongPlace) as error:  # again at the next look
                 if wanted != shown:
                     found = found or f"The network's file is not published: {error}"
         if found != problem and found:

@@ -132,13 +132,13 @@ class StoreValidator(CloseJudge):
     """Leads rounds through the store, which only ``steps`` writes.
 
     Call :meth:`start`, then :meth:`run`. A stop ends both soon. ``after_step`` gets each new state
-    and returns at once. ``follow`` gets the outer step, and why the network is finished; it raises
-    OtherRules where another version of the network's file holds. ``publish_files`` writes the
-    network's files into a store that was emptied; raises StoreError.
+    and returns at once. ``follow`` gets the outer step, and raises OtherRules where another version
+    of the network's file holds. ``publish_files`` writes the network's files into a store that was
+    emptied; it raises StoreError.
     """
 
     after_step: Callable[[GlobalState], None]
-    follow: Callable[[int, str], None]
+    follow: Callable[[int], None]
     publish_files: Callable[[], None]
 
     def __post_init__(self) -> None:
@@ -194,7 +194,7 @@ class StoreValidator(CloseJudge):
 
         Raises ChainError, Stopped, OtherRules, and AnotherLeadsError where another process leads.
         """
-        self.follow(self.state.outer_step, self.finished)
+        self.follow(self.state.outer_step)
         if self.steps.emptied:
             with suppress(StoreError):  # asked again at the next tick
                 unless_stopped(self.publish_files, stop=self.stop)
@@ -527,7 +527,7 @@ class StoreValidator(CloseJudge):
         self._log_losses("Merged: outer step")
         self.after_step(self.state)
         # First: a version that holds from here on may have put the end off.
-        self.follow(self.state.outer_step, self.finished)
+        self.follow(self.state.outer_step)
         self._find_end()
         self._show(self.steps.restore_lost())
         self.steps.delete_past()

@@ -23,7 +23,7 @@ from bittensor_core import verify
 from distributed_training.exchange.base import Close, NetworkDiffers, StopRequested
 from distributed_training.miner.network_watch import NetworkWatch
 from distributed_training.network import Shown
-from distributed_training.node.start import WrongNetwork
+from distributed_training.node.start import WrongPlace
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Master
 from distributed_training.protocol.types import Update
@@ -380,9 +380,8 @@ MEANINGLESS = {
     "unsigned": lambda good: statement(None),
     "another signature": lambda good: unsigned(good),
     "unsigned version": lambda good: statement(None, version=999_999),
-    "unsigned end": lambda good: statement(None, version=2, run_id="rules2", finished="over"),
     "unsigned master": lambda good: statement(None, master=THIEF.ss58_address),
-    "a thief's end": lambda good: statement(THIEF, version=2, run_id="rules2", finished="over"),
+    "a thief's": lambda good: statement(THIEF, version=2, run_id="rules2"),
     "a thief's version": lambda good: statement(THIEF, version=9, master=THIEF.ss58_address),
     "another network's": lambda good: statement(MASTER, version=9, network="other"),
 }
@@ -391,7 +390,7 @@ MEANINGLESS = {
 @pytest.mark.parametrize("moment", ["running", "starting"])
 @pytest.mark.parametrize("fault", [*MEANINGLESS, "older"])
 def test_a_statement_that_the_master_did_not_sign_means_nothing(fault: str, moment: str) -> None:
-    """Neither an end nor a red verdict follows, and the validator writes it again."""
+    """No red verdict follows, and the validator writes it again."""
     world = NetworkWorld()
     assert world.look() == []
     make = MEANINGLESS.get(fault)
@@ -422,7 +421,7 @@ def test_a_bucket_that_another_master_has_claimed_first_is_left(tmp_path: Path) 
     world = NetworkWorld()
     theirs = statement(THIEF, master=THIEF.ss58_address, network="other")
     world.memory.put(keys.NETWORK, theirs)
-    with pytest.raises(WrongNetwork):
+    with pytest.raises(WrongPlace):
         world.claim()
     assert world.memory.get(keys.NETWORK, limit=9999) == theirs
     # Where the state is ours, that statement is a thief's of the store's key.

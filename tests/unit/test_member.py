@@ -458,7 +458,7 @@ def test_a_script_continues_by_another_version_of_the_file(
     text = text.replace("rows_per_page = ", "rows_per_page = 1")
     head = {"version": 2, "previous": f"sha256:{network.digest}", "from_outer_step": 1}
     versions = Versions(network, script.world.folder / "run")
-    versions.add(signed(text, ALICE, nearby=str, head=head))
+    versions.add(signed(text, ALICE, head=head))
     script.net._controller._versions = versions
 
     def codec(path: Path) -> str:

@@ -31,7 +31,7 @@ from distributed_training.miner.ranks import RankChannel
 from distributed_training.miner.run_folder import RankEnvironment
 from distributed_training.node import identity as node_chain
 from distributed_training.node.identity import Member
-from distributed_training.node.start import Deregistered, NetworkFailure, OldRunFolder, StopNow
+from distributed_training.node.start import Deregistered, NetworkFailure, StopNow, WrongPlace
 from distributed_training.protocol.types import ExitStatus, Progress
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.model import hf_config
@@ -97,12 +97,12 @@ def test_a_checkpoint_of_the_old_hivemind_kind_is_refused_with_the_remedy(
     folder = tmp_path / "checkpoints"
     refuse_old_checkpoints(folder)  # a first start has none
     shutil.copytree(OLD / "hivemind", folder)
-    with pytest.raises(OldRunFolder, match="a new folder; the weights come from the network"):
+    with pytest.raises(WrongPlace, match="a new folder; the weights come from the network"):
         refuse_old_checkpoints(folder)
     with tarfile.open(OLD.parent / "run-folder-0.1.0.tar.xz") as old:
         old.extraction_filter = getattr(tarfile, "data_filter", None)  # none before Python 3.11.4
         old.extractall(tmp_path / "0.1.0")
-    with pytest.raises(OldRunFolder):
+    with pytest.raises(WrongPlace):
         refuse_old_checkpoints(tmp_path / "0.1.0" / "checkpoints")
     before = sorted(folder.rglob("*"))
 

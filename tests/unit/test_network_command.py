@@ -549,19 +549,31 @@ def test_a_version_holds_from_an_outer_step_that_is_still_to_come(tmp_path: Path
     assert "restore that folder" in capsys.readouterr().err
 
 
-def test_a_store_network_of_format_2_is_signed_as_the_next_version_in_format_3(
+OLD_PERIOD = (
+    "seconds_per_block = 12.0  # of the chain\nblocks_per_allreduce = 150\nepoch_length = 160"
+)
+
+
+def test_a_file_of_before_is_signed_as_the_next_version_in_words_of_today(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A store network of format 2, with its period in blocks, stays the network that it was."""
     folder = tmp_path / "lab"
     assert found(folder) == 0
     wallet = load_wallet(ChainSettings(wallet_path=str(folder / "wallets"), wallet_name=MASTER))
     rules = {"format": 2, "exchange": "store", "chain.url": "https://registry.example.org"}
     file = Path(network_file(folder, rules, signer=wallet.hotkey))
+    text = re.sub(r"(?m)^period = .*$", OLD_PERIOD, file.read_text())
+    file.write_text(signed(text, wallet.hotkey))
     (folder / "versions" / "1.toml").write_text(file.read_text())
-    first = read(folder).network
-    assert first.head.format == 2
+    config = read(folder)
+    first = config.network
+    assert first.head.format == 2 and config.rounds.period == timedelta(minutes=30)
     capsys.readouterr()
     assert main(["sign", str(file)]) == 0, capsys.readouterr().err
+    written = tomllib.loads(file.read_text())["round"]
+    assert written["period"] == "1800s" and "epoch_length" not in written
+    assert not {"seconds_per_block", "blocks_per_allreduce"} & written.keys()
     second = read(folder).network
     assert (second.head.format, second.head.version) == (3, 2)
     assert second.head.previous == f"sha256:{first.digest}"
@@ -574,11 +586,6 @@ def test_a_store_network_of_format_2_is_signed_as_the_next_version_in_format_3(
     file.write_text(over)
     assert main(["sign", str(file)]) == 2
     assert "the protocol of subnet 38" in capsys.readouterr().err and file.read_text() == over
-
-
-OLD_PERIOD = (
-    "seconds_per_block = 12.0  # of the chain\nblocks_per_allreduce = 150\nepoch_length = 160"
-)
 
 
 @pytest.fixture(scope="module")
@@ -602,20 +609,12 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (r"\[model\]", f'[model]\nweights = "{"0" * 64}"', "model.weights is another one"),
         ("exchange = .*", 'exchange = "store"', "exchange is another one .*dt-network succeed"),
         ("max_uids = .*", "max_uids = 9", "limits.max_uids is another one"),
-        (r"\[model\]", '[model]\nconfig_file = "away.json"', "away.json cannot be read"),
         ("outer_momentum = .*", "outer_momentum = 9.0", "9.0 is more than 1"),
         *(
             ("period = .*", *more)
             for more in (
-                (
-                    'period = "89s"',
-                    "third of the period of 89 s, .*set round.period to 90s, the smallest",
-                ),
-                ('period = "8d"', "longer than a week, .*set round.period to 90s, the smallest"),
-                (
-                    "seconds_per_block = 1.0\nblocks_per_allreduce = 60",
-                    "third of the period of 60 s, .*set round.period to 90s, the smallest",
-                ),
+                ('period = "89s"', r"third of the period \(89s\), .*raise round.period to 90s or"),
+                ('period = "8d"', "8d is more than 7d"),
                 (
                     "seconds_per_block = 1.0",
                     "round.blocks_per_allreduce None, and round.period takes",
@@ -643,26 +642,6 @@ def test_a_change_that_is_refused_is_one_line_and_no_version(
         file.write_text(good)
 
 
-def test_a_period_in_blocks_is_read_and_signed_as_a_duration(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A network that runs keeps its file; the next version says the same period in seconds."""
-    folder = tmp_path / "lab"
-    assert found(folder) == 0
-    wallet = load_wallet(ChainSettings(wallet_path=str(folder / "wallets"), wallet_name=MASTER))
-    file = folder / "network.toml"
-    text = re.sub(r"(?m)^period = .*$", OLD_PERIOD, file.read_text())
-    file.write_text(signed(text, wallet.hotkey, nearby=str))
-    (folder / "versions" / "1.toml").write_text(file.read_text())
-    first = read(folder)
-    assert first.rounds.period == timedelta(minutes=30)
-    assert main(["sign", str(file)]) == 0, capsys.readouterr().err
-    written = tomllib.loads(file.read_text())["round"]
-    assert written["period"] == "1800s" and "epoch_length" not in written
-    assert not {"seconds_per_block", "blocks_per_allreduce"} & written.keys()
-    assert read(folder).network.values == first.network.values, "no rule has changed"
-
-
 @pytest.mark.parametrize("other", ['"stdlib"', f'"parquet:data"\nfiles = "{"1" * 64}"'])
 def test_no_version_has_data_that_nobody_would_publish(tmp_path: Path, capsys, other: str) -> None:
     text = tmp_path / "text"
@@ -680,7 +659,6 @@ def test_no_version_has_data_that_nobody_would_publish(tmp_path: Path, capsys, o
     assert file.read_text() == wrong and not (tmp_path / "lab" / "versions" / "2.toml").exists()
 
 
-HTTP = ("--host", "8.8.8.8", "--store", "http://s3.example.org")
 SLOW = ("--slowest-link", "0.1", "--set", "round.period=240")
 
 
@@ -691,21 +669,11 @@ SLOW = ("--slowest-link", "0.1", "--set", "round.period=240")
         (("--model", "/no/such/config.json"), "give --model"),
         (("--set", "round.periodd=60"), "did you mean round.period"),
         (("--set", "model.parameters=5"), "model.parameters"),
-        *(
-            (("--set", f"training.{change}"), words)
-            for change, words in (
-                ("learning_rate=0.11", "learning_rate 0.11 is above 0.1"),
-                ("decay_from=2000", "only one of them"),
-                ("sequence_length=1025", "above 1024, the positions that the model has"),
-            )
-        ),
+        (("--set", "training.learning_rate=0.11"), "learning_rate 0.11 is above 0.1"),
+        (("--set", "training.sequence_length=1025"), "above 1024, the positions that the model"),
         (
             ("--set", "training.warmup_steps=9", "--set", "training.total_steps=9"),
             "not below training.total_steps 9",
-        ),
-        (
-            ("--set", "training.decay_from=2000", "--set", "training.decay_steps=9"),
-            "this one is cosine",
         ),
         *(
             (("--set", change), words)
@@ -730,11 +698,8 @@ SLOW = ("--slowest-link", "0.1", "--set", "round.period=240")
                     SLOW,
                     "third of the period of 240 s, so no network was created: --set round.period=4",
                 ),
-                (("--set", "round.grace=2000s"), "is above a third of the period of 720 s"),
-                (("--set", "round.average_after=5s"), "has no place with exchange 'store'"),
+                (("--set", "round.grace=2000s"), "is above a third of the period (720s)"),
                 (("--set", "round.codec=x"), "round.codec"),
-                (HTTP, "URLs of it that the registry hands out"),
-                (("--set", 'store.hosts=["a/b"]'), "HOST:PORT"),
             )
         ),
     ],

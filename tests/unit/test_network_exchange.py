@@ -52,7 +52,7 @@ def store_rules(**keys: Any) -> dict[str, Any]:
 
 def load(rules: dict[str, Any], folder: Path, kind: Kind = "miner") -> Config:
     path = folder / "network.toml"
-    path.write_text(signed(to_toml(rules), ALICE, nearby=lambda name: ""))
+    path.write_text(signed(to_toml(rules), ALICE))
     return rules_at(path, kind)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -18,7 +17,6 @@ import pytest
 from bittensor_core import Keypair
 
 from distributed_training import network_place
-from distributed_training.chain.registry import RegistryChain
 from distributed_training.common.ports import free_ports
 from distributed_training.config import Config, ConfigError, describe
 from distributed_training.config.types import ConfigAway
@@ -35,6 +33,7 @@ from distributed_training.network_place import save_copy
 from distributed_training.protocol.pages import PageDraw
 from distributed_training.protocol.types import ExitStatus
 from tests.tools.chain_raw import trickle
+from tests.tools.chain_world import registry_at
 from tests.tools.r2_keys import KEYS
 from tests.tools.settings import load_config
 
@@ -47,15 +46,11 @@ SECOND = f'previous = "sha256:{"0" * 64}"\nfrom_outer_step = 7\nversion = 2 '
 ALICE, BOB = (Keypair.create_from_uri(f"//{name}") for name in ("Alice", "Bob"))
 
 
-def nearby(name: str) -> str:
-    raise AssertionError(f"{name} was asked for")
-
-
 def changed(old: str, new: str, *, signer: Keypair | None = ALICE) -> str:
     """The example with one change; signed again unless ``signer`` is None."""
     assert old in EXAMPLE
     text = EXAMPLE.replace(old, new)
-    return signed(text, signer, nearby=nearby) if signer else text
+    return signed(text, signer) if signer else text
 
 
 def load(text: str, folder: Path, *flags: str, kind: str = "miner") -> Config:
@@ -119,7 +114,7 @@ def test_the_run_s_id_stays_through_versions_and_is_another_networks_for_another
 ) -> None:
     run_id = load(EXAMPLE, tmp_path).swarm.run_id
     later = changed("version = 1 ", SECOND).replace("0.9\n", "0.8\n")
-    config = load(signed(later, ALICE, nearby=nearby), tmp_path)
+    config = load(signed(later, ALICE), tmp_path)
     assert config.network and config.network.head.from_outer_step == 7
     assert config.swarm.run_id == run_id
     for old, new in (
@@ -132,16 +127,11 @@ def test_the_run_s_id_stays_through_versions_and_is_another_networks_for_another
         assert "let dt-network sign write" in refused(changed("version = 1 ", head), tmp_path)
 
 
-def test_comments_layout_and_the_place_of_the_model_do_not_count(tmp_path: Path) -> None:
-    model = tomllib.loads(EXAMPLE)["model"]["config"]
-    head, _, rest = EXAMPLE.partition("\n[model.config]")
-    elsewhere = head + '\nconfig_file = "m.json"\n' + rest[rest.index("[tokenizer]") :]
-    (tmp_path / "m.json").write_text(json.dumps(model))
+def test_comments_and_layout_do_not_count(tmp_path: Path) -> None:
     plain = re.sub(r" +#.*", "", EXAMPLE)
-    digests = {load(text, tmp_path).network.digest for text in (EXAMPLE, elsewhere, plain)}
+    inline = to_toml(tomllib.loads(EXAMPLE))
+    digests = {load(text, tmp_path).network.digest for text in (EXAMPLE, plain, inline)}
     assert len(digests) == 1
-    (tmp_path / "m.json").write_text(json.dumps(model | {"rope_theta": 5e5}))
-    assert "was altered" in refused(elsewhere, tmp_path)
 
 
 def test_private_addresses_are_right_only_in_a_private_network(tmp_path: Path) -> None:
@@ -155,7 +145,7 @@ def test_private_addresses_are_right_only_in_a_private_network(tmp_path: Path) -
         with pytest.raises(ConfigError, match="give its address in the private network"):
             load(private, tmp_path, f"--{name}", "127.0.0.1")
         alone = private.replace("https://registry.example.org", "http://127.0.0.1:8100")
-        assert load(signed(alone, ALICE, nearby=nearby), tmp_path, f"--{name}", "127.0.0.1")
+        assert load(signed(alone, ALICE), tmp_path, f"--{name}", "127.0.0.1")
 
 
 def test_pages_are_drawn_by_the_rule_that_the_file_names(tmp_path: Path) -> None:
@@ -163,7 +153,7 @@ def test_pages_are_drawn_by_the_rule_that_the_file_names(tmp_path: Path) -> None
     assert load(EXAMPLE, tmp_path).draw_pages.held_out_pages == 0
     second = EXAMPLE.replace("\nrevision = ", "\nselection = 2\nheld_out_pages = 8\nrevision = ")
     draws = [
-        load(signed(text, ALICE, nearby=nearby), tmp_path, kind=kind).draw_pages
+        load(signed(text, ALICE), tmp_path, kind=kind).draw_pages
         for text in (second, second.replace("version = 1 ", SECOND))
         for kind in ("miner", "validator")
     ]
@@ -246,8 +236,7 @@ def test_the_canonical_form_is_the_documents() -> None:
         ("version = 1 ", f"version = {'5' * 5000} ", "it is not TOML"),
         # tomllib would take 1 GB for it.
         ("[limits]", f"[limits]\n{'.'.join('a' * 16000)} = 1", "nested too deeply"),
-        ("[model]", '[model]\nconfig_file = "a\\u0000b"', "is no name of a file next to it"),
-        ("[model]", "[model]\nconfig_file = 5", "is no name of a file next to it"),
+        ("[model]", '[model]\nconfig_file = "a.json"', "content into [model.config], by which"),
     ],
 )
 def test_a_file_that_is_refused(tmp_path: Path, old: str, new: str, text: str) -> None:
@@ -323,32 +312,22 @@ def large() -> str:
     for old, new in LARGE:
         assert old in text
         text = text.replace(old, new)
-    return signed(text, ALICE, nearby=nearby)
+    return signed(text, ALICE)
 
 
-BAD = {
-    "unsigned": (re.sub(r"^signature.*\n", "", EXAMPLE, flags=re.M), "it is not signed"),
-    "too large": (large(), "host memory: at least"),
-}
 PROGRAMS = {
     "miner": ["miner", "--neuron.run_folder", "run", "--neuron.device", "cpu", "--network"],
     "validator": ["validator", "--neuron.run_folder", "run", "--neuron.device", "cpu", "--network"],
-    "join": ["network_command", "join", "--wallet.path", "wallets"],
-    "registry": ["network_command", "serve", "--folder", "registry", "--network"],
+    "join": ["join_command", "--wallet.path", "wallets"],
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("program", "bad"),
-    # A registry holds no model.
-    [each for each in itertools.product(PROGRAMS, BAD) if each != ("registry", "too large")],
-)
-def test_a_bad_file_ends_a_program_with_status_2_and_nothing_is_written(
-    tmp_path: Path, program: str, bad: str
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_model_too_large_for_the_machine_ends_a_program_before_it_writes(
+    tmp_path: Path, program: str
 ) -> None:
-    text, words = BAD[bad]
-    (tmp_path / "network.toml").write_text(text)
+    (tmp_path / "network.toml").write_text(large())
     module, *flags = PROGRAMS[program]
     done = subprocess.run(
         [sys.executable, "-m", f"distributed_training.{module}", *flags, "network.toml"],
@@ -357,7 +336,7 @@ def test_a_bad_file_ends_a_program_with_status_2_and_nothing_is_written(
     )  # fmt: skip
     (line,) = done.stderr.splitlines()
     assert done.returncode == 2 and "error: " in line and "network.toml" in line
-    assert words in line and not done.stdout
+    assert "host memory: at least" in line and not done.stdout
     assert [entry.name for entry in tmp_path.iterdir()] == ["network.toml"]
 
 
@@ -404,7 +383,7 @@ def test_certificates_that_cannot_be_read_are_named(monkeypatch: pytest.MonkeyPa
     url = "https://127.0.0.1:9/network.toml"
     for start in (
         lambda: load_config("miner", ("--network", url), environ=KEYS, dotenv=None),
-        lambda: RegistryChain(url=url, wallet=None),
+        lambda: registry_at(url, None),
     ):
         with pytest.raises(ConfigError, match=r"SSL_CERT_FILE.* cannot be read .*: correct that"):
             start()
@@ -424,13 +403,8 @@ PUBLIC, OWN = "https://founder.example/a/network.toml", "https://own.lan/network
         (PUBLIC, ["http://founder.example/b"], "leads to http://founder"),
         (PUBLIC, ["/b", "http://inside.example/admin"], "leads to http://inside"),
         (PUBLIC, ["https://inside.example/admin"], "an internal address"),
-        (PUBLIC, ["https://127.0.0.1/"], "an internal address"),
-        (PUBLIC, ["https://[::1]/"], "an internal address"),
         (PUBLIC, ["https://[::ffff:10.0.0.1]/"], "an internal address"),
-        (PUBLIC, ["https://169.254.169.254/latest"], "an internal address"),
         (PUBLIC, ["https://2130706433/", ""], "an internal address"),
-        (PUBLIC, ["https://168.63.129.16/"], "an internal address"),
-        (PUBLIC, ["https://[2002:a00:1::]/"], "an internal address"),
         (PUBLIC, ["https://me:word@founder.example/"], "anybody on the way"),
         (PUBLIC, ["file:///etc/passwd"], "anybody on the way"),
         (PUBLIC, ["https://[x/"], "'https://[x/', which is no URL"),
@@ -472,7 +446,7 @@ def test_a_digest_or_a_copy_says_whose_file_comes_over_http(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, argv = "http://10.0.0.5:8100/network.toml", ("--neuron.run_folder", str(tmp_path))
-    bobs = signed(EXAMPLE.replace(ALICE.ss58_address, BOB.ss58_address), BOB, nearby=nearby)
+    bobs = signed(EXAMPLE.replace(ALICE.ss58_address, BOB.ss58_address), BOB)
     served = {"text": EXAMPLE}
     monkeypatch.setattr(network_place, "_client", by(lambda _: httpx.Response(200, **served)))
 
@@ -520,7 +494,7 @@ def test_network_given_by_url_is_read_from_its_kept_copy_offline(
     other = ("--neuron.run_folder", str(tmp_path / "run"), "--network", url + "l")
     with pytest.raises(ConfigAway):  # the copy is of another URL
         load_config("miner", other, environ=KEYS, dotenv=None)
-    bobs = signed(EXAMPLE.replace(ALICE.ss58_address, BOB.ss58_address), BOB, nearby=nearby)
+    bobs = signed(EXAMPLE.replace(ALICE.ss58_address, BOB.ss58_address), BOB)
     answers = {
         "<html>back soon</html>": "is no network's file",
         "x" * (2 << 20): "is no network's file",
@@ -537,14 +511,6 @@ def test_network_given_by_url_is_read_from_its_kept_copy_offline(
                 with pytest.raises(ConfigAway, match="no network's file"):  # without a copy
                     load_config("miner", other, environ=KEYS, dotenv=None)
 
-    def lead_astray(request: httpx.Request) -> httpx.Response:
-        if request.url.scheme == "https":
-            return httpx.Response(302, headers={"location": "http://127.0.0.1/network.toml"})
-        return httpx.Response(200, text=EXAMPLE)
-
-    with monkeypatch.context() as answered:
-        answered.setattr(network_place, "_client", by(lead_astray))
-        assert "leads to http://" in configuration().warnings[0]
     with monkeypatch.context() as answered, trickle() as port:
         answered.setattr(network_place, "_LONGEST", 0.5)
         answered.setattr(

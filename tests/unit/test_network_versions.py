@@ -45,7 +45,7 @@ def next_version(
         "previous": f"sha256:{config.network.digest}",
         "from_outer_step": at,
     }
-    return signed(text, signer, nearby=str, head=head)
+    return signed(text, signer, head=head)
 
 
 def rate(value: float) -> tuple[str, str]:

@@ -102,7 +102,7 @@ def test_an_invitation_is_good_for_each_version_that_descends_from_its_own(
             r"(?m)^master_hotkey = .*$", f'master_hotkey = "{ALICE.ss58_address}"', newest
         )
         head = {"version": 2, "previous": f"sha256:{first}", "from_outer_step": 5}
-        newest = signed(mine, ALICE, nearby=str, head=head)
+        newest = signed(mine, ALICE, head=head)
     elif fault == "other network":
         other = lab.with_name("other")
         words = ["--name", "other", "--registry", URL, "--store", "https://s3.example.org"]

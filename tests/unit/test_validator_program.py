@@ -20,7 +20,7 @@ import torch
 from distributed_training.chain.base import ChainError
 from distributed_training.config import Config, ConfigError
 from distributed_training.network import Network
-from distributed_training.node.start import WrongNetwork, exit_status_of, sole_user
+from distributed_training.node.start import WrongPlace, exit_status_of, sole_user
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.scoring.evaluator import evaluation_device
@@ -68,7 +68,7 @@ def test_a_global_bucket_of_another_founder_is_not_changed() -> None:
     claim_global_bucket(store, network("first"))
     claim_global_bucket(store, network("first"))  # a restart, or other rules of the same founder
     before = store.get(keys.NETWORK, limit=999)
-    with pytest.raises(WrongNetwork, match=r"bucket lab is another network's .* first, not") as end:
+    with pytest.raises(WrongPlace, match=r"bucket lab is another network's .* first, not") as end:
         claim_global_bucket(store, network("second"))
     assert exit_status_of(end.value) == ExitStatus.BAD_CONFIGURATION
     assert store.get(keys.NETWORK, limit=999) == before and "\n" not in str(end.value)
