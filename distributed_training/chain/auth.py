@@ -37,7 +37,7 @@ class Refusal(enum.Enum):
     REPLAY = ("replay", 401, "nonce was used before")
     RECEIVER = ("receiver", 401, "signed for another receiver")
     SIGNATURE = ("signature", 401, "signature does not verify")
-    NO_PERMIT = ("no_permit", 403, "validator permit is missing")
+    NO_PERMIT = ("no_permit", 403, "only the founder's hotkey may do this")
 
     def __init__(self, reason: str, status: int, message: str) -> None:
         self.reason = reason

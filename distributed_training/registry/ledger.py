@@ -18,7 +18,7 @@ from distributed_training.protocol.network_report import NetworkReport
 def _plain_ip(text: str) -> str:
     """Raise ValueError unless ``text`` is an IP address without a zone.
 
-    Validators make a URL of the address, and programs print it.
+    DHT peers connect to the address, and programs print it.
     """
     try:
         ipaddress.ip_address("" if "%" in text else text)

@@ -51,7 +51,7 @@ from .store import CLOCK_SKEW, CannotStore, Registry, Replayed
 
 log = logging.getLogger(__name__)
 
-MAX_BODY = 256 * 1024  # bytes; weights of 4096 uids have 120 thousand
+MAX_BODY = 256 * 1024  # bytes; the digests of 4096 parts of an upload have 150 thousand
 # Registrations per second from one address.
 _REGISTRATIONS_PER_SECOND, _REGISTRATIONS_BURST = 1 / 60, 32.0
 # Grants per second to one hotkey, if they ask the store.
@@ -272,12 +272,12 @@ class Service:
         claim = auth.read_claim(request.headers)
         if claim.receiver != self.registry.charter.identity:
             raise RefusedRequest(Refusal.RECEIVER)
-        # Only look here. A token is taken after the proof, or anybody could use up a hotkey's rate.
+        # Only look here, and draw after the proof, or anybody could use up the rate of a hotkey.
         if self._hotkeys.empty(claim.hotkey):
             raise RefusedRequest(Refusal.RATE)
         auth.check_fresh(claim, time.time_ns(), skew=CLOCK_SKEW)
         if request.scope["path"] in self._founders and claim.hotkey != self.registry.charter.master:
-            raise RefusedRequest(Refusal.NO_PERMIT, message="only the founder's hotkey may do this")
+            raise RefusedRequest(Refusal.NO_PERMIT)
         return claim
 
     def _draw(self, request: Request) -> None:
@@ -289,7 +289,7 @@ class Service:
         address = normalize(request.client.host if request.client is not None else "")
         if address != self._proxy:
             return address
-        # Take the last value, which the proxy adds: any caller may write the others.
+        # Take the last value, which the proxy adds, because any caller may write the others.
         named = ",".join(request.headers.getlist("x-forwarded-for"))
         return normalize(named.rpartition(",")[2].strip())
 
@@ -300,7 +300,7 @@ class Service:
         path = request.scope["path"]
         file = self.registry.files.get(path[1:])
         if path not in self._reads and file is None:
-            raise RefusedRequest(Refusal.ROUTE, message="there is nothing here")
+            raise RefusedRequest(Refusal.ROUTE)
         self._counts[f"read{path}"] += 1
         # A web site that points its name at this address must not read this page through a
         # visitor's browser.
@@ -340,7 +340,7 @@ class Service:
         return _Pieces(head, view.content, b"}", headers=headers, kind="application/json")
 
     def _page(self, request: Request) -> Response:
-        # A client that reloads it for ever costs at most one page a second.
+        # A client that reloads the page for ever costs at most one page per second.
         if time.monotonic() - self._made[0] > _PAGE_KEPT:
             text = draw_page(self.registry).encode()
             self._made = time.monotonic(), _Pieces(text, headers=_PAGE_HEADERS, kind="text/html")
@@ -358,7 +358,7 @@ class Service:
         target = (request.scope["raw_path"] + (b"?" + query if query else b"")).decode()
         auth.proven(claim, request.headers, body, path=target, own=registry.charter.identity)
         self._hotkeys.draw(claim.hotkey)
-        # Count by address, since with open admission anybody creates hotkeys at no cost.
+        # Count by address, because with open admission anybody creates hotkeys at no cost.
         if path == "/register" and not self._registrations.draw(self._caller(request)):
             raise RefusedRequest(Refusal.RATE)
         fields = _parse_fields(body)
@@ -385,7 +385,7 @@ class Service:
             self._counts["refused/access"] += 1
             reason = f"access: hotkey {claim.hotkey}{expelled}, so nothing is granted"
             return JSONResponse({"message": reason}, 400)
-        # The store may be slow, and members many.
+        # The store may be slow, and there may be many members.
         if self._granting >= _MOST_GRANTS or (asks_store and not self._grants.draw(claim.hotkey)):
             raise RefusedRequest(Refusal.RATE)
         last, latest = self._granted.get(claim.hotkey, -1), time.time_ns() + CLOCK_SKEW * 1e9
@@ -427,8 +427,8 @@ class Service:
     ) -> None:
         """Write an endpoint whose reach is ``allowed`` or wider.
 
-        Validators call it. So whoever is outside of their network could have services called that
-        are inside.
+        DHT peers connect to it, so a caller from outside of a network could make them connect to
+        services inside.
         """
         if reach(ip) > allowed:
             raise ChainError(
