@@ -65,7 +65,6 @@ def open_played(
     config: Config,
     folder: Path,
     stack: ExitStack,
-    wanted: Callable[[], bool],
     post: Callable[[ev.Event], None],
 ) -> tuple[build.Connections, StartupInfo]:
     """In the place of ``build.open_connections``: only the chain is played."""
@@ -74,7 +73,7 @@ def open_played(
     rounds = open_exchange(config, member, folder, store=store, uploads=store, at_head=lambda: None)
     stack.callback(rounds.stop)
     resumes = any((folder / "checkpoints").glob("checkpoint-*"))
-    outer_step, place, steps = build.first_weights(rounds, wanted, resumes=resumes)
+    outer_step, place, steps = build.first_weights(rounds, resumes=resumes)
     tokenizer, eos = build_tokenizer("bytes", folder / "tokenizer")
     info = StartupInfo(
         UID,
@@ -99,7 +98,7 @@ def build_played(
     """Build the product's rank of a miner; the network is opened by rank 0 only."""
     connections = None
     if ranks.rank == 0:
-        connections, info = open_played(bucket, config, folder, stack, lambda: True, events.put)
+        connections, info = open_played(bucket, config, folder, stack, events.put)
         ranks.share("info", asdict(info))
     else:
         info = StartupInfo(**ranks.share("info", None))
