@@ -71,6 +71,7 @@ _SHORTEST = 0.2  # seconds between two turns
 _LATE = 75.0  # seconds for which a store may show an older state without a line
 #: Faults of an object, in place of which the next sound object is taken.
 _FAULTS = (StateUnavailable, ObjectMissingError, IntegrityError, PreconditionError)
+_UPDATES_OF_WEIGHTS = 8  # about as many bytes as whole weights: half a byte per value, and 4 bytes
 _SLOW = 15.0  # seconds after which an answer to a look at the state is overdue
 
 
@@ -475,17 +476,19 @@ class StoreRounds:
                 reason, fate = reason or cause, Fate(Base.REFUSED, cause=cause)
         if reason:
             return self._lead_by_weights(usable, state, reason, fate)
-        smaller = self._compare_sizes(held, usable[-1]) if usable else ""
+        if usable and usable[-1] - held > _UPDATES_OF_WEIGHTS:
+            fewer = f"they are fewer bytes than {usable[-1] - held} updates"
+            try:
+                return self._lead_by_weights(usable, state, fewer, fate)
+            except _FAULTS as error:  # the updates lead there too
+                if isinstance(error, ForkError):
+                    raise
         try:
-            if smaller:
-                return self._lead_by_weights(usable, state, smaller, fate)
             return self._fetch_update(held + 1, self._find_fate(held, fate))
         except _FAULTS as error:
-            if isinstance(error, ForkError) or not usable:
+            if not usable:
                 raise
-            if not smaller:
-                return self._lead_by_weights(usable, state, str(error), fate)
-        return self._fetch_update(held + 1, self._find_fate(held, fate))
+            return self._lead_by_weights(usable, state, str(error), fate)
 
     def _lead_by_weights(
         self, steps: Sequence[int], state: State, reason: str, fate: Fate
@@ -500,16 +503,6 @@ class StoreRounds:
             return weights
         fate = self._find_fate(held, fate)
         return replace(weights, base=fate.base, own_upload=fate.path, cause=fate.cause)
-
-    def _compare_sizes(self, held: int, newest: int) -> str:
-        """Return why whole weights of ``newest`` are taken before the updates; empty: no reason."""
-        update = self._reader.head(keys.outer_key(held + 1, keys.UPDATE))
-        model = self._reader.head(keys.outer_key(newest, keys.MODEL))
-        if update is None:
-            return f"outer step {held + 1} has no update any more"
-        if model is not None and model.size < (newest - held) * update.size:
-            return f"they are fewer bytes than {newest - held} updates"
-        return ""
 
     def _find_fate(self, held: int, known: Fate) -> Fate:
         """Return the fate of our upload for outer step ``held``; KEPT if that was asked before.
