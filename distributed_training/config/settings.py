@@ -320,7 +320,6 @@ class StoreSettings:
     train. The uploads for closes do not follow from it."""
     minimum_valid_inner_step: CountFrom0 = rule("round.minimum_valid_inner_step")
     """first inner step of an outer step to upload; lowered, with a warning, if that is too late"""
-    concurrency: int = 6  # parts sent or fetched at the same time
 
 
 @dataclass(frozen=True, config=SETTINGS)

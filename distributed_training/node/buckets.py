@@ -267,11 +267,6 @@ class PeerBuckets:
             store = open_store(self._settings, bucket, credentials=credentials)
         except ValueError as error:
             raise NoBucket(f"hotkey {hotkey}: {error}") from None
-        reader = BucketReader(
-            store,
-            small=self._small,
-            large=self._large,
-            concurrency=self._settings.concurrency,
-        )
+        reader = BucketReader(store, small=self._small, large=self._large)
         self._known[bucket] = credentials, reader
         return reader

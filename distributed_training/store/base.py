@@ -95,6 +95,7 @@ def md5_of(data: bytes | Section) -> str:
 #: The most names in a list, because the list of an untrusted bucket may have no end.
 MOST_LISTED = 200_000
 _COMPARED = 16 * 1024 * 1024  # bytes of a range
+CONCURRENT = 6  # parts, ranges or small files that are sent or fetched at once
 
 
 class ObjectStore(Protocol):
@@ -225,7 +226,7 @@ class MultipartStore(ObjectStore, Protocol):
             data: All bytes of the part.
 
         Raises:
-            ContradictionError: If the store holds other bytes afterwards.
+            IntegrityError: If the store holds other bytes afterwards.
         """
         ...
 

@@ -36,8 +36,7 @@ class StateUnavailable(StoreError):
 class BucketReader:
     """One bucket, read with read credentials. All methods raise StoreError.
 
-    ``small`` covers a question with its retries, ``large`` a whole file or state. ``concurrency``
-    ranges of 16 MiB are fetched at once, each held in memory.
+    ``small`` covers a question with its retries, ``large`` a whole file or state.
     """
 
     def __init__(
@@ -46,10 +45,8 @@ class BucketReader:
         *,
         small: timedelta = timedelta(minutes=1),
         large: timedelta = timedelta(minutes=40),
-        concurrency: int = 6,
     ) -> None:
         self._large = large
-        self._concurrency = concurrency
         self._uplink = Uplink()
         self.store = store
         self._retry = Retry(each=min(small, large), uplink=self._uplink)
@@ -109,7 +106,6 @@ class BucketReader:
                 path,
                 limit=limit,
                 deadline=deadline_in(self._large) if deadline is None else deadline,
-                concurrency=self._concurrency,
                 uplink=self._uplink,
             )
         except OSError as error:

@@ -5,7 +5,6 @@ The texts are for the operator and never hold a key, a secret or a signed addres
     StoreError
         TransientError          back off and try again
             NotGrantedError     by the registry, which does not answer
-            ContradictionError  once more
         CertificateError        the authorities, or the clock
         AccessDeniedError       the keys
             ClockSkewError      the clock
@@ -40,13 +39,6 @@ class AccessDeniedError(StoreError):
 
 class NotGrantedError(TransientError):
     """The registry, which grants URLs of the store, gave no answer: the store was not asked."""
-
-
-class ContradictionError(TransientError):
-    """An answer contradicts the request, as other bytes do. A second try may succeed.
-
-    Twice in a row is no accident: see :class:`~.transfer.Retry`.
-    """
 
 
 class CertificateError(StoreError):
@@ -86,7 +78,11 @@ class UnsupportedError(StoreError):
 
 
 class IntegrityError(StoreError):
-    """The store has other bytes than were sent, or a file fails its check."""
+    """The store has other bytes than were sent, or a file fails its check.
+
+    No retry follows in the same operation, since it might send the same bytes for an hour. The next
+    sending continues with the parts that are missing.
+    """
 
 
 class NoRoomError(StoreError):

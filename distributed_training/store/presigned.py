@@ -26,7 +26,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from distributed_training.common.addresses import keeps_secrets
 from distributed_training.config.settings import StoreSettings
 
-from .base import MOST_LISTED, ObjectInfo, Section, md5_of, same_etag
+from .base import CONCURRENT, MOST_LISTED, ObjectInfo, Section, md5_of, same_etag
 from .errors import (
     AccessDeniedError,
     RefusedError,
@@ -86,7 +86,6 @@ class AccessStore(S3ObjectStore):
         self._ask = ask
         self._public = (settings.public_url or "").rstrip("/")
         self._private = private
-        self._concurrency = settings.concurrency
         self._changing = threading.Lock()
         self._urls: dict[tuple[str, str], tuple[str, float]] = {}  # and when each ends
         events = self._client.meta.events
@@ -227,7 +226,7 @@ class AccessStore(S3ObjectStore):
                     ContentMD5=base64_md5(digests[number - 1]),
                 )
 
-        with ThreadPoolExecutor(self._concurrency, thread_name_prefix="upload") as pool:
+        with ThreadPoolExecutor(CONCURRENT, thread_name_prefix="upload") as pool:
             run_all(pool, send, [n for n in range(1, len(parts) + 1) if str(n) in grant.urls])
         size = sum(map(len, parts))
         return self._granted("complete", key, size=size, md5=list(digests)).etag

@@ -30,6 +30,7 @@ from distributed_training.protocol.keys import OUTER, STATE, r2_endpoint
 from distributed_training.protocol.metadata import BucketCredentials
 
 from .base import (
+    CONCURRENT,
     MOST_LISTED,
     STORES,
     MultipartInfo,
@@ -45,7 +46,6 @@ from .errors import (
     BucketMissingError,
     CertificateError,
     ClockSkewError,
-    ContradictionError,
     IntegrityError,
     ObjectMissingError,
     PreconditionError,
@@ -156,7 +156,7 @@ class AccessKeys:
 class S3ObjectStore:
     """A :class:`~.base.MultipartStore` behind the S3 API.
 
-    ``settings``: timeouts, concurrency, and how R2 differs from S3. ``keys`` None: nothing is
+    ``settings``: timeouts, and how R2 differs from S3. ``keys`` None: nothing is
     signed.
     ``connect_timeout`` runs until the connection stands, ``read_timeout`` between two pieces of an
     answer. Connections are made on first use and pooled. ``bucket``: ``NAME/PREFIX`` is what lies
@@ -209,7 +209,7 @@ class S3ObjectStore:
                     connect_timeout=settings.connect_timeout.total_seconds(),
                     read_timeout=settings.read_timeout.total_seconds(),
                     # The cleanup and small requests use this client during a transfer too.
-                    max_pool_connections=settings.concurrency + 4,
+                    max_pool_connections=CONCURRENT + 4,
                     tcp_keepalive=True,
                     # Without it botocore reads the environment, also for loopback.
                     proxies={scheme: proxy} if proxy else {},
@@ -259,9 +259,6 @@ class S3ObjectStore:
     @property
     def bucket(self) -> str:
         return self._bucket
-
-    def __repr__(self) -> str:
-        return f"S3ObjectStore({self._endpoint}, {self._bucket})"
 
     def close(self) -> None:
         self._client.close()
@@ -331,11 +328,11 @@ class S3ObjectStore:
             with answer["Body"] as body:
                 # With status 200 in place of 206 this is the whole object: gigabytes of memory.
                 if answer["ContentLength"] > length:
-                    raise ContradictionError(f"{self._bucket}/{key}: the store ignored the range")
+                    raise TransientError(f"{self._bucket}/{key}: the store ignored the range")
                 return self._read(key, body, answer["ContentLength"])
 
     def put(self, key: str, data: bytes | Section) -> str:
-        """Write ``data``; return the etag. ContradictionError if the store holds other bytes."""
+        """Write ``data``; return the etag. IntegrityError if the store holds other bytes."""
         return self._put(key, data)
 
     def put_new(self, key: str, data: bytes | Section) -> str:
@@ -404,7 +401,7 @@ class S3ObjectStore:
             return str(call(begin, Key=key, **_cache_control(key))["UploadId"])
 
     def upload_part(self, key: str, upload_id: str, number: int, data: bytes | Section) -> PartInfo:
-        """Send one part. ContradictionError if the store holds other bytes."""
+        """Send one part. IntegrityError if the store holds other bytes."""
         md5 = md5_of(data)
         with self._errors("write", key) as call:
             answer = call(
@@ -420,7 +417,7 @@ class S3ObjectStore:
             )
 
     def _accepted(self, what: str, answer: dict[str, Any], md5: str) -> str:
-        """Return the etag of what was written. Raises ContradictionError for that of other bytes.
+        """Return the etag of what was written. Raises IntegrityError for that of other bytes.
 
         The etags of some stores are no MD5. Those stores got the MD5 with the write, so they refuse
         other bytes themselves.
@@ -433,7 +430,7 @@ class S3ObjectStore:
                     f"{place}: the bucket encrypts with KMS, whose etags are no MD5, so no upload "
                     "can be checked: let it encrypt with AES256 (SSE-S3)"
                 )
-            raise ContradictionError(
+            raise IntegrityError(
                 f"{place}: the store holds other bytes than those sent: MD5 {etag} instead of {md5}"
             )
         return etag
@@ -629,7 +626,7 @@ class S3ObjectStore:
                 "upload (nginx: client_max_body_size 65m)"
             )
         if code == "BadDigest":
-            return ContradictionError(f"{place}: other bytes arrived than were sent ({answer})")
+            return IntegrityError(f"{place}: other bytes arrived than were sent ({answer})")
         passes = status in _PASSING_STATUS or status >= 500 or code in _PASSING_CODES
         if passes and status not in _NEVER:
             return TransientError(f"{place}: the store answered {answer}")

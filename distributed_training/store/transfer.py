@@ -39,6 +39,7 @@ from distributed_training.common.files import (
 from distributed_training.common.memory import DISK_RESERVE
 
 from .base import (
+    CONCURRENT,
     OF_PARTS,
     MultipartInfo,
     MultipartStore,
@@ -54,13 +55,13 @@ from .base import (
 )
 from .errors import (
     AccessDeniedError,
-    ContradictionError,
     DeadlineError,
     IntegrityError,
     NoRoomError,
     ObjectMissingError,
     PreconditionError,
     StoreError,
+    TransientError,
     UnsupportedError,
     UploadMissingError,
 )
@@ -138,9 +139,8 @@ class Retry:
     """Tries an operation again until it succeeds, fails for good, or its time is up.
 
     ``until``: ``time.monotonic()`` at which the last operation must be done; ``each``: how long one
-    operation may take. Only errors that are marked retryable are tried again. The second
-    ContradictionError of an operation becomes an IntegrityError. Any other error becomes a
-    DeadlineError with its text when time is up.
+    operation may take. Only errors that are marked retryable are tried again. When time is up, they
+    become a DeadlineError with the text of the last one.
     """
 
     def __init__(
@@ -159,7 +159,6 @@ class Retry:
         uplink = self._uplink
         deadline = min(self._until, time.monotonic() + self._each.total_seconds())
         waits = Backoff(first=FIRST_WAIT, longest=LONGEST_WAIT)
-        damaged = False
         while True:
             uplink.check_stopped()
             try:
@@ -168,12 +167,6 @@ class Retry:
                 if not error.retryable:
                     raise
                 uplink.check_stopped()
-                if isinstance(error, ContradictionError):
-                    if damaged:  # or retries would send the same bytes for an hour
-                        raise IntegrityError(
-                            f"{error}; so it was twice, and it is not tried again"
-                        ) from None
-                    damaged = True
                 pause = waits.failed().total_seconds()
                 if time.monotonic() + pause > deadline:
                     raise DeadlineError(f"{error}: no success in the time allowed") from None
@@ -226,14 +219,13 @@ def download(
     *,
     limit: int,
     deadline: float,
-    concurrency: int = 6,
     uplink: Uplink | None = None,
 ) -> ObjectInfo:
     """Download one object into ``path``, in parallel ranges, complete or not at all.
 
     An interrupted download of the same object continues where it was, also in another process.
     ``limit``: most bytes; ``deadline`` (time.monotonic()) covers all, and no range is begun after
-    it; ``concurrency`` ranges are in memory at once. ``DISK_RESERVE`` bytes stay free for the
+    it. ``CONCURRENT`` ranges are in memory at once. ``DISK_RESERVE`` bytes stay free for the
     checkpoints.
 
     Raises ObjectMissingError, IntegrityError (larger than ``limit``, replaced meanwhile),
@@ -264,7 +256,7 @@ def download(
     def read(start: int, length: int) -> bytes:
         data = store.get_range(key, start, length, etag=info.etag)
         if len(data) != length:
-            raise ContradictionError(f"{place}: {len(data)} bytes came instead of {length}")
+            raise TransientError(f"{place}: {len(data)} bytes came instead of {length}")
         return data
 
     def fetch(start: int) -> None:
@@ -288,7 +280,7 @@ def download(
 
     try:
         os.ftruncate(handle, info.size)
-        with ThreadPoolExecutor(concurrency, thread_name_prefix="download") as pool:
+        with ThreadPoolExecutor(CONCURRENT, thread_name_prefix="download") as pool:
             run_all(pool, fetch, missing)
     except PreconditionError:
         raise IntegrityError(f"{place} was replaced while it was read") from None
@@ -371,8 +363,6 @@ def size_text(count: float) -> str:
 
 MIB = 1024 * 1024
 PART = 64 * MIB  # a larger file is sent in parts of this size
-_MOST_PARTS = 10_000
-_CONCURRENT = 6  # parts or small files that are sent at once
 
 
 def upload(
@@ -408,18 +398,15 @@ def upload(
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         whole = Section(file.fileno(), 0, size, uplink)
-        in_parts, part_size = store.multipart(), PART
+        in_parts = store.multipart()
         if in_parts is None or size <= PART:
             if once:
                 retry(put_once, store, key, whole)
             else:
                 retry(store.put, key, whole)
             return size
-        while size > part_size * _MOST_PARTS:
-            part_size *= 2
-        starts = range(0, size, part_size)
-        bodies = [whole.part(start, min(part_size, size - start)) for start in starts]
-        with ThreadPoolExecutor(_CONCURRENT, thread_name_prefix="upload") as pool:
+        bodies = [whole.part(at, min(PART, size - at)) for at in range(0, size, PART)]
+        with ThreadPoolExecutor(CONCURRENT, thread_name_prefix="upload") as pool:
             return _InParts(in_parts, key, whole, bodies, retry, pool, until, once).send()
 
 
@@ -549,7 +536,7 @@ def upload_all(store: ObjectStore, files: Iterable[tuple[str, Path]], *, until: 
         return upload(store, *one[1:], until=until)
 
     sent = sum(send(one) for one in sizes if one[0] > PART)
-    with ThreadPoolExecutor(_CONCURRENT, thread_name_prefix="uploads") as pool:
+    with ThreadPoolExecutor(CONCURRENT, thread_name_prefix="uploads") as pool:
         return sent + sum(run_all(pool, send, [one for one in sizes if one[0] <= PART]))
 
 

@@ -295,6 +295,7 @@ class TestParts:
     @pytest.fixture(autouse=True)
     def smaller(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(presigned, "PART", 5 * MIB)
+        monkeypatch.setattr(presigned, "CONCURRENT", 1)
 
     @pytest.fixture
     def world(self, server: Any, tmp_path: Path) -> Iterator[AccessWorld]:
@@ -324,7 +325,6 @@ class TestParts:
                 return real(**arguments)
 
             store._client.upload_part = send
-            store._concurrency = 1
             with pytest.raises((StoppedError, TransientError)):
                 store.put(OURS, body)
             assert asked[:2] == [1, 2] and world.owner.head(OURS) is None

@@ -55,7 +55,7 @@ class AccessWorld:
         # On a busy machine an answer may take that long.
         wait = timedelta(seconds=60)
         if server is None:
-            keyed = StoreSettings(endpoint_url=self.server.url, read_timeout=wait, concurrency=3)
+            keyed = StoreSettings(endpoint_url=self.server.url, read_timeout=wait)
             bucket = self.folder / "lab" / prefix
             bucket.mkdir(parents=True)
             self.owner: Any = FolderStore(bucket, writes=True)

@@ -31,7 +31,6 @@ def settings_for(server: ObjectStoreServer, **changes: Any) -> StoreSettings:
     known = {name.removeprefix("R2_").lower(): value for name, value in server.keys.items()}
     values: dict[str, Any] = {
         **{n: SecretStr(v) if n.startswith(("read", "write")) else v for n, v in known.items()},
-        "concurrency": 3,
         "minimum_valid_inner_step": 5,
         "connect_timeout": timedelta(seconds=3),
         "read_timeout": timedelta(seconds=5),

@@ -57,13 +57,14 @@ def test_an_interrupted_download_continues_with_the_ranges_on_the_disk(
     disk_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer, "RANGE", 1000)
+    monkeypatch.setattr(transfer, "CONCURRENT", 1)
     content = bytes(range(1, 226)) * 20
     store = MemoryObjectStore()
     store.put("model", content)
 
     def fetch(folder: Path) -> bytes:
         path, until = folder / "model", time.monotonic() + 60
-        transfer.download(store, "model", path, limit=9999, deadline=until, concurrency=1)
+        transfer.download(store, "model", path, limit=9999, deadline=until)
         return path.read_bytes()
 
     with forgetful_disk(disk_folder, monkeypatch) as disk:

@@ -1,7 +1,7 @@
 """Etags that are no MD5, answers that contradict each other, bytes damaged on the way.
 
 Whatever a store writes into its etags: what it accepted is not sent again, what is called uploaded
-is there byte for byte, and what cannot succeed ends after the second time, with a line.
+is there byte for byte, and damaged bytes end the upload with a line.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import random
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ import pytest
 from distributed_training.store import transfer
 from distributed_training.store.base import PartInfo, Section
 from distributed_training.store.errors import (
-    ContradictionError,
     IntegrityError,
     StoreError,
     TakenError,
@@ -54,7 +52,7 @@ class Store(MemoryObjectStore):
         self.received += len(data)
         if self._damages:
             self._damages -= 1
-            raise ContradictionError("other bytes arrived than were sent (400 BadDigest)")
+            raise IntegrityError("other bytes arrived than were sent (400 BadDigest)")
 
     def _lose(self, operation: str) -> None:
         """Answer once that there is no such upload."""
@@ -93,7 +91,7 @@ class Store(MemoryObjectStore):
 @pytest.fixture(autouse=True)
 def one_part_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "PART", PART)
-    monkeypatch.setattr(transfer, "_CONCURRENT", 1)
+    monkeypatch.setattr(transfer, "CONCURRENT", 1)
 
 
 def send(store: Store, path: Path, *, once: bool = False) -> int:
@@ -104,26 +102,27 @@ def content(store: Store) -> bytes | None:
     return store.get("k", limit=10**6)
 
 
-def test_accepted_object_is_there_and_was_sent_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transfer, "FIRST_WAIT", timedelta(milliseconds=1))
+def test_accepted_object_is_there_and_was_sent_once(tmp_path: Path) -> None:
     dice, failed = random.Random(3), 0
     for _ in range(80):
         style, damages = dice.choice(list(STYLES)), dice.choice([0, 0, 0, 1, 99])
         size = dice.choice([1, PART - 1, PART, PART + 1, 3 * PART, 4 * PART + 7])
         path, store = tmp_path / "model", Store(style, damages)
         path.write_bytes(dice.randbytes(size))
-        if damages > 1:
+        if damages:
             failed += 1
-            with pytest.raises(IntegrityError, match="twice"):
+            with pytest.raises(IntegrityError, match="other bytes arrived"):
                 send(store, path)
-            # Each part twice at most; the next ones may be under way as the first fails.
-            assert store.received <= 2 * size, (style, damages)
+            # No part is sent twice; the next ones may be under way as the first fails.
+            assert store.received <= size, (style, damages)
+        if damages > 1:
             continue
-        assert send(store, path) == size
+        sent = send(store, path)
         assert content(store) == path.read_bytes(), (style, damages)
-        assert store.received == size + damages * min(PART, size), (style, damages)
+        if damages and style in ("md5", "capitals"):  # other etags do not prove what is there
+            assert store.received == size + min(PART, size), (style, damages)
+        elif not damages:
+            assert store.received == sent == size, style
     assert 10 < failed < 70
 
 

@@ -30,6 +30,11 @@ pytestmark = pytest.mark.timeout(30)
 KEY = "outer/3/model.safetensors"
 
 
+@pytest.fixture(autouse=True)
+def one_range_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "CONCURRENT", 1)
+
+
 @pytest.fixture
 def published() -> MemoryObjectStore:
     store = MemoryObjectStore()
@@ -52,9 +57,7 @@ def test_a_download_says_once_a_minute_how_far_it_is(
     monkeypatch.setattr(time, "monotonic", lambda: real() + later)
     store = MemoryObjectStore(before=before)
     store.put(KEY, bytes(2**22))
-    BucketReader(store, large=timedelta(hours=1), concurrency=1).download(
-        KEY, tmp_path / "model", limit=2**23
-    )
+    BucketReader(store, large=timedelta(hours=1)).download(KEY, tmp_path / "model", limit=2**23)
     assert caplog.records
     for text in caplog.messages:
         form = r"\d\.\d of 4\.2 MB, 0\.0 MB/s, (\d min|less than a minute) left"
@@ -78,12 +81,12 @@ def test_half_of_one_object_is_never_joined_to_half_of_another(
     store.put("model", bytes(4500))
     deadline = time.monotonic() + 60
     with pytest.raises(StoreError, match="connection is gone"):
-        transfer.download(store, "model", path, limit=9999, deadline=deadline, concurrency=1)
+        transfer.download(store, "model", path, limit=9999, deadline=deadline)
     assert not path.exists()
     other = bytes(range(225)) * 20
     most = math.inf
     store.put("model", other)
-    transfer.download(store, "model", path, limit=9999, deadline=deadline, concurrency=1)
+    transfer.download(store, "model", path, limit=9999, deadline=deadline)
     assert path.read_bytes() == other
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
 
@@ -102,7 +105,7 @@ def test_an_object_replaced_between_two_ranges_is_not_had(
 
     store = MemoryObjectStore(before=before)
     store.put("model", bytes(4500))
-    wanted: Any = {"limit": 9999, "deadline": time.monotonic() + 60, "concurrency": 1}
+    wanted: Any = {"limit": 9999, "deadline": time.monotonic() + 60}
     with pytest.raises(IntegrityError, match="was replaced while it was read"):
         transfer.download(store, "model", path, **wanted)
     assert not path.exists()
@@ -135,7 +138,7 @@ def test_a_slow_bucket_that_answers_is_given_up_at_the_deadline(
     until, path = now + 150, tmp_path / "m"
     for came in (3, 6):
         with pytest.raises(DeadlineError, match=f"{came * transfer.RANGE} of"):
-            transfer.download(Slow(), "m", path, limit=1 << 40, deadline=until, concurrency=1)
+            transfer.download(Slow(), "m", path, limit=1 << 40, deadline=until)
         until = now + 150
     assert ranges == [n * transfer.RANGE for n in range(6)]  # it continued where it was
 
