@@ -275,7 +275,7 @@ def check_model(model: dict[str, Any], length: Any) -> None:
     Raises ConfigError for a model that would be computed otherwise here, or another number.
     """
     from distributed_training.common.memory import ModelShape
-    from distributed_training.training.model import blocks_of, build_meta_model
+    from distributed_training.training.model import blocks_of, build_meta_model, count_parameters
 
     content = model["config"]
     try:
@@ -288,13 +288,12 @@ def check_model(model: dict[str, Any], length: Any) -> None:
             f"there is no model to create a network with ({error}), so nothing was signed: give "
             "the config.json of a Llama-like model"
         ) from None
-    count = sum(parameter.numel() for parameter in built.parameters())
+    count, trained = count_parameters(built)
     if model.setdefault("parameters", count) != count:
         raise ConfigError(
             f"model.parameters is {model['parameters']} and the model has {count}, by which memory "
             "and disk are planned, so nothing was signed: correct model.parameters"
         )
-    trained = sum(each.numel() for each in built.parameters() if each.requires_grad)
     if trained < count and model.setdefault("trainable_parameters", trained) != trained:
         raise ConfigError(
             f"model.trainable_parameters is {model['trainable_parameters']} and the model has "

@@ -176,35 +176,6 @@ VERSION_KEYS = ("version", "previous", "from_outer_step")
 
 
 @dataclass(frozen=True)
-class TrainedShape(ModelShape):
-    """The sizes of a model of which only ``trained`` parameters are trained.
-
-    Checkpoints, copies and the optimizer hold nothing else. ``itemsize``: bytes of each other
-    parameter of ``whole`` on a device (:func:`~.growth.partly_trained_memory`) and in a file.
-    """
-
-    whole: ModelShape
-    trained: int
-    itemsize: int
-
-    @property
-    def frozen_bytes(self) -> int:
-        return self.itemsize * max(0, self.whole.parameters - self.trained)
-
-    @property
-    def tensors(self) -> list[tuple[int, ...]]:
-        return [(self.trained,)]
-
-    @property
-    def parameters(self) -> int:
-        return self.trained
-
-    @property
-    def embedding_parameters(self) -> int:
-        return 0
-
-
-@dataclass(frozen=True)
 class Network:
     """One network's rules. ``values``: of the settings, by key (``training.sequence_length``)."""
 
@@ -222,16 +193,10 @@ class Network:
 
     @property
     def shape(self) -> ModelShape:
-        """The model's sizes, with as many parameters as the file says. Raises ValueError.
-
-        Of a network that trains a part of its model, the part that takes memory for training.
-        """
-        whole = ModelShape.from_config(self.model or {}, self.head.parameters)
-        part = self.head.trained
-        if part is None:
-            return whole
-        return TrainedShape(
-            **vars(whole), whole=whole, trained=part, itemsize=self.head.frozen_itemsize
+        """The model's sizes, with as many parameters as the file says. Raises ValueError."""
+        head = self.head
+        return ModelShape.from_config(
+            self.model or {}, head.parameters, part=head.trained, itemsize=head.frozen_itemsize
         )
 
     @property

@@ -24,8 +24,10 @@ from distributed_training.common.kinds import UnknownKindError
 from distributed_training.common.llama import named_config, read_config
 from distributed_training.common.memory import (
     MARGIN,
+    MOST_WORKERS,
     Arrangement,
     ModelShape,
+    device_memory,
     disk_space,
     host_memory,
 )
@@ -40,16 +42,17 @@ from distributed_training.protocol.growth import (
     average_seconds,
     fitting_period,
     grace_seconds,
-    partly_trained_memory,
 )
+from distributed_training.protocol.metadata import with_rules
 from distributed_training.protocol.network_report import span
 
 _GPU = re.compile(r"([a-z0-9]+?)(?:x([1-9]\d?))?(?:x([1-9]\d{0,2}))?")
 _MFU = 0.4  # part of a card's peak if its speed is not given
 _FLOPS = 6  # per parameter and token, forward and backward (arxiv.org/abs/2001.08361)
 _FROZEN_FLOPS = 4  # the same for a parameter that gets no gradient
-# Bytes of host memory per parameter, and for Python, torch and the text.
-_VALIDATOR = 28, 1_000_000_000
+_VALIDATOR = 28  # bytes of a validator's host memory per parameter that is trained
+# Bytes of host memory of a rank or a validator for Python, torch, their buffers and the text.
+_PROCESS = 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,10 @@ def figures(options: argparse.Namespace) -> dict[str, Any]:
     rules, shape, exchange = _rules_of(options)
     training, rounds = rules.training, rules.rounds
     machine, (down, up) = options.gpu, options.link
-    count, length, members = shape.parameters, training.sequence_length, options.peers
+    count, trained, frozen_bytes = shape.parameters, shape.trained, shape.frozen_bytes
+    length, members = training.sequence_length, options.peers
     founded, gpus = options.network is None, machine.gpus * machine.machines
     period, grace = (each.total_seconds() for each in (rounds.period, rounds.grace))
-    trained, itemsize = _trained_of(options, rules, shape)
-    frozen = count - trained
     average = average_seconds(trained, up, period=period) if exchange == "hivemind" else 0
     if founded:  # as dt-network init chooses them
         period = fitting_period(count, trained, rounds.codec, up) if exchange == "store" else period
@@ -87,8 +89,9 @@ def figures(options: argparse.Namespace) -> dict[str, Any]:
         checkpointing="full",
         reduce_at_last=False,
         offload_optimizer=True,
+        workers=MOST_WORKERS * machine.gpus,
     )
-    flops = _FLOPS * trained + _FROZEN_FLOPS * frozen
+    flops = _FLOPS * trained + _FROZEN_FLOPS * (count - trained)
     speed = options.speed or _MFU * machine.card.peak * gpus / flops
     tokens = options.tokens or float(TOKENS_A_PARAMETER * trained)
     growth = Growth(members, trained, rounds.codec, rounds.weights_every, rounds.keep_uploads)
@@ -97,8 +100,7 @@ def figures(options: argparse.Namespace) -> dict[str, Any]:
     sent, received = growth.upload, growth.update
     upload = 8 * sent / (up * 1e6)
     moves = 4 * trained if average else 0
-    device = partly_trained_memory(shape, least, frozen, itemsize)
-    share = trained / count
+    device = device_memory(shape, least)
     return {
         "parameters": count,
         "trained": trained,
@@ -110,17 +112,16 @@ def figures(options: argparse.Namespace) -> dict[str, Any]:
         "step_seconds": training.local_batch_size_train_effective * length / speed,
         "tokens_per_second": speed,
         "device_bytes": device,
-        "host_bytes": round(share * host_memory(shape, least)),
-        "disk_bytes": round(share * disk_space(shape, keep_checkpoints=2)) + itemsize * frozen,
+        # All ranks read the file of a frozen base through host memory, and a script loads it there.
+        "host_bytes": host_memory(shape, least) + machine.gpus * _PROCESS + frozen_bytes,
+        "disk_bytes": disk_space(shape, keep_checkpoints=2),
         "sent": sent + moves,
         "received": received + moves,
         "upload_seconds": upload,
         "average_seconds": average,
         "update_seconds": 8 * received / (down * 1e6),
-        "validator_device_bytes": round(
-            4.5 * trained + itemsize * frozen + 16 * length * shape.vocab
-        ),
-        "validator_host_bytes": _VALIDATOR[0] * trained + itemsize * frozen + _VALIDATOR[1],
+        "validator_device_bytes": round(4.5 * trained + frozen_bytes + 16 * length * shape.vocab),
+        "validator_host_bytes": _VALIDATOR * trained + frozen_bytes + _PROCESS,
         "validator_receives": growth.validator_receives,
         "stored": growth.stored,
         "store": growth.describe_store(),
@@ -199,20 +200,6 @@ def link_of(text: str) -> tuple[float, float]:
         ) from None
 
 
-def _trained_of(options: argparse.Namespace, rules: Any, shape: ModelShape) -> tuple[int, int]:
-    """Return how many parameters are trained, and bytes of each other one. Raises ConfigError."""
-    if options.network is not None:
-        head = rules.network.head
-        return head.exchanged, head.frozen_itemsize
-    if not options.lora:
-        return shape.parameters, 4
-    from distributed_training.training.lora import count_trained, read_rules  # and torch
-
-    like = read_config(options.model)
-    settings = read_rules(options.lora, like)
-    return count_trained(like, settings), 4 if settings["dtype"] == "float32" else 2
-
-
 def _rules_of(options: argparse.Namespace) -> tuple[Any, ModelShape, str]:
     """Return settings, shape and exchange: of the network's file, or of a new network.
 
@@ -220,11 +207,14 @@ def _rules_of(options: argparse.Namespace) -> tuple[Any, ModelShape, str]:
     """
     rules: Any
     like: Any
+    part, itemsize = None, 4
     if options.network is not None:
         rules = rules_at(options.network)
         # The file for this machine has no more than the number of its parameters.
         like = rules.network.model or named_config("tiny")
-        given, count = options.network, rules.network.head.parameters
+        head = rules.network.head
+        given, count = options.network, head.parameters
+        part, itemsize = head.trained, head.frozen_itemsize
     else:
         given, count = f"--model {options.model}", None
         rules = SimpleNamespace(
@@ -233,13 +223,26 @@ def _rules_of(options: argparse.Namespace) -> tuple[Any, ModelShape, str]:
     try:
         if options.network is None:
             like = read_config(options.model)
-        shape = ModelShape.from_config(like, count)
+        shape = ModelShape.from_config(like, count, part=part, itemsize=itemsize)
     except ValueError as error:
         raise ConfigError(
             f"{given}: {error}, so nothing was planned: give --model with tiny, 125m, 1b, 4b or "
             "the config.json of a Llama-like model"
         ) from None
+    if options.lora and options.network is None:
+        shape = _shape_of_adapters(like, options.lora)
     return rules, shape, getattr(rules, "exchange", options.exchange)
+
+
+def _shape_of_adapters(base: dict[str, Any], lora: str) -> ModelShape:
+    """Return the shape of a model with the adapters of ``--lora``. Raises ConfigError."""
+    from distributed_training.training.lora import LORA, read_rules  # and torch
+    from distributed_training.training.model import build_meta_model, count_parameters
+
+    settings = read_rules(lora, base)
+    count, part = count_parameters(build_meta_model(with_rules(base, LORA, None, settings)))
+    itemsize = 4 if settings["dtype"] == "float32" else 2
+    return ModelShape.from_config(base, count, part=part, itemsize=itemsize)
 
 
 def build_parser() -> Parser:

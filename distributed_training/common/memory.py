@@ -4,18 +4,19 @@ The one model of it: the trainer's plan, the doctor, the operator guide and the 
 upload all read these functions. Pure arithmetic, but for :func:`host_bytes`; a test compares the
 disk figures with the files that are really written.
 
-In bytes; with N parameters, W ranks, micro-batch b, sequence length s, L decoder layers; hidden
-size h, query width q, key and value width k, MLP width i, vocabulary V:
+In bytes; with N parameters, of which T are trained and the others have F bytes each, W ranks,
+micro-batch b, sequence length s, L decoder layers; hidden size h, query width q, key and value
+width k, MLP width i, vocabulary V:
 
 *Device*, each rank:
 
-    weights        4 N / W           float32 shards
+    weights        (4 T + F (N - T)) / W    shards, those that are trained in float32
                  + 2 N               if the gathered bf16 weights are kept through a step, else
                  + 2 (2 (N - embeddings) / L + embeddings)    two layers and the root
-    gradients      4 N + 4 N / W     if reduced at the last micro-batch only: accumulated whole, and
-                                     reduced into memory of another stream's (one rank: 4 N), or
-                   4 N / W + 8 (N - embeddings) / L    if reduced at every micro-batch
-    optimizer      4 M N / W         M float32 tensors, AdamW's two moments (Muon: one of a matrix
+    gradients      4 T + 4 T / W     if reduced at the last micro-batch only: accumulated whole, and
+                                     reduced into memory of another stream's (one rank: 4 T), or
+                   4 T / W + 8 T / N (N - embeddings) / L    if reduced at every micro-batch
+    optimizer      4 M T / W         M float32 tensors, AdamW's two moments (Muon: one of a matrix
                                      of a layer, else two); 0 on the device if offloaded
     activations    b s L (2 (6 h + 2 k + 4 i) + 8 h)    what a layer keeps for its backward, bf16,
                                      and the two float32 inputs of its norms; compiled layers keep
@@ -91,7 +92,11 @@ def _size(config: Mapping[str, Any], name: str, default: int = 0) -> int:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a ``config.json`` that the formulas use."""
+    """The sizes of a ``config.json`` that the formulas use.
+
+    ``part``: how many parameters are trained, where that is not all of them. Checkpoints, copies
+    and the optimizer hold nothing of the others, which have ``itemsize`` bytes each.
+    """
 
     hidden: int
     layers: int
@@ -102,9 +107,18 @@ class ModelShape:
     vocab: int
     tied: bool
     mlp: int  # width of a Llama's MLP with as many parameters
+    part: int | None = None
+    itemsize: int = 4
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], parameters: int | None = None) -> ModelShape:
+    def from_config(
+        cls,
+        config: Mapping[str, Any],
+        parameters: int | None = None,
+        *,
+        part: int | None = None,
+        itemsize: int = 4,
+    ) -> ModelShape:
         """Read the sizes of a Hugging Face config.
 
         ``parameters``: their true count; needed where a Llama's formula does not give it, as with
@@ -125,6 +139,8 @@ class ModelShape:
             vocab=_size(config, "vocab_size"),
             tied=bool(config.get("tie_word_embeddings", config.get("model_type") in _TIED)),
             mlp=wide,
+            part=part,
+            itemsize=itemsize,
         )
         if parameters is None:
             return shape
@@ -150,18 +166,24 @@ class ModelShape:
         return self.vocab * self.hidden * (1 if self.tied else 2)
 
     @property
+    def trained(self) -> int:
+        """How many parameters are trained."""
+        return self.parameters if self.part is None else self.part
+
+    @property
     def frozen_bytes(self) -> int:
         """Bytes of the parameters that are not trained."""
-        return 0
+        return self.itemsize * max(0, self.parameters - self.trained)
 
     def moments(self, plain: int, of_matrices: int) -> float:
         """Return the tensors that an optimizer keeps of a parameter on average.
 
-        ``of_matrices``: of one of a decoder layer's, which nearly all outside of embeddings are.
+        ``of_matrices``: of one of a decoder layer's, which nearly all outside of embeddings are,
+        and where a part is trained, all of that part.
         """
         if plain == of_matrices:
             return plain
-        share = 1 - self.embedding_parameters / self.parameters
+        share = 1 - self.embedding_parameters / self.parameters if self.part is None else 1.0
         return plain + (of_matrices - plain) * share
 
 
@@ -218,13 +240,13 @@ def list_ways(
 
 def device_memory(shape: ModelShape, how: Arrangement) -> int:
     """Estimate the bytes on one rank's device by the module's formula."""
-    n, w = shape.parameters, how.world_size
+    n, t, w = shape.parameters, shape.trained, how.world_size
     block = (n - shape.embedding_parameters) / shape.layers
     gathered = 2 * n if how.keep_unsharded else 2 * (2 * block + shape.embedding_parameters)
-    weights = 4 * n / w + gathered
-    reduced = 4 * n / w if w > 1 else 0.0
-    gradients = 4 * n + reduced if how.reduce_at_last else 4 * n / w + 8 * block
-    optimizer = 0.0 if how.offload_optimizer else 4 * how.moments * n / w
+    weights = (4 * t + shape.frozen_bytes) / w + gathered
+    reduced = 4 * t / w if w > 1 else 0.0
+    gradients = 4 * t + reduced if how.reduce_at_last else 4 * t / w + 8 * block * t / n
+    optimizer = 0.0 if how.offload_optimizer else 4 * how.moments * t / w
     tokens = how.micro_batch * how.sequence_length
     bf16_parts = 6 * shape.hidden + 2 * shape.kv_width + 4 * shape.intermediate
     one_block = tokens * (2 * bf16_parts + 8 * shape.hidden)
@@ -248,7 +270,7 @@ def device_memory(shape: ModelShape, how: Arrangement) -> int:
 def host_memory(shape: ModelShape, how: Arrangement) -> int:
     """Return the most bytes of host memory at once, all ranks of the machine together.
 
-    In bytes per parameter:
+    In bytes per parameter that is trained:
 
     *Always* 12: the outer step's start, residual and what the upload was written from. With AdamW
     offloaded 8 more, 10.6 on a GPU with public shapes: there torch pins each tensor in memory of a
@@ -262,11 +284,12 @@ def host_memory(shape: ModelShape, how: Arrangement) -> int:
     *Model*: what would be on the devices, where there are none. *Data*: the workers that fetch and
     tokenize take WORKER_BYTES each.
     """
-    n = shape.parameters
+    n = shape.trained
     on_device = 0 if how.cuda else device_memory(shape, how) * how.world_size
     moments = 0.0
     if how.offload_optimizer:
-        pinned = sum(_pinned(shape.tensors, how.world_size))
+        tensors = shape.tensors if shape.part is None else [(n,)]
+        pinned = sum(_pinned(tensors, how.world_size))
         moments = how.moments * (pinned if how.cuda else 4 * n)
     passing = (8 + 4 * how.moments) * n
     return round(16 * n + moments + passing + on_device) + how.workers * WORKER_BYTES
@@ -282,27 +305,28 @@ def _pinned(tensors: Iterable[tuple[int, ...]], ranks: int) -> Iterator[int]:
 def disk_space(shape: ModelShape, *, keep_checkpoints: int, moments: float = 2) -> int:
     """Return the most that a miner has on disk at once; ``moments``: as in :class:`Arrangement`.
 
-    In bytes per parameter:
+    In bytes per parameter that is trained:
 
-    *Checkpoints* 24 each: weights, AdamW's two moments, the residual of uploads; 8 of
-    them epoch-start
-    weights and outer momentum, written once per outer step and referred to, at most once for each
-    checkpoint. Those kept and the one being written. *Uploads and updates* 0.52 each: the upload of
-    the last close, a newer one, the update in use and the one being fetched. *Global states* 8
-    each: weights and outer momentum; the one in use, the one before, and the one being fetched.
+    *Checkpoints* 24 each: weights, AdamW's two moments, the residual of uploads; 8 of them
+    epoch-start weights and outer momentum, written once per outer step and referred to, at most
+    once for each checkpoint. Those kept and the one being written. *Uploads and updates* 0.52
+    each: the upload of the last close, a newer one, the update in use and the one being fetched.
+    *Global states* 8 each: weights and outer momentum; the one in use, the one before, and the one
+    being fetched.
 
-    Kept data and events come on top; they have bounds of their own (2 GB, 2 GiB).
+    The file of the parameters that are not trained comes once. Kept data and events come on top;
+    they have bounds of their own (2 GB, 2 GiB).
     """
-    checkpoints = (max(1, keep_checkpoints) + 1) * checkpoint_bytes(shape.tensors, moments)
-    return checkpoints + round((4 * _FILE + 3 * 8) * shape.parameters)
+    checkpoints = (max(1, keep_checkpoints) + 1) * checkpoint_bytes(shape.trained, moments)
+    return checkpoints + round((4 * _FILE + 3 * 8) * shape.trained) + shape.frozen_bytes
 
 
-def checkpoint_bytes(tensors: Iterable[tuple[int, ...]], moments: float = 2) -> int:
-    """Return the bytes on disk of one checkpoint of a model with these shapes.
+def checkpoint_bytes(trained: int, moments: float = 2) -> int:
+    """Return the bytes on disk of one checkpoint of a model that trains so many parameters.
 
     With the outer step's start and momentum, which its first checkpoint also writes.
     """
-    return round((8 + 4 * moments + 8) * sum(map(math.prod, tensors)))
+    return round((8 + 4 * moments + 8) * trained)
 
 
 def host_bytes(root: Path = Path("/")) -> int | None:

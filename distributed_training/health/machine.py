@@ -39,8 +39,6 @@ from distributed_training.health.gpus import (
     sample_gpu,
     visible_gpu_count,
 )
-from distributed_training.network import TrainedShape
-from distributed_training.protocol.growth import partly_trained_memory
 from distributed_training.protocol.types import Check
 
 _SHARED_MEMORY = 1 << 30  # NCCL's buffers between the GPUs of one machine
@@ -239,7 +237,7 @@ def check_memory(examination: Examination) -> Iterator[Check]:
     has = {kind: there for kind, there in (("gpu", gpu), ("host", host_bytes())) if there}
     ways = [_memory_of(shape, way) for way in list_ways(least, keep=[False])]
     if config.kind == "validator":  # weights, momentum, a round's buffers and their average
-        ways = [{"host": 16 * shape.parameters + shape.frozen_bytes}]
+        ways = [{"host": 16 * shape.trained + shape.frozen_bytes}]
     shares = [{kind: way[kind] / has[kind] for kind in way if kind in has} for way in ways]
     for kind, share in min(shares, key=lambda share: max(share.values(), default=0.0)).items():
         finding = f"at least {share * has[kind] / 1e9:.1f} of {has[kind] / 1e9:.1f} GB needed"
@@ -256,14 +254,8 @@ def check_memory(examination: Examination) -> Iterator[Check]:
 
 
 def _memory_of(shape: ModelShape, way: Arrangement) -> dict[str, int]:
-    device = trained = device_memory(shape, way)
-    if isinstance(shape, TrainedShape):
-        whole, frozen = shape.whole, shape.whole.parameters - shape.trained
-        device = partly_trained_memory(whole, way, frozen, shape.itemsize)
     host = host_memory(shape, way)
-    if way.cuda:
-        return {"gpu": device, "host": host}
-    return {"host": host + (device - trained) * way.world_size}
+    return {"gpu": device_memory(shape, way), "host": host} if way.cuda else {"host": host}
 
 
 def count_moments(training: TrainingSettings, shape: ModelShape) -> float:
@@ -309,7 +301,6 @@ def check_room(examination: Examination) -> Iterator[Check]:
         most = disk_space(shape, keep_checkpoints=keep, moments=moments)
         # Files that are there are part of the need. Counted twice, they would make a restart on a
         # disk of the documented size fail.
-        most += shape.frozen_bytes
         needed = min(needed, most) + max(0, most - bytes_under(folder))
     else:
         needed = min(needed, _SPARE_BYTES * config.network.head.parameters)

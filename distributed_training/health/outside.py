@@ -304,7 +304,7 @@ def check_access(examination: Examination) -> list[Check]:
         remedy = "ask the founder whether the validator runs"
         found = [Check(name, "warn", f"{finding}, and nobody has led it for {age}", remedy)]
     if (shape := examination.shape) is not None:
-        size, grace = file_bytes(shape.parameters, config.rounds.codec), config.rounds.grace
+        size, grace = file_bytes(shape.trained, config.rounds.codec), config.rounds.grace
         speed = 8 * size / grace.total_seconds() / 1e6
         finding = f"an upload of {size / 1e6:.1f} MB has {grace.total_seconds():.0f} s, so this "
         found += [Check("line", "ok", f"{finding}machine must send {speed:.2f} Mbit/s")]
@@ -326,7 +326,7 @@ def check_line(config: Config, bucket: str, shape: ModelShape | None) -> Check:
     finding = f"{8 * speed / 1e6:.0f} Mbit/s up, on one connection"
     if shape is None:
         return Check("line", "ok", finding)
-    seconds = file_bytes(shape.parameters, config.rounds.codec) / speed
+    seconds = file_bytes(shape.trained, config.rounds.codec) / speed
     grace = config.rounds.grace.total_seconds()
     finding += f": an upload takes about {seconds:.0f} s"
     if seconds < 0.5 * grace:

@@ -8,6 +8,7 @@ build_rounds       rank 0's rounds, controller and telemetry; each rank's part o
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import time
 from collections.abc import Callable, Mapping
@@ -23,9 +24,9 @@ import torch
 from distributed_training import __version__
 from distributed_training.common.backoff import Repeats, Throttle
 from distributed_training.common.files import read_json_object
-from distributed_training.common.memory import DISK_RESERVE, ModelShape, checkpoint_bytes
+from distributed_training.common.memory import DISK_RESERVE, checkpoint_bytes
 from distributed_training.config import Config
-from distributed_training.config.types import choose_kind
+from distributed_training.config.types import ConfigError, choose_kind
 from distributed_training.config.versions import Versions, for_script, parse_version, under
 from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.data.own_text import require_one_sequence
@@ -64,6 +65,7 @@ from distributed_training.training.checkpoint import (
     outer_step_of,
 )
 from distributed_training.training.held_weights import HeldWeights
+from distributed_training.training.model import build_meta_model, count_parameters
 from distributed_training.training.weights import read_model_config
 
 from . import events as ev
@@ -123,12 +125,19 @@ class StartupInfo:
 
 
 def describe_size(model: Mapping[str, Any], config: Config) -> str:
-    """Return the model's size for a log line; empty where no formula knows the model."""
-    count = config.network.head.parameters if config.network.model else None
-    try:
-        parameters = ModelShape.from_config(model, count).parameters
-    except ValueError:  # the trainer refuses such a model in words
-        return ""
+    """Return the model's size for a log line.
+
+    Raises ConfigError where the network's file names another number of parameters than its model
+    has, since memory and disk are planned by that number.
+    """
+    parameters, _ = count_parameters(build_meta_model(model))
+    network = config.network
+    if network.model and network.head.parameters != parameters:
+        raise ConfigError(
+            f"--network {network.place}: model.parameters is {network.head.parameters} and its "
+            f"model has {parameters}, by which memory and disk are planned, so nothing was "
+            "started: ask its founder to sign the file again"
+        )
     unit, prefix = (1e9, "B") if parameters >= 1e9 else (1e6, "M")
     return f": a model of {parameters / unit:.2f} {prefix} parameters"
 
@@ -356,9 +365,9 @@ class RankZero:
         self._context, self._info = context, info
         self._connections, self._training = connections, training
         config, trainer = context.config, training.trainer
-        shapes = [shape for _, shape in trainer.schema]
+        trained = sum(math.prod(shape) for _, shape in trainer.schema)
         needed = largest_file(trainer.schema, config.rounds.codec)
-        needed += checkpoint_bytes(shapes, trainer.moments)
+        needed += checkpoint_bytes(trained, trainer.moments)
         often = config.miner.checkpoint_steps
         self.blocks = open_blocks(context, training, uid=info.uid)
         self.controller = Controller(

@@ -8,9 +8,7 @@ that and the number of members. ``bench/growth.py`` prints the table of docs/sca
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-
-from distributed_training.common.memory import Arrangement, ModelShape, device_memory
+from dataclasses import dataclass
 
 from .types import OWN_CODECS, UPDATE_CODEC
 
@@ -77,20 +75,6 @@ def average_seconds(parameters: int, link: float, *, period: float) -> int:
     """
     sending = _SLACK * 8 * 4 * parameters / (link * 1e6)
     return math.ceil(min(_MEETING, period / 20) + sending)
-
-
-def partly_trained_memory(shape: ModelShape, how: Arrangement, frozen: int, itemsize: int) -> int:
-    """Estimate the bytes on one rank's device if ``frozen`` parameters are not trained.
-
-    Each of them has ``itemsize`` bytes there, no gradient and no state of the optimizer.
-    """
-    count, world = shape.parameters, how.world_size
-    layer = (count - shape.embedding_parameters) / shape.layers
-    gradients = 4 * (1 + (world > 1) / world) if how.reduce_at_last else 4 / world
-    gradients += 0 if how.reduce_at_last else 8 * layer / count
-    less = frozen * ((4 - itemsize) / world + gradients)
-    how = replace(how, moments=how.moments * (1 - frozen / count))
-    return round(device_memory(shape, how) - 1.08 * less)
 
 
 @dataclass(frozen=True)

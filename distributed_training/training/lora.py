@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from distributed_training.config.installed import missing
 from distributed_training.config.types import ConfigError
 from distributed_training.protocol import keys
-from distributed_training.protocol.metadata import MODEL_RULES, with_rules
+from distributed_training.protocol.metadata import MODEL_RULES
 from distributed_training.protocol.types import Schema
 
 from .copies import write_safetensors
@@ -154,12 +154,6 @@ def _linear_layers(base: Mapping[str, Any]) -> set[str]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head
     }
-
-
-def count_trained(base: Mapping[str, Any], settings: Mapping[str, Any]) -> int:
-    """Return how many parameters a network with such adapters trains. Raises ConfigError."""
-    model = build_meta_model(with_rules(base, LORA, None, settings))
-    return sum(each.numel() for each in model.parameters() if each.requires_grad)
 
 
 def _is_no_kernel_warning(record: logging.LogRecord) -> bool:

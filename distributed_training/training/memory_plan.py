@@ -17,13 +17,13 @@ from distributed_training.common.memory import (
     Arrangement,
     Checkpointing,
     ModelShape,
+    device_memory,
     host_memory,
     list_ways,
     loss_chunk,
 )
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError
-from distributed_training.protocol.growth import partly_trained_memory
 
 from .inner_optimizer import moments_of
 
@@ -100,13 +100,10 @@ class MemoryPlan:
     note: str
     rung: int
     is_last: bool
-    frozen: int = 0  # parameters that are not trained
-    itemsize: int = 4  # bytes per parameter that is not trained
 
     def bytes_with(self, micro_batch: int) -> int:
         """Estimate the bytes of one rank's device with micro-batches of another size."""
-        way = replace(self.way, micro_batch=micro_batch)
-        return partly_trained_memory(self.shape, way, self.frozen, self.itemsize)
+        return device_memory(self.shape, replace(self.way, micro_batch=micro_batch))
 
 
 def plan_memory(
@@ -114,7 +111,7 @@ def plan_memory(
     *,
     model_config: Mapping[str, Any],
     parameters: int | None = None,
-    frozen: int = 0,
+    part: int | None = None,
     itemsize: int = 4,
     world_size: int,
     micro_batch: int,
@@ -128,12 +125,12 @@ def plan_memory(
     reduction per micro-batch. Activations that are computed again cost up to a third of a step. The
     optimizer's state in host memory costs one trip over the bus per step; where ``host_bytes``
     (None: enough) cannot hold it that is the last resort. What the operator fixed by flag stays
-    fixed. ``frozen``: parameters that are not trained, of ``itemsize`` bytes each. ``rung``:
+    fixed. ``parameters``, ``part``, ``itemsize``: as in :class:`~.memory.ModelShape`. ``rung``:
     arrangements to skip, which should fit and did not; the next ones take less. Raises ConfigError
     for a model whose ``config.json`` does not give its size as a Llama's does.
     """
     try:
-        shape = ModelShape.from_config(model_config, parameters)
+        shape = ModelShape.from_config(model_config, parameters, part=part, itemsize=itemsize)
     except ValueError as error:
         raise ConfigError(
             f"config.json: {error}, so the model's size is not known and it cannot be trained "
@@ -169,12 +166,11 @@ def plan_memory(
         for kind in kinds
     ]
     offloaded = replace(how, offload_optimizer=True, cuda=True)
-    trained = 1 - frozen / shape.parameters
-    if host_bytes is not None and trained * host_memory(shape, offloaded) > host_bytes:
+    if host_bytes is not None and host_memory(shape, offloaded) > host_bytes:
         ways.sort(key=lambda way: way.offload_optimizer)
     limit = math.inf if device_bytes is None else device_bytes * MARGIN
     ladder = list[tuple[int, Arrangement]]()
-    needs = [(partly_trained_memory(shape, way, frozen, itemsize), way) for way in ways]
+    needs = [(device_memory(shape, way), way) for way in ways]
     for need, way in [each for each in needs if each[0] <= limit] or needs[-1:]:
         if not ladder or need < ladder[-1][0]:
             ladder.append((need, way))
@@ -194,7 +190,7 @@ def plan_memory(
     if rung:
         note += f"; {rung} faster arrangements ran out of memory before"
     last = rung == len(ladder) - 1
-    return MemoryPlan(per_block, need, shape, way, note, rung, last, frozen, itemsize)
+    return MemoryPlan(per_block, need, shape, way, note, rung, last)
 
 
 def _choices(value: str, on: str) -> list[bool]:

@@ -198,6 +198,12 @@ def schema_of(model: nn.Module, *, frozen: bool = False) -> Schema:
     ]
 
 
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """Count a model's parameters, and those of them that are trained."""
+    each = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return sum(count for count, _ in each), sum(count for count, trained in each if trained)
+
+
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Return the other names of tied parameters, each with the first one of its parameter."""
     first: dict[nn.Parameter, str] = {}

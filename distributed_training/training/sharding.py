@@ -53,6 +53,7 @@ from .model import (
     attention_line,
     blocks_of,
     build_meta_model,
+    count_parameters,
     kind_of,
     plain_name,
 )
@@ -163,11 +164,12 @@ def build_sharded_model(
         for line in set_up_gpu(device, model, dtype):
             say(line)
     flops = flops_per_token(model, length)
+    parameters, trained = count_parameters(model)
     plan = plan_memory(
         settings,
         model_config=config.to_dict(),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        frozen=sum(each.numel() for each in model.parameters() if not each.requires_grad),
+        parameters=parameters,
+        part=trained if trained < parameters else None,
         itemsize=min(each.itemsize for each in model.parameters()),
         world_size=layout.shards,
         micro_batch=micro_batch,

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from distributed_training.common.llama import named_config
+from distributed_training.config import ConfigError, load_config
 from distributed_training.miner import events as ev
+from distributed_training.miner.build import describe_size
 from distributed_training.miner.network_watch import NetworkWatch
 from distributed_training.network import Shown, other_version
 from distributed_training.protocol import keys
@@ -16,7 +20,7 @@ from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.telemetry.facts import Fact
 from distributed_training.telemetry.verdict import judge
 from tests.tools.memory_store import MemoryObjectStore
-from tests.tools.network import ALICE
+from tests.tools.network import ALICE, network_file
 from tests.unit.test_verdict import NOW, WELL
 
 pytestmark = pytest.mark.timeout(30)
@@ -33,6 +37,21 @@ def network(version: int = 1, run_id: str = "aa", place: str = "lab/network.toml
 
 def shown(version: int, run_id: str | None) -> Shown:
     return Shown("lab", version, "5Master", run_id)
+
+
+def test_a_signed_file_whose_count_is_not_its_models_is_refused_in_one_line(tmp_path: Path) -> None:
+    content = {key: each for key, each in named_config("tiny").items() if each is not None}
+    sizes = list[str]()
+    for count in (1, 1_872_576):
+        rules = {"exchange": "store", "model.config": content, "model.parameters": count}
+        words = ["--network", network_file(tmp_path, rules)]
+        config = load_config("miner", words, environ={}, dotenv=None, check=False)
+        try:
+            sizes.append(describe_size(content, config))
+        except ConfigError as error:
+            sizes.append(str(error))
+    assert sizes[0].count("\n") == 0 and "model.parameters is 1 and its model has" in sizes[0]
+    assert sizes[1] == ": a model of 1.87 M parameters"
 
 
 @pytest.mark.parametrize(

@@ -273,7 +273,7 @@ def test_the_example_of_three_sites_has_the_values_that_init_and_dt_plan_print(
         said = capsys.readouterr().out
         (found_now,) = re.findall(r"  ([\d.]+ hours), ([\d.]+) \$ of all members", said)
         assert found_in.format(*found_now) in given
-    assert "139 GB, 315 GB and" in said and "139 GB of memory and 315 GB of disk" in given
+    assert "143 GB, 315 GB and" in said and "143 GB of memory and 315 GB of disk" in given
     assert "16.6 GB of a GPU, 91.0 GB" in said and "16.6 GB of a GPU and 91 GB" in given
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from distributed_training.common import kinds
 from distributed_training.common.gpus import CARDS
 from distributed_training.common.llama import named_config
-from distributed_training.common.memory import ModelShape
+from distributed_training.common.memory import WORKER_BYTES, ModelShape
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.plan_command import main
 from distributed_training.protocol.codecs import CODECS
@@ -109,6 +109,20 @@ def test_a_plan_holds_a_base_in_the_dtype_that_init_writes(
         assert found == named
         needs[which] = found["device_bytes"]
     assert needs["bf16"] < needs["none"]
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_host_memory_holds_each_process_its_workers_and_a_frozen_base(
+    gpus: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only what is kept of a trained parameter shrinks with the part that is trained."""
+    words = ["--model", "125m", "--gpu", f"h100x{gpus}", "--link", "100"]
+    fixed = gpus * (1e9 + 4 * WORKER_BYTES)
+    for lora, frozen in (("", 0), ("r=16,dtype=bfloat16", 2), ("r=16,dtype=float32", 4)):
+        found = plan(capsys, *words, *(["--lora", lora] if lora else []))
+        base = frozen * (found["parameters"] - found["trained"])
+        each = (found["host_bytes"] - fixed - base) / found["trained"]
+        assert 40 <= each <= 48, (lora, each)
 
 
 def test_the_formulas_of_the_documents_are_those_of_the_plan(

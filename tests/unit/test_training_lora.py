@@ -26,7 +26,6 @@ from distributed_training.common.memory import (
 )
 from distributed_training.config.types import ConfigError
 from distributed_training.founding_checks import begin_adapters, pin_weights
-from distributed_training.network import TrainedShape
 from distributed_training.node.published import list_files
 from distributed_training.protocol import keys
 from distributed_training.protocol.growth import file_bytes, largest_upload
@@ -389,10 +388,9 @@ def test_a_base_of_another_model_is_refused(tmp_path: Path) -> None:
 
 def test_disk_and_host_memory_are_those_of_the_adapters() -> None:
     trained = sum(math.prod(size) for _, size in parameter_schema(lora()))
-    whole = ModelShape.from_config(BASE)
-    shape = TrainedShape(**vars(whole), whole=whole, trained=trained, itemsize=4)
-    assert trained == shape.parameters < 0.5 * ModelShape.from_config(BASE).parameters
-    assert disk_space(shape, keep_checkpoints=2) < 130 * trained
+    shape = ModelShape.from_config(BASE, part=trained)
+    assert trained == shape.trained < 0.5 * shape.parameters
+    assert disk_space(shape, keep_checkpoints=2) - shape.frozen_bytes < 130 * trained
     way = Arrangement(1, 1, 32, offload_optimizer=True)
     assert host_memory(shape, way) < 60 * trained and device_memory(shape, way) > 0
 
