@@ -68,9 +68,15 @@ def test_ranks_that_ran_out_of_memory_start_again_and_know(tmp_path: Path) -> No
     assert content["losses"] == pytest.approx(GOLDEN["losses"], abs=2e-4)
 
 
-@pytest.mark.parametrize(
-    "scenario", ["no_memory", "toy_optimizer", "unlike_gpus", "disk_of_a_copy"]
-)
+def test_an_optimizers_state_continues_to_the_bit_and_at_any_number_of_ranks(
+    tmp_path: Path,
+) -> None:
+    ranks("toy_optimizer", 2, tmp_path).finish()
+    for world in (1, 3):
+        ranks("other_number_of_ranks", world, tmp_path).finish()
+
+
+@pytest.mark.parametrize("scenario", ["no_memory", "unlike_gpus", "disk_of_a_copy"])
 def test_two_ranks(scenario: str, tmp_path: Path) -> None:
     """Each scenario's docstring names its promise."""
     ranks(scenario, 2, tmp_path).finish()

@@ -334,23 +334,46 @@ def _gathered(made: Trainer, rows: list[torch.Tensor] | None) -> list[torch.Tens
     return made.stream.whole(rows or [])
 
 
+#: Optimizers with a kind of state that each keeps.
+OPTIMIZERS = {
+    "adamw": "exp_avg_sq",
+    "lion": "exp_avg",
+    "sgd": "momentum_buffer",
+    "muon": "momentum_buffer",
+}
+#: A step of six sequences is the same for one, two and three ranks.
+SIX = {"local_batch_size_train": 1, "local_batch_size_train_effective": 6}
+
+
 def toy_optimizer(folder: Path) -> None:
     """A plug-in's optimizer continues from its checkpoint to the bit."""
     import_plugins(["tests.toys.optimizer"])
-    kept = {"lion": "exp_avg", "sgd": "momentum_buffer", "muon": "momentum_buffer"}
-    for name, state in kept.items():
+    for name, state in OPTIMIZERS.items():
         place = folder / name
-        made = trainer(rank=RANK, world_size=WORLD, optimizer=name)
+        made = trainer(rank=RANK, world_size=WORLD, optimizer=name, **SIX)
         train(made, 0, 3)
         keeper = Checkpointer(trainer=made, folder=place / "checkpoints", keep=2)
         save_checkpoint(keeper, Progress(0, 3, 3), {"rank": RANK})
-        again = trainer(rank=RANK, world_size=WORLD, optimizer=name, seed=7)
+        again = trainer(rank=RANK, world_size=WORLD, optimizer=name, seed=7, **SIX)
         assert Checkpointer(trainer=again, folder=place / "checkpoints").restore() is not None
         losses = [[r.loss for r in train(each, 3, 6)] for each in (made, again)]
         assert losses[0] == losses[1]
         same(whole_weights(made), whole_weights(again))
         same(made.optimizer.state[state], again.optimizer.state[state])
+        if RANK == 0:
+            (place / "losses.json").write_text(json.dumps(losses[0]))
     _muon_steps_whole_matrices(made)
+
+
+def other_number_of_ranks(folder: Path) -> None:
+    """The state that :func:`toy_optimizer` has saved continues in other rows."""
+    import_plugins(["tests.toys.optimizer"])
+    for name in OPTIMIZERS:
+        made = trainer(rank=RANK, world_size=WORLD, optimizer=name, seed=7, **SIX)
+        place = folder / name
+        assert Checkpointer(trainer=made, folder=place / "checkpoints").restore() is not None
+        expected = json.loads((place / "losses.json").read_text())
+        assert [r.loss for r in train(made, 3, 6)] == pytest.approx(expected, abs=2e-5), name
 
 
 def muon(folder: Path) -> None:
