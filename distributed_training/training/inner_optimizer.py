@@ -130,10 +130,14 @@ OPTIMIZERS.register("muon", muon)
 
 @dataclass(frozen=True)
 class StateNames:
-    """Names of what an optimizer keeps of a parameter: tensors of its shape, and single numbers."""
+    """What an optimizer keeps of a parameter: tensors of its shape, by name, and ``step``.
+
+    ``step``: the zero with which its count of steps begins, a tensor or a number; None: it keeps no
+    count.
+    """
 
     rows: tuple[str, ...]
-    counts: Mapping[str, Any]  # name -> the value with which it begins, a tensor or a number
+    step: Any
 
 
 def find_state(settings: TrainingSettings, *, matrix: bool = False) -> StateNames:
@@ -163,20 +167,15 @@ def find_state(settings: TrainingSettings, *, matrix: bool = False) -> StateName
 
     after, found, changed = step({}, slice(None))
     rows = tuple(n for n, v in found.items() if isinstance(v, Tensor) and v.shape == after.shape)
-    counts = {name: value for name, value in found.items() if name not in rows}
     of_wrong_type = [name for name in rows if found[name].dtype != torch.float32]
-    of_wrong_shape = [
-        name
-        for name, v in counts.items()
-        if (v.numel() != 1 if isinstance(v, Tensor) else not isinstance(v, (int, float)))
-    ]
+    others = sorted(found.keys() - {*rows, "step"})
     problem = ""
     if changed:
         problem = "changes its parameter group at a step"
     elif of_wrong_type:
         problem = f"keeps {of_wrong_type[0]} in {found[of_wrong_type[0]].dtype}, not float32"
-    elif of_wrong_shape:
-        problem = f"keeps {of_wrong_shape[0]}, which has another shape than its parameter"
+    elif others:
+        problem = f"keeps {others[0]}, which is neither of its parameter's shape nor its step"
     else:
         zeros = {
             n: torch.zeros_like(v) if isinstance(v, Tensor) else type(v)() for n, v in found.items()
@@ -194,7 +193,7 @@ def find_state(settings: TrainingSettings, *, matrix: bool = False) -> StateName
             f"the inner optimizer {settings.optimizer!r} {problem}, so it cannot be kept in rows: "
             "use another, or change what it keeps"
         )
-    return StateNames(rows, {name: zeros[name] for name in counts})
+    return StateNames(rows, zeros.get("step"))
 
 
 def moments_of(settings: TrainingSettings) -> tuple[int, int]:
@@ -310,7 +309,7 @@ class InnerOptimizer:
         # Only a copy from or to pinned memory lets the host continue.
         pinned = offload and device.type == "cuda"
         home = torch.device("cpu") if offload else device
-        # Count here, since reading the optimizer's own count would wait for the device.
+        # Count here, since reading the optimizer's own ``step`` would wait for the device.
         self.step_count = 0
         self.state = {
             name: [
@@ -359,11 +358,11 @@ class InnerOptimizer:
                     for name, kept in rows.items():
                         room = places[number % 2][start : start + kept.numel()]
                         rows[name], start = room.view(kept.shape), start + kept.numel()
-                counts = {
-                    name: zero.to(where, copy=True) if isinstance(zero, Tensor) else zero
-                    for name, zero in self.keeps[i].counts.items()
-                }
-                optimizer.state[self._params[i]] = counts | rows
+                state: dict[str, Any] = dict(rows)
+                if (zero := self.keeps[i].step) is not None:
+                    tensor = isinstance(zero, Tensor)
+                    state["step"] = zero.to(where, copy=True) if tensor else zero
+                optimizer.state[self._params[i]] = state
 
     def _make_buckets(self, shards: Sequence[ParameterShard]) -> list[list[int]]:
         """Divide the parameters into groups, each of which one optimizer steps together.
@@ -405,21 +404,9 @@ class InnerOptimizer:
             what = f"{type(matrix).__name__} for matrices of decoder layers, for the rest "
         return f"✓ Using {what}{fused}{type(plain).__name__}, its state in {where}"
 
-    def counts(self) -> dict[str, float]:
-        """Return the single numbers that the optimizer keeps, alike for all parameters."""
-        counts = {name: 0.0 for keeps in self.keeps for name in keeps.counts}
-        for bucket, optimizer in zip(self._buckets, self._optimizers, strict=True):
-            state = optimizer.state[self._params[bucket[0]]]
-            names = self.keeps[bucket[0]].counts.keys() - {"step"}
-            counts |= {name: float(state[name]) for name in names}
-        if "step" in counts:
-            counts["step"] = float(self.step_count)  # known without reading from the device
-        return counts
-
     def state_dict(self) -> dict[str, Any]:
-        others = {name: value for name, value in self.counts().items() if name != "step"}
         rows = {checkpoint_key(name): rows for name, rows in self.state.items()}
-        return {"steps": self.step_count, **rows} | ({"counts": others} if others else {})
+        return {"steps": self.step_count, **rows}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -437,27 +424,24 @@ class InnerOptimizer:
         for name, kept in self.state.items():
             for mine, theirs in zip(kept, state[checkpoint_key(name)], strict=True):
                 mine.copy_(theirs)
-        self.step_count = int(state["steps"])
-        self._set_counts({"step": float(self.step_count), **state.get("counts", {})})
+        self._count_from(int(state["steps"]))
 
     @torch.no_grad()
     def reset(self) -> None:
         """Forget all steps."""
-        self.step_count = 0
         for kept in self.state.values():
             for rows in kept:
                 rows.zero_()
-        self._set_counts({})
+        self._count_from(0)
 
-    def _set_counts(self, values: Mapping[str, float]) -> None:
-        for bucket, optimizer in zip(self._buckets, self._optimizers, strict=True):
-            for i in bucket:
-                state = optimizer.state[self._params[i]]
-                for name in self.keeps[i].counts:
-                    if isinstance(state[name], Tensor):
-                        state[name].fill_(values.get(name, 0.0))
-                    else:
-                        state[name] = type(state[name])(values.get(name, 0.0))
+    def _count_from(self, steps: int) -> None:
+        self.step_count = steps
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                if isinstance(state.get("step"), Tensor):
+                    state["step"].fill_(steps)
+                elif "step" in state:
+                    state["step"] = type(state["step"])(steps)
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], learning_rate: float) -> None:

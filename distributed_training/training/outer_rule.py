@@ -28,12 +28,8 @@ from distributed_training.common.kinds import Kinds, PluginError, import_plugins
 from distributed_training.config import Config
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError, choose_kind
-from distributed_training.network import USUAL
 from distributed_training.protocol.codecs import CODECS
 from distributed_training.protocol.types import UPDATE_CODEC
-
-OUTER_LEARNING_RATE = float(USUAL["training.outer_learning_rate"])
-OUTER_MOMENTUM = float(USUAL["training.outer_momentum"])
 
 
 class OuterStepOf(Protocol):
@@ -156,8 +152,8 @@ def nesterov_sgd(
     grad: Tensor,
     state: Tensor | None,
     *,
-    lr: float = OUTER_LEARNING_RATE,
-    mu: float = OUTER_MOMENTUM,
+    lr: float,
+    mu: float,
 ) -> tuple[Tensor, Tensor]:
     """Take one SGD step with Nesterov momentum: new ``(param, momentum)``, inputs untouched.
 

@@ -38,17 +38,6 @@ from tests.toys.optimizer import lion, sgd
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("process_group")]
 
 
-@pytest.mark.parametrize(("name", "rate"), [("lion", 2e-3), ("sgd", 0.1), ("muon", 2e-3)])
-def test_another_learns_alike_wherever_its_state_lies(name: str, rate: float) -> None:
-    here, there = (
-        trainer(optimizer=name, learning_rate=rate, offload_optimizer=where)
-        for where in ("off", "on")
-    )
-    losses = [[r.loss for r in train(made, 0, 6)] for made in (here, there)]
-    assert losses[0] == losses[1] and losses[0][-1] < losses[0][0]
-    assert same(whole_weights(here), whole_weights(there))
-
-
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_weight_decay_on_matrices_spares_norms_and_embeddings(name: str, tied: bool) -> None:
@@ -198,8 +187,6 @@ class Odd(torch.optim.Optimizer):
                 state["text"] = "none"
             elif kind == "norm":
                 change = change / p.grad.norm()
-            elif kind == "sum":
-                state["sum"] = state.get("sum", 0.0) + 0.3
             elif kind == "momentum":
                 state.setdefault("momentum", torch.zeros_like(p)).add_(p.grad)
             p.sub_(change, alpha=group["lr"])
@@ -215,8 +202,8 @@ def odd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("kind", "refused"),
     [
-        ("row sums", "keeps row_sums, which has another shape"),
-        ("scale", "begins with other values"),
+        ("row sums", "keeps row_sums, which is neither of its parameter's shape nor its step"),
+        ("scale", "keeps scale, which is neither"),
         ("later", "begins with other values"),
         ("half", "keeps half in torch.bfloat16"),
         ("text", "keeps text, which"),
@@ -230,17 +217,16 @@ def test_state_that_cannot_be_kept_in_rows_is_refused(kind: str, refused: str) -
         find_state(TrainingSettings(optimizer="odd"))
 
 
-@pytest.mark.parametrize("kind", ["sum", "momentum"])
 @pytest.mark.usefixtures("odd")
-def test_a_checkpoint_brings_back_an_optimizers_state(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["momentum"])
+def test_a_name_of_the_outer_step_is_free_for_an_optimizers_state(
+    kind: str, tmp_path: Path
+) -> None:
     made = trainer(optimizer="odd", learning_rate=1e-2)
     train(made, 0, 3)
     save_checkpoint(Checkpointer(trainer=made, folder=tmp_path), Progress(0, 3, 3))
     again = trainer(optimizer="odd", learning_rate=1e-2)
     assert Checkpointer(trainer=again, folder=tmp_path).restore() is not None
-    assert again.optimizer.counts() == made.optimizer.counts()
-    assert all(
-        same(rows, again.optimizer.state[name]) for name, rows in made.optimizer.state.items()
-    )
+    assert same(again.optimizer.state[kind], made.optimizer.state[kind])
     assert same(again.outer.epoch_start, made.outer.epoch_start)
-    assert kind == "sum" or all(rows.any() for rows in again.optimizer.state["momentum"])
+    assert all(rows.any() for rows in again.optimizer.state[kind])
