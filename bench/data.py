@@ -48,6 +48,7 @@ from distributed_training.data.pipeline import DataPipeline, DataWorker
 from distributed_training.data.tokenizer import TextTokenizer
 from distributed_training.protocol.pages import PageDraw
 from distributed_training.training.trainer import Trainer
+from testbed.first_weights import begin
 from testbed.hub_server import COMMIT, DATASET, Hub
 
 SEQUENCE, MICRO, EFFECTIVE, VOCABULARY = 256, 4, 16, 8192
@@ -169,8 +170,7 @@ def compare(
         device=torch.device("cpu"),
         say=lambda line: None,
     )
-    trainer.load_weights(None)
-    trainer.begin_epoch(0)
+    begin(trainer)
     found: dict[str, list[tuple[float, float]]] = {"public": [], "ours": []}
     with hub_server(folder / "files", latency=0.15) as hub:
         settings = DataSettings(

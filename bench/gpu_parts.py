@@ -39,6 +39,7 @@ from distributed_training.protocol.types import StepReport
 from distributed_training.training import sharding
 from distributed_training.training.collectives import Layout
 from distributed_training.training.trainer import Trainer
+from testbed.first_weights import begin
 
 
 class Bench:
@@ -133,8 +134,7 @@ class Bench:
             run_folder=run_folder,
         )
         if weights:
-            made.load_weights(None)
-            made.begin_epoch(0)
+            begin(made)
         else:
             set_weights([item.local for item in made.sharded.shards])
         return made

@@ -39,6 +39,7 @@ from distributed_training.training.collectives import Layout, ParameterShard
 from distributed_training.training.model import build_meta_model
 from distributed_training.training.throughput import flops_per_token
 from distributed_training.training.trainer import Trainer
+from testbed.first_weights import begin
 
 WARM_UP = 2  # steps that do not count
 
@@ -196,8 +197,7 @@ def run(rank: int, folder: str, options: argparse.Namespace) -> None:
         layout=Layout(rank, world),
         say=say,
     )
-    trainer.load_weights(None)
-    trainer.begin_epoch(0)
+    begin(trainer)
     seconds, losses = measure(trainer, options)
     report(trainer, options, seconds, losses, say)
     dist.destroy_process_group()

@@ -47,6 +47,7 @@ from distributed_training.training.model import write_config
 from distributed_training.training.pretrained import read_weights, write_frozen
 from distributed_training.training.trainer import Trainer
 from distributed_training.validator.merge import NESTEROV, OuterState, Rule
+from testbed import first_weights
 
 CONTEXT, BATCH = 128, 8
 BYTES, HELD_OUT_BYTES, HELD_OUT = 3_000_000, 120_000, 96  # of a text; sequences
@@ -119,8 +120,7 @@ def trainer(
         say=lambda line: None,
         frozen=frozen,
     )
-    made.load_weights(None)
-    made.begin_epoch(0)
+    first_weights.begin(made)
     return made
 
 

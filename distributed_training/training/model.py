@@ -613,7 +613,3 @@ def _chunk_of(device: torch.device) -> int:
 
 
 MODELS.register(CAUSAL_LM, CausalLM)
-
-
-#: Standard deviation of untrained weights if a config names none, as in Llama.
-INITIAL_SPREAD = 0.02

@@ -48,7 +48,6 @@ from .collectives import (
 )
 from .memory_plan import MemoryPlan, compute_dtype, plan_memory
 from .model import (
-    INITIAL_SPREAD,
     ModelWithLoss,
     attention_line,
     blocks_of,
@@ -388,34 +387,6 @@ def _reset_iter_state(root: Any) -> None:
 
 
 @torch.no_grad()
-def load(
-    sharded: ShardedModel, path: Path | None, stream: RowStream, *, seed: int, frozen: bool
-) -> None:
-    """Load weights from rank 0's ``path``, or initialize them if it is None.
-
-    ``frozen``: whether to initialize the frozen ones too. Collective. The ranks of its machine read
-    their own rows there, and other machines get theirs from them. Raises ValueError on all ranks
-    alike, changing nothing.
-    """
-    shards = sharded.shards
-    shared = stream.from_rank_0(path)
-    if shared is None:
-        spread = getattr(sharded.model.config, "initializer_range", INITIAL_SPREAD)
-        # Matrices are normal, biases 0 and norms 1, the same for every world size and device.
-        for index, shard in enumerate((*shards, *(sharded.frozen if frozen else ()))):
-            if len(shard.shape) == 1:
-                shard.local.fill_(0.0 if shard.name.endswith("bias") else 1.0)
-                continue
-            # Draw the whole matrix on the host with its own seed, so that no value depends on the
-            # number of ranks or on the device.
-            generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
-            whole = torch.empty(shard.shape).normal_(0.0, float(spread), generator=generator)
-            shard.local.copy_(whole[shard.start : shard.stop])
-        return
-    load_file(shards, shared, stream)
-
-
-@torch.no_grad()
 def load_file(
     shards: Sequence[ParameterShard],
     path: Path,
@@ -423,9 +394,11 @@ def load_file(
     *,
     more: Collection[str] = (),
 ) -> None:
-    """Load weights from rank 0's file at ``path``, which all ranks name. See :func:`load`.
+    """Load weights from rank 0's file at ``path``, which all ranks name. Collective.
 
-    ``more``: names that the file has too, which are not loaded.
+    The ranks of its machine read their own rows there, and other machines get theirs from them.
+    ``more``: names that the file has too, which are not loaded. Raises ValueError on all ranks
+    alike, changing nothing.
     """
     error, problem, layout = None, None, stream.layout
     try:

@@ -51,7 +51,7 @@ class Trainer(HeldWeights):
         layout: This rank's place among the ranks; None: it is the only one.
         utilization: Returns the utilization of this rank's GPU in percent, or None if unknown.
         say: Is called with one line of text for each thing that was decided, and why.
-        frozen: Rank 0's safetensors file of the frozen parameters; None: initial values.
+        frozen: Rank 0's safetensors file of the frozen parameters; None: all are trained.
         run_folder: Remembers how many sequences the GPU holds, in ``micro-batch.json``; None:
             nothing is remembered.
 
@@ -62,7 +62,8 @@ class Trainer(HeldWeights):
         ```python
         import torch
 
-        from transformers import LlamaConfig
+        from pathlib import Path
+        from transformers import LlamaConfig, LlamaForCausalLM
 
         from distributed_training.config.settings import TrainingSettings
         from distributed_training.training.trainer import Trainer
@@ -71,13 +72,14 @@ class Trainer(HeldWeights):
             vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
             num_attention_heads=4, num_key_value_heads=4,
         )
+        LlamaForCausalLM(model).save_pretrained("begin")
         settings = TrainingSettings(sequence_length=64, local_batch_size_train_effective=8)
         trainer = Trainer(
             settings=settings,
-            model_config=model.to_dict() | {"architectures": ["LlamaForCausalLM"]},
+            model_config=model.to_dict(),
             device=torch.device("cpu"),
         )
-        trainer.load_weights(None)  # the initial ones
+        trainer.load_weights(Path("begin/model.safetensors"))
         trainer.begin_epoch(0)
         report = None
         while report is None:  # several micro-batches are one inner step
@@ -139,10 +141,10 @@ class Trainer(HeldWeights):
             settings=settings,
             steps=self.optimizer,
         )
-        self._frozen_file, fixed = self.stream.from_rank_0(frozen), list[ParameterShard]()
-        if self._frozen_file is not None:
+        shared, fixed = self.stream.from_rank_0(frozen), list[ParameterShard]()
+        if shared is not None:
             fixed = self.sharded.frozen
-            sharding.load_file(fixed, self._frozen_file, self.stream)
+            sharding.load_file(fixed, shared, self.stream)
         self.frozen = FrozenTensors(
             {shard.name: shard.local for shard in fixed} | kept_buffers(self.sharded.model)
         )
@@ -194,20 +196,18 @@ class Trainer(HeldWeights):
     # --- weights -------------------------------------------------------------------------------
 
     def load_weights(self, path: Path | None) -> None:
-        """Load rank 0's safetensors file, or the initial weights, into the shards of all ranks.
+        """Load rank 0's safetensors file into the shards of all ranks.
 
         Optimizer state and schedule stay. Collective.
 
         Args:
-            path: Rank 0's file; None: initial weights from the seed. Other ranks' value is ignored.
+            path: Rank 0's file. Other ranks' value is ignored.
 
         Raises:
             ValueError: On all ranks, if the file is not this model's. Nothing has changed.
         """
         self.copier.finish()
-        seed, frozen = self.settings.seed, self._frozen_file is None
-        sharding.load(self.sharded, path, self.stream, seed=seed, frozen=frozen)
-        self.drop_step()
+        super().load_weights(path)
 
     @property
     def tokens(self) -> int:

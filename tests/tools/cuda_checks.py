@@ -27,6 +27,7 @@ from distributed_training.training.model import (
     logit_gradient,
 )
 from distributed_training.training.trainer import Trainer
+from testbed.first_weights import begin
 from tests.tools import training_world
 from tests.tools.outer_steps import header, sign
 from tests.tools.store_member import decoded, digest_of, write_update
@@ -216,7 +217,7 @@ def the_memory_model_is_not_far_off(device: torch.device, folder: Path) -> None:
         ),
         model_config=named_config("125m"), device=device,
     )  # fmt: skip
-    made.load_weights(None)
+    begin(made)
     batch = torch.zeros((8, 1024), dtype=torch.int64)
     reports = [made.add_micro_batch(batch) for _ in range(4)]
     # By the reports: a step ends with a reset of the peak.

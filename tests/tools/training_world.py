@@ -22,6 +22,7 @@ from distributed_training.training.copies import BackgroundWrite
 from distributed_training.training.pretrained import write_frozen
 from distributed_training.training.script_weights import ScriptWeights
 from distributed_training.training.trainer import Trainer
+from testbed.first_weights import begin
 
 SEQUENCE = 32
 EFFECTIVE = 8
@@ -66,8 +67,7 @@ def trainer(
         frozen=frozen,
         run_folder=run_folder,
     )
-    made.load_weights(None)
-    made.begin_epoch(0)
+    begin(made, frozen=made.stream.from_rank_0(frozen) is None)  # only rank 0 names the file
     return made
 
 

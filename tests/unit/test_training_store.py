@@ -26,6 +26,7 @@ from distributed_training.training import outer_step
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.outer_rule import NESTEROV, OuterRule, nesterov_sgd
 from distributed_training.training.trainer import Trainer
+from testbed.first_weights import begin
 from tests.tools.outer_steps import header, sign
 from tests.tools.store_member import decoded, digest_of, drawn, move, store_step, write_update
 from tests.tools.training_world import finished, save_checkpoint, tiny, trainer
@@ -99,8 +100,7 @@ class World:
         self.made, self.other = two_trainers()
         for made in (self.made, self.other):
             store_step(made)._drop_overlap, made.outer.rule = drops, rule
-        self.made.load_weights(None)
-        self.made.begin_epoch(0)
+        begin(self.made)
         self.made.total_inner_steps = 0
         step = store_step(self.made)
         nothing = torch.zeros_like(flat(step.epoch_start))
@@ -348,8 +348,7 @@ def test_a_rule_chooses_the_sent_rows_and_keeps_a_share_of_the_rest(
     share: float, feedback: float, seed: int
 ) -> None:
     made, _ = two_trainers()
-    made.load_weights(None)
-    made.begin_epoch(0)
+    begin(made)
     select = partial(largest, share=share)
     made.outer.rule = OuterRule(nesterov_sgd, select=select, feedback=feedback)
     left = [torch.zeros(shape) for _, shape in made.schema]

@@ -25,6 +25,7 @@ from distributed_training.training.collectives import Layout
 from distributed_training.training.inner_optimizer import Schedule
 from distributed_training.training.model import blocks_of, hf_config
 from distributed_training.training.trainer import Trainer
+from testbed.first_weights import draw
 from tests.tools.mutations import mutated
 from tests.tools.training_world import (
     SEQUENCE,
@@ -400,7 +401,7 @@ def test_copies_of_another_boundary_wait_until_these_are_written(
     if change == "step":
         train(made, 1, 2)
     elif change == "weights":
-        made.load_weights(None)
+        draw(made)
     else:
         made.optimizer.reset()
     first.writers.append(threading.Event())
