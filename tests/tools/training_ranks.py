@@ -73,7 +73,6 @@ def losses(folder: Path, name: str = "losses", **place: int) -> Trainer:
     return made
 
 
-PART = with_rules(tiny(), None, ["model.layers.*", "model.norm.weight", "lm_head.weight"])
 #: Float32 adapters next to a base in bf16, in one group of FSDP.
 ADAPTERS = with_rules(
     tiny(),
@@ -83,17 +82,17 @@ ADAPTERS = with_rules(
 )
 
 
-def frozen(folder: Path, name: str = "frozen", part: dict[str, Any] = PART, **place: int) -> None:
-    """Rank 0's file freezes the embeddings of all ranks, and a change on one stops each upload."""
+def adapters(folder: Path, name: str = "adapters", **place: int) -> None:
+    """Rank 0's file freezes the base of all ranks, and a change on one stops each upload."""
     file = folder / f"{name}-{WORLD}.safetensors"
     if RANK == 0:
-        write_frozen(file, part, None)
+        write_frozen(file, ADAPTERS, None)
     path = file if RANK == 0 else None
-    made = trainer(rank=RANK, world_size=WORLD, model=part, frozen=path, wrap="block", **place)
+    made = trainer(rank=RANK, world_size=WORLD, model=ADAPTERS, frozen=path, wrap="block", **place)
     reports = train(made, 0, 5)
     held = made.sharded.frozen[0]
     assert made.frozen.find_changed() == ""
-    whole, *_ = initial_weights(part, seed=0, frozen=True)
+    whole, *_ = initial_weights(ADAPTERS, seed=0, frozen=True)
     assert torch.equal(held.local, whole[held.start : held.stop])
     if RANK == 0:
         content = {"losses": [r.loss for r in reports]}
@@ -104,16 +103,8 @@ def frozen(folder: Path, name: str = "frozen", part: dict[str, Any] = PART, **pl
         made.write_upload(folder / "upload", header("upload", 0), sign=sign)
 
 
-def frozen_of_nodes(folder: Path) -> None:
-    frozen(folder, "frozen-nodes", local_ranks=1)
-
-
-def adapters(folder: Path) -> None:
-    frozen(folder, "adapters", ADAPTERS)
-
-
 def adapters_of_nodes(folder: Path) -> None:
-    frozen(folder, "adapters-nodes", ADAPTERS, local_ranks=1)
+    adapters(folder, "adapters-nodes", local_ranks=1)
 
 
 def losses_of_nodes(folder: Path) -> None:

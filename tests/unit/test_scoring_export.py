@@ -28,7 +28,7 @@ from distributed_training.training.model import (
     initial_weights,
     parameter_schema,
 )
-from distributed_training.training.pretrained import write_frozen
+from distributed_training.training.pretrained import read_weights, write_frozen
 from distributed_training.training.weights import load_weights
 from tests.tools.network import network_file
 
@@ -165,6 +165,9 @@ def test_adapters_are_loaded_as_their_card_says(
     assert "add --merge" in capsys.readouterr().err
     assert export.main([str(whole), *words, "--merge", "--eval", "2"]) == 0
     assert export.main([str(part), *words]) == 0
+    # Another network may begin with the adapters that were exported.
+    trained_as = load_weights(place / keys.MODEL, schema)
+    assert all(map(torch.equal, read_weights(part, model), trained_as))
     monkeypatch.chdir(tmp_path)
     if named:
         asked: list[Any] = []
