@@ -322,7 +322,7 @@ def disk_space(shape: ModelShape, *, keep_checkpoints: int, moments: float = 2) 
 
 
 def checkpoint_bytes(trained: int, moments: float = 2) -> int:
-    """Return the bytes on disk of one checkpoint of a model that trains so many parameters.
+    """Return the bytes on disk of one checkpoint of a model that trains ``trained`` parameters.
 
     With the outer step's start and momentum, which its first checkpoint also writes.
     """

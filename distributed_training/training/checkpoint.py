@@ -274,10 +274,10 @@ _HURRIED = 5.0  # seconds that a prune waits for other ranks while training wait
 
 
 class Checkpointer:
-    """One per rank; all ranks call the same methods in the same order.
+    """Writes and loads one rank's part of checkpoints.
 
-    ``folder`` is on a file system that the ranks of this node share. ``keep``: complete checkpoints
-    to leave there.
+    All ranks call the same methods in the same order. ``folder`` is on a file system that the ranks
+    of this node share. ``keep``: how many complete checkpoints stay there.
     """
 
     def __init__(self, *, trainer: HeldWeights, folder: Path, keep: int = 2) -> None:
@@ -302,9 +302,9 @@ class Checkpointer:
     def save(self, extra: dict[str, Any], progress: Progress) -> None:
         """Copy the state to host memory from now on, and write it in a thread. Collective.
 
-        ``extra``: this rank's own JSON-able things (data cursor). ``progress``: rank 0's counts.
-        Waits first for a write still under way. A failure to write is logged, not raised: training
-        continues with the checkpoint before.
+        ``extra``: this rank's own JSON-able values, such as its place in the data. ``progress``:
+        rank 0's counts. Waits first for a write that is still under way. A failure to write is
+        logged, not raised: training continues with the checkpoint before.
         """
         self.wait()
         self._saved, started = None, time.perf_counter()
@@ -454,7 +454,7 @@ class Checkpointer:
                     path.unlink(missing_ok=True)  # a full disk needs the room
             raise
         finally:
-            held.clear()  # this thread's arguments would hold the copies until it ends
+            held.clear()  # otherwise this thread's arguments hold the copies until it ends
         self.seconds = self.hold_seconds + time.perf_counter() - started
         if self._lead:
             try:

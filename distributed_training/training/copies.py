@@ -61,7 +61,7 @@ def write_safetensors(
         start, end = end, end + math.prod(shape) * dtype.itemsize
         table[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(table, separators=(",", ":")).encode()
-    # The format wants the data to begin at a multiple of 8.
+    # In this format the data begin at a multiple of 8.
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     digest = hashlib.sha256(header)
@@ -79,8 +79,8 @@ class BoundaryCopies:
     """Rows of weights and of the inner optimizer's ``state`` at one step boundary, in host memory.
 
     With AdamW all of them take 12 bytes per parameter. Nobody changes them. The values of the
-    weights that are one row of a file are there at once, all others after :meth:`wait`. Who writes
-    them adds an event to ``writers``, and sets it when it is done and has dropped them.
+    weights that are one row of a file are there at once, all others after :meth:`wait`. A writer
+    adds an event to ``writers``, and sets it once it has written the copies and dropped them.
     """
 
     weights: list[Tensor]
@@ -107,7 +107,7 @@ class Stepped(Protocol):
 
 
 class BoundaryCopier:
-    """Takes :class:`BoundaryCopies` of one boundary at a time, to bound host memory.
+    """Makes :class:`BoundaryCopies` of one boundary at a time, to bound host memory.
 
     An upload and a checkpoint of the same boundary share them. Weights and state stay as they are
     until the next optimizer step, so they are copied during its micro-batches; code that changes
@@ -124,7 +124,7 @@ class BoundaryCopier:
         patience: float = 120.0,
     ) -> None:
         self._shards, self._optimizer, self._patience = shards, optimizer, patience
-        # Only those who write the copies hold them, so that their memory is free afterwards.
+        # Only the writers hold the copies, so that their memory is free afterwards.
         self._last: Callable[[], BoundaryCopies | None] = lambda: None
         self._boundary: tuple[int, ...] = ()
         self._copying: list[BackgroundWrite] = []  # threads that fill the last copies

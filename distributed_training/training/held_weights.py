@@ -62,7 +62,7 @@ class HeldWeights(ABC):
     @property
     @abstractmethod
     def tokens(self) -> int:
-        """Tokens of all ranks on which an upload of this moment was trained."""
+        """The tokens of all ranks since the epoch start, which an upload of now names."""
 
     @property
     def moments(self) -> float:
@@ -125,8 +125,8 @@ class HeldWeights(ABC):
         JSON-able values are of all ranks alike. Lists of tensors are this rank's rows of every
         parameter, single tensors are only this rank's, None stands for a missing tensor.
 
-        Tensors are the very ones. Of weights and the inner optimizer's rows, which the next step
-        overwrites, :attr:`copier` has copies; no other is ever changed in place.
+        The tensors are no copies. The next step overwrites the weights and the inner optimizer's
+        rows, so :attr:`copier` copies these; no other tensor is ever changed in place.
         """
 
     @property
@@ -149,7 +149,7 @@ class HeldWeights(ABC):
         """Copy weights and moments of this step boundary, when no round is on. Collective.
 
         ``names``: see :meth:`~.copies.BoundaryCopier.copy_boundary`. Most are copied during the
-        next micro-batches: who changes weights or moments calls ``copier.finish`` before.
+        next micro-batches, so code that changes weights or moments calls ``copier.finish`` first.
         Raises RankFailedError on all ranks alike when one of them has no memory for its copies.
         """
         # Drop what a failed round has left, since it would be in host memory next to the copies.
@@ -162,7 +162,7 @@ class HeldWeights(ABC):
 
     @property
     def dropped(self) -> str:
-        """The training that the last outer step dropped, in words; empty: none."""
+        """The training that the last outer step dropped, in words; empty if it dropped none."""
         return self.outer.dropped
 
     def write_upload(

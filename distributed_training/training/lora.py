@@ -197,7 +197,7 @@ class Lora(CausalLM):
         try:
             if wrong := sorted(named & {*rules.targets}):
                 raise ValueError(f"{wrong[0]} is no layer within the decoder")
-            for target in rules.targets:  # PEFT would be content if only one of them is found
+            for target in rules.targets:  # PEFT accepts a list of which it finds only one
                 if not any(name.endswith(f".{target}") for name, _ in model.named_modules()):
                     raise ValueError(f"the model has no layer {target:.60}")
             inject_adapter_in_model(adapters, model)

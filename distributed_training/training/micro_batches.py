@@ -75,16 +75,15 @@ class KnownSize:
     def agree(self, stream: RowStream, rung: int) -> None:
         """Take the smallest sizes of all ranks, which stand on ``rung``. Collective.
 
-        Machines have files of their own, and GPUs of one machine may differ, so that its file
-        holds for some of them only. A rank that measures by itself would wait for the others
-        forever.
+        Each machine has its own file, and its GPUs may differ, so that the file holds for some of
+        them only. If only one rank measured, it would wait for the others forever.
         """
         if rung != self.rung:
             self.rung, self.most, self.fastest = rung, None, None
         answers = stream.all_gather((self.most, self.fastest))
         most, fastest = ([n for n in each if n] for each in zip(*answers, strict=True))
         self.most = min(most, default=None)
-        # If one rank knows nothing, all measure.
+        # All ranks measure where one of them knows no size.
         self.fastest = min(fastest) if len(fastest) == len(answers) else None
 
     def ran_out(self, sequences: int) -> int:
@@ -141,9 +140,10 @@ _TIMED = 3  # timed passes of a trial
 
 
 class MicroBatches:
-    """``known``: how many sequences at once fit.
+    """The micro-batches of the inner step under way, and the sums that they add to.
 
-    ``say`` gets a line for each thing that was decided, as when compiling failed.
+    ``known``: how many sequences at once fit. ``say`` gets a line for each thing that was decided,
+    as when compiling failed.
     """
 
     def __init__(

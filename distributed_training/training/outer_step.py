@@ -309,15 +309,15 @@ class OuterStep:
 
     @torch.no_grad()
     def prepare_update(self, update: Update | None, *, inner_step: int) -> None:
-        """Compute the next epoch start and what is on top of it, aside. Collective.
+        """Compute the next epoch start and the weights on top of it, and swap none in. Collective.
 
-        See ``Trainer.prepare_update``. ``update`` is rank 0's, ``inner_step`` that of now.
+        See ``Trainer.prepare_update``. ``update`` is rank 0's; ``inner_step`` is the present one.
         """
         self.roll_back()
         header = None if update is None else self._header_of(update.own_upload)
         update, header = self._stream.from_rank_0((update, header))
         assert update is not None and self.epoch_start is not None
-        # Whether ``_written`` is what that upload was written from; a roll-back may have lost it.
+        # This upload was written from ``_written``, unless a roll-back has lost those weights.
         of_ours = None if header is None else (header.start, header.serial)
         known = self._written is not None and of_ours == (self.start, self.serial)
         merged = update.base is Base.MERGED and header is not None
@@ -374,12 +374,12 @@ class OuterStep:
         )
 
     def _without_overlap(self, late: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-        """Take out of ``late`` what lies along the way to ``weights``. Collective.
+        """Remove from ``late`` what lies along the update, which leads to ``weights``. Collective.
 
-        Inner steps that were taken while the update was on its way, or that missed it, went in part
-        where it goes: on top of it they would go there twice. Of each parameter, u its way (new -
-        epoch start), l what was trained late, l becomes l - max(0, <l, u> / <u, u>) u
-        (bench.curves).
+        Inner steps that were taken while the update was on its way, or that missed it, have moved
+        the weights in part where the update moves them. Both together would move them there twice.
+        For each parameter, with its update u (new weights - epoch start) and what was
+        trained late l, l becomes l - max(0, <l, u> / <u, u>) u (bench.curves).
         """
         each = list(zip(late, weights, self.epoch_start or [], strict=True))
 

@@ -40,7 +40,7 @@ _UNDONE, _FAR = 0.2, 10.0  # part of an update that counts as undone; factor on 
 
 
 class Steps:
-    """Count the steps of a script's optimizers; their state is the script's own affair."""
+    """Count the steps of a script's optimizers, whose state the script itself keeps."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.state: Mapping[str, list[Tensor]] = {}
@@ -172,7 +172,7 @@ class ScriptWeights(HeldWeights):
             path = stream.from_rank_0(frozen)
             assert path is not None  # a network's file that freezes tensors names it
             _load_frozen(held, path, stream)
-        # Install the hooks only once all ranks are known to continue, or they would count for ever.
+        # Install the hooks only once all ranks are known to continue: nobody would remove them.
         self.steps = Steps(optimizers)
         super().__init__(
             shards=shards,
